@@ -34,8 +34,8 @@ from transformers import DynamicCache
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
+from specheads.core.files import dumps, to_json
 from specheads.core.machine import dtype_name
-from specheads.core.records import dumps, to_json
 from specheads.core.tree import TokenTree
 from specheads.decoding import accept, loop
 from specheads.decoding.engine import Engine

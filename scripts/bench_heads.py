@@ -52,9 +52,8 @@ from specheads.config import Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.features import Features, document_lengths
-from specheads.core.files import atomic_folder
+from specheads.core.files import atomic_folder, to_json
 from specheads.core.machine import dtype_name
-from specheads.core.records import to_json
 from specheads.core.seeds import derive_seed
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build, build_for, load_head
@@ -240,7 +239,7 @@ def _compare(out: Path, runs: list[Path], asked: list[str]) -> int:
     if (out / "compare.json").is_file():
         return 0
     heads = f"heads=[{','.join(map(str, runs))}]"
-    return _run("compare", heads, f"out={out}", "drafters=[head]", "other_ways=false", *asked)[0]
+    return _run("compare", heads, f"out={out}", "drafters=[head]", *asked)[0]
 
 
 def _run(*words: str) -> tuple[int, float, float]:

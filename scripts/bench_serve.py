@@ -44,8 +44,8 @@ import torch
 from specheads.base.gguf import file_of
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
+from specheads.core.files import dumps, to_json
 from specheads.core.machine import instructions
-from specheads.core.records import dumps, to_json
 from specheads.data.prompts import PromptSet, load_prompts
 from specheads.decoding.trees.policies import chain
 from specheads.export.write import export_head

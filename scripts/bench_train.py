@@ -37,8 +37,8 @@ from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 from specheads.base.model import FrozenBase
 from specheads.config import Phase, Schedule
 from specheads.core.drafter import Head
+from specheads.core.files import to_json
 from specheads.core.machine import dtype_name, peak_gib, synchronise
-from specheads.core.records import to_json
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for
 from specheads.measure.counts import bootstrap_interval

@@ -169,8 +169,7 @@ class Report:
 
     def write(self) -> None:
         """Write the file: whole or not at all."""
-        from specheads.core.files import write_atomic
-        from specheads.core.records import dumps, to_json
+        from specheads.core.files import dumps, to_json, write_atomic
         from specheads.runs.provenance import provenance
 
         self._provenance = self._provenance or to_json(provenance())

@@ -30,7 +30,7 @@ from typing import Any
 import hydra
 
 from specheads.config import compose, data_dir
-from specheads.core.records import from_json
+from specheads.core.files import from_json
 from specheads.export.layouts import engine_module, engines
 from specheads.export.layouts._shared import Layout
 from specheads.heads.load import kinds

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specheads.core.records import from_json
+from specheads.core.files import from_json
 from specheads.measure.results import Results
 
 BARE: dict[str, Any] = {

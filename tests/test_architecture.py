@@ -29,7 +29,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 LIBRARIES = {
     "hydra": {"config.compose"},
     "omegaconf": {"config.compose"},
-    "pydantic": {"core"},
+    "pydantic": {"core", "measure.results"},
     "accelerate": {"commands", "training", "runs.trackers"},
     "peft": {"base.lora"},
     "jinja2": {"measure.report"},

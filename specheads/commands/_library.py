@@ -13,7 +13,6 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.prompts import Prompt, PromptSet
 from specheads.heads.load import load_head
-from specheads.measure.generation import EvaluationConfig
 from specheads.runs.directory import RunDirectory
 from specheads.runs.settings import read_settings
 from specheads.training.distill.report import Report
@@ -24,7 +23,8 @@ T = TypeVar("T")
 Prompts = str | Path | Sequence[Sequence[int]] | None
 """A name, a .jsonl file, or token ids; None uses the settings."""
 
-SettingsWithBase = EvaluationConfig | config.Tune | config.Export | config.Chat
+SettingsWithEvaluation = config.Train | config.Evaluate | config.Compare
+SettingsWithBase = SettingsWithEvaluation | config.Tune | config.Export | config.Chat
 SettingsWithHead = config.Evaluate | config.Tune | config.Export | config.Chat
 
 
@@ -63,6 +63,7 @@ def own(settings: Any, overrides: Sequence[str]) -> tuple[RunDirectory, config.T
     trained = read_run(run.config, config.Train)
     trained.tree = getattr(settings, "tree", trained.tree)
     compose.overlay(trained, settings, overrides)
+    config.check(trained.evaluation, "evaluation")
     return run, trained
 
 
@@ -88,7 +89,7 @@ def head_of(run: RunDirectory, base: FrozenBase, *, force: bool) -> Head:
     return load_head(run.head, base, force=force)
 
 
-def prompt_set(given: Prompts, settings: EvaluationConfig) -> PromptSet | None:
+def prompt_set(given: Prompts, settings: SettingsWithEvaluation) -> PromptSet | None:
     """Return prompts given as token ids; a name is put into the settings."""
     if given is None:
         return None

@@ -6,22 +6,41 @@ specheads compare 'heads=[runs/a,runs/b]' 'temperatures=[0,1]' 'batch_sizes=[1,4
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
 
 from specheads.base.model import FrozenBase
-from specheads.commands._library import Prompts, head_of, load_base, own, prompt_set, settings_for
+from specheads.commands._library import (
+    Prompts,
+    SettingsWithEvaluation,
+    head_of,
+    load_base,
+    own,
+    prompt_set,
+    settings_for,
+)
+from specheads.commands.evaluate import generation_settings, tree_for, usable_prompts
 from specheads.config import Compare
+from specheads.config.commands import DRAFTERS, OF_DRAFT_MODEL
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.core.files import dumps, write_atomic
+from specheads.core.machine import dtype_name
 from specheads.core.paths import writable_folder
+from specheads.data.prompts import PromptSet
+from specheads.decoding.draft_model import refuse_vocabulary
+from specheads.decoding.prompt_lookup import MAX_NGRAM
+from specheads.decoding.trees.hybrid import own_tree
 from specheads.heads.load import load_head
-from specheads.measure.compare import compare_heads, tables, write_comparison
-from specheads.measure.generation import EvaluationConfig
-from specheads.measure.methods import chosen
-from specheads.measure.results import Comparison
+from specheads.measure.compare import compare_methods, condition, tables
+from specheads.measure.evaluation import head_summary, subject
+from specheads.measure.generation import Continuations, write_alone
+from specheads.measure.methods import COPIED_TOKENS, SINKS, make_methods
+from specheads.measure.results import CompareSettings, Comparison
 from specheads.runs.directory import RunDirectory
+from specheads.runs.provenance import nearby
 
 
 def run(settings: Compare, overrides: Sequence[str]) -> None:
@@ -60,10 +79,10 @@ def compare(
     given = heads or ({"head": head} if head else {})
     first = next(iter(given.values()), None)
     settings, words = settings_for(Compare, settings, overrides, first, run=run, out=out)
-    chosen(settings)
+    names = method_names(settings.drafters, settings.draft_model)
     if settings.out:
         writable_folder(settings.out)
-    evaluated: EvaluationConfig = settings
+    evaluated: SettingsWithEvaluation = settings
     if not given:
         folder = output_folder(settings)
         if named := _first_run(settings):
@@ -73,10 +92,83 @@ def compare(
         raise InputError("name what to compare: run=DIR, or heads=[DIR,DIR]")
     else:
         folder = Path(settings.out) if settings.out else None
-    comparison = compare_heads(base, given, settings, evaluated, prompt_set(prompts, evaluated))
+    comparison = _compare(base, given, names, settings, evaluated, prompt_set(prompts, evaluated))
     if folder:
-        write_comparison(folder, comparison)
+        write_atomic(writable_folder(folder) / "compare.json", dumps(comparison))
     return comparison
+
+
+def _compare(
+    base: FrozenBase,
+    heads: Mapping[str, Head],
+    names: Sequence[str],
+    settings: Compare,
+    evaluated: SettingsWithEvaluation,
+    prompts: PromptSet | None,
+) -> Comparison:
+    """Compare heads and baselines; `evaluated` has the settings of the first run or the command."""
+    evaluation = evaluated.evaluation
+    prompts = usable_prompts(base, min(one.depth for one in heads.values()), evaluated, prompts)
+    draft_model = None
+    if {*names} & {*OF_DRAFT_MODEL}:
+        dtype = dtype_name(base.dtype)
+        draft_model = FrozenBase.load(settings.draft_model, dtype=dtype, device=str(base.device))
+        refuse_vocabulary(draft_model, base)
+    tokens = [prompt.tokens for prompt in prompts.prompts]
+    categories = [prompt.category for prompt in prompts.prompts]
+    conditions = []
+    for temperature, batch_size in product(
+        settings.temperatures or [evaluation.temperature],
+        settings.batch_sizes or [evaluation.batch_size],
+    ):
+        evaluation.temperature, evaluation.batch_size = temperature, batch_size
+        # baselines are compared with the base's own tokens
+        generation = replace(generation_settings(evaluated, prompts), acceptance="match")
+        trees = {}
+        if {"head", "hybrid"} & {*names}:
+            trees = {
+                name: own_tree(tree_for(base, head, evaluated, prompts, generation)[0])
+                for name, head in heads.items()
+            }
+        methods = make_methods(
+            names, base, heads, trees, draft_model, settings.draft_depth, settings.window
+        )
+        alone = write_alone(base, tokens, replace(generation, batch_size=8))
+        rows = compare_methods(
+            base,
+            methods,
+            Continuations(tokens, alone, categories),
+            generation,
+            speed_prompts=evaluation.speed_prompts,
+            repetitions=evaluation.repeats,
+        )
+        conditions.append(condition(rows, temperature, batch_size))
+    return Comparison(
+        **subject(base, next(iter(heads.values())), prompts),
+        heads={name: head_summary(head) for name, head in heads.items()},
+        conditions=conditions,
+        settings=CompareSettings(
+            max_new_tokens=evaluation.max_new_tokens,
+            draft_model=nearby(settings.draft_model),
+            draft_depth=settings.draft_depth,
+            copied_tokens=COPIED_TOKENS,
+            max_ngram=MAX_NGRAM,
+            sinks=SINKS,
+            window=settings.window,
+            dtype=dtype_name(base.dtype),
+            device=base.device.type,
+            seed=evaluated.seed,
+            coupled=evaluation.coupled,
+        ),
+    )
+
+
+def method_names(drafters: Sequence[str], draft_model: str) -> list[str]:
+    """Return the names of the methods; those with a draft model need the name of one."""
+    if (needing := {*drafters} & {*OF_DRAFT_MODEL}) and not draft_model:
+        raise InputError(f"the drafter {min(needing)} needs a model: draft_model=FOLDER_OR_HUB_ID")
+    named = [name for name in DRAFTERS if draft_model or name not in OF_DRAFT_MODEL]
+    return list(dict.fromkeys(drafters)) or named
 
 
 def output_folder(settings: Compare) -> Path:
@@ -95,7 +187,7 @@ def _first_run(settings: Compare) -> str:
 
 
 def _load(
-    settings: Compare, evaluated: EvaluationConfig, base: FrozenBase | None
+    settings: Compare, evaluated: SettingsWithEvaluation, base: FrozenBase | None
 ) -> tuple[FrozenBase, dict[str, Head]]:
     """Return the base, and the heads of the settings by name."""
     places = _places(settings)

@@ -6,12 +6,13 @@ specheads evaluate head=HEAD base=MODEL prompts=prompts.jsonl out=measured
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from specheads.base.model import FrozenBase
 from specheads.commands._library import (
     Prompts,
+    SettingsWithEvaluation,
     load_base,
     objects,
     own,
@@ -22,11 +23,19 @@ from specheads.config import Evaluate, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.paths import writable_folder
-from specheads.data.prompts import PromptSet
+from specheads.data.prompts import PromptSet, load_prompts
+from specheads.decoding.sampling import Sampling
+from specheads.decoding.trees.named import fixed_policy
+from specheads.decoding.trees.policies import TreePolicy
+from specheads.decoding.trees.tuned import Tuned
 from specheads.export import card
+from specheads.heads.load import load_head
 from specheads.measure import report
-from specheads.measure.evaluation import evaluate_head, evaluate_run
+from specheads.measure.evaluation import draft_vocabulary, evaluate_head
+from specheads.measure.generation import GenerationSettings
+from specheads.measure.quality import compare_quality, measure_quality, quality_windows
 from specheads.measure.results import Results
+from specheads.measure.tune import choose_tree, decoded_context
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 
@@ -35,13 +44,9 @@ def run(settings: Evaluate, overrides: Sequence[str]) -> None:
     """Evaluate a run, or any head on its base."""
     if settings.head_path and not settings.run and not settings.out:
         raise InputError("a head without a run needs out=FOLDER for its report")
-    if settings.record:
-        report.record_folder(Path(settings.record))
     results = evaluate(settings=settings, overrides=overrides)
     folder = Path(settings.out) if settings.out else RunDirectory(Path(settings.run)).report
     report.show(results, page=folder / "report.html")
-    if settings.record:
-        report.record(Path(settings.record), results)
 
 
 def evaluate(
@@ -74,7 +79,7 @@ def evaluate(
         base = base or load_base(trained)
         return measure_run(made, trained, base, settings.out, given, force=settings.force)
     base, head = objects(settings, base, head, "evaluate")
-    results = evaluate_head(base, head, settings, prompt_set(prompts, settings))
+    results = _evaluate(base, head, settings, prompt_set(prompts, settings))
     if settings.out:
         report.write_report(Path(settings.out), results, [])
     return results
@@ -89,9 +94,131 @@ def measure_run(
     *,
     force: bool = False,
 ) -> Results:
-    """Evaluate a run and write its report, and its card unless `out` names another folder."""
-    results, head = evaluate_run(run, settings, base, prompts, force=force)
+    """Evaluate a run and write its report, and its card unless `out` names another folder.
+
+    If the run trained an adapter, it is merged into the base. If the base came without it, the
+    results contain the base's own quality before and after. `force` is as for `load_head`.
+    """
+    run.refuse_unfinished("evaluated")
+    quality = None
+    if run.adapter.is_dir() and not base.holds(run.adapter):
+        windows = quality_windows(base, settings.data, settings.seed)
+        before = measure_quality(base, windows, progress=True)
+        base.merge(run.adapter)
+        quality = compare_quality(before, measure_quality(base, windows, progress=True))
+    head = load_head(run.head, base, force=force)
+    results = replace(
+        _evaluate(
+            base, head, settings, prompts, [run.phases / one for one in settings.schedule.phases]
+        ),
+        draft_vocabulary=draft_vocabulary(head, run),
+        base_quality=quality,
+    )
     report.write_report(Path(out) if out else run.report, results, read_metrics(run.metrics))
     if not out:
         card.write_card(run, asdict(settings), head, base)
     return results
+
+
+def _evaluate(
+    base: FrozenBase,
+    head: Head,
+    settings: SettingsWithEvaluation,
+    prompts: PromptSet | None,
+    phases: Sequence[Path] = (),
+) -> Results:
+    evaluation = settings.evaluation
+    prompts = usable_prompts(base, head.depth, settings, prompts)
+    generation = generation_settings(settings, prompts)
+    tree, tuned = tree_for(base, head, settings, prompts, generation)
+    return evaluate_head(
+        base,
+        head,
+        prompts,
+        replace(generation, tree=tree),
+        mode=evaluation.mode,
+        repetitions=evaluation.repeats,
+        speed_prompts=evaluation.speed_prompts,
+        tuned=tuned,
+        phases=phases,
+    )
+
+
+# --- from settings to values -------------------------------------------------------------------
+
+
+def usable_prompts(
+    base: FrozenBase,
+    head_depth: int,
+    settings: SettingsWithEvaluation,
+    prompts: PromptSet | None = None,
+) -> PromptSet:
+    """Return the prompts of an evaluation; raise for one that would fail later."""
+    evaluation, tree = settings.evaluation, fixed_tree(settings, head_depth)
+    if base.tokenizer is None and (prompts is None or tree is None):
+        raise InputError(f"evaluation reads text: the base {base.name} needs a tokenizer")
+    if prompts is None:
+        assert base.tokenizer is not None
+        prompts = load_prompts(
+            evaluation.prompts,
+            base.tokenizer,
+            num_prompts=evaluation.num_prompts,
+            prompt_tokens=evaluation.prompt_tokens,
+            all_turns=evaluation.all_turns,
+            corpus=settings.data,
+        )
+    longest = max(len(prompt.tokens) for prompt in prompts.prompts)
+    if longest + evaluation.max_new_tokens > base.max_length:
+        raise InputError(
+            f"prompts and new tokens must fit the context: {longest} + "
+            f"{evaluation.max_new_tokens} exceed {base.max_length}; lower "
+            "evaluation.max_new_tokens or choose other prompts"
+        )
+    return prompts
+
+
+def generation_settings(settings: SettingsWithEvaluation, prompts: PromptSet) -> GenerationSettings:
+    """Return the conditions of decoding, without a tree."""
+    evaluation = settings.evaluation
+    return GenerationSettings(
+        max_new_tokens=evaluation.max_new_tokens,
+        sampling=Sampling(
+            temperature=evaluation.temperature,
+            top_k=evaluation.top_k,
+            top_p=evaluation.top_p,
+            min_p=evaluation.min_p,
+            repetition_penalty=evaluation.repetition_penalty,
+            seed=settings.seed,
+        ),
+        acceptance=evaluation.acceptance,
+        coupled=evaluation.coupled,
+        batch_size=evaluation.batch_size,
+        progress=True,
+        sources=tuple(prompt.source for prompt in prompts.prompts),
+    )
+
+
+def tree_for(
+    base: FrozenBase,
+    head: Head,
+    settings: SettingsWithEvaluation,
+    prompts: PromptSet,
+    generation: GenerationSettings,
+) -> tuple[TreePolicy, Tuned | None]:
+    """Return the tree of the settings, and the measurements that chose it, if there are any."""
+    if (tree := fixed_tree(settings, head.depth)) is not None:
+        return tree, None
+    return choose_tree(
+        base,
+        head,
+        settings.data,
+        generation,
+        decoded_context(prompts, generation.max_new_tokens),
+        prompt_tokens=settings.evaluation.prompt_tokens,
+        num_prompts=settings.evaluation.tune_prompts,
+    )
+
+
+def fixed_tree(settings: SettingsWithEvaluation, head_depth: int) -> TreePolicy | None:
+    """Return the tree of the settings; None if it is to be tuned."""
+    return fixed_policy(head_depth=head_depth, **asdict(settings.tree))

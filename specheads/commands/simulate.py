@@ -15,9 +15,8 @@ from rich.console import Console
 from specheads.commands._library import load_base, read_run, settings_for
 from specheads.config import Simulate, Train
 from specheads.core.errors import InputError
-from specheads.core.files import read_json, write_atomic
+from specheads.core.files import dumps, read_json, write_atomic
 from specheads.core.paths import local_path, writable_folder
-from specheads.core.records import dumps
 from specheads.decoding.cost import StepCost
 from specheads.decoding.goodput import Goodput
 from specheads.decoding.trees.tuned import FILE, Tuned

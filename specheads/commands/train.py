@@ -7,6 +7,7 @@ specheads train recipe=conversations base.model=MODEL data.path=talks.jsonl dry_
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 
 from accelerate import PartialState
 from rich.console import Console
@@ -14,13 +15,13 @@ from rich.console import Console
 from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
 from specheads.commands._library import settings_for
-from specheads.commands.evaluate import measure_run
+from specheads.commands.evaluate import measure_run, usable_prompts
 from specheads.config import Train, compose
-from specheads.core.files import write_atomic
-from specheads.core.records import dumps
+from specheads.core.files import dumps, write_atomic
 from specheads.decoding.trees.tuned import FILE
 from specheads.export import card
 from specheads.measure import report
+from specheads.measure.quality import quality_windows
 from specheads.measure.results import Results, read
 from specheads.runs.directory import RunDirectory
 from specheads.training import run as training
@@ -64,7 +65,8 @@ def train(
     if unsettled(settings):
         accelerator = accelerator_of_environment(settings.base.dtype)
         base = settle_batches(settings, accelerator, announce, base)
-    made = training.run(settings, compose.as_yaml(settings), base, announce)
+    refuse = partial(_refuse_evaluation, settings)
+    made = training.run(settings, compose.as_yaml(settings), base, announce, refuse)
     if made.is_main:
         card.write_card(made.run, asdict(settings), made.head, made.base)
         announce(f"head: {made.run.head}")
@@ -81,3 +83,11 @@ def train(
             if results.tuned and settings.evaluation.temperature == 0:
                 write_atomic(made.run.head / FILE, dumps(results.tuned))
     return made.run
+
+
+def _refuse_evaluation(settings: Train, base: FrozenBase, head_depth: int) -> None:
+    """Raise if the evaluation after training would fail."""
+    if settings.evaluate_after:
+        usable_prompts(base, head_depth, settings)
+        if any(phase.joint for phase in settings.schedule.phases.values()):
+            quality_windows(base, settings.data, settings.seed)

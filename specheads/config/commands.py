@@ -143,9 +143,6 @@ class Push(HasDryRun, HasRun):
 class Evaluate(HasSeed, HasOut, HasEvaluation, HasData, HeadOnBase):
     """`specheads evaluate`."""
 
-    record: PathOrId = ""
-    """Recipe folder, or a folder of another prompt set in it, whose results.json is replaced."""
-
 
 @dataclass(kw_only=True)
 class Compare(HasSeed, HasOut, HasEvaluation, HasData, HasBase, HasRun):
@@ -162,10 +159,6 @@ class Compare(HasSeed, HasOut, HasEvaluation, HasData, HasBase, HasRun):
 
     temperatures: list[Temperature] = field(default_factory=list)
     """Temperatures to measure. Empty is evaluation.temperature."""
-
-    other_ways: bool = True
-    """Above temperature zero, measure heads in three ways: with the base's noise, without it, and
-    with rejection sampling. False measures evaluation.coupled only."""
 
     batch_sizes: list[PositiveInt] = field(default_factory=list)
     """Batch sizes to measure. Empty is evaluation.batch_size."""

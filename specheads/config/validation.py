@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from specheads.config.commands import Simulate
-from specheads.config.parts import NO_PATH, Data, Source, Tree
+from specheads.config.parts import NO_PATH, Data, Evaluation, Source, Tree
 from specheads.config.schedule import Phase, Schedule, Validation
 from specheads.core.errors import InputError
 from specheads.core.ranges import FolderName, check_fields, refuse
@@ -47,6 +47,8 @@ def _check_together(settings: Any, where: str) -> None:
         _check_validation(where, settings)
     elif isinstance(settings, Simulate):
         _check_simulate(settings)
+    elif isinstance(settings, Evaluation):
+        _check_evaluation(settings)
 
 
 def _check_phases(phases: Mapping[str, Phase]) -> None:
@@ -127,6 +129,21 @@ def _check_validation(where: str, settings: Validation) -> None:
         raise InputError(
             f"{where}.patience={settings.patience} needs measurements within a phase, got "
             f"{where}.every=0; raise it"
+        )
+
+
+def _check_evaluation(settings: Evaluation) -> None:
+    # the first token comes with the prompt, and a step is timed between the ends of two
+    what, least = ("speed", 3) if settings.mode == "all" else ("acceptance", 2)
+    if settings.max_new_tokens < least:
+        raise InputError(
+            f"{what} needs {least} new tokens at least, got evaluation.max_new_tokens="
+            f"{settings.max_new_tokens}; raise it"
+        )
+    if settings.mode == "offline" and settings.temperature > 0 and settings.acceptance != "match":
+        raise InputError(
+            "evaluation.acceptance must be match for evaluation.mode=offline above temperature "
+            f"zero, got {settings.acceptance}; set mode=online"
         )
 
 

@@ -1,4 +1,4 @@
-"""Atomic writes, locks on folders, and untrusted JSON files."""
+"""Atomic writes, locks on folders, untrusted JSON files, and dataclasses as JSON."""
 
 import errno
 import fcntl
@@ -10,10 +10,15 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from specheads.core.errors import InputError, first_line
+
+T = TypeVar("T")
 
 SCRATCH = re.compile(r"\.(?P<name>.+)\.(?:[0-9a-f]{8}|(?P<old>old))")
 """Names of files that are incomplete or being replaced."""
@@ -210,3 +215,40 @@ def refuse_outside(file: Path) -> None:
             f"a checkpoint's files must be in its own folder, and {file} links to {real}; put a "
             "copy there if you trust it"
         )
+
+
+# --- dataclasses as JSON -----------------------------------------------------------------------
+
+
+def to_json(value: Any) -> Any:
+    """Return the JSON value of a dataclass, with the names of its fields as keys."""
+    return _adapter(type(value)).dump_python(value, mode="json", by_alias=True)
+
+
+def dumps(value: Any, indent: int | None = 1) -> str:
+    """Return a dataclass as the text of a JSON file."""
+    return json.dumps(to_json(value), indent=indent) + "\n"
+
+
+def from_json(kind: type[T], value: Any, where: str = "the JSON object") -> T:
+    """Return the dataclass of a JSON value; unknown keys are ignored.
+
+    `where` is the file, for error messages.
+
+    Raises:
+        ValueError: A value is missing or has the wrong type.
+    """
+    try:
+        return _adapter(kind).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = ".".join(map(str, wrong["loc"])) or "the whole"
+        got = "nothing" if wrong["type"] == "missing" else f"{wrong['input']!r:.40}"
+        raise InputError(
+            f"{where} must have a valid value of {name} ({wrong['msg']}), got {got}; measure again"
+        ) from None
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter:
+    return TypeAdapter(kind)

@@ -32,7 +32,14 @@ class Rule(Predicate):
 
 def one_of(*names: str) -> Rule:
     """Return the rule that a text is one of these names."""
-    return Rule(frozenset(names).__contains__, f"one of {', '.join(n or repr('') for n in names)}")
+    words = f"one of {', '.join(name or repr('') for name in names)}"
+
+    def is_one(value: str) -> bool:
+        return value in names
+
+    # pydantic's messages name a rule by it
+    is_one.__qualname__ = words
+    return Rule(is_one, words)
 
 
 def _is_printable(value: str) -> bool:

@@ -20,8 +20,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError, first_line
-from specheads.core.files import refuse_outside
-from specheads.core.records import to_json
+from specheads.core.files import refuse_outside, to_json
 from specheads.decoding.trees.tuned import FILE
 from specheads.export.card import PICTURES, model_card, read_summary
 from specheads.export.custom_generate import hub_files

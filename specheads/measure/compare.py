@@ -1,119 +1,18 @@
 """Compare methods on the same prompts, in one process, in turns: see docs/compare.md."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import fields, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 
 from specheads.base.model import FrozenBase
-from specheads.config import Compare
-from specheads.core.drafter import Drafter, Head
-from specheads.core.files import write_atomic
-from specheads.core.paths import writable_folder
-from specheads.core.records import dumps
-from specheads.data.prompts import PromptSet
 from specheads.measure.counts import paired_gain
-from specheads.measure.evaluation import check, head_summary, settings_section, subject
-from specheads.measure.generation import (
-    Decoded,
-    EvaluationConfig,
-    GenerationSettings,
-    generation_settings,
-    write_alone,
-)
-from specheads.measure.methods import MethodFactory, chosen, load_draft_model
-from specheads.measure.online import lossless_in_float32, online_sections
-from specheads.measure.plots import draw_comparison
-from specheads.measure.results import (
-    CompareSettings,
-    Comparison,
-    Condition,
-    Gain,
-    MethodResults,
-    OnlineSections,
-)
-from specheads.measure.speed import (
-    DraftMethod,
-    Method,
-    paired_speed,
-    summarise,
-    time_methods,
-    unit_sources,
-)
+from specheads.measure.generation import Continuations, GenerationSettings
+from specheads.measure.methods import DraftMethod, Method
+from specheads.measure.online import online_sections
+from specheads.measure.results import Comparison, Condition, Gain, MethodResults
+from specheads.measure.speed import paired_speed, summarise, time_in_turns
 from specheads.measure.summary import divergence_note
 from specheads.measure.tables import ConsoleTable, with_interval
-from specheads.measure.tune import decoded_context
-from specheads.runs.provenance import nearby
-
-
-def compare_heads(
-    base: FrozenBase,
-    heads: Mapping[str, Head],
-    settings: Compare,
-    evaluated: EvaluationConfig | None = None,
-    prompts: PromptSet | None = None,
-) -> Comparison:
-    """Compare heads of one base and the methods in the settings on the same prompts.
-
-    A single head is called `head`. `evaluated` has the evaluation settings, such as those of a
-    head's run; None takes `settings`. Without `prompts` those that the settings name are loaded.
-    """
-    evaluated = evaluated or settings
-    # a comparison is timed, whatever mode the run's own evaluation has
-    evaluated = replace(evaluated, evaluation=replace(evaluated.evaluation, mode="all"))
-    prompts = check(evaluated, base, min(head.depth for head in heads.values()), prompts)
-    model = load_draft_model(settings, base, chosen(settings))
-    conditions = []
-    for one in _conditions(settings, evaluated):
-        context = decoded_context(prompts, one.evaluation.max_new_tokens)
-        factory = MethodFactory.of(base, heads, settings, one, model, context)
-        conditions.append(_measure(factory, prompts))
-    shown = replace(settings, draft_model=nearby(settings.draft_model), seed=evaluated.seed)
-    section = settings_section(CompareSettings, base, evaluated.evaluation, shown)
-    return Comparison(
-        **subject(base, next(iter(heads.values())), prompts),
-        heads={name: head_summary(head) for name, head in heads.items()},
-        settings=CompareSettings(**section),
-        conditions=conditions,
-    )
-
-
-def _conditions(settings: Compare, evaluated: EvaluationConfig) -> Iterator[EvaluationConfig]:
-    """Yield the evaluation settings of each temperature and batch size."""
-    for temperature in settings.temperatures or [evaluated.evaluation.temperature]:
-        for batch_size in settings.batch_sizes or [evaluated.evaluation.batch_size]:
-            one = deepcopy(evaluated)
-            one.evaluation.temperature, one.evaluation.batch_size = temperature, batch_size
-            yield one
-
-
-def _measure(factory: MethodFactory, prompts: PromptSet) -> Condition:
-    evaluation, seed = factory.evaluated.evaluation, factory.evaluated.seed
-    # baselines are compared with the base's own tokens
-    generation = replace(
-        generation_settings(evaluation, seed, [one.source for one in prompts.prompts]),
-        acceptance="match",
-    )
-    tokens = [prompt.tokens for prompt in prompts.prompts]
-    rows = compare_methods(
-        factory.base,
-        factory.methods(),
-        tokens,
-        write_alone(factory.base, tokens, replace(generation, batch_size=8)),
-        generation,
-        [prompt.category for prompt in prompts.prompts],
-        speed_prompts=evaluation.speed_prompts,
-        repetitions=evaluation.repeats,
-    )
-
-    def methods(base: FrozenBase) -> dict[str, tuple[Drafter, GenerationSettings]]:
-        own = factory.on(base).draft_methods()
-        return {name: (one.drafter, one.settings(generation)) for name, one in own.items()}
-
-    for name, found in lossless_in_float32(factory.base, methods, tokens, generation).items():
-        lossless = replace(rows[name].lossless, float32=found)
-        rows[name] = replace(rows[name], lossless=lossless)
-    return condition(rows, evaluation.temperature, evaluation.batch_size)
 
 
 def condition(rows: dict[str, MethodResults], temperature: float, batch_size: int) -> Condition:
@@ -125,68 +24,43 @@ def condition(rows: dict[str, MethodResults], temperature: float, batch_size: in
 def compare_methods(
     base: FrozenBase,
     methods: Mapping[str, Method],
-    prompts: list[list[int]],
-    alone: list[list[int]],
+    texts: Continuations,
     generation: GenerationSettings,
-    categories: Sequence[str] = (),
     *,
     speed_prompts: int,
     repetitions: int = 2,
 ) -> dict[str, MethodResults]:
     """Measure acceptance of every method, and its speed on the first prompts.
 
-    `alone` is the output of `write_alone` with the same limit and sampling. Each method has a tree
-    of its own.
+    Each method has a tree of its own.
     """
-    decoded = {name: one.decode(base, prompts, generation) for name, one in methods.items()}
-    found = {
-        name: online_sections(
-            base, texts, prompts, alone, generation, categories,
-            comparable=_comparable(methods[name], generation),
-        )
-        for name, texts in decoded.items()
-    }  # fmt: skip
-    timed = prompts[:speed_prompts]
-    timings = time_methods(base, methods, timed, generation, repetitions=repetitions)
-    sources = unit_sources(timed, generation)
-    first = timed[: generation.batch_size]
-    return {
-        name: MethodResults(
+    decoded = {name: one.decode(base, texts.prompts, generation) for name, one in methods.items()}
+    counts = {name: [one.counts for one in found] for name, found in decoded.items()}
+    timed = texts.prompts[:speed_prompts]
+    runs = {name: partial(one.time, base, generation=generation) for name, one in methods.items()}
+    timings = time_in_turns(base, runs, timed, generation, repetitions=repetitions)
+    rows = {}
+    for name, method in methods.items():
+        speed = replace(summarise(timings[None], timings[name]), repetitions=repetitions)
+        # above temperature zero, transformers writes another sample
+        comparable = generation.sampling.temperature == 0 or isinstance(method, DraftMethod)
+        sections = online_sections(base, decoded[name], texts, generation, comparable=comparable)
+        others = [other for other in methods if other != name]
+        rows[name] = MethodResults(
+            online=sections.online,
+            lossless=sections.lossless,
+            degenerate=sections.degenerate,
             tree=method.tree.name,
             num_nodes=method.tree.num_nodes,
-            **{item.name: getattr(found[name], item.name) for item in fields(OnlineSections)},
-            speed=replace(
-                summarise(timings[None], timings[name], sources),
-                draft_milliseconds=1e3 * method.draft_seconds(base, first, generation),
-                repetitions=repetitions,
-            ),
+            speed=speed,
             batches=method.batches,
-            over={
-                other: paired_speed(timings[name], timings[other], sources)
-                for other in methods
-                if other != name
-            },
-            accepted_over=_accepted_over(name, decoded),
+            over={other: paired_speed(timings[name], timings[other]) for other in others},
+            accepted_over={other: paired_gain(counts[name], counts[other]) for other in others},
         )
-        for name, method in methods.items()
-    }
+    return rows
 
 
-def _accepted_over(name: str, decoded: Mapping[str, list[Decoded]]) -> dict[str, Gain]:
-    """Return the ratio of a method's tokens per forward to those of each other method."""
-    counts = {other: [one.counts for one in texts] for other, texts in decoded.items()}
-    ours = counts.pop(name)
-    return {other: paired_gain(ours, theirs) for other, theirs in counts.items()}
-
-
-def _comparable(method: Method, generation: GenerationSettings) -> bool:
-    """Return whether a method writes the base's own tokens, and not another sample."""
-    if generation.sampling.temperature == 0:
-        return True
-    return isinstance(method, DraftMethod) and method.settings(generation).acceptance == "match"
-
-
-# --- tables and files --------------------------------------------------------------------------
+# --- tables ------------------------------------------------------------------------------------
 
 COLUMNS = (
     "drafter",
@@ -195,7 +69,7 @@ COLUMNS = (
     "fastest over it",
     "tokens per forward",
     "without loops",
-    "draft + rest, ms",
+    "step, ms",
     "text of the base",
 )
 
@@ -223,14 +97,13 @@ def table(condition: Condition) -> ConsoleTable:
             _over(rows[first].over, name),
             with_interval(row.online.tokens_per_forward, row.online.interval),
             _without_loops(row),
-            _step(row.speed.draft_milliseconds or 0.0, row.speed.step_milliseconds),
+            _step(row.speed.step_milliseconds),
             _text(row),
         )
         for name, row in rows.items()
     ]
     speed = rows[first].speed
-    step = _step(0.0, speed.base_step_milliseconds)
-    alone = f"{speed.base_tokens_per_second:.1f}"
+    alone, step = f"{speed.base_tokens_per_second:.1f}", _step(speed.base_step_milliseconds)
     lines.append(("base alone", alone, "1.00", "", "1.00", "", step, ""))
     title = f"drafters at temperature {condition.temperature:g}, batch {batch}"
     return ConsoleTable(title, lines, COLUMNS)
@@ -257,8 +130,8 @@ def _without_loops(row: MethodResults) -> str:
     return with_interval(rest.tokens_per_forward, rest.interval) if rest else "none left"
 
 
-def _step(draft: float, whole: float | None) -> str:
-    return "no second step" if whole is None else f"{draft:.2f} + {max(whole - draft, 0):.2f}"
+def _step(milliseconds: float | None) -> str:
+    return "no second step" if milliseconds is None else f"{milliseconds:.2f}"
 
 
 def _text(row: MethodResults) -> str:
@@ -266,12 +139,3 @@ def _text(row: MethodResults) -> str:
     if not same.compared:
         return "other draws"
     return f"{same.identical} of {same.compared}{divergence_note(same)}"
-
-
-def write_comparison(folder: Path, comparison: Comparison) -> Path:
-    """Write compare.png and then compare.json; return the latter."""
-    folder = writable_folder(folder)
-    write_atomic(folder / "compare.png", draw_comparison(comparison.conditions))
-    path = folder / "compare.json"
-    write_atomic(path, dumps(comparison))
-    return path

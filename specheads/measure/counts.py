@@ -35,12 +35,11 @@ class DepthCounts:
     @classmethod
     def total(cls, counts: Sequence["DepthCounts"], depth: int) -> "DepthCounts":
         """Return the sum of counts of this depth."""
-        out = cls.zeros(depth)
-        for one in counts:
-            out.forwards += one.forwards
-            out.offered = [sum(pair) for pair in zip(out.offered, one.offered, strict=True)]
-            out.accepted = [sum(pair) for pair in zip(out.accepted, one.accepted, strict=True)]
-        return out
+        return cls(
+            sum(one.forwards for one in counts),
+            [sum(one.offered[level] for one in counts) for level in range(depth)],
+            [sum(one.accepted[level] for one in counts) for level in range(depth)],
+        )
 
     @property
     def new_tokens(self) -> int:
@@ -50,12 +49,13 @@ class DepthCounts:
     @property
     def tokens_per_forward(self) -> float:
         """Mean tokens per forward, including the base's own; the base alone has 1.0."""
-        return _ratio(self.new_tokens, self.forwards)
-
-    @property
-    def tokens_per_forward_without_bonus(self) -> float:
-        """Mean accepted drafts per forward; the base alone has 0.0."""
-        return _ratio(sum(self.accepted), self.forwards)
+        if not self.forwards:
+            raise InputError(
+                "tokens per forward needs a forward after the one that reads the prompt, got none: "
+                "every text ended there; raise max_new_tokens, or choose prompts with longer "
+                "answers"
+            )
+        return self.new_tokens / self.forwards
 
     def add(self, accepted: int, *, drafted_beyond: bool) -> None:
         """Count one forward: its accepted drafts, and whether a deeper draft was rejected."""
@@ -79,43 +79,24 @@ class DepthCounts:
         return [Depth(*both) for both in zip(self.offered, self.accepted, strict=True)]
 
 
-def _ratio(numerator: int, denominator: int) -> float:
-    if denominator == 0:
-        raise InputError(
-            "tokens per forward needs a forward after the one that reads the prompt, got none: "
-            "every text ended there; raise max_new_tokens, or choose prompts with longer answers"
-        )
-    return numerator / denominator
-
-
 def rate(counts: Sequence[DepthCounts]) -> Rate:
     """Return tokens per forward and their interval over prompts."""
-    return Rate(
-        tokens_per_forward=DepthCounts.total(counts, len(counts[0].offered)).tokens_per_forward,
-        interval=bootstrap_interval(
-            [one.new_tokens for one in counts],
-            [one.forwards for one in counts],
-            [one.source for one in counts],
-        ),
-    )
+    total = DepthCounts.total(counts, len(counts[0].offered))
+    new_tokens, forwards = [one.new_tokens for one in counts], [one.forwards for one in counts]
+    interval = bootstrap_interval(new_tokens, forwards, [one.source for one in counts])
+    return Rate(tokens_per_forward=total.tokens_per_forward, interval=interval)
 
 
 def conditional_acceptance(counts: Sequence[DepthCounts]) -> list[DepthRate]:
     """Return accepted / offered at every depth that was offered a draft."""
-    depth, sources = len(counts[0].offered), [one.source for one in counts]
-    total = DepthCounts.total(counts, depth)
-    return [
-        DepthRate(
-            rate=total.accepted[level] / total.offered[level],
-            interval=bootstrap_interval(
-                [one.accepted[level] for one in counts],
-                [one.offered[level] for one in counts],
-                sources,
-            ),
-        )
-        for level in range(depth)
-        if total.offered[level]
-    ]
+    sources, rates = [one.source for one in counts], []
+    for level in range(len(counts[0].offered)):
+        accepted = [one.accepted[level] for one in counts]
+        offered = [one.offered[level] for one in counts]
+        if any(offered):
+            interval = bootstrap_interval(accepted, offered, sources)
+            rates.append(DepthRate(rate=sum(accepted) / sum(offered), interval=interval))
+    return rates
 
 
 def paired_gain(ours: Sequence[DepthCounts], theirs: Sequence[DepthCounts]) -> Gain:
@@ -123,16 +104,18 @@ def paired_gain(ours: Sequence[DepthCounts], theirs: Sequence[DepthCounts]) -> G
 
     A resample draws the same prompts for both, so that the difficulty of a prompt cancels.
     """
-    rows = [
-        ((one.new_tokens, one.forwards, other.new_tokens, other.forwards), one.source)
+    pairs = [
+        (one, other)
         for one, other in zip(ours, theirs, strict=True)
         if one.forwards and other.forwards
     ]
-    values = by_source([row for row, _ in rows], [source for _, source in rows])
-    top, under, their_top, their_under = values.sum(0).tolist()
-    sums = _resampled_sums(values)
-    ratios = sums[:, 0] / sums[:, 1] / (sums[:, 2] / sums[:, 3])
-    return Gain(ratio=top / under / (their_top / their_under), interval=_middle(ratios))
+    rows = [(a.new_tokens, a.forwards, b.new_tokens, b.forwards) for a, b in pairs]
+    values = _by_source(rows, [one.source for one, _ in pairs])
+    ratios = [
+        sums[:, 0] / sums[:, 1] / (sums[:, 2] / sums[:, 3])
+        for sums in (values.sum(0, keepdim=True), _resampled_sums(values))
+    ]
+    return Gain(ratio=ratios[0].item(), interval=_middle(ratios[1]))
 
 
 def bootstrap_interval(
@@ -150,23 +133,23 @@ def bootstrap_interval(
     its own. A single source gives an interval without width. Prompts with denominator zero have no
     ratio and are skipped.
     """
-    pairs = list(zip(numerators, denominators, strict=True))
-    known = zip(pairs, sources or [""] * len(pairs), strict=True)
-    kept = [(pair, source) for pair, source in known if pair[1] > 0]
+    sources = sources or [""] * len(numerators)
+    rows = list(zip(numerators, denominators, sources, strict=True))
+    kept = [row for row in rows if row[1] > 0]
     if not kept:
         raise InputError(
-            f"an interval needs a prompt with a positive denominator, got {len(pairs)} prompts "
+            f"an interval needs a prompt with a positive denominator, got {len(rows)} prompts "
             "without one; add prompts, or raise max_new_tokens"
         )
-    values = by_source([pair for pair, _ in kept], [source for _, source in kept])
+    values = _by_source([row[:2] for row in kept], [source for *_, source in kept])
     sums = _resampled_sums(values, resamples, seed)
     return _middle(sums[:, 0] / sums[:, 1])
 
 
-def by_source(
+def _by_source(
     rows: Sequence[Sequence[int | float]], sources: Sequence[str]
 ) -> Float64[Tensor, "source column"]:
-    """Return the sums of the rows of each source; an empty source is a source of its own."""
+    """Return the sums of the rows of each source."""
     places, values = number_sources(sources), torch.tensor(rows, dtype=torch.float64)
     out = values.new_zeros(max(places) + 1, values.shape[1])
     return out.index_add_(0, torch.tensor(places), values)

@@ -1,16 +1,13 @@
 """Is speculative text that of the base alone, and if not, is it rounding or a bug?"""
 
 from collections.abc import Sequence
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.core.bounds import refuse_bytes
-from specheads.core.errors import InputError
 from specheads.core.machine import dtype_name
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, each_prompt
 from specheads.measure.results import IDENTICAL, TIED, WRONG, Lossless
@@ -18,29 +15,8 @@ from specheads.measure.results import IDENTICAL, TIED, WRONG, Lossless
 SLACK = 4
 """Roundings between two tied scores: two logits, each computed in two ways."""
 
-PROMPTS = 4
-"""Prompts of the comparison in float32."""
-
 TextTriples = Sequence[tuple[list[int], list[int], list[int]]]
 """Prompts, their new tokens with a drafter, and those of the base alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """The first position where a text differs from that of the base alone."""
-
-    gap: float
-    """Score of the base's own token minus that of the other."""
-    ulps: float
-    """The gap in units of the spacing of the logits' dtype at their size."""
-    rounding_ulps: float
-    """Difference between the base's scores read at once and token by token, in the same units; at
-    least 1."""
-
-    @property
-    def tied(self) -> bool:
-        """Whether rounding explains the divergence."""
-        return abs(self.ulps) <= SLACK * self.rounding_ulps
 
 
 def compare_texts(base: FrozenBase, texts: TextTriples, sampling: Sampling = GREEDY) -> Lossless:
@@ -56,14 +32,15 @@ def compare_texts(base: FrozenBase, texts: TextTriples, sampling: Sampling = GRE
         for text, one in zip(texts, each_prompt(sampling, len(texts)), strict=True)
         if text[1] != text[2]
     ]
-    tied = sum(one.tied for one in found)
+    tied = sum(abs(ulps) <= SLACK * rounding for _, ulps, rounding in found)
     verdict = WRONG if tied < len(found) else TIED if found else IDENTICAL
+    gap, ulps, rounding = map(max, zip(*found, strict=True)) if found else (None, None, None)
     return Lossless(
         compared=len(texts),
         identical=len(texts) - len(found),
-        first_divergence_logit_gap=max((one.gap for one in found), default=None),
-        first_divergence_ulps=max((one.ulps for one in found), default=None),
-        rounding_ulps=max((one.rounding_ulps for one in found), default=None),
+        first_divergence_logit_gap=gap,
+        first_divergence_ulps=ulps,
+        rounding_ulps=rounding,
         tied=tied,
         wrong=len(found) - tied,
         verdict=verdict if texts else "",
@@ -73,8 +50,14 @@ def compare_texts(base: FrozenBase, texts: TextTriples, sampling: Sampling = GRE
 
 def first_divergence(
     base: FrozenBase, prompt: list[int], mine: list[int], theirs: list[int], sampling: Sampling
-) -> Divergence:
-    """Return how close the scores are where two different texts diverge."""
+) -> tuple[float, float, float]:
+    """Return how close the scores are where two different texts diverge.
+
+    Returns:
+        The score of the base's own token minus that of the other; the same in units of the spacing
+        of the logits' dtype at their size; and, in these units and at least 1, the difference
+        between the base's scores read at once and token by token.
+    """
     place = first_difference(mine, theirs)
     text = prompt + theirs[:place]
     whole, stepwise = _read(base, text)
@@ -85,9 +68,11 @@ def first_divergence(
         # one text ends early, so there are no two tokens: compare the base's two best
         pair = scores.topk(2).indices.tolist()
     best, other = scores[pair].tolist()
-    spacing = _spacing(whole[pair]) / (sampling.temperature or 1.0)
+    _, exponent = torch.frexp(whole[pair].float().abs().max())
+    spacing = 2.0 ** (int(exponent) - 1) * torch.finfo(whole.dtype).eps
+    spacing /= sampling.temperature or 1.0
     rounding = (scores - others).abs().nan_to_num(0.0).max().item()
-    return Divergence(best - other, (best - other) / spacing, max(rounding / spacing, 1.0))
+    return best - other, (best - other) / spacing, max(rounding / spacing, 1.0)
 
 
 def first_difference(mine: list[int], theirs: list[int]) -> int:
@@ -118,20 +103,3 @@ def _scores(
     rows = SamplingState([uncut], length, tokens, len(logits), dtype=logits.dtype)
     scores = rows.scores(logits[None, None], tokens[:, None, -1:])
     return (scores + rows.level_noise(0) if rows.draws else scores)[0, 0]
-
-
-def _spacing(logits: Float[Tensor, " some"]) -> float:
-    """Return the distance between neighbouring numbers of the dtype at the largest logit."""
-    _, exponent = torch.frexp(logits.float().abs().max())
-    return 2.0 ** (int(exponent) - 1) * torch.finfo(logits.dtype).eps
-
-
-def in_float32(base: FrozenBase) -> FrozenBase | None:
-    """Return a float32 copy of a base of lower precision; None for others, or without memory."""
-    if base.dtype.itemsize >= 4 or base.sharding or getattr(base.model, "hf_quantizer", None):
-        return None
-    try:
-        refuse_bytes(4 * base.num_parameters, base.device, "the base in float32", "take a part")
-    except InputError:
-        return None
-    return FrozenBase(deepcopy(base.model).float(), base.tokenizer, name=base.name)

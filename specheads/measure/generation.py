@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from specheads.base.model import FrozenBase
-from specheads.config import Compare, Evaluate, Evaluation, Train
 from specheads.core.drafter import Drafter
 from specheads.data.prompts import Prompt
 from specheads.decoding.detokenize import token_text
@@ -15,11 +14,8 @@ from specheads.decoding.loop import DecodingStep
 from specheads.decoding.sampling import GREEDY, Sampling, each_prompt
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts
-from specheads.measure.results import DecodedText, DecodedTexts, TextStep
+from specheads.measure.results import DecodedText, TextStep
 from specheads.runs.progress import bar
-
-EvaluationConfig = Train | Evaluate | Compare
-"""Settings objects with `evaluation`, `tree`, `data` and `seed`."""
 
 NUM_TEXTS = 3
 """Texts in the report: those of the first prompts, without selection."""
@@ -53,22 +49,6 @@ class GenerationSettings:
         return self.sources[: len(prompts)] or [""] * len(prompts)
 
 
-def generation_settings(
-    evaluation: Evaluation, seed: int, sources: Sequence[str] = ()
-) -> GenerationSettings:
-    """Return the generation settings of an evaluation, without its tree."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return GenerationSettings(
-        max_new_tokens=evaluation.max_new_tokens,
-        sampling=Sampling(**{name: getattr(evaluation, name) for name in names}, seed=seed),
-        acceptance=evaluation.acceptance,
-        coupled=evaluation.coupled,
-        batch_size=evaluation.batch_size,
-        progress=True,
-        sources=tuple(sources),
-    )
-
-
 def generate_with(
     base: FrozenBase,
     drafter: Drafter | None,
@@ -91,6 +71,16 @@ def generate_with(
         coupled=generation.coupled,
         timed=timed,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Continuations:
+    """Prompts, and the new tokens that the base alone writes after each."""
+
+    prompts: list[list[int]]
+    alone: list[list[int]]
+    """Output of `write_alone` with the limit and the sampling of the measurement."""
+    categories: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -117,9 +107,7 @@ def decode_prompts(
     each, sources = each_prompt(generation.sampling, len(prompts)), generation.sources_of(prompts)
     firsts = range(0, len(prompts), generation.batch_size)
     decoded: list[Decoded] = []
-    for first in bar(
-        firsts, "online" if drafter is not None else "base alone", generation.progress
-    ):
+    for first in bar(firsts, "online" if drafter else "base alone", generation.progress):
         batch = slice(first, first + generation.batch_size)
         out = generate_with(base, drafter, prompts[batch], generation, each[batch])
         decoded += [
@@ -150,32 +138,26 @@ def write_alone(
 
 def decode_texts(
     base: FrozenBase, drafter: Drafter, prompts: Sequence[Prompt], generation: GenerationSettings
-) -> DecodedTexts | None:
-    """Decode the first prompts one by one for the report; None if the base has no tokenizer."""
+) -> list[DecodedText]:
+    """Decode the first prompts one by one for the report; none if the base has no tokenizer."""
     if (tokenizer := base.tokenizer) is None:
-        return None
-    seeds = each_prompt(generation.sampling, len(prompts))
-    texts = []
+        return []
+    texts, seeds = [], each_prompt(generation.sampling, len(prompts))
     for prompt, sampling in zip(prompts[:NUM_TEXTS], seeds, strict=False):
         out = generate_with(base, drafter, [prompt.tokens], generation, [sampling])
-        texts.append(_decoded_text(tokenizer, prompt, out.tokens[0], out.steps[0]))
-    return DecodedTexts(texts=texts)
-
-
-def _decoded_text(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, tokens: list[int], steps: list[DecodingStep]
-) -> DecodedText:
-    before, shown = [*prompt.tokens, tokens[0]], []
-    for step in steps:
-        shown.append(_text_step(tokenizer, before, step))
-        before += step.tokens
-    return DecodedText(
-        category=prompt.category,
-        prompt=str(tokenizer.decode(prompt.tokens, clean_up_tokenization_spaces=False)),
-        first=token_text(tokenizer, prompt.tokens, tokens[0]),
-        steps=shown,
-        num_tokens=len(tokens),
-    )
+        before, steps = [*prompt.tokens, out.tokens[0][0]], []
+        for step in out.steps[0]:
+            steps.append(_text_step(tokenizer, before, step))
+            before += step.tokens
+        text = DecodedText(
+            category=prompt.category,
+            prompt=str(tokenizer.decode(prompt.tokens, clean_up_tokenization_spaces=False)),
+            first=token_text(tokenizer, prompt.tokens, out.tokens[0][0]),
+            steps=steps,
+            num_tokens=len(out.tokens[0]),
+        )
+        texts.append(text)
+    return texts
 
 
 def _text_step(

@@ -25,7 +25,7 @@ from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, each_pr
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_for, own_tree
 from specheads.measure.counts import DepthCounts, conditional_acceptance, rate
-from specheads.measure.generation import GenerationSettings
+from specheads.measure.generation import Continuations, GenerationSettings
 from specheads.measure.results import Offline
 from specheads.runs.progress import bar
 
@@ -158,30 +158,25 @@ def top_k_accuracy(ranks: Int[Tensor, "drafted depth"], top: int = TOP) -> list[
 
 
 def measure_offline(
-    base: FrozenBase,
-    head: Head,
-    prompts: list[list[int]],
-    continuations: list[list[int]],
-    generation: GenerationSettings,
+    base: FrozenBase, head: Head, texts: Continuations, generation: GenerationSettings
 ) -> Offline:
     """Return the `offline` section of results.json.
 
-    `continuations` are the base's own, with the sampling of `generation`. A chain as deep as the
-    head is replayed if there is no tree, if the tree drafts nothing, and if its shape differs from
-    step to step, which stored ranks cannot reproduce. `replayed` names the tree that was replayed.
+    A chain as deep as the head is replayed if there is no tree, if the tree drafts nothing, and if
+    its shape differs from step to step, which stored ranks cannot reproduce. `replayed` names the
+    tree that was replayed.
     """
     tree = generation.tree
     if tree is None or not tree.depth or fixed_tree(tree) is None:
         tree = policies.chain(head.depth)
+    pairs = list(zip(texts.prompts, texts.alone, strict=True))
+    each = zip(pairs, each_prompt(generation.sampling, len(pairs)), strict=True)
     width = max(TOP, tree.num_guesses)
-    each = each_prompt(generation.sampling, len(prompts))
-    texts = list(zip(prompts, continuations, each, strict=True))
     ranks = [
-        guess_ranks(base, head, *text, width=width, sampling=one, coupled=generation.coupled)
-        for *text, one in bar(texts, "offline", generation.progress)
+        guess_ranks(base, head, *pair, width=width, sampling=one, coupled=generation.coupled)
+        for pair, one in bar(list(each), "offline", generation.progress)
     ]
-    pairs = list(zip(prompts, continuations, strict=True))
-    counts = replay_texts(base, tree, ranks, pairs, generation.sources_of(prompts))
+    counts = replay_texts(base, tree, ranks, pairs, generation.sources_of(pairs))
     total = DepthCounts.total(counts, tree.depth)
     return Offline(
         **asdict(rate(counts)),

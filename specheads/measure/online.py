@@ -1,70 +1,118 @@
 """Online measurement: decode with a drafter, count, and compare with the base alone."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import asdict, replace
 
 from specheads.base.model import FrozenBase
-from specheads.core.drafter import Drafter
+from specheads.core.bounds import refuse_bytes
+from specheads.core.drafter import Drafter, Head
+from specheads.core.errors import InputError
 from specheads.core.loops import loops
-from specheads.measure.counts import DepthCounts, conditional_acceptance, rate
-from specheads.measure.exactness import PROMPTS, compare_texts, in_float32
+from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import own_tree
+from specheads.decoding.trees.policies import Sampled
+from specheads.heads.load import drafter_of
+from specheads.measure.counts import DepthCounts, conditional_acceptance, paired_gain, rate
+from specheads.measure.exactness import compare_texts
 from specheads.measure.generation import (
+    Continuations,
     Decoded,
     GenerationSettings,
     decode_prompts,
     write_alone,
 )
-from specheads.measure.results import CategoryRate, Degenerate, Lossless, Online, OnlineSections
+from specheads.measure.results import (
+    CategoryRate,
+    Degenerate,
+    Drafting,
+    Lossless,
+    Online,
+    OnlineSections,
+)
+
+FLOAT32_PROMPTS = 4
+"""Prompts of the comparison in float32."""
 
 
 def measure_online(
-    base: FrozenBase,
-    drafter: Drafter,
-    prompts: list[list[int]],
-    alone: list[list[int]],
-    generation: GenerationSettings,
-    categories: Sequence[str] = (),
+    base: FrozenBase, drafter: Drafter, texts: Continuations, generation: GenerationSettings
 ) -> OnlineSections:
-    """Return the sections `online`, `lossless` and `degenerate` of results.json.
-
-    `alone` is the output of `write_alone` with the same limit and sampling.
-    """
-    decoded = decode_prompts(base, drafter, prompts, generation)
+    """Return the sections `online`, `lossless` and `degenerate` of results.json."""
+    decoded = decode_prompts(base, drafter, texts.prompts, generation)
     # rejection samples from the base's distribution, but not the same tokens
     comparable = generation.sampling.temperature == 0 or generation.acceptance == "match"
-    return online_sections(
-        base, decoded, prompts, alone, generation, categories, comparable=comparable
-    )
+    return online_sections(base, decoded, texts, generation, comparable=comparable)
 
 
 def lossless_in_float32(
-    base: FrozenBase,
-    methods: Callable[[FrozenBase], Mapping[str, tuple[Drafter, GenerationSettings]]],
-    prompts: list[list[int]],
-    generation: GenerationSettings,
-) -> dict[str, Lossless]:
-    """Return the `lossless` sections of the first few prompts with the base in float32.
+    base: FrozenBase, head: Head, texts: Continuations, generation: GenerationSettings
+) -> Lossless | None:
+    """Return the `lossless` section of the first prompts with the base in float32.
 
-    `methods` returns drafters for a base with their generation settings. The result is empty if
-    the base has float32 precision already, or if memory has no room for a copy.
+    None if the base has float32 precision already, if it is sharded or quantised, or if memory has
+    no room for a copy.
     """
-    if (wide := in_float32(base)) is None:
+    if base.dtype.itemsize >= 4 or base.sharding or getattr(base.model, "hf_quantizer", None):
+        return None
+    try:
+        refuse_bytes(4 * base.num_parameters, base.device, "the base in float32", "take a part")
+    except InputError:
+        return None
+    wide = FrozenBase(deepcopy(base.model).float(), base.tokenizer, name=base.name)
+    few = texts.prompts[:FLOAT32_PROMPTS]
+    texts = Continuations(few, write_alone(wide, few, generation))
+    return measure_online(wide, drafter_of(head, wide), texts, generation).lossless
+
+
+def measure_drafting(
+    base: FrozenBase, drafter: Drafter, texts: Continuations, generation: GenerationSettings
+) -> dict[str, Drafting]:
+    """Return the `drafting` section of results.json: three ways to draft on the same prompts.
+
+    Coupled drafts see the noise that the base samples with, uncoupled ones do not. Rejection
+    tests one sampled token per level, at as many levels as the head's own tree has. If the tree
+    itself is `Sampled`, rejection tests that tree, and the other two draft a chain as deep. A tree
+    that drafts nothing has no ways.
+    """
+    tree = tested = generation.tree or policies.chain(drafter.depth)
+    if not tree.depth:
         return {}
-    few = prompts[:PROMPTS]
-    alone = write_alone(wide, few, generation)
-    return {
-        name: measure_online(wide, drafter, few, alone, one).lossless
-        for name, (drafter, one) in methods(wide).items()
+    if isinstance(tree, Sampled):
+        tree = policies.chain(tree.depth)
+    else:
+        tested = Sampled((1,) * own_tree(tree).depth)
+    guessed = replace(generation, tree=tree, acceptance="match")
+    ways = {
+        "coupled": replace(guessed, coupled=True),
+        "uncoupled": replace(guessed, coupled=False),
+        "rejection": replace(guessed, tree=tested, acceptance="rejection", coupled=False),
     }
+    found: dict[str, Drafting] = {}
+    coupled: list[DepthCounts] = []
+    for name, way in ways.items():
+        assert way.tree is not None
+        decoded = decode_prompts(base, drafter, texts.prompts, way)
+        counts = [one.counts for one in decoded]
+        coupled = coupled or counts
+        # rejection samples from the base's distribution, but not the same tokens
+        compared = texts.alone if way.acceptance == "match" else []
+        found[name] = Drafting(
+            **asdict(rate(counts)),
+            tree=way.tree.name,
+            num_nodes=way.tree.num_nodes,
+            compared=len(compared),
+            identical=sum(one.tokens == text for one, text in zip(decoded, compared, strict=False)),
+            gain_of_coupled=None if name == "coupled" else paired_gain(coupled, counts),
+        )
+    return found
 
 
 def online_sections(
     base: FrozenBase,
     decoded: Sequence[Decoded],
-    prompts: list[list[int]],
-    alone: list[list[int]],
+    texts: Continuations,
     generation: GenerationSettings,
-    categories: Sequence[str] = (),
     *,
     comparable: bool,
 ) -> OnlineSections:
@@ -76,18 +124,19 @@ def online_sections(
     total = DepthCounts.total(counts, len(counts[0].offered))
     online = Online(
         **asdict(rate(counts)),
-        tokens_per_forward_without_bonus=total.tokens_per_forward_without_bonus,
+        tokens_per_forward_without_bonus=sum(total.accepted) / total.forwards,
         per_depth=total.per_depth(),
-        by_category=_by_category(counts, categories),
+        by_category=_by_category(counts, texts.categories),
         forwards=total.forwards,
         new_tokens=total.new_tokens,
         conditional_acceptance=conditional_acceptance(counts),
     )
-    texts = list(zip(prompts, [one.tokens for one in decoded], alone, strict=True))
+    tokens = [one.tokens for one in decoded]
+    triples = list(zip(texts.prompts, tokens, texts.alone, strict=True))
     return OnlineSections(
         online=online,
-        lossless=compare_texts(base, texts if comparable else [], generation.sampling),
-        degenerate=degenerate(counts, alone),
+        lossless=compare_texts(base, triples if comparable else [], generation.sampling),
+        degenerate=degenerate(counts, texts.alone),
     )
 
 

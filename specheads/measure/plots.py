@@ -1,4 +1,4 @@
-"""Plots of reports, comparisons and simulations, drawn without a display or global state."""
+"""Plots of reports and simulations, drawn without a display or global state."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from specheads.measure.results import Condition, Interval, Results, Speed
+from specheads.measure.results import Results, Speed
 
 BLUE, ORANGE, GREY = "#2563a8", "#d97726", "#6b7683"
 TEXT = "#555555"
@@ -158,34 +158,3 @@ def _speed(speed: Speed) -> Figure:
     labels = [f"{alone:.0f}", f"{drafted:.0f} ({speed.speedup:.2f}x)"]
     axes.bar_label(bars, labels, label_type="center", color="white", fontweight="bold")
     return figure
-
-
-def draw_comparison(conditions: Sequence[Condition]) -> bytes:
-    """Return tokens per forward and speed-up of methods with intervals, the fastest first."""
-    height = sum(0.9 + 0.4 * len(one.drafters) for one in conditions)
-    figure = Figure(figsize=(9.0, 0.4 + height), layout="constrained")
-    sizes = [0.9 + 0.4 * len(one.drafters) for one in conditions]
-    grid = figure.subplots(len(conditions), 2, squeeze=False, height_ratios=sizes)
-    for pair, one in zip(grid, conditions, strict=True):
-        rows = {name: one.drafters[name] for name in one.ranking}
-        online = [(row.online.tokens_per_forward, row.online.interval) for row in rows.values()]
-        speed = [(row.speed.speedup, row.speed.interval) for row in rows.values()]
-        panels = (online, "tokens per forward"), (speed, "speed-up over the base alone")
-        for axes, (figures, label) in zip(pair, panels, strict=True):
-            _bars(axes, list(rows), figures, label)
-        pair[0].set_title(f"temperature {one.temperature:g}, batch {one.batch_size}", loc="left")
-        pair[1].set_yticklabels([])
-    return png(figure)
-
-
-def _bars(
-    axes: Axes, names: list[str], figures: Sequence[tuple[float, Interval]], label: str
-) -> None:
-    values = [value for value, _ in figures]
-    below = [max(value - low, 0) for value, (low, _) in figures]
-    above = [max(high - value, 0) for value, (_, high) in figures]
-    axes.barh(names, values, xerr=[below, above], color=BLUE, ecolor="black", capsize=3)
-    axes.axvline(1.0, color=GREY, linestyle="--")
-    axes.set(xlabel=label)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.invert_yaxis()

@@ -1,14 +1,13 @@
 """The base's own quality on held-out text, before and after joint training."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
-from specheads.config import Train
+from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.data.documents import cut_windows
 from specheads.data.prompts import held_out
@@ -20,49 +19,24 @@ from specheads.runs.progress import bar
 NUM_WINDOWS = 64
 """Windows of validation text on which quality is measured."""
 
-
-@dataclass(frozen=True, slots=True)
-class Quality:
-    """How well a base predicts windows of text, one number per window."""
-
-    nats: list[float]
-    """Summed cross entropy."""
-    right: list[int]
-    """Tokens that equal the base's best guess."""
-    tokens: list[int]
-    """Predicted tokens: all but the first of a window."""
-
-    def summary(self) -> TextQuality:
-        """Return nats per token, the share of right tokens, and 95 % intervals over windows."""
-        num_tokens = sum(self.tokens)
-        return TextQuality(
-            cross_entropy=sum(self.nats) / num_tokens,
-            cross_entropy_interval=bootstrap_interval(self.nats, self.tokens),
-            accuracy=sum(self.right) / num_tokens,
-            accuracy_interval=bootstrap_interval(self.right, self.tokens),
-            windows=len(self.tokens),
-            tokens=num_tokens,
-        )
+Scores = list[tuple[float, int, int]]
+"""For each window: summed cross entropy in nats, tokens that equal the base's best guess, and
+predicted tokens, which are all but the first."""
 
 
-def quality_windows(settings: Train, base: FrozenBase) -> list[list[int]]:
+def quality_windows(base: FrozenBase, corpus: Data, seed: int) -> list[list[int]]:
     """Return windows of validation text, at most 512 tokens each."""
     assert base.tokenizer is not None
-    most = NUM_WINDOWS
     try:
-        documents = tokenised(settings.data, "validation", base.tokenizer, settings.seed)
+        documents = tokenised(corpus, "validation", base.tokenizer, seed)
     except UnansweredError:
         # the corpus has prompts only
-        return [
-            prompt.tokens
-            for prompt in held_out(
-                settings.data, "validation", base.tokenizer, 512, most, settings.seed
-            )
-        ]
+        found = held_out(corpus, "validation", base.tokenizer, 512, NUM_WINDOWS, seed)
+        return [prompt.tokens for prompt in found]
     length = min(512, base.max_length)
     while length > 1:
-        windows = cut_windows(documents, base.tokenizer, length, settings.seed)
-        if found := [window for _, window in islice(windows, most)]:
+        windows = cut_windows(documents, base.tokenizer, length, seed)
+        if found := [window for _, window in islice(windows, NUM_WINDOWS)]:
             return found
         # every document is shorter
         length //= 2
@@ -72,36 +46,40 @@ def quality_windows(settings: Train, base: FrozenBase) -> list[list[int]]:
 @torch.no_grad()
 def measure_quality(
     base: FrozenBase, windows: Sequence[Sequence[int]], *, progress: bool = False
-) -> Quality:
+) -> Scores:
     """Score every next token of windows of text, each window by itself."""
-    if not windows or min(map(len, windows)) < 2:
-        raise InputError(
-            f"quality needs windows of two tokens at least, got {len(windows)} windows; give more "
-            "or longer validation text"
-        )
-    out = Quality([], [], [])
+    out = []
     for window in bar(windows, "base quality", progress):
         tokens = torch.tensor(window, device=base.device)
         logits = base.logits_of(base.read(tokens[None]).hidden[0, :-1])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        out.nats.append(F.cross_entropy(logits, tokens[1:], reduction="sum").item())
-        out.right.append(int((logits.argmax(-1) == tokens[1:]).sum()))
-        out.tokens.append(len(tokens) - 1)
+        nats = F.cross_entropy(logits, tokens[1:], reduction="sum").item()
+        right = int((logits.argmax(-1) == tokens[1:]).sum())
+        out.append((nats, right, len(tokens) - 1))
     return out
 
 
-def compare_quality(before: Quality, after: Quality) -> BaseQuality:
+def compare_quality(before: Scores, after: Scores) -> BaseQuality:
     """Return the `base_quality` section of results.json.
 
     `change` is the difference on the same windows in nats per token; above zero the base has
     become worse.
     """
-    added = [late - early for early, late in zip(before.nats, after.nats, strict=True)]
-    return BaseQuality(
-        before=before.summary(),
-        after=after.summary(),
-        change=QualityChange(
-            cross_entropy=sum(added) / sum(before.tokens),
-            interval=bootstrap_interval(added, before.tokens),
-        ),
+    added = [late - early for (early, *_), (late, *_) in zip(before, after, strict=True)]
+    tokens = [number for *_, number in before]
+    change = QualityChange(
+        cross_entropy=sum(added) / sum(tokens), interval=bootstrap_interval(added, tokens)
+    )
+    return BaseQuality(before=_summary(before), after=_summary(after), change=change)
+
+
+def _summary(scores: Scores) -> TextQuality:
+    nats, right, tokens = zip(*scores, strict=True)
+    return TextQuality(
+        cross_entropy=sum(nats) / sum(tokens),
+        cross_entropy_interval=bootstrap_interval(nats, tokens),
+        accuracy=sum(right) / sum(tokens),
+        accuracy_interval=bootstrap_interval(right, tokens),
+        windows=len(tokens),
+        tokens=sum(tokens),
     )

@@ -3,16 +3,16 @@
 import base64
 import hashlib
 import io
+import json
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import cache
 from math import sqrt
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
+from typing import Any, NamedTuple
 
 import matplotlib
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -20,10 +20,8 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from specheads.core.errors import InputError
-from specheads.core.files import write_atomic
-from specheads.core.paths import local_path, writable_folder
-from specheads.core.records import dumps, to_json
+from specheads.core.files import dumps, to_json, write_atomic
+from specheads.core.paths import writable_folder
 from specheads.decoding.loop import BASE_ORIGIN, Origin, node_origins
 from specheads.measure.plots import BLUE, GREY, ORANGE, SHADES, TEXT, figures, png
 from specheads.measure.results import DecodedText, Interval, Results, TextStep
@@ -64,7 +62,8 @@ def write_report(folder: Path, results: Results, history: Sequence[Mapping[str, 
     page = folder / "report.html"
     write_atomic(page, render(results, drawn))
     if results.texts:
-        write_atomic(folder / "texts.json", dumps(results.texts, indent=None))
+        texts = {"schema": 1, "texts": [asdict(one) for one in results.texts]}
+        write_atomic(folder / "texts.json", json.dumps(texts) + "\n")
         stale.discard("texts.json")
     write_atomic(folder / "results.json", dumps(results))
     for name in stale:
@@ -84,46 +83,31 @@ def show(results: Results, console: Console | None = None, page: Path | None = N
         console.print(f"report: {page}", markup=False, soft_wrap=True)
 
 
-def record(folder: Path, results: Results) -> None:
-    """Write results.json into a recipe's folder, or into a folder inside it."""
-    write_atomic(record_folder(folder) / "results.json", dumps(results))
-
-
-def record_folder(folder: Path) -> Path:
-    """Return a folder for recorded results: a recipe's folder, or a folder inside it."""
-    place = local_path(folder)
-    if not any((one / "recipe.yaml").is_file() for one in (place, place.parent)):
-        raise InputError(
-            f"record needs a recipe's folder, or one in it; {folder} has no recipe.yaml"
-        )
-    return writable_folder(folder)
-
-
 # --- the page ----------------------------------------------------------------------------------
 
 
 def render(results: Results, figures: Mapping[str, Figure]) -> str:
     """Return the page as one file that loads nothing and runs only its own script."""
-    texts = results.texts.texts if results.texts else []
-    tokens = [[*_tokens(text)] for text in texts]
-    subject = {"head": results.head, "base": results.base, "prompts": results.prompts}
-    parts = {"Settings": results.settings, "Subject": subject, "Provenance": results.provenance}
+    tokens = [list(_tokens(text)) for text in results.texts]
+    stored = to_json(results)
+    subject = {name: stored[name] for name in ("head", "base", "prompts")}
+    parts = {"Settings": stored["settings"], "Subject": subject, "Provenance": stored["provenance"]}
     return _template().render(
         title=f"{results.head.kind} on {results.base.name}",
-        about=_about(results),
+        results=results,
         mood=_mood(results),
         verdict=verdict(results),
         headlines=headlines(results),
         plots={name: _svg(figure, name) for name, figure in figures.items()},
-        texts=[_text(*pair) for pair in zip(texts, tokens, strict=True)],
+        tokens=tokens,
         legend=_legend([origin for one in tokens for _, _, origin in one]),
-        steps=[[_step(step) for step in text.steps] for text in texts],
+        steps=[[_step(step) for step in text.steps] for text in results.texts],
         summary=summary(results),
         depths=depth_rows(results),
         categories=category_rows(results),
         candidates=candidate_rows(results),
         chosen=next((i for i, row in enumerate(results.tree_candidates) if row.chosen), -1),
-        settings={name: [*_flat(to_json(part))] for name, part in parts.items()},
+        settings=parts,
     )
 
 
@@ -137,6 +121,7 @@ def _template() -> Template:
         # text from models and files passes through here; markup is the template's own
         finalize=lambda value: value if isinstance(value, Markup) else visible(str(value)),
     )
+    environment.filters["css_class"] = _css_class
     environment.filters["sha256"] = lambda script: (
         "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     )
@@ -166,19 +151,6 @@ def _visible(letter: str) -> str:
     return chr(0x2400 + code) if code < 32 else f"⟨U+{code:04X}⟩"
 
 
-def _about(results: Results) -> list[str]:
-    prompts, settings = results.prompts, results.settings
-    hardware = results.provenance.hardware
-    return [
-        f"{prompts.count} prompts of {prompts.name}",
-        f"{settings.max_new_tokens} new tokens each",
-        f"temperature {settings.temperature:g}" if settings.temperature else "greedy",
-        f"batch {settings.batch_size}",
-        f"tree {settings.tree} of {settings.num_nodes} nodes",
-        f"{settings.dtype} on {hardware.gpu or hardware.processor}",
-    ]
-
-
 def _mood(results: Results) -> str:
     """Return whether speculation pays: yes, no or maybe."""
     if not drafts(results) or wrong(results):
@@ -188,48 +160,10 @@ def _mood(results: Results) -> str:
     return "yes" if pays(results) else "no"
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the leaves of nested objects with dotted names."""
-    if isinstance(value, dict):
-        for key, one in value.items():
-            yield from _flat(one, f"{name}.{key}" if name else key)
-    elif name == "command":
-        yield name, " ".join(value)
-    elif isinstance(value, list):
-        yield name, ", ".join(str(one) for one in value) or "none"
-    else:
-        yield name, "none" if value in (None, "") else str(value)
-
-
 # --- the first screen --------------------------------------------------------------------------
 
 NORMAL = 1.959964
 """Standard deviations that contain 95 % of a normal distribution."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Headline:
-    """One figure of the first screen with its 95 % interval."""
-
-    name: str
-    shown: str
-    value: float
-    interval: Interval
-    meaning: str
-    is_share: bool = False
-    """Whether the value is in [0, 1] and shown in percent; otherwise 1 means no gain."""
-
-    @property
-    def interval_text(self) -> str:
-        """Return the interval in words."""
-        low, high = self.interval
-        form = ".0%" if self.is_share else ".2f"
-        return f"95 % interval {low:{form}} to {high:{form}}"
-
-    def at(self, value: float) -> str:
-        """Return the position of a value on the scale, in percent of its width."""
-        end = 1.0 if self.is_share else 1.15 * max(self.interval[1], self.value, 1.5)
-        return f"{value / end:.1%}"
 
 
 def wilson(successes: int, trials: int) -> Interval:
@@ -244,53 +178,42 @@ def wilson(successes: int, trials: int) -> Interval:
     return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
+class Headline(NamedTuple):
+    """One figure of the first screen with its 95 % interval."""
+
+    name: str
+    shown: str
+    value: float
+    interval: Interval
+    meaning: str
+    is_share: bool = False
+    """Whether the value is in [0, 1] and shown in percent; otherwise 1 means no gain."""
+
+
 def headlines(results: Results) -> list[Headline]:
     """Return the three most important of the measured figures, or fewer."""
     found = []
     if speed := results.speed:
-        found.append(
-            Headline(
-                name="speed-up",
-                shown=f"{speed.speedup:.2f}×",  # noqa: RUF001
-                value=speed.speedup,
-                interval=speed.interval,
-                meaning="Time of the base alone over that with the head, for the same text.",
-            )
-        )
+        shown = f"{speed.speedup:.2f}×"  # noqa: RUF001
+        meaning = "Time of the base alone over that with the head, for the same text."
+        found.append(Headline("speed-up", shown, speed.speedup, speed.interval, meaning))
     if rate := results.online or results.offline:
-        found.append(
-            Headline(
-                name="tokens per forward" if results.online else "tokens per forward, replayed",
-                shown=f"{rate.tokens_per_forward:.2f}",
-                value=rate.tokens_per_forward,
-                interval=rate.interval,
-                meaning="Tokens from one forward of the base. The base alone gives 1.",
-            )
-        )
+        name = "tokens per forward" if results.online else "tokens per forward, replayed"
+        meaning = "Tokens from one forward of the base. The base alone gives 1."
+        value = rate.tokens_per_forward
+        found.append(Headline(name, f"{value:.2f}", value, rate.interval, meaning))
     if (same := results.lossless) and same.compared:
-        found.append(
-            Headline(
-                name="texts identical to the base alone",
-                shown=f"{same.identical} of {same.compared}",
-                value=same.identical / same.compared,
-                interval=wilson(same.identical, same.compared),
-                meaning="Token for token; rounding may separate two texts at a tie.",
-                is_share=True,
-            )
-        )
+        name, shown = "texts identical to the base alone", f"{same.identical} of {same.compared}"
+        meaning = "Token for token; rounding may separate two texts at a tie."
+        interval = wilson(same.identical, same.compared)
+        share = same.identical / same.compared
+        found.append(Headline(name, shown, share, interval, meaning, is_share=True))
     if rate and rate.conditional_acceptance:
         # drafts of one text depend on each other, so the interval is over prompts
         first, counts = rate.conditional_acceptance[0], rate.per_depth[0]
-        found.append(
-            Headline(
-                name="first drafts accepted",
-                shown=f"{first.rate:.0%}",
-                value=first.rate,
-                interval=first.interval,
-                meaning=f"At depth 1: {counts.accepted:,} of {counts.offered:,}.",
-                is_share=True,
-            )
-        )
+        name, shown = "first drafts accepted", f"{first.rate:.0%}"
+        meaning = f"At depth 1: {counts.accepted:,} of {counts.offered:,}."
+        found.append(Headline(name, shown, first.rate, first.interval, meaning, is_share=True))
     return found[:3]
 
 
@@ -298,9 +221,6 @@ def headlines(results: Results) -> list[Headline]:
 
 DEEPEST = 6
 """Depth from which all drafts have the same colour."""
-
-PROMPT_LETTERS = 800
-"""Last characters of a prompt that the page shows."""
 
 SIGNS = str.maketrans({"\n": "↵", "\t": "⇥", " ": "␣"})
 """Signs for blanks in the tree."""
@@ -335,27 +255,6 @@ def _legend(origins: Sequence[Origin]) -> list[tuple[str, str, int, float]]:
     ]
 
 
-def _text(text: DecodedText, tokens: Sequence[tuple[str, int, Origin]]) -> dict[str, Any]:
-    """Return a text as the template shows it."""
-    steps = len(text.steps)
-    gain = f", {len(tokens) / (steps + 1):.2f} each" if steps else ""
-    return {
-        "category": text.category or "no category",
-        "caption": f"{len(tokens)} tokens in {steps + 1} forwards{gain}",
-        "prompt": "…" * (len(text.prompt) > PROMPT_LETTERS) + text.prompt[-PROMPT_LETTERS:],
-        "tokens": [
-            {
-                "text": letters,
-                "step": step,
-                "depth": origin.depth,
-                "css_class": _css_class(origin),
-                "title": f"{origin}, {f'step {step}' if step else 'while the prompt was read'}",
-            }
-            for letters, step, origin in tokens
-        ],
-    }
-
-
 def _step(step: TextStep) -> dict[str, Any]:
     """Return a step for the script of the page."""
     return {
@@ -380,46 +279,20 @@ VARIABLES = {
 }
 """Style sheet variables for the colours of plots; dark mode has values of its own."""
 
-AS_TEXT: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "specheads"}
-"""Keep letters as text, and write equal figures as equal files."""
-
 
 def _svg(figure: Figure, name: str) -> Markup:
     """Return a figure as an SVG element in the fonts and colours of the page."""
     buffer = io.StringIO()
-    with matplotlib.rc_context(AS_TEXT):
+    # letters stay text, and the salt keeps the ids of two plots apart
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=metadata)
-    root = ElementTree.fromstring(buffer.getvalue())
-    for parent in root.iter():
-        for child in list(parent):
-            # styles would apply to the whole page
-            if child.tag.rpartition("}")[2] in ("metadata", "style"):
-                parent.remove(child)
-    for one in root.iter():
-        _adapt(one, name)
-    for size in ("width", "height", "version"):
-        root.attrib.pop(size, None)
-    root.attrib |= {"role": "img", "aria-label": TITLES.get(name, name)}
-    # as HTML: inside a page there are no namespaces
-    return Markup(ElementTree.tostring(root, encoding="unicode", method="html"))
-
-
-def _adapt(one: ElementTree.Element, name: str) -> None:
-    """Remove namespaces, prefix ids with the plot's name, replace colours by variables."""
-    one.tag = one.tag.rpartition("}")[2]
-    for key, value in list(one.attrib.items()):
-        del one.attrib[key]
-        key = key.rpartition("}")[2]
-        # ids of groups are not used
-        if key == "id" and one.tag == "g":
-            continue
-        if key == "id":
-            value = f"{name}-{value}"
-        value = re.sub(r"^#|(?<=url\()#", f"#{name}-", value)
-        if key == "style":
-            value = re.sub(r"font-family: [^;]*; ?", "", value)
-            value = re.sub(
-                r"#[0-9a-f]{6}", lambda hit: f"var({VARIABLES.get(hit[0], '--ink')})", value
-            )
-        one.attrib[key] = value
+    head, _, body = buffer.getvalue().partition("<svg")[2].partition(">")
+    box = head[head.index("viewBox") :].split('"')[1]
+    # a style would apply to the whole page, and ids of groups repeat
+    for unwanted in (r"<style.*?</style>", r'(?<=<g) id="[^"]*"', r"font-family: [^;]*; ?"):
+        body = re.sub(unwanted, "", body, flags=re.DOTALL)
+    body = re.sub(
+        r"(?<=: )#[0-9a-f]{6}", lambda hit: f"var({VARIABLES.get(hit[0], '--ink')})", body
+    )
+    return Markup(f'<svg viewBox="{box}" role="img" aria-label="{TITLES[name]}">{body.strip()}')

@@ -1,15 +1,15 @@
 """Contents of results.json, texts.json and compare.json: see docs/evaluate.md.
 
-A field with a default was added later, or may not be measured. A name that Python reserves ends
-with an underscore here and not in the file (`with_`).
+A field with a default was added later, or may not be measured.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
 
-from specheads.core.files import read_json
-from specheads.core.records import OWN_FILE, from_json
+from pydantic import Field
+
+from specheads.core.files import from_json, read_json
 from specheads.decoding.trees.tuned import Tuned
 from specheads.runs.provenance import Provenance
 
@@ -17,6 +17,9 @@ T = TypeVar("T")
 
 Interval = tuple[float, float]
 """Ends of a 95 % bootstrap interval over prompts."""
+
+OWN_FILE = Field(exclude=True)
+"""Marks a field that is stored in a file of its own."""
 
 IDENTICAL, TIED, WRONG = "identical", "parted at a tie", "wrong"
 """Verdicts of `Lossless`. Text that only shares the base's distribution has no verdict."""
@@ -26,16 +29,6 @@ def read(kind: type[T], file: str | Path) -> T | None:
     """Return the contents of a JSON file as this class; None if the file does not exist."""
     file = Path(file)
     return from_json(kind, read_json(file), str(file)) if file.is_file() else None
-
-
-COPIED_TOKENS = 10
-"""Tokens that prompt lookup copies at most in a comparison, alone and in the tree of the hybrid."""
-
-MAX_NGRAM = 3
-"""Longest suffix that prompt lookup searches for in a comparison."""
-
-SINKS = 4
-"""First tokens of a text that streaming attends to in a comparison."""
 
 
 # --- rates and counts --------------------------------------------------------------------------
@@ -221,7 +214,7 @@ class Degenerate:
 
     flagged: int
     compared: int
-    with_: Rate
+    with_: Annotated[Rate, Field(alias="with")]
     without: Rate | None
     only: Rate | None
 
@@ -236,21 +229,13 @@ class OnlineSections:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Counted:
-    """Integers that replay and decoding must share."""
-
-    forwards: int
-    per_depth: list[Depth]
-    tokens_per_forward: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
     """The replay of a chain compared with the same chain decoded."""
 
-    offline: Counted
-    online: Counted
+    offline: dict[str, Any]
+    online: dict[str, Any]
     equal: bool
+    """Whether both have the same `forwards`, `per_depth` and `tokens_per_forward`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -335,14 +320,6 @@ class DecodedText:
     """New tokens kept; the last step may have given more."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodedTexts:
-    """texts.json."""
-
-    schema: int = 1
-    texts: list[DecodedText] = field(default_factory=list)
-
-
 # --- results.json ------------------------------------------------------------------------------
 
 
@@ -366,8 +343,8 @@ class Results:
     tree_candidates: list[Candidate] = field(default_factory=list)
     phases: list[PhaseRate] = field(default_factory=list)
     base_quality: BaseQuality | None = None
-    texts: DecodedTexts | None = field(default=None, metadata=OWN_FILE)
-    tuned: Tuned | None = field(default=None, metadata=OWN_FILE)
+    texts: Annotated[list[DecodedText], OWN_FILE] = field(default_factory=list)
+    tuned: Annotated[Tuned | None, OWN_FILE] = None
     provenance: Provenance
 
 
@@ -381,9 +358,9 @@ class CompareSettings:
     max_new_tokens: int
     draft_model: str
     draft_depth: int
-    copied_tokens: int = COPIED_TOKENS
-    max_ngram: int = MAX_NGRAM
-    sinks: int = SINKS
+    copied_tokens: int
+    max_ngram: int
+    sinks: int
     window: int
     dtype: str
     device: str

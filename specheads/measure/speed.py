@@ -2,9 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -13,29 +12,29 @@ from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
 from specheads.core.machine import peak_gib, synchronise
 from specheads.decoding.sampling import GREEDY
-from specheads.decoding.trees import policies
 from specheads.measure.counts import bootstrap_interval
-from specheads.measure.generation import (
-    Decoded,
-    GenerationSettings,
-    decode_prompts,
-    generate_with,
-)
+from specheads.measure.generation import GenerationSettings, generate_with
 from specheads.measure.results import Gain, Speed
 from specheads.runs.progress import bar
 
 
 @dataclass(slots=True)
 class Timing:
-    """One timed call of `generate`."""
+    """One timed call of `generate`, or the median of several."""
 
     seconds: float
     """Time for the prompt and all new tokens."""
     step_seconds: float
     """Time between the ends of the first and the last step: `num_steps` whole steps."""
-    num_steps: int
+    num_steps: int | float
     new_tokens: int
     forwards: int
+    source: str = ""
+    """As in `DepthCounts`; a batch of several prompts is a source of its own."""
+
+
+Runner = Callable[[list[list[int]]], Timing]
+"""Decodes a batch of prompts once."""
 
 
 def time_generate(
@@ -60,125 +59,52 @@ def time_generate(
     )
 
 
-@runtime_checkable
-class Method(Protocol):
-    """A decoding method that can be measured."""
-
-    @property
-    def tree(self) -> policies.TreePolicy:
-        """The draft tree."""
-        ...
-
-    @property
-    def batches(self) -> bool:
-        """Whether it decodes prompts together."""
-        ...
-
-    def decode(
-        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
-    ) -> list[Decoded]:
-        """Decode every prompt and count its forwards."""
-        ...
-
-    def time(
-        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
-    ) -> Timing:
-        """Decode prompts together once and time it."""
-        ...
-
-    def draft_seconds(
-        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
-    ) -> float:
-        """Return the median drafting time of a step."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class DraftMethod:
-    """A drafter with a tree in our loop."""
-
-    drafter: Drafter
-    tree: policies.TreePolicy
-    acceptance: str | None = None
-    """Acceptance rule; None is that of the generation settings."""
-    coupled: bool | None = None
-    """Whether drafts see the noise of the base; None is as in the generation settings."""
-    batches: bool = True
-
-    def settings(self, generation: GenerationSettings) -> GenerationSettings:
-        """Return the generation settings with this method's own tree and rule."""
-        return replace(
-            generation,
-            tree=self.tree,
-            acceptance=generation.acceptance if self.acceptance is None else self.acceptance,
-            coupled=generation.coupled if self.coupled is None else self.coupled,
-        )
-
-    def decode(
-        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
-    ) -> list[Decoded]:
-        """Decode every prompt and count its forwards."""
-        return decode_prompts(base, self.drafter, prompts, self.settings(generation))
-
-    def time(
-        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
-    ) -> Timing:
-        """Decode prompts together once and time it."""
-        return time_generate(base, self.drafter, prompts, self.settings(generation))
-
-    def draft_seconds(
-        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
-    ) -> float:
-        """Return the median drafting time of a step; each part of a step waits for the device."""
-        generation = replace(self.settings(generation), stop_at_eos=False)
-        out = generate_with(base, self.drafter, prompts, generation, timed=True)
-        times = [step.times for step in out.steps[0]]
-        return statistics.median([one.drafted - one.began for one in times] or [0.0])
-
-
-Timings = dict[str | None, list[list[Timing]]]
-"""By method, None for the base alone: every batch of prompts, every repetition of it."""
-
-
-def time_methods(
+def time_in_turns(
     base: FrozenBase,
-    methods: Mapping[str, Method],
+    methods: Mapping[str, Runner],
     prompts: list[list[int]],
     generation: GenerationSettings,
     *,
     repetitions: int,
-) -> Timings:
-    """Time the base alone and several methods in turns.
+) -> dict[str | None, list[Timing]]:
+    """Return the median timings of each batch by method; None is the base alone.
 
     All methods decode a batch one after the other: a slow phase of the machine then slows all of
     them; each repetition starts with another method. The first batch is decoded once as a
     warm-up.
     """
-    if len(prompts) < 1 or repetitions < 1 or generation.max_new_tokens < 3:
+    if generation.max_new_tokens < 3:
         raise InputError(
-            "speed needs a prompt, a repetition and 3 new tokens at least, got "
-            f"{len(prompts)}, {repetitions} and {generation.max_new_tokens}"
+            "speed needs 3 new tokens at least, got evaluation.max_new_tokens="
+            f"{generation.max_new_tokens}; raise it"
         )
     size = generation.batch_size
     units = [prompts[i : i + size] for i in range(0, len(prompts), size)]
-    names = [None, *methods]
-
-    def run(name: str | None, unit: list[list[int]]) -> Timing:
-        if name is None:
-            return time_generate(base, None, unit, generation)
-        return methods[name].time(base, unit, generation)
-
-    for name in bar(names, "warming up", generation.progress):
-        run(name, units[0])
+    sources = generation.sources_of(prompts) if size == 1 else [""] * len(units)
+    runs: dict[str | None, Runner] = {
+        None: lambda unit: time_generate(base, None, unit, generation),
+        **methods,
+    }
+    for run in bar([*runs.values()], "warming up", generation.progress):
+        run(units[0])
     if base.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(base.device)
-    timings: Timings = {name: [[] for _ in units] for name in names}
+    names, timings = [*runs], {name: [[] for _ in units] for name in runs}
     work = [(turn, place) for turn in range(repetitions) for place in range(len(units))]
     for turn, place in bar(work, "speed", generation.progress):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            timings[name][place].append(run(name, units[place]))
-    return timings
+            timings[name][place].append(runs[name](units[place]))
+    return {name: list(map(_median, each, sources)) for name, each in timings.items()}
+
+
+def _median(timings: list[Timing], source: str) -> Timing:
+    seconds, step_seconds, num_steps = (
+        statistics.median(getattr(one, name) for one in timings)
+        for name in ("seconds", "step_seconds", "num_steps")
+    )
+    one = timings[0]
+    return Timing(seconds, step_seconds, num_steps, one.new_tokens, one.forwards, source)
 
 
 def measure_speed(
@@ -189,78 +115,63 @@ def measure_speed(
     *,
     repetitions: int = 3,
 ) -> Speed:
-    """Return the `speed` section of results.json: see `time_methods`.
+    """Return the `speed` section of results.json: see `time_in_turns`.
 
-    The median repetition of a batch counts. Times cover the prompt and all new tokens;
-    `step_overhead` covers decode steps only, and `draft_milliseconds` is the median drafting time
-    of a step, greedy and for one row. Intervals are over batches.
+    Times cover the prompt and all new tokens; `step_overhead` covers decode steps only, and
+    `draft_milliseconds` is the median drafting time of a step, greedy and for one row. Intervals
+    are over batches.
     """
-    method = DraftMethod(drafter, generation.tree or policies.chain(drafter.depth))
-    timings = time_methods(base, {"drafted": method}, prompts, generation, repetitions=repetitions)
-    seconds = method.draft_seconds(base, prompts[:1], replace(generation, sampling=GREEDY))
+    methods = {"drafted": lambda unit: time_generate(base, drafter, unit, generation)}
+    timings = time_in_turns(base, methods, prompts, generation, repetitions=repetitions)
+    # the device finishes each part of a step before the next begins
+    one = replace(generation, sampling=GREEDY, stop_at_eos=False)
+    out = generate_with(base, drafter, prompts[:1], one, timed=True)
+    drafted = [step.times.drafted - step.times.began for step in out.steps[0]]
     return replace(
-        summarise(timings[None], timings["drafted"], unit_sources(prompts, generation)),
-        draft_milliseconds=1e3 * seconds,
+        summarise(timings[None], timings["drafted"]),
+        draft_milliseconds=1e3 * statistics.median(drafted),
         repetitions=repetitions,
         peak_gib=peak_gib(base.device),
     )
 
 
-def unit_sources(prompts: Sequence[object], generation: GenerationSettings) -> Sequence[str]:
-    """Return the source of each batch; a batch of several prompts is a source of its own."""
-    num_units = -(-len(prompts) // generation.batch_size)
-    return generation.sources_of(prompts) if generation.batch_size == 1 else [""] * num_units
-
-
-def summarise(
-    alone: list[list[Timing]], drafted: list[list[Timing]], sources: Sequence[str] = ()
-) -> Speed:
+def summarise(alone: list[Timing], drafted: list[Timing]) -> Speed:
     """Return rates, their ratio and its interval from timings of the same batches.
 
     Times are compared per token, because a tie in rounding may change the output; if it does not,
     the speed-up is the ratio of the summed times. Step times are None if every text ended before
     its second forward.
     """
-    base_seconds, seconds = _medians(alone), _medians(drafted)
-    base_tokens, tokens = ([unit[0].new_tokens for unit in one] for one in (alone, drafted))
-    gain = paired_speed(drafted, alone, sources)
+    gain = paired_speed(drafted, alone)
     base_step, step = _step_seconds(alone), _step_seconds(drafted)
+    new_tokens = sum(one.new_tokens for one in drafted)
     return Speed(
-        base_tokens_per_second=sum(base_tokens) / sum(base_seconds),
-        tokens_per_second=sum(tokens) / sum(seconds),
+        base_tokens_per_second=sum(one.new_tokens for one in alone)
+        / sum(one.seconds for one in alone),
+        tokens_per_second=new_tokens / sum(one.seconds for one in drafted),
         speedup=gain.ratio,
         interval=gain.interval,
         step_overhead=step / base_step if step and base_step else None,
         step_milliseconds=1e3 * step if step else None,
         base_step_milliseconds=1e3 * base_step if base_step else None,
-        new_tokens=sum(tokens),
-        forwards=sum(unit[0].forwards for unit in drafted),
+        new_tokens=new_tokens,
+        forwards=sum(one.forwards for one in drafted),
     )
 
 
-def paired_speed(
-    ours: list[list[Timing]], theirs: list[list[Timing]], sources: Sequence[str] = ()
-) -> Gain:
-    """Return the ratio of our tokens per second to theirs on the same batches.
-
-    The median repetition of a batch counts.
-    """
-    seconds, our_seconds = _medians(theirs), _medians(ours)
+def paired_speed(ours: list[Timing], theirs: list[Timing]) -> Gain:
+    """Return the ratio of our tokens per second to theirs on the same batches."""
+    seconds = [one.seconds for one in theirs]
     # our time for their number of tokens
     matched = [
-        taken * other[0].new_tokens / one[0].new_tokens
-        for taken, one, other in zip(our_seconds, ours, theirs, strict=True)
+        one.seconds * other.new_tokens / one.new_tokens
+        for one, other in zip(ours, theirs, strict=True)
     ]
-    interval = bootstrap_interval(seconds, matched, sources)
+    interval = bootstrap_interval(seconds, matched, [one.source for one in ours])
     return Gain(ratio=sum(seconds) / sum(matched), interval=interval)
 
 
-def _medians(units: list[list[Timing]]) -> list[float]:
-    return [statistics.median(timing.seconds for timing in unit) for unit in units]
-
-
-def _step_seconds(units: list[list[Timing]]) -> float | None:
-    """Return the mean time of a decode step over batches, the median repetition of each."""
-    seconds = sum(statistics.median(one.step_seconds for one in unit) for unit in units)
-    steps = sum(statistics.median(one.num_steps for one in unit) for unit in units)
-    return seconds / steps if steps else None
+def _step_seconds(timings: list[Timing]) -> float | None:
+    """Return the mean time of a decode step over batches."""
+    steps = sum(one.num_steps for one in timings)
+    return sum(one.step_seconds for one in timings) / steps if steps else None

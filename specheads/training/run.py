@@ -19,8 +19,6 @@ from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
 from specheads.data.sources import refuse_unreadable
 from specheads.heads.load import build_for, configure, load_head, resume_head
-from specheads.measure.evaluation import check, refuse_unusable
-from specheads.measure.quality import quality_windows
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker, refuse_missing
 from specheads.training import trainer
@@ -60,12 +58,17 @@ class Trained:
 
 @naming_lost()
 def run(
-    settings: Train, config_text: str, base: FrozenBase | None = None, announce: Announce = quiet
+    settings: Train,
+    config_text: str,
+    base: FrozenBase | None = None,
+    announce: Announce = quiet,
+    refuse_unfit: Callable[[FrozenBase, int], object] = lambda *_: None,
 ) -> Trained:
     """Run every phase; resume an unfinished run of the same name.
 
     Settings that would fail later raise before anything is written. `config_text` is the settings
-    as YAML. `base` is the base of the settings, if it is already loaded.
+    as YAML. `base` is the base of the settings, if it is already loaded. `refuse_unfit` may raise
+    for the base and the depth of the head.
     """
     accelerator = accelerator_of_environment(settings.base.dtype)
     made = RunDirectory(Path(settings.run_dir))
@@ -73,6 +76,7 @@ def run(
     if base is None:
         base = load_base(settings.base, accelerator)
     _refuse_unfit(settings, base, depth, readers(base.sharding, accelerator)["world_size"])
+    refuse_unfit(base, depth)
     _refuse_sharded(settings, base, made.text)
     texts = PhaseTexts(settings, base, made, accelerator, announce)
     torch.manual_seed(settings.seed)
@@ -159,8 +163,6 @@ def _refuse_unusable(settings: Train) -> int:
         depth = load_head(settings.init).depth
     refuse_missing(settings.tracker.kind)
     refuse_unreadable(settings.data)
-    if settings.evaluate_after:
-        refuse_unusable(settings, depth)
     return depth
 
 
@@ -197,7 +199,3 @@ def _refuse_unfit(settings: Train, base: FrozenBase, depth: int, processes: int)
         refuse_misfit(name, phase, base.max_length, depth, processes)
     if joint := adapter_settings(settings.schedule):
         lora.targets(base.model, joint.target_modules)
-        if settings.evaluate_after:
-            quality_windows(settings, base)
-    if settings.evaluate_after:
-        check(settings, base, depth)

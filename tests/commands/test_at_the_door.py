@@ -131,13 +131,6 @@ def test_unreadable_first_row_is_refused_before_the_base_is_loaded(
     assert "mine.jsonl" in said
 
 
-def test_record_needs_a_recipe_folder(tmp_path: Path, capsys: Any):
-    with pytest.raises(SystemExit) as left:
-        call("evaluate", ["run=no/such/run", f"record={tmp_path}"])
-    assert left.value.code == 2
-    assert "record needs a recipe's folder" in capsys.readouterr().err
-
-
 # slow: each case loads the base first; the readers have fast tests of their own
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [*CORPORA, *PROMPTS])

@@ -13,7 +13,7 @@ import pytest
 import specheads
 from specheads.config import data_dir
 from specheads.core.drafter import Head
-from specheads.core.records import to_json
+from specheads.core.files import to_json
 from specheads.measure.results import Results, read
 from specheads.runs.directory import RunDirectory
 

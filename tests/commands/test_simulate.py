@@ -8,7 +8,7 @@ import pytest
 
 import specheads
 from specheads.commands._call import call
-from specheads.core.records import dumps
+from specheads.core.files import dumps
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees.tuned import AcceptanceRates
 from specheads.measure.results import read

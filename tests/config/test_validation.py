@@ -160,6 +160,23 @@ def test_settings_that_a_mixture_ignores_are_refused(said: dict[str, Any]):
         check(Data(source="mixture", sources=sources, **said), "data")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": 2}, "speed needs 3 new tokens at least, got .*max_new_tokens=2"),
+        ({"max_new_tokens": 1, "mode": "online"}, "acceptance needs 2 new tokens at least"),
+        (
+            {"mode": "offline", "temperature": 1.0, "acceptance": "rejection"},
+            "acceptance must be match for .*mode=offline .*; set mode=online",
+        ),
+    ],
+)
+def test_evaluation_that_would_fail_later_is_refused(changes: dict[str, Any], message: str):
+    with pytest.raises(InputError, match=message):
+        check(Evaluation(**changes), "evaluation")
+    check(Evaluation(max_new_tokens=3), "evaluation")
+
+
 def test_a_static_tree_needs_paths():
     with pytest.raises(InputError, match=r"needs tree\.paths, got none"):
         check(Tree(kind="static"), "tree")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specheads.core.errors import InputError
-from specheads.core.records import to_json
+from specheads.core.files import to_json
 from specheads.decoding.cost import StepCost
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
@@ -66,18 +66,18 @@ def test_further_training_drops_the_head_s_tuned_trees(tmp_path):
     ("content", "told"),
     [
         ({"schema": 2}, "must be of schema 1, got 2"),
-        ({"trees": []}, "trees must be .* not empty"),
-        ({"trees": [to_json(tree(kind="bush"))]}, "kind must be one of none, static, best_first"),
+        ({"trees": []}, "trees .*at least 1 item"),
+        ({"trees": [to_json(tree(kind="bush"))]}, "kind .*one of none, static, best_first"),
         ({"trees": [to_json(tree(paths=[[0], [0, 0], [0, 0, 0]]))]}, "3 levels and its head draf"),
         ({"trees": [to_json(tree(paths=[[0, 0]]))]}, "distinct, non-empty rank paths"),
-        ({"trees": [to_json(tree(batch=0))]}, "batch must be .* at least 1"),
-        ({"trees": [to_json(tree(copied=-1))]}, "copied must be .* at least 0"),
+        ({"trees": [to_json(tree(batch=0))]}, "batch .*greater than or equal to 1"),
+        ({"trees": [to_json(tree(copied=-1))]}, "copied .*greater than or equal to 0"),
         ({"trees": [to_json(tree(copied=10**6))]}, "copied_tokens"),
-        ({"trees": [to_json(tree(rates=[1.5]))]}, "rates must be .* at most 1"),
+        ({"trees": [to_json(tree(rates=[1.5]))]}, "rates.0 .*less than or equal to 1"),
         ({"cost": {}}, "cost.verify"),
-        ({"cost": to_json(StepCost(verify=NEGATIVE, draft=FORWARD))}, "verify.token must be"),
-        ({"cost": to_json(StepCost(verify=FORWARD, draft=NAN))}, "draft.fixed must be"),
-        ({"acceptance": {"per_depth": [float("nan")]}}, "per_depth must be"),
+        ({"cost": to_json(StepCost(verify=NEGATIVE, draft=FORWARD))}, "value of cost.verify.token"),
+        ({"cost": to_json(StepCost(verify=FORWARD, draft=NAN))}, "value of cost.draft.fixed"),
+        ({"acceptance": {"per_depth": [float("nan")]}}, "value of acceptance.per_depth.0"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_or_one_of_another_head_is_refused_in_one_line(tmp_path, content, told):

@@ -18,7 +18,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import Data
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.records import to_json
+from specheads.core.files import to_json
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.export.layouts import engine_module, engines, find_layout, objection

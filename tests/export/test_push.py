@@ -27,7 +27,7 @@ from specheads.commands._call import call
 from specheads.commands._library import read_run
 from specheads.config import Push, Train, compose, data_dir
 from specheads.core.errors import InputError
-from specheads.core.records import dumps
+from specheads.core.files import dumps
 from specheads.export import card, hub
 from specheads.export.card import read_summary
 from specheads.export.layouts import engines
@@ -472,7 +472,7 @@ SPOILT: dict[str, tuple[Callable[..., Any], str]] = {
     "weights gone": (take_weights, "a pushed head needs model.safetensors"),
     "picture elsewhere": (link_picture, "must be in its own folder"),
     "results cut": (cut_results, "results.json is not readable JSON"),
-    "results made up": (make_up_results, "results need a dict in"),
+    "results made up": (make_up_results, "must have a valid value of"),
     "no token": (log_out, "hf auth login"),
 }
 

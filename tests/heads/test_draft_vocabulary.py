@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specheads.core.records import from_json
+from specheads.core.files import from_json
 from specheads.heads.load import build
 from specheads.measure import summary
 from specheads.measure.evaluation import draft_vocabulary

@@ -19,7 +19,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.heads.checkpoint import read_settings, read_tensors
 from specheads.heads.load import build, build_for, load_head, resume_head
-from specheads.measure.generation import GenerationSettings
+from specheads.measure.generation import Continuations, GenerationSettings
 from specheads.measure.offline import measure_offline, offline_logits
 from tests import tiny
 from tests.heads import hostile
@@ -320,8 +320,8 @@ def base() -> FrozenBase:
 def test_a_public_checkpoint_is_evaluated_and_trained_like_ours(case: str, base: FrozenBase):
     head = resume_head(GOLDEN / case, base, PUBLIC[case])
     tokens = torch.randint(211, (2, 16), generator=torch.manual_seed(0))
-    prompts, said = [row[:6].tolist() for row in tokens], [row[6:].tolist() for row in tokens]
-    measured = measure_offline(base, head, prompts, said, GenerationSettings(max_new_tokens=64))
+    texts = Continuations(tokens[:, :6].tolist(), tokens[:, 6:].tolist())
+    measured = measure_offline(base, head, texts, GenerationSettings(max_new_tokens=64))
     assert measured.forwards > 0
     logits = offline_logits(head, base.read(tokens, head.aux_layers), tokens)
     torch.stack([one.square().mean() for one in logits]).sum().backward()

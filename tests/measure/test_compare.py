@@ -1,5 +1,6 @@
 """Comparisons of methods."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -8,31 +9,28 @@ import pytest
 from transformers import GenerationConfig
 
 from specheads.commands._call import call
-from specheads.config import Base, Compare, Data, Evaluation, Tree
+from specheads.commands.compare import method_names
+from specheads.core.files import dumps
 from specheads.decoding.generate import generate
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
-from specheads.heads.load import build_for
 from specheads.measure import speed
-from specheads.measure.compare import (
-    compare_methods,
-    condition,
-    ratios,
-    table,
-    tables,
-    write_comparison,
-)
-from specheads.measure.generation import GenerationSettings
-from specheads.measure.methods import MethodFactory, TransformersMethod, chosen
+from specheads.measure.compare import compare_methods, condition, ratios, table, tables
+from specheads.measure.generation import Continuations, GenerationSettings
+from specheads.measure.methods import DraftMethod, TransformersMethod
 from specheads.measure.results import CompareSettings, Comparison, MethodResults
-from specheads.measure.speed import DraftMethod, time_methods
 from tests import results as tests_results
 from tests import tiny
 
 
-def arms() -> dict[str, DraftMethod]:
+def written(new_tokens: int, sampling: Sampling | None = None) -> Continuations:
+    out = generate(tiny.base(), None, tiny.prompts(), max_new_tokens=new_tokens, sampling=sampling)
+    return Continuations(tiny.prompts(), out.tokens)
+
+
+def methods() -> dict[str, DraftMethod]:
     head, lookup = tiny.oracle(2), PromptLookup(tiny.VOCAB, 6)
     return {
         "head": DraftMethod(head, policies.chain(2)),
@@ -41,40 +39,46 @@ def arms() -> dict[str, DraftMethod]:
     }
 
 
+@functools.cache
 def rows() -> dict[str, MethodResults]:
-    base, how = tiny.base(), GenerationSettings(max_new_tokens=10, batch_size=3)
-    said = generate(base, None, tiny.prompts(), max_new_tokens=10).tokens
-    return compare_methods(base, arms(), tiny.prompts(), said, how, speed_prompts=3, repetitions=1)
+    how = GenerationSettings(max_new_tokens=10, batch_size=3)
+    return compare_methods(tiny.base(), methods(), written(10), how, speed_prompts=3, repetitions=1)
 
 
 def comparison(drafters: dict[str, MethodResults]) -> Comparison:
     """Return a comparison with these methods."""
     bare = tests_results.bare()
-    how = CompareSettings(
-        max_new_tokens=10, draft_model="", draft_depth=4,
-        copied_tokens=10, max_ngram=3, sinks=4, window=60, dtype="float64", device="cpu", seed=0,
-    )  # fmt: skip
     return Comparison(
         head=bare.head,
         heads={"head": bare.head, "hybrid": bare.head},
         base=bare.base,
         prompts=bare.prompts,
-        settings=how,
+        settings=CompareSettings(
+            max_new_tokens=10,
+            draft_model="",
+            draft_depth=4,
+            copied_tokens=10,
+            max_ngram=3,
+            sinks=4,
+            window=60,
+            dtype="float64",
+            device="cpu",
+            seed=0,
+        ),
         conditions=[condition(drafters, 0.0, 3), condition(drafters, 1.0, 3)],
         provenance=bare.provenance,
     )
 
 
-def test_methods_get_the_same_prompts_and_write_the_same_text(tmp_path: Path):
+def test_methods_get_the_same_prompts_and_write_the_same_text():
     measured = rows()
     assert [row.lossless.identical for row in measured.values()] == [3, 3, 3]
     forwards = {name: row.online.forwards for name, row in measured.items()}
     assert forwards["hybrid"] <= min(forwards["head"], forwards["prompt_lookup"])
     # all are compared with the same timings of the base alone
     assert len({row.speed.base_tokens_per_second for row in measured.values()}) == 1
-    path = write_comparison(tmp_path / "report", comparison(measured))
-    assert json.loads(path.read_text())["conditions"][0]["drafters"]["hybrid"]["num_nodes"] == 7
-    assert (path.parent / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    stored = json.loads(dumps(comparison(measured)))
+    assert stored["conditions"][0]["drafters"]["hybrid"]["num_nodes"] == 7
     shown = table(condition(measured, 0.0, 3))
     assert [row[0] for row in shown.rows[:-1]] == sorted(
         measured, key=lambda name: -measured[name].speed.tokens_per_second
@@ -82,9 +86,7 @@ def test_methods_get_the_same_prompts_and_write_the_same_text(tmp_path: Path):
     assert shown.rows[-1][0] == "base alone"
 
 
-def test_each_repetition_starts_with_another_method(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_each_repetition_starts_with_another_method(monkeypatch: pytest.MonkeyPatch):
     begun: list[str] = []
     true_time = speed.time_generate
 
@@ -92,32 +94,22 @@ def test_each_repetition_starts_with_another_method(
         begun.append(type(drafter).__name__)
         return true_time(base, drafter, *rest, **settings)
 
-    monkeypatch.setattr("specheads.measure.speed.time_generate", note)
-    time_methods(
-        tiny.base(), arms(), tiny.prompts()[:1], GenerationSettings(max_new_tokens=6), repetitions=2
-    )
+    for place in ("speed", "methods"):
+        monkeypatch.setattr(f"specheads.measure.{place}.time_generate", note)
+    how = GenerationSettings(max_new_tokens=6)
+    compare_methods(tiny.base(), methods(), written(6), how, speed_prompts=1, repetitions=2)
     order = ["NoneType", "Oracle", "PromptLookup", "Hybrid"]
     # once as a warm-up, then in turns
     assert begun == order + order + order[1:] + order[:1]
 
 
-def settings(**changes: Any) -> Compare:
-    return Compare(
-        base=Base(model="x"),
-        data=Data(source="python_stdlib"),
-        tree=Tree(),
-        evaluation=Evaluation(),
-        **changes,
-    )
-
-
 def test_draft_model_methods_need_a_draft_model():
-    assert chosen(settings()) == [
+    assert method_names([], "") == [
         "head", "prompt_lookup", "hybrid", "streaming", "transformers", "transformers_lookup",
     ]  # fmt: skip
-    more = {*chosen(settings(draft_model="x"))} - {*chosen(settings())}
+    more = {*method_names([], "x")} - {*method_names([], "")}
     assert more == {"draft_model", "transformers_assisted"}
-    assert chosen(settings(drafters=["hybrid", "head"])) == ["hybrid", "head"]
+    assert method_names(["hybrid", "head"], "") == ["hybrid", "head"]
 
 
 @pytest.mark.parametrize(
@@ -166,31 +158,10 @@ def test_ratios_between_methods_are_paired():
     assert told[2::3] == ["tokens per forward, row over column"] * 2
 
 
-def test_other_ways_are_added_only_above_temperature_zero():
-    base, tree = tiny.base(), policies.chain(2)
-    head, found = build_for({"kind": "medusa", "depth": 2}, base), {}
-    for temperature, others in ((0.0, True), (1.0, True), (1.0, False)):
-        asked = settings(drafters=["head"], other_ways=others)
-        asked.evaluation.temperature = temperature
-        bench = MethodFactory(base, {"head": head}, {"head": tree}, asked, asked, None)
-        found[temperature, others] = [*bench.draft_methods()]
-    assert found == {
-        (0.0, True): ["head"],
-        (1.0, True): ["head", "head_uncoupled", "head_rejection"],
-        (1.0, False): ["head"],
-    }
-
-
-def test_draft_time_is_measured():
-    for row in rows().values():
-        assert (row.speed.draft_milliseconds or 0) > 0
-        assert row.speed.repetitions == 1
-
-
 TRANSFORMERS = {
     "transformers": TransformersMethod(),
-    "transformers_lookup": TransformersMethod(prompt_lookup_num_tokens=4),
-    "transformers_assisted": TransformersMethod(assistant_model=tiny.base("gpt2").model),
+    "transformers_lookup": TransformersMethod(copied_tokens=4),
+    "transformers_assisted": TransformersMethod(assistant=tiny.base("gpt2").model),
 }
 
 
@@ -198,11 +169,8 @@ TRANSFORMERS = {
 def test_transformers_writes_the_same_text_and_is_counted(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    method, base, how = (
-        TRANSFORMERS[name],
-        tiny.base(),
-        GenerationSettings(max_new_tokens=12, batch_size=2),
-    )
+    method, base = TRANSFORMERS[name], tiny.base()
+    how = GenerationSettings(max_new_tokens=12, batch_size=2)
     decoded = method.decode(base, tiny.prompts(), how)
     assert [one.tokens for one in decoded] == [text[:12] for text in tiny.continuations()]
     for one in decoded:
@@ -224,16 +192,10 @@ def test_transformers_writes_the_same_text_and_is_counted(
 
 def test_perfect_assistant_saves_forwards_and_does_not_batch():
     base = tiny.base()
-    method = TransformersMethod(assistant_model=tiny.base("llama", "eager").model)
-    measured = compare_methods(
-        base,
-        {"transformers": TRANSFORMERS["transformers"], "transformers_assisted": method},
-        tiny.prompts(),
-        generate(base, None, tiny.prompts(), max_new_tokens=16).tokens,
-        GenerationSettings(max_new_tokens=16, batch_size=3),
-        speed_prompts=3,
-        repetitions=1,
-    )
+    method = TransformersMethod(assistant=tiny.base("llama", "eager").model)
+    arms = {"transformers": TRANSFORMERS["transformers"], "transformers_assisted": method}
+    how = GenerationSettings(max_new_tokens=16, batch_size=3)
+    measured = compare_methods(base, arms, written(16), how, speed_prompts=3, repetitions=1)
     assisted = measured["transformers_assisted"]
     assert assisted.online.tokens_per_forward > 1.5
     assert measured["transformers"].online.tokens_per_forward == 1.0
@@ -243,8 +205,8 @@ def test_perfect_assistant_saves_forwards_and_does_not_batch():
     assert "transformers_assisted (cannot batch: one by one)" in names
     # above temperature zero it samples other texts, which are not compared
     warm = GenerationSettings(max_new_tokens=8, sampling=Sampling(temperature=1.0, seed=2))
-    alone = generate(base, None, tiny.prompts(), max_new_tokens=8, sampling=warm.sampling).tokens
+    texts = written(8, warm.sampling)
     (drawn,) = compare_methods(
-        base, {"transformers_assisted": method}, tiny.prompts(), alone, warm, speed_prompts=1
+        base, {"transformers_assisted": method}, texts, warm, speed_prompts=1
     ).values()
     assert drawn.lossless.compared == 0

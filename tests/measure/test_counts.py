@@ -26,19 +26,10 @@ def test_a_forward_offers_every_depth_up_to_the_first_rejection():
     assert counts.per_depth()[2] == Depth(offered=2, accepted=1)
 
 
-def test_tokens_per_forward_with_and_without_bonus():
+def test_tokens_per_forward_count_the_base_s_own_token():
     counts = DepthCounts(forwards=4, offered=[4, 2], accepted=[2, 1])
-    assert counts.new_tokens == 7
-    assert counts.tokens_per_forward == 1.75
-    assert counts.tokens_per_forward_without_bonus == 0.75
-
-
-def test_base_alone_has_exactly_one_token_per_forward():
-    counts = DepthCounts.zeros(0)
-    for _ in range(7):
-        counts.add(0, drafted_beyond=False)
-    assert counts.tokens_per_forward == 1.0
-    assert counts.tokens_per_forward_without_bonus == 0.0
+    assert (counts.new_tokens, counts.tokens_per_forward) == (7, 1.75)
+    assert DepthCounts(7, [], []).tokens_per_forward == 1.0
 
 
 def test_rate_without_forwards_raises_with_a_remedy():
@@ -58,9 +49,6 @@ def test_counts_add_up_by_depth():
         ([0.0, 1.0, 1.0], 1.0),
         ([1.0, 1.0, 1.0], 4.0),
         ([0.5, 0.5], 1.75),
-        ([0.8] * 4, 3.3616),
-        ([0.8] * 16, 4.887),
-        ([0.7] * 7, 3.141),
         # half of the text easy at .9, half hard at .3: conditional rates
         ([0.6, 0.75, 0.84, 0.878571], 2.7601),
     ],
@@ -94,25 +82,6 @@ def test_lengths_match_leviathans_table(rate, lengths):
     depths = (1, 2, 3, 4, 5, 7, 10, 16)
     found = [expected_tokens([rate] * depth)[-1] for depth in depths]
     assert found == pytest.approx(lengths, abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("cost", "best"),
-    [
-        (0.05, {0.5: (3, 1.63), 0.7: (6, 2.35), 0.8: (8, 3.09), 0.9: (13, 4.67)}),
-        (0.1, {0.5: (2, 1.46), 0.7: (4, 1.98), 0.8: (6, 2.47), 0.9: (10, 3.43)}),
-        (0.2, {0.5: (1, 1.25), 0.7: (3, 1.58), 0.8: (4, 1.87), 0.9: (7, 2.37)}),
-    ],
-)
-def test_best_depths_and_speedups_match_leviathan(cost, best):
-    # a draft takes `cost` of a forward
-    for rate, wanted in best.items():
-        speedups = {
-            depth: expected_tokens([rate] * depth)[-1] / (1 + cost * depth)
-            for depth in range(1, 20)
-        }
-        depth = max(speedups, key=lambda depth: speedups[depth])
-        assert (depth, round(speedups[depth], 2)) == wanted
 
 
 def test_prompts_of_one_source_are_resampled_together():
@@ -159,13 +128,6 @@ def test_interval_has_its_nominal_coverage():
     assert 180 <= hits <= 198
 
 
-def test_interval_weighs_long_prompts_more():
-    # resamples mix one long prompt at 2.0 with many short ones at 1.0
-    low, high = bootstrap_interval([2000.0, *[1.0] * 9], [1000.0, *[1.0] * 9])
-    assert low == 1.0
-    assert high > 1.99
-
-
 def test_equal_prompts_have_a_zero_interval_and_seeds_repeat():
     assert bootstrap_interval([3, 3, 3], [2, 2, 2]) == (1.5, 1.5)
     tokens, forwards = list(range(10, 40)), [10] * 30
@@ -204,11 +166,9 @@ def test_texts_of_one_token_are_skipped_in_a_gain():
     assert paired_gain([one], [other]).ratio == 2.0
 
 
-@pytest.mark.parametrize("period", [1, 2, 7, 16])
+@pytest.mark.parametrize("period", [1, 16])
 def test_a_block_repeated_to_the_end_is_a_loop(period):
-    block = list(range(period))
-    text = [91, 92, 93, *(block * 48)[:48]]
-    assert loops(text)
+    assert loops([91, 92, 93, *(list(range(period)) * 48)[:48]])
 
 
 def test_similar_text_is_not_a_loop():
@@ -216,5 +176,3 @@ def test_similar_text_is_not_a_loop():
     assert not loops([9, *[7] * 47]), "the window's first token differs"
     assert not loops([*[7] * 60, 8]), "it came out of the loop"
     assert not loops(list(range(17)) * 6), "the period is longer than 16"
-    assert loops(list(range(17)) * 6, max_period=17)
-    assert loops([7] * 8, window=8)

@@ -6,8 +6,9 @@ import torch
 from specheads.base.model import FrozenBase
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.measure.exactness import compare_texts, in_float32
-from specheads.measure.generation import GenerationSettings, write_alone
+from specheads.heads.load import build_for
+from specheads.measure.exactness import compare_texts
+from specheads.measure.generation import Continuations, GenerationSettings, write_alone
 from specheads.measure.online import lossless_in_float32, measure_online
 from tests import tiny
 
@@ -15,11 +16,17 @@ WARM = Sampling(temperature=1.0, seed=3)
 
 
 def held(base: FrozenBase, mine: list[list[int]], sampling: Sampling = Sampling()):  # noqa: B008
-    theirs = write_alone(
-        base, tiny.prompts(), GenerationSettings(max_new_tokens=12, sampling=sampling)
-    )
+    how = GenerationSettings(max_new_tokens=12, sampling=sampling)
+    theirs = write_alone(base, tiny.prompts(), how)
     texts = zip(tiny.prompts(), mine or theirs, theirs, strict=True)
     return theirs, compare_texts(base, list(texts), sampling)
+
+
+def changed(theirs: list[list[int]]) -> list[list[int]]:
+    """Return the texts with another token in the second one."""
+    mine = [list(text) for text in theirs]
+    mine[1][6] = (mine[1][6] + 1) % tiny.VOCAB
+    return mine
 
 
 def logits_after(base: FrozenBase, text: list[int]) -> torch.Tensor:
@@ -39,9 +46,7 @@ def test_same_text_is_identical_and_no_text_has_no_verdict():
 def test_another_token_is_wrong_in_every_dtype(dtype, sampling):
     base = tiny.base(dtype=dtype)
     theirs, _ = held(base, [], sampling)
-    mine = [list(text) for text in theirs]
-    mine[1][6] = (mine[1][6] + 1) % tiny.VOCAB
-    _, section = held(base, mine, sampling)
+    _, section = held(base, changed(theirs), sampling)
     assert (section.verdict, section.wrong, section.tied) == ("wrong", 1, 0)
     assert (section.compared, section.identical) == (3, 2)
     assert (section.first_divergence_ulps or 0) > 4 * (section.rounding_ulps or 0)
@@ -49,8 +54,7 @@ def test_another_token_is_wrong_in_every_dtype(dtype, sampling):
 
 def test_gap_is_the_difference_of_the_two_logits():
     base, (theirs, _) = tiny.base(), held(tiny.base(), [])
-    mine = [list(text) for text in theirs]
-    mine[1][6] = (mine[1][6] + 1) % tiny.VOCAB
+    mine = changed(theirs)
     _, section = held(base, mine)
     logits = logits_after(base, tiny.prompts()[1] + theirs[1][:6])
     gap = (logits[theirs[1][6]] - logits[mine[1][6]]).item()
@@ -89,26 +93,22 @@ def test_truncated_text_is_wrong():
 
 def test_bfloat16_base_is_also_compared_in_float32():
     coarse = tiny.base(dtype=torch.bfloat16)
-    asked, how = [], GenerationSettings(max_new_tokens=12, tree=policies.chain(2))
-
-    def arm(base: FrozenBase):
-        asked.append(base.dtype)
-        return {"oracle": (tiny.oracle(2), how)}
-
-    section = lossless_in_float32(coarse, arm, tiny.prompts(), how)["oracle"]
-    assert (asked, section.dtype) == ([torch.float32], "float32")
-    assert (section.verdict, section.identical) == ("identical", 3)
+    how = GenerationSettings(max_new_tokens=12, tree=policies.chain(2))
+    head = build_for({"kind": "medusa", "depth": 2}, coarse)
+    texts = Continuations(tiny.prompts(), [])
+    section = lossless_in_float32(coarse, head, texts, how)
+    assert section is not None
+    assert (section.verdict, section.identical, section.dtype) == ("identical", 3, "float32")
     assert coarse.dtype == torch.bfloat16
-    assert in_float32(tiny.base(dtype=torch.float32)) is None
-    assert lossless_in_float32(tiny.base(), arm, tiny.prompts(), how) == {}
+    single = tiny.base(dtype=torch.float32)
+    assert lossless_in_float32(single, head, texts, how) is None
+    assert lossless_in_float32(tiny.base(), head, texts, how) is None
 
 
 def test_bfloat16_text_differs_only_at_ties():
-    base, how = (
-        tiny.base(dtype=torch.bfloat16),
-        GenerationSettings(max_new_tokens=40, tree=policies.chain(3)),
-    )
-    alone = write_alone(base, tiny.prompts(), how)
-    section = measure_online(base, tiny.oracle(3), tiny.prompts(), alone, how).lossless
+    base = tiny.base(dtype=torch.bfloat16)
+    how = GenerationSettings(max_new_tokens=40, tree=policies.chain(3))
+    texts = Continuations(tiny.prompts(), write_alone(base, tiny.prompts(), how))
+    section = measure_online(base, tiny.oracle(3), texts, how).lossless
     assert section.wrong == 0
     assert section.identical + section.tied == section.compared == 3

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.generation import candidate_generator
 
-from specheads.config import Base, Compare, Data, Evaluation, Tree
+from specheads.config.commands import DRAFTERS
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.decoding.draft_model import DraftModel
@@ -18,7 +18,6 @@ from specheads.decoding.streaming import Streaming
 from specheads.measure import methods
 from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import GenerationSettings, write_alone
-from specheads.measure.methods import MethodFactory
 from tests import tiny
 from tests.measure.test_measure import Habit
 from tests.measure.test_replay import CHAIN, DEPTH, Shifted, prompts
@@ -87,14 +86,11 @@ def late_candidates(right: Callable[..., tuple[Tensor, Any]]) -> Callable[..., t
 
 def made(head: Habit) -> dict[str, Any]:
     """Return the methods of a comparison; the draft model is a copy of the base."""
-    settings = Compare(
-        base=Base(model="x"), data=Data(source="python_stdlib"), tree=Tree(),
-        evaluation=Evaluation(), draft_model="x", draft_depth=DEPTH, window=100,
-    )  # fmt: skip
-    model = tiny.base("llama", "eager")
-    return MethodFactory(
-        tiny.base(), {"head": head}, {"head": CHAIN}, settings, settings, model
-    ).methods()
+    base, model = tiny.base(), tiny.base("llama", "eager")
+    names = [*METHODS, "transformers"]
+    return methods.make_methods(
+        names, base, {"head": head}, {"head": CHAIN}, model, draft_depth=DEPTH, window=100
+    )
 
 
 def rate(name: str, head: Habit) -> float:
@@ -110,7 +106,7 @@ def rate(name: str, head: Habit) -> float:
 
 
 def test_every_drafting_method_is_tested():
-    assert {*made(Habit(0.0, DEPTH))} == {*METHODS, "transformers"}
+    assert {*METHODS, "transformers"} == {*DRAFTERS}
 
 
 @pytest.mark.parametrize("name", METHODS)

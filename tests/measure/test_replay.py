@@ -18,10 +18,15 @@ from specheads.decoding.trees.policies import Sampled
 from specheads.heads.load import build_for, kinds
 from specheads.measure.compare import compare_methods
 from specheads.measure.counts import DepthCounts, paired_gain
-from specheads.measure.generation import GenerationSettings, decode_prompts, write_alone
+from specheads.measure.generation import (
+    Continuations,
+    GenerationSettings,
+    decode_prompts,
+    write_alone,
+)
+from specheads.measure.methods import DraftMethod
 from specheads.measure.offline import anchor_mask, copied, guess_ranks, measure_offline, replay
 from specheads.measure.online import measure_online
-from specheads.measure.speed import DraftMethod
 from specheads.measure.tune_trees import most_followed
 from tests import tiny
 from tests.measure.test_measure import Habit
@@ -47,11 +52,8 @@ def head(name: str) -> Head:
 
 def prompts() -> list[list[int]]:
     """Return prompts that repeat themselves, for prompt lookup."""
-    return [prompt + text[:9] + prompt for prompt, text in zip(*said(), strict=True)]
-
-
-def said() -> tuple[list[list[int]], list[list[int]]]:
-    return tiny.prompts(), tiny.continuations()
+    pairs = zip(tiny.prompts(), tiny.continuations(), strict=True)
+    return [prompt + text[:9] + prompt for prompt, text in pairs]
 
 
 @functools.cache
@@ -107,21 +109,23 @@ def test_replay_of_prompt_lookup_gives_the_loops_integers():
 
 @pytest.mark.parametrize("inner", [CHAIN, TREE], ids=["chain", "tree"])
 def test_hybrid_has_the_same_counts_offline_and_online(inner: policies.Static):
-    drafter = head("habit")
+    drafter, texts = head("habit"), Continuations(prompts(), alone())
     how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=HybridTree(inner, SIZE), batch_size=3)
-    offline = measure_offline(tiny.base(), drafter, prompts(), alone(), how)
-    online = measure_online(tiny.base(), drafter, prompts(), alone(), how).online
+    offline = measure_offline(tiny.base(), drafter, texts, how)
+    online = measure_online(tiny.base(), drafter, texts, how).online
     assert offline.replayed == f"{inner.name}+lookup"
     for name in ("forwards", "per_depth", "tokens_per_forward", "conditional_acceptance"):
         assert getattr(offline, name) == getattr(online, name)
-    plain = measure_offline(tiny.base(), drafter, prompts(), alone(), replace(how, tree=inner))
+    plain = measure_offline(tiny.base(), drafter, texts, replace(how, tree=inner))
     assert offline.tokens_per_forward > plain.tokens_per_forward
 
 
 def test_empty_tree_is_replayed_as_a_chain():
-    how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=policies.NOTHING)
-    found = measure_offline(tiny.base(), head("habit"), prompts(), alone(), how)
-    chain = measure_offline(tiny.base(), head("habit"), prompts(), alone(), replace(how, tree=None))
+    how, texts = GenerationSettings(max_new_tokens=NEW_TOKENS), Continuations(prompts(), alone())
+    found, chain = (
+        measure_offline(tiny.base(), head("habit"), texts, replace(how, tree=tree))
+        for tree in (policies.NOTHING, None)
+    )
     assert (found, found.replayed) == (chain, "chain")
 
 
@@ -204,7 +208,7 @@ def test_replay_of_sampled_text_gives_the_loops_integers_on_2000_prompts():
     sampling = Sampling(temperature=1.0, seed=5)
     how = GenerationSettings(max_new_tokens=10, sampling=sampling, batch_size=250, tree=TREE)
     written = write_alone(base, texts, how)
-    section = measure_offline(base, drafter, texts, written, how)
+    section = measure_offline(base, drafter, Continuations(texts, written), how)
     real = DepthCounts.total([x.counts for x in decode_prompts(base, drafter, texts, how)], DEPTH)
     assert (section.forwards, section.per_depth) == (real.forwards, real.per_depth())
 
@@ -237,14 +241,9 @@ class Shifted(Habit):
 
 
 def measured(drafter: Head):
-    base, texts, how = (
-        tiny.base(),
-        tiny.prompts(),
-        GenerationSettings(max_new_tokens=30, tree=CHAIN),
-    )
-    written = write_alone(base, texts, how)
-    offline = measure_offline(base, drafter, texts, written, how)
-    return offline, measure_online(base, drafter, texts, written, how)
+    base, how = tiny.base(), GenerationSettings(max_new_tokens=30, tree=CHAIN)
+    texts = Continuations(tiny.prompts(), write_alone(base, tiny.prompts(), how))
+    return measure_offline(base, drafter, texts, how), measure_online(base, drafter, texts, how)
 
 
 def test_shifted_drafts_lower_every_rate_and_change_no_text():
@@ -271,20 +270,16 @@ def test_replay_differs_if_only_one_side_is_shifted(where: str):
 
 
 def test_comparison_shows_shifted_drafts():
-    copying = lookup(SIZE + DEPTH)
-    arms = {
-        name: arm
-        for called, drafter in (("right", Habit(0.0, DEPTH)), ("wrong", Shifted()))
-        for name, arm in (
-            (called, DraftMethod(drafter, CHAIN)),
-            (f"{called}_hybrid", DraftMethod(Hybrid(drafter, copying), HybridTree(CHAIN, SIZE))),
-        )
-    }
     how = GenerationSettings(max_new_tokens=30, batch_size=3)
-    rows = compare_methods(
-        tiny.base(), arms, tiny.prompts(), write_alone(tiny.base(), tiny.prompts(), how), how,
-        speed_prompts=3, repetitions=1,
-    )  # fmt: skip
+    texts = Continuations(tiny.prompts(), write_alone(tiny.base(), tiny.prompts(), how))
+    hybrid = HybridTree(CHAIN, SIZE)
+    arms = {
+        "right": DraftMethod(Habit(0.0, DEPTH), CHAIN),
+        "wrong": DraftMethod(Shifted(), CHAIN),
+        "right_hybrid": DraftMethod(Habit(0.0, DEPTH), hybrid),
+        "wrong_hybrid": DraftMethod(Shifted(), hybrid),
+    }
+    rows = compare_methods(tiny.base(), arms, texts, how, speed_prompts=3, repetitions=1)
     for name in ("", "_hybrid"):
         right, wrong = rows[f"right{name}"], rows[f"wrong{name}"]
         assert wrong.online.tokens_per_forward < right.online.tokens_per_forward

@@ -10,7 +10,7 @@ from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree
 from specheads.measure.generation import GenerationSettings, decode_texts
-from specheads.measure.results import DecodedText, DecodedTexts, Results, TextStep
+from specheads.measure.results import DecodedText, Results, TextStep
 from tests import tiny
 from tests.decoding.test_detokenize import tokenizer
 from tests.measure.test_measure import results
@@ -34,7 +34,7 @@ def base() -> FrozenBase:
 
 
 @functools.cache
-def hybrid() -> tuple[list[Prompt], list[list[int]], DecodedTexts]:
+def hybrid() -> tuple[list[Prompt], list[list[int]], list[DecodedText]]:
     """Return prompts, the texts of the base alone, and a hybrid's texts for some of them."""
     alone = generate(tiny.base(), None, tiny.prompts(), max_new_tokens=NEW_TOKENS).tokens
     # prompts that contain their continuation, for prompt lookup
@@ -47,7 +47,6 @@ def hybrid() -> tuple[list[Prompt], list[list[int]], DecodedTexts]:
     how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=tree, stop_at_eos=False)
     prompts = [Prompt(one, "rich", "") for one in rich]
     found = decode_texts(base(), Hybrid(head, lookup), prompts, how)
-    assert found is not None
     return prompts, out, found
 
 
@@ -72,4 +71,4 @@ def nasty() -> DecodedText:
 
 def told(*texts: DecodedText) -> Results:
     """Return complete results with these texts."""
-    return replace(results(), texts=DecodedTexts(texts=list(texts)))
+    return replace(results(), texts=list(texts))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specheads.core.records import from_json
+from specheads.core.files import from_json
 from specheads.measure.results import Results
 
 EMPTY = "# A page\n\nBefore.\n\n<!-- results -->\n<!-- /results -->\n\nAfter.\n"

@@ -13,6 +13,7 @@ import torch
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
+from specheads.core.files import from_json
 from specheads.core.machine import device_name, dtype_name
 from specheads.core.ranges import (
     NonEmpty,
@@ -21,10 +22,8 @@ from specheads.core.ranges import (
     PositiveFloat,
     PositiveInt,
     Probability,
-    check_fields,
     one_of,
 )
-from specheads.core.records import from_json
 from specheads.core.tree import TokenTree
 from specheads.decoding.cost import StepCost
 from specheads.decoding.sampling import SamplingState
@@ -228,8 +227,6 @@ class Tuned:
             )
         try:
             tuned = from_json(cls, dict(value), where)
-            for part in (tuned, *tuned.trees, *tuned.acceptance.matches):
-                check_fields(part, FILE)
             deepest = max(tree.policy().own_depth for tree in tuned.trees)
             if depth is not None and deepest > depth:
                 raise InputError(
