@@ -35,7 +35,6 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
 from specheads.base.model import FrozenBase
-from specheads.config import Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.machine import dtype_name, peak_gib, synchronise
 from specheads.core.records import to_json
@@ -46,6 +45,7 @@ from specheads.runs.provenance import nearby, provenance
 from specheads.training.cost import matmul_rate, step_flops
 from specheads.training.losses.depth_loss import Targets, depth_loss
 from specheads.training.schedule import PlacedPhase, placed
+from specheads.training.settings import Phase, Schedule
 from specheads.training.step import Stepper
 from specheads.training.teacher import teacher_of
 

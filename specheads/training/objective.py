@@ -12,7 +12,6 @@ from torch.nn import functional as F  # noqa: N812
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from specheads.config import Phase
 from specheads.core.attention import product_dtype
 from specheads.core.drafter import Features, Head
 from specheads.core.features import document_places
@@ -29,6 +28,7 @@ from specheads.training.losses.depth_loss import (
     depth_loss,
     depth_shares,
 )
+from specheads.training.settings import Phase
 
 FULL_ROWS = 128
 """The number of rows is padded to a multiple of this. Each step has another number of labels, and

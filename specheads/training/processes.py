@@ -1,9 +1,8 @@
 """Several processes of one run: accelerate's configuration, sharding and collective calls."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from specheads.base.model import FrozenBase
 from specheads.base.sharding import Sharding
-from specheads.config import Base
 from specheads.core.errors import InputError
 from specheads.core.machine import computes_bfloat16
 from specheads.training.repeatable import fix_workspace
@@ -63,17 +61,20 @@ def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
         )
 
 
-def load_base(settings: Base, accelerator: Accelerator) -> FrozenBase:
+def load_base(choices: Mapping[str, Any], accelerator: Accelerator) -> FrozenBase:
     """Load a base onto this process's device, or this process's shard of it.
+
+    `choices` are the arguments of `FrozenBase.load`.
 
     Raises:
         ValueError: As `FrozenBase.load`, or the sharding does not fit the processes.
     """
-    choices = asdict(settings)
-    if settings.device == "auto":
-        choices["device"] = sharding_of(settings, accelerator) or str(accelerator.device)
+    device = choices.get("device", "auto")
+    if device == "auto":
+        sharding = sharding_of(accelerator, device, choices.get("quantization", "none"))
+        device = sharding or str(accelerator.device)
     with _whole():
-        base = FrozenBase.load(**choices)
+        base = FrozenBase.load(**{**choices, "device": device})
     compiler: Any = accelerator.state.dynamo_plugin
     # torch.compile does not support layers that are gathered while they compute
     if compiler.backend != DynamoBackend.NO and base.sharding is None:
@@ -90,17 +91,17 @@ def readers(sharding: Sharding | None, accelerator: Accelerator) -> dict[str, in
     }
 
 
-def sharding_of(settings: Base, accelerator: Accelerator) -> Sharding | None:
+def sharding_of(accelerator: Accelerator, device: str, quantization: str) -> Sharding | None:
     """Return the sharding of a base; None if each process has all of it.
 
     Raises:
         ValueError: The sharding does not fit the processes.
     """
-    sharding = _sharding(accelerator) if settings.device == "auto" else None
-    if sharding and settings.quantization != "none":
+    sharding = _sharding(accelerator) if device == "auto" else None
+    if sharding and quantization != "none":
         raise InputError(
             "a sharded base does not support quantization, got base.quantization="
-            f"{settings.quantization}; set it to none, or use configs/accelerate/ddp_8gpu.yaml"
+            f"{quantization}; set it to none, or use configs/accelerate/ddp_8gpu.yaml"
         )
     return sharding
 

@@ -71,7 +71,7 @@ def run(
     made = RunDirectory(Path(settings.run_dir))
     depth = _refuse_unusable(settings)
     if base is None:
-        base = load_base(settings.base, accelerator)
+        base = load_base(asdict(settings.base), accelerator)
     _refuse_unfit(settings, base, depth, readers(base.sharding, accelerator)["world_size"])
     _refuse_sharded(settings, base, made.text)
     texts = PhaseTexts(settings, base, made, accelerator, announce)

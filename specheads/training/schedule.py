@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from specheads.config import Data, Distill, Joint, Phase, Schedule
+from specheads.config import Data
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.seeds import derive_seed
@@ -20,6 +20,7 @@ from specheads.data.packing import TokenBatch
 from specheads.training.losses.depth_loss import whole_chains
 from specheads.training.muon import Muon
 from specheads.training.objective import in_chains
+from specheads.training.settings import Distill, Joint, Phase, Schedule
 
 MOST_WARMUP_STEPS = 2000
 

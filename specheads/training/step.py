@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.profiler import record_function
 
-from specheads.config import Schedule
 from specheads.core.attention import without_cudnn_attention
 from specheads.core.machine import to_device
 from specheads.core.seeds import derive_seed
@@ -19,6 +18,7 @@ from specheads.training.objective import Objective, label_counts
 from specheads.training.processes import readers
 from specheads.training.repeatable import repeatable
 from specheads.training.schedule import PlacedPhase, Step
+from specheads.training.settings import Schedule
 from specheads.training.teacher import Teacher
 
 

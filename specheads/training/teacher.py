@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
-from specheads.config import Joint
 from specheads.core.drafter import Features, Head
 from specheads.core.files import atomic_folder
 from specheads.data.packing import TokenBatch
@@ -25,6 +24,7 @@ from specheads.training.feature_cache import FeatureCache
 from specheads.training.losses.depth_loss import DepthLoss
 from specheads.training.objective import figures, own_labels
 from specheads.training.schedule import PlacedPhase, Step
+from specheads.training.settings import Joint
 
 HeadLoss = Callable[..., DepthLoss]
 """`Objective.forward`, possibly wrapped in DDP."""
@@ -98,7 +98,14 @@ class JointTeacher:
         self.base, self.head = base, head
         # the projection without the adapter
         self._original_logits_of = base.projection
-        self.adapter = Adapter(base.model, joint, seed)
+        self.adapter = Adapter(
+            base.model,
+            rank=joint.rank,
+            alpha=joint.alpha,
+            dropout=joint.dropout,
+            target_modules=joint.target_modules,
+            seed=seed,
+        )
         self.parameters = self.adapter.parameters
 
     def begin(self, phase: PlacedPhase) -> None:

@@ -15,7 +15,6 @@ from rich.progress import Progress
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.config import Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import atomic_folder
@@ -28,6 +27,7 @@ from specheads.training import schedule as schedules
 from specheads.training.feature_cache import FeatureCache
 from specheads.training.log import Meter, PhaseLog
 from specheads.training.schedule import PlacedPhase, Progressed
+from specheads.training.settings import Phase, Schedule
 from specheads.training.step import Stepper
 from specheads.training.teacher import Teacher, teacher_of
 from specheads.training.validation import HeldOut, Watch

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from specheads.base import document_attention
 from specheads.base.model import FrozenBase
-from specheads.config import Joint, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.data.packing import BatchStream, PackedText, TokenBatch
 from specheads.heads.load import build_for, kinds
@@ -23,6 +22,7 @@ from specheads.runs.trackers import Tracker, read_metrics
 from specheads.training import trainer
 from specheads.training.feature_cache import FeatureCache
 from specheads.training.schedule import batch_sizes
+from specheads.training.settings import Joint, Phase, Schedule
 from specheads.training.step import Stepper
 from specheads.training.validation import HeldOut
 from tests import tiny

@@ -3,7 +3,6 @@
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.config import Schedule
 from specheads.core.features import Features
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for
@@ -12,6 +11,7 @@ from specheads.training.losses.confidence import acceptance_rates, confidence_lo
 from specheads.training.losses.depth_loss import Targets, whole_chains
 from specheads.training.objective import Objective
 from specheads.training.schedule import placed
+from specheads.training.settings import Schedule
 from tests import tiny
 from tests.training.test_trainer import phase
 

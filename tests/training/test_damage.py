@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from specheads.config import Distill, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.files import sole_writer
 from specheads.data.packing import BatchStream, PackedText
@@ -20,6 +19,7 @@ from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.training.distill.run import Job, write_text
 from specheads.training.distill.shards import read_text
+from specheads.training.settings import Distill, Phase, Schedule
 from specheads.training.step import Stepper
 from tests import tiny
 from tests.training.distill.pens import Pen, Talks

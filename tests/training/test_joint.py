@@ -20,7 +20,7 @@ from specheads.base.lora import WEIGHTS, Adapter, targets
 from specheads.base.model import FrozenBase
 from specheads.base.selfcheck import check
 from specheads.commands._call import call
-from specheads.config import Joint, Phase, Schedule, data_dir
+from specheads.config import data_dir
 from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds, load_head
@@ -34,6 +34,7 @@ from specheads.training.schedule import (
     optimizers,
     peak_rates,
 )
+from specheads.training.settings import Joint, Phase, Schedule
 from specheads.training.step import Stepper
 from specheads.training.teacher import JointTeacher, chunked_loss
 from tests import tiny
@@ -141,7 +142,7 @@ def test_disabled_adapter_is_the_original_and_merged_one_the_adapted_base(
 ):
     base = fresh_base(architecture)
     spoken = said(base)
-    adapter = Adapter(base.model, joint())
+    adapter = Adapter(base.model, rank=2)
     assert torch.equal(said(base), spoken)
     randomise(adapter)
     adapted = said(base)
@@ -191,7 +192,7 @@ def test_tied_projection_gets_no_adapter_and_stays_tied(tmp_path: Path):
     with pytest.raises(ValueError, match="tied to the embedding"):
         targets(base.model, ["q_proj", "lm_head"])
     embedding = base.embedding.clone()
-    adapter = Adapter(base.model, joint())
+    adapter = Adapter(base.model, rank=2)
     randomise(adapter)
     adapter.save(tmp_path)
     adapter.remove()
@@ -225,7 +226,7 @@ def test_invalid_adapter_is_refused_in_one_line(tmp_path: Path):
     with pytest.raises(ValueError, match=r"needs adapter_model\.safetensors, and it has none"):
         base.merge(tmp_path / "empty")
     other = fresh_base("gpt2")
-    Adapter(other.model, joint()).save(tmp_path / "gpt2")
+    Adapter(other.model, rank=2).save(tmp_path / "gpt2")
     with pytest.raises(ValueError, match=r"base\.adapter must be a LoRA adapter") as told:
         base.merge(tmp_path / "gpt2")
     assert "\n" not in str(told.value)
@@ -258,7 +259,7 @@ def test_log_has_head_weight_and_both_learning_rates(tmp_path: Path):
 
 def test_base_and_head_have_separate_learning_rates():
     base = fresh_base()
-    adapter = Adapter(base.model, joint())
+    adapter = Adapter(base.model, rank=2)
     head = build_for({"kind": "medusa", "depth": 2}, base)
     schedule = Schedule(phases={})
     of_head, of_base = optimizers(head, schedule, adapter.parameters)
@@ -275,7 +276,7 @@ def test_all_parameters_of_adapter_and_head_are_trained(kind: str, tmp_path: Pat
     base = fresh_base(dtype=torch.float32)
     # A moves from the second step on: until then B is zero
     head, run = run_training(tmp_path, base, {"joint": phase(joint=joint())}, kind=kind)
-    start = Adapter(base.model, joint()).weights()
+    start = Adapter(base.model, rank=2).weights()
     found = checkpoint.newest(run.checkpoints)
     assert found is not None
     assert set(found.adapter) == set(start)
@@ -408,7 +409,7 @@ def test_target_base_has_zero_loss_and_gradient_at_first():
 
 def test_head_learns_the_adapted_base_distribution():
     base = fresh_base()
-    adapter = Adapter(base.model, joint())
+    adapter = Adapter(base.model, rank=2)
     randomise(adapter)
     hidden = base.read(TEXT).hidden
     some = torch.tensor([3, 5, 8])

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from specheads.base.model import FrozenBase
-from specheads.config import Joint, Phase, Schedule
-from specheads.config.schedule import LOSSES
 from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds
 from specheads.training.losses.depth_loss import DepthLoss, whole_chains
 from specheads.training.objective import Objective
 from specheads.training.schedule import placed
+from specheads.training.settings import LOSSES, Joint, Phase, Schedule
 from specheads.training.teacher import JointTeacher
 from tests import tiny
 from tests.packed import alone, packed, texts

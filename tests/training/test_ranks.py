@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from specheads.config import Joint
 from specheads.heads.load import kinds
 from specheads.runs.trackers import read_metrics
+from specheads.training.settings import Joint
 from tests.training.in_processes import StopError, at_step, forked, train
 
 

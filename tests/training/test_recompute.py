@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specheads.config import Phase
 from specheads.core.drafter import Head
 from specheads.heads.load import build_for, kinds
 from specheads.training.losses.depth_loss import whole_chains
 from specheads.training.objective import Objective
+from specheads.training.settings import Phase
 from tests import tiny
 
 

@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
 from torch.distributed.tensor import DTensor
 
-from specheads.config import Base
 from specheads.core.errors import InputError
 from specheads.heads.load import _fingerprint
 from specheads.runs.trackers import read_metrics
@@ -125,7 +124,7 @@ def test_invalid_sharding_is_refused_before_loading(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(Accelerator, "num_processes", 6)
     with pytest.raises(InputError, match=refused):
-        load_base(Base(model="nowhere"), joined)
+        load_base({"model": "nowhere"}, joined)
 
 
 @pytest.mark.parametrize(

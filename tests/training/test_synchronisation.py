@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specheads.base.model import FrozenBase
-from specheads.config import Phase
 from specheads.core import machine
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds
 from specheads.training import objective as objectives
 from specheads.training.objective import Objective, label_counts
 from specheads.training.schedule import PlacedPhase, Step
+from specheads.training.settings import Phase
 from specheads.training.teacher import FrozenTeacher
 from tests import tiny
 

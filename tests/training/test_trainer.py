@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 
 from specheads.base.model import FrozenBase
-from specheads.config import Distill, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import BatchStream, TokenBatch
@@ -30,6 +29,7 @@ from specheads.training.schedule import (
     optimizers,
     refuse_misfit,
 )
+from specheads.training.settings import Distill, Phase, Schedule
 from specheads.training.step import Stepper
 from tests import tiny
 

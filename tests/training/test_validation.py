@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from specheads.config import Joint, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds
 from specheads.runs.trackers import read_metrics
 from specheads.training.objective import Objective
 from specheads.training.schedule import placed
+from specheads.training.settings import Joint, Phase, Schedule
 from specheads.training.teacher import FrozenTeacher, JointTeacher
 from specheads.training.validation import HeldOut, validate
 from tests import tiny

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from specheads.base.model import FrozenBase
-from specheads.config import Joint, Schedule, compose
+from specheads.config import compose
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
@@ -25,6 +25,7 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from specheads.training import log, trainer, validation
 from specheads.training.cost import StepFlops
+from specheads.training.settings import Joint, Schedule
 from specheads.training.step import Stepper
 from specheads.training.texts import PhaseTexts
 from specheads.training.validation import HeldOut

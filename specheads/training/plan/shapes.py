@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from specheads.base.gguf import located
 from specheads.base.loading import load_config
 from specheads.base.model import FrozenBase
-from specheads.config import Base, Distill, Phase, Train
+from specheads.config import Base, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
@@ -24,6 +24,7 @@ from specheads.training.distill.engines.local import REFILL
 from specheads.training.objective import Objective, label_counts
 from specheads.training.plan.ledger import KEYS, FusedAttention, Ledger
 from specheads.training.schedule import PlacedPhase, Step, row_tokens, text_tokens
+from specheads.training.settings import Distill, Phase
 from specheads.training.teacher import teacher_of
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")

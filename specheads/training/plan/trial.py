@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from specheads.base.model import FrozenBase
-from specheads.config import Distill, Train
+from specheads.config import Train
 from specheads.core.drafter import Head
 from specheads.core.machine import peak_bytes, restart_peak, synchronise
 from specheads.decoding.sampling import Sampling
@@ -23,6 +23,7 @@ from specheads.training.plan import shapes
 from specheads.training.plan.ledger import Ledger
 from specheads.training.plan.shapes import Parts
 from specheads.training.schedule import PlacedPhase, row_tokens, text_tokens
+from specheads.training.settings import Distill
 from specheads.training.step import Stepper
 from specheads.training.teacher import teacher_of
 

@@ -1,7 +1,7 @@
 """The plan of a run: memory by part, tokens, disk, hours, and changes if it does not fit."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 from accelerate import Accelerator
@@ -117,7 +117,7 @@ def plan(settings: Train, accelerator: Accelerator) -> Plan:
     room = room_of(target.device) if target.is_here else None
     notes: list[str] = []
     why = _unmeasured(target, shapes, room)
-    base = None if why else load_base(settings.base, accelerator)
+    base = None if why else load_base(asdict(settings.base), accelerator)
     if base is not None:
         settle_batches(settings, accelerator, notes.append, base)
     elif names := unsettled(settings):
@@ -126,7 +126,11 @@ def plan(settings: Train, accelerator: Accelerator) -> Plan:
             "number"
         )
     processes, phases = accelerator.num_processes, placed(settings.schedule)
-    sharding = base.sharding if base else sharding_of(settings.base, accelerator)
+    sharding = (
+        base.sharding
+        if base
+        else sharding_of(accelerator, settings.base.device, settings.base.quantization)
+    )
     shares = readers(sharding, accelerator)["world_size"]
     for one in phases:
         refuse_misfit(one.name, one.settings, shapes.base.max_length, shapes.head.depth, shares)

@@ -1,9 +1,11 @@
-"""Settings of training: the phases, generated text, joint training and validation."""
+"""Settings of training: the phases, generated text, joint training and validation.
+
+config/ composes them, and `--help` shows them without loading torch: this module imports no torch.
+"""
 
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from specheads.config.parts import PromptLength, Sampling
 from specheads.core.errors import InputError
 from specheads.core.ranges import (
     AtLeastTwo,
@@ -37,11 +39,24 @@ FAULTS = ("loop", "empty", "truncated")
 
 
 @dataclass(kw_only=True)
-class Distill(PromptLength, Sampling):
+class Distill:
     """Text that the frozen base generates: answers in conversations, or continuations of text.
 
     The training data decides which of the two.
     """
+
+    temperature: Temperature = 1.0
+    """Sampling temperature. Zero is greedy: the text that a greedy server would produce."""
+
+    top_k: NonNegativeInt = 0
+    """Sample from the k most probable tokens. Zero samples from all."""
+
+    top_p: PositiveProbability = 1.0
+    """Sample from the most probable tokens that together reach this probability. One samples from
+    all."""
+
+    prompt_tokens: PositiveInt = 64
+    """Tokens of a prompt that is cut from plain text. Questions keep their own length."""
 
     num_samples: PositiveInt
     """Texts to generate: conversations or continuations."""
@@ -51,9 +66,6 @@ class Distill(PromptLength, Sampling):
 
     max_turns: NonNegativeInt = 0
     """Largest number of answers in a conversation. Zero answers every turn."""
-
-    temperature: Temperature = 1.0
-    """Sampling temperature. Zero is greedy: the text that a greedy server would produce."""
 
     drop: list[Annotated[str, one_of(*FAULTS)]] | None = None
     """Answers to drop: loop (ends in a repetition), empty, truncated (stopped by a limit, in
@@ -207,8 +219,11 @@ class Phase:
 
 
 @dataclass(kw_only=True)
-class Validation(PromptLength):
+class Validation:
     """Measurements on held-out text during training. See docs/train.md."""
+
+    prompt_tokens: PositiveInt = 64
+    """Tokens of a prompt that is cut from plain text. Questions keep their own length."""
 
     every: NonNegativeInt = 0
     """Steps between two measurements. Zero measures at the end of each phase only."""
