@@ -179,8 +179,6 @@ class PhaseLog:
         row |= self.meter.row()
         rates = self.phase.rates(at.step - 1)
         row["learning_rate"] = rates["head"]
-        if self.phase.settings.first_batch_share < 1:
-            row["batch_size"] = self.phase.batch_size_at(at.step - 1)
         if self.phase.settings.joint:
             row["learning_rate/base"] = rates["base"]
             row["head_weight"] = self.phase.head_weight(at.step - 1)

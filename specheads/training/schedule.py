@@ -72,10 +72,6 @@ class PlacedPhase:
         """Return the position of a step in the phase: 0 at the first, 1 at the last."""
         return (step - self.first) / max(self.settings.steps - 1, 1)
 
-    def batch_size_at(self, step: int) -> int:
-        """Return the sequences of a step, over all processes."""
-        return batch_size(step - self.first, self.settings)
-
     def rates(self, step: int) -> dict[str, float]:
         """Return the learning rate of each role at a step."""
         share = learning_rate_share(step - self.first, self.settings)
@@ -140,20 +136,6 @@ def placed(schedule: Schedule) -> list[PlacedPhase]:
         first = found[-1].end if found else 0
         found.append(PlacedPhase(name, settings, first, peak_rates(settings, schedule)))
     return found
-
-
-def batch_size(step: int, phase: Phase) -> int:
-    """Return the sequences of a phase's step, over all processes."""
-    rising = round(phase.steps * phase.batch_ramp_share)
-    first = phase.first_batch_share
-    share = first + (1.0 - first) * step / rising if step < rising else 1.0
-    return max(1, round(share * phase.batch_size))
-
-
-def batch_sizes(phase: Phase) -> list[int]:
-    """Return the batch sizes of a phase's first steps; the last one holds for the rest."""
-    rising = round(phase.steps * phase.batch_ramp_share) if phase.first_batch_share < 1.0 else 0
-    return [batch_size(step, phase) for step in range(rising + 1)]
 
 
 def row_tokens(phase: Phase, data: Data, context: int) -> int:
@@ -252,12 +234,11 @@ def adapter_settings(schedule: Schedule) -> Joint | None:
 
 def refuse_misfit(name: str, phase: Phase, context: int, depth: int, processes: int = 1) -> None:
     """Raise if a phase does not fit the base's context, the head's depth or the processes."""
-    if (first := batch_size(0, phase)) < processes * phase.accumulation_steps:
-        begins = "" if first == phase.batch_size else f", which starts at {first}"
+    if phase.batch_size < processes * phase.accumulation_steps:
         raise InputError(
             f"phase {name!r} needs a sequence for each process and accumulation step, but "
             f"{processes} processes with accumulation_steps={phase.accumulation_steps} share "
-            f"batch_size={phase.batch_size}{begins}; raise it, or start fewer processes"
+            f"batch_size={phase.batch_size}; raise it, or start fewer processes"
         )
     text = text_tokens(phase.distill) if phase.distill else phase.sequence_length
     row = phase.sequence_length or text

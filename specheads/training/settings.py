@@ -156,13 +156,6 @@ class Phase:
     """Sequences of one step over all processes, so the number of processes does not change the
     result. auto finds the largest that fits in memory and writes it into config.yaml."""
 
-    first_batch_share: PositiveProbability = 1.0
-    """Batch of the first step as a share of batch_size. Below one the batch grows linearly from
-    there."""
-
-    batch_ramp_share: Probability = 0.5
-    """Share of the steps over which the batch grows."""
-
     accumulation_steps: PositiveInt = 1
     """Micro-batches in which each process computes its share of a step: less memory, the same
     gradients."""

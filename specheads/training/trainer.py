@@ -120,7 +120,7 @@ class _Trainer:
         with closing(prefetched(self._batches(text))) as batches:
             for batch, cursor in log.meter.waiting(batches):
                 values, self.at.cursor = self.stepper.step(batch, phase, self.at.step), cursor
-                tokens = phase.batch_size_at(self.at.step) * batch.tokens.shape[1]
+                tokens = phase.settings.batch_size * batch.tokens.shape[1]
                 self.at.step += 1
                 self.at.tokens += tokens
                 log.step(values, tokens, watch.due(phase))

@@ -21,7 +21,6 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker, read_metrics
 from specheads.training import trainer
 from specheads.training.feature_cache import FeatureCache
-from specheads.training.schedule import batch_sizes
 from specheads.training.settings import Joint, Phase, Schedule
 from specheads.training.step import Stepper
 from specheads.training.validation import HeldOut
@@ -48,7 +47,7 @@ def base_on(device: torch.device, dtype: torch.dtype = torch.float32) -> FrozenB
 
 def packed_text(settings: Phase) -> PackedText:
     """Return documents of uneven lengths in rows of 40 tokens."""
-    return PackedText(documents(), sequence_length=40, batch_size=batch_sizes(settings))
+    return PackedText(documents(), sequence_length=40, batch_size=settings.batch_size)
 
 
 def counting(settings: Phase) -> Counting:

@@ -32,7 +32,7 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
 from specheads.training.processes import accelerator_of_environment, load_base, readers
-from specheads.training.schedule import PlacedPhase, batch_sizes
+from specheads.training.schedule import PlacedPhase
 from specheads.training.settings import Phase, Schedule
 from specheads.training.step import Stepper
 from specheads.training.validation import HeldOut
@@ -117,7 +117,7 @@ def train(
     usual = {"steps": 6, "batch_size": 6, "learning_rate": 1e-2, "scored_share": 0.6}
     phase = Phase(text="corpus", sequence_length=40, **usual | settings)
     rank, world_size = readers(base.sharding, accelerator).values()
-    sizes: dict[str, Any] = {"sequence_length": 40, "batch_size": batch_sizes(phase)}
+    sizes: dict[str, Any] = {"sequence_length": 40, "batch_size": phase.batch_size}
     text = PackedText(documents(), **sizes, rank=rank, world_size=world_size)
     mine = share(range(held_out), rank, world_size)
     rows = [text.batch(mine[at : at + 2]) for at in range(0, len(mine), 2)]

@@ -23,8 +23,6 @@ from specheads.training.losses.depth_loss import whole_chains
 from specheads.training.objective import Objective
 from specheads.training.processes import on_all_processes
 from specheads.training.schedule import (
-    PlacedPhase,
-    batch_sizes,
     learning_rate_share,
     optimizers,
     refuse_misfit,
@@ -117,17 +115,6 @@ def test_second_phase_warms_up_and_decays():
 def test_warmup_is_at_most_2000_steps():
     long = phase(steps=100_000, final_share=1.0)
     assert learning_rate_share(1999, long) < learning_rate_share(2000, long) == 1.0
-
-
-def test_batch_ramp_is_linear():
-    growing = {"steps": 20, "batch_size": 64, "first_batch_share": 0.25}
-    half = PlacedPhase("corpus", phase(**growing), first=100, peaks={})
-    sizes = [half.batch_size_at(step) for step in range(100, 120)]
-    assert sizes == [16, 21, 26, 30, 35, 40, 45, 50, 54, 59, *[64] * 10]
-    assert batch_sizes(half.settings) == sizes[:11]
-    all_of_it = phase(**growing, batch_ramp_share=1.0)
-    assert batch_sizes(all_of_it)[-3:] == [59, 62, 64]
-    assert batch_sizes(phase(steps=20, batch_size=64)) == [64]
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -254,7 +241,6 @@ OVERLONG = {
         ({"depth_weights": [1.0]}, "each of the head's 2 depths, got 1"),
         (OVERLONG, "sequences of 999 tokens, but the base's context is 128"),
         ({"accumulation_steps": 2}, "2 processes with accumulation_steps=2 share batch_size=2"),
-        ({"batch_size": 8, "first_batch_share": 0.1}, "batch_size=8, which starts at 1; raise"),
     ],
 )
 def test_misfit_phase_is_refused(changes: dict, message: str):

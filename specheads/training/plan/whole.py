@@ -17,7 +17,6 @@ from specheads.training.plan.trial import Trial
 from specheads.training.processes import load_base, readers, sharding_of
 from specheads.training.schedule import (
     PlacedPhase,
-    batch_size,
     placed,
     refuse_misfit,
     row_tokens,
@@ -224,7 +223,7 @@ def _phase_plan(
 ) -> PhasePlan:
     """Return the plan of a phase from the seconds of its largest step."""
     settings = phase.settings
-    sequences = sum(batch_size(step, settings) for step in range(settings.steps))
+    sequences = settings.steps * settings.batch_size
     steps = sequences / settings.batch_size
     return PhasePlan(
         phase.name,

@@ -129,12 +129,6 @@ def test_plan_has_all_parts(folder: Path):
     assert all(size > 0 for size in found.disk.values())
 
 
-def test_growing_batch_reads_fewer_tokens(folder: Path):
-    ramp = ("schedule.phases.corpus.first_batch_share=0.5", "schedule.phases.corpus.batch_size=8")
-    (phase,) = planned(folder, ALONE, *ramp).phases
-    assert 10 * 4 * 64 < phase.tokens < 10 * 8 * 64
-
-
 def test_the_largest_step_is_measured_and_extended(trying: Trying):
     trial, shapes, phase = trying
     found = largest_step(trial, shapes, phase, 10**12, 10, timed=False)
