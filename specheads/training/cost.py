@@ -13,7 +13,7 @@ from specheads.core.drafter import Features, Head
 from specheads.core.features import document_lengths, document_places
 from specheads.core.machine import synchronise
 from specheads.data.packing import TokenBatch
-from specheads.training.losses.depth_loss import LABELS_ONLY
+from specheads.training.losses import LABELS_ONLY
 from specheads.training.settings import Phase
 
 SIDES = {"cuda": 8192, "cpu": 1024}

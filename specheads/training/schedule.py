@@ -17,9 +17,8 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.seeds import derive_seed
 from specheads.data.packing import TokenBatch
-from specheads.training.losses.depth_loss import whole_chains
 from specheads.training.muon import Muon
-from specheads.training.objective import in_chains
+from specheads.training.objective import in_chains, whole_chains
 from specheads.training.settings import Distill, Joint, Phase, Schedule
 
 MOST_WARMUP_STEPS = 2000

@@ -32,6 +32,7 @@ LOSSES = (
     *("cross_entropy", "soft_cross_entropy", "argmax_cross_entropy", "kl", "reverse_kl"),
     *("total_variation", "cross_entropy_l1", "lk", "lk_hybrid"),
 )
+"""All losses: each is the function of this name in losses.py."""
 
 ENGINES = ("local", "transformers", "vllm", "openai")
 FAULTS = ("loop", "empty", "truncated")

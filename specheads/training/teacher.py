@@ -20,8 +20,8 @@ from specheads.core.drafter import Features, Head
 from specheads.core.files import atomic_folder
 from specheads.data.packing import TokenBatch
 from specheads.decoding.noise import bits
+from specheads.training.depth_loss import DepthLoss
 from specheads.training.feature_cache import FeatureCache
-from specheads.training.losses.depth_loss import DepthLoss
 from specheads.training.objective import figures, own_labels
 from specheads.training.schedule import PlacedPhase, Step
 from specheads.training.settings import Joint

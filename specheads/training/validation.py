@@ -16,7 +16,7 @@ from specheads.data.packing import TokenBatch
 from specheads.heads.load import drafter_of
 from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.runs.directory import RunDirectory
-from specheads.training.losses.depth_loss import DepthLoss
+from specheads.training.depth_loss import DepthLoss
 from specheads.training.objective import label_counts
 from specheads.training.schedule import PlacedPhase, Progressed
 from specheads.training.teacher import Teacher

@@ -7,9 +7,8 @@ from specheads.core.features import Features
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for
 from specheads.measure.offline import offline_logits
-from specheads.training.losses.confidence import acceptance_rates, confidence_loss
-from specheads.training.losses.depth_loss import Targets, whole_chains
-from specheads.training.objective import Objective
+from specheads.training.depth_loss import Targets, acceptance_rates, confidence_loss
+from specheads.training.objective import Objective, whole_chains
 from specheads.training.schedule import placed
 from specheads.training.settings import Schedule
 from tests import tiny
@@ -100,11 +99,10 @@ def test_dspark_loss_includes_the_confidence_loss():
 def test_confidence_loss_is_least_at_the_acceptance_rate():
     torch.manual_seed(0)
     state, weight = torch.randn(6, 5), torch.randn(11, 5)
-    targets = Targets(torch.tensor([0, 3, -1, 2, 1, 4]), torch.randn(6, 5), None)
-    rates = acceptance_rates(
-        state, (weight, None), targets.base_hidden, lambda rows: rows @ weight.T
-    )
-    call = [state], [(weight, None)], [targets], lambda rows: rows @ weight.T
+    labels, hidden = torch.tensor([0, 3, -1, 2, 1, 4]), torch.randn(6, 5)
+    targets = Targets(labels, hidden, lambda rows: rows @ weight.T)
+    rates = acceptance_rates(state, (weight, None), targets)
+    call = [state], [(weight, None)], [targets]
     at_best = confidence_loss([rates.logit()], *call)
     for other in (0.1, -0.1):
         assert (confidence_loss([rates.logit() + other], *call) > at_best).all()

@@ -9,8 +9,8 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds
-from specheads.training.losses.depth_loss import DepthLoss, whole_chains
-from specheads.training.objective import Objective
+from specheads.training.depth_loss import DepthLoss
+from specheads.training.objective import Objective, whole_chains
 from specheads.training.schedule import placed
 from specheads.training.settings import LOSSES, Joint, Phase, Schedule
 from specheads.training.teacher import JointTeacher
@@ -45,7 +45,7 @@ def loss_of(head: Head, batch: TokenBatch, settings: Phase) -> tuple[DepthLoss, 
 
 
 def same(found: DepthLoss, wanted: DepthLoss, within: float = 1e-6) -> bool:
-    pairs = [(getattr(found, name), getattr(wanted, name)) for name in DepthLoss.__slots__]
+    pairs = [(getattr(found, name), getattr(wanted, name)) for name in DepthLoss._fields]
     return all(torch.allclose(one, other, rtol=within, atol=within) for one, other in pairs)
 
 

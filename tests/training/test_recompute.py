@@ -6,8 +6,7 @@ from torch import Tensor
 
 from specheads.core.drafter import Head
 from specheads.heads.load import build_for, kinds
-from specheads.training.losses.depth_loss import whole_chains
-from specheads.training.objective import Objective
+from specheads.training.objective import Objective, whole_chains
 from specheads.training.settings import Phase
 from tests import tiny
 

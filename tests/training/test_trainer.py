@@ -19,8 +19,7 @@ from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker, read_metrics
 from specheads.training import objective, trainer
-from specheads.training.losses.depth_loss import whole_chains
-from specheads.training.objective import Objective
+from specheads.training.objective import Objective, whole_chains
 from specheads.training.processes import on_all_processes
 from specheads.training.schedule import (
     learning_rate_share,

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 KEYS = "keys and values"
 WHO = (
-    ("specheads/training/losses/", "loss"),
+    ("specheads/training/losses", "loss"),
+    ("specheads/training/depth_loss", "loss"),
     ("specheads/heads/", "activations of the head"),
     ("specheads/base/cache", KEYS),
     ("specheads/base/", "activations of the base"),

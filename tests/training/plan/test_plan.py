@@ -16,8 +16,7 @@ from specheads.config import compose
 from specheads.core.errors import InputError
 from specheads.core.machine import held_bytes
 from specheads.heads.load import build_for, kinds
-from specheads.training import processes
-from specheads.training.losses import depth_loss
+from specheads.training import depth_loss, processes
 from specheads.training.plan import batch, whole
 from specheads.training.plan.batch import largest_step, settle_batches
 from specheads.training.plan.ledger import Ledger

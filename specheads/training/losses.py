@@ -2,7 +2,7 @@
 
 p is the base's distribution and q the draft's. Each function reads a block of rows of log q and
 overwrites it with the gradient with respect to the draft's logits. A block needs one buffer and no
-autograd graph.
+autograd graph. The list of all losses is `LOSSES` in settings.py.
 """
 
 import math
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from specheads.training import settings
 
 RULED_OUT = -1e4
 """Replaces minus infinity in log p, for a finite loss at p = 0. Finite logits in
@@ -181,13 +183,7 @@ LOG_PROBS = ("reverse_kl", "lk")
 ENTROPY = ("kl", "lk_hybrid")
 """Losses that also need the entropy of p."""
 
-KINDS: dict[str, RowLoss] = {
-    loss.__name__: loss
-    for loss in (
-        cross_entropy, soft_cross_entropy, argmax_cross_entropy, kl, reverse_kl, total_variation,
-        cross_entropy_l1, lk, lk_hybrid,
-    )
-}  # fmt: skip
+LOSSES: dict[str, RowLoss] = {name: globals()[name] for name in settings.LOSSES}
 """All losses by name, as in `schedule.phases.NAME.loss`."""
 
 
