@@ -46,8 +46,8 @@ from specheads.training.cost import matmul_rate, step_flops
 from specheads.training.losses.depth_loss import Targets, depth_loss
 from specheads.training.schedule import PlacedPhase, placed
 from specheads.training.settings import Phase, Schedule
-from specheads.training.step import Stepper
-from specheads.training.teacher import teacher_of
+from specheads.training.teacher import Teacher
+from specheads.training.trainer import Stepper
 
 ROOT = Path(__file__).resolve().parents[1]
 BASES = {
@@ -208,7 +208,7 @@ def bench_of(base: FrozenBase, kind: str, options: argparse.Namespace) -> Bench:
     accelerator = Accelerator(
         cpu=base.device.type == "cpu", mixed_precision="bf16" if bf16 else "no"
     )
-    teacher = teacher_of(base, head, None, 0)
+    teacher = Teacher(base, head, None, 0)
     stepper = Stepper(teacher, schedule, accelerator, 0)
     where = placed(schedule)[0]
     teacher.begin(where)

@@ -1,4 +1,4 @@
-"""Several processes of one run: accelerate's configuration, sharding and collective calls."""
+"""Processes of a run: accelerate's configuration, sharding, collective calls, and equal bits."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -20,12 +20,13 @@ from specheads.base.model import FrozenBase
 from specheads.base.sharding import Sharding
 from specheads.core.errors import InputError
 from specheads.core.machine import computes_bfloat16
-from specheads.training.repeatable import fix_workspace
 
 T = TypeVar("T")
 
 SHARDS, PARALLEL = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
 """Variables by which the launcher requests a sharded model."""
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
@@ -97,17 +98,8 @@ def sharding_of(accelerator: Accelerator, device: str, quantization: str) -> Sha
     Raises:
         ValueError: The sharding does not fit the processes.
     """
-    sharding = _sharding(accelerator) if device == "auto" else None
-    if sharding and quantization != "none":
-        raise InputError(
-            "a sharded base does not support quantization, got base.quantization="
-            f"{quantization}; set it to none, or use configs/accelerate/ddp_8gpu.yaml"
-        )
-    return sharding
-
-
-def _sharding(accelerator: Accelerator) -> Sharding | None:
-    """Return the sharding in accelerate's configuration, or None."""
+    if device != "auto":
+        return None
     try:
         parallel: Any = ParallelismConfig()
         plugin: Any = FullyShardedDataParallelPlugin() if _is_set(SHARDS) else None
@@ -130,6 +122,11 @@ def _sharding(accelerator: Accelerator) -> Sharding | None:
             "a base supports either FSDP2 or tensor parallelism (tp_size), but accelerate is "
             "configured for both, or for context or sequence parallelism; use "
             "configs/accelerate/fsdp2.yaml or tensor_parallel.yaml"
+        )
+    if quantization != "none":
+        raise InputError(
+            "a sharded base does not support quantization, got base.quantization="
+            f"{quantization}; set it to none, or use configs/accelerate/ddp_8gpu.yaml"
         )
     size = tensor if tensor > 1 else shard if shard > 1 else processes
     if processes % size:
@@ -166,9 +163,41 @@ def _whole() -> Iterator[None]:
 def _precision(dtype: str) -> str:
     if dtype in ("float32", "float64"):
         return "no"
-    if torch.cuda.is_available():
-        return "bf16" if torch.cuda.is_bf16_supported() else "no"
-    return "bf16" if computes_bfloat16() else "no"
+    on_gpu = torch.cuda.is_available()
+    return "bf16" if (torch.cuda.is_bf16_supported() if on_gpu else computes_bfloat16()) else "no"
+
+
+def fix_workspace() -> None:
+    """Set the size of cuBLAS's workspace unless it is set; torch reads it at its first product."""
+    os.environ.setdefault(WORKSPACE, ":4096:8")
+
+
+@contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """Use torch's deterministic algorithms for a backward pass on a GPU; restore settings after it.
+
+    A resumed run needs the same bits as an uninterrupted one. One kernel of a training step adds in
+    an order that differs from run to run: the backward pass of torch's fused attention. The
+    deterministic variant is less parallel; all other kernels stay the same. Forward passes are
+    repeatable without the setting, and the setting would refuse the kernel that counts the tokens
+    of each expert in some bases. torch also fills uninitialised memory by default; that is switched
+    off.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    deterministic: Any = torch.utils.deterministic
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = deterministic.fill_uninitialized_memory
+    # attention ignores the setting if warn_only is true
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        deterministic.fill_uninitialized_memory = fills
 
 
 @contextmanager

@@ -1,10 +1,9 @@
-"""Phases of a schedule: their steps, learning rates, batch sizes, optimizers and checks.
+"""Phases of a schedule: their steps, learning rates, labels and checks.
 
 See docs/train.md.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.seeds import derive_seed
 from specheads.data.packing import TokenBatch
-from specheads.training.muon import Muon
 from specheads.training.objective import in_chains, whole_chains
 from specheads.training.settings import Distill, Joint, Phase, Schedule
 
@@ -59,27 +57,30 @@ class PlacedPhase:
     settings: Phase
     first: int
     """First step, counted over the run."""
-    peaks: dict[str, float]
-    """Peak learning rate of each role."""
+    muon_learning_rate: float = 0.0
 
     @property
     def end(self) -> int:
         """First step of the next phase, counted over the run."""
         return self.first + self.settings.steps
 
-    def elapsed(self, step: int) -> float:
-        """Return the position of a step in the phase: 0 at the first, 1 at the last."""
-        return (step - self.first) / max(self.settings.steps - 1, 1)
-
     def rates(self, step: int) -> dict[str, float]:
-        """Return the learning rate of each role at a step."""
-        share = learning_rate_share(step - self.first, self.settings)
-        return {role: share * peak for role, peak in self.peaks.items()}
+        """Return the learning rate of each role at a step: see `optimizers.roles`."""
+        settings = self.settings
+        base = settings.joint.learning_rate if settings.joint else 0.0
+        peaks = {"head": settings.learning_rate, "hidden": self.muon_learning_rate, "base": base}
+        share = learning_rate_share(step - self.first, settings)
+        return {role: share * peak for role, peak in peaks.items()}
 
     def head_weight(self, step: int) -> float:
-        """Return the weight of the head's loss relative to the base's own loss at a step."""
-        assert self.settings.joint
-        return head_weight(self.settings.joint, self.elapsed(step))
+        """Return the weight of the head's loss relative to the base's own loss at a step.
+
+        Source: arXiv:2401.10774, section 2.3.2, for the sine.
+        """
+        joint, last = self.settings.joint, self.settings.steps - 1
+        assert joint
+        elapsed = (step - self.first) / max(last, 1)
+        return joint.head_weight * (math.sin(math.pi / 2 * elapsed) if joint.ramp == "sine" else 1)
 
     def loss_mask(
         self, batch: TokenBatch, head: Head, seed: int | None = None
@@ -133,21 +134,8 @@ def placed(schedule: Schedule) -> list[PlacedPhase]:
     found: list[PlacedPhase] = []
     for name, settings in schedule.phases.items():
         first = found[-1].end if found else 0
-        found.append(PlacedPhase(name, settings, first, peak_rates(settings, schedule)))
+        found.append(PlacedPhase(name, settings, first, schedule.muon_learning_rate))
     return found
-
-
-def row_tokens(phase: Phase, data: Data, context: int) -> int:
-    """Return the maximum row length of a phase; a conversation may fill the context."""
-    if phase.sequence_length or phase.distill is None:
-        return phase.sequence_length
-    sources = {one.source for one in data.sources.values() if one.weight} | {data.source}
-    return context if sources & CONVERSATIONS else text_tokens(phase.distill)
-
-
-def text_tokens(distill: Distill) -> int:
-    """Return the maximum length of a continued text."""
-    return distill.prompt_tokens + distill.new_tokens
 
 
 def learning_rate_share(step: int, phase: Phase) -> float:
@@ -164,71 +152,22 @@ def learning_rate_share(step: int, phase: Phase) -> float:
     return min(rising, phase.final_share + (1.0 - phase.final_share) * cosine)
 
 
-def roles(
-    head: Head, schedule: Schedule, adapter: Sequence[torch.nn.Parameter] = ()
-) -> dict[str, list[torch.nn.Parameter]]:
-    """Return the trained parameters by role, which selects their learning rate: see `peak_rates`.
-
-    Role `hidden` has the matrices without a vocabulary axis, which Muon updates.
-    """
-    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    hidden = [
-        parameter
-        for parameter in trained
-        if schedule.muon_learning_rate > 0
-        and parameter.ndim == 2
-        and not {head.vocab_size, head.drafted_size} & set(parameter.shape)
-    ]
-    known = {id(parameter) for parameter in hidden}
-    rest = [parameter for parameter in trained if id(parameter) not in known]
-    return {"head": rest, "base": list(adapter), "hidden": hidden}
-
-
-def optimizers(
-    head: Head, schedule: Schedule, adapter: Sequence[torch.nn.Parameter] = ()
-) -> list[torch.optim.Optimizer]:
-    """Return AdamW for all parameters, or Muon for the hidden matrices and AdamW for the rest.
-
-    The adapter of joint phases has its own AdamW. The `role` of a group selects its learning rate.
-
-    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
-    """
-    learned = roles(head, schedule, adapter)
-    hidden = learned.pop("hidden")
-    decay, betas = schedule.weight_decay, (schedule.betas[0], schedule.betas[1])
-    found: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(
-            [{"params": parameters, "role": role}],
-            lr=1.0,
-            betas=betas,
-            weight_decay=decay,
-            fused=True,
-        )
-        for role, parameters in learned.items()
-        if parameters
-    ]
-    if hidden:
-        found.append(Muon([{"params": hidden, "role": "hidden"}], lr=1.0, weight_decay=decay))
-    return found
-
-
-def peak_rates(phase: Phase, schedule: Schedule) -> dict[str, float]:
-    """Return the peak learning rate of each role: the head, its hidden matrices, the base."""
-    base = phase.joint.learning_rate if phase.joint else 0.0
-    return {"head": phase.learning_rate, "hidden": schedule.muon_learning_rate, "base": base}
-
-
-def head_weight(joint: Joint, elapsed: float) -> float:
-    """Return the weight of the head's loss relative to the base's own, at this share of a phase.
-
-    Source: arXiv:2401.10774, section 2.3.2, for the sine.
-    """
-    return joint.head_weight * (math.sin(math.pi / 2 * elapsed) if joint.ramp == "sine" else 1.0)
-
-
 def adapter_settings(schedule: Schedule) -> Joint | None:
     """Return the settings of the adapter, the same for all joint phases; None without one."""
     return next((phase.joint for phase in schedule.phases.values() if phase.joint), None)
+
+
+def row_tokens(phase: Phase, data: Data, context: int) -> int:
+    """Return the maximum row length of a phase; a conversation may fill the context."""
+    if phase.sequence_length or phase.distill is None:
+        return phase.sequence_length
+    sources = {one.source for one in data.sources.values() if one.weight} | {data.source}
+    return context if sources & CONVERSATIONS else text_tokens(phase.distill)
+
+
+def text_tokens(distill: Distill) -> int:
+    """Return the maximum length of a continued text."""
+    return distill.prompt_tokens + distill.new_tokens
 
 
 def refuse_misfit(name: str, phase: Phase, context: int, depth: int, processes: int = 1) -> None:

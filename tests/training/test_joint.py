@@ -28,15 +28,11 @@ from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker, read_metrics
 from specheads.training import trainer
-from specheads.training.schedule import (
-    adapter_settings,
-    head_weight,
-    optimizers,
-    peak_rates,
-)
+from specheads.training.optimizers import optimizers
+from specheads.training.schedule import adapter_settings, placed
 from specheads.training.settings import Joint, Phase, Schedule
-from specheads.training.step import Stepper
-from specheads.training.teacher import JointTeacher, chunked_loss
+from specheads.training.teacher import Teacher, chunked_loss
+from specheads.training.trainer import Stepper
 from tests import tiny
 
 TEXT = torch.arange(24).view(2, 12) % 7
@@ -234,21 +230,13 @@ def test_invalid_adapter_is_refused_in_one_line(tmp_path: Path):
         base.merge(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(
-    ("ramp", "place", "weight"),
-    [("constant", 0.0, 0.2), ("sine", 0.0, 0.0), ("sine", 0.5, 0.2 * math.sqrt(0.5)),
-     ("sine", 1.0, 0.2)],
-)  # fmt: skip
-def test_head_weight_is_a_sine_ramp_or_constant(ramp: str, place: float, weight: float):
-    assert head_weight(Joint(ramp=ramp), place) == pytest.approx(weight, abs=1e-12)
-
-
 def test_log_has_head_weight_and_both_learning_rates(tmp_path: Path):
     settings = joint(ramp="sine", head_weight=0.3, learning_rate=5e-3)
-    phases = {"joint": phase(final_share=1.0, joint=settings)}
+    phases = {"joint": phase(steps=5, final_share=1.0, joint=settings)}
     _, run = run_training(tmp_path, fresh_base(dtype=torch.float32), phases)
     rows = read_metrics(run.metrics)
-    assert [rows[0]["head_weight"], rows[-1]["head_weight"]] == pytest.approx([0.0, 0.3])
+    weights = [row["head_weight"] for row in rows]
+    assert weights[::2] == pytest.approx([0.0, 0.3 * math.sqrt(0.5), 0.3])
     assert {row["learning_rate"] for row in rows} == {1e-2}
     assert {row["learning_rate/base"] for row in rows} == {5e-3}
     for row in rows:
@@ -266,9 +254,9 @@ def test_base_and_head_have_separate_learning_rates():
     assert [group["role"] for group in of_head.param_groups] == ["head"]
     assert [group["role"] for group in of_base.param_groups] == ["base"]
     assert [*of_base.param_groups[0]["params"]] == adapter.parameters
-    assert peak_rates(phase(joint=joint(learning_rate=3e-4)), schedule) == {
-        "head": 1e-2, "hidden": 0.0, "base": 3e-4,
-    }  # fmt: skip
+    settings = phase(final_share=1.0, joint=joint(learning_rate=3e-4))
+    (place,) = placed(Schedule(phases={"joint": settings}))
+    assert place.rates(5) == {"head": 1e-2, "hidden": 0.0, "base": 3e-4}
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -337,9 +325,10 @@ def test_resumed_training_equals_uninterrupted_training(
     assert (stopped.adapter / file).read_bytes() == (undisturbed.adapter / file).read_bytes()
 
 
-def joint_teacher(base: FrozenBase) -> tuple[JointTeacher, Adapter]:
+def joint_teacher(base: FrozenBase) -> tuple[Teacher, Adapter]:
     head = build_for({"kind": "medusa", "depth": 2}, base)
-    teacher = JointTeacher(base, head, joint(dropout=0.0), seed=0)
+    teacher = Teacher(base, head, joint(dropout=0.0), seed=0)
+    assert teacher.adapter
     return teacher, teacher.adapter
 
 

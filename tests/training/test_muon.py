@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from specheads.training import muon
-from specheads.training.muon import Muon, orthogonalize
+from specheads.training import optimizers
+from specheads.training.optimizers import Muon, orthogonalize
 
 
 def test_orthogonalising_brings_every_singular_value_near_one():
@@ -39,7 +39,7 @@ def test_muon_equals_torchs_on_bfloat16_cpus(
     theirs.data.copy_(ours.data)
     ours.grad = torch.randn(24, 16)
     theirs.grad = ours.grad.clone()
-    monkeypatch.setattr(muon, "computes_bfloat16", lambda: True)
+    monkeypatch.setattr(optimizers, "computes_bfloat16", lambda: True)
     for walker in (Muon([ours], lr=0.02), torch.optim.Muon([theirs], lr=0.02)):
         walker.step()
     assert torch.equal(ours, theirs)

@@ -13,7 +13,7 @@ from specheads.training.depth_loss import DepthLoss
 from specheads.training.objective import Objective, whole_chains
 from specheads.training.schedule import placed
 from specheads.training.settings import LOSSES, Joint, Phase, Schedule
-from specheads.training.teacher import JointTeacher
+from specheads.training.teacher import Teacher
 from tests import tiny
 from tests.packed import alone, packed, texts
 
@@ -89,9 +89,10 @@ def test_chains_do_not_cross_documents():
 def test_packed_joint_loss_equals_separate_loss(target: str):
     base = FrozenBase(copy.deepcopy(tiny.base().model))
     joint = Joint(rank=2, dropout=0.0, target=target)
-    teacher = JointTeacher(base, head_of("medusa"), joint, seed=0)
+    teacher = Teacher(base, head_of("medusa"), joint, seed=0)
     for value in teacher.parameters:
         value.data.copy_(torch.randn_like(value) * 0.1)
+    assert teacher.adapter
     teacher.adapter.learn(True)
     documents, found = texts(), []
     for batch in (packed(documents), alone(documents)):

@@ -20,14 +20,11 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker, read_metrics
 from specheads.training import objective, trainer
 from specheads.training.objective import Objective, whole_chains
+from specheads.training.optimizers import optimizers
 from specheads.training.processes import on_all_processes
-from specheads.training.schedule import (
-    learning_rate_share,
-    optimizers,
-    refuse_misfit,
-)
+from specheads.training.schedule import learning_rate_share, refuse_misfit
 from specheads.training.settings import Distill, Phase, Schedule
-from specheads.training.step import Stepper
+from specheads.training.trainer import Stepper
 from tests import tiny
 
 
@@ -321,18 +318,6 @@ def test_dpace_scores_complete_chains(tmp_path: Path):
     run_training(tmp_path, chains)
     rows = read_metrics(RunDirectory(tmp_path).metrics)
     assert rows[-1]["loss/depth_1"] < 0.7 * rows[0]["loss/depth_1"]
-
-
-def test_text_position_of_an_earlier_version_is_refused(tmp_path: Path):
-    run_training(tmp_path, Schedule(phases={"corpus": phase()}))
-    run = RunDirectory(tmp_path)
-    held = checkpoint.newest(run.checkpoints)
-    assert held is not None
-    old = {"step": 6, "tokens": 192, "cursors": [{"turn": 0, "lanes": []}]}
-    checkpoint.save(run.checkpoints, held._replace(state=old))
-    with pytest.raises(InputError, match=r"an earlier version.*to retrain") as told:
-        run_training(tmp_path, Schedule(phases={"corpus": phase(steps=9)}))
-    assert "\n" not in str(told.value)
 
 
 def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path):

@@ -14,7 +14,7 @@ from specheads.runs.trackers import read_metrics
 from specheads.training.objective import Objective
 from specheads.training.schedule import placed
 from specheads.training.settings import Joint, Phase, Schedule
-from specheads.training.teacher import FrozenTeacher, JointTeacher
+from specheads.training.teacher import Teacher
 from specheads.training.validation import HeldOut, validate
 from tests import tiny
 from tests.packed import alone, packed, texts
@@ -41,7 +41,7 @@ def measured(batches: list[TokenBatch], settings: Phase, kind: str = "eagle3") -
     base = tiny.base()
     torch.manual_seed(1)
     head = build_for({"kind": kind, "depth": DEPTH}, base).double()
-    teacher = FrozenTeacher(base, head)
+    teacher = Teacher(base, head)
     (place,) = placed(Schedule(phases={"corpus": settings}))
     teacher.begin()
     return validate(HeldOut(batches, 0), teacher, Objective(head), place, lambda values: values)
@@ -95,7 +95,7 @@ def test_adapter_is_frozen_during_validation():
     base = fresh_base()
     joint = Joint(rank=2, dropout=0.5)
     head = build_for({"kind": "medusa", "depth": DEPTH}, base).double()
-    teacher = JointTeacher(base, head, joint, seed=0)
+    teacher = Teacher(base, head, joint, seed=0)
     for value in teacher.parameters:
         value.data.copy_(torch.randn_like(value) * 0.1)
     (place,) = placed(Schedule(phases={"joint": phase(joint=joint)}))
@@ -107,5 +107,6 @@ def test_adapter_is_frozen_during_validation():
     ]
     assert found[0] == found[1]
     assert torch.equal(torch.get_rng_state(), state)
+    assert teacher.adapter
     assert teacher.adapter.learning
     assert all(value.requires_grad for value in teacher.parameters)

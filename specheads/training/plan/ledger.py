@@ -23,7 +23,7 @@ WHO = (
     ("specheads/base/", "activations of the base"),
     ("specheads/decoding/", "decoding"),
     ("torch/optim/", "optimizer's own work"),
-    ("specheads/training/muon", "optimizer's own work"),
+    ("specheads/training/optimizers", "optimizer's own work"),
 )
 """Parts by file: the first entry that is in the call stack of an allocation."""
 
