@@ -1,24 +1,17 @@
 """A head and its loss as one module; it selects the state and the label of each depth."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.profiler import record_function
-from torch.utils.checkpoint import checkpoint
 
 from specheads.core.attention import product_dtype
 from specheads.core.drafter import Features, Head
 from specheads.core.features import document_places
 from specheads.core.machine import to_device
-from specheads.heads.layers.block import BlockLayer
-from specheads.heads.layers.common import ResidualBlock
-from specheads.heads.layers.feedback import FeedbackLayer
-from specheads.heads.layers.prefix import PrefixLayer
 from specheads.training.depth_loss import (
     DepthLoss,
     Targets,
@@ -31,9 +24,6 @@ from specheads.training.settings import Phase
 FULL_ROWS = 128
 """The number of rows is padded to a multiple of this. Each step has another number of labels, and
 oneDNN caches megabytes per size; padded rows count in no loss."""
-
-LAYERS = BlockLayer, FeedbackLayer, PrefixLayer, ResidualBlock
-"""Layers that `activation_checkpointing` recomputes: only their inputs are stored."""
 
 
 class Objective(nn.Module):
@@ -71,8 +61,7 @@ class Objective(nn.Module):
         at = [labels + level if chains else labels for level in range(depth)]
         tokens_at = [_filled(drafted[rows, each], -1) for each in at]
         rows, at = _filled(rows), [_filled(each) for each in at]
-        sparing = _recomputed(self.head) if phase.activation_checkpointing else nullcontext()
-        with record_function("head"), sparing:
+        with record_function("head"):
             states = []
             for level, state in enumerate(self.head.states(features, tokens, anchors)):
                 state = state[rows, at[level] - 2 - level]
@@ -117,19 +106,6 @@ def _filled(rows: Tensor, value: int | None = None) -> Tensor:
     if value is not None:
         return F.pad(rows, (0, spare), value=value)
     return torch.cat([rows, rows[:1].expand(spare)])
-
-
-@contextmanager
-def _recomputed(head: Head) -> Iterator[None]:
-    """Checkpoint the activations of layers called inside the context; gradients are the same."""
-    layers = [layer for layer in head.modules() if isinstance(layer, LAYERS)]
-    for layer in layers:
-        vars(layer)["forward"] = partial(checkpoint, layer.forward, use_reentrant=False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del vars(layer)["forward"]
 
 
 def figures(loss: DepthLoss) -> dict[str, Tensor]:

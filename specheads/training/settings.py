@@ -161,10 +161,6 @@ class Phase:
     """Micro-batches in which each process computes its share of a step: less memory, the same
     gradients."""
 
-    activation_checkpointing: bool = False
-    """Recompute the activations of the head's layers in the backward pass: less memory, the same
-    gradients. A mlp_speculator has no such layers."""
-
     sequence_length: SequenceLength = 0
     """Tokens of a sequence. Zero uses the length of the generated text; conversations are then
     limited by the base's context only."""
