@@ -46,8 +46,8 @@ from specheads.training.cost import matmul_rate, step_flops
 from specheads.training.losses.depth_loss import Targets, depth_loss
 from specheads.training.schedule import PlacedPhase, placed
 from specheads.training.settings import Phase, Schedule
+from specheads.training.step import Stepper
 from specheads.training.teacher import Teacher
-from specheads.training.trainer import Stepper
 
 ROOT = Path(__file__).resolve().parents[1]
 BASES = {

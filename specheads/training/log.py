@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from rich.progress import Progress
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from specheads.data.packing import TokenBatch
 from specheads.runs.trackers import Tracker
 from specheads.training.cost import matmul_rate, step_flops
 from specheads.training.schedule import PlacedPhase, Progressed
-from specheads.training.teacher import Teacher
+from specheads.training.step import Stepper
 
 
 class PhaseLog:
@@ -31,16 +30,15 @@ class PhaseLog:
     def __init__(
         self,
         phase: PlacedPhase,
+        stepper: Stepper,
         at: Progressed,
-        teacher: Teacher,
-        accelerator: Accelerator,
         tracker: Tracker | None,
         display: Progress,
-        total: Callable[[Tensor], Tensor],
         every: int,
     ) -> None:
-        self.phase, self.at, self.teacher, self.accelerator = phase, at, teacher, accelerator
-        self.tracker, self.display, self.total, self.every = tracker, display, total, every
+        self.phase, self.stepper, self.at = phase, stepper, at
+        self.tracker, self.display, self.every = tracker, display, every
+        self.teacher = stepper.teacher
         self.task = display.add_task(
             phase.name, total=phase.settings.steps, completed=at.step - phase.first, numbers=""
         )
@@ -72,7 +70,7 @@ class PhaseLog:
     def _estimated(self, batch: TokenBatch) -> float:
         """Return the seconds of a step's matrix products at full speed."""
         base, head, settings = self.teacher.base, self.teacher.head, self.phase.settings
-        with _undrawn(base.device), self.accelerator.autocast():
+        with _undrawn(base.device), self.stepper.accelerator.autocast():
             # in the same parts as the step, so that it needs no more memory
             parts = batch.parts(settings.accumulation_steps)
             flops = sum(step_flops(base, head, part, settings).total for part in parts)
@@ -117,7 +115,7 @@ class PhaseLog:
 
     def _write(self, held_out: Callable[[], Mapping[str, float]] | None) -> None:
         """Write a row with the means since the last one."""
-        means = self.total(torch.stack(list(self.sums.values())) / self.steps).tolist()
+        means = self.stepper.total(torch.stack(list(self.sums.values())) / self.steps).tolist()
         at, phase = self.at, self.phase
         row: dict[str, Any] = {"step": at.step, "phase": phase.name, "tokens": at.tokens}
         row |= zip(self.sums, means, strict=True)

@@ -12,6 +12,8 @@ from specheads.core.attention import product_dtype
 from specheads.core.drafter import Features, Head
 from specheads.core.features import document_places
 from specheads.core.machine import to_device
+from specheads.core.seeds import derive_seed
+from specheads.data.packing import TokenBatch
 from specheads.training.depth_loss import (
     DepthLoss,
     Targets,
@@ -114,6 +116,34 @@ def figures(loss: DepthLoss) -> dict[str, Tensor]:
     for name, values in (("loss", loss.by_depth), ("accept", loss.agreement)):
         found |= {f"{name}/depth_{level}": value for level, value in enumerate(values.unbind())}
     return found
+
+
+def drawn_labels(
+    batch: TokenBatch, head: Head, phase: Phase, seed: int | None = None
+) -> Bool[Tensor, "batch time"]:
+    """Return the mask of labels that count in the losses of one step.
+
+    It is a random part of the loss mask, drawn per sample from the step's seed and the sample's
+    number. Without a seed all labels count; a head with `num_anchors` then gets the same anchors
+    each time, because its cost grows with them.
+    """
+    loss_mask, most = batch.loss_mask, head.num_anchors
+    if in_chains(head, phase):
+        loss_mask = whole_chains(loss_mask, head.depth, batch.document_ids)
+    share = 1.0 if seed is None else phase.scored_share
+    is_limited = 0 < most < loss_mask.shape[1]
+    if share == 1.0 and not is_limited:
+        return loss_mask
+    drawn = torch.empty(loss_mask.shape)
+    for row, sample in zip(drawn, batch.samples, strict=True):
+        generator = torch.Generator().manual_seed(derive_seed(seed or 0, sample))
+        torch.rand(row.shape, generator=generator, out=row)
+    drawn = drawn.to(loss_mask.device)
+    loss_mask = loss_mask & (drawn < share)
+    if is_limited:
+        least = drawn.masked_fill(~loss_mask, 1.0).kthvalue(most, dim=1, keepdim=True).values
+        loss_mask &= drawn <= least
+    return loss_mask
 
 
 def in_chains(head: Head, phase: Phase) -> bool:

@@ -7,16 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from jaxtyping import Bool, Int
-from torch import Tensor
-
 from specheads.config import Data
-from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.seeds import derive_seed
-from specheads.data.packing import TokenBatch
-from specheads.training.objective import in_chains, whole_chains
 from specheads.training.settings import Distill, Joint, Phase, Schedule
 
 MOST_WARMUP_STEPS = 2000
@@ -81,52 +73,6 @@ class PlacedPhase:
         assert joint
         elapsed = (step - self.first) / max(last, 1)
         return joint.head_weight * (math.sin(math.pi / 2 * elapsed) if joint.ramp == "sine" else 1)
-
-    def loss_mask(
-        self, batch: TokenBatch, head: Head, seed: int | None = None
-    ) -> Bool[Tensor, "batch time"]:
-        """Return the mask of labels that count in the losses of one step.
-
-        It is a random part of the loss mask, drawn per sample from the step's seed and the sample's
-        number. Without a seed all labels count; a head with `num_anchors` then gets the same
-        anchors each time, because its cost grows with them.
-        """
-        loss_mask, share, most = batch.loss_mask, self.settings.scored_share, head.num_anchors
-        if in_chains(head, self.settings):
-            loss_mask = whole_chains(loss_mask, head.depth, batch.document_ids)
-        if seed is None:
-            share, seed = 1.0, 0
-        if share == 1.0 and not 0 < most < loss_mask.shape[1]:
-            return loss_mask
-        seeds = [derive_seed(seed, sample) for sample in batch.samples]
-        drawn = torch.stack(
-            [
-                torch.rand(loss_mask.shape[1], generator=torch.Generator().manual_seed(one))
-                for one in seeds
-            ]
-        ).to(loss_mask.device)
-        loss_mask = loss_mask & (drawn < share)
-        if 0 < most < loss_mask.shape[1]:
-            least = drawn.masked_fill(~loss_mask, 1.0).kthvalue(most, dim=1, keepdim=True).values
-            loss_mask &= drawn <= least
-        return loss_mask
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Part of a step that one process computes at once."""
-
-    phase: PlacedPhase
-    number: int
-    """Step of the run."""
-    seed: int
-    """Derived from the run's seed and `number`."""
-    batch: TokenBatch
-    """On the base's device."""
-    loss_mask: Bool[Tensor, "batch time"]
-    """Labels that count in the losses."""
-    counts: Int[Tensor, " level"]
-    """Number of labels of each mean, over all processes and parts: see `objective.label_counts`."""
 
 
 def placed(schedule: Schedule) -> list[PlacedPhase]:

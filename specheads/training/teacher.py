@@ -5,10 +5,10 @@ See docs/train.md. Source: Cai et al. 2024, arXiv:2401.10774, section 2.2.2.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.profiler import record_function
@@ -17,17 +17,33 @@ from torch.utils.checkpoint import checkpoint
 from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
-from specheads.core.files import atomic_folder
 from specheads.data.packing import TokenBatch
 from specheads.decoding.noise import bits
 from specheads.training.depth_loss import DepthLoss
 from specheads.training.feature_cache import FeatureCache
 from specheads.training.objective import figures, own_labels
-from specheads.training.schedule import PlacedPhase, Step
+from specheads.training.schedule import PlacedPhase
 from specheads.training.settings import Joint
 
 HeadLoss = Callable[..., DepthLoss]
 """`Objective.forward`, possibly wrapped in DDP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Part of a step that one process computes at once."""
+
+    phase: PlacedPhase
+    number: int
+    """Step of the run."""
+    seed: int
+    """Derived from the run's seed and `number`."""
+    batch: TokenBatch
+    """On the base's device."""
+    loss_mask: Bool[Tensor, "batch time"]
+    """Labels that count in the losses."""
+    counts: Int[Tensor, " level"]
+    """Number of labels of each mean, over all processes and parts: see `objective.label_counts`."""
 
 
 class Teacher:
@@ -136,6 +152,11 @@ class Teacher:
         log_probs = self._original_logits_of(aims).to(logits.dtype).log_softmax(-1)
         return F.kl_div(logits.log_softmax(-1), log_probs, reduction="sum", log_target=True)
 
+    def leave(self) -> None:
+        """Restore the base as it was before training."""
+        if self.adapter:
+            self.adapter.remove()
+
     def as_loaded(self) -> AbstractContextManager[None]:
         """Disable the adapter inside the context."""
         return self.adapter.off() if self.adapter else nullcontext()
@@ -153,26 +174,6 @@ class Teacher:
             yield
         finally:
             self.adapter.learn(learning)
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the adapter weights, for a checkpoint; empty without an adapter."""
-        return self.adapter.weights() if self.adapter else {}
-
-    def load(self, weights: dict[str, Tensor]) -> None:
-        """Load the result of `weights`."""
-        if self.adapter:
-            self.adapter.load(weights)
-
-    def save(self, folder: Path, phase: PlacedPhase) -> None:
-        """Save the adapter at the end of a joint phase."""
-        if self.adapter and phase.settings.joint:
-            with atomic_folder(folder) as place:
-                self.adapter.save(place)
-
-    def leave(self) -> None:
-        """Restore the base as it was before training."""
-        if self.adapter:
-            self.adapter.remove()
 
 
 def chunked_loss(

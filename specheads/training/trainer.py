@@ -1,12 +1,11 @@
-"""The training loop over all phases of a schedule, and one optimizer step of it."""
+"""The training loop over all phases of a schedule."""
 
 import signal
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -14,16 +13,11 @@ import torch
 from accelerate import Accelerator
 from rich.progress import Progress
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.profiler import record_function
 
 from specheads.base.model import FrozenBase
-from specheads.core.attention import without_cudnn_attention
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import atomic_folder
-from specheads.core.machine import to_device
-from specheads.core.seeds import derive_seed
 from specheads.data.packing import BatchStream, TokenBatch
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
@@ -31,11 +25,9 @@ from specheads.runs.progress import progress
 from specheads.runs.trackers import Tracker
 from specheads.training.feature_cache import FeatureCache
 from specheads.training.log import PhaseLog
-from specheads.training.objective import Objective, label_counts
-from specheads.training.optimizers import optimizers
-from specheads.training.processes import readers, repeatable
-from specheads.training.schedule import PlacedPhase, Progressed, Step, adapter_settings, placed
+from specheads.training.schedule import PlacedPhase, Progressed, adapter_settings, placed
 from specheads.training.settings import Phase, Schedule
+from specheads.training.step import Stepper
 from specheads.training.teacher import Teacher
 from specheads.training.validation import HeldOut, Watch
 
@@ -73,127 +65,32 @@ def train(
     """
     teacher = Teacher(base, head, adapter_settings(schedule), seed, cache)
     try:
-        trainer = _Trainer(teacher, schedule, run, accelerator, seed)
-        total = trainer.stepper.total
+        trainer = _Trainer(Stepper(teacher, schedule, accelerator, seed), run)
         with progress(shown=accelerator.is_main_process) as display, trainer.on_interrupt():
             trainer.resume(lambda line: display.console.print(line, markup=False, soft_wrap=True))
             if tracker is not None:
                 tracker.resume(trainer.at.step)
-            # DDP's wrapper synchronises at each batch, and processes may have different numbers
-            alone = accelerator.unwrap_model(trainer.stepper.objective)
-            is_main = accelerator.is_main_process
-            watch = Watch(held_out, teacher, alone, run, trainer.at, total, is_main)
+            watch = Watch(held_out, trainer.stepper, run, trainer.at)
             for phase in placed(schedule):
                 if trainer.at.step >= phase.end:
                     continue
                 # the base generates text without the adapter
                 with teacher.as_loaded():
                     text = open_text(phase.settings, display, trainer.halt)
-                log = PhaseLog(
-                    phase, trainer.at, teacher, accelerator, tracker, display, total, log_every
-                )
+                log = PhaseLog(phase, trainer.stepper, trainer.at, tracker, display, log_every)
                 trainer.run_phase(phase, text, log, checkpoint_every, watch)
     finally:
         teacher.leave()
 
 
-class Stepper:
-    """Takes optimizer steps for a head, on one or several processes."""
-
-    def __init__(
-        self, teacher: Teacher, schedule: Schedule, accelerator: Accelerator, seed: int
-    ) -> None:
-        self.teacher, self.head, self.accelerator = teacher, teacher.head, accelerator
-        self.seed, self.clip_norm = seed, schedule.clip_norm
-        self.shares = readers(teacher.base.sharding, accelerator)["world_size"]
-        self.optimizers = [
-            accelerator.prepare_optimizer(optimizer)
-            for optimizer in optimizers(self.head, schedule, teacher.parameters)
-        ]
-        with warnings.catch_warnings():
-            # accelerate uses an argument name that newer torch deprecates
-            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-            # the head stays on its base's device, which may be the CPU of a machine with a GPU
-            self.objective = accelerator.prepare_model(
-                Objective(self.head.train()), device_placement=False
-            )
-
-    def step(self, batch: TokenBatch, phase: PlacedPhase, number: int) -> dict[str, Tensor]:
-        """Take the optimizer step with this number; return this process's share of its metrics."""
-        values: dict[str, Tensor] = {}
-        device = self.teacher.base.device
-        steps = self._parts(batch, phase, number)
-        for step in steps:
-            # for dropout in heads
-            torch.manual_seed(derive_seed(step.seed, step.batch.first_sample))
-            # gradients are all-reduced once, in the last part
-            last = step is steps[-1]
-            sharing = nullcontext() if last else self.accelerator.no_sync(self.objective)
-            with sharing, without_cudnn_attention(device):
-                loss, found = self.teacher.losses(step, self.objective)
-                # accelerate averages over processes, but these losses are parts of one sum
-                with record_function("backward"), repeatable(device):
-                    self.accelerator.backward(loss * self.shares)
-            for name, value in found.items():
-                values[name] = values[name] + value if name in values else value
-        with record_function("optimizer"):
-            self._update(phase.rates(number))
-        return values
-
-    def _parts(self, batch: TokenBatch, phase: PlacedPhase, number: int) -> list[Step]:
-        """Return this process's parts of a step's batch."""
-        device, settings = self.teacher.base.device, phase.settings
-        seed = derive_seed(self.seed, number)
-        parts = [
-            (part.to(device), to_device(phase.loss_mask(part, self.head, seed), device))
-            for part in batch.parts(settings.accumulation_steps)
-        ]
-        counts = [
-            label_counts(self.head, part.tokens, part.document_ids, loss_mask, settings)
-            for part, loss_mask in parts
-        ]
-        counts = self.total(torch.stack(counts).sum(0))
-        return [Step(phase, number, seed, part, loss_mask, counts) for part, loss_mask in parts]
-
-    def _update(self, rates: dict[str, float]) -> None:
-        """Clip the gradients and apply the optimizers."""
-        learned = self.teacher.parameters
-        # accelerate averages the head's gradients itself
-        if gradients := [value.grad for value in learned if value.grad is not None]:
-            mean = self.total(parameters_to_vector(gradients)) / self.shares
-            vector_to_parameters(mean, gradients)
-        self.accelerator.clip_grad_norm_([*self.head.parameters(), *learned], self.clip_norm)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rates[group["role"]]
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def total(self, values: Tensor) -> Tensor:
-        """Return the sum over processes; those that read the same rows count once."""
-        total = self.accelerator.reduce(values, reduction="sum")
-        assert isinstance(total, Tensor)
-        copies = self.accelerator.num_processes // self.shares
-        return total // copies if not total.is_floating_point() else total / copies
-
-
 class _Trainer:
     """State of the training loop."""
 
-    def __init__(
-        self,
-        teacher: Teacher,
-        schedule: Schedule,
-        run: RunDirectory,
-        accelerator: Accelerator,
-        seed: int,
-    ) -> None:
-        self.teacher, self.head = teacher, teacher.head
-        self.run, self.accelerator = run, accelerator
-        self.stepper = Stepper(teacher, schedule, accelerator, seed)
-        self.at = Progressed()
+    def __init__(self, stepper: Stepper, run: RunDirectory) -> None:
+        self.stepper, self.run, self.accelerator = stepper, run, stepper.accelerator
+        self.head, self.teacher, self.at = stepper.head, stepper.teacher, Progressed()
         self.stop = False
-        self.stops_before = torch.zeros((), device=accelerator.device)
+        self.stops_before = torch.zeros((), device=self.accelerator.device)
         """Number of processes with a stop request at the end of the previous step."""
 
     def run_phase(
@@ -229,7 +126,9 @@ class _Trainer:
             # so that phases can be compared later
             with atomic_folder(self.run.phases / phase.name) as folder:
                 self.head.save_pretrained(folder)
-            self.teacher.save(self.run.adapter, phase)
+            if self.teacher.adapter and phase.settings.joint:
+                with atomic_folder(self.run.adapter) as folder:
+                    self.teacher.adapter.save(folder)
         self.save()
         self.halt()
 
@@ -242,8 +141,9 @@ class _Trainer:
         """Write a checkpoint on the main process; the others wait."""
         if self.accelerator.is_main_process:
             optimizer = {"optimizers": [one.state_dict() for one in self.stepper.optimizers]}
-            weights = self.head.state_dict(), optimizer, self.teacher.weights()
-            checkpoint.save(self.run.checkpoints, checkpoint.Checkpoint(asdict(self.at), *weights))
+            adapter = self.teacher.adapter.weights() if self.teacher.adapter else {}
+            content = asdict(self.at), self.head.state_dict(), optimizer, adapter
+            checkpoint.save(self.run.checkpoints, checkpoint.Checkpoint(*content))
         self.accelerator.wait_for_everyone()
 
     def resume(self, announce: Callable[[str], object]) -> None:
@@ -255,7 +155,8 @@ class _Trainer:
         try:
             self.at = Progressed(**found.state)
             self.head.load_state_dict(found.weights)
-            self.teacher.load(found.adapter)
+            if self.teacher.adapter:
+                self.teacher.adapter.load(found.adapter)
             saved = found.optimizer["optimizers"]
             for optimizer, values in zip(self.stepper.optimizers, saved, strict=True):
                 optimizer.load_state_dict(values)

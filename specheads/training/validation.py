@@ -17,8 +17,9 @@ from specheads.heads.load import drafter_of
 from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.runs.directory import RunDirectory
 from specheads.training.depth_loss import DepthLoss
-from specheads.training.objective import label_counts
+from specheads.training.objective import drawn_labels, label_counts
 from specheads.training.schedule import PlacedPhase, Progressed
+from specheads.training.step import Stepper
 from specheads.training.teacher import Teacher
 
 SCORE = "validation/tokens_per_forward"
@@ -61,7 +62,7 @@ def validate(
     counts = torch.zeros(depth + 2, dtype=torch.long, device=device)
     for batch in held_out.batches or []:
         batch = batch.to(device)
-        loss_mask = phase.loss_mask(batch, head)
+        loss_mask = drawn_labels(batch, head, settings)
         counts += label_counts(head, batch.tokens, batch.document_ids, loss_mask, settings)
         rows.append((batch, loss_mask))
     precision = torch.promote_types(teacher.base.dtype, torch.float32)
@@ -84,17 +85,13 @@ class Watch:
     """
 
     def __init__(
-        self,
-        held_out: HeldOut | None,
-        teacher: Teacher,
-        objective: Callable[..., DepthLoss],
-        run: RunDirectory,
-        at: Progressed,
-        total: Callable[[Tensor], Tensor],
-        is_main: bool,
+        self, held_out: HeldOut | None, stepper: Stepper, run: RunDirectory, at: Progressed
     ) -> None:
-        self.held_out, self.teacher, self.objective = held_out, teacher, objective
-        self.run, self.at, self.total, self.is_main = run, at, total, is_main
+        self.held_out, self.run, self.at = held_out, run, at
+        self.teacher, self.total = stepper.teacher, stepper.total
+        self.is_main = stepper.accelerator.is_main_process
+        # DDP's wrapper synchronises at each batch, and processes may have different numbers of them
+        self.objective = stepper.accelerator.unwrap_model(stepper.objective)
         self.best = 0.0
         if held_out is None:
             return

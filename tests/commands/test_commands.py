@@ -20,7 +20,7 @@ from specheads.commands._call import call
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
-from specheads.training.trainer import Stepper
+from specheads.training.step import Stepper
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["evaluation.num_prompts=2", "evaluation.max_new_tokens=8", "evaluation.speed_prompts=1"]

@@ -22,7 +22,7 @@ from specheads.runs.trackers import Tracker, read_metrics
 from specheads.training import trainer
 from specheads.training.feature_cache import FeatureCache
 from specheads.training.settings import Joint, Phase, Schedule
-from specheads.training.trainer import Stepper
+from specheads.training.step import Stepper
 from specheads.training.validation import HeldOut
 from tests import tiny
 from tests.gpu import trained

@@ -34,7 +34,7 @@ from specheads.training import trainer
 from specheads.training.processes import accelerator_of_environment, load_base, readers
 from specheads.training.schedule import PlacedPhase
 from specheads.training.settings import Phase, Schedule
-from specheads.training.trainer import Stepper
+from specheads.training.step import Stepper
 from specheads.training.validation import HeldOut
 from tests import tiny
 from tests.packed import counted_in, texts

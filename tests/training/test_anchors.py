@@ -8,9 +8,7 @@ from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for
 from specheads.measure.offline import offline_logits
 from specheads.training.depth_loss import Targets, acceptance_rates, confidence_loss
-from specheads.training.objective import Objective, whole_chains
-from specheads.training.schedule import placed
-from specheads.training.settings import Schedule
+from specheads.training.objective import Objective, drawn_labels, whole_chains
 from tests import tiny
 from tests.training.test_trainer import phase
 
@@ -37,23 +35,21 @@ def batch_of(first_sample: int = 0, rows: int = 3) -> TokenBatch:
 
 def test_anchors_per_row_do_not_depend_on_parts():
     head = head_of("dflash")
-    (place,) = placed(Schedule(phases={"corpus": phase()}))
-    batch = batch_of()
-    drawn = place.loss_mask(batch, head, seed=5)
+    batch, settings = batch_of(), phase()
+    drawn = drawn_labels(batch, head, settings, seed=5)
     assert drawn.sum(1).tolist() == [MOST] * 3
     assert not (drawn & ~whole_chains(batch.loss_mask, DEPTH)).any()
-    assert torch.equal(place.loss_mask(batch_of(1, 2), head, seed=5), drawn[1:])
-    assert not torch.equal(place.loss_mask(batch, head, seed=6), drawn)
+    assert torch.equal(drawn_labels(batch_of(1, 2), head, settings, seed=5), drawn[1:])
+    assert not torch.equal(drawn_labels(batch, head, settings, seed=6), drawn)
     # validation uses the same anchors each time
-    assert torch.equal(place.loss_mask(batch, head), place.loss_mask(batch, head))
+    assert torch.equal(drawn_labels(batch, head, settings), drawn_labels(batch, head, settings))
 
 
 def test_loss_covers_drawn_drafts_with_weights():
     base, head, batch = tiny.base(), head_of("dflash"), batch_of()
     settings = phase(loss="cross_entropy", decay=0.7788)
-    (place,) = placed(Schedule(phases={"corpus": settings}))
     features = base.read(batch.tokens, head.aux_layers)
-    loss_mask = place.loss_mask(batch, head, seed=5)
+    loss_mask = drawn_labels(batch, head, settings, seed=5)
     loss = Objective(head)(features, batch.tokens, loss_mask, base.logits_of, settings)
     # the first labels of a text count if every depth can draft them
     rows, first = (loss_mask & (torch.arange(TIME) > DEPTH)).nonzero(as_tuple=True)
@@ -71,9 +67,8 @@ def test_loss_covers_drawn_drafts_with_weights():
 def test_dspark_loss_includes_the_confidence_loss():
     base, head, batch = tiny.base(), head_of("dspark"), batch_of()
     settings = phase(loss="cross_entropy_l1", decay=0.7788)
-    (place,) = placed(Schedule(phases={"corpus": settings}))
     features = base.read(batch.tokens, head.aux_layers)
-    loss_mask = place.loss_mask(batch, head, seed=5)
+    loss_mask = drawn_labels(batch, head, settings, seed=5)
     call = features, batch.tokens, loss_mask, base.logits_of, settings
     loss = Objective(head)(*call)
     rows, first = (loss_mask & (torch.arange(TIME) > DEPTH)).nonzero(as_tuple=True)

@@ -20,7 +20,7 @@ from specheads.runs.directory import RunDirectory
 from specheads.training.distill.run import Job, write_text
 from specheads.training.distill.shards import read_text
 from specheads.training.settings import Distill, Phase, Schedule
-from specheads.training.trainer import Stepper
+from specheads.training.step import Stepper
 from tests import tiny
 from tests.training.distill.pens import Pen, Talks
 from tests.training.test_trainer import Counting, StopError, phase, run_training

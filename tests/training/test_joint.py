@@ -31,8 +31,8 @@ from specheads.training import trainer
 from specheads.training.optimizers import optimizers
 from specheads.training.schedule import adapter_settings, placed
 from specheads.training.settings import Joint, Phase, Schedule
+from specheads.training.step import Stepper
 from specheads.training.teacher import Teacher, chunked_loss
-from specheads.training.trainer import Stepper
 from tests import tiny
 
 TEXT = torch.arange(24).view(2, 12) % 7

@@ -10,9 +10,8 @@ from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds
 from specheads.training.depth_loss import DepthLoss
-from specheads.training.objective import Objective, whole_chains
-from specheads.training.schedule import placed
-from specheads.training.settings import LOSSES, Joint, Phase, Schedule
+from specheads.training.objective import Objective, drawn_labels, whole_chains
+from specheads.training.settings import LOSSES, Joint, Phase
 from specheads.training.teacher import Teacher
 from tests import tiny
 from tests.packed import alone, packed, texts
@@ -35,9 +34,8 @@ def phase(**changes: object) -> Phase:
 def loss_of(head: Head, batch: TokenBatch, settings: Phase) -> tuple[DepthLoss, list[torch.Tensor]]:
     """Return a head's loss on a batch, and its gradients."""
     base = tiny.base()
-    (place,) = placed(Schedule(phases={"corpus": settings}))
     features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
-    loss_mask = place.loss_mask(batch, head)
+    loss_mask = drawn_labels(batch, head, settings)
     loss = Objective(head)(features, batch.tokens, loss_mask, base.logits_of, settings)
     learned = [value for value in head.parameters() if value.requires_grad]
     found = torch.autograd.grad(loss.total, learned, allow_unused=True)

@@ -20,9 +20,9 @@ from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds
 from specheads.training import objective as objectives
 from specheads.training.objective import Objective, label_counts
-from specheads.training.schedule import PlacedPhase, Step
+from specheads.training.schedule import PlacedPhase
 from specheads.training.settings import Phase
-from specheads.training.teacher import Teacher
+from specheads.training.teacher import Step, Teacher
 from tests import tiny
 
 META = torch.device("meta")

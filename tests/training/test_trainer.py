@@ -24,7 +24,7 @@ from specheads.training.optimizers import optimizers
 from specheads.training.processes import on_all_processes
 from specheads.training.schedule import learning_rate_share, refuse_misfit
 from specheads.training.settings import Distill, Phase, Schedule
-from specheads.training.trainer import Stepper
+from specheads.training.step import Stepper
 from tests import tiny
 
 

@@ -26,8 +26,8 @@ from specheads.runs.trackers import read_metrics
 from specheads.training import log, trainer, validation
 from specheads.training.cost import StepFlops
 from specheads.training.settings import Joint, Schedule
+from specheads.training.step import Stepper
 from specheads.training.texts import PhaseTexts
-from specheads.training.trainer import Stepper
 from specheads.training.validation import HeldOut
 from tests import tiny
 from tests.training import test_joint

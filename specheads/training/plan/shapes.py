@@ -24,9 +24,9 @@ from specheads.training import schedule as schedules
 from specheads.training.distill.engines.local import REFILL
 from specheads.training.objective import Objective, label_counts
 from specheads.training.plan.ledger import KEYS, FusedAttention, Ledger
-from specheads.training.schedule import PlacedPhase, Step, row_tokens, text_tokens
+from specheads.training.schedule import PlacedPhase, row_tokens, text_tokens
 from specheads.training.settings import Distill, Phase
-from specheads.training.teacher import Teacher
+from specheads.training.teacher import Step, Teacher
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 

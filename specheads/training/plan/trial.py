@@ -24,8 +24,8 @@ from specheads.training.plan.ledger import Ledger
 from specheads.training.plan.shapes import Parts
 from specheads.training.schedule import PlacedPhase, row_tokens, text_tokens
 from specheads.training.settings import Distill
+from specheads.training.step import Stepper
 from specheads.training.teacher import Teacher
-from specheads.training.trainer import Stepper
 
 LIBRARIES = "Python and libraries"
 REST = "allocator cache, packed weights, and others"

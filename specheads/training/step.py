@@ -1,0 +1,101 @@
+"""One optimizer step of a head, on one or several processes."""
+
+import warnings
+from contextlib import nullcontext
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.profiler import record_function
+
+from specheads.core.attention import without_cudnn_attention
+from specheads.core.machine import to_device
+from specheads.core.seeds import derive_seed
+from specheads.data.packing import TokenBatch
+from specheads.training.objective import Objective, drawn_labels, label_counts
+from specheads.training.optimizers import optimizers
+from specheads.training.processes import readers, repeatable
+from specheads.training.schedule import PlacedPhase
+from specheads.training.settings import Schedule
+from specheads.training.teacher import Step, Teacher
+
+
+class Stepper:
+    """Takes optimizer steps for a head with a teacher."""
+
+    def __init__(
+        self, teacher: Teacher, schedule: Schedule, accelerator: Accelerator, seed: int
+    ) -> None:
+        self.teacher, self.head, self.accelerator = teacher, teacher.head, accelerator
+        self.seed, self.clip_norm = seed, schedule.clip_norm
+        self.shares = readers(teacher.base.sharding, accelerator)["world_size"]
+        self.optimizers = [
+            accelerator.prepare_optimizer(optimizer)
+            for optimizer in optimizers(self.head, schedule, teacher.parameters)
+        ]
+        with warnings.catch_warnings():
+            # accelerate uses an argument name that newer torch deprecates
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+            # the head stays on its base's device, which may be the CPU of a machine with a GPU
+            self.objective = accelerator.prepare_model(
+                Objective(self.head.train()), device_placement=False
+            )
+
+    def step(self, batch: TokenBatch, phase: PlacedPhase, number: int) -> dict[str, Tensor]:
+        """Take the optimizer step with this number; return this process's share of its metrics."""
+        values: dict[str, Tensor] = {}
+        device = self.teacher.base.device
+        steps = self._parts(batch, phase, number)
+        for step in steps:
+            # for dropout in heads
+            torch.manual_seed(derive_seed(step.seed, step.batch.first_sample))
+            # gradients are all-reduced once, in the last part
+            last = step is steps[-1]
+            sharing = nullcontext() if last else self.accelerator.no_sync(self.objective)
+            with sharing, without_cudnn_attention(device):
+                loss, found = self.teacher.losses(step, self.objective)
+                # accelerate averages over processes, but these losses are parts of one sum
+                with record_function("backward"), repeatable(device):
+                    self.accelerator.backward(loss * self.shares)
+            for name, value in found.items():
+                values[name] = values[name] + value if name in values else value
+        with record_function("optimizer"):
+            self._update(phase.rates(number))
+        return values
+
+    def _parts(self, batch: TokenBatch, phase: PlacedPhase, number: int) -> list[Step]:
+        """Return this process's parts of a step's batch."""
+        head, settings, device = self.head, phase.settings, self.teacher.base.device
+        seed = derive_seed(self.seed, number)
+        parts = [
+            (part.to(device), to_device(drawn_labels(part, head, settings, seed), device))
+            for part in batch.parts(settings.accumulation_steps)
+        ]
+        counts = [
+            label_counts(head, part.tokens, part.document_ids, loss_mask, settings)
+            for part, loss_mask in parts
+        ]
+        counts = self.total(torch.stack(counts).sum(0))
+        return [Step(phase, number, seed, part, loss_mask, counts) for part, loss_mask in parts]
+
+    def _update(self, rates: dict[str, float]) -> None:
+        """Clip the gradients and apply the optimizers."""
+        learned = self.teacher.parameters
+        # accelerate averages the head's gradients itself
+        if gradients := [value.grad for value in learned if value.grad is not None]:
+            mean = self.total(parameters_to_vector(gradients)) / self.shares
+            vector_to_parameters(mean, gradients)
+        self.accelerator.clip_grad_norm_([*self.head.parameters(), *learned], self.clip_norm)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rates[group["role"]]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum over processes; those that read the same rows count once."""
+        total = self.accelerator.reduce(values, reduction="sum")
+        assert isinstance(total, Tensor)
+        copies = self.accelerator.num_processes // self.shares
+        return total / copies if total.is_floating_point() else total // copies
