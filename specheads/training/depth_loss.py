@@ -5,7 +5,7 @@ shape (depth, row, vocab) or (row, vocab) are never in memory. The base's distri
 from its hidden states in the same chunk, once for all depths that share it. See docs/losses.md.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -204,7 +204,8 @@ class _FusedDepthLoss(torch.autograd.Function):
         base_rows: list[BaseRows] = []
         # D-PACE needs the slopes of all depths at once, so its chunks are shorter
         chunk_rows = max(1, plan.chunk_rows // depth if plan.dpace else plan.chunk_rows)
-        for rows in _slices(len(plan.targets[0].labels), chunk_rows):
+        for start in range(0, len(plan.targets[0].labels), chunk_rows):
+            rows = slice(start, start + chunk_rows)
             for level, target in enumerate(plan.targets):
                 if level == 0 or target is not plan.targets[level - 1]:
                     base_rows.clear()  # free the memory before the next allocation
@@ -230,18 +231,14 @@ def _base_rows(
     plan: _Plan, targets: Targets, rows: slice, precision: torch.dtype
 ) -> list[BaseRows]:
     """Return the targets of each block of a chunk."""
-    labels, logits = targets.labels[rows].clamp(min=0), None
-    if plan.kind not in LABELS_ONLY:
-        logits = targets.project(targets.base_hidden[rows])
+    labels = targets.labels[rows].clamp(min=0).split(plan.block_rows)
+    if plan.kind in LABELS_ONLY:
+        return [BaseRows(block, block) for block in labels]
+    logits = targets.project(targets.base_hidden[rows]).split(plan.block_rows)
     return [
-        read_base(plan.kind, labels[block], None if logits is None else logits[block].to(precision))
-        for block in _slices(len(labels), plan.block_rows)
+        read_base(plan.kind, block, some.to(precision))
+        for block, some in zip(labels, logits, strict=True)
     ]
-
-
-def _slices(total: int, step: int) -> Iterator[slice]:
-    for start in range(0, total, step):
-        yield slice(start, min(start + step, total))
 
 
 class _Sums:
@@ -303,13 +300,13 @@ class _Sums:
         """
         plan, slopes = self.plan, self._logits(level, rows)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
-        for block, base in zip(_slices(len(slopes), plan.block_rows), base_rows, strict=True):
-            log_draft = slopes[block].log_softmax(-1, dtype=self.precision)
+        for block, base in zip(slopes.split(plan.block_rows), base_rows, strict=True):
+            log_draft = block.log_softmax(-1, dtype=self.precision)
             agreed = best_of(log_draft) == base.best
             expected = base.best if plan.kind == "argmax_cross_entropy" else base.labels
             confidence = log_draft.gather(-1, expected[:, None])[:, 0].exp()
             found.append((LOSSES[plan.kind](log_draft, base), confidence, agreed))
-            slopes[block] = log_draft
+            block.copy_(log_draft)
         losses, confidence, agreed = (torch.cat(column) for column in zip(*found, strict=True))
         drafted = plan.targets[level].labels[rows] >= 0
         losses = losses.where(drafted, 0.0)

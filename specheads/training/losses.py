@@ -176,10 +176,8 @@ def lk_hybrid(log_draft: LogProbs, base: BaseRows) -> Losses:
 
 LABELS_ONLY = ("cross_entropy",)
 """Losses that need labels only, not the base's distribution."""
-
-NO_PROBS = (*LABELS_ONLY, "argmax_cross_entropy")
 LOG_PROBS = ("reverse_kl", "lk")
-"""Losses that need log p; those in neither tuple need p."""
+"""Losses that need log p; all others but `argmax_cross_entropy` need p."""
 ENTROPY = ("kl", "lk_hybrid")
 """Losses that also need the entropy of p."""
 
@@ -198,13 +196,11 @@ def best_of(rows: Float[Tensor, "row vocab"]) -> Int[Tensor, " row"]:
 
 
 def read_base(
-    kind: str, labels: Int[Tensor, " row"], base_logits: Float[Tensor, "row vocab"] | None
+    kind: str, labels: Int[Tensor, " row"], base_logits: Float[Tensor, "row vocab"]
 ) -> BaseRows:
     """Return the targets of a loss from the base's logits, which are not changed."""
-    if base_logits is None:
-        return BaseRows(labels, labels)
     best = best_of(base_logits)
-    if kind in NO_PROBS:
+    if kind == "argmax_cross_entropy":
         return BaseRows(labels, best)
     if kind not in (*LOG_PROBS, *ENTROPY):
         return BaseRows(labels, best, base_logits.softmax(-1))

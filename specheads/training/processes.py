@@ -112,15 +112,11 @@ def sharding_of(accelerator: Accelerator, device: str, quantization: str) -> Sha
     tensor, shard = parallel.tp_size, parallel.dp_shard_size
     if processes == 1 or (plugin is None and tensor == 1):
         return None
-    if plugin and plugin.fsdp_version != 2:
+    is_other = plugin and (plugin.fsdp_version != 2 or tensor > 1)
+    if is_other or parallel.cp_size > 1 or parallel.sp_size > 1:
         raise InputError(
-            f"a base is sharded with FSDP2, but accelerate is configured for fsdp_version="
-            f"{plugin.fsdp_version}; set it to 2, as in configs/accelerate/fsdp2.yaml"
-        )
-    if (plugin and tensor > 1) or parallel.cp_size > 1 or parallel.sp_size > 1:
-        raise InputError(
-            "a base supports either FSDP2 or tensor parallelism (tp_size), but accelerate is "
-            "configured for both, or for context or sequence parallelism; use "
+            "a base supports either FSDP2 (fsdp_version=2) or tensor parallelism (tp_size), but "
+            "accelerate is configured for another sharding or for both; use "
             "configs/accelerate/fsdp2.yaml or tensor_parallel.yaml"
         )
     if quantization != "none":

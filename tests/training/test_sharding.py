@@ -110,8 +110,8 @@ def test_killed_process_is_reported_with_a_sharded_base(rank: int, tmp_path: Pat
 @pytest.mark.parametrize(
     ("said", "refused"),
     [
-        ({"FSDP_VERSION": "1"}, "fsdp_version=1; set it to 2"),
-        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "either FSDP2 or tensor parallelism"),
+        ({"FSDP_VERSION": "1"}, r"FSDP2 \(fsdp_version=2\)"),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "either FSDP2"),
         ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}, "6 processes cannot form groups of 4"),
         ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "0"}, "dp_shard_size must be at least 1"),
     ],
