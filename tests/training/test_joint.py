@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -26,14 +25,14 @@ from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds, load_head
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
-from specheads.runs.trackers import Tracker, read_metrics
-from specheads.training import trainer
+from specheads.runs.trackers import read_metrics
 from specheads.training.optimizers import optimizers
-from specheads.training.schedule import adapter_settings, placed
+from specheads.training.schedule import placed
 from specheads.training.settings import Joint, Phase, Schedule
-from specheads.training.step import Stepper
 from specheads.training.teacher import Teacher, chunked_loss
 from tests import tiny
+from tests.training import test_trainer
+from tests.training.test_trainer import StopError, assert_equal, power_cut
 
 TEXT = torch.arange(24).view(2, 12) % 7
 
@@ -73,24 +72,13 @@ class Moving:
 
 
 def run_training(
-    folder: Path, base: FrozenBase, phases: dict[str, Phase], **settings: Any
+    folder: Path, base: FrozenBase, phases: dict[str, Phase], kind: str = "medusa", **choices: Any
 ) -> tuple[Head, RunDirectory]:
-    torch.manual_seed(0)
-    head = build_for({"kind": settings.pop("kind", "medusa"), "depth": 2}, base)
-    run = RunDirectory(folder)
-    tracker = Tracker(run.metrics, kind="jsonl", project="", name="")
-    trainer.train(
-        base,
-        head,
-        Schedule(phases=phases),
-        lambda *_: Moving(),
-        run,
-        tracker,
-        Accelerator(cpu=True),
-        log_every=1,
-        **settings,
+    schedule, text = Schedule(phases=phases), Moving()
+    head = test_trainer.run_training(
+        folder, schedule, kind=kind, base=base, text=text, log_every=1, **choices
     )
-    return head, run
+    return head, RunDirectory(folder)
 
 
 def everything(tokens: Tensor) -> TokenBatch:
@@ -113,9 +101,7 @@ def test_joint_training_does_not_change_frozen_weights(
     base = fresh_base(architecture, torch.float32)
     before, spoken = values(base), said(base)
     _, run = run_training(tmp_path, base, {"joint": phase(joint=joint(target=target))})
-    assert set(values(base)) == set(before)
-    for name, value in values(base).items():
-        assert torch.equal(value, before[name]), name
+    assert_equal(values(base), before)
     assert torch.equal(said(base), spoken)
     base.merge(run.adapter)
     merged = said(base)
@@ -280,25 +266,20 @@ def test_phase_without_joint_does_not_change_the_adapter(tmp_path: Path):
     heads_only, both = phase(), phase(joint=joint())
     _, first = run_training(tmp_path / "first", base, {"heads": heads_only, "joint": both})
     run_training(tmp_path / "alone", base, {"heads": heads_only})
-    ours = load_head(first.phases / "heads", base)
-    for name, value in load_head(tmp_path / "alone/phases/heads", base).named_parameters():
-        assert torch.equal(value, ours.get_parameter(name)), name
+    ours, theirs = (
+        load_head(folder, base).state_dict()
+        for folder in (first.phases / "heads", tmp_path / "alone/phases/heads")
+    )
+    assert_equal(ours, theirs)
     _, last = run_training(tmp_path / "last", base, {"joint": both, "heads": heads_only})
     _, only = run_training(tmp_path / "only", base, {"joint": both})
     weights = [checkpoint.newest(run.checkpoints).adapter for run in (last, only)]  # pyright: ignore
     assert weights[0]
-    for name, value in weights[0].items():
-        assert torch.equal(value, weights[1][name]), name
-
-
-class StopError(Exception):
-    """Simulates a power cut."""
+    assert_equal(*weights)
 
 
 @pytest.mark.parametrize("target", ["text", "base"])
-def test_resumed_training_equals_uninterrupted_training(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_resumed_training_equals_uninterrupted_training(target: str, tmp_path: Path):
     """Bitwise, with random dropout and label masks in each step."""
     base = fresh_base(dtype=torch.float32)
     phases = {
@@ -307,20 +288,10 @@ def test_resumed_training_equals_uninterrupted_training(
     }
     whole, undisturbed = run_training(tmp_path / "whole", base, phases)
     for crash_at in (3, 7):
-        step = Stepper.step
-
-        def crash(self, batch, phase, number, at=crash_at, step=step):
-            if number == at:
-                raise StopError
-            return step(self, batch, phase, number)
-
-        monkeypatch.setattr(Stepper, "step", crash)
-        with pytest.raises(StopError):
+        with power_cut(crash_at):
             run_training(tmp_path / "parts", base, phases, checkpoint_every=2)
-        monkeypatch.undo()
     parts, stopped = run_training(tmp_path / "parts", base, phases, checkpoint_every=2)
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, parts.state_dict()[name]), name
+    assert_equal(whole.state_dict(), parts.state_dict())
     file = "adapter_model.safetensors"
     assert (stopped.adapter / file).read_bytes() == (undisturbed.adapter / file).read_bytes()
 
@@ -385,17 +356,6 @@ def test_chunks_do_not_change_loss_and_gradient(chunk_rows: int):
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-13)
 
 
-def test_target_base_has_zero_loss_and_gradient_at_first():
-    base = fresh_base()
-    teacher, adapter = joint_teacher(base)
-    adapter.learn(True)
-    loss_mask = torch.ones_like(TEXT, dtype=torch.bool)
-    loss = teacher.learn(everything(TEXT), loss_mask, joint(target="base"))[1]
-    assert loss.item() == 0.0
-    gradients = torch.autograd.grad(loss, adapter.parameters)
-    assert max(gradient.abs().max().item() for gradient in gradients) < 1e-12
-
-
 def test_head_learns_the_adapted_base_distribution():
     base = fresh_base()
     adapter = Adapter(base.model, rank=2)
@@ -424,12 +384,6 @@ def test_run_records_base_and_adapter_of_the_head(tmp_path: Path):
     assert '"base_fingerprint": "f"' in noted
     assert '"adapter_fingerprint"' in run.provenance.read_text()
     assert load_head(run.head, base).depth == 2
-
-
-def test_joint_phases_share_one_adapter():
-    shared = joint()
-    assert adapter_settings(Schedule(phases={"a": phase(), "b": phase(joint=shared)})) is shared
-    assert adapter_settings(Schedule(phases={"a": phase()})) is None
 
 
 STEPS = [

@@ -19,7 +19,7 @@ from specheads.training.validation import HeldOut, validate
 from tests import tiny
 from tests.packed import alone, packed, texts
 from tests.training.test_joint import fresh_base
-from tests.training.test_trainer import phase, run_training
+from tests.training.test_trainer import assert_equal, phase, run_training
 
 DEPTH = 2
 
@@ -80,8 +80,7 @@ def test_validation_does_not_change_training(kind: str, tmp_path: Path):
     watched = trained(tmp_path / "watched", kind, held_out()).state_dict()
     assert torch.equal(torch.get_rng_state(), state)
     assert str(np.random.get_state()) == drawn
-    for name, value in plain.items():
-        assert torch.equal(value, watched[name]), name
+    assert_equal(plain, watched)
     rows = read_metrics(tmp_path / "watched" / "metrics.jsonl")
     found = [row for row in rows if "validation/loss" in row]
     assert [row["step"] for row in found] == [2, 4, 6]
