@@ -1,5 +1,3 @@
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -43,18 +41,3 @@ def test_muon_equals_torchs_on_bfloat16_cpus(
     for walker in (Muon([ours], lr=0.02), torch.optim.Muon([theirs], lr=0.02)):
         walker.step()
     assert torch.equal(ours, theirs)
-
-
-def test_its_momentum_survives_a_state_dict():
-    parameter = nn.Parameter(torch.randn(8, 8))
-    gradients = torch.randn(2, 8, 8)
-    optimizer = Muon([parameter], lr=0.1)
-    parameter.grad = gradients[0]
-    optimizer.step()
-    twin = nn.Parameter(parameter.detach().clone())
-    restored = Muon([twin], lr=0.1)
-    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for one, walker in ((parameter, optimizer), (twin, restored)):
-        one.grad = gradients[1].clone()
-        walker.step()
-    assert torch.equal(parameter, twin)

@@ -309,15 +309,6 @@ def test_states_outside_anchors_do_not_matter(
     assert rows[0]["loss"] == rows[1]["loss"]
 
 
-def test_dpace_scores_complete_chains(tmp_path: Path):
-    loss_mask = torch.tensor([[False, True, True, True, False, True]])
-    assert whole_chains(loss_mask, 2).tolist() == [[False, True, True, False, False, False]]
-    chains = Schedule(phases={"corpus": phase(weighting="dpace", loss="cross_entropy", steps=60)})
-    run_training(tmp_path, chains)
-    rows = read_metrics(RunDirectory(tmp_path).metrics)
-    assert rows[-1]["loss/depth_1"] < 0.7 * rows[0]["loss/depth_1"]
-
-
 def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path):
     run_training(tmp_path, Schedule(phases={"corpus": phase()}, muon_learning_rate=0.02))
     with pytest.raises(InputError, match="resumes from its own checkpoints"):

@@ -17,7 +17,7 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
 from specheads.data.tokenise import tokenised
-from specheads.heads.load import kinds, load_head
+from specheads.heads.load import load_head
 from specheads.measure.counts import rate
 from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.runs import checkpoint
@@ -54,7 +54,7 @@ def best(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "best" / "best.json").read_text())
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", ["mlp_speculator", "eagle3", "dspark"])
 def test_best_head_is_saved_with_its_score(kind: str, tmp_path: Path):
     schedule = Schedule(phases={"corpus": phase(steps=8, learning_rate=3e-2)})
     run_training(tmp_path, schedule, kind=kind, held_out=replace(PROMPTS, every=2))
