@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.profiler import record_function
@@ -24,6 +24,9 @@ from specheads.training.feature_cache import FeatureCache
 from specheads.training.objective import figures, own_labels
 from specheads.training.schedule import PlacedPhase
 from specheads.training.settings import Joint
+
+CHUNK_ROWS = 512
+"""Labels whose logits the base's own loss has in memory at once."""
 
 HeadLoss = Callable[..., DepthLoss]
 """`Objective.forward`, possibly wrapped in DDP."""
@@ -138,8 +141,13 @@ class Teacher:
                 aims = self.base.read(tokens, document_ids=document_ids).hidden[rows, places]
         self.adapter.draw_by(keys)
         features = self.base.read(tokens, self.head.aux_layers, document_ids, gradients=True)
-        states = features.hidden[rows, places]
-        return features, chunked_loss(self._row_loss, states, aims, keys[rows, places])
+        columns = features.hidden[rows, places], aims, keys[rows, places]
+        # the backward pass recomputes a chunk's logits, so only one chunk's are in memory
+        sums = [
+            checkpoint(self._row_loss, *chunk, use_reentrant=False)
+            for chunk in zip(*(column.split(CHUNK_ROWS) for column in columns), strict=True)
+        ]
+        return features, torch.stack(sums).sum()
 
     def _row_loss(self, hidden: Tensor, aims: Tensor, keys: Tensor) -> Tensor:
         """Return the summed loss towards labels, or towards the original base's hidden states."""
@@ -174,16 +182,3 @@ class Teacher:
             yield
         finally:
             self.adapter.learn(learning)
-
-
-def chunked_loss(
-    row_loss: Callable[..., Tensor], *columns: Shaped[Tensor, "row ..."], chunk_rows: int = 512
-) -> Float[Tensor, ""]:
-    """Return the sum of `row_loss` over chunks of rows.
-
-    The backward pass recomputes a chunk's logits, so at most one chunk's logits are in memory.
-    Unlike `depth_loss` it keeps no gradient of the projection, which is frozen.
-    """
-    chunks = zip(*(column.split(chunk_rows) for column in columns), strict=True)
-    sums = [checkpoint(row_loss, *chunk, use_reentrant=False) for chunk in chunks]
-    return torch.stack(sums).sum()
