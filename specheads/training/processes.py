@@ -1,8 +1,10 @@
 """Processes of a run: accelerate's configuration, sharding, collective calls, and equal bits."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -179,9 +181,15 @@ def repeatable(device: torch.device) -> Iterator[None]:
     of each expert in some bases. torch also fills uninitialised memory by default; that is switched
     off.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not _is_ordered(device):
         yield
         return
+    with _deterministic():
+        yield
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
     deterministic: Any = torch.utils.deterministic
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -194,6 +202,23 @@ def repeatable(device: torch.device) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         deterministic.fill_uninitialized_memory = fills
+
+
+@cache
+def _is_ordered(device: torch.device) -> bool:
+    """Return whether torch accepts cuBLAS as deterministic; warn if the variable came too late."""
+    one = torch.ones(1, 1, device=device)
+    try:
+        with _deterministic():
+            torch.mm(one, one)
+    except RuntimeError:
+        warnings.warn(
+            f"a resumed run may differ in its last bits on {device}: torch multiplied there before "
+            f"{WORKSPACE} was set; set it to :4096:8 before Python starts",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 @contextmanager
