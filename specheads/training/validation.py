@@ -19,6 +19,7 @@ from specheads.runs.directory import RunDirectory
 from specheads.training.depth_loss import DepthLoss
 from specheads.training.objective import drawn_labels, label_counts
 from specheads.training.schedule import PlacedPhase, Progressed
+from specheads.training.settings import Phase
 from specheads.training.step import Stepper
 from specheads.training.teacher import Teacher
 
@@ -48,7 +49,7 @@ def validate(
     held_out: HeldOut,
     teacher: Teacher,
     objective: Callable[..., DepthLoss],
-    phase: PlacedPhase,
+    phase: Phase,
     total: Callable[[Tensor], Tensor],
 ) -> dict[str, float]:
     """Return the phase's loss and the agreement of each depth, under the names of metrics.jsonl.
@@ -57,20 +58,20 @@ def validate(
     random numbers, so it does not change training. `total` sums over processes; every process calls
     it exactly twice.
     """
-    head, settings, device = teacher.head, phase.settings, teacher.base.device
+    head, device = teacher.head, teacher.base.device
     depth, rows = head.depth, []
     counts = torch.zeros(depth + 2, dtype=torch.long, device=device)
     for batch in held_out.batches or []:
         batch = batch.to(device)
-        loss_mask = drawn_labels(batch, head, settings)
-        counts += label_counts(head, batch.tokens, batch.document_ids, loss_mask, settings)
+        loss_mask = drawn_labels(batch, head, phase)
+        counts += label_counts(head, batch.tokens, batch.document_ids, loss_mask, phase)
         rows.append((batch, loss_mask))
     precision = torch.promote_types(teacher.base.dtype, torch.float32)
     counts, sums = total(counts), torch.zeros(2 * depth + 1, dtype=precision, device=device)
     with teacher.at_rest():
         for batch, loss_mask in rows:
             seen = teacher.features(batch), batch.tokens, loss_mask
-            loss = objective(*seen, teacher.logits_of, settings, counts)
+            loss = objective(*seen, teacher.logits_of, phase, counts)
             sums += torch.cat([loss.total[None], loss.by_depth, loss.agreement])
     values = total(sums).where(counts[depth] > 0, math.nan).tolist()
     names = [f"{what}/depth_{level}" for what in ("loss", "accept") for level in range(depth)]
@@ -127,7 +128,7 @@ class Watch:
     def _measure(self, held_out: HeldOut, phase: PlacedPhase) -> dict[str, float]:
         at, values, score = self.at, {}, None
         if held_out.batches is not None:
-            values = validate(held_out, self.teacher, self.objective, phase, self.total)
+            values = validate(held_out, self.teacher, self.objective, phase.settings, self.total)
         if held_out.prompts is not None:
             score = tokens_per_forward(
                 held_out.prompts, held_out.new_tokens, self.teacher, self.total

@@ -255,19 +255,6 @@ def test_losses_are_least_at_the_base_distribution(kind: str):
     assert _one_row(kind, _log(0.4, 0.4, 0.2), base)[0] > at_best
 
 
-@given(
-    st.lists(st.floats(-30, 30), min_size=4, max_size=4),
-    st.lists(st.floats(-30, 30), min_size=4, max_size=4),
-)
-def test_total_variation_is_one_minus_the_rate_of_acceptance(draft: list[float], base: list[float]):
-    probs = [torch.tensor(logits, dtype=torch.float64).softmax(-1) for logits in (draft, base)]
-    accepted = torch.minimum(*probs).sum().item()
-    assert _one_row("total_variation", draft, base)[0] == pytest.approx(1 - accepted, abs=1e-12)
-    assert _one_row("lk", draft, base)[0] == pytest.approx(
-        -torch.minimum(*(prob.log() for prob in probs)).logsumexp(-1).item(), abs=1e-12
-    )
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(

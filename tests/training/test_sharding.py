@@ -20,11 +20,8 @@ from tests import tiny
 from tests.training.in_processes import SHARED_OUT, forked, joined
 from tests.training.test_processes import (
     ENVIRONMENT,
-    IN_PROCESSES,
     REPOSITORY,
-    TORCHRUN,
     Pair,
-    python,
 )
 from tests.training.test_ranks import each, same_losses, stopped_at, told
 
@@ -83,16 +80,6 @@ def test_run_resumes_with_another_sharding(
             assert ours == pytest.approx(theirs, rel=0, abs=1e-6), kind
         ours, theirs = (torch.load(folder / kind / "head-0.pt") for folder in (parts, whole))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_launcher_reports_a_killed_process_of_a_sharded_base(
-    tmp_path: Path,
-):
-    found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), "kill-1", "fsdp2")
-    assert found.returncode == 1
-    assert "Signal 9 (SIGKILL)" in found.stderr
-    assert not list(tmp_path.glob("head-*"))
 
 
 @pytest.mark.slow

@@ -24,27 +24,13 @@ from tests.training.test_trainer import assert_equal, phase, run_training
 DEPTH = 2
 
 
-def split(batch: TokenBatch, at: int) -> list[TokenBatch]:
-    parts = slice(0, at), slice(at, None)
-    document_ids = batch.document_ids
-    return [
-        TokenBatch(
-            batch.tokens[part],
-            batch.loss_mask[part],
-            None if document_ids is None else document_ids[part],
-        )
-        for part in parts
-    ]
-
-
 def measured(batches: list[TokenBatch], settings: Phase, kind: str = "eagle3") -> dict[str, float]:
     base = tiny.base()
     torch.manual_seed(1)
     head = build_for({"kind": kind, "depth": DEPTH}, base).double()
     teacher = Teacher(base, head)
-    (place,) = placed(Schedule(phases={"corpus": settings}))
     teacher.begin()
-    return validate(HeldOut(batches, 0), teacher, Objective(head), place, lambda values: values)
+    return validate(HeldOut(batches, 0), teacher, Objective(head), settings, lambda values: values)
 
 
 @pytest.mark.parametrize("weighting", ["geometric", "dpace"])
@@ -56,14 +42,14 @@ def test_validation_does_not_depend_on_batches_and_packing(weighting: str):
         "validation/loss", "validation/loss/depth_0", "validation/loss/depth_1",
         "validation/accept/depth_0", "validation/accept/depth_1",
     }  # fmt: skip
-    for batches in (split(packed(documents), 1), split(alone(documents), 4)):
-        found = measured(batches, settings)
+    for batch in (packed(documents), alone(documents)):
+        found = measured(list(batch.parts(2)), settings)
         assert found == pytest.approx(whole, rel=1e-5, nan_ok=weighting == "dpace")
     assert measured([packed(documents)], settings) == whole
 
 
 def held_out() -> HeldOut:
-    batches, prompts = split(packed(texts()), 1), tiny.prompts()
+    batches, prompts = list(packed(texts()).parts(2)), tiny.prompts()
     return HeldOut(batches, every=2, prompts=prompts, new_tokens=8, identity="three of 8")
 
 
@@ -101,7 +87,7 @@ def test_adapter_is_frozen_during_validation():
     teacher.begin(place)
     state = torch.get_rng_state()
     found = [
-        validate(held_out(), teacher, Objective(head), place, lambda values: values)
+        validate(held_out(), teacher, Objective(head), place.settings, lambda values: values)
         for _ in range(2)
     ]
     assert found[0] == found[1]
