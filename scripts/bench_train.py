@@ -43,7 +43,7 @@ from specheads.heads.load import build_for
 from specheads.measure.counts import bootstrap_interval
 from specheads.runs.provenance import nearby, provenance
 from specheads.training.cost import matmul_rate, step_flops
-from specheads.training.losses.depth_loss import Targets, depth_loss
+from specheads.training.depth_loss import Targets, depth_loss
 from specheads.training.schedule import PlacedPhase, placed
 from specheads.training.settings import Phase, Schedule
 from specheads.training.step import Stepper
@@ -356,7 +356,6 @@ def _fused(problem: tuple[list[Tensor], Tensor, Targets]) -> Tensor:
 
 def _dense(problem: tuple[list[Tensor], Tensor, Targets]) -> Tensor:
     states, own, targets = problem
-    assert targets.project is not None
     with torch.no_grad():
         wanted = targets.project(targets.base_hidden).float().softmax(-1)
     logits = torch.stack([F.linear(state, own) for state in states]).float()
