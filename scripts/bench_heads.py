@@ -61,10 +61,9 @@ from specheads.measure.results import Comparison, read
 from specheads.runs.directory import RunDirectory, as_json
 from specheads.runs.progress import progress
 from specheads.runs.provenance import nearby, provenance
-from specheads.training.objective import early_enough, in_chains
+from specheads.training.objective import drawn_labels, early_enough, in_chains
 from specheads.training.plan.batch import unsettled
 from specheads.training.processes import accelerator_of_environment, load_base
-from specheads.training.run import quiet
 from specheads.training.schedule import placed
 from specheads.training.texts import PhaseTexts
 
@@ -307,10 +306,10 @@ def opened(place: Path) -> Source:
     if unsettled(settings) or any(one.joint for one in settings.schedule.phases.values()):
         raise InputError(f"choose a run without joint phase or batch_size=auto: {place} has one")
     accelerator = accelerator_of_environment(settings.base.dtype)
-    base = load_base(settings.base, accelerator)
+    base = load_base(asdict(settings.base), accelerator)
     if not hasattr(base.model.base_model, "norm"):
         raise InputError(f"a base needs model.norm, got {base.name}; choose another")
-    texts = PhaseTexts(settings, base, run, accelerator, quiet)
+    texts = PhaseTexts(settings, base, run, accelerator, lambda _: None)
     is_trained, counts = run.head.is_dir(), None
     if settings.head.get("draft_tokens") and not is_trained:
         counts = texts.count_tokens(lambda: None)
@@ -331,7 +330,7 @@ def lessons(source: Source, bar: Progress) -> Iterator[tuple[TokenBatch, Tensor]
         for number, (batch, _) in zip(range(phase.first, phase.end), text.batches(), strict=False):
             loss_mask = batch.loss_mask
             if not chains:
-                loss_mask = phase.loss_mask(batch, head, derive_seed(seed, number))
+                loss_mask = drawn_labels(batch, head, phase.settings, derive_seed(seed, number))
             yield batch, early_enough(loss_mask, batch.document_ids, head.depth)
 
 

@@ -35,7 +35,6 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
 from specheads.base.model import FrozenBase
-from specheads.config import Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.files import to_json
 from specheads.core.machine import dtype_name, peak_gib, synchronise
@@ -44,10 +43,11 @@ from specheads.heads.load import build_for
 from specheads.measure.counts import bootstrap_interval
 from specheads.runs.provenance import nearby, provenance
 from specheads.training.cost import matmul_rate, step_flops
-from specheads.training.losses.depth_loss import Targets, depth_loss
+from specheads.training.depth_loss import Targets, depth_loss
 from specheads.training.schedule import PlacedPhase, placed
+from specheads.training.settings import Phase, Schedule
 from specheads.training.step import Stepper
-from specheads.training.teacher import teacher_of
+from specheads.training.teacher import Teacher
 
 ROOT = Path(__file__).resolve().parents[1]
 BASES = {
@@ -208,7 +208,7 @@ def bench_of(base: FrozenBase, kind: str, options: argparse.Namespace) -> Bench:
     accelerator = Accelerator(
         cpu=base.device.type == "cpu", mixed_precision="bf16" if bf16 else "no"
     )
-    teacher = teacher_of(base, head, None, 0)
+    teacher = Teacher(base, head, None, 0)
     stepper = Stepper(teacher, schedule, accelerator, 0)
     where = placed(schedule)[0]
     teacher.begin(where)
@@ -356,7 +356,6 @@ def _fused(problem: tuple[list[Tensor], Tensor, Targets]) -> Tensor:
 
 def _dense(problem: tuple[list[Tensor], Tensor, Targets]) -> Tensor:
     states, own, targets = problem
-    assert targets.project is not None
     with torch.no_grad():
         wanted = targets.project(targets.base_hidden).float().softmax(-1)
     logits = torch.stack([F.linear(state, own) for state in states]).float()

@@ -26,6 +26,9 @@ FLOORS = (
 """Lowest first: a folder imports from its own layer and from lower ones."""
 
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+SETTINGS = {"training.settings"}
+"""Settings that a room declares and config/ composes; they count as part of config/."""
+
 LIBRARIES = {
     "hydra": {"config.compose"},
     "omegaconf": {"config.compose"},
@@ -109,7 +112,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def room(module: str) -> str:
-    return module.partition(".")[0]
+    return "config" if module in SETTINGS else module.partition(".")[0]
 
 
 def cycle(imports: dict[str, set[str]]) -> list[str]:

@@ -319,7 +319,8 @@ class Forwards:
         aux_layers: tuple[int, ...],
         run: Callable[..., Any] | None = None,
     ) -> Features:
-        out = (run or self.model.base_model)(**inputs, output_hidden_states=bool(aux_layers))
+        run = self.model.base_model if run is None else run
+        out = run(**inputs, output_hidden_states=bool(aux_layers))
         return _features(out, inputs["input_ids"], aux_layers)
 
 

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from specheads.base.reading import reason
-from specheads.config import Joint
 from specheads.core.errors import InputError
 
 WEIGHTS = "adapter_model.safetensors"
@@ -59,22 +58,31 @@ class Adapter:
     enabled. The A matrices are sampled from the seed; the B matrices are zero.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: Joint, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        rank: int = 32,
+        alpha: float = 16.0,
+        dropout: float = 0.05,
+        target_modules: Sequence[str] = (),
+        seed: int = 0,
+    ) -> None:
         from peft import LoraConfig, get_peft_model
 
-        names = targets(model, settings.target_modules)
+        names = targets(model, target_modules)
         config = LoraConfig(
             task_type="CAUSAL_LM",
-            r=settings.rank,
-            lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
-            lora_dropout=settings.dropout,
+            r=rank,
+            lora_alpha=alpha,  # pyright: ignore[reportArgumentType]
+            lora_dropout=dropout,
             target_modules=names,
         )
         with torch.random.fork_rng(devices=[]), _quiet():
             torch.manual_seed(seed)
             self._wrapped = get_peft_model(model, config)
         self.parameters = [value for value in model.parameters() if value.requires_grad]
-        self.dropouts = self._with_keys(settings.dropout, torch.Generator().manual_seed(seed))
+        self.dropouts = self._with_keys(dropout, torch.Generator().manual_seed(seed))
         self.learn(False)
 
     def _with_keys(self, share: float, generator: torch.Generator) -> list[Dropout]:

@@ -11,7 +11,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.loading import load_tokenizer
 from specheads.config import Train, compose
-from specheads.config.schedule import distilled
 from specheads.core.errors import InputError, printable
 from specheads.data.masks import CLOSE, OPEN, marked, pieces
 from specheads.data.prompts import held_out
@@ -19,6 +18,7 @@ from specheads.data.tokenise import UnansweredError, tokenised
 from specheads.measure.tables import ConsoleTable
 from specheads.training.plan.whole import Plan, plan
 from specheads.training.processes import accelerator_of_environment
+from specheads.training.settings import distilled
 
 GIB = 2**30
 

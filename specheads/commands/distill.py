@@ -11,7 +11,7 @@ import yaml
 
 from specheads.config import compose
 from specheads.config.commands import Distill
-from specheads.config.schedule import distilled
+from specheads.training.settings import distilled
 
 
 def run(settings: Distill, _: Sequence[str]) -> None:

@@ -5,28 +5,51 @@ specheads train recipe=conversations base.model=MODEL data.path=talks.jsonl prev
 specheads train recipe=conversations base.model=MODEL data.path=talks.jsonl dry_run=true
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
-from functools import partial
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from accelerate import PartialState
+import torch
+from accelerate import Accelerator, PartialState
 from rich.console import Console
 
+from specheads.base import lora
 from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
 from specheads.commands._library import settings_for
-from specheads.commands.evaluate import measure_run, usable_prompts
+from specheads.commands.evaluate import fixed_tree, measure_run, usable_prompts
 from specheads.config import Train, compose
-from specheads.core.files import dumps, write_atomic
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.core.files import dumps, sole_writer, write_atomic
+from specheads.data.sources import refuse_unreadable
 from specheads.decoding.trees.tuned import FILE
 from specheads.export import card
+from specheads.heads.load import build_for, configure, load_head, resume_head
 from specheads.measure import report
 from specheads.measure.quality import quality_windows
 from specheads.measure.results import Results, read
 from specheads.runs.directory import RunDirectory
-from specheads.training import run as training
+from specheads.runs.trackers import Tracker, refuse_missing
+from specheads.training import trainer
+from specheads.training.distill.run import refuse_sharded
+from specheads.training.feature_cache import feature_cache
 from specheads.training.plan.batch import settle_batches, unsettled
-from specheads.training.processes import accelerator_of_environment
+from specheads.training.processes import (
+    accelerator_of_environment,
+    load_base,
+    naming_lost,
+    on_all_processes,
+    readers,
+)
+from specheads.training.schedule import adapter_settings, refuse_misfit
+from specheads.training.texts import PhaseTexts
+
+Announce = Callable[[str], None]
+"""Prints one line of progress."""
 
 
 def run(settings: Train, _: Sequence[str]) -> None:
@@ -49,7 +72,7 @@ def train(
     *,
     settings: Train | None = None,
     base: FrozenBase | None = None,
-    announce: training.Announce = training.quiet,
+    announce: Announce = lambda _: None,
 ) -> RunDirectory:
     """Train a head through every phase of a recipe, evaluate it, and return the run.
 
@@ -62,32 +85,141 @@ def train(
     """
     words = [f"recipe={recipe}", *overrides] if recipe else list(overrides)
     settings, _ = settings_for(Train, settings, words)
+    made = RunDirectory(Path(settings.run_dir))
+    accelerator = accelerator_of_environment(settings.base.dtype)
     if unsettled(settings):
-        accelerator = accelerator_of_environment(settings.base.dtype)
         base = settle_batches(settings, accelerator, announce, base)
-    refuse = partial(_refuse_evaluation, settings)
-    made = training.run(settings, compose.as_yaml(settings), base, announce, refuse)
-    if made.is_main:
-        card.write_card(made.run, asdict(settings), made.head, made.base)
-        announce(f"head: {made.run.head}")
-        if made.run.adapter.is_dir():
-            announce(f"adapter of the base: {made.run.adapter}")
-        if settings.evaluate_after and made.base.sharding:
-            announce(
-                "a sharded base cannot decode in one process: measure with specheads evaluate "
-                f"run={made.run.path}"
+    with naming_lost():
+        head, base = _train(settings, made, accelerator, base, announce)
+    if not accelerator.is_main_process:
+        return made
+    card.write_card(made, asdict(settings), head, base)
+    announce(f"head: {made.head}")
+    if made.adapter.is_dir():
+        announce(f"adapter of the base: {made.adapter}")
+    if settings.evaluate_after and base.sharding:
+        announce(
+            "a sharded base cannot decode in one process: measure with specheads evaluate "
+            f"run={made.path}"
+        )
+    elif settings.evaluate_after:
+        results = measure_run(made, settings, base)
+        # keep the tree that was chosen for greedy decoding, as specheads tune does
+        if results.tuned and settings.evaluation.temperature == 0:
+            write_atomic(made.head / FILE, dumps(results.tuned))
+    return made
+
+
+def _train(
+    settings: Train,
+    made: RunDirectory,
+    accelerator: Accelerator,
+    base: FrozenBase | None,
+    announce: Announce,
+) -> tuple[Head, FrozenBase]:
+    """Run every phase; return the head, and the base as loaded, without a trained adapter.
+
+    Settings that would fail later raise before anything is written.
+    """
+    is_main, seed = accelerator.is_main_process, settings.seed
+    depth = _check_settings(settings)
+    base = base or load_base(asdict(settings.base), accelerator)
+    _check_base(settings, base, made, depth, readers(base.sharding, accelerator)["world_size"])
+    texts = PhaseTexts(settings, base, made, accelerator, announce)
+    torch.manual_seed(seed)
+    identity: dict[str, Any] = {"base_fingerprint": texts.fingerprint}
+    with ExitStack() as held:
+
+        @cache
+        def lock() -> None:
+            held.enter_context(sole_writer(made.path))
+
+        def begin() -> None:
+            # one lock covers all processes of the run
+            if is_main:
+                lock()
+                made.begin(compose.as_yaml(settings), identity)
+
+        head, is_reduced = None, bool(settings.head.get("draft_tokens"))
+        if settings.init:
+            head = resume_head(settings.init, base, settings.head["kind"])
+            is_reduced = head.draft_ids is not None
+        counts = texts.count_tokens(lambda: on_all_processes(begin)) if is_reduced else None
+        if head is None:
+            head = build_for(settings.head, base, counts)
+        texts.head = head
+        features = feature_cache(settings, base, head.aux_layers, announce)
+        held_out = texts.held_out(settings.validation)
+        if is_main:
+            if counts is not None:
+                share = head.coverage(counts)
+                identity["draft_vocabulary"] = {"size": head.drafted_size, "coverage": share}
+                announce(f"{head.drafted_size} draft tokens cover {share:.1%} of the text")
+            # a launcher may start fewer processes than requested without a message
+            number = accelerator.num_processes
+            announce(f"training with {number} process{'es' if number > 1 else ''}")
+        on_all_processes(begin)
+        chosen = asdict(settings.tracker) | {"name": settings.name, "tell": announce}
+        tracker = Tracker(made.metrics, **chosen) if is_main else None
+        with closing(tracker) if tracker else nullcontext():
+            trainer.train(
+                base,
+                head,
+                settings.schedule,
+                texts.open,
+                made,
+                tracker,
+                accelerator,
+                seed=seed,
+                log_every=settings.log_every,
+                checkpoint_every=settings.checkpoint_every,
+                held_out=held_out,
+                cache=features,
             )
-        elif settings.evaluate_after:
-            results = measure_run(made.run, settings, made.base)
-            # keep the tree that was chosen for greedy decoding, as specheads tune does
-            if results.tuned and settings.evaluation.temperature == 0:
-                write_atomic(made.run.head / FILE, dumps(results.tuned))
-    return made.run
+        if is_main:
+            if settings.validation.keep == "best":
+                made.take_best(head)
+            made.end(head)
+    return head, base
 
 
-def _refuse_evaluation(settings: Train, base: FrozenBase, head_depth: int) -> None:
-    """Raise if the evaluation after training would fail."""
+def _check_settings(settings: Train) -> int:
+    """Check settings that do not need the loaded base; return the depth of the head."""
+    depth: int = configure(settings.head).depth
+    if settings.init:
+        depth = load_head(settings.init).depth
+    refuse_missing(settings.tracker.kind)
+    refuse_unreadable(settings.data)
     if settings.evaluate_after:
-        usable_prompts(base, head_depth, settings)
-        if any(phase.joint for phase in settings.schedule.phases.values()):
+        fixed_tree(settings, depth)
+    return depth
+
+
+def _check_base(
+    settings: Train, base: FrozenBase, made: RunDirectory, depth: int, processes: int
+) -> None:
+    """Raise for settings that do not fit the base, before anything is written."""
+    if base.tokenizer is None:
+        raise InputError(f"training needs a tokenizer, but the base {base.name} has none; add one")
+    if len(base.tokenizer) > base.vocab_size:
+        raise InputError(
+            f"the tokenizer must belong to the base: it has {len(base.tokenizer)} tokens, the base "
+            f"{base.vocab_size}; use the tokenizer that the base was trained with"
+        )
+    joint, phases = adapter_settings(settings.schedule), settings.schedule.phases
+    for name, phase in phases.items():
+        refuse_misfit(name, phase, base.max_length, depth, processes)
+        if base.sharding and phase.distill:
+            refuse_sharded(base, phase.distill, Path(phase.distill.folder or made.text))
+    if base.sharding and (joint or settings.feature_cache.gib):
+        raise InputError(
+            "joint training and a feature cache need the whole base in each process, but "
+            "accelerate is configured to shard it; use configs/accelerate/ddp_8gpu.yaml, or leave "
+            "out joint and feature_cache.gib"
+        )
+    if joint:
+        lora.targets(base.model, joint.target_modules)
+    if settings.evaluate_after:
+        if joint:
             quality_windows(base, settings.data, settings.seed)
+        usable_prompts(base, depth, settings)

@@ -3,7 +3,6 @@
 from specheads.config.commands import Chat, Compare, Evaluate, Export, Push, Simulate, Train, Tune
 from specheads.config.parts import Base, Data, Evaluation, Hardware, Tracker, Tree
 from specheads.config.places import data_dir, recipe_dirs
-from specheads.config.schedule import Distill, FeatureCache, Joint, Phase, Schedule, Validation
 from specheads.config.validation import check
 
 __all__ = [
@@ -11,22 +10,16 @@ __all__ = [
     "Chat",
     "Compare",
     "Data",
-    "Distill",
     "Evaluate",
     "Evaluation",
     "Export",
-    "FeatureCache",
     "Hardware",
-    "Joint",
-    "Phase",
     "Push",
-    "Schedule",
     "Simulate",
     "Tracker",
     "Train",
     "Tree",
     "Tune",
-    "Validation",
     "check",
     "data_dir",
     "recipe_dirs",

@@ -19,7 +19,6 @@ from specheads.config.parts import (
     Sampling,
     Tracker,
 )
-from specheads.config.schedule import FeatureCache, Schedule, Validation
 from specheads.core.ranges import (
     AtLeastTwo,
     Depth,
@@ -38,6 +37,7 @@ from specheads.core.ranges import (
     Weight,
     one_of,
 )
+from specheads.training.settings import FeatureCache, Schedule, Validation
 
 OF_TRANSFORMERS = ("transformers", "transformers_lookup", "transformers_assisted")
 DRAFTERS = ("head", "prompt_lookup", "hybrid", "streaming", "draft_model", *OF_TRANSFORMERS)

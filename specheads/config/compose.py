@@ -17,11 +17,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from specheads.config import commands, schedule
+from specheads.config import commands
 from specheads.config.places import data_dir, recipe_dirs
 from specheads.config.validation import check
 from specheads.core.errors import InputError
 from specheads.core.ranges import new_name, unknown
+from specheads.training.settings import Distill
 
 MISTAKES = (InputError, HydraException, OmegaConfBaseException)
 """Errors that the user's settings cause."""
@@ -51,7 +52,7 @@ MIXTURE = {"data.sources": "+data.sources"}
 # out= names the folder of the text, and head= the head that drafts
 DISTILL = {
     item.name: f"schedule.phases.distilled.distill.{item.name}"
-    for item in fields(schedule.Distill)
+    for item in fields(Distill)
     if item.name not in ("folder", "use_head")
 }
 SHORT: dict[str, dict[str, str]] = {

@@ -10,9 +10,9 @@ from typing import Any
 
 from specheads.config.commands import Simulate
 from specheads.config.parts import NO_PATH, Data, Evaluation, Source, Tree
-from specheads.config.schedule import Phase, Schedule, Validation
 from specheads.core.errors import InputError
 from specheads.core.ranges import FolderName, check_fields, refuse
+from specheads.training.settings import Phase, Schedule, Validation
 
 
 def check(settings: Any, where: str = "") -> None:

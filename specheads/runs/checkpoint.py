@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, first_line
 from specheads.core.files import atomic_folder
-from specheads.runs.directory import as_json
 
 SUMS = "checksums.json"
 
@@ -35,10 +34,10 @@ class Checkpoint(NamedTuple):
     """Tensors of the base's adapter; empty if no phase trains the base."""
 
 
-def save(folder: Path, content: Checkpoint, kept: int = KEPT) -> None:
+def save(folder: Path, content: Checkpoint) -> None:
     """Write a checkpoint as `step-N` into a folder, and remove others.
 
-    The newest `kept` are kept. Those of later steps are removed too: training resumes from before
+    The newest `KEPT` are kept. Those of later steps are removed too: training resumes from before
     them only if they are damaged.
     """
     target = folder / f"step-{content.state['step']}"
@@ -50,11 +49,10 @@ def save(folder: Path, content: Checkpoint, kept: int = KEPT) -> None:
         # torch.save to our own stream raises the OSError of a full disk
         with (scratch / "optimizer.pt").open("wb") as stream:
             torch.save(content.optimizer, stream)
-        (scratch / "state.json").write_text(as_json(content.state), encoding="utf-8")
-        sums = {file.name: _sha256(file) for file in sorted(scratch.iterdir())}
-        (scratch / SUMS).write_text(as_json(sums), encoding="utf-8")
+        (scratch / "state.json").write_text(json.dumps(content.state), encoding="utf-8")
+        (scratch / SUMS).write_text(json.dumps(_sums(scratch)), encoding="utf-8")
     steps = _steps(folder)
-    for other in {*steps} - {*steps[: steps.index(target) + 1][-kept:]}:
+    for other in {*steps} - {*steps[: steps.index(target) + 1][-KEPT:]}:
         shutil.rmtree(other)
 
 
@@ -70,8 +68,9 @@ def newest(folder: Path, log: Callable[[str], object] = warnings.warn) -> Checkp
     for found in reversed(_steps(folder)):
         try:
             content = _read(found)
-        except ValueError as error:
-            damaged.append(f"{found.name} ({error})")
+        # a damaged file can raise any error
+        except Exception as error:
+            damaged.append(f"{found.name} ({first_line(error)})")
             continue
         if damaged:
             names = ", ".join(damaged)
@@ -86,51 +85,35 @@ def newest(folder: Path, log: Callable[[str], object] = warnings.warn) -> Checkp
 
 
 def _read(folder: Path) -> Checkpoint:
-    """Return a checkpoint.
-
-    Raises:
-        ValueError: It is damaged; the message is a few words.
-    """
-    try:
-        sums = json.loads((folder / SUMS).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        sums = None
-    if not isinstance(sums, dict):
-        raise ValueError(f"no readable {SUMS}")
-    present = {item.name for item in folder.iterdir()} - {SUMS}
-    if missing := set(sums) - present:
-        raise ValueError(f"{min(missing)} is missing")
-    if extra := present - set(sums):
-        raise ValueError(f"{min(extra)} does not belong to it")
-    for name, expected in sums.items():
-        if not (folder / name).is_file() or _sha256(folder / name) != expected:
-            raise ValueError(f"{name} has another checksum")
-    try:
-        adapter = folder / "adapter.safetensors"
-        content = Checkpoint(
-            json.loads((folder / "state.json").read_text(encoding="utf-8")),
-            load_file(folder / "head.safetensors"),
-            torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu"),
-            load_file(adapter) if adapter.is_file() else {},
-        )
-        matches = content.state["step"] == int(folder.name.removeprefix("step-"))
-    # files that another program wrote can raise any error
-    except Exception as error:
-        raise ValueError("another program wrote it") from error
-    if not matches:
+    """Return a checkpoint; raise any error if it is damaged."""
+    sums, found = json.loads((folder / SUMS).read_bytes()), _sums(folder)
+    changed = [name for name in {*sums, *found} if sums.get(name) != found.get(name)]
+    if changed:
+        raise ValueError(f"{min(changed)} does not match {SUMS}")
+    state = json.loads((folder / "state.json").read_bytes())
+    if f"step-{state['step']}" != folder.name:
         raise ValueError("state.json is of another step")
-    return content
+    adapter = folder / "adapter.safetensors"
+    return Checkpoint(
+        state,
+        load_file(folder / "head.safetensors"),
+        torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu"),
+        load_file(adapter) if adapter.is_file() else {},
+    )
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file but the list of them."""
+    found: dict[str, str] = {}
+    for file in sorted(folder.iterdir()):
+        if file.name != SUMS:
+            with file.open("rb") as stream:
+                found[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return found
 
 
 def _steps(folder: Path) -> list[Path]:
-    numbered = [
-        (int(step.name.removeprefix("step-")), step)
-        for step in folder.glob("step-*")
-        if step.is_dir() and step.name.removeprefix("step-").isdecimal()
-    ]
-    return [step for _, step in sorted(numbered)]
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    """Return the checkpoints of a folder in the order of their steps."""
+    numbers = {step: step.name.removeprefix("step-") for step in folder.glob("step-*")}
+    found = [step for step, number in numbers.items() if step.is_dir() and number.isdecimal()]
+    return sorted(found, key=lambda step: int(numbers[step]))

@@ -97,29 +97,18 @@ class RunDirectory:
                 )
 
     def end(self, head: Head) -> None:
-        """Save the trained head and close the run.
-
-        After joint training base.json in its folder names the adapter that it belongs to.
-        """
-        owner: dict[str, str] = {}
+        """Save the trained head, with a reference to its adapter, and close the run."""
         with atomic_folder(self.head) as folder:
-            if self.adapter.is_dir():
-                owner = self._write_owner(head, folder, f"../{self.adapter.name}", self.adapter)
-            head.save_pretrained(folder)
+            owner = self._save(head, folder, self.adapter, f"../{self.adapter.name}")
         write_atomic(self.provenance, as_json({**self._provenance(), **owner, "end": _now()}))
 
     def keep_best(self, head: Head, adapter: lora.Adapter | None, score: dict[str, Any]) -> None:
         """Save a head, which may be in training, with its adapter and score in best/."""
-        made_for = head.base_fingerprint
-        try:
-            with atomic_folder(self.best) as folder:
-                if adapter is not None:
-                    adapter.save(folder / "adapter")
-                    self._write_owner(head, folder, "adapter", folder / "adapter")
-                head.save_pretrained(folder)
-                (folder / self.best_score.name).write_text(as_json(score), encoding="utf-8")
-        finally:
-            head.base_fingerprint = made_for
+        with atomic_folder(self.best) as folder:
+            if adapter is not None:
+                adapter.save(folder / "adapter")
+            self._save(head, folder, folder / "adapter", "adapter")
+            (folder / self.best_score.name).write_text(as_json(score), encoding="utf-8")
 
     def take_best(self, head: Head) -> None:
         """Replace the trained head by the one in best/, if there is one."""
@@ -130,14 +119,22 @@ class RunDirectory:
             with atomic_folder(self.adapter) as folder:
                 shutil.copytree(adapter, folder, dirs_exist_ok=True)
 
-    def _write_owner(self, head: Head, folder: Path, place: str, adapter: Path) -> dict[str, str]:
-        """Write the adapter that a head belongs to into its folder; return its fingerprint."""
-        # the head fits the weights with the merged adapter, not the fingerprint of those without
-        head.base_fingerprint = ""
+    def _save(self, head: Head, folder: Path, adapter: Path, place: str) -> dict[str, str]:
+        """Save a head; return the fingerprint of the adapter that it belongs to, if there is one.
+
+        base.json next to the head then names the adapter by its `place`.
+        """
+        if not adapter.is_dir():
+            head.save_pretrained(folder)
+            return {}
         owner = {"adapter_fingerprint": lora.fingerprint(adapter)}
         fingerprint = {"base_fingerprint": self._provenance().get("base_fingerprint")}
-        about = fingerprint | {"adapter": place} | owner
-        (folder / "base.json").write_text(as_json(about), encoding="utf-8")
+        about = as_json(fingerprint | {"adapter": place} | owner)
+        (folder / "base.json").write_text(about, encoding="utf-8")
+        # the head fits the weights with the merged adapter, not the fingerprint of those without
+        made_for, head.base_fingerprint = head.base_fingerprint, ""
+        head.save_pretrained(folder)
+        head.base_fingerprint = made_for
         return owner
 
     def _provenance(self) -> dict[str, Any]:

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from specheads.config import data_dir
 from specheads.core.machine import instructions, processor
 
 PACKAGES = ("specheads", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors")
+
+PACKAGE = Path(__file__).resolve().parents[1]
+"""The package; its recipes are in a checkout next to it, in a wheel in its folder `_data`."""
 
 ABSOLUTE = re.compile(r"(/|~|[A-Za-z]:[\\/]|\\\\|file:)")
 
@@ -87,7 +89,7 @@ def nearby(text: str) -> str:
 
     Other absolute paths are cut to their last part.
     """
-    return portable(text, (Path.cwd(), data_dir("recipes").parent))
+    return portable(text, (Path.cwd(), PACKAGE / "_data", PACKAGE.parent))
 
 
 def portable(value: Any, roots: Sequence[Path] = ()) -> Any:
@@ -117,14 +119,13 @@ def _cut(path: str, roots: Sequence[Path]) -> str:
 
 def _git() -> Git | None:
     """Return the commit of our own checkout; None if the package is not in one."""
-    root = Path(__file__).resolve().parents[2]
 
     def git(*words: str) -> str:
-        command = ["git", "-C", str(root), *words]
+        command = ["git", "-C", str(PACKAGE.parent), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        if Path(git("rev-parse", "--show-toplevel")) != root:
+        if Path(git("rev-parse", "--show-toplevel")) != PACKAGE.parent:
             return None
         return Git(commit=git("rev-parse", "HEAD"), dirty=bool(git("status", "--porcelain")))
     except (OSError, subprocess.CalledProcessError):

@@ -16,7 +16,7 @@ RESUMABLE = (
     "name", "run_dir", "tree", "tracker", "evaluation", "evaluate_after", "log_every",
     "checkpoint_every", "validation", "feature_cache", "base.device",
     "base.compile", "base.exact", "dry_run", "schedule.phases.*.accumulation_steps",
-    "schedule.phases.*.activation_checkpointing", "schedule.phases.*.distill.folder",
+    "schedule.phases.*.distill.folder",
     "schedule.phases.*.distill.engine", "schedule.phases.*.distill.batch_size",
     "schedule.phases.*.distill.use_head", "schedule.phases.*.distill.url",
     "schedule.phases.*.distill.served_as", "schedule.phases.*.distill.api_key_env",

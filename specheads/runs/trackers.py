@@ -35,9 +35,9 @@ class Tracker:
         self,
         metrics: Path,
         *,
-        kind: str,
-        project: str,
-        name: str,
+        kind: str = "jsonl",
+        project: str = "specheads",
+        name: str = "",
         tell: Callable[[str], object] = warnings.warn,
     ) -> None:
         self.metrics, self.kind, self.project, self.name = metrics, kind, project, name
@@ -50,14 +50,11 @@ class Tracker:
         kept = [row for row in read_metrics(self.metrics) if row["step"] <= step]
         write_atomic(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
         if self.kind != "jsonl":
-            self._try(lambda: self._begin(step))
+            self._try(lambda: self._start(step))
 
     def log(self, row: dict[str, Any]) -> None:
         """Write one row; `step` is required."""
-        with (
-            naming_full_disk(self.metrics),
-            self.metrics.open("a", encoding="utf-8") as stream,
-        ):
+        with naming_full_disk(self.metrics), self.metrics.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
         if (other := self.other) is not None:
             # TensorBoard would fill its page of texts
@@ -70,26 +67,24 @@ class Tracker:
         if (other := self.other) is not None:
             self._try(other.finish)
 
-    def _begin(self, step: int) -> None:
-        self.other = self._made(step)
-        self.other.start()
-
-    def _made(self, step: int) -> GeneralTracker:
-        make, folder = LOGGER_TYPE_TO_CLASS[self.kind], self.metrics.parent
+    def _start(self, step: int) -> None:
+        project, chosen = self.project, {"name": self.name, "resume": "allow"}
+        folder = str(self.metrics.parent)
         if self.kind == "tensorboard":
-            return make("tensorboard", folder, purge_step=step + 1)
-        chosen: dict[str, Any] = {"name": self.name, "resume": "allow"}
+            project, chosen = "tensorboard", {"logging_dir": folder, "purge_step": step + 1}
         if self.kind == "wandb":
             import wandb
 
             # without a key wandb would ask for one: offline keeps the numbers for later
             has_key = bool(os.environ.get("WANDB_API_KEY")) or wandb.api.api_key is not None
             mode = None if has_key else "offline"
-            chosen |= {"id": self.name, "dir": str(folder), "mode": mode}
+            chosen |= {"id": self.name, "dir": folder, "mode": mode}
             # a finished run must not wait forever for a lost network
             os.environ.setdefault("WANDB_FINISH_TIMEOUT", "600")
             os.environ.setdefault("WANDB_FINISH_TIMEOUT_RAISES", "true")
-        return make(self.project, **chosen)
+        tracker = LOGGER_TYPE_TO_CLASS[self.kind](project, **chosen)
+        self.other = tracker
+        tracker.start()
 
     def _try(self, act: Callable[[], object]) -> None:
         """Act on the tracker; drop it if it fails."""

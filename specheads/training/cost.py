@@ -9,12 +9,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from specheads.base.model import FrozenBase
-from specheads.config import Phase
 from specheads.core.drafter import Features, Head
 from specheads.core.features import document_lengths, document_places
 from specheads.core.machine import synchronise
 from specheads.data.packing import TokenBatch
-from specheads.training.losses.depth_loss import LABELS_ONLY
+from specheads.training.losses import LABELS_ONLY
+from specheads.training.settings import Phase
 
 SIDES = {"cuda": 8192, "cpu": 1024}
 """Size of the square matrices that measure the machine FLOP/s, large enough for the full rate.

@@ -14,7 +14,6 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.config import FeatureCache as Settings
 from specheads.config import Train
 from specheads.core.errors import InputError
 from specheads.core.features import Features
@@ -22,6 +21,7 @@ from specheads.core.files import write_atomic
 from specheads.core.paths import writable_folder
 from specheads.data.packing import TokenBatch
 from specheads.training.schedule import row_tokens
+from specheads.training.settings import FeatureCache as Settings
 
 GIB = 2**30
 

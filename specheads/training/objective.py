@@ -1,34 +1,27 @@
 """A head and its loss as one module; it selects the state and the label of each depth."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.profiler import record_function
-from torch.utils.checkpoint import checkpoint
 
-from specheads.config import Phase
 from specheads.core.attention import product_dtype
 from specheads.core.drafter import Features, Head
 from specheads.core.features import document_places
 from specheads.core.machine import to_device
-from specheads.heads.layers.block import BlockLayer
-from specheads.heads.layers.common import ResidualBlock
-from specheads.heads.layers.feedback import FeedbackLayer
-from specheads.heads.layers.prefix import PrefixLayer
-from specheads.training.losses.confidence import confidence_loss
-from specheads.training.losses.depth_loss import (
-    LABELS_ONLY,
+from specheads.core.seeds import derive_seed
+from specheads.data.packing import TokenBatch
+from specheads.training.depth_loss import (
     DepthLoss,
     Targets,
+    confidence_loss,
     depth_loss,
     depth_shares,
 )
+from specheads.training.settings import Phase
 
 FULL_ROWS = 128
 """The number of rows is padded to a multiple of this. Each step has another number of labels, and
@@ -68,40 +61,32 @@ class Objective(nn.Module):
         # the number of rows is a shape: this synchronises with a GPU once a step
         rows, labels = loss_mask.nonzero(as_tuple=True)
         at = [labels + level if chains else labels for level in range(depth)]
-        targets_at = [_filled(drafted[rows, each], -1) for each in at]
+        tokens_at = [_filled(drafted[rows, each], -1) for each in at]
         rows, at = _filled(rows), [_filled(each) for each in at]
-        sparing = recomputed(self.head) if phase.activation_checkpointing else nullcontext()
-        with record_function("head"), sparing:
-            states = [
-                _as_products(state[rows, at[level] - 2 - level])
-                for level, state in enumerate(self.head.states(features, tokens, anchors))
-            ]
-        project = None if phase.loss in LABELS_ONLY else logits_of
+        with record_function("head"):
+            states = []
+            for level, state in enumerate(self.head.states(features, tokens, anchors)):
+                state = state[rows, at[level] - 2 - level]
+                # to autocast's dtype: a norm may have returned float32
+                states.append(state.to(product_dtype(state)))
+        hidden = features.hidden.detach()
         targets = [
-            Targets(one, features.hidden[rows, each - 1].detach(), project, count)
-            for one, each, count in zip(
-                targets_at, at[: depth if chains else 1], counts, strict=False
-            )
+            Targets(tokens_at[level], hidden[rows, at[level] - 1], logits_of, counts[level])
+            for level in range(depth if chains else 1)
         ]
         with record_function("loss"):
-            loss = self._loss(states, targets, logits_of, phase)
+            loss = self._loss(states, targets if chains else targets * depth, phase)
         # a label outside the draft vocabulary counts as rejected
         share = counts[:depth] / counts[depth].clamp(min=1)
-        return replace(loss, agreement=loss.agreement * share)
+        return loss._replace(agreement=loss.agreement * share)
 
-    def _loss(
-        self,
-        states: list[Tensor],
-        targets: list[Targets],
-        logits_of: Callable[[Tensor], Tensor],
-        phase: Phase,
-    ) -> DepthLoss:
-        """Return the loss of all depths, with one target for all or one for each."""
+    def _loss(self, states: list[Tensor], targets: list[Targets], phase: Phase) -> DepthLoss:
+        """Return the loss of all depths, with that of the confidence head if there is one."""
         projections = self.head.projections()
         loss = depth_loss(
             states,
             projections,
-            targets if len(targets) > 1 else targets[0],
+            targets,
             kind=phase.loss,
             decay=phase.decay,
             depth_weights=phase.depth_weights,
@@ -111,11 +96,10 @@ class Objective(nn.Module):
         confidence = [logits for logits in every if logits is not None]
         if not confidence:
             return loss
-        each = targets * (len(states) // len(targets))
-        by_depth = confidence_loss(confidence, states, projections, each, logits_of)
+        by_depth = confidence_loss(confidence, states, projections, targets)
         weights = depth_shares(len(states), phase.decay, phase.depth_weights)
         shares = to_device(torch.tensor(weights, dtype=by_depth.dtype), by_depth.device)
-        return replace(loss, total=loss.total + (by_depth * shares).sum())
+        return loss._replace(total=loss.total + (by_depth * shares).sum())
 
 
 def _filled(rows: Tensor, value: int | None = None) -> Tensor:
@@ -126,24 +110,45 @@ def _filled(rows: Tensor, value: int | None = None) -> Tensor:
     return torch.cat([rows, rows[:1].expand(spare)])
 
 
-def _as_products(state: Tensor) -> Tensor:
-    """Cast a state to autocast's dtype; a norm may have returned float32."""
-    return state.to(product_dtype(state))
+def figures(loss: DepthLoss) -> dict[str, Tensor]:
+    """Return the metrics of a head's loss, under the names of metrics.jsonl."""
+    found = {"loss": loss.total.detach()}
+    for name, values in (("loss", loss.by_depth), ("accept", loss.agreement)):
+        found |= {f"{name}/depth_{level}": value for level, value in enumerate(values.unbind())}
+    return found
+
+
+def drawn_labels(
+    batch: TokenBatch, head: Head, phase: Phase, seed: int | None = None
+) -> Bool[Tensor, "batch time"]:
+    """Return the mask of labels that count in the losses of one step.
+
+    It is a random part of the loss mask, drawn per sample from the step's seed and the sample's
+    number. Without a seed all labels count; a head with `num_anchors` then gets the same anchors
+    each time, because its cost grows with them.
+    """
+    loss_mask, most = batch.loss_mask, head.num_anchors
+    if in_chains(head, phase):
+        loss_mask = whole_chains(loss_mask, head.depth, batch.document_ids)
+    share = 1.0 if seed is None else phase.scored_share
+    is_limited = 0 < most < loss_mask.shape[1]
+    if share == 1.0 and not is_limited:
+        return loss_mask
+    drawn = torch.empty(loss_mask.shape)
+    for row, sample in zip(drawn, batch.samples, strict=True):
+        generator = torch.Generator().manual_seed(derive_seed(seed or 0, sample))
+        torch.rand(row.shape, generator=generator, out=row)
+    drawn = drawn.to(loss_mask.device)
+    loss_mask = loss_mask & (drawn < share)
+    if is_limited:
+        least = drawn.masked_fill(~loss_mask, 1.0).kthvalue(most, dim=1, keepdim=True).values
+        loss_mask &= drawn <= least
+    return loss_mask
 
 
 def in_chains(head: Head, phase: Phase) -> bool:
     """Return whether all depths of a draft are labelled from one position."""
     return phase.weighting == "dpace" or head.num_anchors > 0
-
-
-def figures(loss: DepthLoss) -> dict[str, Tensor]:
-    """Return the metrics of a head's loss, under the names of metrics.jsonl."""
-    by_depth, agreement = loss.by_depth.unbind(), loss.agreement.unbind()
-    return (
-        {"loss": loss.total.detach()}
-        | {f"loss/depth_{level}": value for level, value in enumerate(by_depth)}
-        | {f"accept/depth_{level}": value for level, value in enumerate(agreement)}
-    )
 
 
 def label_counts(
@@ -165,6 +170,22 @@ def label_counts(
     return torch.stack([*of_depths, labels.sum(), own_labels(loss_mask, document_ids).sum()])
 
 
+def whole_chains(
+    loss_mask: Bool[Tensor, "batch time"],
+    depth: int,
+    document_ids: Int[Tensor, "batch time"] | None = None,
+) -> Bool[Tensor, "batch time"]:
+    """Return the labels that start a chain of `depth` labels in one document.
+
+    `document_ids` None: each row is one document.
+    """
+    whole = F.pad(loss_mask, (0, depth - 1)).unfold(-1, depth, 1).all(-1)
+    if document_ids is None:
+        return whole
+    last = document_ids.new_full((len(document_ids), depth - 1), -1)
+    return whole & (document_ids == torch.cat([document_ids, last], dim=1)[:, depth - 1 :])
+
+
 def early_enough(
     loss_mask: Bool[Tensor, "batch time"],
     document_ids: Int[Tensor, "batch time"] | None,
@@ -180,25 +201,5 @@ def own_labels(
     loss_mask: Bool[Tensor, "batch time"], document_ids: Int[Tensor, "batch time"] | None
 ) -> Bool[Tensor, "batch path"]:
     """Return the positions whose next token counts in the base's own loss."""
-    return (
-        loss_mask[:, 1:]
-        if document_ids is None
-        else loss_mask[:, 1:] & (document_ids.diff(dim=1) == 0)
-    )
-
-
-LAYERS = BlockLayer, FeedbackLayer, PrefixLayer, ResidualBlock
-"""Recomputed layers: only their inputs are stored."""
-
-
-@contextmanager
-def recomputed(head: Head) -> Iterator[None]:
-    """Checkpoint the activations of layers called inside the context; gradients are the same."""
-    layers = [layer for layer in head.modules() if isinstance(layer, LAYERS)]
-    for layer in layers:
-        vars(layer)["forward"] = partial(checkpoint, layer.forward, use_reentrant=False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del vars(layer)["forward"]
+    inside = loss_mask[:, 1:]
+    return inside if document_ids is None else inside & (document_ids.diff(dim=1) == 0)

@@ -1,9 +1,10 @@
-"""Several processes of one run: accelerate's configuration, sharding and collective calls."""
+"""Processes of a run: accelerate's configuration, sharding, collective calls, and equal bits."""
 
 import os
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -19,15 +20,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from specheads.base.model import FrozenBase
 from specheads.base.sharding import Sharding
-from specheads.config import Base
 from specheads.core.errors import InputError
 from specheads.core.machine import computes_bfloat16
-from specheads.training.repeatable import fix_workspace
 
 T = TypeVar("T")
 
 SHARDS, PARALLEL = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
 """Variables by which the launcher requests a sharded model."""
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
@@ -63,17 +64,20 @@ def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
         )
 
 
-def load_base(settings: Base, accelerator: Accelerator) -> FrozenBase:
+def load_base(choices: Mapping[str, Any], accelerator: Accelerator) -> FrozenBase:
     """Load a base onto this process's device, or this process's shard of it.
+
+    `choices` are the arguments of `FrozenBase.load`.
 
     Raises:
         ValueError: As `FrozenBase.load`, or the sharding does not fit the processes.
     """
-    choices = asdict(settings)
-    if settings.device == "auto":
-        choices["device"] = sharding_of(settings, accelerator) or str(accelerator.device)
+    device = choices.get("device", "auto")
+    if device == "auto":
+        sharding = sharding_of(accelerator, device, choices.get("quantization", "none"))
+        device = sharding or str(accelerator.device)
     with _whole():
-        base = FrozenBase.load(**choices)
+        base = FrozenBase.load(**{**choices, "device": device})
     compiler: Any = accelerator.state.dynamo_plugin
     # torch.compile does not support layers that are gathered while they compute
     if compiler.backend != DynamoBackend.NO and base.sharding is None:
@@ -90,23 +94,14 @@ def readers(sharding: Sharding | None, accelerator: Accelerator) -> dict[str, in
     }
 
 
-def sharding_of(settings: Base, accelerator: Accelerator) -> Sharding | None:
+def sharding_of(accelerator: Accelerator, device: str, quantization: str) -> Sharding | None:
     """Return the sharding of a base; None if each process has all of it.
 
     Raises:
         ValueError: The sharding does not fit the processes.
     """
-    sharding = _sharding(accelerator) if settings.device == "auto" else None
-    if sharding and settings.quantization != "none":
-        raise InputError(
-            "a sharded base does not support quantization, got base.quantization="
-            f"{settings.quantization}; set it to none, or use configs/accelerate/ddp_8gpu.yaml"
-        )
-    return sharding
-
-
-def _sharding(accelerator: Accelerator) -> Sharding | None:
-    """Return the sharding in accelerate's configuration, or None."""
+    if device != "auto":
+        return None
     try:
         parallel: Any = ParallelismConfig()
         plugin: Any = FullyShardedDataParallelPlugin() if _is_set(SHARDS) else None
@@ -119,16 +114,17 @@ def _sharding(accelerator: Accelerator) -> Sharding | None:
     tensor, shard = parallel.tp_size, parallel.dp_shard_size
     if processes == 1 or (plugin is None and tensor == 1):
         return None
-    if plugin and plugin.fsdp_version != 2:
+    is_other = plugin and (plugin.fsdp_version != 2 or tensor > 1)
+    if is_other or parallel.cp_size > 1 or parallel.sp_size > 1:
         raise InputError(
-            f"a base is sharded with FSDP2, but accelerate is configured for fsdp_version="
-            f"{plugin.fsdp_version}; set it to 2, as in configs/accelerate/fsdp2.yaml"
-        )
-    if (plugin and tensor > 1) or parallel.cp_size > 1 or parallel.sp_size > 1:
-        raise InputError(
-            "a base supports either FSDP2 or tensor parallelism (tp_size), but accelerate is "
-            "configured for both, or for context or sequence parallelism; use "
+            "a base supports either FSDP2 (fsdp_version=2) or tensor parallelism (tp_size), but "
+            "accelerate is configured for another sharding or for both; use "
             "configs/accelerate/fsdp2.yaml or tensor_parallel.yaml"
+        )
+    if quantization != "none":
+        raise InputError(
+            "a sharded base does not support quantization, got base.quantization="
+            f"{quantization}; set it to none, or use configs/accelerate/ddp_8gpu.yaml"
         )
     size = tensor if tensor > 1 else shard if shard > 1 else processes
     if processes % size:
@@ -165,9 +161,64 @@ def _whole() -> Iterator[None]:
 def _precision(dtype: str) -> str:
     if dtype in ("float32", "float64"):
         return "no"
-    if torch.cuda.is_available():
-        return "bf16" if torch.cuda.is_bf16_supported() else "no"
-    return "bf16" if computes_bfloat16() else "no"
+    on_gpu = torch.cuda.is_available()
+    return "bf16" if (torch.cuda.is_bf16_supported() if on_gpu else computes_bfloat16()) else "no"
+
+
+def fix_workspace() -> None:
+    """Set the size of cuBLAS's workspace unless it is set; torch reads it at its first product."""
+    os.environ.setdefault(WORKSPACE, ":4096:8")
+
+
+@contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """Use torch's deterministic algorithms for a backward pass on a GPU; restore settings after it.
+
+    A resumed run needs the same bits as an uninterrupted one. One kernel of a training step adds in
+    an order that differs from run to run: the backward pass of torch's fused attention. The
+    deterministic variant is less parallel; all other kernels stay the same. Forward passes are
+    repeatable without the setting, and the setting would refuse the kernel that counts the tokens
+    of each expert in some bases. torch also fills uninitialised memory by default; that is switched
+    off.
+    """
+    if device.type != "cuda" or not _is_ordered(device):
+        yield
+        return
+    with _deterministic():
+        yield
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    deterministic: Any = torch.utils.deterministic
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = deterministic.fill_uninitialized_memory
+    # attention ignores the setting if warn_only is true
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        deterministic.fill_uninitialized_memory = fills
+
+
+@cache
+def _is_ordered(device: torch.device) -> bool:
+    """Return whether torch accepts cuBLAS as deterministic; warn if the variable came too late."""
+    one = torch.ones(1, 1, device=device)
+    try:
+        with _deterministic():
+            torch.mm(one, one)
+    except RuntimeError:
+        warnings.warn(
+            f"a resumed run may differ in its last bits on {device}: torch multiplied there before "
+            f"{WORKSPACE} was set; set it to :4096:8 before Python starts",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 @contextmanager

@@ -1,25 +1,15 @@
-"""Phases of a schedule: their steps, learning rates, batch sizes, optimizers and checks.
+"""Phases of a schedule: their steps, learning rates, labels and checks.
 
 See docs/train.md.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from jaxtyping import Bool, Int
-from torch import Tensor
-
-from specheads.config import Data, Distill, Joint, Phase, Schedule
-from specheads.core.drafter import Head
+from specheads.config import Data
 from specheads.core.errors import InputError
-from specheads.core.seeds import derive_seed
-from specheads.data.packing import TokenBatch
-from specheads.training.losses.depth_loss import whole_chains
-from specheads.training.muon import Muon
-from specheads.training.objective import in_chains
+from specheads.training.settings import Distill, Joint, Phase, Schedule
 
 MOST_WARMUP_STEPS = 2000
 
@@ -59,77 +49,30 @@ class PlacedPhase:
     settings: Phase
     first: int
     """First step, counted over the run."""
-    peaks: dict[str, float]
-    """Peak learning rate of each role."""
+    muon_learning_rate: float = 0.0
 
     @property
     def end(self) -> int:
         """First step of the next phase, counted over the run."""
         return self.first + self.settings.steps
 
-    def elapsed(self, step: int) -> float:
-        """Return the position of a step in the phase: 0 at the first, 1 at the last."""
-        return (step - self.first) / max(self.settings.steps - 1, 1)
-
-    def batch_size_at(self, step: int) -> int:
-        """Return the sequences of a step, over all processes."""
-        return batch_size(step - self.first, self.settings)
-
     def rates(self, step: int) -> dict[str, float]:
-        """Return the learning rate of each role at a step."""
-        share = learning_rate_share(step - self.first, self.settings)
-        return {role: share * peak for role, peak in self.peaks.items()}
+        """Return the learning rate of each role at a step: see `optimizers.roles`."""
+        settings = self.settings
+        base = settings.joint.learning_rate if settings.joint else 0.0
+        peaks = {"head": settings.learning_rate, "hidden": self.muon_learning_rate, "base": base}
+        share = learning_rate_share(step - self.first, settings)
+        return {role: share * peak for role, peak in peaks.items()}
 
     def head_weight(self, step: int) -> float:
-        """Return the weight of the head's loss relative to the base's own loss at a step."""
-        assert self.settings.joint
-        return head_weight(self.settings.joint, self.elapsed(step))
+        """Return the weight of the head's loss relative to the base's own loss at a step.
 
-    def loss_mask(
-        self, batch: TokenBatch, head: Head, seed: int | None = None
-    ) -> Bool[Tensor, "batch time"]:
-        """Return the mask of labels that count in the losses of one step.
-
-        It is a random part of the loss mask, drawn per sample from the step's seed and the sample's
-        number. Without a seed all labels count; a head with `num_anchors` then gets the same
-        anchors each time, because its cost grows with them.
+        Source: arXiv:2401.10774, section 2.3.2, for the sine.
         """
-        loss_mask, share, most = batch.loss_mask, self.settings.scored_share, head.num_anchors
-        if in_chains(head, self.settings):
-            loss_mask = whole_chains(loss_mask, head.depth, batch.document_ids)
-        if seed is None:
-            share, seed = 1.0, 0
-        if share == 1.0 and not 0 < most < loss_mask.shape[1]:
-            return loss_mask
-        seeds = [derive_seed(seed, sample) for sample in batch.samples]
-        drawn = torch.stack(
-            [
-                torch.rand(loss_mask.shape[1], generator=torch.Generator().manual_seed(one))
-                for one in seeds
-            ]
-        ).to(loss_mask.device)
-        loss_mask = loss_mask & (drawn < share)
-        if 0 < most < loss_mask.shape[1]:
-            least = drawn.masked_fill(~loss_mask, 1.0).kthvalue(most, dim=1, keepdim=True).values
-            loss_mask &= drawn <= least
-        return loss_mask
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Part of a step that one process computes at once."""
-
-    phase: PlacedPhase
-    number: int
-    """Step of the run."""
-    seed: int
-    """Derived from the run's seed and `number`."""
-    batch: TokenBatch
-    """On the base's device."""
-    loss_mask: Bool[Tensor, "batch time"]
-    """Labels that count in the losses."""
-    counts: Int[Tensor, " level"]
-    """Number of labels of each mean, over all processes and parts: see `objective.label_counts`."""
+        joint, last = self.settings.joint, self.settings.steps - 1
+        assert joint
+        elapsed = (step - self.first) / max(last, 1)
+        return joint.head_weight * (math.sin(math.pi / 2 * elapsed) if joint.ramp == "sine" else 1)
 
 
 def placed(schedule: Schedule) -> list[PlacedPhase]:
@@ -137,35 +80,8 @@ def placed(schedule: Schedule) -> list[PlacedPhase]:
     found: list[PlacedPhase] = []
     for name, settings in schedule.phases.items():
         first = found[-1].end if found else 0
-        found.append(PlacedPhase(name, settings, first, peak_rates(settings, schedule)))
+        found.append(PlacedPhase(name, settings, first, schedule.muon_learning_rate))
     return found
-
-
-def batch_size(step: int, phase: Phase) -> int:
-    """Return the sequences of a phase's step, over all processes."""
-    rising = round(phase.steps * phase.batch_ramp_share)
-    first = phase.first_batch_share
-    share = first + (1.0 - first) * step / rising if step < rising else 1.0
-    return max(1, round(share * phase.batch_size))
-
-
-def batch_sizes(phase: Phase) -> list[int]:
-    """Return the batch sizes of a phase's first steps; the last one holds for the rest."""
-    rising = round(phase.steps * phase.batch_ramp_share) if phase.first_batch_share < 1.0 else 0
-    return [batch_size(step, phase) for step in range(rising + 1)]
-
-
-def row_tokens(phase: Phase, data: Data, context: int) -> int:
-    """Return the maximum row length of a phase; a conversation may fill the context."""
-    if phase.sequence_length or phase.distill is None:
-        return phase.sequence_length
-    sources = {one.source for one in data.sources.values() if one.weight} | {data.source}
-    return context if sources & CONVERSATIONS else text_tokens(phase.distill)
-
-
-def text_tokens(distill: Distill) -> int:
-    """Return the maximum length of a continued text."""
-    return distill.prompt_tokens + distill.new_tokens
 
 
 def learning_rate_share(step: int, phase: Phase) -> float:
@@ -182,81 +98,31 @@ def learning_rate_share(step: int, phase: Phase) -> float:
     return min(rising, phase.final_share + (1.0 - phase.final_share) * cosine)
 
 
-def roles(
-    head: Head, schedule: Schedule, adapter: Sequence[torch.nn.Parameter] = ()
-) -> dict[str, list[torch.nn.Parameter]]:
-    """Return the trained parameters by role, which selects their learning rate: see `peak_rates`.
-
-    Role `hidden` has the matrices without a vocabulary axis, which Muon updates.
-    """
-    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    hidden = [
-        parameter
-        for parameter in trained
-        if schedule.muon_learning_rate > 0
-        and parameter.ndim == 2
-        and not {head.vocab_size, head.drafted_size} & set(parameter.shape)
-    ]
-    known = {id(parameter) for parameter in hidden}
-    rest = [parameter for parameter in trained if id(parameter) not in known]
-    return {"head": rest, "base": list(adapter), "hidden": hidden}
-
-
-def optimizers(
-    head: Head, schedule: Schedule, adapter: Sequence[torch.nn.Parameter] = ()
-) -> list[torch.optim.Optimizer]:
-    """Return AdamW for all parameters, or Muon for the hidden matrices and AdamW for the rest.
-
-    The adapter of joint phases has its own AdamW. The `role` of a group selects its learning rate.
-
-    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
-    """
-    learned = roles(head, schedule, adapter)
-    hidden = learned.pop("hidden")
-    decay, betas = schedule.weight_decay, (schedule.betas[0], schedule.betas[1])
-    found: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(
-            [{"params": parameters, "role": role}],
-            lr=1.0,
-            betas=betas,
-            weight_decay=decay,
-            fused=True,
-        )
-        for role, parameters in learned.items()
-        if parameters
-    ]
-    if hidden:
-        found.append(Muon([{"params": hidden, "role": "hidden"}], lr=1.0, weight_decay=decay))
-    return found
-
-
-def peak_rates(phase: Phase, schedule: Schedule) -> dict[str, float]:
-    """Return the peak learning rate of each role: the head, its hidden matrices, the base."""
-    base = phase.joint.learning_rate if phase.joint else 0.0
-    return {"head": phase.learning_rate, "hidden": schedule.muon_learning_rate, "base": base}
-
-
-def head_weight(joint: Joint, elapsed: float) -> float:
-    """Return the weight of the head's loss relative to the base's own, at this share of a phase.
-
-    Source: arXiv:2401.10774, section 2.3.2, for the sine.
-    """
-    return joint.head_weight * (math.sin(math.pi / 2 * elapsed) if joint.ramp == "sine" else 1.0)
-
-
 def adapter_settings(schedule: Schedule) -> Joint | None:
     """Return the settings of the adapter, the same for all joint phases; None without one."""
     return next((phase.joint for phase in schedule.phases.values() if phase.joint), None)
 
 
+def row_tokens(phase: Phase, data: Data, context: int) -> int:
+    """Return the maximum row length of a phase; a conversation may fill the context."""
+    if phase.sequence_length or phase.distill is None:
+        return phase.sequence_length
+    sources = {one.source for one in data.sources.values() if one.weight} | {data.source}
+    return context if sources & CONVERSATIONS else text_tokens(phase.distill)
+
+
+def text_tokens(distill: Distill) -> int:
+    """Return the maximum length of a continued text."""
+    return distill.prompt_tokens + distill.new_tokens
+
+
 def refuse_misfit(name: str, phase: Phase, context: int, depth: int, processes: int = 1) -> None:
     """Raise if a phase does not fit the base's context, the head's depth or the processes."""
-    if (first := batch_size(0, phase)) < processes * phase.accumulation_steps:
-        begins = "" if first == phase.batch_size else f", which starts at {first}"
+    if phase.batch_size < processes * phase.accumulation_steps:
         raise InputError(
             f"phase {name!r} needs a sequence for each process and accumulation step, but "
             f"{processes} processes with accumulation_steps={phase.accumulation_steps} share "
-            f"batch_size={phase.batch_size}{begins}; raise it, or start fewer processes"
+            f"batch_size={phase.batch_size}; raise it, or start fewer processes"
         )
     text = text_tokens(phase.distill) if phase.distill else phase.sequence_length
     row = phase.sequence_length or text

@@ -1,4 +1,4 @@
-"""One optimizer step: batch parts, gradients and optimizer update."""
+"""One optimizer step of a head, on one or several processes."""
 
 import warnings
 from contextlib import nullcontext
@@ -9,21 +9,20 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.profiler import record_function
 
-from specheads.config import Schedule
 from specheads.core.attention import without_cudnn_attention
 from specheads.core.machine import to_device
 from specheads.core.seeds import derive_seed
 from specheads.data.packing import TokenBatch
-from specheads.training import schedule as schedules
-from specheads.training.objective import Objective, label_counts
-from specheads.training.processes import readers
-from specheads.training.repeatable import repeatable
-from specheads.training.schedule import PlacedPhase, Step
-from specheads.training.teacher import Teacher
+from specheads.training.objective import Objective, drawn_labels, label_counts
+from specheads.training.optimizers import optimizers
+from specheads.training.processes import readers, repeatable
+from specheads.training.schedule import PlacedPhase
+from specheads.training.settings import Schedule
+from specheads.training.teacher import Step, Teacher
 
 
 class Stepper:
-    """Takes optimizer steps for a head, on one or several processes."""
+    """Takes optimizer steps for a head with a teacher."""
 
     def __init__(
         self, teacher: Teacher, schedule: Schedule, accelerator: Accelerator, seed: int
@@ -33,7 +32,7 @@ class Stepper:
         self.shares = readers(teacher.base.sharding, accelerator)["world_size"]
         self.optimizers = [
             accelerator.prepare_optimizer(optimizer)
-            for optimizer in schedules.optimizers(self.head, schedule, teacher.parameters)
+            for optimizer in optimizers(self.head, schedule, teacher.parameters)
         ]
         with warnings.catch_warnings():
             # accelerate uses an argument name that newer torch deprecates
@@ -49,9 +48,8 @@ class Stepper:
         device = self.teacher.base.device
         steps = self._parts(batch, phase, number)
         for step in steps:
-            torch.manual_seed(
-                derive_seed(step.seed, step.batch.first_sample)
-            )  # for dropout in heads
+            # for dropout in heads
+            torch.manual_seed(derive_seed(step.seed, step.batch.first_sample))
             # gradients are all-reduced once, in the last part
             last = step is steps[-1]
             sharing = nullcontext() if last else self.accelerator.no_sync(self.objective)
@@ -68,14 +66,14 @@ class Stepper:
 
     def _parts(self, batch: TokenBatch, phase: PlacedPhase, number: int) -> list[Step]:
         """Return this process's parts of a step's batch."""
-        device = self.teacher.base.device
+        head, settings, device = self.head, phase.settings, self.teacher.base.device
         seed = derive_seed(self.seed, number)
         parts = [
-            (part.to(device), to_device(phase.loss_mask(part, self.head, seed), device))
-            for part in batch.parts(phase.settings.accumulation_steps)
+            (part.to(device), to_device(drawn_labels(part, head, settings, seed), device))
+            for part in batch.parts(settings.accumulation_steps)
         ]
         counts = [
-            label_counts(self.head, part.tokens, part.document_ids, loss_mask, phase.settings)
+            label_counts(head, part.tokens, part.document_ids, loss_mask, settings)
             for part, loss_mask in parts
         ]
         counts = self.total(torch.stack(counts).sum(0))
@@ -100,4 +98,4 @@ class Stepper:
         total = self.accelerator.reduce(values, reduction="sum")
         assert isinstance(total, Tensor)
         copies = self.accelerator.num_processes // self.shares
-        return total // copies if not total.is_floating_point() else total / copies
+        return total / copies if total.is_floating_point() else total // copies

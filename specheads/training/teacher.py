@@ -5,10 +5,10 @@ See docs/train.md. Source: Cai et al. 2024, arXiv:2401.10774, section 2.2.2.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.profiler import record_function
@@ -16,141 +16,109 @@ from torch.utils.checkpoint import checkpoint
 
 from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
-from specheads.config import Joint
 from specheads.core.drafter import Features, Head
-from specheads.core.files import atomic_folder
 from specheads.data.packing import TokenBatch
 from specheads.decoding.noise import bits
+from specheads.training.depth_loss import DepthLoss
 from specheads.training.feature_cache import FeatureCache
-from specheads.training.losses.depth_loss import DepthLoss
 from specheads.training.objective import figures, own_labels
-from specheads.training.schedule import PlacedPhase, Step
+from specheads.training.schedule import PlacedPhase
+from specheads.training.settings import Joint
+
+CHUNK_ROWS = 512
+"""Labels whose logits the base's own loss has in memory at once."""
 
 HeadLoss = Callable[..., DepthLoss]
 """`Objective.forward`, possibly wrapped in DDP."""
 
 
-class FrozenTeacher:
-    """A base that does not change: its logits are the targets of the head."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Part of a step that one process computes at once."""
 
-    def __init__(self, base: FrozenBase, head: Head, cache: FeatureCache | None = None) -> None:
+    phase: PlacedPhase
+    number: int
+    """Step of the run."""
+    seed: int
+    """Derived from the run's seed and `number`."""
+    batch: TokenBatch
+    """On the base's device."""
+    loss_mask: Bool[Tensor, "batch time"]
+    """Labels that count in the losses."""
+    counts: Int[Tensor, " level"]
+    """Number of labels of each mean, over all processes and parts: see `objective.label_counts`."""
+
+
+class Teacher:
+    """A base whose logits are the targets of a head.
+
+    With `joint` the base has an adapter, initialised from `seed`. Joint phases train it together
+    with the head; in other phases it is frozen.
+    """
+
+    def __init__(
+        self,
+        base: FrozenBase,
+        head: Head,
+        joint: Joint | None = None,
+        seed: int = 0,
+        cache: FeatureCache | None = None,
+    ) -> None:
         self.base, self.head, self.cache = base, head, cache
-        self.parameters: list[nn.Parameter] = []
-        """Trained parameters of the teacher."""
         self.adapter: Adapter | None = None
+        self.parameters: list[nn.Parameter] = []
+        """Trained parameters of the base."""
+        if joint:
+            self._original_logits_of = base.projection
+            self.adapter = Adapter(
+                base.model,
+                rank=joint.rank,
+                alpha=joint.alpha,
+                dropout=joint.dropout,
+                target_modules=joint.target_modules,
+                seed=seed,
+            )
+            self.parameters = self.adapter.parameters
 
     def begin(self, phase: PlacedPhase | None = None) -> None:
+        """Train or freeze the adapter, as the phase requires, and bind the head to the base."""
+        if self.adapter:
+            self.adapter.learn(phase is not None and phase.settings.joint is not None)
+        self._bind()
+
+    def _bind(self) -> None:
         """Bind the head to the base's current embedding and projection."""
-        del phase
         projection = self.base.projection
         self.logits_of = projection.rows(self.head.draft_ids)
         self.head.bind(self.base.embedding, projection.scaled_weight)
 
-    def losses(self, step: Step, head_loss: HeadLoss) -> tuple[Tensor, dict[str, Tensor]]:
-        """Read the batch; return the loss and the metrics to log."""
-        with record_function("base"):
-            features = self.read(step.batch)
-        loss = self.loss_of_head(step, head_loss, features)
-        return loss.total, figures(loss)
-
-    def loss_of_head(self, step: Step, head_loss: HeadLoss, features: Features) -> DepthLoss:
-        """Return the loss of the head on features of the base."""
-        tokens, settings = step.batch.tokens, step.phase.settings
-        return head_loss(features, tokens, step.loss_mask, self.logits_of, settings, step.counts)
-
-    def read(self, batch: TokenBatch) -> Features:
+    def features(self, batch: TokenBatch) -> Features:
         """Return the base's features of a batch, without gradients."""
         if self.cache is not None:
             return self.cache.read(batch)
         return self.base.read(batch.tokens, self.head.aux_layers, batch.document_ids)
 
-    def as_loaded(self) -> AbstractContextManager[None]:
-        """Disable the adapter inside the context."""
-        return nullcontext()
-
-    def at_rest(self) -> "AbstractContextManager[FrozenTeacher]":
-        """Yield a frozen teacher with the current weights."""
-        return nullcontext(self)
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the adapter weights, for a checkpoint."""
-        return {}
-
-    def load(self, weights: dict[str, Tensor]) -> None:
-        """Load the result of `weights`."""
-
-    def save(self, folder: Path, phase: PlacedPhase) -> None:
-        """Save the adapter at the end of a joint phase."""
-
-    def leave(self) -> None:
-        """Restore the base as it was before training."""
-
-
-class JointTeacher:
-    """A base with an adapter that is trained together with the head in joint phases.
-
-    In other phases it is a frozen teacher that includes the adapter. `seed` initialises the
-    adapter.
-    """
-
-    def __init__(self, base: FrozenBase, head: Head, joint: Joint, seed: int) -> None:
-        self.frozen, self.cache = FrozenTeacher(base, head), None
-        self.base, self.head = base, head
-        # the projection without the adapter
-        self._original_logits_of = base.projection
-        self.adapter = Adapter(base.model, joint, seed)
-        self.parameters = self.adapter.parameters
-
-    def begin(self, phase: PlacedPhase) -> None:
-        """Train or freeze the adapter, as the phase requires."""
-        self.adapter.learn(phase.settings.joint is not None)
-        self.frozen.begin()
-
     def losses(self, step: Step, head_loss: HeadLoss) -> tuple[Tensor, dict[str, Tensor]]:
-        """Read the batch; return the base's own loss plus the weighted loss of the head."""
-        joint = step.phase.settings.joint
-        if joint is None:
-            return self.frozen.losses(step, head_loss)
-        features, own = self.learn(step.batch, step.loss_mask, joint, step.seed)
-        own = own / step.counts[-1].clamp(min=1)
-        self.frozen.begin()
-        loss = self.frozen.loss_of_head(step, head_loss, features)
+        """Read the batch; return the loss and the metrics to log.
+
+        In a joint phase the loss is the base's own loss plus the weighted loss of the head.
+        """
+        settings = step.phase.settings
+        own: Tensor | None = None
+        if settings.joint is None:
+            with record_function("base"):
+                features = self.features(step.batch)
+        else:
+            features, own = self.learn(step.batch, step.loss_mask, settings.joint, step.seed)
+            own = own / step.counts[-1].clamp(min=1)
+            self._bind()
+        tokens = step.batch.tokens
+        loss = head_loss(features, tokens, step.loss_mask, self.logits_of, settings, step.counts)
+        found = figures(loss)
+        if own is None:
+            return loss.total, found
         total = own + step.phase.head_weight(step.number) * loss.total
-        values = {"loss": total, "loss/base": own}
-        return total, figures(loss) | {name: value.detach() for name, value in values.items()}
-
-    def as_loaded(self) -> AbstractContextManager[None]:
-        """Disable the adapter inside the context."""
-        return self.adapter.off()
-
-    @contextmanager
-    def at_rest(self) -> Iterator[FrozenTeacher]:
-        """Yield a frozen teacher with the current adapter."""
-        learning = self.adapter.learning
-        self.adapter.learn(False)
-        try:
-            self.frozen.begin()
-            yield self.frozen
-        finally:
-            self.adapter.learn(learning)
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the adapter weights, for a checkpoint."""
-        return self.adapter.weights()
-
-    def load(self, weights: dict[str, Tensor]) -> None:
-        """Load the result of `weights`."""
-        self.adapter.load(weights)
-
-    def leave(self) -> None:
-        """Remove the adapter from the base."""
-        self.adapter.remove()
-
-    def save(self, folder: Path, phase: PlacedPhase) -> None:
-        """Save the adapter at the end of a joint phase."""
-        if phase.settings.joint:
-            with atomic_folder(folder) as place:
-                self.adapter.save(place)
+        return total, found | {"loss": total.detach(), "loss/base": own.detach()}
 
     def learn(
         self, batch: TokenBatch, loss_mask: Bool[Tensor, "batch time"], joint: Joint, seed: int = 0
@@ -161,6 +129,7 @@ class JointTeacher:
         adapter. It covers the labels of `loss_mask` except the first token of a text. Dropout
         depends on the seed, the sample number and the position only.
         """
+        assert self.adapter
         tokens, document_ids = batch.tokens, batch.document_ids
         samples = torch.arange(batch.samples.start, batch.samples.stop, device=tokens.device)
         keys = bits(seed, samples[:, None], torch.arange(tokens.shape[1], device=tokens.device))
@@ -172,11 +141,17 @@ class JointTeacher:
                 aims = self.base.read(tokens, document_ids=document_ids).hidden[rows, places]
         self.adapter.draw_by(keys)
         features = self.base.read(tokens, self.head.aux_layers, document_ids, gradients=True)
-        states = features.hidden[rows, places]
-        return features, chunked_loss(self._row_loss, states, aims, keys[rows, places])
+        columns = features.hidden[rows, places], aims, keys[rows, places]
+        # the backward pass recomputes a chunk's logits, so only one chunk's are in memory
+        sums = [
+            checkpoint(self._row_loss, *chunk, use_reentrant=False)
+            for chunk in zip(*(column.split(CHUNK_ROWS) for column in columns), strict=True)
+        ]
+        return features, torch.stack(sums).sum()
 
     def _row_loss(self, hidden: Tensor, aims: Tensor, keys: Tensor) -> Tensor:
         """Return the summed loss towards labels, or towards the original base's hidden states."""
+        assert self.adapter
         self.adapter.draw_by(keys)
         logits = self.base.logits_of(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -185,28 +160,25 @@ class JointTeacher:
         log_probs = self._original_logits_of(aims).to(logits.dtype).log_softmax(-1)
         return F.kl_div(logits.log_softmax(-1), log_probs, reduction="sum", log_target=True)
 
+    def leave(self) -> None:
+        """Restore the base as it was before training."""
+        if self.adapter:
+            self.adapter.remove()
 
-Teacher = FrozenTeacher | JointTeacher
+    def as_loaded(self) -> AbstractContextManager[None]:
+        """Disable the adapter inside the context."""
+        return self.adapter.off() if self.adapter else nullcontext()
 
-
-def teacher_of(
-    base: FrozenBase, head: Head, joint: Joint | None, seed: int, cache: FeatureCache | None = None
-) -> Teacher:
-    """Return a `JointTeacher` if any phase is joint, else a `FrozenTeacher`.
-
-    Only a frozen base can use a feature cache.
-    """
-    return JointTeacher(base, head, joint, seed) if joint else FrozenTeacher(base, head, cache)
-
-
-def chunked_loss(
-    row_loss: Callable[..., Tensor], *columns: Shaped[Tensor, "row ..."], chunk_rows: int = 512
-) -> Float[Tensor, ""]:
-    """Return the sum of `row_loss` over chunks of rows.
-
-    The backward pass recomputes a chunk's logits, so at most one chunk's logits are in memory.
-    Unlike `losses.depth_loss` it keeps no gradient of the projection, which is frozen.
-    """
-    chunks = zip(*(column.split(chunk_rows) for column in columns), strict=True)
-    sums = [checkpoint(row_loss, *chunk, use_reentrant=False) for chunk in chunks]
-    return torch.stack(sums).sum()
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Freeze the adapter inside the context; the base includes it."""
+        if self.adapter is None:
+            yield
+            return
+        learning = self.adapter.learning
+        self.adapter.learn(False)
+        try:
+            self._bind()
+            yield
+        finally:
+            self.adapter.learn(learning)

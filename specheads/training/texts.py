@@ -14,7 +14,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.config import Distill, Phase, Train, Validation
+from specheads.config import Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
@@ -28,7 +28,8 @@ from specheads.training.distill.prompts import PromptSource, identity_of, prompt
 from specheads.training.distill.run import Job, write_folder
 from specheads.training.distill.shards import read_text
 from specheads.training.processes import readers
-from specheads.training.schedule import batch_sizes, row_tokens, text_tokens
+from specheads.training.schedule import row_tokens, text_tokens
+from specheads.training.settings import Distill, Phase, Validation
 from specheads.training.validation import HeldOut
 
 T = TypeVar("T")
@@ -249,7 +250,7 @@ class PhaseTexts:
         return PackedText(
             documents if phase.answers_only else documents.whole(),
             sequence_length=phase.sequence_length,
-            batch_size=batch_sizes(phase),
+            batch_size=phase.batch_size,
             packing=phase.packing,
             padding_id=self._padding_id,
             seed=self.settings.seed,

@@ -15,7 +15,6 @@ from rich.progress import Progress
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.config import Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import atomic_folder
@@ -24,12 +23,12 @@ from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress
 from specheads.runs.trackers import Tracker
-from specheads.training import schedule as schedules
 from specheads.training.feature_cache import FeatureCache
-from specheads.training.log import Meter, PhaseLog
-from specheads.training.schedule import PlacedPhase, Progressed
+from specheads.training.log import PhaseLog
+from specheads.training.schedule import PlacedPhase, Progressed, adapter_settings, placed
+from specheads.training.settings import Phase, Schedule
 from specheads.training.step import Stepper
-from specheads.training.teacher import Teacher, teacher_of
+from specheads.training.teacher import Teacher
 from specheads.training.validation import HeldOut, Watch
 
 
@@ -45,7 +44,6 @@ def train(
     seed: int = 0,
     log_every: int = 10,
     checkpoint_every: int = 0,
-    checkpoints_kept: int = 2,
     held_out: HeldOut | None = None,
     cache: FeatureCache | None = None,
 ) -> None:
@@ -65,22 +63,21 @@ def train(
     checkpoint and raises KeyboardInterrupt on all processes. With several processes they finish one
     more step. A second interrupt has its default effect.
     """
-    teacher = teacher_of(base, head, schedules.adapter_settings(schedule), seed, cache)
+    teacher = Teacher(base, head, adapter_settings(schedule), seed, cache)
     try:
-        trainer = _Trainer(teacher, schedule, run, accelerator, seed, checkpoints_kept)
+        trainer = _Trainer(Stepper(teacher, schedule, accelerator, seed), run)
         with progress(shown=accelerator.is_main_process) as display, trainer.on_interrupt():
             trainer.resume(lambda line: display.console.print(line, markup=False, soft_wrap=True))
             if tracker is not None:
                 tracker.resume(trainer.at.step)
-            watch = trainer.watch(held_out)
-            for phase in schedules.placed(schedule):
+            watch = Watch(held_out, trainer.stepper, run, trainer.at)
+            for phase in placed(schedule):
                 if trainer.at.step >= phase.end:
                     continue
                 # the base generates text without the adapter
                 with teacher.as_loaded():
                     text = open_text(phase.settings, display, trainer.halt)
-                meter = Meter(trainer.at, phase, teacher, accelerator.autocast)
-                log = PhaseLog(phase, trainer.at, tracker, display, trainer.total, log_every, meter)
+                log = PhaseLog(phase, trainer.stepper, trainer.at, tracker, display, log_every)
                 trainer.run_phase(phase, text, log, checkpoint_every, watch)
     finally:
         teacher.leave()
@@ -89,22 +86,11 @@ def train(
 class _Trainer:
     """State of the training loop."""
 
-    def __init__(
-        self,
-        teacher: Teacher,
-        schedule: Schedule,
-        run: RunDirectory,
-        accelerator: Accelerator,
-        seed: int,
-        kept: int,
-    ) -> None:
-        self.teacher, self.head = teacher, teacher.head
-        self.run, self.accelerator, self.kept = run, accelerator, kept
-        self.stepper = Stepper(teacher, schedule, accelerator, seed)
-        self.optimizers, self.total = self.stepper.optimizers, self.stepper.total
-        self.at = Progressed()
+    def __init__(self, stepper: Stepper, run: RunDirectory) -> None:
+        self.stepper, self.run, self.accelerator = stepper, run, stepper.accelerator
+        self.head, self.teacher, self.at = stepper.head, stepper.teacher, Progressed()
         self.stop = False
-        self.stops_before = torch.zeros((), device=accelerator.device)
+        self.stops_before = torch.zeros((), device=self.accelerator.device)
         """Number of processes with a stop request at the end of the previous step."""
 
     def run_phase(
@@ -118,9 +104,9 @@ class _Trainer:
         """Train from the current step to the end of the phase."""
         self.teacher.begin(phase)
         with closing(prefetched(self._batches(text))) as batches:
-            for batch, cursor in log.meter.waiting(batches):
+            for batch, cursor in log.waiting(batches):
                 values, self.at.cursor = self.stepper.step(batch, phase, self.at.step), cursor
-                tokens = phase.batch_size_at(self.at.step) * batch.tokens.shape[1]
+                tokens = phase.settings.batch_size * batch.tokens.shape[1]
                 self.at.step += 1
                 self.at.tokens += tokens
                 log.step(values, tokens, watch.due(phase))
@@ -140,16 +126,11 @@ class _Trainer:
             # so that phases can be compared later
             with atomic_folder(self.run.phases / phase.name) as folder:
                 self.head.save_pretrained(folder)
-            self.teacher.save(self.run.adapter, phase)
+            if self.teacher.adapter and phase.settings.joint:
+                with atomic_folder(self.run.adapter) as folder:
+                    self.teacher.adapter.save(folder)
         self.save()
         self.halt()
-
-    def watch(self, held_out: HeldOut | None) -> Watch:
-        """Return the validation of this run."""
-        # DDP's wrapper synchronises at each batch, and processes may have different numbers of them
-        alone = self.accelerator.unwrap_model(self.stepper.objective)
-        is_main = self.accelerator.is_main_process
-        return Watch(held_out, self.teacher, alone, self.run, self.at, self.total, is_main)
 
     def _batches(self, text: BatchStream) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield the remaining batches of a text, in pinned memory for a GPU."""
@@ -159,12 +140,10 @@ class _Trainer:
     def save(self) -> None:
         """Write a checkpoint on the main process; the others wait."""
         if self.accelerator.is_main_process:
-            optimizer = {"optimizers": [one.state_dict() for one in self.optimizers]}
-            learned = self.teacher.weights()
-            state = checkpoint.Checkpoint(
-                asdict(self.at), self.head.state_dict(), optimizer, learned
-            )
-            checkpoint.save(self.run.checkpoints, state, self.kept)
+            optimizer = {"optimizers": [one.state_dict() for one in self.stepper.optimizers]}
+            adapter = self.teacher.adapter.weights() if self.teacher.adapter else {}
+            content = asdict(self.at), self.head.state_dict(), optimizer, adapter
+            checkpoint.save(self.run.checkpoints, checkpoint.Checkpoint(*content))
         self.accelerator.wait_for_everyone()
 
     def resume(self, announce: Callable[[str], object]) -> None:
@@ -174,9 +153,13 @@ class _Trainer:
         if found is None:
             return
         try:
-            self._load(found)
-        except InputError:
-            raise
+            self.at = Progressed(**found.state)
+            self.head.load_state_dict(found.weights)
+            if self.teacher.adapter:
+                self.teacher.adapter.load(found.adapter)
+            saved = found.optimizer["optimizers"]
+            for optimizer, values in zip(self.stepper.optimizers, saved, strict=True):
+                optimizer.load_state_dict(values)
         # the checksums match, so another run wrote the file
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise InputError(
@@ -184,27 +167,14 @@ class _Trainer:
                 "another run; remove the folder to retrain"
             ) from error
 
-    def _load(self, found: checkpoint.Checkpoint) -> None:
-        state, weights, saved, adapter = found
-        if "cursors" in state:
-            raise InputError(
-                "a checkpoint must have one text position for all processes, but an earlier "
-                "version wrote one per process; finish the run with that version, or remove "
-                f"{self.run.checkpoints} to retrain"
-            )
-        self.at = Progressed(**state)
-        self.head.load_state_dict(weights)
-        self.teacher.load(adapter)
-        for optimizer, values in zip(self.optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(values)
-
     @contextmanager
     def on_interrupt(self) -> Iterator[None]:
         """Turn the first SIGINT or SIGTERM inside the context into a stop request."""
         # only the main thread receives signals
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
+        is_main = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+        # read both handlers first: an interrupt may come after the first replacement
+        before = {number: signal.getsignal(number) for number in numbers}
 
         def restore() -> None:
             for number, handler in before.items():
@@ -214,8 +184,6 @@ class _Trainer:
             self.stop = True
             restore()
 
-        # read both handlers first: an interrupt may come after the first replacement
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             for number in before:
                 signal.signal(number, request_stop)
@@ -241,7 +209,7 @@ class _Trainer:
 
     def _stop_requests(self) -> Tensor:
         """All-reduce the stop flag. Reading the result synchronises."""
-        return self.total(torch.full_like(self.stops_before, self.stop))
+        return self.stepper.total(torch.full_like(self.stops_before, self.stop))
 
 
 Item = TypeVar("Item")

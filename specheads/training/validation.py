@@ -16,10 +16,14 @@ from specheads.data.packing import TokenBatch
 from specheads.heads.load import drafter_of
 from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.runs.directory import RunDirectory
-from specheads.training.losses.depth_loss import DepthLoss
-from specheads.training.objective import label_counts
+from specheads.training.depth_loss import DepthLoss
+from specheads.training.objective import drawn_labels, label_counts
 from specheads.training.schedule import PlacedPhase, Progressed
+from specheads.training.settings import Phase
+from specheads.training.step import Stepper
 from specheads.training.teacher import Teacher
+
+SCORE = "validation/tokens_per_forward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +43,13 @@ class HeldOut:
     patience: int = 0
     """Validations without a higher score after which a phase ends. Zero: never."""
 
-    def due(self, step: int, phase: PlacedPhase) -> bool:
-        """Return whether to validate after this step."""
-        return step == phase.end or bool(self.every and step % self.every == 0)
-
 
 @torch.no_grad()
 def validate(
     held_out: HeldOut,
     teacher: Teacher,
     objective: Callable[..., DepthLoss],
-    phase: PlacedPhase,
+    phase: Phase,
     total: Callable[[Tensor], Tensor],
 ) -> dict[str, float]:
     """Return the phase's loss and the agreement of each depth, under the names of metrics.jsonl.
@@ -58,25 +58,24 @@ def validate(
     random numbers, so it does not change training. `total` sums over processes; every process calls
     it exactly twice.
     """
-    depth, settings, device = teacher.head.depth, phase.settings, teacher.base.device
-    batches = [batch.to(device) for batch in held_out.batches or []]
-    masks = [phase.loss_mask(batch, teacher.head) for batch in batches]
+    head, device = teacher.head, teacher.base.device
+    depth, rows = head.depth, []
     counts = torch.zeros(depth + 2, dtype=torch.long, device=device)
-    for batch, loss_mask in zip(batches, masks, strict=True):
-        counts += label_counts(teacher.head, batch.tokens, batch.document_ids, loss_mask, settings)
+    for batch in held_out.batches or []:
+        batch = batch.to(device)
+        loss_mask = drawn_labels(batch, head, phase)
+        counts += label_counts(head, batch.tokens, batch.document_ids, loss_mask, phase)
+        rows.append((batch, loss_mask))
     precision = torch.promote_types(teacher.base.dtype, torch.float32)
     counts, sums = total(counts), torch.zeros(2 * depth + 1, dtype=precision, device=device)
-    with teacher.at_rest() as frozen:
-        for batch, loss_mask in zip(batches, masks, strict=True):
-            seen = frozen.read(batch), batch.tokens, loss_mask
-            loss = objective(*seen, frozen.logits_of, settings, counts)
+    with teacher.at_rest():
+        for batch, loss_mask in rows:
+            seen = teacher.features(batch), batch.tokens, loss_mask
+            loss = objective(*seen, teacher.logits_of, phase, counts)
             sums += torch.cat([loss.total[None], loss.by_depth, loss.agreement])
     values = total(sums).where(counts[depth] > 0, math.nan).tolist()
     names = [f"{what}/depth_{level}" for what in ("loss", "accept") for level in range(depth)]
     return dict(zip([f"validation/{name}" for name in ("loss", *names)], values, strict=True))
-
-
-SCORE = "validation/tokens_per_forward"
 
 
 class Watch:
@@ -87,27 +86,33 @@ class Watch:
     """
 
     def __init__(
-        self,
-        held_out: HeldOut | None,
-        teacher: Teacher,
-        objective: Callable[..., DepthLoss],
-        run: RunDirectory,
-        at: Progressed,
-        total: Callable[[Tensor], Tensor],
-        is_main: bool,
+        self, held_out: HeldOut | None, stepper: Stepper, run: RunDirectory, at: Progressed
     ) -> None:
-        self.held_out, self.teacher, self.objective = held_out, teacher, objective
-        self.run, self.at, self.total, self.is_main = run, at, total, is_main
-        if held_out is not None and at.scored_on != held_out.identity:
+        self.held_out, self.run, self.at = held_out, run, at
+        self.teacher, self.total = stepper.teacher, stepper.total
+        self.is_main = stepper.accelerator.is_main_process
+        # DDP's wrapper synchronises at each batch, and processes may have different numbers of them
+        self.objective = stepper.accelerator.unwrap_model(stepper.objective)
+        self.best = 0.0
+        if held_out is None:
+            return
+        if at.scored_on != held_out.identity:
             # scores on other prompts are not comparable
             at.scored_on, at.highest, at.unrisen = held_out.identity, 0.0, 0
-        self.best = self._best()
+        if run.best_score.is_file():
+            # its step may be later than the checkpoint's: a resumed run repeats those steps exactly
+            saved = read_json(run.best_score)
+            score = saved.get("tokens_per_forward")
+            if saved.get("prompts") == held_out.identity and isinstance(score, float):
+                self.best = score
 
     def due(self, phase: PlacedPhase) -> Callable[[], dict[str, float]] | None:
         """Return the validation to run after this step, or None."""
-        if self.held_out is None or not self.held_out.due(self.at.step, phase):
+        if self.held_out is None:
             return None
-        return partial(self._measure, self.held_out, phase)
+        every, step = self.held_out.every, self.at.step
+        is_due = step == phase.end or (every and step % every == 0)
+        return partial(self._measure, self.held_out, phase) if is_due else None
 
     def ends(self, phase: PlacedPhase) -> str:
         """Return the reason to end the phase early, or an empty string."""
@@ -121,46 +126,29 @@ class Watch:
         )
 
     def _measure(self, held_out: HeldOut, phase: PlacedPhase) -> dict[str, float]:
-        values: dict[str, float] = {}
+        at, values, score = self.at, {}, None
         if held_out.batches is not None:
-            values = validate(held_out, self.teacher, self.objective, phase, self.total)
-        if held_out.prompts is None:
-            return values
-        score = tokens_per_forward(held_out.prompts, held_out.new_tokens, self.teacher, self.total)
+            values = validate(held_out, self.teacher, self.objective, phase.settings, self.total)
+        if held_out.prompts is not None:
+            score = tokens_per_forward(
+                held_out.prompts, held_out.new_tokens, self.teacher, self.total
+            )
         if score is None:
             return values
-        if score > self.at.highest:
-            self.at.highest, self.at.unrisen = score, 0
-        else:
-            self.at.unrisen += 1
+        at.unrisen = 0 if score > at.highest else at.unrisen + 1
+        at.highest = max(score, at.highest)
         if score > self.best:
             self.best = score
-            self._keep(held_out, phase)
+            if self.is_main:
+                about = {
+                    "step": at.step,
+                    "phase": phase.name,
+                    "tokens": at.tokens,
+                    "tokens_per_forward": score,
+                    "prompts": held_out.identity,
+                }
+                self.run.keep_best(self.teacher.head, self.teacher.adapter, about)
         return values | {SCORE: score}
-
-    def _keep(self, held_out: HeldOut, phase: PlacedPhase) -> None:
-        if not self.is_main:
-            return
-        score = {
-            "step": self.at.step,
-            "phase": phase.name,
-            "tokens": self.at.tokens,
-            "tokens_per_forward": self.best,
-            "prompts": held_out.identity,
-        }
-        self.run.keep_best(self.teacher.head, self.teacher.adapter, score)
-
-    def _best(self) -> float:
-        """Return the score of the saved best head; zero without one for these prompts.
-
-        Its step may be later than the checkpoint's: a resumed run repeats those steps exactly.
-        """
-        if self.held_out is None or not self.run.best_score.is_file():
-            return 0.0
-        saved = read_json(self.run.best_score)
-        score = saved.get("tokens_per_forward")
-        same = saved.get("prompts") == self.held_out.identity
-        return score if same and isinstance(score, float) else 0.0
 
 
 def tokens_per_forward(

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from specheads.base.fingerprint import base_fingerprint, tables_fingerprint
 from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
-from specheads.config import Joint
 from specheads.export.custom_generate import custom_generate
 from specheads.heads.load import build_for, load_head, resume_head
 from tests import tiny
@@ -85,7 +84,7 @@ def test_one_training_step_changes_the_tables_fingerprint(sibling):
 def test_a_merged_adapter_changes_the_fingerprint_but_not_the_tables(head_folder, tmp_path):
     model = trainable()
     before, embedding = of(model), model.get_input_embeddings().weight
-    adapter = Adapter(model, Joint(target_modules=["q_proj"], rank=2))
+    adapter = Adapter(model, target_modules=["q_proj"], rank=2)
     for parameter in adapter.parameters:
         nn.init.normal_(parameter, std=0.02)
     adapter.save(tmp_path / "adapter")

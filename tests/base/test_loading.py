@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from specheads.base.loading import load_config
 from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
-from specheads.config import Joint
 from specheads.core.errors import InputError
 from tests import tiny
 from tests.base.test_model import SHIPPED
@@ -322,7 +321,7 @@ def adapter_files() -> dict[str, bytes]:
     """Return the files of a valid adapter of the tiny base."""
     import tempfile
 
-    adapter = Adapter(copy.deepcopy(tiny.base().model), Joint(target_modules=["q_proj"], rank=2))
+    adapter = Adapter(copy.deepcopy(tiny.base().model), target_modules=["q_proj"], rank=2)
     with tempfile.TemporaryDirectory() as folder:
         adapter.save(Path(folder))
         return {file.name: file.read_bytes() for file in Path(folder).iterdir()}

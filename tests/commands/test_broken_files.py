@@ -108,7 +108,7 @@ def refused(
     base: Path, loaded: FrozenBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> Callable[..., str]:
     """Return a function that runs a command on a path and returns its error line."""
-    monkeypatch.setattr("specheads.training.run.load_base", lambda *_: loaded)
+    monkeypatch.setattr("specheads.commands.train.load_base", lambda *_: loaded)
     work, cache = tmp_path / "work", tmp_path / "cache"
     work.mkdir()
     monkeypatch.chdir(work)

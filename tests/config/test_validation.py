@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from specheads.config import Compare, Evaluate, Export, Push, Train, check, parts, schedule
+from specheads.config import Compare, Evaluate, Export, Push, Train, check, parts
 from specheads.config.parts import Data, Evaluation, Tree, WeightedSource
-from specheads.config.schedule import LOSSES, Distill, Joint, Phase, Schedule, Validation
 from specheads.core import ranges
 from specheads.core.errors import InputError
 from specheads.core.ranges import hints, words
 from specheads.decoding.accept import RULES
-from specheads.training.losses.depth_loss import KINDS, WEIGHTINGS
+from specheads.training import losses, settings
+from specheads.training.settings import LOSSES, Distill, Joint, Phase, Schedule, Validation
 
 COMMANDS = (Train, Evaluate, Compare, Export, Push)
 PARTS = [
     kind
-    for module in (parts, schedule)
+    for module in (parts, settings)
     for _, kind in inspect.getmembers(module, inspect.isclass)
     if kind.__module__ == module.__name__
 ]
@@ -41,9 +41,9 @@ def test_every_number_and_text_declares_its_range(kind: type):
 
 
 def test_choices_are_those_of_the_code():
-    assert tuple(KINDS) == LOSSES
+    assert tuple(losses.LOSSES) == LOSSES
     known = hints(Phase)["weighting"].__metadata__[0]
-    assert all(known.func(name) for name in WEIGHTINGS)
+    assert all(known.func(name) for name in ("geometric", "dpace"))
     known = hints(Evaluation)["acceptance"].__metadata__[0]
     assert all(known.func(name) for name in RULES)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specheads.training.repeatable import fix_workspace
+from specheads.training.processes import fix_workspace
 
 FOLDER = Path(__file__).parent
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specheads.training.losses import liger
-from specheads.training.losses.confidence import confidence_loss
-from specheads.training.losses.depth_loss import KINDS, DepthLoss, Targets, depth_loss
+from specheads.training.depth_loss import DepthLoss, Targets, confidence_loss, depth_loss
+from specheads.training.losses import LOSSES
 from tests.training.test_losses import Problem
 from tests.training.test_losses import _dense as dense_loss
 
@@ -29,7 +28,7 @@ def tolerance(kind: str, dtype: torch.dtype) -> float:
     return 0.2 if kind in STEPPED else 0.02
 
 
-KINDS = sorted(KINDS)
+KINDS = sorted(LOSSES)
 
 
 def drawn(*shape: int, scale: float = 1.0) -> Tensor:
@@ -143,35 +142,7 @@ def test_the_confidence_loss_is_least_at_the_rate_of_acceptance(device: torch.de
     hidden = torch.randn(6, 5, device=device)
     draft, base = (state @ weight.T).softmax(-1), (hidden @ weight.T).softmax(-1)
     rates = torch.minimum(draft, base).sum(-1)
-    call = [state], [(weight, None)], [Targets(labels, hidden, None)], lambda rows: rows @ weight.T
+    call = [state], [(weight, None)], [Targets(labels, hidden, lambda rows: rows @ weight.T)]
     least = confidence_loss([rates.logit()], *call)
     for other in (0.1, -0.1):
         assert (confidence_loss([rates.logit() + other], *call) > least).all()
-
-
-def test_liger_gives_the_loss_in_chunks(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("liger_kernel", reason="needs liger-kernel, the extra named cuda")
-    if device.type != "cuda":
-        pytest.skip("liger-kernel computes on CUDA only")
-    states = [torch.randn(ROWS, WIDTH, device=device, requires_grad=True) for _ in range(2)]
-    weights = [torch.randn(VOCAB, WIDTH, device=device, requires_grad=True) for _ in range(2)]
-    labels = torch.randint(VOCAB, (ROWS,), device=device)
-    labels[3] = -1
-    projections = [(weight, None) for weight in weights]
-    call = states, projections, Targets(labels, states[0].detach(), None)
-    assert liger.fits("cross_entropy", states, projections)
-    by_liger = depth_loss(*call, kind="cross_entropy", decay=0.5)
-    monkeypatch.setattr(liger, "fits", lambda *_: False)
-    ours = depth_loss(*call, kind="cross_entropy", decay=0.5)
-    leaves = [*states, *weights]
-    assert_close(by_liger.total, ours.total, 1e-3)
-    assert_close(by_liger.by_depth, ours.by_depth, 1e-3)
-    assert_close(by_liger.agreement, ours.agreement, 1e-3)
-    for one, other in zip(
-        torch.autograd.grad(by_liger.total, leaves),
-        torch.autograd.grad(ours.total, leaves),
-        strict=True,
-    ):
-        assert_close(one, other, 1e-3)

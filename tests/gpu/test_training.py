@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from specheads.base import document_attention
 from specheads.base.model import FrozenBase
-from specheads.config import Joint, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.data.packing import BatchStream, PackedText, TokenBatch
 from specheads.heads.load import build_for, kinds
@@ -22,7 +21,7 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker, read_metrics
 from specheads.training import trainer
 from specheads.training.feature_cache import FeatureCache
-from specheads.training.schedule import batch_sizes
+from specheads.training.settings import Joint, Phase, Schedule
 from specheads.training.step import Stepper
 from specheads.training.validation import HeldOut
 from tests import tiny
@@ -48,7 +47,7 @@ def base_on(device: torch.device, dtype: torch.dtype = torch.float32) -> FrozenB
 
 def packed_text(settings: Phase) -> PackedText:
     """Return documents of uneven lengths in rows of 40 tokens."""
-    return PackedText(documents(), sequence_length=40, batch_size=batch_sizes(settings))
+    return PackedText(documents(), sequence_length=40, batch_size=settings.batch_size)
 
 
 def counting(settings: Phase) -> Counting:
@@ -260,12 +259,10 @@ def test_packed_documents_are_read_as_under_a_mask(
         assert (ours - theirs).norm() <= 0.03 * theirs.norm()
 
 
-def test_recomputed_activations_and_parts_of_a_batch_give_the_same_losses(
-    device: torch.device, tmp_path: Path
-) -> None:
+def test_parts_of_a_batch_give_the_same_losses(device: torch.device, tmp_path: Path) -> None:
     usual = {"steps": 3, "batch_size": 4}
     _, plain = run_training(tmp_path / "plain", device, corpus(**usual), "eagle3")
-    sparing = corpus(**usual, accumulation_steps=2, activation_checkpointing=True)
-    _, parts = run_training(tmp_path / "parts", device, sparing, "eagle3")
+    in_parts = corpus(**usual, accumulation_steps=2)
+    _, parts = run_training(tmp_path / "parts", device, in_parts, "eagle3")
     for one, other in zip(parts, plain, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.heads.load import build, build_for, fit, load_head
-from specheads.training.losses.depth_loss import Targets, depth_loss
+from specheads.training.depth_loss import Targets, depth_loss
 from tests import tiny
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -121,7 +121,7 @@ def test_the_fused_loss_equals_the_loss_of_the_logits(
     )
     assert isinstance(dense, torch.Tensor)
     wanted = torch.autograd.grad(dense, list(head.parameters()), retain_graph=True)
-    targets = Targets(labels, features.hidden.flatten(0, 1), None)
+    targets = Targets(labels, features.hidden.flatten(0, 1), base.logits_of)
     projections = [head.projection(level) for level in range(head.depth)]
     fused = depth_loss(states, projections, targets, kind="cross_entropy").total
     torch.testing.assert_close(fused, dense, rtol=1e-12, atol=1e-12)

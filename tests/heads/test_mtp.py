@@ -17,7 +17,7 @@ from specheads.core.features import Committed
 from specheads.decoding.generate import generate
 from specheads.heads.kinds import mtp
 from specheads.heads.load import build, build_for, load_head, resume_head
-from specheads.training.losses.depth_loss import depth_shares
+from specheads.training.depth_loss import depth_shares
 from tests import tiny
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -14,10 +14,10 @@ from specheads.runs import checkpoint
 from specheads.runs.checkpoint import Checkpoint
 
 
-def save(folder: Path, step: int, **choices: int) -> None:
+def save(folder: Path, step: int) -> None:
     weights = {"a": torch.full((3,), float(step))}
     held = Checkpoint({"step": step}, weights, {"momentum": torch.ones(2)}, {})
-    checkpoint.save(folder, held, **choices)
+    checkpoint.save(folder, held)
 
 
 def steps(folder: Path) -> list[str]:
@@ -37,16 +37,6 @@ def test_newest_checkpoint_is_read_and_two_are_kept(tmp_path: Path):
         save(tmp_path, step)
     assert newest(tmp_path) == 100
     assert steps(tmp_path) == ["step-100", "step-20"]
-
-
-@pytest.mark.parametrize(
-    ("kept", "left"), [(1, ["step-20"]), (3, ["step-10", "step-2", "step-20"])]
-)
-def test_number_of_kept_checkpoints(kept: int, left: list[str], tmp_path: Path):
-    for step in (1, 2, 10, 20):
-        save(tmp_path, step, kept=kept)
-    assert newest(tmp_path) == 20
-    assert steps(tmp_path) == left
 
 
 def flip(file: Path) -> None:

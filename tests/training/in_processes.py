@@ -25,7 +25,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from specheads.base.model import FrozenBase
-from specheads.config import Base, Phase, Schedule
 from specheads.data.documents import Documents
 from specheads.data.packing import BatchStream, PackedText, TokenBatch, share
 from specheads.heads.load import build_for
@@ -33,7 +32,8 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
 from specheads.training.processes import accelerator_of_environment, load_base, readers
-from specheads.training.schedule import PlacedPhase, batch_sizes
+from specheads.training.schedule import PlacedPhase
+from specheads.training.settings import Phase, Schedule
 from specheads.training.step import Stepper
 from specheads.training.validation import HeldOut
 from tests import tiny
@@ -90,10 +90,10 @@ def joined(shared_out: str) -> tuple[Accelerator, FrozenBase]:
     if not shared_out:
         return Accelerator(cpu=True), tiny.base("llama")
     # before the process group exists: in one, transformers writes on the first process only
-    settings = Base(model=folder_of_base(), dtype="float64")
+    folder = folder_of_base()
     os.environ |= SHARED_OUT[shared_out]
-    accelerator = accelerator_of_environment(settings.dtype)
-    return accelerator, load_base(settings, accelerator)
+    accelerator = accelerator_of_environment("float64")
+    return accelerator, load_base({"model": folder, "dtype": "float64"}, accelerator)
 
 
 def train(
@@ -117,7 +117,7 @@ def train(
     usual = {"steps": 6, "batch_size": 6, "learning_rate": 1e-2, "scored_share": 0.6}
     phase = Phase(text="corpus", sequence_length=40, **usual | settings)
     rank, world_size = readers(base.sharding, accelerator).values()
-    sizes: dict[str, Any] = {"sequence_length": 40, "batch_size": batch_sizes(phase)}
+    sizes: dict[str, Any] = {"sequence_length": 40, "batch_size": phase.batch_size}
     text = PackedText(documents(), **sizes, rank=rank, world_size=world_size)
     mine = share(range(held_out), rank, world_size)
     rows = [text.batch(mine[at : at + 2]) for at in range(0, len(mine), 2)]

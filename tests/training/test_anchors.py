@@ -3,15 +3,12 @@
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.config import Schedule
 from specheads.core.features import Features
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for
 from specheads.measure.offline import offline_logits
-from specheads.training.losses.confidence import acceptance_rates, confidence_loss
-from specheads.training.losses.depth_loss import Targets, whole_chains
-from specheads.training.objective import Objective
-from specheads.training.schedule import placed
+from specheads.training.depth_loss import Targets, acceptance_rates, confidence_loss
+from specheads.training.objective import Objective, drawn_labels, whole_chains
 from tests import tiny
 from tests.training.test_trainer import phase
 
@@ -38,23 +35,21 @@ def batch_of(first_sample: int = 0, rows: int = 3) -> TokenBatch:
 
 def test_anchors_per_row_do_not_depend_on_parts():
     head = head_of("dflash")
-    (place,) = placed(Schedule(phases={"corpus": phase()}))
-    batch = batch_of()
-    drawn = place.loss_mask(batch, head, seed=5)
+    batch, settings = batch_of(), phase()
+    drawn = drawn_labels(batch, head, settings, seed=5)
     assert drawn.sum(1).tolist() == [MOST] * 3
     assert not (drawn & ~whole_chains(batch.loss_mask, DEPTH)).any()
-    assert torch.equal(place.loss_mask(batch_of(1, 2), head, seed=5), drawn[1:])
-    assert not torch.equal(place.loss_mask(batch, head, seed=6), drawn)
+    assert torch.equal(drawn_labels(batch_of(1, 2), head, settings, seed=5), drawn[1:])
+    assert not torch.equal(drawn_labels(batch, head, settings, seed=6), drawn)
     # validation uses the same anchors each time
-    assert torch.equal(place.loss_mask(batch, head), place.loss_mask(batch, head))
+    assert torch.equal(drawn_labels(batch, head, settings), drawn_labels(batch, head, settings))
 
 
 def test_loss_covers_drawn_drafts_with_weights():
     base, head, batch = tiny.base(), head_of("dflash"), batch_of()
     settings = phase(loss="cross_entropy", decay=0.7788)
-    (place,) = placed(Schedule(phases={"corpus": settings}))
     features = base.read(batch.tokens, head.aux_layers)
-    loss_mask = place.loss_mask(batch, head, seed=5)
+    loss_mask = drawn_labels(batch, head, settings, seed=5)
     loss = Objective(head)(features, batch.tokens, loss_mask, base.logits_of, settings)
     # the first labels of a text count if every depth can draft them
     rows, first = (loss_mask & (torch.arange(TIME) > DEPTH)).nonzero(as_tuple=True)
@@ -72,9 +67,8 @@ def test_loss_covers_drawn_drafts_with_weights():
 def test_dspark_loss_includes_the_confidence_loss():
     base, head, batch = tiny.base(), head_of("dspark"), batch_of()
     settings = phase(loss="cross_entropy_l1", decay=0.7788)
-    (place,) = placed(Schedule(phases={"corpus": settings}))
     features = base.read(batch.tokens, head.aux_layers)
-    loss_mask = place.loss_mask(batch, head, seed=5)
+    loss_mask = drawn_labels(batch, head, settings, seed=5)
     call = features, batch.tokens, loss_mask, base.logits_of, settings
     loss = Objective(head)(*call)
     rows, first = (loss_mask & (torch.arange(TIME) > DEPTH)).nonzero(as_tuple=True)
@@ -100,11 +94,10 @@ def test_dspark_loss_includes_the_confidence_loss():
 def test_confidence_loss_is_least_at_the_acceptance_rate():
     torch.manual_seed(0)
     state, weight = torch.randn(6, 5), torch.randn(11, 5)
-    targets = Targets(torch.tensor([0, 3, -1, 2, 1, 4]), torch.randn(6, 5), None)
-    rates = acceptance_rates(
-        state, (weight, None), targets.base_hidden, lambda rows: rows @ weight.T
-    )
-    call = [state], [(weight, None)], [targets], lambda rows: rows @ weight.T
+    labels, hidden = torch.tensor([0, 3, -1, 2, 1, 4]), torch.randn(6, 5)
+    targets = Targets(labels, hidden, lambda rows: rows @ weight.T)
+    rates = acceptance_rates(state, (weight, None), targets)
+    call = [state], [(weight, None)], [targets]
     at_best = confidence_loss([rates.logit()], *call)
     for other in (0.1, -0.1):
         assert (confidence_loss([rates.logit() + other], *call) > at_best).all()

@@ -9,7 +9,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from specheads.config import Base
 from specheads.training.processes import load_base
 from tests import tiny
 from tests.training.in_processes import folder_of_base, forked
@@ -48,7 +47,7 @@ def test_compiled_head_and_base_have_the_same_losses(
 def test_base_is_compiled_when_accelerate_compiles(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
     torch._dynamo.utils.counters.clear()
-    base = load_base(Base(model=folder_of_base(), dtype="float64"), Accelerator(cpu=True))
+    base = load_base({"model": folder_of_base(), "dtype": "float64"}, Accelerator(cpu=True))
     tokens = torch.arange(40).reshape(2, 20) % tiny.VOCAB
     found, wanted = (one.read(tokens, (1, 2)) for one in (base, tiny.base("llama")))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from specheads.config import Phase
 from specheads.heads.load import build_for, kinds
 from specheads.training.cost import _multiplied, matmul_rate, step_flops
+from specheads.training.settings import Phase
 from tests import tiny
 from tests.packed import alone, packed, texts
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from specheads.config import Distill, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.files import sole_writer
 from specheads.data.packing import BatchStream, PackedText
@@ -20,29 +19,14 @@ from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.training.distill.run import Job, write_text
 from specheads.training.distill.shards import read_text
-from specheads.training.step import Stepper
+from specheads.training.settings import Distill, Phase, Schedule
 from tests import tiny
 from tests.training.distill.pens import Pen, Talks
-from tests.training.test_trainer import Counting, StopError, phase, run_training
+from tests.training.test_trainer import Counting, phase, power_cut, run_training
 
 pytestmark = pytest.mark.slow
 
 SCHEDULE = Schedule(phases={"corpus": phase(), "distilled": phase(steps=5, scored_share=0.6)})
-
-
-def killed_at(step: int, folder: Path) -> None:
-    """Train until a step and stop as in a power cut."""
-    with pytest.MonkeyPatch.context() as patch:
-        whole = Stepper.step
-
-        def crash(self, batch, phase, number):
-            if number == step:
-                raise StopError
-            return whole(self, batch, phase, number)
-
-        patch.setattr(Stepper, "step", crash)
-        with pytest.raises(StopError):
-            run_training(folder, SCHEDULE, checkpoint_every=2)
 
 
 @pytest.mark.parametrize("step", [5, 10], ids=["phase one", "phase two"])
@@ -52,7 +36,8 @@ def test_checkpoint_survives_any_changed_byte(
     """Change fifty bytes per phase, in the newest or the previous checkpoint."""
     chance = random.Random(step)
     whole = run_training(tmp_path / "whole", SCHEDULE).state_dict()
-    killed_at(step, tmp_path / "killed")
+    with power_cut(step):
+        run_training(tmp_path / "killed", SCHEDULE, checkpoint_every=2)
     files = sorted((tmp_path / "killed" / "checkpoints").rglob("*.*"))
     assert len({file.parent for file in files}) == 2
     ends = {"same": 0, "told": 0}

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from specheads.base.model import FrozenBase
-from specheads.config import Base, Data, Evaluation, Joint, Schedule, Tracker, Train, Tree
-from specheads.config import FeatureCache as Settings
+from specheads.config import Base, Data, Evaluation, Tracker, Train, Tree
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.runs.trackers import read_metrics
 from specheads.training import feature_cache as module
 from specheads.training.feature_cache import FeatureCache, feature_cache
+from specheads.training.settings import FeatureCache as Settings
+from specheads.training.settings import Joint, Schedule
 from specheads.training.validation import HeldOut
 from tests import tiny
 from tests.packed import packed, texts

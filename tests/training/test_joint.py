@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -20,23 +19,19 @@ from specheads.base.lora import WEIGHTS, Adapter, targets
 from specheads.base.model import FrozenBase
 from specheads.base.selfcheck import check
 from specheads.commands._call import call
-from specheads.config import Joint, Phase, Schedule, data_dir
+from specheads.config import data_dir
 from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds, load_head
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
-from specheads.runs.trackers import Tracker, read_metrics
-from specheads.training import trainer
-from specheads.training.schedule import (
-    adapter_settings,
-    head_weight,
-    optimizers,
-    peak_rates,
-)
-from specheads.training.step import Stepper
-from specheads.training.teacher import JointTeacher, chunked_loss
+from specheads.runs.trackers import read_metrics
+from specheads.training import teacher as teachers
+from specheads.training.settings import Joint, Phase, Schedule
+from specheads.training.teacher import Teacher
 from tests import tiny
+from tests.training import test_trainer
+from tests.training.test_trainer import StopError, assert_equal, power_cut
 
 TEXT = torch.arange(24).view(2, 12) % 7
 
@@ -76,24 +71,13 @@ class Moving:
 
 
 def run_training(
-    folder: Path, base: FrozenBase, phases: dict[str, Phase], **settings: Any
+    folder: Path, base: FrozenBase, phases: dict[str, Phase], kind: str = "medusa", **choices: Any
 ) -> tuple[Head, RunDirectory]:
-    torch.manual_seed(0)
-    head = build_for({"kind": settings.pop("kind", "medusa"), "depth": 2}, base)
-    run = RunDirectory(folder)
-    tracker = Tracker(run.metrics, kind="jsonl", project="", name="")
-    trainer.train(
-        base,
-        head,
-        Schedule(phases=phases),
-        lambda *_: Moving(),
-        run,
-        tracker,
-        Accelerator(cpu=True),
-        log_every=1,
-        **settings,
+    schedule, text = Schedule(phases=phases), Moving()
+    head = test_trainer.run_training(
+        folder, schedule, kind=kind, base=base, text=text, log_every=1, **choices
     )
-    return head, run
+    return head, RunDirectory(folder)
 
 
 def everything(tokens: Tensor) -> TokenBatch:
@@ -116,9 +100,7 @@ def test_joint_training_does_not_change_frozen_weights(
     base = fresh_base(architecture, torch.float32)
     before, spoken = values(base), said(base)
     _, run = run_training(tmp_path, base, {"joint": phase(joint=joint(target=target))})
-    assert set(values(base)) == set(before)
-    for name, value in values(base).items():
-        assert torch.equal(value, before[name]), name
+    assert_equal(values(base), before)
     assert torch.equal(said(base), spoken)
     base.merge(run.adapter)
     merged = said(base)
@@ -141,13 +123,21 @@ def test_disabled_adapter_is_the_original_and_merged_one_the_adapted_base(
 ):
     base = fresh_base(architecture)
     spoken = said(base)
-    adapter = Adapter(base.model, joint())
+    adapter = Adapter(base.model, rank=2)
     assert torch.equal(said(base), spoken)
     randomise(adapter)
     adapted = said(base)
     assert (adapted - spoken).abs().max() > 1e-3
+    hidden, some = base.read(TEXT).hidden, torch.tensor([3, 5, 8])
     with torch.no_grad():
-        torch.testing.assert_close(base.logits_of(base.read(TEXT).hidden), adapted)
+        torch.testing.assert_close(base.logits_of(hidden), adapted)
+        whole = base.model(input_ids=TEXT, use_cache=False).logits
+    # a head learns from these
+    torch.testing.assert_close(adapted, whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(base.projection.rows(some)(hidden), whole[..., some])
+    if architecture == "llama":
+        bound = hidden @ base.projection.scaled_weight.T
+        torch.testing.assert_close(bound, whole, rtol=1e-12, atol=1e-12)
     with adapter.off():
         assert torch.equal(said(base), spoken)
     assert torch.equal(said(base), adapted)
@@ -191,7 +181,7 @@ def test_tied_projection_gets_no_adapter_and_stays_tied(tmp_path: Path):
     with pytest.raises(ValueError, match="tied to the embedding"):
         targets(base.model, ["q_proj", "lm_head"])
     embedding = base.embedding.clone()
-    adapter = Adapter(base.model, joint())
+    adapter = Adapter(base.model, rank=2)
     randomise(adapter)
     adapter.save(tmp_path)
     adapter.remove()
@@ -225,7 +215,7 @@ def test_invalid_adapter_is_refused_in_one_line(tmp_path: Path):
     with pytest.raises(ValueError, match=r"needs adapter_model\.safetensors, and it has none"):
         base.merge(tmp_path / "empty")
     other = fresh_base("gpt2")
-    Adapter(other.model, joint()).save(tmp_path / "gpt2")
+    Adapter(other.model, rank=2).save(tmp_path / "gpt2")
     with pytest.raises(ValueError, match=r"base\.adapter must be a LoRA adapter") as told:
         base.merge(tmp_path / "gpt2")
     assert "\n" not in str(told.value)
@@ -233,21 +223,13 @@ def test_invalid_adapter_is_refused_in_one_line(tmp_path: Path):
         base.merge(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(
-    ("ramp", "place", "weight"),
-    [("constant", 0.0, 0.2), ("sine", 0.0, 0.0), ("sine", 0.5, 0.2 * math.sqrt(0.5)),
-     ("sine", 1.0, 0.2)],
-)  # fmt: skip
-def test_head_weight_is_a_sine_ramp_or_constant(ramp: str, place: float, weight: float):
-    assert head_weight(Joint(ramp=ramp), place) == pytest.approx(weight, abs=1e-12)
-
-
 def test_log_has_head_weight_and_both_learning_rates(tmp_path: Path):
     settings = joint(ramp="sine", head_weight=0.3, learning_rate=5e-3)
-    phases = {"joint": phase(final_share=1.0, joint=settings)}
+    phases = {"joint": phase(steps=5, final_share=1.0, joint=settings)}
     _, run = run_training(tmp_path, fresh_base(dtype=torch.float32), phases)
     rows = read_metrics(run.metrics)
-    assert [rows[0]["head_weight"], rows[-1]["head_weight"]] == pytest.approx([0.0, 0.3])
+    weights = [row["head_weight"] for row in rows]
+    assert weights[::2] == pytest.approx([0.0, 0.3 * math.sqrt(0.5), 0.3])
     assert {row["learning_rate"] for row in rows} == {1e-2}
     assert {row["learning_rate/base"] for row in rows} == {5e-3}
     for row in rows:
@@ -256,26 +238,12 @@ def test_log_has_head_weight_and_both_learning_rates(tmp_path: Path):
         assert row["loss"] == pytest.approx(total, rel=1e-5)
 
 
-def test_base_and_head_have_separate_learning_rates():
-    base = fresh_base()
-    adapter = Adapter(base.model, joint())
-    head = build_for({"kind": "medusa", "depth": 2}, base)
-    schedule = Schedule(phases={})
-    of_head, of_base = optimizers(head, schedule, adapter.parameters)
-    assert [group["role"] for group in of_head.param_groups] == ["head"]
-    assert [group["role"] for group in of_base.param_groups] == ["base"]
-    assert [*of_base.param_groups[0]["params"]] == adapter.parameters
-    assert peak_rates(phase(joint=joint(learning_rate=3e-4)), schedule) == {
-        "head": 1e-2, "hidden": 0.0, "base": 3e-4,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("kind", kinds())
 def test_all_parameters_of_adapter_and_head_are_trained(kind: str, tmp_path: Path):
     base = fresh_base(dtype=torch.float32)
     # A moves from the second step on: until then B is zero
     head, run = run_training(tmp_path, base, {"joint": phase(joint=joint())}, kind=kind)
-    start = Adapter(base.model, joint()).weights()
+    start = Adapter(base.model, rank=2).weights()
     found = checkpoint.newest(run.checkpoints)
     assert found is not None
     assert set(found.adapter) == set(start)
@@ -291,25 +259,20 @@ def test_phase_without_joint_does_not_change_the_adapter(tmp_path: Path):
     heads_only, both = phase(), phase(joint=joint())
     _, first = run_training(tmp_path / "first", base, {"heads": heads_only, "joint": both})
     run_training(tmp_path / "alone", base, {"heads": heads_only})
-    ours = load_head(first.phases / "heads", base)
-    for name, value in load_head(tmp_path / "alone/phases/heads", base).named_parameters():
-        assert torch.equal(value, ours.get_parameter(name)), name
+    ours, theirs = (
+        load_head(folder, base).state_dict()
+        for folder in (first.phases / "heads", tmp_path / "alone/phases/heads")
+    )
+    assert_equal(ours, theirs)
     _, last = run_training(tmp_path / "last", base, {"joint": both, "heads": heads_only})
     _, only = run_training(tmp_path / "only", base, {"joint": both})
     weights = [checkpoint.newest(run.checkpoints).adapter for run in (last, only)]  # pyright: ignore
     assert weights[0]
-    for name, value in weights[0].items():
-        assert torch.equal(value, weights[1][name]), name
-
-
-class StopError(Exception):
-    """Simulates a power cut."""
+    assert_equal(*weights)
 
 
 @pytest.mark.parametrize("target", ["text", "base"])
-def test_resumed_training_equals_uninterrupted_training(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_resumed_training_equals_uninterrupted_training(target: str, tmp_path: Path):
     """Bitwise, with random dropout and label masks in each step."""
     base = fresh_base(dtype=torch.float32)
     phases = {
@@ -318,27 +281,18 @@ def test_resumed_training_equals_uninterrupted_training(
     }
     whole, undisturbed = run_training(tmp_path / "whole", base, phases)
     for crash_at in (3, 7):
-        step = Stepper.step
-
-        def crash(self, batch, phase, number, at=crash_at, step=step):
-            if number == at:
-                raise StopError
-            return step(self, batch, phase, number)
-
-        monkeypatch.setattr(Stepper, "step", crash)
-        with pytest.raises(StopError):
+        with power_cut(crash_at):
             run_training(tmp_path / "parts", base, phases, checkpoint_every=2)
-        monkeypatch.undo()
     parts, stopped = run_training(tmp_path / "parts", base, phases, checkpoint_every=2)
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, parts.state_dict()[name]), name
+    assert_equal(whole.state_dict(), parts.state_dict())
     file = "adapter_model.safetensors"
     assert (stopped.adapter / file).read_bytes() == (undisturbed.adapter / file).read_bytes()
 
 
-def joint_teacher(base: FrozenBase) -> tuple[JointTeacher, Adapter]:
+def joint_teacher(base: FrozenBase) -> tuple[Teacher, Adapter]:
     head = build_for({"kind": "medusa", "depth": 2}, base)
-    teacher = JointTeacher(base, head, joint(dropout=0.0), seed=0)
+    teacher = Teacher(base, head, joint(dropout=0.0), seed=0)
+    assert teacher.adapter
     return teacher, teacher.adapter
 
 
@@ -357,7 +311,11 @@ def test_error_at_rest_restores_adapter_training():
 
 
 @pytest.mark.parametrize("architecture", ["llama", "granite", "gpt2"])
-def test_base_loss_equals_the_loss_of_all_logits(architecture: str):
+@pytest.mark.parametrize("chunk_rows", [4, 512])
+def test_base_loss_equals_the_loss_of_all_logits(
+    chunk_rows: int, architecture: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(teachers, "CHUNK_ROWS", chunk_rows)
     base = fresh_base(architecture)
     teacher, adapter = joint_teacher(base)
     loss_mask = torch.rand(TEXT.shape, generator=torch.manual_seed(3)) < 0.6
@@ -378,51 +336,6 @@ def test_base_loss_equals_the_loss_of_all_logits(architecture: str):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 4, 100])
-def test_chunks_do_not_change_loss_and_gradient(chunk_rows: int):
-    hidden = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
-    aims = torch.arange(9) % 5
-
-    def row_loss(rows: Tensor, goals: Tensor) -> Tensor:
-        # never more than a chunk
-        assert len(rows) <= chunk_rows
-        return F.cross_entropy(rows, goals, reduction="sum")
-
-    loss = chunked_loss(row_loss, hidden, aims, chunk_rows=chunk_rows)
-    whole = F.cross_entropy(hidden, aims, reduction="sum")
-    torch.testing.assert_close(loss, whole, rtol=1e-13, atol=1e-13)
-    gradients = [torch.autograd.grad(value, hidden)[0] for value in (loss, whole)]
-    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-13)
-
-
-def test_target_base_has_zero_loss_and_gradient_at_first():
-    base = fresh_base()
-    teacher, adapter = joint_teacher(base)
-    adapter.learn(True)
-    loss_mask = torch.ones_like(TEXT, dtype=torch.bool)
-    loss = teacher.learn(everything(TEXT), loss_mask, joint(target="base"))[1]
-    assert loss.item() == 0.0
-    gradients = torch.autograd.grad(loss, adapter.parameters)
-    assert max(gradient.abs().max().item() for gradient in gradients) < 1e-12
-
-
-def test_head_learns_the_adapted_base_distribution():
-    base = fresh_base()
-    adapter = Adapter(base.model, joint())
-    randomise(adapter)
-    hidden = base.read(TEXT).hidden
-    some = torch.tensor([3, 5, 8])
-    torch.testing.assert_close(
-        base.projection.rows(some)(hidden), base.projection(hidden)[..., some]
-    )
-    with torch.no_grad():
-        whole = base.model(input_ids=TEXT, use_cache=False).logits
-    torch.testing.assert_close(base.projection(hidden), whole, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(
-        hidden @ base.projection.scaled_weight.T, whole, rtol=1e-12, atol=1e-12
-    )
-
-
 def test_run_records_base_and_adapter_of_the_head(tmp_path: Path):
     base = fresh_base(dtype=torch.float32)
     run = RunDirectory(tmp_path)
@@ -434,12 +347,6 @@ def test_run_records_base_and_adapter_of_the_head(tmp_path: Path):
     assert '"base_fingerprint": "f"' in noted
     assert '"adapter_fingerprint"' in run.provenance.read_text()
     assert load_head(run.head, base).depth == 2
-
-
-def test_joint_phases_share_one_adapter():
-    shared = joint()
-    assert adapter_settings(Schedule(phases={"a": phase(), "b": phase(joint=shared)})) is shared
-    assert adapter_settings(Schedule(phases={"a": phase()})) is None
 
 
 STEPS = [

@@ -10,18 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.training.losses.depth_loss import (
-    BLOCK_LOGITS,
-    KINDS,
-    WEIGHTINGS,
-    Targets,
-    depth_loss,
-    dpace_weights,
-)
-from specheads.training.losses.row_losses import exponentials
+from specheads.training.depth_loss import BLOCK_LOGITS, Targets, depth_loss, dpace_weights
+from specheads.training.losses import LOSSES, exponentials
 
 ROWS, VOCAB, WIDTH, DEPTH = 23, 31, 6, 3
-KINDS = sorted(KINDS)
+KINDS = sorted(LOSSES)
 OF_THE_BASE = [kind for kind in KINDS if kind == "soft_cross_entropy" or "cross" not in kind]
 """Losses that need the base's distribution only."""
 Problem = tuple[list[Tensor], list[tuple[Tensor, Tensor | None]], Targets]
@@ -81,7 +74,6 @@ def _dense(
     for (weight, bias), state, target in zip(
         projections, states, targets or [shared] * DEPTH, strict=True
     ):
-        assert target.project is not None
         base_logits = target.project(target.base_hidden)
         logits = F.linear(state, weight, bias)
         labels = target.labels.clamp(min=0)
@@ -114,28 +106,24 @@ def _assert_same(fused: Tensor, dense: Tensor, leaves: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chunk_rows", [1, 7, ROWS, 100, None])
-def test_value_and_gradients_equal_the_dense_loss(kind: str, chunk_rows: int | None):
-    problem, leaves = _problem()
-    fused = depth_loss(*problem, kind=kind, decay=0.8, chunk_rows=chunk_rows)
-    _assert_same(fused.total, _dense(kind, problem, (1.0, 0.8, 0.64)), leaves)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_blocks_smaller_than_a_chunk_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("weighting", ["geometric", "dpace"])
+@pytest.mark.parametrize("chunk_rows", [1, 9, 100, None])
+def test_value_and_gradients_equal_the_dense_loss(
+    kind: str, weighting: str, chunk_rows: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    # several blocks in a chunk
     monkeypatch.setitem(BLOCK_LOGITS, "cpu", 4 * VOCAB)
     problem, leaves = _problem()
-    fused = depth_loss(*problem, kind=kind, chunk_rows=9)
-    _assert_same(fused.total, _dense(kind, problem), leaves)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chunk_rows", [1, 9, 100])
-def test_dpace_weights_depend_on_each_row(kind: str, chunk_rows: int):
-    problem, leaves = _problem()
-    targets = [problem[2], _targets(ROWS), _targets(ROWS)]
-    fused = depth_loss(*problem[:2], targets, kind=kind, weighting="dpace", chunk_rows=chunk_rows)
-    _assert_same(fused.total, _dense(kind, problem, targets=targets, dpace=True), leaves)
+    if weighting == "dpace":
+        targets = [problem[2], _targets(ROWS), _targets(ROWS)]
+        fused = depth_loss(
+            *problem[:2], targets, kind=kind, weighting="dpace", chunk_rows=chunk_rows
+        )
+        dense = _dense(kind, problem, targets=targets, dpace=True)
+    else:
+        fused = depth_loss(*problem, kind=kind, decay=0.8, chunk_rows=chunk_rows)
+        dense = _dense(kind, problem, (1.0, 0.8, 0.64))
+    _assert_same(fused.total, dense, leaves)
 
 
 @settings(max_examples=40)
@@ -170,7 +158,7 @@ def test_excluded_rows_do_not_count(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("weighting", ["geometric", "dpace"])
 @pytest.mark.parametrize("num_rows", [0, 5])
 def test_batch_without_labels_has_zero_loss_and_gradient(kind: str, weighting: str, num_rows: int):
     (states, projections, targets), leaves = _problem(num_rows)
@@ -184,14 +172,11 @@ def test_batch_without_labels_has_zero_loss_and_gradient(kind: str, weighting: s
         assert not gradient.any()
 
 
-def test_second_backward_needs_retain_graph():
+def test_second_backward_is_refused():
     problem, leaves = _problem()
     total = depth_loss(*problem).total
-    first = torch.autograd.grad(total, leaves, retain_graph=True)
-    second = torch.autograd.grad(2 * total, leaves)
-    for one, other in zip(first, second, strict=True):
-        torch.testing.assert_close(2 * one, other, rtol=1e-14, atol=1e-14)
-    with pytest.raises(RuntimeError, match="retain_graph"):
+    torch.autograd.grad(total, leaves, retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward"):
         torch.autograd.grad(total, leaves)
 
 
@@ -271,26 +256,6 @@ def test_losses_are_least_at_the_base_distribution(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_descent_raises_too_small_probabilities(kind: str):
-    _, slope = _one_row(kind, _log(0.1, 0.3, 0.6), _log(0.7, 0.2, 0.1))
-    assert slope[0] < 0 < slope[2]
-    assert slope.sum().item() == pytest.approx(0.0, abs=1e-12)
-
-
-@given(
-    st.lists(st.floats(-30, 30), min_size=4, max_size=4),
-    st.lists(st.floats(-30, 30), min_size=4, max_size=4),
-)
-def test_total_variation_is_one_minus_the_rate_of_acceptance(draft: list[float], base: list[float]):
-    probs = [torch.tensor(logits, dtype=torch.float64).softmax(-1) for logits in (draft, base)]
-    accepted = torch.minimum(*probs).sum().item()
-    assert _one_row("total_variation", draft, base)[0] == pytest.approx(1 - accepted, abs=1e-12)
-    assert _one_row("lk", draft, base)[0] == pytest.approx(
-        -torch.minimum(*(prob.log() for prob in probs)).logsumexp(-1).item(), abs=1e-12
-    )
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     "base",
@@ -345,7 +310,6 @@ def test_depths_with_the_same_targets_share_the_base_s_projection():
 
     def counting(hidden: Tensor) -> Tensor:
         calls.append(len(hidden))
-        assert targets.project is not None
         return targets.project(hidden)
 
     watched = Targets(targets.labels, targets.base_hidden, counting)
@@ -357,7 +321,7 @@ def test_products_in_bfloat16_keep_losses_and_shared_gradients_in_float32():
     problem, _ = _problem()
     states = [state.detach().bfloat16().requires_grad_() for state in problem[0]]
     weight = problem[1][0][0].detach().float().requires_grad_()
-    targets = Targets(problem[2].labels, problem[2].base_hidden.float(), None)
+    targets = Targets(problem[2].labels, problem[2].base_hidden.float(), problem[2].project)
     found = depth_loss(states, [(weight, None)] * DEPTH, targets, kind="cross_entropy")
     found.total.backward()
     assert found.total.dtype == torch.float32
@@ -366,27 +330,6 @@ def test_products_in_bfloat16_keep_losses_and_shared_gradients_in_float32():
     assert (states[0].grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
     exact = [F.cross_entropy(state.float() @ weight.T, targets.labels) for state in states]
     assert found.total.item() == pytest.approx(torch.stack(exact).sum().item(), rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kind": "hinge"}, "got 'hinge'"),
-        ({"weighting": "flat"}, "weighting must be one of geometric, dpace, got 'flat'"),
-        ({"depth_weights": [1.0]}, "one weight for each of 3 depths, got 1"),
-    ],
-)
-def test_unknown_loss_settings_are_refused(settings: dict[str, Any], message: str):
-    problem, _ = _problem()
-    with pytest.raises(ValueError, match=message):
-        depth_loss(*problem, **settings)
-
-
-def test_loss_without_base_distribution_is_refused():
-    (states, projections, targets), _ = _problem()
-    blind = Targets(targets.labels, targets.base_hidden, None)
-    with pytest.raises(ValueError, match="kl needs the base's distribution"):
-        depth_loss(states, projections, blind, kind="kl")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from specheads.base.model import FrozenBase
-from specheads.config import Joint, Phase, Schedule
-from specheads.config.schedule import LOSSES
 from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds
-from specheads.training.losses.depth_loss import DepthLoss, whole_chains
-from specheads.training.objective import Objective
-from specheads.training.schedule import placed
-from specheads.training.teacher import JointTeacher
+from specheads.training.depth_loss import DepthLoss
+from specheads.training.objective import Objective, drawn_labels, whole_chains
+from specheads.training.settings import LOSSES, Joint, Phase
+from specheads.training.teacher import Teacher
 from tests import tiny
 from tests.packed import alone, packed, texts
 
@@ -36,9 +34,8 @@ def phase(**changes: object) -> Phase:
 def loss_of(head: Head, batch: TokenBatch, settings: Phase) -> tuple[DepthLoss, list[torch.Tensor]]:
     """Return a head's loss on a batch, and its gradients."""
     base = tiny.base()
-    (place,) = placed(Schedule(phases={"corpus": settings}))
     features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
-    loss_mask = place.loss_mask(batch, head)
+    loss_mask = drawn_labels(batch, head, settings)
     loss = Objective(head)(features, batch.tokens, loss_mask, base.logits_of, settings)
     learned = [value for value in head.parameters() if value.requires_grad]
     found = torch.autograd.grad(loss.total, learned, allow_unused=True)
@@ -46,7 +43,7 @@ def loss_of(head: Head, batch: TokenBatch, settings: Phase) -> tuple[DepthLoss, 
 
 
 def same(found: DepthLoss, wanted: DepthLoss, within: float = 1e-6) -> bool:
-    pairs = [(getattr(found, name), getattr(wanted, name)) for name in DepthLoss.__slots__]
+    pairs = [(getattr(found, name), getattr(wanted, name)) for name in DepthLoss._fields]
     return all(torch.allclose(one, other, rtol=within, atol=within) for one, other in pairs)
 
 
@@ -90,9 +87,10 @@ def test_chains_do_not_cross_documents():
 def test_packed_joint_loss_equals_separate_loss(target: str):
     base = FrozenBase(copy.deepcopy(tiny.base().model))
     joint = Joint(rank=2, dropout=0.0, target=target)
-    teacher = JointTeacher(base, head_of("medusa"), joint, seed=0)
+    teacher = Teacher(base, head_of("medusa"), joint, seed=0)
     for value in teacher.parameters:
         value.data.copy_(torch.randn_like(value) * 0.1)
+    assert teacher.adapter
     teacher.adapter.learn(True)
     documents, found = texts(), []
     for batch in (packed(documents), alone(documents)):

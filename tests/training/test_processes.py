@@ -83,9 +83,9 @@ def test_one_process_resumes_a_run_of_two(tmp_path: Path):
         torch.testing.assert_close(went_on[name], value, rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_launcher_reports_a_killed_process_and_ends_the_others(rank: int, tmp_path: Path):
-    found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), f"kill-{rank}")
+@pytest.mark.parametrize("words", [["kill-0"], ["kill-1"], ["kill-1", "fsdp2"]])
+def test_launcher_reports_a_killed_process_and_ends_the_others(words: list[str], tmp_path: Path):
+    found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), *words)
     assert found.returncode == 1
     assert "Signal 9 (SIGKILL)" in found.stderr
     assert not list(tmp_path.glob("head-*"))

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from specheads.config import Joint
 from specheads.heads.load import kinds
 from specheads.runs.trackers import read_metrics
+from specheads.training.settings import Joint
 from tests.training.in_processes import StopError, at_step, forked, train
 
 
@@ -100,26 +100,11 @@ def test_fifty_steps_have_the_same_loss_with_any_processes_and_parts(
     same_losses(tmp_path, (1, 1), (2, 1), (4, 1), (1, 3), (2, 2), steps=50, **settings)
 
 
-RAMP = {"batch_size": 16, "first_batch_share": 0.3, "batch_ramp_share": 0.8}
-"""Batch sizes from five to sixteen."""
-
-
 @pytest.mark.slow
-def test_growing_batch_has_the_same_loss_with_any_processes_and_parts(tmp_path: Path):
-    same_losses(tmp_path, (1, 1), (2, 1), (4, 1), (2, 2), steps=50, **RAMP)
-    rows = told(tmp_path / "2-1" / "medusa")
-    assert [row["batch_size"] for row in rows[::10]] == [5, 8, 10, 13, 16]
-    assert rows[-1]["tokens"] == 40 * sum(row["batch_size"] for row in rows)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, RAMP], ids=["", "while the batch grows"])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
-def test_resume_with_other_processes_has_the_same_losses(
-    before: int, after: int, settings: dict[str, Any], tmp_path: Path
-):
+def test_resume_with_other_processes_has_the_same_losses(before: int, after: int, tmp_path: Path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    asked = {"steps": 50, "choices": {"checkpoint_every": 25}, **settings}
+    asked = {"steps": 50, "choices": {"checkpoint_every": 25}}
     assert forked(1, each, kinds(), whole, asked) == [0]
     for kind in kinds():
         assert forked(before, stopped_at, 25, parts / kind, kind, asked) == [1] * before

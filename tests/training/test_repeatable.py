@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from specheads.core.attention import without_cudnn_attention
-from specheads.training import repeatable
-from specheads.training.processes import accelerator_of_environment
+from specheads.training import processes
 
 deterministic: Any = torch.utils.deterministic
 
@@ -25,13 +24,13 @@ def settings() -> tuple[bool, bool, bool]:
 def test_gpu_backward_is_deterministic_and_settings_are_restored(
     before: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(repeatable, "_orders", lambda _: True)
+    monkeypatch.setattr(processes, "_is_ordered", lambda _: True)
     plain = settings()
     enabled, warn_only = before
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
     try:
         as_set = settings()
-        with repeatable.repeatable(torch.device("cuda")):
+        with processes.repeatable(torch.device("cuda")):
             assert settings() == (True, False, False)
         assert settings() == as_set
     finally:
@@ -47,17 +46,17 @@ def test_cudnn_attention_is_left_out_and_chosen_again_later():
 
 def test_backward_on_a_cpu_keeps_settings():
     before = settings()
-    with repeatable.repeatable(torch.device("cpu")):
+    with processes.repeatable(torch.device("cpu")):
         assert settings() == before
 
 
 def test_cublas_workspace_is_set_before_a_base_is_loaded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(repeatable.WORKSPACE, raising=False)
-    accelerator_of_environment("float32")
-    assert os.environ[repeatable.WORKSPACE] == ":4096:8"
+    monkeypatch.delenv(processes.WORKSPACE, raising=False)
+    processes.accelerator_of_environment("float32")
+    assert os.environ[processes.WORKSPACE] == ":4096:8"
 
 
 def test_cublas_workspace_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(repeatable.WORKSPACE, ":16:8")
-    repeatable.fix_workspace()
-    assert os.environ[repeatable.WORKSPACE] == ":16:8"
+    monkeypatch.setenv(processes.WORKSPACE, ":16:8")
+    processes.fix_workspace()
+    assert os.environ[processes.WORKSPACE] == ":16:8"

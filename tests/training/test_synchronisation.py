@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specheads.base.model import FrozenBase
-from specheads.config import Phase
 from specheads.core import machine
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds
 from specheads.training import objective as objectives
 from specheads.training.objective import Objective, label_counts
-from specheads.training.schedule import PlacedPhase, Step
-from specheads.training.teacher import FrozenTeacher
+from specheads.training.schedule import PlacedPhase
+from specheads.training.settings import Phase
+from specheads.training.teacher import Step, Teacher
 from tests import tiny
 
 META = torch.device("meta")
@@ -67,12 +67,12 @@ def test_training_step_synchronises_once(
     head = build_for({"kind": kind}, base).to(base.dtype).to(META).train()
     model: Any = copy.deepcopy(base.model)
     far = FrozenBase(model.to(META), owned=False)
-    teacher = FrozenTeacher(far, head)
+    teacher = Teacher(far, head)
     teacher.begin()
     settings = Phase(
         steps=4, batch_size=2, sequence_length=32, loss="lk_hybrid", weighting=weighting
     )
-    phase = PlacedPhase("corpus", settings, 0, {"head": 1e-3, "hidden": 0.0, "base": 0.0})
+    phase = PlacedPhase("corpus", settings, 0)
     tokens = torch.zeros(2, 32, dtype=torch.long, device=META)
     counted = torch.ones(2, 32, dtype=torch.bool, device=META)
     # without document ids transformers checks whether rows are packed

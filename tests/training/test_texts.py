@@ -9,13 +9,14 @@ import pytest
 from accelerate import Accelerator
 
 from specheads.base.model import FrozenBase
-from specheads.config import Data, Distill, Phase, compose, data_dir
+from specheads.config import Data, compose, data_dir
 from specheads.config.parts import WeightedSource
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
 from specheads.data.packing import PackedText
 from specheads.runs.directory import RunDirectory
 from specheads.training.schedule import row_tokens
+from specheads.training.settings import Distill, Phase
 from specheads.training.texts import PhaseTexts, _refuse_too_few
 
 DISTILL = Distill(num_samples=16, prompt_tokens=32, new_tokens=32)

@@ -14,13 +14,14 @@ import numpy as np
 import pyarrow as pa
 
 from specheads.base.model import FrozenBase
-from specheads.config import Data, Distill
+from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.data.chat import Template
 from specheads.data.documents import Documents
 from specheads.data.encode import tokenizer_fingerprint
 from specheads.data.sources import read
 from specheads.data.tokenise import tokenised
+from specheads.training.settings import Distill
 
 
 @runtime_checkable

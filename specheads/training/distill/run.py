@@ -11,9 +11,7 @@ from typing import Any, cast
 from rich.progress import Progress
 
 from specheads.base.model import FrozenBase
-from specheads.config import Distill
 from specheads.config.commands import Distill as DistillCommand
-from specheads.config.schedule import FAULTS, distilled
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
@@ -41,6 +39,7 @@ from specheads.training.processes import (
     naming_lost,
     on_all_processes,
 )
+from specheads.training.settings import FAULTS, Distill, distilled
 
 EXTERNAL_ENGINES = ("vllm", "openai")
 """Engines that load the weights themselves."""
@@ -351,7 +350,7 @@ def write_recipe(
     if base is None:
         is_here = distill.engine not in EXTERNAL_ENGINES
         named = settings.base if is_here else replace(settings.base, device="cpu")
-        base = load_base(named, accelerator)
+        base = load_base(asdict(named), accelerator)
         refuse_sharded(base, distill, folder)
     if head is None and settings.head_path:
         head = load_head(settings.head_path, base)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -94,7 +94,7 @@ def settle_batches(
         return base
     sizes = _before(settings, names)
     if not sizes:
-        base = base or load_base(settings.base, accelerator)
+        base = base or load_base(asdict(settings.base), accelerator)
         trial = Trial(settings, base, accelerator, held_bytes(torch.device("cpu")))
         try:
             shapes = Shapes(settings, target_of(settings.base, accelerator))

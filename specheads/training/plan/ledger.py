@@ -16,13 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 KEYS = "keys and values"
 WHO = (
-    ("specheads/training/losses/", "loss"),
+    ("specheads/training/losses", "loss"),
+    ("specheads/training/depth_loss", "loss"),
     ("specheads/heads/", "activations of the head"),
     ("specheads/base/cache", KEYS),
     ("specheads/base/", "activations of the base"),
     ("specheads/decoding/", "decoding"),
     ("torch/optim/", "optimizer's own work"),
-    ("specheads/training/muon", "optimizer's own work"),
+    ("specheads/training/optimizers", "optimizer's own work"),
 )
 """Parts by file: the first entry that is in the call stack of an allocation."""
 

@@ -14,17 +14,19 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from specheads.base.gguf import located
 from specheads.base.loading import load_config
 from specheads.base.model import FrozenBase
-from specheads.config import Base, Distill, Phase, Train
+from specheads.config import Base, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build, load_head
+from specheads.training import optimizers
 from specheads.training import schedule as schedules
 from specheads.training.distill.engines.local import REFILL
 from specheads.training.objective import Objective, label_counts
 from specheads.training.plan.ledger import KEYS, FusedAttention, Ledger
-from specheads.training.schedule import PlacedPhase, Step, row_tokens, text_tokens
-from specheads.training.teacher import teacher_of
+from specheads.training.schedule import PlacedPhase, row_tokens, text_tokens
+from specheads.training.settings import Distill, Phase
+from specheads.training.teacher import Step, Teacher
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
@@ -120,7 +122,7 @@ class Shapes:
         self.head.to(target.dtype)
         self.head.choose_aux_layers(self.base.num_layers)
         adapter = schedules.adapter_settings(settings.schedule)
-        self.teacher = teacher_of(self.base, self.head, adapter, settings.seed)
+        self.teacher = Teacher(self.base, self.head, adapter, settings.seed)
         self.objective = Objective(self.head.train())
 
     def weights(self) -> Parts:
@@ -148,7 +150,7 @@ class Shapes:
     @property
     def moments(self) -> int:
         """Bytes that the optimizers keep: two moments of AdamW, one of Muon."""
-        roles = schedules.roles(self.head, self.settings.schedule, self.teacher.parameters)
+        roles = optimizers.roles(self.head, self.settings.schedule, self.teacher.parameters)
         return LEARNED_BYTES * sum(
             (1 if role == "hidden" else 2) * sum(one.numel() for one in parameters)
             for role, parameters in roles.items()

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from specheads.base.model import FrozenBase
-from specheads.config import Distill, Train
+from specheads.config import Train
 from specheads.core.drafter import Head
 from specheads.core.machine import peak_bytes, restart_peak, synchronise
 from specheads.decoding.sampling import Sampling
@@ -23,8 +23,9 @@ from specheads.training.plan import shapes
 from specheads.training.plan.ledger import Ledger
 from specheads.training.plan.shapes import Parts
 from specheads.training.schedule import PlacedPhase, row_tokens, text_tokens
+from specheads.training.settings import Distill
 from specheads.training.step import Stepper
-from specheads.training.teacher import teacher_of
+from specheads.training.teacher import Teacher
 
 LIBRARIES = "Python and libraries"
 REST = "allocator cache, packed weights, and others"
@@ -65,7 +66,7 @@ class Trial:
             else build_for(settings.head, base)
         )
         adapter = schedules.adapter_settings(settings.schedule)
-        self.teacher = teacher_of(base, self.head, adapter, settings.seed)
+        self.teacher = Teacher(base, self.head, adapter, settings.seed)
         self.stepper = Stepper(self.teacher, settings.schedule, accelerator, settings.seed)
         learned = [*self.head.parameters(), *self.teacher.parameters]
         self.learned = [one for one in learned if one.requires_grad]

@@ -1,7 +1,7 @@
 """The plan of a run: memory by part, tokens, disk, hours, and changes if it does not fit."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 from accelerate import Accelerator
@@ -17,7 +17,6 @@ from specheads.training.plan.trial import Trial
 from specheads.training.processes import load_base, readers, sharding_of
 from specheads.training.schedule import (
     PlacedPhase,
-    batch_size,
     placed,
     refuse_misfit,
     row_tokens,
@@ -117,7 +116,7 @@ def plan(settings: Train, accelerator: Accelerator) -> Plan:
     room = room_of(target.device) if target.is_here else None
     notes: list[str] = []
     why = _unmeasured(target, shapes, room)
-    base = None if why else load_base(settings.base, accelerator)
+    base = None if why else load_base(asdict(settings.base), accelerator)
     if base is not None:
         settle_batches(settings, accelerator, notes.append, base)
     elif names := unsettled(settings):
@@ -126,7 +125,11 @@ def plan(settings: Train, accelerator: Accelerator) -> Plan:
             "number"
         )
     processes, phases = accelerator.num_processes, placed(settings.schedule)
-    sharding = base.sharding if base else sharding_of(settings.base, accelerator)
+    sharding = (
+        base.sharding
+        if base
+        else sharding_of(accelerator, settings.base.device, settings.base.quantization)
+    )
     shares = readers(sharding, accelerator)["world_size"]
     for one in phases:
         refuse_misfit(one.name, one.settings, shapes.base.max_length, shapes.head.depth, shares)
@@ -220,7 +223,7 @@ def _phase_plan(
 ) -> PhasePlan:
     """Return the plan of a phase from the seconds of its largest step."""
     settings = phase.settings
-    sequences = sum(batch_size(step, settings) for step in range(settings.steps))
+    sequences = settings.steps * settings.batch_size
     steps = sequences / settings.batch_size
     return PhasePlan(
         phase.name,

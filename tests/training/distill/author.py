@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from specheads.config import Distill
 from specheads.training.distill.engine import TextEngine
 from specheads.training.distill.engines.local import Local
 from specheads.training.distill.run import Job, write_text
+from specheads.training.settings import Distill
 from tests.training.distill.pens import Talks, job
 
 SETTINGS = Distill(num_samples=24, new_tokens=12, batch_size=4, shard_size=4, temperature=0.9)

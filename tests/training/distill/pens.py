@@ -8,9 +8,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from specheads.config import Distill
 from specheads.training.distill.engine import Answer, GenerationRequest
 from specheads.training.distill.run import Job, write_text
+from specheads.training.settings import Distill
 from tests import tiny
 
 SETTINGS = Distill(num_samples=10, new_tokens=6, batch_size=3, shard_size=4, drop=[])

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from specheads.config import Distill
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
 from specheads.training.distill.report import report_of
 from specheads.training.distill.run import write_text
 from specheads.training.distill.shards import CLAIM_LOCK, read_text
+from specheads.training.settings import Distill
 from tests.training.distill.pens import END, SETTINGS, Pen, Talks, job, rows, shards, write
 
 NUM_ANSWERS = sum(number % 3 + 1 for number in range(10))

@@ -1,9 +1,11 @@
-"""Settings of training: the phases, generated text, joint training and validation."""
+"""Settings of training: the phases, generated text, joint training and validation.
+
+config/ composes them, and `--help` shows them without loading torch: this module imports no torch.
+"""
 
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from specheads.config.parts import PromptLength, Sampling
 from specheads.core.errors import InputError
 from specheads.core.ranges import (
     AtLeastTwo,
@@ -30,6 +32,7 @@ LOSSES = (
     *("cross_entropy", "soft_cross_entropy", "argmax_cross_entropy", "kl", "reverse_kl"),
     *("total_variation", "cross_entropy_l1", "lk", "lk_hybrid"),
 )
+"""All losses: each is the function of this name in losses.py."""
 
 ENGINES = ("local", "transformers", "vllm", "openai")
 FAULTS = ("loop", "empty", "truncated")
@@ -37,11 +40,24 @@ FAULTS = ("loop", "empty", "truncated")
 
 
 @dataclass(kw_only=True)
-class Distill(PromptLength, Sampling):
+class Distill:
     """Text that the frozen base generates: answers in conversations, or continuations of text.
 
     The training data decides which of the two.
     """
+
+    temperature: Temperature = 1.0
+    """Sampling temperature. Zero is greedy: the text that a greedy server would produce."""
+
+    top_k: NonNegativeInt = 0
+    """Sample from the k most probable tokens. Zero samples from all."""
+
+    top_p: PositiveProbability = 1.0
+    """Sample from the most probable tokens that together reach this probability. One samples from
+    all."""
+
+    prompt_tokens: PositiveInt = 64
+    """Tokens of a prompt that is cut from plain text. Questions keep their own length."""
 
     num_samples: PositiveInt
     """Texts to generate: conversations or continuations."""
@@ -51,9 +67,6 @@ class Distill(PromptLength, Sampling):
 
     max_turns: NonNegativeInt = 0
     """Largest number of answers in a conversation. Zero answers every turn."""
-
-    temperature: Temperature = 1.0
-    """Sampling temperature. Zero is greedy: the text that a greedy server would produce."""
 
     drop: list[Annotated[str, one_of(*FAULTS)]] | None = None
     """Answers to drop: loop (ends in a repetition), empty, truncated (stopped by a limit, in
@@ -144,20 +157,9 @@ class Phase:
     """Sequences of one step over all processes, so the number of processes does not change the
     result. auto finds the largest that fits in memory and writes it into config.yaml."""
 
-    first_batch_share: PositiveProbability = 1.0
-    """Batch of the first step as a share of batch_size. Below one the batch grows linearly from
-    there."""
-
-    batch_ramp_share: Probability = 0.5
-    """Share of the steps over which the batch grows."""
-
     accumulation_steps: PositiveInt = 1
     """Micro-batches in which each process computes its share of a step: less memory, the same
     gradients."""
-
-    activation_checkpointing: bool = False
-    """Recompute the activations of the head's layers in the backward pass: less memory, the same
-    gradients. A mlp_speculator has no such layers."""
 
     sequence_length: SequenceLength = 0
     """Tokens of a sequence. Zero uses the length of the generated text; conversations are then
@@ -207,8 +209,11 @@ class Phase:
 
 
 @dataclass(kw_only=True)
-class Validation(PromptLength):
+class Validation:
     """Measurements on held-out text during training. See docs/train.md."""
+
+    prompt_tokens: PositiveInt = 64
+    """Tokens of a prompt that is cut from plain text. Questions keep their own length."""
 
     every: NonNegativeInt = 0
     """Steps between two measurements. Zero measures at the end of each phase only."""

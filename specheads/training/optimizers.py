@@ -1,17 +1,61 @@
-"""Muon for CPUs without bfloat16 instructions."""
+"""The optimizers of a head: AdamW, or Muon for its hidden matrices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
+from specheads.core.drafter import Head
 from specheads.core.machine import computes_bfloat16
+from specheads.training.settings import Schedule
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic Newton-Schulz iteration, as in torch."""
 
 ITERATIONS = 5
+
+
+def roles(
+    head: Head, schedule: Schedule, adapter: Sequence[nn.Parameter] = ()
+) -> dict[str, list[nn.Parameter]]:
+    """Return the trained parameters by role, which selects their learning rate.
+
+    Role `hidden` has the matrices without a vocabulary axis, which Muon updates.
+    """
+    found: dict[str, list[nn.Parameter]] = {"head": [], "base": list(adapter), "hidden": []}
+    vocabulary = {head.vocab_size, head.drafted_size}
+    for parameter in head.parameters():
+        is_hidden = parameter.ndim == 2 and not vocabulary & set(parameter.shape)
+        if parameter.requires_grad:
+            by_muon = schedule.muon_learning_rate > 0 and is_hidden
+            found["hidden" if by_muon else "head"].append(parameter)
+    return found
+
+
+def optimizers(
+    head: Head, schedule: Schedule, adapter: Sequence[nn.Parameter] = ()
+) -> list[torch.optim.Optimizer]:
+    """Return AdamW for all parameters, or Muon for the hidden matrices and AdamW for the rest.
+
+    The adapter of joint phases has its own AdamW. The `role` of a group selects its learning rate.
+    """
+    learned = roles(head, schedule, adapter)
+    hidden, decay = learned.pop("hidden"), schedule.weight_decay
+    found: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(
+            [{"params": parameters, "role": role}],
+            lr=1.0,
+            betas=(schedule.betas[0], schedule.betas[1]),
+            weight_decay=decay,
+            fused=True,
+        )
+        for role, parameters in learned.items()
+        if parameters
+    ]
+    if hidden:
+        found.append(Muon([{"params": hidden, "role": "hidden"}], lr=1.0, weight_decay=decay))
+    return found
 
 
 class Muon(torch.optim.Muon):

@@ -2,7 +2,7 @@
 
 p is the base's distribution and q the draft's. Each function reads a block of rows of log q and
 overwrites it with the gradient with respect to the draft's logits. A block needs one buffer and no
-autograd graph.
+autograd graph. The list of all losses is `LOSSES` in settings.py.
 """
 
 import math
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from specheads.training import settings
 
 RULED_OUT = -1e4
 """Replaces minus infinity in log p, for a finite loss at p = 0. Finite logits in
@@ -174,20 +176,12 @@ def lk_hybrid(log_draft: LogProbs, base: BaseRows) -> Losses:
 
 LABELS_ONLY = ("cross_entropy",)
 """Losses that need labels only, not the base's distribution."""
-
-NO_PROBS = (*LABELS_ONLY, "argmax_cross_entropy")
 LOG_PROBS = ("reverse_kl", "lk")
-"""Losses that need log p; those in neither tuple need p."""
+"""Losses that need log p; all others but `argmax_cross_entropy` need p."""
 ENTROPY = ("kl", "lk_hybrid")
 """Losses that also need the entropy of p."""
 
-KINDS: dict[str, RowLoss] = {
-    loss.__name__: loss
-    for loss in (
-        cross_entropy, soft_cross_entropy, argmax_cross_entropy, kl, reverse_kl, total_variation,
-        cross_entropy_l1, lk, lk_hybrid,
-    )
-}  # fmt: skip
+LOSSES: dict[str, RowLoss] = {name: globals()[name] for name in settings.LOSSES}
 """All losses by name, as in `schedule.phases.NAME.loss`."""
 
 
@@ -202,13 +196,11 @@ def best_of(rows: Float[Tensor, "row vocab"]) -> Int[Tensor, " row"]:
 
 
 def read_base(
-    kind: str, labels: Int[Tensor, " row"], base_logits: Float[Tensor, "row vocab"] | None
+    kind: str, labels: Int[Tensor, " row"], base_logits: Float[Tensor, "row vocab"]
 ) -> BaseRows:
     """Return the targets of a loss from the base's logits, which are not changed."""
-    if base_logits is None:
-        return BaseRows(labels, labels)
     best = best_of(base_logits)
-    if kind in NO_PROBS:
+    if kind == "argmax_cross_entropy":
         return BaseRows(labels, best)
     if kind not in (*LOG_PROBS, *ENTROPY):
         return BaseRows(labels, best, base_logits.softmax(-1))

@@ -1,1 +1,0 @@
-"""Losses of all depths, fused with the vocabulary projection; see docs/losses.md."""
