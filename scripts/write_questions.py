@@ -26,7 +26,8 @@ from specheads.data.masks import added_ids
 from specheads.decoding.sampling import Sampling
 from specheads.runs.progress import progress
 from specheads.training.distill.engine import GenerationRequest
-from specheads.training.distill.engines.local import Local
+from specheads.training.distill.engines import local
+from specheads.training.settings import Distill
 
 FEWEST_WORDS = 3
 
@@ -86,10 +87,11 @@ def questions(base: FrozenBase, options: argparse.Namespace) -> Iterator[str]:
         )
 
     seen: set[str] = set()
-    writer = Local(base, None, options.batch, len(opening) + room)
+    settings = Distill(num_samples=options.num, batch_size=options.batch)
+    answers = local.build(settings, base, max_length=len(opening) + room)
     with progress(shown=True) as bar:
         task = bar.add_task("questions", total=options.num, numbers="")
-        for answer in writer.answers(pull):
+        for answer in answers(pull):
             written = answer.tokens[:-1]
             text = str(base.tokenizer.decode(written)).strip()
             is_whole = answer.finish == "eos" and not special.intersection(written)

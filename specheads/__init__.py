@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specheads.base.model import FrozenBase
-    from specheads.commands._library import distill
     from specheads.commands.compare import compare
+    from specheads.commands.distill import distill
     from specheads.commands.evaluate import evaluate
     from specheads.commands.export import export
     from specheads.commands.push import push
@@ -59,7 +59,7 @@ __all__ = [
 _PUBLIC = {
     "base.model": ["FrozenBase"],
     "commands.compare": ["compare"],
-    "commands._library": ["distill"],
+    "commands.distill": ["distill"],
     "commands.evaluate": ["evaluate"],
     "commands.export": ["export"],
     "commands.push": ["push"],

@@ -37,7 +37,7 @@ LIBRARIES = {
     "peft": {"base.lora"},
     "jinja2": {"measure.report"},
     "wandb": {"runs.trackers"},
-    "httpx2": {"training.distill.server"},
+    "openai": {"training.distill.engines.openai"},
 }
 """Folders or modules that may import a library."""
 

@@ -1,4 +1,4 @@
-"""Functions that several commands share, and `distill`, whose command loads torch late."""
+"""Functions that several commands share."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -8,15 +8,13 @@ from typing import Any, TypeVar
 
 from specheads import config
 from specheads.base.model import FrozenBase
-from specheads.config import commands, compose
+from specheads.config import compose
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.prompts import Prompt, PromptSet
 from specheads.heads.load import load_head
 from specheads.runs.directory import RunDirectory
 from specheads.runs.settings import read_settings
-from specheads.training.distill.report import Report
-from specheads.training.distill.run import write_recipe
 
 T = TypeVar("T")
 
@@ -97,30 +95,3 @@ def prompt_set(given: Prompts, settings: SettingsWithEvaluation) -> PromptSet | 
         settings.evaluation.prompts = str(given)
         return None
     return PromptSet.of("given", [Prompt(list(tokens), "given", "") for tokens in given])
-
-
-def distill(
-    recipe: str = "",
-    overrides: Sequence[str] = (),
-    *,
-    settings: commands.Distill | None = None,
-    base: FrozenBase | None = None,
-    head: Head | None = None,
-    out: str | Path = "",
-) -> Report | None:
-    """Generate text with the base of a recipe, into a folder; return a report.
-
-    Args:
-        recipe: Name of the recipe.
-        overrides: As on the command line: `["num_samples=5000", "engine=vllm"]`.
-        settings: Typed settings, in place of recipe and overrides.
-        base: The loaded base, in place of the one in the settings.
-        head: Drafts; it does not change the text.
-        out: Folder of the text. A stopped call resumes.
-
-    Returns:
-        The report; None in every process but the first.
-    """
-    words = [f"recipe={recipe}", *overrides] if recipe else list(overrides)
-    settings, _ = settings_for(commands.Distill, settings, words, out=out)
-    return write_recipe(settings, base, head)

@@ -6,40 +6,105 @@ specheads distill recipe=conversations base.model=MODEL data.path=talks.jsonl ou
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import yaml
+from rich.console import Console
 
-from specheads.config import compose
-from specheads.config.commands import Distill
-from specheads.training.settings import distilled
+from specheads.base.model import FrozenBase
+from specheads.commands import _dry_run
+from specheads.commands._library import settings_for
+from specheads.config import commands, compose
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.core.paths import writable_folder
+from specheads.data.sources import refuse_unreadable
+from specheads.heads.load import load_head
+from specheads.runs.progress import progress
+from specheads.training.distill.prompts import identity_of, prompt_source
+from specheads.training.distill.report import Report, as_markdown
+from specheads.training.distill.run import EXTERNAL_ENGINES, Job, refuse_sharded, write_folder
+from specheads.training.processes import accelerator_of_environment, load_base, naming_lost
+from specheads.training.settings import Distill, distilled
 
 
-def run(settings: Distill, _: Sequence[str]) -> None:
+def run(settings: commands.Distill, _: Sequence[str]) -> None:
     """Generate the texts that are missing in the folder; the same command resumes."""
     if settings.dry_run:
-        sys.stdout.write(f"{compose.as_yaml(settings)}---\n{_plan(settings)}")
-        return
-    if settings.preview:
-        from specheads.commands import _dry_run
-
+        texts = distilled(settings.schedule)
+        tokens = texts.num_samples * texts.new_tokens
+        plan = {"out": settings.out, "texts": texts.num_samples, "most_tokens_a_turn": tokens}
+        shown = yaml.safe_dump({"plan": plan}, sort_keys=False)
+        sys.stdout.write(f"{compose.as_yaml(settings)}---\n{shown}")
+    elif settings.preview:
         _dry_run.show_prompts(settings, _dry_run.corpus_tokenizer(settings))
-        return
-    # imported late: a dry run should not load torch
-    from rich.console import Console
-
-    from specheads.commands._library import distill
-    from specheads.training.distill.report import as_markdown
-
-    report = distill(settings=settings)
-    if report is not None:
+    elif report := distill(settings=settings):
         console = Console(markup=False, highlight=False)
         console.print(as_markdown(report), soft_wrap=True)
         console.print(f"text: {settings.out}", soft_wrap=True)
 
 
-def _plan(settings: Distill) -> str:
-    """Return the amount of text and its folder, as YAML."""
-    distill = distilled(settings.schedule)
-    tokens = distill.num_samples * distill.new_tokens
-    plan = {"out": settings.out, "texts": distill.num_samples, "most_tokens_a_turn": tokens}
-    return yaml.safe_dump({"plan": plan}, sort_keys=False)
+@naming_lost()
+def distill(
+    recipe: str = "",
+    overrides: Sequence[str] = (),
+    *,
+    settings: commands.Distill | None = None,
+    base: FrozenBase | None = None,
+    head: Head | None = None,
+    out: str | Path = "",
+) -> Report | None:
+    """Generate text with the base of a recipe, into a folder; return a report.
+
+    Args:
+        recipe: Name of the recipe.
+        overrides: As on the command line: `["num_samples=5000", "engine=vllm"]`.
+        settings: Typed settings, in place of recipe and overrides.
+        base: The loaded base, in place of the one in the settings.
+        head: Drafts; it does not change the text.
+        out: Folder of the text. A stopped call resumes.
+
+    Returns:
+        The report; None in every process but the first.
+    """
+    words = [f"recipe={recipe}", *overrides] if recipe else list(overrides)
+    settings, _ = settings_for(commands.Distill, settings, words, out=out)
+    texts = _checked(settings, head)
+    refuse_unreadable(settings.data)
+    folder, accelerator = writable_folder(settings.out), accelerator_of_environment()
+    if base is None:
+        # other engines load the weights themselves
+        is_here = texts.engine not in EXTERNAL_ENGINES
+        named = settings.base if is_here else replace(settings.base, device="cpu")
+        base = load_base(asdict(named), accelerator)
+        refuse_sharded(base, texts, folder)
+    if head is None and settings.head_path:
+        head = load_head(settings.head_path, base)
+    prompts = prompt_source(settings.data, base, texts, settings.seed)
+    job = Job(
+        base=base,
+        prompts=prompts,
+        settings=texts,
+        folder=folder,
+        identity=identity_of(settings.data, base, base.fingerprint, prompts),
+        seed=settings.seed,
+        head=head,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+    )
+    with progress(shown=accelerator.is_main_process) as bar:
+        return write_folder(job, bar, lambda: None)
+
+
+def _checked(settings: commands.Distill, head: Head | None) -> Distill:
+    """Return the settings of the distilled phase; raise if they cannot be used."""
+    texts = distilled(settings.schedule)
+    if not settings.out:
+        raise InputError("an output folder is needed, got none; add out=FOLDER")
+    drafts = bool(settings.head_path) or head is not None
+    if drafts and texts.engine != "local":
+        raise InputError(
+            f"a head can draft with engine=local only, got engine={texts.engine}; remove one"
+        )
+    return replace(texts, use_head="true") if drafts else texts

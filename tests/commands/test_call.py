@@ -155,7 +155,6 @@ def test_help_of_train_shows_every_kind_of_head(capsys: Any):
         ["train", "--help"],
         ["train", "recipe=smoke", "seed=-1"],
         ["train", "recipe=smoke", "dry_run=true", "seed=-1"],
-        ["distill", "recipe=smoke", "dry_run=true"],
     ],
     ids=" ".join,
 )

@@ -42,7 +42,7 @@ def test_text_is_written_with_a_report_and_resumed(
         overrides=[*SMALL, *corpus, "shard_size=2"], base=base, out=tmp_path / "text"
     )
     assert first is not None
-    assert (first.asked, first.kept, first.tokens) == (6, 6, 48)
+    assert (first.requested, first.kept, first.tokens) == (6, 6, 48)
     told = json.loads((tmp_path / "text" / "report.json").read_text())
     assert told["tokens_per_second"] == first.tokens_per_second
     assert told["tokens_per_second"] > 0
@@ -53,7 +53,7 @@ def test_text_is_written_with_a_report_and_resumed(
     more = [*SMALL, *corpus, "shard_size=2", "num_samples=8", "batch_size=1"]
     second = specheads.distill(overrides=more, base=base, out=tmp_path / "text")
     assert second is not None
-    assert second.asked == 8
+    assert second.requested == 8
     assert shards(tmp_path / "text").items() > before.items()
 
 
@@ -113,7 +113,7 @@ def test_draft_tokens_are_counted_on_answers_if_there_are_only_prompts(tmp_path:
     said = {
         token
         for row in rows
-        for token, counted in zip(row["tokens"], row["counted"], strict=True)
+        for token, counted in zip(row["tokens"], row["loss_mask"], strict=True)
         if counted
     }
     head = specheads.load_head(trained.head, base)

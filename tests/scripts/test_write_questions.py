@@ -49,20 +49,17 @@ def plan(
     asked: list[Any] = []
     tokenizer: Any = base.tokenizer
 
-    class Planned:
-        def __init__(self, *_: Any) -> None: ...
+    def planned(pull: Any) -> Any:
+        for text in texts:
+            if (ask := pull()) is None:
+                return
+            asked.append(ask)
+            ids = tokenizer(text.removesuffix("\n"))["input_ids"]
+            is_whole = text.endswith("\n")
+            ends = base.eos_ids if is_whole else ()
+            yield Answer(ask.number, [*ids, *ends], "eos" if is_whole else "length")
 
-        def answers(self, pull: Any) -> Any:
-            for text in texts:
-                if (ask := pull()) is None:
-                    return
-                asked.append(ask)
-                ids = tokenizer(text.removesuffix("\n"))["input_ids"]
-                is_whole = text.endswith("\n")
-                ends = base.eos_ids if is_whole else ()
-                yield Answer(ask.number, [*ids, *ends], "eos" if is_whole else "length")
-
-    monkeypatch.setattr(script, "Local", Planned)
+    monkeypatch.setattr(script.local, "build", lambda *_, **__: planned)
     return asked
 
 

@@ -112,7 +112,7 @@ def session(folder: Path) -> Head:
         del rest
         if phase.steps == 6:
             return prompts
-        for _ in write_text(job, lambda _: Pen()):
+        for _ in write_text(job, lambda _: Pen().answers):
             pass
         return PackedText(read_text(run.text, 8), sequence_length=0, batch_size=2, packing="none")
 

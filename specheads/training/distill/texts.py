@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from specheads.core.loops import loops
 from specheads.core.seeds import derive_seed
@@ -42,7 +43,7 @@ def fault(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRules:
-    """GenerationRules for all texts."""
+    """What all texts of a job have in common."""
 
     prompts: PromptSource
     sampling: Sampling
@@ -56,32 +57,10 @@ class GenerationRules:
     drop: tuple[str, ...]
     """Faults that drop an answer."""
     min_tokens: int
+    """An answer with fewer tokens is empty."""
     eos_ids: tuple[int, ...]
     decode: Callable[[list[int]], str]
     """Decodes token ids without special tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """PromptSource and answers up to the end of an answer."""
-
-    tokens: list[int]
-    counted: list[int]
-    """Loss mask: one for generated tokens, zero for prompt tokens."""
-    turns: int
-    """Number of answers that count, at least one."""
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedText:
-    """Result of a finished text."""
-
-    number: int
-    pieces: list[Piece]
-    """One, unless the chat template changes earlier turns (for example by removing reasoning); then
-    one per version that the base read. Empty: the text is dropped."""
-    fault: str
-    """Reason why the next answer is missing; empty if the text is complete."""
 
 
 class GeneratedText:
@@ -91,11 +70,11 @@ class GeneratedText:
     """
 
     def __init__(self, number: int, rules: GenerationRules) -> None:
-        self._number, self._rules = number, rules
+        self.number, self._rules = number, rules
         self._tokens: list[int] = []
-        self._counted: list[int] = []
+        self._loss_mask: list[int] = []
         self._answers: list[list[int]] = []
-        self._pieces: list[Piece] = []
+        self._pieces: list[dict[str, Any]] = []
         self._fault, self._goes_on = "", False
         self.is_done = False
         """Whether the text needs no further answer."""
@@ -104,10 +83,10 @@ class GeneratedText:
     def request(self) -> GenerationRequest:
         """Return the next request."""
         rules = self._rules
-        seed = derive_seed(derive_seed(rules.sampling.seed, self._number), len(self._answers))
+        seed = derive_seed(derive_seed(rules.sampling.seed, self.number), len(self._answers))
         room = min(rules.new_tokens, rules.max_length - len(self._tokens))
         return GenerationRequest(
-            self._number, self._tokens, room, replace(rules.sampling, seed=seed)
+            self.number, self._tokens, room, replace(rules.sampling, seed=seed)
         )
 
     def take(self, answer: Answer) -> None:
@@ -119,18 +98,27 @@ class GeneratedText:
             return
         self._answers.append(answer.tokens)
         self._tokens = self._tokens + answer.tokens
-        self._counted = self._counted + [1] * len(answer.tokens)
-        turns = 1 + (self._pieces.pop().turns if self._goes_on else 0)
-        self._pieces.append(Piece(self._tokens, self._counted, turns))
+        self._loss_mask = self._loss_mask + [1] * len(answer.tokens)
+        turns = 1 + (self._pieces.pop()["turns"] if self._goes_on else 0)
+        self._pieces.append(
+            {"tokens": self._tokens, "loss_mask": self._loss_mask, "turns": turns, "fault": ""}
+        )
         # only a complete answer can have a reply
         if answer.finish == "eos" and len(self._answers) != rules.max_turns:
-            following = rules.prompts.following(self._number, self._tokens, self._answers)
+            following = rules.prompts.following(self.number, self._tokens, self._answers)
             if following is not None:
                 self._read(following)
 
-    def kept(self) -> FinishedText:
-        """Return the result of a finished text."""
-        return FinishedText(self._number, self._pieces, self._fault)
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a finished text as rows of a shard; a dropped one is a row without tokens.
+
+        There is one row, unless the chat template changes earlier turns (for example by removing
+        reasoning); then one per version that the base read. The fault of the last one is the reason
+        why the next answer is missing.
+        """
+        rows = self._pieces or [{"tokens": [], "loss_mask": [], "turns": 0}]
+        rows[-1]["fault"] = self._fault
+        return [{"number": self.number} | row for row in rows]
 
     def _read(self, tokens: list[int]) -> None:
         """Set the next prompt; end the text if it is empty or does not fit the context."""
@@ -138,6 +126,6 @@ class GeneratedText:
             self._fault, self.is_done = "context" if tokens else "unasked", True
             return
         self._goes_on = bool(self._tokens) and tokens[: len(self._tokens)] == self._tokens
-        before = self._counted if self._goes_on else []
-        self._tokens, self._counted = tokens, before + [0] * (len(tokens) - len(before))
+        before = self._loss_mask if self._goes_on else []
+        self._tokens, self._loss_mask = tokens, before + [0] * (len(tokens) - len(before))
         self.is_done = False

@@ -18,7 +18,8 @@ from specheads.decoding.sampling import Sampling
 from specheads.heads.load import build_for, drafter_of, resume_head
 from specheads.training import schedule as schedules
 from specheads.training.distill.engine import GenerationRequest
-from specheads.training.distill.engines.local import REFILL, Local
+from specheads.training.distill.engines import local
+from specheads.training.distill.engines.local import REFILL
 from specheads.training.plan import shapes
 from specheads.training.plan.ledger import Ledger
 from specheads.training.plan.shapes import Parts
@@ -153,9 +154,9 @@ class Trial:
         requests = iter(
             [GenerationRequest(at, prompt, length, chosen) for at, length in enumerate(lengths)]
         )
-        engine = Local(self.base, drafter, number, text_tokens(distill))
+        engine = local.build(distill, self.base, drafter, text_tokens(distill))
         began = time.perf_counter()
-        for _ in engine.answers(lambda: next(requests, None)):
+        for _ in engine(lambda: next(requests, None)):
             pass
         return time.perf_counter() - began
 

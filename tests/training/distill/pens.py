@@ -1,7 +1,7 @@
 """Fake prompts and a fake engine whose tokens identify their origin."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,9 @@ class Pen:
     """Answers by number and turn that replace the default."""
     asked: list[GenerationRequest] = field(default_factory=list)
 
-    def answers(self, pull: Callable[[], GenerationRequest | None]) -> Iterator[Answer]:
+    def answers(
+        self, pull: Callable[[], GenerationRequest | None]
+    ) -> Generator[Answer, None, None]:
         chance, flying = random.Random(self.seed), []
         while True:
             while len(flying) < 3 and (ask := pull()):
@@ -73,7 +75,7 @@ def job(folder: Path, **changes: Any) -> Job:
 def write(folder: Path, pen: Pen | None = None, **changes: Any) -> list[int]:
     """Generate a folder's text; return the numbers of finished texts."""
     answering = pen or Pen()
-    told = write_text(job(folder, **changes), lambda _: answering)
+    told = write_text(job(folder, **changes), lambda _: answering.answers)
     return [written.texts for written in told]
 
 

@@ -33,7 +33,7 @@ def test_two_kills_do_not_change_the_text(whole: Path, tmp_path: Path):
     assert len(shards(tmp_path)) < len(shards(whole))
     author.main(tmp_path)
     assert shards(tmp_path) == shards(whole)
-    assert not list(tmp_path.glob("open-*"))
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_two_processes_generate_the_text_of_one(whole: Path, tmp_path: Path):
@@ -62,4 +62,4 @@ def test_twenty_random_kills_do_not_change_the_text(whole: Path, tmp_path: Path)
     assert codes.count(-signal.SIGKILL) > 10, codes
     author.main(tmp_path / "text")
     assert shards(tmp_path / "text") == shards(whole)
-    assert not list((tmp_path / "text").glob("open-*"))
+    assert not list((tmp_path / "text").glob(".*"))

@@ -1,21 +1,20 @@
 """The local engine: the same text with any batch, with or without a head."""
 
-from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
 from specheads.heads.load import build_for
 from specheads.training.distill.engine import GenerationRequest
 from specheads.training.distill.engines import local
-from specheads.training.distill.engines.local import Local
 from specheads.training.distill.run import write_text
 from tests import tiny
 from tests.training.distill import author
-from tests.training.distill.pens import Talks, job, rows, shards
+from tests.training.distill.pens import Talks, job, shards
 
 HEAD = {"kind": "mlp_speculator", "depth": 3, "inner_dim": 16}
 
@@ -30,7 +29,7 @@ class Uneven(Talks):
 def write(folder: Path, batch_size: int = 4, head=None, max_length: int = 0, **changes) -> None:
     settings = replace(author.SETTINGS, num_samples=8, drop=[], **changes)
     asked = job(folder, settings=settings, prompts=Uneven())
-    engine = Local(tiny.base(), head, batch_size, max_length)
+    engine = local.build(replace(settings, batch_size=batch_size), tiny.base(), head, max_length)
     for _ in write_text(asked, lambda _: engine):
         pass
 
@@ -45,8 +44,13 @@ def test_text_does_not_depend_on_batch_head_and_memory(
     write(tmp_path / "rows", 3, max_length=100, temperature=temperature)
     write(tmp_path / "drafted", 3, head, temperature=temperature)
     made: list[bool] = []
-    make = Local._engine
-    monkeypatch.setattr(Local, "_engine", lambda its, long: made.append(long) or make(its, long))
+
+    class Watched(Engine):
+        def __init__(self, *positional, pool, **named) -> None:
+            made.append(pool is not None)
+            super().__init__(*positional, pool=pool, **named)
+
+    monkeypatch.setattr(local, "Engine", Watched)
     monkeypatch.setattr(local, "COMMON_TOKENS", 16)
     write(tmp_path / "both", 3, temperature=temperature)
     assert set(made) == {False, True}
@@ -57,43 +61,26 @@ def test_text_does_not_depend_on_batch_head_and_memory(
         assert shards(tmp_path / name) == shards(tmp_path / "one"), name
 
 
-def test_answer_equals_generate_with_the_same_seed(tmp_path: Path):
-    asked = job(tmp_path, settings=replace(author.SETTINGS, num_samples=8, drop=[]))
-    pulled: list[GenerationRequest | None] = []
-
-    def keep(ask: GenerationRequest) -> GenerationRequest:
-        pulled.append(ask)
-        return ask
-
-    class Kept(Local):
-        def answers(self, pull):
-            yield from super().answers(lambda: (ask := pull()) and keep(ask))
-
-    for _ in write_text(
-        replace(asked, folder=tmp_path / "kept"), lambda _: Kept(tiny.base(), None, 2)
-    ):
-        pass
-    first = next(ask for ask in pulled if ask and ask.number == 5)
+def test_answer_equals_generate_with_the_same_seed():
+    request = GenerationRequest(5, [3, 4, 5], 12, Sampling(temperature=0.9, seed=7))
+    waiting = [request]
+    engine = local.build(author.SETTINGS, tiny.base())
+    (answer,) = engine(lambda: waiting.pop() if waiting else None)
     said = generate(
-        tiny.base(), None, [first.tokens], max_new_tokens=first.new_tokens,
-        sampling=[first.sampling],
-    )  # fmt: skip
-    row = next(row for row in rows(tmp_path / "kept") if row["number"] == 5)
-    assert row["tokens"][2:14] == said.tokens[0]
+        tiny.base(), None, [request.tokens], max_new_tokens=12, sampling=[request.sampling]
+    )
+    assert answer.tokens == said.tokens[0]
 
 
-def test_text_waits_for_a_full_pool_and_closing_frees_it(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_text_waits_for_a_full_pool_and_closing_frees_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(local, "COMMON_TOKENS", 4)
-    engine = Local(tiny.base(), None, 4)
+    engine = local.build(author.SETTINGS, tiny.base())
     asks = [
         GenerationRequest(number, [1, 2, 3], 20, Sampling(temperature=1.0, seed=number))
         for number in range(6)
     ]
-    answers = engine.answers(lambda: asks.pop(0) if asks else None)
+    answers = engine(lambda: asks.pop(0) if asks else None)
     first = next(answers)
     assert len(first.tokens) == 20
     assert first.finish == "length"
-    assert isinstance(answers, Generator)
     answers.close()

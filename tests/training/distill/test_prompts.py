@@ -1,9 +1,12 @@
 """Prompts by number: windows of documents, turns of conversations."""
 
+import json
+
 import pyarrow as pa
 import pytest
 
 from specheads.core.errors import InputError
+from specheads.data.chat import Template
 from specheads.data.documents import Documents
 from specheads.training.distill.prompts import Continuations, Conversations
 
@@ -38,18 +41,23 @@ def test_fingerprint_depends_on_every_token():
     assert len({of([1, 2, 0], [3, 0]), of([1, 2], [0, 3, 0]), of([1, 2, 0], [4, 0])}) == 3
 
 
-class Letters:
+class Letters(Template):
     """A template with one letter per role, whose tokens are characters."""
 
-    fingerprint = "letters"
+    def __init__(self) -> None:
+        pass
 
-    def prompt(self, messages, tools=None) -> list[int]:
-        assert tools is None
+    @property
+    def fingerprint(self) -> str:
+        return "letters"
+
+    def prompt(self, messages, tools=None, where="") -> list[int]:
+        assert (tools, where) == (None, "")
         said = "".join(f"{one['role'][0]}{one['content']}" for one in messages)
         return [ord(letter) for letter in f"{said}a"]
 
-    def next_prompt(self, tokens, messages, tools=None) -> list[int]:
-        assert tools is None
+    def next_prompt(self, tokens, messages, tools=None, where="") -> list[int]:
+        assert (tools, where) == (None, "")
         assert messages[-2]["role"] == "assistant"
         return [*tokens, *self.prompt(messages[-1:])]
 
@@ -61,7 +69,7 @@ def say(role: str, content: str) -> dict[str, str]:
 def spoken(messages: list[dict[str, str]], answers: int) -> list[str]:
     """Return the prompts of all turns; the base's answers are A, B, C."""
     decode = lambda ids: "".join(map(chr, ids))  # noqa: E731
-    asked = Conversations([{"messages": messages}], Letters(), decode)
+    asked = Conversations([json.dumps({"messages": messages})], Letters(), decode)
     tokens, said, given = asked.first(0), [], []
     for number in range(answers):
         said.append(decode(tokens))
@@ -92,6 +100,5 @@ def test_conversation_ends_before_a_tool_message():
 
 
 def test_conversation_without_user_has_no_prompt():
-    assert Conversations([{"messages": [say("system", "s")]}], Letters(), str).first(0) == []
-    with pytest.raises(InputError, match="at least one conversation"):
-        Conversations([], Letters(), str)
+    rows = [json.dumps({"messages": [say("system", "s")]})]
+    assert Conversations(rows, Letters(), str).first(0) == []

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -18,8 +19,9 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
-from specheads.training.distill.engine import EngineOptions, GenerationRequest, TextEngine
+from specheads.training.distill.engine import GenerationRequest, TextEngine
 from specheads.training.distill.engines import openai
+from specheads.training.settings import Distill
 
 pytestmark = pytest.mark.vllm
 
@@ -52,33 +54,30 @@ def base() -> FrozenBase:
 
 
 def asks(sampling: Sampling, new_tokens: int = NEW_TOKENS) -> list[GenerationRequest]:
-    """Nine ragged prompts, the last one as long as the context."""
+    """Eight ragged prompts."""
     tokenizer = base().tokenizer
     assert tokenizer is not None
     ids = tokenizer((ROOT / "specheads" / "decoding" / "engine.py").read_text()[:4000])["input_ids"]
     prompts = [ids[50 * at : 50 * at + 10 + 5 * at] for at in range(8)]
     return [
         GenerationRequest(number, prompt, new_tokens, sampling.of_prompt(number))
-        for number, prompt in enumerate([*prompts, ids[:256]])
+        for number, prompt in enumerate(prompts)
     ]
 
 
 def write(engine: TextEngine, asked: list[GenerationRequest]) -> list[dict[str, Any]]:
     """Return the expected answers by number, each once."""
     waiting = iter(asked)
-    answers = sorted(engine.answers(lambda: next(waiting, None)), key=lambda answer: answer.number)
+    answers = sorted(engine(lambda: next(waiting, None)), key=lambda answer: answer.number)
     assert [answer.number for answer in answers] == [ask.number for ask in asked]
     return [{"tokens": answer.tokens, "finish": answer.finish} for answer in answers]
 
 
 def expected() -> list[dict[str, Any]]:
-    prompts = [ask.tokens for ask in asks(Sampling())][:-1]
+    prompts = [ask.tokens for ask in asks(Sampling())]
     said = generate(base(), None, prompts, max_new_tokens=NEW_TOKENS).tokens
     ends = base().eos_ids
-    finished = [
-        {"tokens": text, "finish": "eos" if text[-1] in ends else "length"} for text in said
-    ]
-    return [*finished, {"tokens": [], "finish": "length"}]
+    return [{"tokens": text, "finish": "eos" if text[-1] in ends else "length"} for text in said]
 
 
 def main() -> None:
@@ -90,16 +89,13 @@ def main() -> None:
     # compiling takes longer than everything else for this small base
     whole = vllm.LLM  # pyright: ignore[reportAttributeAccessIssue]
     vllm.LLM = lambda **settings: whole(enforce_eager=True, **settings)  # pyright: ignore
-    # as for a package: vLLM reads the folder of the base
-    name = "package:tiny"
-    how = EngineOptions(model=name, base=base(), batch_size=3, dtype="float32", max_length=256)
-    engine = ours.build(how)
+    engine = ours.build(Distill(num_samples=8, batch_size=3), base(), max_length=256)
     out: dict[str, Any] = {"greedy": write(engine, asks(Sampling()))}
     drawn = asks(Sampling(temperature=1.0, top_p=0.9, seed=4))
-    out["drawn"], engine.batch_size = write(engine, drawn), 2
+    out["drawn"] = write(engine, drawn)
     # cancel some requests in flight and send them again
     waiting = iter(drawn)
-    begun = engine.answers(lambda: next(waiting, None))
+    begun = engine(lambda: next(waiting, None))
     next(begun)
     begun.close()
     out["again"] = write(engine, drawn)
@@ -156,37 +152,35 @@ def url(tmp_path_factory):
 
 
 @pytest.fixture
-def how(url, monkeypatch):
+def settings(url, monkeypatch):
     monkeypatch.setenv("OURS", KEY)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    return {"model": "tiny", "base": base(), "url": url, "api_key_env": "OURS", "batch_size": 4}
-
-
-def test_real_server_returns_the_bases_token_ids(how):
-    engine = openai.build(EngineOptions(**how, max_length=256))
-    assert write(engine, asks(Sampling())) == expected()
-
-
-def test_real_server_samples_by_seed(how):
-    drawn = asks(Sampling(temperature=1.0, top_k=50, min_p=0.02, seed=4))
-    first = write(openai.build(EngineOptions(**how, max_length=256)), drawn)
-    assert (
-        write(openai.build(EngineOptions(**how | {"batch_size": 2}, max_length=256)), drawn)
-        == first
+    return Distill(
+        num_samples=8, engine="openai", url=url, served_as="tiny", api_key_env="OURS", batch_size=4
     )
+
+
+def test_real_server_returns_the_bases_token_ids(settings):
+    assert write(openai.build(settings, base()), asks(Sampling())) == expected()
+
+
+def test_real_server_samples_by_seed(settings):
+    drawn = asks(Sampling(temperature=1.0, top_k=50, min_p=0.02, seed=4))
+    first = write(openai.build(settings, base()), drawn)
+    assert write(openai.build(replace(settings, batch_size=2), base()), drawn) == first
     assert first != expected()
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "new_tokens", "message"),
     [
-        ({"model": "other"}, "status 404.*model's name at the server"),
-        ({"api_key_env": ""}, "status 401.*environment variable"),
-        ({"max_length": 4096}, "status 400.*lower max_length"),
+        ({"served_as": "other"}, 40, "status 404.*model's name at the server"),
+        ({"api_key_env": ""}, 40, "status 401.*environment variable"),
+        ({}, 4096, "status 400.*lower prompt_tokens or new_tokens"),
     ],
 )
-def test_refusal_of_a_real_server_is_one_line(how, changed, message):
+def test_refusal_of_a_real_server_is_one_line(settings, changed, new_tokens, message):
     with pytest.raises(InputError, match=message) as error:
-        write(openai.build(EngineOptions(**how | changed)), asks(Sampling()))
+        write(openai.build(replace(settings, **changed), base()), asks(Sampling(), new_tokens))
     assert KEY not in str(error.value)
     assert "\n" not in str(error.value)

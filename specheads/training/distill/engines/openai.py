@@ -6,154 +6,210 @@ text only.
 Source: vllm-project/vllm#22587, sgl-project/sglang#736 and #30917, ggml-org/llama.cpp#15001.
 """
 
-import asyncio
-from collections.abc import Callable, Generator
+import os
+from collections.abc import Generator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from functools import cached_property, partial
+from json import JSONDecodeError
 from typing import Any
+from urllib.parse import urlsplit
 
+from anyio.from_thread import start_blocking_portal
+from openai import APIError, APIStatusError, AsyncOpenAI, Omit
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.training.distill.engine import Answer, EngineOptions, GenerationRequest
-from specheads.training.distill.server import PassingError, Server
+from specheads.training.distill.engine import Answer, GenerationRequest, Pull, TextEngine
+from specheads.training.settings import Distill
+
+KEY = "set the environment variable of api_key_env to the server's key"
+REMEDIES = {
+    401: KEY,
+    403: KEY,
+    404: "give its url up to /v1, and set served_as to the model's name at the server",
+    400: "lower prompt_tokens or new_tokens to fit its context, or change the sampling",
+}
+"""What to do after a refusal, by HTTP status."""
+
+RESUME = "fix the server and run the command again to resume, or raise retries or timeout_seconds"
+
+
+def build(
+    settings: Distill, base: FrozenBase, head: Head | None = None, max_length: int = 0
+) -> TextEngine:
+    """Return an engine for the server; it sends nothing before the first request.
+
+    Raises:
+        ValueError: The URL is invalid, or the key is not printable ASCII.
+    """
+    del head, max_length
+    return Completions(settings, base).answers
 
 
 class Completions:
-    """Sends up to `batch_size` concurrent requests to a server, with retries.
+    """Sends up to `batch_size` concurrent requests; the client retries them.
 
     If an answer has text only, the base's tokenizer gives the token ids, which may differ from
-    those that the server sampled. Not thread-safe.
+    those that the server sampled.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
-        self.options, self.base = options, options.base
-        self.server = Server(
-            options.url, options.api_key_env, options.timeout_seconds, options.retries
-        )
-        self._max_length = options.max_length or options.base.max_length
+    def __init__(self, settings: Distill, base: FrozenBase) -> None:
+        self.settings, self.base = settings, base
+        self.shown, self._key = _shown(settings.url), _key(settings.api_key_env)
+        own = getattr(base.tokenizer, "eos_token_id", None)
+        # the tokenizer's own first, which chat models use
+        self._ends = sorted(base.eos_ids, key=lambda end: end != own)
 
-    def answers(
-        self, pull: Callable[[], GenerationRequest | None]
-    ) -> Generator[Answer, None, None]:
-        """Yield answers, as `TextEngine.answers`; a text without room for a token is empty.
+    def answers(self, pull: Pull) -> Generator[Answer, None, None]:
+        """Yield answers, as `TextEngine`.
 
         Raises:
             ValueError: The server refuses a request, or all attempts failed. Earlier answers are
                 yielded first.
         """
         pending: set[Future[Answer]] = set()
-        with self.server.connected(self.options.batch_size) as (client, loop):
-            while True:
-                while len(pending) < self.options.batch_size and (request := pull()) is not None:
-                    if self._room(request) <= 0:
-                        yield Answer(request.number, [], "length")
-                        continue
-                    body, read = self._body(request), partial(self._read, request)
-                    answer = self.server.answer(client, "/completions", body, read)
-                    pending.add(asyncio.run_coroutine_threadsafe(answer, loop))
-                if not pending:
-                    return
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                # answers before the exception that ends the iteration
-                for one in sorted(done, key=lambda one: one.exception() is not None):
-                    yield one.result()
+        # requests continue in a thread while the caller is busy
+        with start_blocking_portal() as portal:
+            client = AsyncOpenAI(
+                base_url=self.settings.url,
+                # with an empty one the client would look into the environment
+                api_key=self._key or "none",
+                timeout=self.settings.timeout_seconds,
+                max_retries=self.settings.retries,
+            )
+            try:
+                while True:
+                    while (
+                        len(pending) < self.settings.batch_size and (request := pull()) is not None
+                    ):
+                        pending.add(portal.start_task_soon(self._answer, client, request))
+                    if not pending:
+                        return
+                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                    # answers before the exception that ends the iteration
+                    for one in sorted(done, key=lambda one: one.exception() is not None):
+                        yield one.result()
+            finally:
+                for one in pending:
+                    one.cancel()
+                portal.call(client.close)
 
-    def _room(self, request: GenerationRequest) -> int:
-        return min(request.new_tokens, self._max_length - len(request.tokens))
-
-    def _body(self, request: GenerationRequest) -> dict[str, Any]:
-        """Return the body: all parameters, because servers take defaults from the model."""
+    async def _answer(self, client: AsyncOpenAI, request: GenerationRequest) -> Answer:
         sampling = request.sampling
-        return {
-            "model": self.options.model,
-            "prompt": request.tokens,
-            "max_tokens": self._room(request),
-            "n": 1,
-            "stream": False,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            # SGLang refuses zero; -1 disables it everywhere
-            "top_k": sampling.top_k or -1,
-            "min_p": sampling.min_p,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "repetition_penalty": sampling.repetition_penalty,
-            # llama.cpp's name for it; -1 covers the whole text
-            "repeat_penalty": sampling.repetition_penalty,
-            "repeat_last_n": -1,
-            "seed": sampling.seed,
-            "stop_token_ids": self._ends,
-            "add_special_tokens": False,
-            "skip_special_tokens": False,
-            "return_token_ids": True,
-        }
+        try:
+            # all parameters, because servers take defaults from the model
+            reply: Any = await client.completions.create(
+                model=self.settings.served_as or self.base.name,
+                prompt=request.tokens,
+                max_tokens=request.new_tokens,
+                n=1,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                presence_penalty=0.0,
+                frequency_penalty=0.0,
+                seed=sampling.seed,
+                extra_headers={} if self._key else {"Authorization": Omit()},
+                extra_body={
+                    # SGLang refuses zero; -1 disables it everywhere
+                    "top_k": sampling.top_k or -1,
+                    "min_p": sampling.min_p,
+                    "repetition_penalty": sampling.repetition_penalty,
+                    # llama.cpp's name for it; -1 covers the whole text
+                    "repeat_penalty": sampling.repetition_penalty,
+                    "repeat_last_n": -1,
+                    "stop_token_ids": self._ends,
+                    "add_special_tokens": False,
+                    "skip_special_tokens": False,
+                    "return_token_ids": True,
+                },
+            )
+        except (APIError, JSONDecodeError) as error:
+            what, status = str(error), 0
+            if isinstance(error, APIStatusError):
+                status = error.status_code
+                what = f"status {status}, {error.response.text}"
+            raise InputError(
+                f"a server must answer each request, but {self.shown} did not: "
+                f"{self._quoted(what)}; {REMEDIES.get(status, RESUME)}"
+            ) from None
+        return self._read(request, reply)
 
     def _read(self, request: GenerationRequest, reply: Any) -> Answer:
-        """Return the answer in a reply; raise PassingError if it is not a completion."""
+        """Return the answer in a reply."""
         try:
-            (choice,) = reply["choices"]
-            reason, text, tokens = choice["finish_reason"], choice["text"], choice.get("token_ids")
-            read, usage = choice.get("prompt_token_ids"), reply.get("usage") or {}
-            length = usage.get("prompt_tokens") if read is None else len(read)
-        except (AttributeError, LookupError, TypeError, ValueError):
-            raise PassingError(f"no completion, {self.server.quote(str(reply))}") from None
-        if reason not in ("stop", "length") or not isinstance(text, str) or not _are_ids(tokens):
-            raise PassingError(f"no complete answer, {self.server.quote(str(choice))}")
-        prompt = request.tokens
-        if (read or prompt) != prompt or (length or len(prompt)) != len(prompt):
+            (choice,) = reply.choices
+            text, tokens = str(choice.text), getattr(choice, "token_ids", None)
+            is_complete, is_cut = (choice.finish_reason == one for one in ("stop", "length"))
+            if not (is_complete or is_cut) or any(token < 0 for token in tokens or ()):
+                raise ValueError
+            if (read := getattr(choice, "prompt_token_ids", None)) is None:
+                length = getattr(reply.usage, "prompt_tokens", len(request.tokens))
+            else:
+                length = len(read)
+        except (AttributeError, TypeError, ValueError):
             raise InputError(
-                f"a server must use the prompt's token ids, but {self.server.shown} read {length} "
-                f"in place of the {len(prompt)} of text {request.number}; use a server that takes "
-                "token ids as prompt and does not change them"
+                f"a server must return one complete answer, but {self.shown} returned "
+                f"{self._quoted(str(reply))}; use a server with /v1/completions"
+            ) from None
+        if length != len(request.tokens) or read not in (None, request.tokens):
+            raise InputError(
+                f"a server must use the prompt's token ids, but {self.shown} read {length} "
+                f"in place of the {len(request.tokens)} of text {request.number}; use a server "
+                "that takes token ids as prompt and does not change them"
             )
         if tokens is None:
             tokens = self._tokenised(text)
-        if reason == "stop":
-            tokens = self._ended(tokens, choice)
-        self._refuse_unknown(tokens)
-        room = self._room(request)
-        finish = "eos" if reason == "stop" and len(tokens) <= room else "length"
-        return Answer(request.number, tokens[:room], finish)
-
-    def _refuse_unknown(self, tokens: list[int]) -> None:
-        if max(tokens, default=0) >= self.base.vocab_size:
+        if (largest := max(tokens, default=0)) >= self.base.vocab_size:
             raise InputError(
-                f"a server must serve the base, but {self.server.shown} returned token "
-                f"{max(tokens)} of a vocabulary of {self.base.vocab_size}; serve "
-                f"{self.options.model!r}"
+                f"a server must serve the base, but {self.shown} returned token {largest} of a "
+                f"vocabulary of {self.base.vocab_size}; serve {self.base.name!r}"
             )
+        if is_complete:
+            tokens = self._ended(tokens, choice)
+        finish = "eos" if is_complete and len(tokens) <= request.new_tokens else "length"
+        return Answer(request.number, tokens[: request.new_tokens], finish)
 
-    def _ended(self, tokens: list[int], choice: dict[str, Any]) -> list[int]:
+    def _ended(self, tokens: list[int], choice: Any) -> list[int]:
         """Append the end token if it is missing, as it always is in text."""
         # vLLM reports it if it is not the model's first one, SGLang always
-        named = choice.get("stop_reason") or choice.get("matched_stop")
-        ends = [named] if type(named) is int else self._ends
+        named = getattr(choice, "stop_reason", None) or getattr(choice, "matched_stop", None)
+        ends = [named] if isinstance(named, int) else self._ends
         return tokens if not ends or tokens[-1:] in [[end] for end in ends] else [*tokens, ends[0]]
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        """End-of-text tokens; the tokenizer's own first, which chat models use."""
-        own = getattr(self.base.tokenizer, "eos_token_id", None)
-        return sorted(self.base.eos_ids, key=lambda end: end != own)
 
     def _tokenised(self, text: str) -> list[int]:
         if self.base.tokenizer is None:
             raise InputError(
-                f"{self.server.shown} returns text without token ids, but the base "
-                f"{self.base.name} has no tokenizer; use a base folder that has one"
+                f"{self.shown} returns text without token ids, but the base {self.base.name} has "
+                "no tokenizer; use a base folder that has one"
             )
         return self.base.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-
-def build(options: EngineOptions) -> Completions:
-    """Return an engine for the server; it sends nothing before the first request.
-
-    Raises:
-        ValueError: The URL is invalid, or the key is not printable ASCII.
-    """
-    return Completions(options)
+    def _quoted(self, text: str) -> str:
+        """Return a server's message as one short line without the key."""
+        text = text.replace(self._key, "***") if self._key else text
+        return f"{' '.join(text.split()) or 'no message':.200}"
 
 
-def _are_ids(given: Any) -> bool:
-    """Return whether a value is a list of token ids, or None."""
-    known = given is None or isinstance(given, list)
-    return known and all(type(one) is int and one >= 0 for one in given or ())
+def _shown(url: str) -> str:
+    """Return a server's address without a password or a token; raise if it is not one."""
+    shown = url.rpartition("@")[2].partition("?")[0]
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return f"{parts.scheme}://{shown.rpartition('://')[2]}"
+    except ValueError:
+        pass
+    raise InputError(
+        "a server's url must begin with http:// or https:// and name a host, got "
+        f"{shown!r:.80}; give one such as http://127.0.0.1:8000/v1"
+    )
+
+
+def _key(variable: str) -> str:
+    """Return the key in an environment variable; no message may contain it."""
+    key = os.environ.get(variable, "").strip() if variable else ""
+    if not key.isascii() or not key.isprintable():
+        raise InputError(
+            f"an API key must be printable ASCII, but the one in {variable} is not; set it again"
+        )
+    return key

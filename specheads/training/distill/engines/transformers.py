@@ -1,6 +1,8 @@
 """Text engine with transformers' `generate`, one batch at a time: the reference engine."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
+from functools import partial
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -10,78 +12,58 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from specheads.base.loading import without_generation_config
 from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
 from specheads.core.tree import TokenTree
 from specheads.decoding import accept
 from specheads.decoding.sampling import SamplingState
-from specheads.training.distill.engine import Answer, EngineOptions, GenerationRequest
+from specheads.training.distill.engine import Answer, GenerationRequest, Pull, TextEngine
+from specheads.training.settings import Distill
 
 
-class Batches:
-    """Generates in batches; the next one starts when the longest text of the batch has ended.
+def build(
+    settings: Distill, base: FrozenBase, head: Head | None = None, max_length: int = 0
+) -> TextEngine:
+    """Return an engine with the loaded base, which it does not change.
 
-    Sampling is that of the local engine with a seed per text, so the text does not depend on the
-    batch, up to ties in rounding. Not thread-safe.
+    The next batch starts when the longest text of the batch has ended. Sampling is that of the
+    local engine with a seed per text, so the text does not depend on the batch, up to ties in
+    rounding.
     """
+    del head, max_length
+    return partial(_answers, settings.batch_size, base)
 
-    def __init__(self, base: FrozenBase, batch_size: int, max_length: int) -> None:
-        self.base, self.batch_size, self.max_length = base, batch_size, max_length
 
-    def answers(
-        self, pull: Callable[[], GenerationRequest | None]
-    ) -> Generator[Answer, None, None]:
-        """Yield answers, as `TextEngine.answers`; a text without room for a token is empty."""
-        while requests := self._next_batch(pull):
-            yield from (
-                Answer(request.number, [], "length")
-                for request in requests
-                if self._room(request) <= 0
-            )
-            if fitting := [request for request in requests if self._room(request) > 0]:
-                yield from self._write(fitting)
+def _answers(batch_size: int, base: FrozenBase, pull: Pull) -> Generator[Answer, None, None]:
+    while requests := list(islice(iter(pull, None), batch_size)):
+        yield from _write(base, requests)
 
-    def _next_batch(self, pull: Callable[[], GenerationRequest | None]) -> list[GenerationRequest]:
-        requests: list[GenerationRequest] = []
-        while len(requests) < self.batch_size and (request := pull()) is not None:
-            requests.append(request)
-        return requests
 
-    def _room(self, request: GenerationRequest) -> int:
-        return min(request.new_tokens, self.max_length - len(request.tokens))
-
-    @torch.inference_mode()
-    def _write(self, requests: list[GenerationRequest]) -> list[Answer]:
-        """Return the answers, truncated at the limit and after the end token."""
-        model, ends = self.base.model, self.base.eos_ids
-        longest, room = (
-            max(len(request.tokens) for request in requests),
-            max(map(self._room, requests)),
+@torch.inference_mode()
+def _write(base: FrozenBase, requests: list[GenerationRequest]) -> list[Answer]:
+    """Return the answers, truncated at the limit and after the end token."""
+    model, ends = base.model, base.eos_ids
+    longest = max(len(request.tokens) for request in requests)
+    room = max(request.new_tokens for request in requests)
+    tokens, mask = _padded(requests, longest)
+    inputs = {"input_ids": tokens.to(model.device), "attention_mask": mask.to(model.device)}
+    settings = GenerationConfig(
+        max_new_tokens=room,
+        do_sample=False,
+        eos_token_id=list(ends) or None,
+        pad_token_id=ends[0] if ends else None,
+    )
+    chosen = LogitsProcessorList()
+    if not all(request.sampling.greedy for request in requests):
+        chosen.append(_Chosen(requests, longest + room, base))
+    with without_generation_config(model):
+        written = cast(Any, model).generate(
+            **inputs, generation_config=settings, logits_processor=chosen
         )
-        tokens, mask = _padded(requests, longest)
-        inputs = {"input_ids": tokens.to(model.device), "attention_mask": mask.to(model.device)}
-        settings = GenerationConfig(
-            max_new_tokens=room,
-            do_sample=False,
-            eos_token_id=list(ends) or None,
-            pad_token_id=ends[0] if ends else None,
-        )
-        chosen = LogitsProcessorList()
-        if not all(request.sampling.greedy for request in requests):
-            chosen.append(_Chosen(requests, longest + room, self.base))
-        with without_generation_config(model):
-            written = cast(Any, model).generate(
-                **inputs, generation_config=settings, logits_processor=chosen
-            )
-        rows = written[:, longest:].tolist()
-        return [
-            _answer(request, row[: self._room(request)], ends)
-            for request, row in zip(requests, rows, strict=True)
-        ]
-
-
-def build(options: EngineOptions) -> Batches:
-    """Return an engine with the loaded base, which it does not change."""
-    context = options.base.max_length
-    return Batches(options.base, options.batch_size, min(options.max_length or context, context))
+    rows = written[:, longest:].tolist()
+    return [
+        _answer(request, row[: request.new_tokens], ends)
+        for request, row in zip(requests, rows, strict=True)
+    ]
 
 
 class _Chosen(LogitsProcessor):
