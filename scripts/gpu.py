@@ -511,6 +511,7 @@ def planned_gib(base: Any, bench: Any) -> float:
     """Return the peak memory in GiB that `dry_run` plans for such a step, from shapes alone."""
     from dataclasses import asdict
 
+    from specheads.commands._dry_run import setup_of
     from specheads.config import compose
     from specheads.training.plan.whole import plan
 
@@ -531,7 +532,7 @@ def planned_gib(base: Any, bench: Any) -> float:
             ],
         )
         settings.head = {"kind": bench.head.kind, **head}
-        return plan(settings, bench.stepper.accelerator).peak.total / 2**30
+        return plan(setup_of(settings), bench.stepper.accelerator)["peak_bytes"] / 2**30
 
 
 # -------------------------------------------------------------------------------------- smollm2

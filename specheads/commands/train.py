@@ -33,11 +33,12 @@ from specheads.measure import report
 from specheads.measure.quality import quality_windows
 from specheads.measure.results import Results, read
 from specheads.runs.directory import RunDirectory
+from specheads.runs.settings import read_settings
 from specheads.runs.trackers import Tracker, refuse_missing
 from specheads.training import trainer
 from specheads.training.distill.run import refuse_sharded
 from specheads.training.feature_cache import feature_cache
-from specheads.training.plan.batch import settle_batches, unsettled
+from specheads.training.plan.trial import automatic, largest_batches
 from specheads.training.processes import (
     accelerator_of_environment,
     load_base,
@@ -87,8 +88,8 @@ def train(
     settings, _ = settings_for(Train, settings, words)
     made = RunDirectory(Path(settings.run_dir))
     accelerator = accelerator_of_environment(settings.base.dtype)
-    if unsettled(settings):
-        base = settle_batches(settings, accelerator, announce, base)
+    if automatic(settings.schedule):
+        base = _settle_batches(settings, made, accelerator, base, announce)
     with naming_lost():
         head, base = _train(settings, made, accelerator, base, announce)
     if not accelerator.is_main_process:
@@ -125,7 +126,8 @@ def _train(
     depth = _check_settings(settings)
     base = base or load_base(asdict(settings.base), accelerator)
     _check_base(settings, base, made, depth, readers(base.sharding, accelerator)["world_size"])
-    texts = PhaseTexts(settings, base, made, accelerator, announce)
+    phases, data = settings.schedule.phases, settings.data
+    texts = PhaseTexts(phases, data, base, made.text, accelerator, announce, seed)
     torch.manual_seed(seed)
     identity: dict[str, Any] = {"base_fingerprint": texts.fingerprint}
     with ExitStack() as held:
@@ -148,7 +150,8 @@ def _train(
         if head is None:
             head = build_for(settings.head, base, counts)
         texts.head = head
-        features = feature_cache(settings, base, head.aux_layers, announce)
+        rows, wanted = settings.validation.rows, settings.feature_cache
+        features = feature_cache(wanted, phases, data, rows, base, head.aux_layers, announce)
         held_out = texts.held_out(settings.validation)
         if is_main:
             if counts is not None:
@@ -181,6 +184,31 @@ def _train(
                 made.take_best(head)
             made.end(head)
     return head, base
+
+
+def _settle_batches(
+    settings: Train,
+    made: RunDirectory,
+    accelerator: Accelerator,
+    base: FrozenBase | None,
+    announce: Announce,
+) -> FrozenBase | None:
+    """Replace every `batch_size=auto` by a number; return the base if it is loaded.
+
+    The number is that of the run that resumes, or of the largest batch that fits.
+    """
+    phases = settings.schedule.phases
+    run = read_settings(made.config) if made.config.is_file() else {}
+    before = run.get("schedule", {}).get("phases", {})
+    sizes = {name: before.get(name, {}).get("batch_size") for name in automatic(settings.schedule)}
+    if not all(isinstance(size, int) for size in sizes.values()):
+        base = base or load_base(asdict(settings.base), accelerator)
+        sizes = largest_batches(_dry_run.setup_of(settings), base, accelerator)
+    for name, size in sizes.items():
+        phases[name].batch_size = size
+        if accelerator.is_main_process:
+            announce(f"phase {name!r}: batch_size=auto is {size}")
+    return base
 
 
 def _check_settings(settings: Train) -> int:

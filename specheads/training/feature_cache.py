@@ -6,7 +6,7 @@ See docs/train.md.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.config import Train
+from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.core.features import Features
 from specheads.core.files import write_atomic
@@ -22,6 +22,7 @@ from specheads.core.paths import writable_folder
 from specheads.data.packing import TokenBatch
 from specheads.training.schedule import row_tokens
 from specheads.training.settings import FeatureCache as Settings
+from specheads.training.settings import Phase
 
 GIB = 2**30
 
@@ -89,33 +90,34 @@ def _name(batch: TokenBatch) -> str:
 
 
 def feature_cache(
-    settings: Train,
+    settings: Settings,
+    phases: dict[str, Phase],
+    data: Data,
+    validation_rows: int,
     base: FrozenBase,
     aux_layers: tuple[int, ...],
     announce: Callable[[str], object],
 ) -> FeatureCache | None:
-    """Return the feature cache of the settings, None without one.
+    """Return the feature cache of a run, None without one.
 
     Raises:
-        ValueError: It may exceed `feature_cache.gib` or the free disk space, or a phase trains the
-            base, whose features then change in each step.
+        ValueError: It may exceed `settings.gib` or the free disk space, or a phase trains the base,
+            whose features then change in each step.
     """
-    wanted: Settings = settings.feature_cache
-    if not wanted.gib:
+    if not settings.gib:
         return None
-    phases = settings.schedule.phases
     if joint := [name for name, phase in phases.items() if phase.joint]:
         raise InputError(
             f"a feature cache needs a frozen base, but phase {joint[0]!r} trains the base; set "
             "feature_cache.gib=0"
         )
-    size = cache_bytes(settings, base, len(aux_layers))
-    folder = writable_folder(wanted.folder)
-    if size > wanted.gib * GIB:
+    size = cache_bytes(phases.values(), data, validation_rows, base, len(aux_layers))
+    if size > settings.gib * GIB:
         raise InputError(
             f"feature_cache.gib must cover the whole cache: this one takes up to {size / GIB:.2f} "
-            f"GiB, but feature_cache.gib={wanted.gib:g}; raise it, or set it to 0"
+            f"GiB, but feature_cache.gib={settings.gib:g}; raise it, or set it to 0"
         )
+    folder = writable_folder(settings.folder)
     cache = FeatureCache(folder, base, aux_layers, announce)
     # existing files count as this run's: a second training on the same text needs no more space
     there = sum(file.stat().st_size for file in cache.folder.glob("*.safetensors"))
@@ -129,11 +131,13 @@ def feature_cache(
     return cache
 
 
-def cache_bytes(settings: Train, base: FrozenBase, num_aux: int) -> int:
+def cache_bytes(
+    phases: Iterable[Phase], data: Data, validation_rows: int, base: FrozenBase, num_aux: int
+) -> int:
     """Return the bytes of the features of all rows of a run."""
-    phases = settings.schedule.phases.values()
-    data, context = settings.data, base.max_length
-    rows = [(phase.steps * phase.batch_size, row_tokens(phase, data, context)) for phase in phases]
-    rows.append((settings.validation.rows, rows[0][1]))
-    positions = sum(count * length for count, length in rows)
+    rows = [
+        (phase.steps * phase.batch_size, row_tokens(phase, data, base.max_length))
+        for phase in phases
+    ]
+    positions = validation_rows * rows[0][1] + sum(count * length for count, length in rows)
     return positions * base.width * (1 + num_aux) * base.dtype.itemsize

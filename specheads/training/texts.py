@@ -14,7 +14,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.config import Train
+from specheads.config import Data
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
@@ -22,7 +22,6 @@ from specheads.data.packing import BatchStream, PackedText, TokenBatch, share
 from specheads.data.prompts import PromptSet
 from specheads.data.prompts import held_out as prompts_of_split
 from specheads.data.tokenise import UnansweredError, tokenised
-from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress
 from specheads.training.distill.prompts import PromptSource, identity_of, prompt_source
 from specheads.training.distill.run import Job, write_folder
@@ -43,47 +42,48 @@ class PhaseTexts:
 
     It packs every phase's corpus once at the start, so that a corpus that is too short raises
     before anything is written.
+
+    Args:
+        phases: The phases by name.
+        data: The corpus.
+        base: The base, which generates text, with its tokenizer.
+        folder: Folder of generated text, unless a phase has its own.
+        accelerator: The processes of the run.
+        announce: Called with lines for people.
+        seed: Seed of the text.
     """
 
     def __init__(
         self,
-        settings: Train,
+        phases: dict[str, Phase],
+        data: Data,
         base: FrozenBase,
-        run: RunDirectory,
+        folder: Path,
         accelerator: Accelerator,
         announce: Callable[[str], None],
+        seed: int,
     ) -> None:
         assert base.tokenizer is not None
-        self.settings, self.base, self.tokenizer = settings, base, base.tokenizer
-        self.run, self.accelerator, self.announce = run, accelerator, announce
+        self.phases, self.data, self.base, self.tokenizer = phases, data, base, base.tokenizer
+        self.folder, self.accelerator, self.announce = folder, accelerator, announce
+        self.seed = seed
         # before training adds an adapter to the model
         self.fingerprint = base.fingerprint
         self.share = readers(base.sharding, accelerator)
         self.head: Head | None = None
         """The trained head, which may draft while the base generates text."""
         self._prompts: dict[tuple[int, int], PromptSource] = {}
-        for phase in settings.schedule.phases.values():
-            if phase.distill is None:
-                self.corpus(phase)
-        self._check_generated()
+        self._claims: dict[Path, dict[str, Any]] = {}
+        for name, phase in phases.items():
+            if phase.distill:
+                self._check_generated(name, phase, phase.distill)
+            else:
+                self._packed(self.documents, phase)
 
     @cached_property
     def documents(self) -> Documents:
         """Documents of the corpus phases."""
         return self._corpus("train")
-
-    def corpus(self, phase: Phase) -> PackedText:
-        """Return a phase's corpus."""
-        return self._packed(self.documents, phase)
-
-    def prompts(self, distill: Distill) -> PromptSource:
-        """Return the prompt source of a phase."""
-        lengths = distill.prompt_tokens, distill.new_tokens
-        if lengths not in self._prompts:
-            self._prompts[lengths] = prompt_source(
-                self.settings.data, self.base, distill, self.settings.seed
-            )
-        return self._prompts[lengths]
 
     def count_tokens(self, begin: Callable[[], object]) -> Tensor:
         """Return how often each token of the vocabulary is a label in a sample of the text.
@@ -95,19 +95,15 @@ class PhaseTexts:
             text = self.documents
         except UnansweredError:
             begin()
-            text = self._answers()
+            first = next(phase.distill for phase in self.phases.values())
+            assert first is not None
+            with progress(shown=self.accelerator.is_main_process) as bar:
+                text = self._generated(first, bar, lambda: None)
         # every process counts the same text
-        order = np.random.default_rng(self.settings.seed).permutation(len(text))
+        order = np.random.default_rng(self.seed).permutation(len(text))
         some = order[: int(np.searchsorted(np.cumsum(text.lengths[order]), COUNTED_TOKENS)) + 1]
         labels = [text.tokens(number)[text.loss_mask(number)] for number in map(int, some)]
         return torch.from_numpy(np.bincount(np.concatenate(labels), minlength=self.base.vocab_size))
-
-    def _answers(self) -> Documents:
-        """Return the generated text of the first phase; the corpus has prompts only."""
-        first = next(phase.distill for phase in self.settings.schedule.phases.values())
-        assert first is not None
-        with progress(shown=self.accelerator.is_main_process) as bar:
-            return self._generated(first, bar, lambda: None)
 
     def held_out(self, settings: Validation) -> HeldOut | None:
         """Return this process's share of the validation split: rows for the loss, and prompts.
@@ -155,16 +151,16 @@ class PhaseTexts:
         Rows are packed by best fit, with the sequence length of the first corpus phase, or else of
         the generated text.
         """
-        phases = self.settings.schedule.phases.values()
+        phases = self.phases.values()
         first = next((phase for phase in phases if phase.distill is None), next(iter(phases)))
         documents = self._corpus("validation")
-        most = row_tokens(first, self.settings.data, self.base.max_length)
+        most = row_tokens(first, self.data, self.base.max_length)
         text = PackedText(
             documents,
             sequence_length=first.sequence_length or min(int(documents.lengths.max()), most),
             batch_size=1,
             padding_id=self._padding_id,
-            seed=self.settings.seed,
+            seed=self.seed,
         )
         rank, world_size = self.share.values()
         rows = range(min(count, text.rows_per_epoch))
@@ -183,14 +179,12 @@ class PhaseTexts:
         """Return this process's share of the held-out prompts, and the identity of all prompts."""
         if self.base.sharding:
             raise InputError("a sharded base does not decode; use an unsharded base")
-        data, length = self.settings.data, settings.prompt_tokens
-        seed, number = self.settings.seed, settings.prompts
-        found = prompts_of_split(data, "validation", self.tokenizer, length, number, seed)
+        length, number = settings.prompt_tokens, settings.prompts
+        found = prompts_of_split(self.data, "validation", self.tokenizer, length, number, self.seed)
         room = self.base.max_length - settings.new_tokens
         fitting = [prompt for prompt in found if len(prompt.tokens) <= room]
         identity = f"{PromptSet.of('validation', fitting).version}-{settings.new_tokens}"
-        rank, world_size = self.share.values()
-        mine = share(range(len(fitting)), rank, world_size)
+        mine = share(range(len(fitting)), *self.share.values())
         return [fitting[number].tokens for number in mine], identity
 
     def open(self, phase: Phase, bar: Progress, halt: Callable[[], None]) -> BatchStream:
@@ -198,10 +192,9 @@ class PhaseTexts:
 
         All processes call `halt` together; it raises to stop the generation.
         """
-        if phase.distill is None:
-            text = self.corpus(phase)
-        else:
-            text = self._packed(self._generated(phase.distill, bar, halt), phase)
+        distill = phase.distill
+        documents = self._generated(distill, bar, halt) if distill else self.documents
+        text = self._packed(documents, phase)
         if self.accelerator.is_main_process:
             bar.console.print(f"packing: {text.waste}", markup=False, soft_wrap=True)
         return text
@@ -212,39 +205,22 @@ class PhaseTexts:
         return read_text(job.folder, distill.num_samples)
 
     def _job(self, distill: Distill) -> Job:
-        prompts = self.prompts(distill)
+        lengths = distill.prompt_tokens, distill.new_tokens
+        if lengths not in self._prompts:
+            self._prompts[lengths] = prompt_source(self.data, self.base, distill, self.seed)
+        prompts = self._prompts[lengths]
         return Job(
             base=self.base,
             prompts=prompts,
             settings=distill,
-            folder=Path(distill.folder or self.run.text),
-            identity=identity_of(self.settings.data, self.base, self.fingerprint, prompts),
-            seed=self.settings.seed,
+            folder=Path(distill.folder or self.folder),
+            identity=identity_of(self.data, self.base, self.fingerprint, prompts),
+            seed=self.seed,
             head=self.head,
             # each process generates its own texts, even if several share a base
             rank=self.accelerator.process_index,
             world_size=self.accelerator.num_processes,
         )
-
-    def _check_generated(self) -> None:
-        """Raise for generated text that its phase could not be trained on."""
-        claims: dict[Path, tuple[str, dict[str, Any]]] = {}
-        for name, phase in self.settings.schedule.phases.items():
-            if phase.distill is None:
-                continue
-            job = self._job(phase.distill)
-            most = text_tokens(phase.distill)
-            is_chat = job.prompts.conversations
-            _refuse_too_few(name, phase, self.base.max_length if is_chat else most)
-            claim = job.claim()
-            first, before = claims.setdefault(job.folder, (name, claim))
-            for setting, value in claim.items():
-                if value != before[setting]:
-                    raise InputError(
-                        f"phases that share a text folder need equal settings, but {first!r} has "
-                        f"distill.{setting}={before[setting]} and {name!r} {value}; give one of "
-                        "them its own distill.folder"
-                    )
 
     def _packed(self, documents: Documents, phase: Phase) -> PackedText:
         return PackedText(
@@ -253,36 +229,33 @@ class PhaseTexts:
             batch_size=phase.batch_size,
             packing=phase.packing,
             padding_id=self._padding_id,
-            seed=self.settings.seed,
+            seed=self.seed,
             **self.share,
         )
+
+    def _corpus(self, split: str) -> Documents:
+        with progress(shown=self.accelerator.is_main_process, transient=True) as bar:
+            return tokenised(self.data, split, self.tokenizer, self.seed, bar=bar)
 
     @property
     def _padding_id(self) -> int:
         return (self.base.eos_ids or (0,))[0]
 
-    def _corpus(self, split: str) -> Documents:
-        with progress(shown=self.accelerator.is_main_process, transient=True) as bar:
-            return tokenised(self.settings.data, split, self.tokenizer, self.settings.seed, bar=bar)
-
-
-def _refuse_too_few(name: str, phase: Phase, text: int) -> None:
-    """Raise if the generated texts do not fill a batch even at their maximum length.
-
-    A conversation counts as one text.
-    """
-    assert phase.distill is not None
-    texts = phase.distill.num_samples
-    row = phase.sequence_length or text
-    full, rest = divmod(text, row)
-    rows = {
-        "best_fit": texts * full + (math.ceil(texts / (row // rest)) if rest else 0),
-        "stream": texts * text // row,
-        "none": texts,
-    }[phase.packing]
-    if rows < phase.batch_size:
-        raise InputError(
-            f"phase {name!r} needs at least batch_size={phase.batch_size} rows, but "
-            f"distill.num_samples={texts} texts of at most {text} tokens fill {rows} rows of "
-            f"{row}; raise num_samples, or lower batch_size or sequence_length"
-        )
+    def _check_generated(self, name: str, phase: Phase, distill: Distill) -> None:
+        """Raise for generated text that its phase could not be trained on."""
+        job = self._job(distill)
+        most = self.base.max_length if job.prompts.conversations else text_tokens(distill)
+        # no packing makes more rows of a text than the text alone
+        rows = distill.num_samples * math.ceil(most / (phase.sequence_length or most))
+        if rows < phase.batch_size:
+            raise InputError(
+                f"phase {name!r} needs at least batch_size={phase.batch_size} rows, but "
+                f"distill.num_samples={distill.num_samples} texts of at most {most} tokens fill at "
+                f"most {rows}; raise num_samples, or lower batch_size or sequence_length"
+            )
+        claim = job.claim()
+        if self._claims.setdefault(job.folder, claim) != claim:
+            raise InputError(
+                f"phases that share a text folder need equal settings, but {name!r} generates "
+                f"other text than a phase before it in {job.folder}; give it its own distill.folder"
+            )

@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from transformers import AutoTokenizer
 
-from specheads.commands import _dry_run
 from specheads.commands._call import call
 
 BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
@@ -64,22 +62,6 @@ def test_every_token_of_plain_text_is_in_the_loss(overrides: list[str], capsys: 
     said = capsys.readouterr().out
     assert "in the loss (100.0%)" in said
     assert f"⟦{text} " in said
-
-
-def test_terminal_colours_the_loss_mask_and_special_tokens(
-    overrides: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(
-        _dry_run,
-        "Console",
-        lambda **how: Console(force_terminal=True, color_system="standard", **how),
-    )
-    call("train", [*overrides, "preview=1"])
-    said = capsys.readouterr().out
-    assert "\x1b[2;7m<|im_start|>\x1b[0m\x1b[2massistant" in said
-    assert "\x1b[1;32m\\x1b]0;\x1b[0m\x1b[1;7;32m<|im_end|>\x1b[0m" in said
 
 
 def test_wrong_loss_mask_prints_one_line_and_the_text(overrides: list[str], capsys: Any):

@@ -18,7 +18,7 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree
 from specheads.heads.layers.attention import Slots
 from specheads.measure.oracle import Oracle
-from specheads.training.plan.ledger import Ledger
+from specheads.training.plan.shapes import PeakMemory
 from tests import tiny
 from tests.heads.test_heads import CASES, make, told
 
@@ -151,7 +151,7 @@ def test_keys_and_values_are_not_copied():
     committed = Committed(features, tokens, torch.full((3,), 512))
     _, state = head.begin(committed, memory)
     node = torch.zeros(3, 1, dtype=torch.long)
-    with Ledger() as ledger:
+    with PeakMemory() as memory_of_step:
         head.extend(state, node, node)
     # a level allocates scores and weights, and no copy of keys and values
-    assert sum(ledger.peak.values()) < memory.kv_cache.nbytes / 2
+    assert memory_of_step.peak < memory.kv_cache.nbytes / 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specheads.base.model import FrozenBase
-from specheads.config import Base, Data, Evaluation, Tracker, Train, Tree
+from specheads.config import Data
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.runs.trackers import read_metrics
@@ -94,30 +94,20 @@ def test_other_weights_layers_and_dtypes_have_separate_folders(tmp_path: Path):
     assert len(folders) == 5
 
 
-def settings(folder: Path, gib: float, **changes: Any) -> Train:
+def opened(folder: Path, gib: float, **changes: Any) -> FeatureCache | None:
     phases = {"corpus": phase(steps=1000, sequence_length=128, **changes)}
-    return Train(
-        name="test",
-        base=Base(model="none"),
-        head={"kind": "eagle3"},
-        data=Data(source="python_stdlib"),
-        schedule=Schedule(phases=phases),
-        tree=Tree(),
-        tracker=Tracker(),
-        evaluation=Evaluation(),
-        feature_cache=Settings(gib=gib, folder=str(folder)),
-    )
+    data, wanted = Data(source="python_stdlib"), Settings(gib=gib, folder=str(folder))
+    return feature_cache(wanted, phases, data, 16, BASE, (1, 2, 3), print)
 
 
 def test_too_large_cache_is_refused_with_its_size(tmp_path: Path):
     #  (1000 steps x 2 rows + 16 rows held out) x 128 x (1 + 3) x 32 x 4 bytes
     size = (1000 * 2 + 16) * 128 * 4 * 32 * 4 / 2**30
     assert f"{size:.2f}" == "0.12"
-    arguments = BASE, (1, 2, 3), print
     with pytest.raises(InputError, match=r"takes up to 0\.12 GiB, but feature_cache\.gib=0\.1;"):
-        feature_cache(settings(tmp_path, 0.1), *arguments)
-    assert feature_cache(settings(tmp_path, 0.13), *arguments) is not None
-    assert feature_cache(settings(tmp_path, 0.0), *arguments) is None
+        opened(tmp_path, 0.1)
+    assert opened(tmp_path, 0.13) is not None
+    assert opened(tmp_path, 0.0) is None
     assert not list(tmp_path.iterdir())
 
 
@@ -127,9 +117,9 @@ def test_cache_on_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(
         InputError, match=r"up to 0\.12 GiB, but .* has 0\.00 GiB free; set another"
     ):
-        feature_cache(settings(tmp_path / "new", 1.0), BASE, (1, 2, 3), print)
+        opened(tmp_path / "new", 1.0)
 
 
 def test_joint_training_with_cache_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="phase 'corpus' trains the base; set feature_cache"):
-        feature_cache(settings(tmp_path, 9.0, joint=Joint()), BASE, (), print)
+        opened(tmp_path, 9.0, joint=Joint())

@@ -206,7 +206,8 @@ def test_validation_prompts_are_separate_from_training_and_evaluation(tmp_path: 
     settings = compose.settings_of("train", ["recipe=smoke"])
     base, told = FrozenBase.load(**asdict(settings.base)), []
     assert base.tokenizer is not None
-    texts = PhaseTexts(settings, base, RunDirectory(tmp_path), Accelerator(cpu=True), told.append)
+    processes, phases = Accelerator(cpu=True), settings.schedule.phases
+    texts = PhaseTexts(phases, settings.data, base, tmp_path, processes, told.append, settings.seed)
     held = texts.held_out(settings.validation)
     assert held is not None
     assert held.prompts

@@ -1,20 +1,25 @@
-"""Memory of a step from shapes alone, for a device or weights that this machine does not have."""
+"""Memory of a training step from shapes alone, on torch's meta device."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specheads.base.gguf import located
 from specheads.base.loading import load_config
 from specheads.base.model import FrozenBase
-from specheads.config import Base, Train
+from specheads.config import Data
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
@@ -23,12 +28,56 @@ from specheads.training import optimizers
 from specheads.training import schedule as schedules
 from specheads.training.distill.engines.local import REFILL
 from specheads.training.objective import Objective, label_counts
-from specheads.training.plan.ledger import KEYS, FusedAttention, Ledger
 from specheads.training.schedule import PlacedPhase, row_tokens, text_tokens
-from specheads.training.settings import Distill, Phase
+from specheads.training.settings import Distill, Phase, Schedule
 from specheads.training.teacher import Step, Teacher
 
+LEARNED_BYTES = 4
+"""Bytes of a trained number, its gradient, and each moment: all are float32."""
+
+DOCUMENTS = 3
+"""Assumed documents per row of best-fit packing."""
+
+MANY_ROWS = 64, 128
+"""Two step sizes whose difference gives the memory per row."""
+
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+Parts = dict[str, int]
+"""Bytes of each part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A training to plan."""
+
+    base: dict[str, Any]
+    """Arguments of `FrozenBase.load`."""
+    head: dict[str, Any]
+    """`kind` of the head and its settings."""
+    init: str
+    """Folder or Hub id of a head to start from; empty starts from random weights."""
+    schedule: Schedule
+    data: Data
+    seed: int
+    validation_rows: int = 0
+    caches_features: bool = False
+    """Whether the run stores the base's features on disk."""
+
+    def batch(self, phase: Phase, rows: int, base: FrozenBase, head: Head) -> TokenBatch:
+        """Return a random batch of a phase, with tokens from the draft vocabulary."""
+        length = row_tokens(phase, self.data, base.max_length)
+        drafted = torch.randint(head.drafted_size, (rows, length), device="cpu")
+        known = head.draft_ids
+        tokens = drafted if known is None or known.is_meta else known.cpu()[drafted]
+        loss_mask = torch.ones(rows, length, dtype=torch.bool, device="cpu")
+        if phase.distill is not None and phase.answers_only:
+            loss_mask[:, : phase.distill.prompt_tokens] = False
+        document_ids = None
+        if phase.packing == "best_fit" and phase.distill is None:
+            ends = torch.rand(rows, DOCUMENTS - 1).sort(dim=1).values * length
+            document_ids = (torch.arange(length)[None, :, None] >= ends[:, None]).sum(-1)
+        return TokenBatch(tokens, loss_mask, document_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,34 +87,31 @@ class Target:
     device: torch.device
     is_here: bool
     """Whether this machine has the device."""
-    source: str
-    """Folder or Hub id of the base."""
     config: PreTrainedConfig
     dtype: torch.dtype
     has_weights: bool
     """Whether the base's weights are on this machine."""
 
-    @property
-    def kind(self) -> str:
-        """Kind of memory: cpu, or cuda for every other device."""
-        return "cpu" if self.device.type == "cpu" else "cuda"
 
-
-def target_of(base: Base, accelerator: Accelerator) -> Target:
-    """Return device and config of a base; reads its config.json only."""
-    name = str(accelerator.device) if base.device == "auto" else base.device
+def target_of(base: dict[str, Any], accelerator: Accelerator) -> Target:
+    """Return device and config of a base, which reads its config.json only."""
+    name = str(accelerator.device) if base["device"] == "auto" else base["device"]
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise InputError(
             f"base.device must name a torch device, got {name!r:.80}; use cpu, cuda, or auto"
         ) from error
-    source = located(base.model)
-    config = load_config(source, revision=base.revision)
-    half = device.type != "cpu" and base.dtype == "auto"
-    dtype = getattr(torch, "bfloat16" if half else base.dtype.replace("auto", "float32"))
-    has_weights = _has_weights(source, base.revision)
-    return Target(device, _is_here(device), source, config, dtype, has_weights)
+    source = located(base["model"])
+    half = device.type != "cpu" and base["dtype"] == "auto"
+    dtype = "bfloat16" if half else base["dtype"].replace("auto", "float32")
+    return Target(
+        device,
+        _is_here(device),
+        load_config(source, revision=base["revision"]),
+        getattr(torch, dtype),
+        _has_weights(source, base["revision"]),
+    )
 
 
 def _is_here(device: torch.device) -> bool:
@@ -83,47 +129,33 @@ def _has_weights(source: str, revision: str) -> bool:
     return any(isinstance(one, str) for one in found)
 
 
-BASE_WEIGHTS, HEAD_WEIGHTS = "base weights", "head weights"
-GRADIENTS, OPTIMIZER = "gradients", "optimizer state"
-DRAFTER = "drafter while text is written"
-LEARNED_BYTES = 4
-"""Bytes of a trained number, its gradient, and each moment: all are float32."""
-
-DOCUMENTS = 3
-"""Assumed documents per row of best-fit packing."""
-
-MANY_ROWS = 64, 128
-"""Two step sizes whose difference gives the memory per row."""
-
-Parts = dict[str, int]
-"""Bytes of each part."""
-
-
 class Shapes:
     """A training on the meta device, where tensors have shapes and no content.
 
     The head computes in the base's dtype, as in mixed precision.
     """
 
-    def __init__(self, settings: Train, target: Target) -> None:
-        self.settings = settings
-        init = load_head(settings.init) if settings.init else None
+    def __init__(self, setup: Setup, target: Target) -> None:
+        self.setup = setup
+        init = load_head(setup.init) if setup.init else None
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 target.config,
                 dtype=target.dtype,
-                attn_implementation=settings.base.attention,
+                attn_implementation=setup.base["attention"],
                 trust_remote_code=False,
             )
             # no checks of the attention: there are no values to compare
             self.base = FrozenBase(model.eval().requires_grad_(False), owned=False)
             sizes = {"width": self.base.width, "vocab_size": self.base.vocab_size}
-            self.head = build(settings.head, **sizes) if init is None else init.to("meta")
+            self.head = build(setup.head, **sizes) if init is None else init.to("meta")
         self.head.to(target.dtype)
         self.head.choose_aux_layers(self.base.num_layers)
-        adapter = schedules.adapter_settings(settings.schedule)
-        self.teacher = Teacher(self.base, self.head, adapter, settings.seed)
+        adapter = schedules.adapter_settings(setup.schedule)
+        self.teacher = Teacher(self.base, self.head, adapter, setup.seed)
         self.objective = Objective(self.head.train())
+        learned = [*self.head.parameters(), *self.teacher.parameters]
+        self.learned = [one for one in learned if one.requires_grad]
 
     def weights(self) -> Parts:
         """Return the memory that does not depend on the batch."""
@@ -131,9 +163,9 @@ class Shapes:
         # mixed precision keeps a second copy during a step
         cast = self.gradients // LEARNED_BYTES * size if size < LEARNED_BYTES else 0
         return {
-            BASE_WEIGHTS: stored(self.base.model.parameters()),
-            HEAD_WEIGHTS: self.saved_bytes + cast,
-            OPTIMIZER: self.moments,
+            "base weights": stored(self.base.model.parameters()),
+            "head weights": self.saved_bytes + cast,
+            "optimizer state": self.moments,
         }
 
     @property
@@ -144,13 +176,12 @@ class Shapes:
     @property
     def gradients(self) -> int:
         """Bytes of all gradients."""
-        learned = [*self.head.parameters(), *self.teacher.parameters]
-        return LEARNED_BYTES * sum(one.numel() for one in learned if one.requires_grad)
+        return LEARNED_BYTES * sum(one.numel() for one in self.learned)
 
     @property
     def moments(self) -> int:
         """Bytes that the optimizers keep: two moments of AdamW, one of Muon."""
-        roles = optimizers.roles(self.head, self.settings.schedule, self.teacher.parameters)
+        roles = optimizers.roles(self.head, self.setup.schedule, self.teacher.parameters)
         return LEARNED_BYTES * sum(
             (1 if role == "hidden" else 2) * sum(one.numel() for one in parameters)
             for role, parameters in roles.items()
@@ -159,13 +190,12 @@ class Shapes:
     def step(self, phase: PlacedPhase, rows: int) -> Parts:
         """Return the peak of a process in a step with `rows` rows, before the optimizer."""
         self.teacher.begin(phase)
-        settings = phase.settings
-        length = row_tokens(settings, self.settings.data, self.base.max_length)
-        parts = settings.accumulation_steps
-        batch = made_up(-(-rows // parts), length, settings, self.head).to(torch.device("meta"))
+        settings, parts = phase.settings, phase.settings.accumulation_steps
+        batch = self.setup.batch(settings, -(-rows // parts), self.base, self.head)
+        batch = batch.to(torch.device("meta"))
         loss_mask = batch.loss_mask
-        learned = [*self.head.parameters(), *self.teacher.parameters]
-        with FusedAttention(), Ledger(int(loss_mask.numel() * settings.scored_share)) as ledger:
+        counted = int(loss_mask.numel() * settings.scored_share)
+        with FusedAttention(), PeakMemory(counted) as memory:
             # with several parts the second one runs next to the gradients of the first
             for _ in range(min(parts, 2)):
                 counts = label_counts(
@@ -173,50 +203,133 @@ class Shapes:
                 )
                 step = Step(phase, phase.first, 0, batch, loss_mask, counts)
                 self.teacher.losses(step, self.objective)[0].backward()
-        for one in learned:
-            if one.grad is not None:
-                ledger.belongs(one.grad, GRADIENTS)
-                one.grad = None
-        found = ledger.peak
-        found[GRADIENTS] = found.get(GRADIENTS, 0) * LEARNED_BYTES // self.base.dtype.itemsize
-        return self.weights() | found
+        gradients = memory.at_peak(one.grad for one in self.learned if one.grad is not None)
+        for one in self.learned:
+            one.grad = None
+        return self.weights() | {
+            "gradients": gradients * LEARNED_BYTES // self.base.dtype.itemsize,
+            "activations and logits": memory.peak - gradients,
+        }
 
     def row_bytes(self, phase: PlacedPhase) -> int:
         """Return the memory of one more row, in steps so large that the loss works in chunks."""
         few, many = (sum(self.step(phase, rows).values()) for rows in MANY_ROWS)
         return max(1, (many - few) // (MANY_ROWS[1] - MANY_ROWS[0]))
 
-    def write(self, distill: Distill) -> Parts:
+    def text(self, distill: Distill) -> Parts:
         """Return the peak of text generation, with a drafter if the settings allow one."""
-        drafts = distill.use_head.lower() != "false"
         prompts = torch.empty(distill.batch_size, distill.prompt_tokens, dtype=torch.long)
-        with self.teacher.as_loaded(), FusedAttention(), Ledger() as ledger:
+        with self.teacher.as_loaded(), FusedAttention(), PeakMemory() as memory:
             self.base.read(prompts.to("meta"), self.head.aux_layers)
         # new texts have their own rows until they are copied into the batch
         rows = distill.batch_size + distill.batch_size // REFILL
         slots = rows * (text_tokens(distill) + 2 * self.head.depth)
-        copy = stored(self.head.parameters()) if drafts else 0
-        return self.weights() | ledger.peak | {KEYS: slots * self.base.slot_bytes, DRAFTER: copy}
+        drafts = distill.use_head.lower() != "false"
+        return self.weights() | {
+            "keys and values": slots * self.base.slot_bytes,
+            "drafter": stored(self.head.parameters()) if drafts else 0,
+            "activations and logits": memory.peak,
+        }
 
 
 def stored(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors; a shared storage counts once."""
-    # the local shard of a sharded base
-    own = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
-    storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in own}
+    storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}
     return sum(one.nbytes() for one in storages.values())
 
 
-def made_up(rows: int, length: int, phase: Phase, head: Head) -> TokenBatch:
-    """Return a random batch of a phase's shape, with tokens from the draft vocabulary."""
-    drafted = torch.randint(head.drafted_size, (rows, length), device="cpu")
-    known = head.draft_ids
-    tokens = drafted if known is None or known.is_meta else known.cpu()[drafted]
-    loss_mask = torch.ones(rows, length, dtype=torch.bool, device="cpu")
-    if phase.distill is not None and phase.answers_only:
-        loss_mask[:, : phase.distill.prompt_tokens] = False
-    document_ids = None
-    if phase.packing == "best_fit" and phase.distill is None:
-        ends = torch.rand(rows, DOCUMENTS - 1).sort(dim=1).values * length
-        document_ids = (torch.arange(length)[None, :, None] >= ends[:, None]).sum(-1)
-    return TokenBatch(tokens, loss_mask, document_ids)
+class PeakMemory(TorchDispatchMode):
+    """Tracks the storages that are created and alive inside the context.
+
+    On the meta device tensors have no content: a mask selects `rows` elements, and values are one.
+    """
+
+    def __init__(self, rows: int = 0) -> None:
+        super().__init__()
+        self.rows = rows
+        self.peak = 0
+        """Highest sum of the bytes."""
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._at_peak: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def at_peak(self, tensors: Iterable[Tensor]) -> int:
+        """Return the bytes at the peak that belong to tensors that are still alive."""
+        keys = {_key(one) for one in tensors}
+        found = [self._alive[key] for key in keys if key in self._alive]
+        return sum(one[1] for one in found if self._at_peak.get(one[0].cdata) is one)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation and record new storages in its result."""
+        del types
+        given = _stored((args, kwargs))
+        is_meta = bool(given) and given[0].is_meta
+        if is_meta and func is torch.ops.aten.nonzero.default:
+            rows = min(self.rows, given[0].numel())
+            out = torch.empty((rows, given[0].ndim), dtype=torch.long, device="meta")
+        elif is_meta and func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if given[0].is_floating_point() else 1
+        else:
+            out = func(*args, **(kwargs or {}))
+        # views and in-place results share a storage with the arguments
+        known = {_key(one) for one in given} | self._alive.keys()
+        for one in _stored(out):
+            if _key(one) not in known:
+                self._add(one)
+        return out
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
+        self._alive[_key(tensor)] = StorageWeakRef(storage), storage.nbytes()
+        now = sum(size for _, size in self._alive.values())
+        if now > self.peak:
+            self.peak, self._at_peak = now, dict(self._alive)
+
+
+def _stored(values: Any) -> list[Tensor]:
+    """Return the tensors among some values that have a torch storage."""
+    tensors = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+    return [one for one in tensors if torch._C._has_storage(one)]
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class FusedAttention(TorchFunctionMode):
+    """Makes attention on the meta device allocate as the fused kernels do.
+
+    Otherwise it would use the math kernel, which stores the whole attention matrix.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a torch function."""
+        del types
+        is_attention = func is F.scaled_dot_product_attention and args[0].is_meta
+        return (_fused if is_attention else func)(*args, **(kwargs or {}))
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        group = query.shape[1] // key.shape[1]
+        key, value = (one.repeat_interleave(group, dim=1) for one in (key, value))
+    bias = None
+    if attn_mask is not None:
+        # kernels add it as a bias
+        bias = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
+    learns = torch.is_grad_enabled() and query.requires_grad
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    return attend(query, key, value, bias, learns, dropout_p, is_causal, scale=scale)[0]

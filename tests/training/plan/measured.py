@@ -6,9 +6,9 @@ import tempfile
 from pathlib import Path
 
 from specheads import config
+from specheads.commands._dry_run import setup_of
 from specheads.commands.train import train
 from specheads.config import compose
-from specheads.training.plan import trial
 from specheads.training.plan.whole import plan
 from specheads.training.processes import accelerator_of_environment
 
@@ -16,9 +16,9 @@ SHORT = ("evaluate_after=false", "validation.rows=0")
 
 
 def planned(settings: config.Train) -> int:
-    """Return the planned peak in bytes, without timing."""
-    trial.LEAST_STEPS = trial.MOST_STEPS = trial.LONG = 1
-    return plan(settings, accelerator_of_environment(settings.base.dtype)).peak.total
+    """Return the planned peak in bytes."""
+    accelerator = accelerator_of_environment(settings.base.dtype)
+    return plan(setup_of(settings), accelerator)["peak_bytes"]
 
 
 def measured(settings: config.Train) -> int:

@@ -1,6 +1,6 @@
 """The plan of a run, and batch_size=auto."""
 
-from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +12,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from specheads import config
 from specheads.base.model import FrozenBase
+from specheads.commands._dry_run import setup_of
+from specheads.commands.train import _settle_batches
 from specheads.config import compose
 from specheads.core.errors import InputError
 from specheads.core.machine import held_bytes
 from specheads.heads.load import build_for, kinds
+from specheads.runs.directory import RunDirectory
 from specheads.training import depth_loss, processes
-from specheads.training.plan import batch, whole
-from specheads.training.plan.batch import largest_step, settle_batches
-from specheads.training.plan.ledger import Ledger
-from specheads.training.plan.shapes import GRADIENTS, OPTIMIZER, Shapes, target_of
-from specheads.training.plan.trial import LIBRARIES, REST, Trial, Tried
-from specheads.training.plan.whole import Plan, plan
+from specheads.training.plan import trial, whole
+from specheads.training.plan.shapes import PeakMemory, Setup, Shapes, target_of
+from specheads.training.plan.trial import Trial, largest_batches
+from specheads.training.plan.whole import plan
 from specheads.training.processes import accelerator_of_environment
-from specheads.training.schedule import PlacedPhase, placed
+from specheads.training.schedule import placed
 from tests import tiny
 
 ALONE = "~schedule.phases.distilled"
+AUTO = "schedule.phases.corpus.batch_size=auto"
 ACCELERATOR = accelerator_of_environment("float32")
 
 
@@ -36,57 +38,56 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.saved(tmp_path_factory.mktemp("base"), num_hidden_layers=4)
 
 
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time one step only."""
-    monkeypatch.setattr("specheads.training.plan.trial.LEAST_STEPS", 1)
-    monkeypatch.setattr("specheads.training.plan.trial.MOST_STEPS", 1)
-
-
 def settings_of(folder: Path, *overrides: str) -> config.Train:
-    always = ("recipe=smoke", f"base.model={folder}", "base.dtype=float32")
-    shapes = ("schedule.phases.corpus.sequence_length=64", "schedule.phases.corpus.steps=10")
-    distilled = ("schedule.phases.distilled.distill.new_tokens=16",) if not any(
-        one.startswith("~schedule") for one in overrides
-    ) else ()  # fmt: skip
-    return compose.settings_of("train", [*always, *shapes, *distilled, *overrides])
+    always = ["recipe=smoke", f"base.model={folder}", "base.dtype=float32"]
+    always += ["schedule.phases.corpus.sequence_length=64", "schedule.phases.corpus.steps=10"]
+    if ALONE not in overrides:
+        always.append("schedule.phases.distilled.distill.new_tokens=16")
+    return compose.settings_of("train", [*always, *overrides])
 
 
-def planned(folder: Path, *overrides: str) -> Plan:
-    return plan(settings_of(folder, *overrides), ACCELERATOR)
+def setup(folder: Path, *overrides: str) -> Setup:
+    return setup_of(settings_of(folder, *overrides))
 
 
-Trying = tuple[Trial, Shapes, PlacedPhase]
+def planned(folder: Path, *overrides: str) -> dict[str, Any]:
+    return plan(setup(folder, *overrides), ACCELERATOR)
+
+
+def loaded(folder: Path) -> FrozenBase:
+    return FrozenBase.load(str(folder), dtype="float32")
 
 
 @pytest.fixture
-def trying(folder: Path) -> Iterator[Trying]:
-    """A trial, its shapes and its phase."""
-    settings = settings_of(folder, ALONE, "head=medusa")
-    trial = Trial(settings, FrozenBase.load(str(folder), dtype="float32"), ACCELERATOR, 0)
-    (phase,) = placed(settings.schedule)
-    yield trial, Shapes(settings, target_of(settings.base, ACCELERATOR)), phase
-    trial.leave()
+def room(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Set the room of the device, in bytes above what this process has."""
+
+    def set_room(more: int) -> None:
+        for module in (whole, trial):
+            monkeypatch.setattr(module, "room_of", lambda device: held_bytes(device) + more)
+
+    return set_room
 
 
-def test_ledger_has_storages_at_the_peak_and_no_views():
+def test_peak_has_storages_and_no_views():
     kept = torch.ones(1000)
-    with Ledger() as ledger:
+    with PeakMemory() as memory:
         views = kept[:500].add_(1), kept.reshape(10, 100)
         first = torch.ones(3000) + 1
         del first
         second = torch.ones(1000)
-    assert ledger.peak == {"backward and others": 2 * 3000 * 4}
-    del views, second
+    assert memory.peak == 2 * 3000 * 4
+    assert memory.at_peak([second, kept]) == 0
+    del views
 
 
-def test_ledger_replaces_content_on_the_meta_device():
-    with Ledger(rows=7) as ledger:
+def test_meta_tensors_have_contents():
+    with PeakMemory(rows=7) as memory:
         mask = torch.empty(4, 5, dtype=torch.bool, device="meta")
         rows, places = mask.nonzero(as_tuple=True)
         assert int(rows.sum()) == 1
     assert len(rows) == len(places) == 7
-    assert sum(ledger.peak.values()) >= 20 + 2 * 7 * 8
+    assert memory.peak >= 20 + 2 * 7 * 8
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -96,203 +97,135 @@ def test_memory_from_shapes_equals_real_steps(
     for table in (depth_loss.CHUNK_LOGITS, depth_loss.BLOCK_LOGITS):
         monkeypatch.setitem(table, "cpu", table["cuda"])
     # a CPU reads packed documents one by one, other devices use masks
-    plain = ("schedule.muon_learning_rate=0", "schedule.phases.corpus.packing=none")
-    settings = settings_of(folder, f"head={kind}", *plain)
-    (phase, _), target = placed(settings.schedule), target_of(settings.base, ACCELERATOR)
-    base = FrozenBase.load(str(folder), dtype="float32")
-    trial = Trial(settings, base, ACCELERATOR, 0)
-    real = trial.step(phase, 2, timed=False).memory
-    shapes = Shapes(settings, target)
-    computed = shapes.step(phase, 2)
-    for part in ("base weights", "head weights", OPTIMIZER):
-        assert computed[part] == pytest.approx(real[part], rel=0.01)
-    real.pop(REST, 0)
+    plain = ("schedule.muon_learning_rate=0", "schedule.phases.corpus.packing=none", ALONE)
+    wanted = setup(folder, f"head={kind}", *plain)
+    shapes, (phase,) = Shapes(wanted, target_of(wanted.base, ACCELERATOR)), placed(wanted.schedule)
+    real = Trial(wanted, loaded(folder), ACCELERATOR)
+    real.step(phase, 2)
+    with PeakMemory() as memory:
+        real.step(phase, 2)
+    states = [one.state.values() for one in real.stepper.optimizers]
+    moments = [value for some in states for state in some for value in state.values()]
+    assert shapes.moments == pytest.approx(sum(one.nbytes for one in moments), rel=0.01)
+    weights = sum(shapes.weights().values())
     # on the meta device dflash's attention stores weights that the kernels do not
     most = 1.3 if kind == "dflash" else 1.15
-    assert 0.85 * sum(real.values()) <= sum(computed.values()) <= most * sum(real.values())
+    found = sum(shapes.step(phase, 2).values()) / (weights + memory.peak)
+    assert 0.85 <= found <= most
 
 
 def test_plan_has_all_parts(folder: Path):
     found = planned(folder)
-    assert [stage.name for stage in found.stages] == ["corpus", "distilled: text", "distilled"]
-    corpus = found.stages[0].memory
-    assert corpus[LIBRARIES] > 2**20
-    assert corpus[OPTIMIZER] > 0
-    assert found.fits
-    (first, second) = found.phases
-    assert first.tokens == 10 * first.batch_size * 64
-    assert first.hours
-    assert second.writing_hours
-    whole = first.hours + (second.hours or 0.0) + second.writing_hours
-    assert found.hours == pytest.approx(whole)
-    assert all(size > 0 for size in found.disk.values())
+    assert list(found["memory_bytes"]) == ["corpus", "distilled: text", "distilled"]
+    assert all(size > 0 for size in found["memory_bytes"]["corpus"].values())
+    assert found["fits"]
+    assert found["peak_bytes"] > 2**20
+    corpus = found["phases"]["corpus"]
+    assert corpus["tokens"] == 10 * corpus["batch_size"] * 64
+    assert corpus["flops"] > corpus["tokens"]
+    assert list(found["hours"]) == list(found["memory_bytes"])
+    assert all(hours > 0 for hours in found["hours"].values())
+    sizes = found["disk_bytes"]
+    assert sizes.pop("feature cache") == 0
+    assert all(size > 0 for size in sizes.values())
+    yaml.safe_dump(found)
 
 
-def test_the_largest_step_is_measured_and_extended(trying: Trying):
-    trial, shapes, phase = trying
-    found = largest_step(trial, shapes, phase, 10**12, 10, timed=False)
-    assert found is not None
-    assert found.rows == 10
-    assert found.needed(10) == found.tried.total
-    assert found.needed(64) > found.needed(20) > found.needed(10)
+def test_missing_device_is_planned_from_shapes(folder: Path):
+    found = planned(folder, "base.device=cuda:7", "feature_cache.gib=1")
+    assert (found["fits"], found["room_bytes"], found["hours"]) == (None, None, {})
+    assert "Python and libraries" not in found["memory_bytes"]["corpus"]
+    assert found["disk_bytes"]["feature cache"] > 0
+    assert "this machine has no cuda:7" in found["note"]
 
 
-@pytest.mark.parametrize(
-    ("room", "wrong_by", "rows"), [(150, 0, 5), (139, 0, 4), (109, 0, 1), (10, 0, 1), (150, 8, 3)]
-)
-def test_the_largest_step_fits_the_memory(
-    room: int, wrong_by: int, rows: int, trying: Trying, monkeypatch: pytest.MonkeyPatch
-):
-    """Shapes say 10 bytes per row; a real step may need more of them."""
-    trial, shapes, phase = trying
-    taken: list[int] = []
-
-    def step(phase: Any, rows: int, *, timed: bool) -> Tried:
-        del phase, timed
-        taken.append(rows)
-        return Tried({"base weights": 100, "others": (rows - 1) * (10 + wrong_by)}, 0.0)
-
-    monkeypatch.setattr(trial, "step", step)
-    monkeypatch.setattr(shapes, "row_bytes", lambda _: 10)
-    found = largest_step(trial, shapes, phase, room, 5, timed=False)
-    assert found is not None
-    assert found.rows == rows
-    assert max(taken) <= 5
+def test_plan_suggests_settings_that_fit(folder: Path, room: Any):
+    room(2**26)
+    found = planned(folder, "schedule.phases.corpus.batch_size=2000", "head=medusa", ALONE)
+    assert found["fits"] is False
+    assert "the run does not fit" in found["note"]
+    (change,) = found["changes"]
+    parts = int(change.partition("accumulation_steps=")[2].partition(" ")[0])
+    assert 1 < parts < 2000
 
 
-def test_a_step_that_runs_out_of_memory_is_made_smaller(
-    trying: Trying, monkeypatch: pytest.MonkeyPatch
-):
-    trial, shapes, phase = trying
-
-    def step(phase: Any, rows: int, *, timed: bool) -> Tried:
-        del phase, timed
-        if rows > 50:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return Tried({"others": rows}, 0.0)
-
-    monkeypatch.setattr(trial, "step", step)
-    found = largest_step(trial, shapes, phase, 10**12, 100, timed=False)
-    assert found is not None
-    assert 45 <= found.rows <= 50
-
-
-def test_plan_suggests_changes_if_no_sequence_fits(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    def too_much(*_: Any, **__: Any) -> Tried:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(Trial, "step", too_much)
+def test_plan_suggests_changes_if_no_sequence_fits(folder: Path, room: Any):
+    room(0)
     found = planned(folder, ALONE)
-    assert found.fits is False
-    assert [stage.name for stage in found.stages] == ["corpus"]
-    assert any("a smaller base" in change for change in found.changes)
-    assert "no memory for the first step" in found.notes[-1]
+    assert found["fits"] is False
+    assert any("a smaller base" in change for change in found["changes"])
 
 
-def test_processes_with_the_same_rows_count_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tensor_parallel_processes_count_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, room: Any
+):
     monkeypatch.setattr(Accelerator, "num_processes", 2)
-    monkeypatch.setattr(Trial, "step", lambda *_, **__: Tried({"loss": 1}, 0.0))
     one = ("schedule.phases.corpus.batch_size=1", ALONE, "head=medusa")
     with pytest.raises(InputError, match="2 processes with"):
         planned(folder, *one)
-    for module in (whole, batch):
-        monkeypatch.setattr(module, "readers", lambda *_: {"rank": 0, "world_size": 1})
-    found = planned(folder, *one)
-    assert (found.processes, found.shares) == (2, 1)
-    monkeypatch.setattr(batch, "MOST_ROWS", 2)
-    assert planned(folder, *one, "schedule.phases.corpus.batch_size=auto").phases[0].batch_size == 2
-
-
-def test_tensor_parallel_processes_count_once_without_loading(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(Accelerator, "num_processes", 2)
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
     monkeypatch.setattr(DeviceMesh, "size", lambda _: 2)
     part = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
     monkeypatch.setattr(processes, "init_device_mesh", lambda *_, **__: {"part": part})
-    monkeypatch.setattr(whole, "room_of", lambda _: 2**10)
-    one = ("schedule.phases.corpus.batch_size=1", ALONE, "head=medusa")
-    found = planned(folder, *one)
-    assert (found.processes, found.shares) == (2, 1)
+    room(0)
+    assert planned(folder, *one)["processes"] == 2
     # with an explicit device each process has the whole base
     with pytest.raises(InputError, match="2 processes with"):
         planned(folder, *one, "base.device=cuda:7")
 
 
-def test_plan_uses_the_settings_of_an_initial_head(
+def test_plan_uses_the_settings_of_an_initial_head(folder: Path, tmp_path: Path):
+    build_for({"kind": "medusa", "depth": 3}, loaded(folder)).save_pretrained(tmp_path)
+    named = (f"init={tmp_path}", "head=medusa", "head.depth=2", "base.device=cuda:7", ALONE)
+    planned(folder, *named, "schedule.phases.corpus.depth_weights=[1,1,1]")
+    with pytest.raises(InputError, match="each of the head's 3 depths, got 2"):
+        planned(folder, *named, "schedule.phases.corpus.depth_weights=[1,1]")
+
+
+def test_largest_batch_fits_memory_and_time(
+    folder: Path, room: Any, monkeypatch: pytest.MonkeyPatch
+):
+    seconds = 0.0
+    monkeypatch.setattr(Trial, "step", lambda *_: seconds)
+    wanted, base = setup(folder, ALONE, "head=medusa", AUTO), loaded(folder)
+    room(2**29)
+    many = largest_batches(wanted, base, ACCELERATOR)["corpus"]
+    room(2**28)
+    few = largest_batches(wanted, base, ACCELERATOR)["corpus"]
+    assert 0 < few < many < trial.MAX_ROWS
+    seconds = trial.MAX_SECONDS / 3
+    assert largest_batches(wanted, base, ACCELERATOR)["corpus"] == 3
+    room(0)
+    with pytest.raises(InputError, match=r"1 sequences need .* raise accumulation_steps"):
+        largest_batches(wanted, base, ACCELERATOR)
+
+
+def test_step_that_runs_out_of_memory_is_made_smaller(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def step(_: Trial, phase: Any, rows: int) -> float:
+        del phase
+        if rows > 50:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return 0.0
+
+    monkeypatch.setattr(Trial, "step", step)
+    wanted = setup(folder, ALONE, "head=medusa", AUTO)
+    assert 45 <= largest_batches(wanted, loaded(folder), ACCELERATOR)["corpus"] <= 50
+
+
+def test_auto_batch_is_printed_and_a_resumed_run_keeps_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Trial, "step", lambda *_, **__: Tried({"loss": 1}, 0.0))
-    base = FrozenBase.load(str(folder), dtype="float32")
-    build_for({"kind": "medusa", "depth": 3}, base).save_pretrained(tmp_path)
-    named = (f"init={tmp_path}", "head=medusa", "head.depth=2", ALONE)
-    for device in ("cpu", "cuda:7"):
-        planned(
-            folder, *named, f"base.device={device}", "schedule.phases.corpus.depth_weights=[1,1,1]"
-        )
-        with pytest.raises(InputError, match="each of the head's 3 depths, got 2"):
-            planned(
-                folder,
-                *named,
-                f"base.device={device}",
-                "schedule.phases.corpus.depth_weights=[1,1]",
-            )
-
-
-def test_plan_suggests_settings_that_fit(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    room = held_bytes(torch.device("cpu")) + 2**26
-    monkeypatch.setattr(whole, "room_of", lambda _: room)
-    many = ("schedule.phases.corpus.batch_size=2000", "head=medusa", ALONE)
-    found = planned(folder, *many)
-    assert found.fits is False
-    (change,) = found.changes
-    parts = int(change.partition("accumulation_steps=")[2].partition(" ")[0])
-    assert 1 < parts < 2000
-    assert "extended linearly" in found.notes[-1]
-
-
-def test_missing_device_is_planned_from_shapes(folder: Path):
-    found = planned(folder, "base.device=cuda:7")
-    assert found.room is None
-    assert found.fits is None
-    assert found.hours is None
-    assert {"base weights", OPTIMIZER, GRADIENTS, "loss"} <= found.stages[0].memory.keys()
-    assert "no cuda:7" in found.notes[0]
-    with pytest.raises(InputError, match="no cuda:7"):
-        planned(folder, "base.device=cuda:7", "schedule.phases.corpus.batch_size=auto")
-
-
-def test_too_large_weights_are_not_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(whole, "room_of", lambda _: 2**10)
-    found = planned(folder, ALONE)
-    assert found.fits is False
-    assert "do not fit" in found.notes[0]
-    assert any("a smaller base" in change for change in found.changes)
-
-
-def test_auto_batch_fits_and_is_printed(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    room = held_bytes(torch.device("cpu")) + 2**26
-    monkeypatch.setattr(batch, "room_of", lambda _: int(room / 0.85))
-    auto = ("schedule.phases.corpus.batch_size=auto", ALONE, "head=medusa")
-    settings, told = settings_of(folder, *auto), list[str]()
-    assert settle_batches(settings, ACCELERATOR, told.append) is not None
-    size = settings.schedule.phases["corpus"].batch_size
-    assert type(size) is int
-    assert size > 1
-    assert told == [f"phase 'corpus': batch_size=auto is {size}"]
-    monkeypatch.setattr(batch, "room_of", lambda _: 2**20)
-    with pytest.raises(InputError, match="accumulation_steps"):
-        settle_batches(settings_of(folder, *auto), ACCELERATOR, told.append)
-
-
-def test_resumed_run_keeps_its_auto_batch(folder: Path, tmp_path: Path):
-    run = f"run_dir={tmp_path}"
-    settings: Any = settings_of(folder, "schedule.phases.corpus.batch_size=3", run)
-    (tmp_path / "config.yaml").write_text(compose.as_yaml(settings))
-    again = settings_of(folder, "schedule.phases.corpus.batch_size=auto", run)
-    assert settle_batches(again, ACCELERATOR, lambda _: None) is None
-    assert yaml.safe_load(compose.as_yaml(again)) == yaml.safe_load(compose.as_yaml(settings))
+    monkeypatch.setattr(trial, "MAX_ROWS", 3)
+    told: list[str] = []
+    run, settings = RunDirectory(tmp_path), settings_of(folder, ALONE, AUTO)
+    assert _settle_batches(settings, run, ACCELERATOR, None, told.append) is not None
+    assert told == ["phase 'corpus': batch_size=auto is 3"]
+    run.config.write_text(compose.as_yaml(settings))
+    again = settings_of(folder, ALONE, AUTO)
+    assert _settle_batches(again, run, ACCELERATOR, None, told.append) is None
+    assert asdict(again) == asdict(settings)
 
 
 @pytest.mark.parametrize("size", ["0", "many", "true", "1.5"])
