@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer, sweep
 from specheads.decoding.generate import generate
-from specheads.decoding.sampling import Sampling, each_prompt
+from specheads.decoding.sampling import each_prompt
 from specheads.heads.load import drafter_of
 from specheads.training.distill.engine import Answer, GenerationRequest, TextEngine
 from specheads.training.distill.engines import build
-from specheads.training.distill.prompts import PromptSource, decoder
+from specheads.training.distill.prompts import decoder
 from specheads.training.distill.report import Report, report_of, write_report
 from specheads.training.distill.shards import (
     claim_folder,
@@ -28,9 +28,9 @@ from specheads.training.distill.shards import (
     refuse_other_text,
     write_shard,
 )
-from specheads.training.distill.texts import GeneratedText, GenerationRules
+from specheads.training.distill.texts import GeneratedText, Job
 from specheads.training.processes import on_all_processes
-from specheads.training.settings import FAULTS, Distill
+from specheads.training.settings import Distill
 
 EXTERNAL_ENGINES = ("vllm", "openai")
 """Engines that load the weights themselves."""
@@ -40,66 +40,6 @@ TICK_SECONDS = 0.25
 
 TRIAL_TOKENS = 32
 """New tokens per text in the trial of a drafter."""
-
-NEUTRAL_SETTINGS = {
-    *("folder", "num_samples", "engine", "batch_size", "use_head"),
-    *("url", "served_as", "api_key_env", "timeout_seconds", "retries"),
-}
-"""Settings that do not change the text: each answer has its own seed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """Text to generate, and its folder."""
-
-    base: FrozenBase
-    """The base; determines the end tokens and the maximum length."""
-    prompts: PromptSource
-    """Source of the prompts."""
-    settings: Distill
-    """Settings of generation and filters."""
-    folder: Path
-    """Folder of the text, created if necessary."""
-    identity: dict[str, Any]
-    """What else determines the text: see `prompts.identity_of`."""
-    seed: int = 0
-    """Seed of the answers."""
-    head: Head | None = None
-    """Drafter of the local engine."""
-    rank: int = 0
-    """Number of this process."""
-    world_size: int = 1
-    """Number of processes that share the work."""
-
-    @property
-    def sampling(self) -> Sampling:
-        """Sampling settings with the seed of the job."""
-        names = ("temperature", "top_k", "top_p")
-        return Sampling(seed=self.seed, **{name: getattr(self.settings, name) for name in names})
-
-    def claim(self) -> dict[str, Any]:
-        """Return everything that determines the text, by name."""
-        settings = asdict(self.settings)
-        decisive = {name: settings[name] for name in settings if name not in NEUTRAL_SETTINGS}
-        # 2: one Parquet file a block, with a row for each dropped text
-        return self.identity | decisive | {"seed": self.seed, "layout": 2}
-
-    def rules(self) -> GenerationRules:
-        """Return what all texts have in common."""
-        settings, base, is_chat = self.settings, self.base, self.prompts.conversations
-        drop = settings.drop if settings.drop is not None else FAULTS if is_chat else ()
-        return GenerationRules(
-            prompts=self.prompts,
-            sampling=self.sampling,
-            new_tokens=settings.new_tokens,
-            max_turns=settings.max_turns,
-            max_length=base.max_length,
-            # continuations always stop at the limit
-            drop=tuple(one for one in drop if is_chat or one != "truncated"),
-            min_tokens=settings.min_tokens,
-            eos_ids=base.eos_ids,
-            decode=decoder(base),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +141,7 @@ class _Scheduler:
     """Selects the next request, the next turn of a text or a new text, and writes the shards."""
 
     def __init__(self, job: Job, blocks: dict[int, range]) -> None:
-        self._folder, self._size, self._rules = job.folder, job.settings.shard_size, job.rules()
+        self._job, self._size = job, job.settings.shard_size
         self._numbers = chain.from_iterable(blocks.values())
         self._waiting = {block: len(numbers) for block, numbers in blocks.items()}
         self._rows: dict[int, list[dict[str, Any]]] = {block: [] for block in blocks}
@@ -215,7 +155,7 @@ class _Scheduler:
         while not self._ready:
             if (number := next(self._numbers, None)) is None:
                 return None
-            self._continue(GeneratedText(number, self._rules))
+            self._continue(GeneratedText(number, self._job))
         text = self._ready.popleft()
         self._requested[text.number] = text
         return text.request()
@@ -242,7 +182,7 @@ class _Scheduler:
         self._rows[block] += rows
         self._waiting[block] -= 1
         if not self._waiting[block]:
-            write_shard(self._folder, block, self._rows.pop(block))
+            write_shard(self._job.folder, block, self._rows.pop(block))
 
 
 def write_folder(job: Job, bar: Progress, halt: Callable[[], None]) -> Report | None:

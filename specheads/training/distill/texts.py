@@ -1,14 +1,24 @@
-"""One self-distilled text: its requests, its kept answers, and the filter of faults."""
+"""A job of self-distillation, and one of its texts: requests, kept answers, filter of faults."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
 from specheads.core.loops import loops
 from specheads.core.seeds import derive_seed
 from specheads.decoding.sampling import Sampling
 from specheads.training.distill.engine import Answer, GenerationRequest
-from specheads.training.distill.prompts import PromptSource
+from specheads.training.distill.prompts import PromptSource, decoder
+from specheads.training.settings import FAULTS, Distill
+
+NEUTRAL_SETTINGS = {
+    *("folder", "num_samples", "engine", "batch_size", "use_head"),
+    *("url", "served_as", "api_key_env", "timeout_seconds", "retries"),
+}
+"""Settings that do not change the text: each answer has its own seed."""
 
 LONG_PERIOD, LONG_WINDOW = 64, 192
 """A paragraph repeated three times is a loop too; three repeated short words are not."""
@@ -42,25 +52,48 @@ def fault(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRules:
-    """What all texts of a job have in common."""
+class Job:
+    """Texts to generate, and their folder."""
 
+    base: FrozenBase
+    """The base; determines the end tokens and the maximum length."""
     prompts: PromptSource
-    sampling: Sampling
-    """Sampling settings; the seed of each answer is derived from this one."""
-    new_tokens: int
-    """Maximum tokens of an answer."""
-    max_turns: int
-    """Maximum number of answers; zero is no limit."""
-    max_length: int
-    """Maximum tokens of a text."""
-    drop: tuple[str, ...]
-    """Faults that drop an answer."""
-    min_tokens: int
-    """An answer with fewer tokens is empty."""
-    eos_ids: tuple[int, ...]
-    decode: Callable[[list[int]], str]
-    """Decodes token ids without special tokens."""
+    """Source of the prompts."""
+    settings: Distill
+    """Settings of generation and filters."""
+    folder: Path
+    """Folder of the text, created if necessary."""
+    identity: dict[str, Any]
+    """What else determines the text: see `prompts.identity_of`."""
+    seed: int = 0
+    """Seed of the answers."""
+    head: Head | None = None
+    """Drafter of the local engine."""
+    rank: int = 0
+    """Number of this process."""
+    world_size: int = 1
+    """Number of processes that share the work."""
+
+    def claim(self) -> dict[str, Any]:
+        """Return everything that determines the text, by name."""
+        settings = asdict(self.settings)
+        decisive = {name: settings[name] for name in settings if name not in NEUTRAL_SETTINGS}
+        # 2: one Parquet file a block, with a row for each dropped text
+        return self.identity | decisive | {"seed": self.seed, "layout": 2}
+
+    @property
+    def sampling(self) -> Sampling:
+        """Sampling settings; the seed of each answer is derived from this one."""
+        names = ("temperature", "top_k", "top_p")
+        return Sampling(seed=self.seed, **{name: getattr(self.settings, name) for name in names})
+
+    @property
+    def drop(self) -> Sequence[str]:
+        """Faults that drop an answer; continuations always stop at the limit."""
+        is_chat, drop = self.prompts.conversations, self.settings.drop
+        if drop is None:
+            return FAULTS if is_chat else ()
+        return [one for one in drop if is_chat or one != "truncated"]
 
 
 class GeneratedText:
@@ -69,8 +102,8 @@ class GeneratedText:
     An answer with a fault is dropped and ends the text, because the next turn replies to it.
     """
 
-    def __init__(self, number: int, rules: GenerationRules) -> None:
-        self.number, self._rules = number, rules
+    def __init__(self, number: int, job: Job) -> None:
+        self.number, self._job = number, job
         self._tokens: list[int] = []
         self._loss_mask: list[int] = []
         self._answers: list[list[int]] = []
@@ -78,21 +111,24 @@ class GeneratedText:
         self._fault, self._goes_on = "", False
         self.is_done = False
         """Whether the text needs no further answer."""
-        self._read(rules.prompts.first(number))
+        self._read(job.prompts.first(number))
 
     def request(self) -> GenerationRequest:
         """Return the next request."""
-        rules = self._rules
-        seed = derive_seed(derive_seed(rules.sampling.seed, self.number), len(self._answers))
-        room = min(rules.new_tokens, rules.max_length - len(self._tokens))
+        seed = derive_seed(derive_seed(self._job.seed, self.number), len(self._answers))
+        room = self._job.base.max_length - len(self._tokens)
         return GenerationRequest(
-            self.number, self._tokens, room, replace(rules.sampling, seed=seed)
+            self.number,
+            self._tokens,
+            min(self._job.settings.new_tokens, room),
+            replace(self._job.sampling, seed=seed),
         )
 
     def take(self, answer: Answer) -> None:
         """Add an answer and prepare the next turn."""
-        rules = self._rules
-        self._fault = fault(answer, rules.drop, rules.min_tokens, rules.eos_ids, rules.decode)
+        job, base = self._job, self._job.base
+        minimum = job.settings.min_tokens
+        self._fault = fault(answer, job.drop, minimum, base.eos_ids, decoder(base))
         self.is_done = True
         if self._fault:
             return
@@ -104,8 +140,8 @@ class GeneratedText:
             {"tokens": self._tokens, "loss_mask": self._loss_mask, "turns": turns, "fault": ""}
         )
         # only a complete answer can have a reply
-        if answer.finish == "eos" and len(self._answers) != rules.max_turns:
-            following = rules.prompts.following(self.number, self._tokens, self._answers)
+        if answer.finish == "eos" and len(self._answers) != job.settings.max_turns:
+            following = job.prompts.following(self.number, self._tokens, self._answers)
             if following is not None:
                 self._read(following)
 
@@ -122,7 +158,7 @@ class GeneratedText:
 
     def _read(self, tokens: list[int]) -> None:
         """Set the next prompt; end the text if it is empty or does not fit the context."""
-        if not tokens or len(tokens) >= self._rules.max_length:
+        if not tokens or len(tokens) >= self._job.base.max_length:
             self._fault, self.is_done = "context" if tokens else "unasked", True
             return
         self._goes_on = bool(self._tokens) and tokens[: len(self._tokens)] == self._tokens
