@@ -40,16 +40,6 @@ def test_expert_matrices_count_and_embeddings_do_not():
     assert [_multiplied(one) for one in layers] == [60, 0, 24, 0, 0]
 
 
-def test_documents_need_fewer_flops_than_one_text():
-    base, batch = tiny.base(), packed(texts())
-    head = build_for({"kind": "medusa", "depth": 2}, base, None)
-    short, long = (
-        step_flops(base, head, one, phase()).base
-        for one in (batch, type(batch)(batch.tokens, batch.loss_mask))
-    )
-    assert 0 < short < long
-
-
 @pytest.mark.parametrize("loss", ["cross_entropy", "soft_cross_entropy"])
 def test_vocabulary_flops_depend_on_labels(loss: str):
     base, batch = tiny.base(), packed(texts())

@@ -13,7 +13,7 @@ from threading import Lock, Thread
 from typing import Any
 
 VOCAB = 61
-PASSING = ("stall", "429", "500", "503", "half", "half chunk", "reset")
+PASSING = ("stall", "429", "500", "half", "reset")
 """Faults that a retry can fix."""
 
 
@@ -33,8 +33,6 @@ class Completions:
 
     fault: Callable[[list[int], int], str | None] = lambda _prompt, _attempt: None
     reply: Callable[[dict[str, Any]], Any] = completion
-    headers: dict[str, str] = field(default_factory=dict)
-    """Headers of every status except 200."""
     seconds: float = 0.0
     """Seconds per answer."""
     url: str = ""
@@ -74,40 +72,30 @@ class Handler(BaseHTTPRequestHandler):
         elif fault == "garbage":
             self.send(200, b"{]" + whole)
         elif fault.isdigit():
-            said = f"no, not with {self.headers.get('Authorization')}\nand not now".encode()
-            self.send(int(fault), said, self.state.headers)
+            said = f"no, not with {self.headers.get('Authorization')}\nand not now"
+            self.send(int(fault), said.encode())
         else:
             self.break_off(whole, fault)
 
-    def send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    def send(self, status: int, body: bytes, missing: int = 0) -> None:
         self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(len(body) + missing))
         self.end_headers()
         self.wfile.write(body)
 
     def break_off(self, whole: bytes, fault: str) -> None:
         self.close_connection = True
         if fault == "stall":
-            self.until_closed()
+            # until the client closes the connection
+            with suppress(OSError):
+                self.connection.recv(1)
         elif fault == "reset":
             # closing then sends a reset
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
         else:
-            self.send_response(200)
-            chunked = fault == "half chunk"
-            name, value = ("Transfer-Encoding", "chunked") if chunked else ("Content-Length", "999")
-            self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(b"%x\r\n" % len(whole) * chunked + whole[: len(whole) // 2])
-
-    def until_closed(self) -> None:
-        """Stall until the client closes the connection."""
-        with suppress(OSError):
-            self.connection.recv(1)
+            self.send(200, whole, missing=9)
 
     def log_message(self, format: str, *_: Any) -> None:
         """Be quiet."""

@@ -38,15 +38,10 @@ def peak(what: str, overrides: tuple[str, ...]) -> int:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.parametrize("phases", [WRITTEN, ("~schedule.phases.distilled",)], ids=["two", "one"])
 @pytest.mark.parametrize("kind", kinds())
-def test_planned_peak_is_within_15_percent_of_the_measured_one(kind: str):
-    overrides = (*TINY, *WRITTEN, f"head={kind}")
-    assert peak("planned", overrides) == pytest.approx(peak("measured", overrides), rel=0.15)
-
-
-@pytest.mark.parametrize("kind", kinds())
-def test_planned_peak_without_generated_text(kind: str):
-    overrides = (*TINY, "~schedule.phases.distilled", f"head={kind}")
+def test_planned_peak_is_within_15_percent_of_the_measured_one(kind: str, phases: tuple[str, ...]):
+    overrides = (*TINY, *phases, f"head={kind}")
     assert peak("planned", overrides) == pytest.approx(peak("measured", overrides), rel=0.15)
 
 
