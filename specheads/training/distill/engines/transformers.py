@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from specheads.base.loading import without_generation_config
@@ -44,8 +45,11 @@ def _write(base: FrozenBase, requests: list[GenerationRequest]) -> list[Answer]:
     model, ends = base.model, base.eos_ids
     longest = max(len(request.tokens) for request in requests)
     room = max(request.new_tokens for request in requests)
-    tokens, mask = _padded(requests, longest)
-    inputs = {"input_ids": tokens.to(model.device), "attention_mask": mask.to(model.device)}
+    rows = [torch.tensor(request.tokens, device=model.device) for request in requests]
+    inputs = {
+        "input_ids": _left_padded(rows),
+        "attention_mask": _left_padded([torch.ones_like(row) for row in rows]),
+    }
     settings = GenerationConfig(
         max_new_tokens=room,
         do_sample=False,
@@ -59,11 +63,14 @@ def _write(base: FrozenBase, requests: list[GenerationRequest]) -> list[Answer]:
         written = cast(Any, model).generate(
             **inputs, generation_config=settings, logits_processor=chosen
         )
-    rows = written[:, longest:].tolist()
+    new = written[:, longest:].tolist()
     return [
         _answer(request, row[: request.new_tokens], ends)
-        for request, row in zip(requests, rows, strict=True)
+        for request, row in zip(requests, new, strict=True)
     ]
+
+
+_left_padded = partial(pad_sequence, batch_first=True, padding_side="left")
 
 
 class _Chosen(LogitsProcessor):
@@ -97,16 +104,6 @@ class _Chosen(LogitsProcessor):
         token = accept.match_rule(self.root, scores[:, None], ancestors, self.rows).bonus[:, None]
         self.rows.advance(token, self.rows.lengths + 1, [1] * len(token))
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
-
-
-def _padded(
-    requests: list[GenerationRequest], longest: int
-) -> tuple[Int[Tensor, "batch time"], Int[Tensor, "batch time"]]:
-    """Return the left-padded texts and their attention mask."""
-    missing = [longest - len(request.tokens) for request in requests]
-    rows = [[0] * gap + request.tokens for gap, request in zip(missing, requests, strict=True)]
-    places = torch.arange(longest)
-    return torch.tensor(rows), (places >= torch.tensor(missing)[:, None]).long()
 
 
 def _answer(request: GenerationRequest, tokens: list[int], ends: tuple[int, ...]) -> Answer:
