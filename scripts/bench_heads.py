@@ -62,7 +62,7 @@ from specheads.runs.directory import RunDirectory, as_json
 from specheads.runs.progress import progress
 from specheads.runs.provenance import nearby, provenance
 from specheads.training.objective import drawn_labels, early_enough, in_chains
-from specheads.training.plan.batch import unsettled
+from specheads.training.plan.trial import automatic
 from specheads.training.processes import accelerator_of_environment, load_base
 from specheads.training.schedule import placed
 from specheads.training.texts import PhaseTexts
@@ -303,13 +303,21 @@ def opened(place: Path) -> Source:
             f"--speculators must be a run's folder, and {place} has no config.yaml; name one"
         )
     settings: Any = read_run(run.config, Train)
-    if unsettled(settings) or any(one.joint for one in settings.schedule.phases.values()):
+    if automatic(settings.schedule) or any(one.joint for one in settings.schedule.phases.values()):
         raise InputError(f"choose a run without joint phase or batch_size=auto: {place} has one")
     accelerator = accelerator_of_environment(settings.base.dtype)
     base = load_base(asdict(settings.base), accelerator)
     if not hasattr(base.model.base_model, "norm"):
         raise InputError(f"a base needs model.norm, got {base.name}; choose another")
-    texts = PhaseTexts(settings, base, run, accelerator, lambda _: None)
+    texts = PhaseTexts(
+        settings.schedule.phases,
+        settings.data,
+        base,
+        run.text,
+        accelerator,
+        lambda _: None,
+        settings.seed,
+    )
     is_trained, counts = run.head.is_dir(), None
     if settings.head.get("draft_tokens") and not is_trained:
         counts = texts.count_tokens(lambda: None)
