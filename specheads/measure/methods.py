@@ -18,10 +18,9 @@ from specheads.config.commands import DRAFTERS, OF_DRAFT_MODEL, OF_TRANSFORMERS
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
 from specheads.core.machine import dtype_name, synchronise
-from specheads.decoding.draft_model import DraftModel, refuse_vocabulary
+from specheads.decoding.draft_model import DraftModel, Streaming, refuse_vocabulary
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.sampling import Sampling, each_prompt
-from specheads.decoding.streaming import Streaming
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup, own_tree
 from specheads.decoding.trees.named import fixed_policy
