@@ -14,7 +14,6 @@ from torch import Tensor
 
 from specheads.core.errors import InputError
 from specheads.core.tree import TokenTree
-from specheads.decoding.noise import likeliest
 from specheads.decoding.sampling import SamplingState
 
 
@@ -57,15 +56,6 @@ def match(
     # the kept nodes are one path, and parents come before children: node order is path order
     path, count = _in_order(nodes), nodes.sum(-1)
     return Verdict(path, count, chosen.gather(1, _last(path, count))[:, 0])
-
-
-def greedy(
-    tree: TokenTree,
-    logits: Float[Tensor, "batch node vocab"],
-    ancestors: Bool[Tensor, "batch node node"] | None = None,
-) -> Verdict:
-    """Keep the base's own choice at temperature zero: lossless."""
-    return match(tree, likeliest(logits), ancestors)
 
 
 def draw(
@@ -208,11 +198,9 @@ def _last(path: Tensor, count: Tensor) -> Int[Tensor, "batch 1"]:
     return path.gather(1, count[:, None] - 1)
 
 
-AcceptanceRule = Callable[
-    [TokenTree, Float[Tensor, "batch node vocab"], Bool[Tensor, "batch node node"], SamplingState],
-    Verdict,
-]
-"""Arguments: the verified tree, the base's logits, the ancestors of its nodes, and the rows."""
+AcceptanceRule = Callable[[TokenTree, Tensor, Tensor, SamplingState], Verdict]
+"""Arguments: the verified tree, the base's logits (batch, node, vocab), the ancestors of its nodes
+(batch, node, node), and the rows."""
 
 
 def match_rule(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: SamplingState) -> Verdict:
@@ -221,8 +209,6 @@ def match_rule(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Samplin
     Nodes of one depth share the noise that the base alone would sample with at that position. So
     the output is that of the base alone, token for token, even if drafts have seen the noise.
     """
-    if rows.greedy:
-        return greedy(tree, logits, ancestors)
     return match(tree, rows.choose(tree, logits, ancestors), ancestors)
 
 
@@ -259,8 +245,10 @@ LOSSY = ("typical",)
 """Rules whose output does not have the base's distribution."""
 
 
-def acceptance_rule(name: str) -> AcceptanceRule:
-    """Return the acceptance rule with this name."""
-    if name not in RULES:
-        raise InputError(f"rule must be one of {', '.join(RULES)}, got {name!r}")
-    return RULES[name]
+def acceptance_rule(rule: str | AcceptanceRule) -> AcceptanceRule:
+    """Return the acceptance rule with this name, or the rule itself."""
+    if not isinstance(rule, str):
+        return rule
+    if rule not in RULES:
+        raise InputError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+    return RULES[rule]
