@@ -11,16 +11,6 @@ from specheads.core.features import Committed
 from specheads.decoding.sampling import SamplingState
 
 
-def coupled(drafter: Drafter, rows: SamplingState | None) -> Drafter:
-    """Return the drafter with the noise of the rows added to its logits.
-
-    It is the drafter itself if no row samples, or if the rows are not coupled.
-    """
-    if rows is None or not rows.draws or not rows.coupled:
-        return drafter
-    return Coupled(drafter, rows)
-
-
 class Coupled(Drafter):
     """Adds the noise of each position to a drafter's logits.
 

@@ -12,7 +12,6 @@ from specheads.core.drafter import Drafter
 from specheads.core.features import Committed, Features
 from specheads.core.tree import TokenTree
 from specheads.decoding import accept, noise
-from specheads.decoding.coupling import coupled
 from specheads.decoding.generate import generate
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
@@ -164,11 +163,10 @@ def test_a_drafter_that_is_the_base_is_always_right_whatever_is_asked_for(law, f
 
 def test_greedy_and_uncoupled_rows_draft_as_they_did():
     drafter = Laws(planted(1, 1.0, 9)[1])
-    assert coupled(drafter, None) is drafter
-    assert coupled(drafter, many(3, 9, coupled=False)) is drafter
-    assert coupled(drafter, many(3, 9, GREEDY)) is drafter
-    assert coupled(drafter, many(3, 9, Sampling(repetition_penalty=1.2))) is drafter
-    assert coupled(drafter, many(3, 9)) is not drafter
+    best = grown(policies.chain(1), drafter, many(9, 9, GREEDY)).tokens
+    for rows in (many(9, 9, coupled=False), many(9, 9, Sampling(repetition_penalty=1.2))):
+        assert torch.equal(grown(policies.chain(1), drafter, rows).tokens, best)
+    assert not torch.equal(grown(policies.chain(1), drafter, many(9, 9)).tokens, best)
 
 
 def test_greedy_rows_next_to_sampling_rows_keep_their_drafts():

@@ -1,7 +1,6 @@
 """Tree policies: grow a token tree from a drafter's guesses."""
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -11,12 +10,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specheads.core.bounds import level_sizes, refuse_nodes, whole
-from specheads.core.drafter import Drafter
+from specheads.core.drafter import Drafter, State
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.tree import Drawn, TokenTree, TreeShape, from_paths
 from specheads.decoding import noise
-from specheads.decoding.coupling import coupled, over_vocabulary
+from specheads.decoding.coupling import Coupled, over_vocabulary
 from specheads.decoding.noise import likeliest
 from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees.early_stop import Estimate, Stop
@@ -108,8 +107,8 @@ def static_shape(paths: Sequence[Path], device: torch.device) -> StaticShape:
     return StaticShape(TreeShape.of(parents, device), torch.tensor(parents).to(device), levels)
 
 
-class TreePolicy(ABC):
-    """Grows one tree per row with a drafter, level by level."""
+class TreePolicy:
+    """Grows one tree per row with a drafter, level by level; subclasses have `draft` or `grow`."""
 
     name: str
     num_nodes: int
@@ -137,11 +136,23 @@ class TreePolicy(ABC):
         del requests
         return self
 
-    @abstractmethod
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
-        """Draft one tree per row; `rows` has their sampling settings and noise."""
+        """Draft one tree per row; `rows` has their sampling settings and noise.
+
+        If rows sample, the drafter's logits get the noise that the base samples with.
+        """
+        if not self.depth:
+            return root_only(committed)
+        if rows is not None and rows.draws and rows.coupled:
+            drafter = Coupled(drafter, rows)
+        logits, state = drafter.begin(committed, memory)
+        return self.draft(drafter, committed.root(), logits, state)
+
+    def draft(self, drafter: Drafter, root: Tensor, logits: Tensor, state: State) -> TokenTree:
+        """Draft one tree per row (batch, 1), from the logits after the root (batch, 1, vocab)."""
+        raise NotImplementedError
 
 
 class Static(TreePolicy):
@@ -190,16 +201,9 @@ class Static(TreePolicy):
             self._shapes[device] = static_shape(self.paths, device)
         return self._shapes[device]
 
-    def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
-    ) -> TokenTree:
+    def draft(self, drafter: Drafter, root: Tensor, logits: Tensor, state: State) -> TokenTree:
         """Draft `num_nodes - 1` tokens by their ranks."""
-        if not self.depth:
-            return root_only(committed)
-        drafter = coupled(drafter, rows)
-        root = committed.root()
         batch, shape = len(root), self.shape(root.device)
-        logits, state = drafter.begin(committed, memory)
         drafted = [root]
         stop = Stop(drafter, self.confidence, batch, root.device, self.estimate)
         for index, level in enumerate(shape.levels):
@@ -251,13 +255,8 @@ class BestFirst(TreePolicy):
         self.num_nodes, self.depth, self.beam, self.branch = num_nodes, depth, beam, branch
         self.num_guesses = branch
 
-    def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
-    ) -> TokenTree:
+    def draft(self, drafter: Drafter, root: Tensor, logits: Tensor, state: State) -> TokenTree:
         """Draft level by level, then keep the best nodes of all levels."""
-        drafter = coupled(drafter, rows)
-        root = committed.root()
-        logits, state = drafter.begin(committed, memory)
         drafted, parents, scores = [], [], []
         above = torch.zeros_like(root)
         score = torch.zeros(root.shape, dtype=logits.dtype, device=root.device)
@@ -310,13 +309,8 @@ class Beam(TreePolicy):
         self.width, self.top = width, top
         self.num_guesses = width
 
-    def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
-    ) -> TokenTree:
+    def draft(self, drafter: Drafter, root: Tensor, logits: Tensor, state: State) -> TokenTree:
         """Draft the last tokens of the `width` likeliest paths of each level."""
-        drafter = coupled(drafter, rows)
-        root = committed.root()
-        logits, state = drafter.begin(committed, memory)
         drafted, parents = [root], [torch.full_like(root, -1)]
         score = torch.zeros(root.shape, dtype=logits.dtype, device=root.device)
         above = 0
@@ -382,13 +376,9 @@ class Product(TreePolicy):
         self.branches, self.num_nodes, self.depth = tuple(branches), num_nodes, len(branches)
         self.num_guesses = max(branches)
 
-    def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
-    ) -> TokenTree:
+    def draft(self, drafter: Drafter, root: Tensor, logits: Tensor, state: State) -> TokenTree:
         """Draft the whole product, then keep the prefixes of its best paths."""
-        drafter = coupled(drafter, rows)
-        logits, state = drafter.begin(committed, memory)
-        paths = committed.root()[..., None]
+        paths = root[..., None]
         score = torch.zeros(paths.shape[:2], dtype=logits.dtype, device=logits.device)
         for level, branch in enumerate(self.branches):
             best, guesses = logits.log_softmax(-1).topk(branch, dim=-1)
