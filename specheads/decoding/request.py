@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from specheads.base.model import FrozenBase
 from specheads.core.bounds import whole
@@ -70,13 +70,6 @@ class Request:
         keep("stop", tuple(self.stop))
         if self.eos_ids is not None:
             keep("eos_ids", tuple(token_ids(self.eos_ids, "eos_ids")))
-
-
-class Piece(NamedTuple):
-    """New tokens and text of a stream."""
-
-    tokens: list[int]
-    text: str
 
 
 class Stream:
@@ -151,20 +144,18 @@ class Stream:
         """Remove the request from the engine and release its memory."""
         self._leave(self)
 
-    def __iter__(self) -> Iterator[Piece]:
-        return self
-
-    def __next__(self) -> Piece:
-        """Return new final tokens and text, after as many steps as needed."""
+    def __iter__(self) -> Iterator[tuple[list[int], str]]:
+        """Yield new final tokens and their text, each once, after as many steps as needed."""
         while True:
             tokens, characters = self._yielded
-            piece = Piece(self.tokens[tokens:], self.text[characters:])
-            if piece.tokens or piece.text:
-                self._yielded = tokens + len(piece.tokens), characters + len(piece.text)
-                return piece
-            if self.finish_reason is not None:
-                raise StopIteration
-            self._advance()
+            new, written = self.tokens[tokens:], self.text[characters:]
+            if new or written:
+                self._yielded = tokens + len(new), characters + len(written)
+                yield new, written
+            elif self.finish_reason is not None:
+                return
+            else:
+                self._advance()
 
     def take(self, tokens: list[int]) -> None:
         """Append decoded tokens up to the end of the request."""

@@ -86,19 +86,6 @@ def test_samples_are_those_of_the_base_alone_with_every_drafter(architecture, na
     assert out.tokens == alone.tokens
 
 
-@pytest.mark.parametrize("name", ARMS)
-def test_rows_that_finish_early_take_their_memory_with_them(name, monkeypatch):
-    said = tiny.continuations()
-    monkeypatch.setattr(FrozenBase, "eos_ids", (said[0][9],))
-    ends = [row.index(said[0][9]) + 1 if said[0][9] in row else len(row) for row in said]
-    drafter, policy = arm(name, "llama")
-    out = generate(
-        tiny.base(), drafter, tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS, tree=policy
-    )
-    assert len({*ends}) > 1
-    assert out.tokens == [row[:end] for row, end in zip(said, ends, strict=True)]
-
-
 # --- prompt lookup -----------------------------------------------------------------------------
 
 
@@ -137,15 +124,6 @@ def test_where_no_row_has_a_match_the_tree_is_the_root_alone():
     following, count = torch.tensor([[4, 6, 8], [2, 3, 7]]), torch.tensor([3, 3])
     tree = Lookup(4).grow(lookup(4), Committed(features, following, count), lookup(4).memory(2, 8))
     assert tree.tokens.tolist() == [[8], [7]]
-
-
-def test_lookup_finds_the_first_token_of_the_prompt_too():
-    # its only earlier place is the prompt's very first token
-    features = tiny.base().read(torch.tensor([[9, 4, 6]]))
-    drafter = lookup(2)
-    committed = Committed(features, torch.tensor([[4, 6, 9]]), torch.tensor([3]))
-    copied = drafter.copy(committed, drafter.memory(1, 8))
-    assert copied.tolist() == [[4, 6]]
 
 
 @given(text=TEXT, told=st.integers(0, 40), copied=st.integers(1, 8), most=st.integers(1, 4))
@@ -285,19 +263,6 @@ def test_the_window_keeps_sinks_and_the_last_tokens_and_never_grows():
     # values of the first layer depend on the token alone, so they identify the kept tokens
     kept, all_values = cache._own_layers[0].held()[1], whole._own_layers[0].held()[1]
     torch.testing.assert_close(kept[:, :, :7], all_values[:, :, [0, 1, 16, 17, 18, 19, 20]])
-
-
-def test_rows_of_windows_join():
-    base = tiny.base()
-    text = torch.tensor([tiny.prompts()[1]])
-    cache, other = (WindowCache(base, 1, sinks=2, window=5, scratch=9) for _ in range(2))
-    for part in text.split(7, dim=1):
-        feed(cache, base, part)
-    feed(other, base, text[:, :4])
-    cache.join(other)
-    assert cache.positions.tolist() == [21, 4]
-    cache.keep_rows([1])
-    assert cache.positions.tolist() == [4]
 
 
 def test_a_window_shorter_than_the_copied_text_reads_all_of_it():

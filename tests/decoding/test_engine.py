@@ -18,7 +18,7 @@ from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.loop import DecodingStep
 from specheads.decoding.prompt_lookup import PromptLookup
-from specheads.decoding.request import Piece, Request, Stream
+from specheads.decoding.request import Request, Stream
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
@@ -161,17 +161,6 @@ def test_rows_of_a_rule_that_tests_drafts_are_independent_of_their_neighbours():
         return [stream.tokens for stream in streams]
 
     assert said(1) == said(2) == said(3)
-
-
-def test_prompts_in_turns_are_decoded_as_prompts_together():
-    together = generate(tiny.base(), tiny.oracle(3), tiny.prompts(), max_new_tokens=30)
-    in_turns = generate(tiny.base(), tiny.oracle(3), tiny.prompts(), max_new_tokens=30, max_batch=2)
-    assert in_turns == together
-    pool = blocks()
-    paged = generate(tiny.base(), tiny.oracle(3), tiny.prompts(), max_new_tokens=30, pool=pool)
-    assert paged == together
-    assert pool.num_free == pool.num_blocks
-    assert any(store.held is not None for store in pool.stores)
 
 
 # --- admission ---------------------------------------------------------------------------------
@@ -390,16 +379,15 @@ def base(monkeypatch: pytest.MonkeyPatch):
     return tiny.base()
 
 
-def joined(pieces: list[Piece]) -> tuple[list[int], str]:
-    return [token for piece in pieces for token in piece.tokens], "".join(p.text for p in pieces)
+def joined(pieces: list[tuple[list[int], str]]) -> tuple[list[int], str]:
+    return [token for tokens, _ in pieces for token in tokens], "".join(text for _, text in pieces)
 
 
 def test_a_stream_yields_tokens_as_they_come_and_drives_the_others():
     engine = Engine(tiny.base(), tiny.oracle(3))
     streams = [ask(engine, prompt=prompt, max_new_tokens=9) for prompt in tiny.prompts()]
     pieces = list(streams[0])
-    assert [len(piece.tokens) for piece in pieces] == [5, 4]
-    assert all(piece.text == "" for piece in pieces)
+    assert [(len(tokens), text) for tokens, text in pieces] == [(5, ""), (4, "")]
     assert [stream.tokens for stream in streams] == [said[:9] for said in tiny.continuations()]
 
 

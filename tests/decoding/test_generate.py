@@ -27,14 +27,6 @@ def test_the_base_alone_takes_one_forward_a_token(architecture):
     assert out.forwards == [tiny.NEW_TOKENS - 1] * 3
 
 
-def test_rows_of_a_batch_are_decoded_as_if_alone():
-    together = alone(tiny.prompts(), max_new_tokens=12)
-    for row, prompt in enumerate(tiny.prompts()):
-        single = alone([prompt], max_new_tokens=12)
-        assert single.tokens == [together.tokens[row]]
-        assert single.forwards == [together.forwards[row]]
-
-
 @pytest.mark.parametrize("depth", [1, 3, 6])
 def test_a_drafter_that_knows_the_text_gets_depth_plus_one_tokens_a_forward(depth):
     out = speculate(depth)

@@ -66,22 +66,6 @@ def test_draws_of_neighbouring_seeds_and_positions_are_independent(step):
     assert chi_square(counts, share.flatten() * both.sum()) > 10 * FAR
 
 
-def test_noise_of_two_positions_is_unrelated_over_a_vocabulary():
-    size = 49_152
-    seeds, positions = torch.tensor([[3], [4], [2**62]]), torch.arange(40)
-    table = noise.gumbel(noise.bits(seeds, positions, noise.TOKEN), size).flatten(0, 1)
-    standard = (table - table.mean(-1, keepdim=True)) / table.std(-1, keepdim=True)
-    related = standard @ standard.T / size
-    related.fill_diagonal_(0.0)
-    assert related.abs().max() < 6 / size**0.5
-    # the largest values are independent too: the best hundred of two positions rarely overlap
-    best = torch.zeros_like(table).scatter_(-1, table.topk(100, dim=-1).indices, 1.0)
-    shared = best @ best.T
-    shared.fill_diagonal_(0.0)
-    assert shared.max() <= 5
-    assert abs(float(shared.sum()) / (120 * 119) - 100 * 100 / size) < 0.02
-
-
 def test_gumbel_noise_has_its_distribution_to_the_tails():
     keys = noise.bits(torch.arange(20))
     for dtype in (torch.float32, torch.float64):

@@ -1,7 +1,5 @@
-import functools
 import itertools
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -148,48 +146,6 @@ def test_no_tree_of_that_size_holds_more_probability(num_nodes):
     best = max(trees, key=lambda paths: sum(map(probs.__getitem__, paths)))
     tree = grow(BestFirst(num_nodes, depth=3, beam=4, branch=2), drafter, [0])
     assert set(paths_of(tree)) == best
-
-
-def best_tree(num_nodes: int, depth: int, rates: tuple[float, ...]) -> float:
-    """Return the most that a tree can be worth where a k-th child is right at the k-th rate.
-
-    Source: Chen et al. 2024, arXiv:2402.12374, section 4.1.1, by dynamic programming.
-    """
-
-    @functools.cache
-    def worth(size: int, levels: int, children: int) -> float:
-        if size == 1:
-            return 1.0
-        if not children or levels == 1:
-            return -math.inf
-        return max(
-            worth(size, levels, children - 1),
-            *(
-                worth(size - own, levels, children - 1)
-                + rates[children - 1] * worth(own, levels - 1, len(rates))
-                for own in range(1, size)
-            ),
-        )
-
-    return worth(num_nodes, depth, len(rates))
-
-
-@pytest.mark.parametrize(
-    ("num_nodes", "levels", "worth"),
-    [
-        (2, 3, 1.6), (3, 3, 1.96), (4, 3, 2.16), (5, 3, 2.28), (8, 4, 2.716), (16, 5, 3.2748),
-        (64, 10, 4.420118),
-    ],
-)  # fmt: skip
-def test_best_first_equals_the_best_tree_of_known_rates(num_nodes, levels, worth):
-    rates = (0.6, 0.2, 0.1, 0.05)
-    assert best_tree(num_nodes, levels, rates) == pytest.approx(worth, abs=1e-6)
-    # the remaining probability is below the last child's and is not drafted
-    known = torch.tensor([*rates, *[0.05 / 4] * 4]).double().log()
-    drafter = Levels(known.expand(1, levels - 1, -1))
-    tree = grow(BestFirst(num_nodes, levels - 1, beam=64, branch=4), drafter, [0])
-    shares = [math.prod(rates[token] for token in path) for path in paths_of(tree)]
-    assert 1 + sum(shares) == pytest.approx(worth, abs=1e-6)
 
 
 def test_best_first_expands_the_beam_and_keeps_the_best_of_all():

@@ -200,6 +200,7 @@ def match(
     cache: str,
     batch: int,
     acceptance: str | accept.AcceptanceRule = "match",
+    **how: bool,
 ) -> tuple[Decoding, Decoding]:
     """Return what a drafter that knows most of the text helps to say, and what the base says."""
     base, policy, prompts = tiny.base(architecture), SHAPES[shape](), ragged()[:batch]
@@ -215,6 +216,7 @@ def match(
         tree=policy,
         acceptance=acceptance,
         pool=CACHES[cache](base),
+        **how,
     )
     return ours, alone
 
@@ -222,6 +224,8 @@ def match(
 def assert_sample_and_match_is_exact(architecture: str, shape: str, cache: str, batch: int) -> None:
     ours, alone = match(architecture, shape, cache, batch)
     assert ours.tokens == alone.tokens
+    if architecture == "llama":
+        assert match(architecture, shape, cache, batch, coupled=False)[0].tokens == alone.tokens
     # what a sampled tree holds is luck, and so is what of it agrees
     assert shape == "sampled" or sum(ours.forwards) < 0.8 * sum(alone.forwards)
 
