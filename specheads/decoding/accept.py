@@ -14,7 +14,10 @@ from torch import Tensor
 
 from specheads.core.errors import InputError
 from specheads.core.tree import TokenTree
-from specheads.decoding.sampling import SamplingState
+from specheads.decoding.sampling import Ancestors, Nodes, SamplingState, Scores
+
+Coins = Float[Tensor, "batch node"]
+"""Uniform numbers, one for each node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,7 @@ class Verdict:
     bonus: Int[Tensor, " batch"]
 
 
-def match(
-    tree: TokenTree,
-    chosen: Int[Tensor, "batch node"],
-    ancestors: Bool[Tensor, "batch node node"] | None = None,
-) -> Verdict:
+def match(tree: TokenTree, chosen: Nodes, ancestors: Ancestors | None = None) -> Verdict:
     """Keep the longest path on which every token is the one chosen after its parent.
 
     If `chosen` are samples of the base's distribution that do not depend on the tree, this is
@@ -68,12 +67,7 @@ def draw(
     return torch.searchsorted(sums, wanted, right=True)[..., 0]
 
 
-def rejection(
-    tree: TokenTree,
-    base_probs: Float[Tensor, "batch node vocab"],
-    coins: Float[Tensor, "batch node"],
-    uniforms: Float[Tensor, "batch node"],
-) -> Verdict:
+def rejection(tree: TokenTree, base_probs: Scores, coins: Coins, uniforms: Coins) -> Verdict:
     """Test sampled nodes one by one, each against the remainder of its rejected siblings.
 
     On a chain this is speculative sampling: a token x sampled from the draft's distribution q is
@@ -91,9 +85,7 @@ def rejection(
 
 
 def walk(
-    tree: TokenTree,
-    base_probs: Float[Tensor, "batch node vocab"],
-    coins: Float[Tensor, "batch node"],
+    tree: TokenTree, base_probs: Scores, coins: Coins
 ) -> tuple[Int[Tensor, "batch path"], Int[Tensor, " batch"], Float[Tensor, "batch vocab"]]:
     """Return the path that rejection keeps, its length, and the probs of the next token."""
     assert tree.drawn is not None
@@ -148,8 +140,8 @@ def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:
 
 def typical(
     tree: TokenTree,
-    base_probs: Float[Tensor, "batch node vocab"],
-    ancestors: Bool[Tensor, "batch node node"] | None = None,
+    base_probs: Scores,
+    ancestors: Ancestors | None = None,
     *,
     epsilon: float = 0.09,
     delta: float = 0.3,

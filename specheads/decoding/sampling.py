@@ -34,6 +34,13 @@ from specheads.core.tree import TokenTree
 from specheads.decoding import noise
 from specheads.decoding.noise import likeliest
 
+Nodes = Int[Tensor, "batch node"]
+Scores = Float[Tensor, "batch node vocab"]
+"""Logits, scores or probabilities of the token after each node."""
+Ancestors = Bool[Tensor, "batch node node"]
+Paths = Int[Tensor, "batch node path"]
+"""Tokens from the root to each node."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -150,9 +157,7 @@ class SamplingState:
             self.text.scatter_(1, self.lengths[:, None] + offsets, tokens)
         self.lengths, self._noise = lengths, None
 
-    def scores(
-        self, logits: Float[Tensor, "batch node vocab"], paths: Int[Tensor, "batch node path"]
-    ) -> Float[Tensor, "batch node vocab"]:
+    def scores(self, logits: Scores, paths: Paths) -> Scores:
         """Apply each row's sampling settings to logits after each node.
 
         Logits cover the base's vocabulary. Paths are the tokens from the root to each node, in any
@@ -167,9 +172,7 @@ class SamplingState:
             out[rows] = _group_scores(settings, *inputs)
         return out
 
-    def probs(
-        self, logits: Float[Tensor, "batch node vocab"], paths: Int[Tensor, "batch node path"]
-    ) -> Float[Tensor, "batch node vocab"]:
+    def probs(self, logits: Scores, paths: Paths) -> Scores:
         """Return the distribution that each row samples from: see `scores`.
 
         At temperature zero one token has probability one.
@@ -181,21 +184,11 @@ class SamplingState:
         best = torch.zeros_like(probs).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
         return torch.where(self.drawing[:, None, None], probs, best)
 
-    def tree_probs(
-        self,
-        tree: TokenTree,
-        logits: Float[Tensor, "batch node vocab"],
-        ancestors: Bool[Tensor, "batch node node"],
-    ) -> Float[Tensor, "batch node vocab"]:
+    def tree_probs(self, tree: TokenTree, logits: Scores, ancestors: Ancestors) -> Scores:
         """Return the base's distribution after each node of a tree."""
         return self.probs(logits, self._paths(tree, ancestors))
 
-    def choose(
-        self,
-        tree: TokenTree,
-        logits: Float[Tensor, "batch node vocab"],
-        ancestors: Bool[Tensor, "batch node node"],
-    ) -> Int[Tensor, "batch node"]:
+    def choose(self, tree: TokenTree, logits: Scores, ancestors: Ancestors) -> Nodes:
         """Return the token that the base alone would choose after each node of a tree.
 
         It is the argmax of the scores plus the position's noise, which is a sample of their
@@ -236,11 +229,11 @@ class SamplingState:
             self._noise = values if self.all_draw else values * self.drawing[:, None, None]
         return self._noise
 
-    def uniforms(self, ancestors: Bool[Tensor, "batch node node"]) -> Float64[Tensor, "batch node"]:
+    def uniforms(self, ancestors: Ancestors) -> Float64[Tensor, "batch node"]:
         """Return the uniform number that samples the token after each node in `rejection`."""
         return noise.uniform(self.seeds[:, None], self._after(ancestors), noise.BONUS)
 
-    def coins(self, ancestors: Bool[Tensor, "batch node node"]) -> Float64[Tensor, "batch node"]:
+    def coins(self, ancestors: Ancestors) -> Float64[Tensor, "batch node"]:
         """Return the uniform number that decides the test of each node."""
         nodes = torch.arange(ancestors.shape[1], device=ancestors.device)
         return noise.uniform(self.seeds[:, None], self._after(ancestors) - 1, noise.COIN, nodes)
@@ -249,7 +242,7 @@ class SamplingState:
         """Return the position after each node."""
         return self.lengths[:, None] + ancestors.sum(-1)
 
-    def _paths(self, tree: TokenTree, ancestors: Tensor) -> Int[Tensor, "batch node path"]:
+    def _paths(self, tree: TokenTree, ancestors: Ancestors) -> Paths:
         """Return the tokens from the root to each node, with the root's token as padding.
 
         Only a repetition penalty reads them; without one, return the root's token.

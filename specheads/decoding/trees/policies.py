@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from specheads.core.bounds import level_sizes, refuse_nodes, whole
@@ -17,7 +17,7 @@ from specheads.core.tree import Drawn, TokenTree, TreeShape, from_paths
 from specheads.decoding import noise
 from specheads.decoding.coupling import Coupled, over_vocabulary
 from specheads.decoding.noise import likeliest
-from specheads.decoding.sampling import SamplingState
+from specheads.decoding.sampling import SamplingState, Scores
 from specheads.decoding.trees.early_stop import Estimate, Stop
 
 
@@ -450,11 +450,7 @@ class Sampled(TreePolicy):
 
 
 def _drawn(
-    rows: SamplingState,
-    logits: Float[Tensor, "batch node vocab"],
-    probs: Float[Tensor, "batch node vocab"],
-    level: int,
-    count: int,
+    rows: SamplingState, logits: Scores, probs: Scores, level: int, count: int
 ) -> Int[Tensor, "batch node path"]:
     """Return tokens sampled without replacement after each node at depth `level`, in order.
 
