@@ -225,7 +225,7 @@ class SamplingState:
                 noise.gumbel(some, self.vocab_size, self.dtype)
                 for some in keys.flatten().split(max(1, CHUNK // self.vocab_size))
             ]
-            values = torch.cat(made).unflatten(0, keys.shape)
+            values = (made[0] if len(made) == 1 else torch.cat(made)).unflatten(0, keys.shape)
             self._noise = values if self.all_draw else values * self.drawing[:, None, None]
         return self._noise
 
