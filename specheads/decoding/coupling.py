@@ -58,10 +58,7 @@ class Coupled(Drafter):
 
 
 def with_noise(
-    drafter: Drafter,
-    logits: Float[Tensor, "batch node drafted"],
-    paths: Paths,
-    rows: SamplingState,
+    drafter: Drafter, logits: Float[Tensor, "batch node drafted"], paths: Paths, rows: SamplingState
 ) -> Float[Tensor, "batch node drafted"]:
     """Return a drafter's logits after the nodes of one level with the noise added.
 

@@ -55,19 +55,13 @@ class DraftModel(Drafter):
     """
 
     def __init__(
-        self,
-        model: FrozenBase,
-        depth: int,
-        base: FrozenBase,
-        *,
-        max_nodes: int = 128,
-        chunk: int = 512,
+        self, model: FrozenBase, depth: int, base: FrozenBase, *, max_nodes: int = 128
     ) -> None:
         if depth < 1:
             raise InputError(f"a draft model needs a depth of at least 1, got {depth}")
         refuse_vocabulary(model, base)
         self.model, self.depth = model, depth
-        self.max_nodes, self.chunk = max_nodes, chunk
+        self.max_nodes, self.chunk = max_nodes, 512
         # both projections may have padding rows without a token
         self.vocab_size = self.drafted_size = min(model.vocab_size, base.vocab_size)
 
@@ -204,8 +198,8 @@ class Streaming(DraftModel):
                 f"streaming needs sinks >= 1 and a window longer than its depth of {depth}, got "
                 f"{sinks} and {window}"
             )
-        super().__init__(base, depth, base, max_nodes=max_nodes, chunk=max_nodes)
-        self.sinks, self.window = sinks, window
+        super().__init__(base, depth, base, max_nodes=max_nodes)
+        self.sinks, self.window, self.chunk = sinks, window, max_nodes
         # with more unread positions than the window it would take the row for a new one
         self.most_unread = min(self.most_unread, window)
 
@@ -234,10 +228,7 @@ class Streaming(DraftModel):
         return super().begin(committed, memory)
 
     def _skip(
-        self,
-        read: Int[Tensor, "batch time"],
-        counts: Int[Tensor, " batch"],
-        cache: WindowCache,
+        self, read: Int[Tensor, "batch time"], counts: Int[Tensor, " batch"], cache: WindowCache
     ) -> Int[Tensor, " batch"]:
         """Read each new row's sinks, skip to its window, return the position before that."""
         is_new = upload([length == 0 for length in cache.row_lengths], counts.device)
