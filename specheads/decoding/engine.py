@@ -44,7 +44,9 @@ def default_tree(drafter: Drafter, base: FrozenBase) -> policies.TreePolicy:
         policy = tuned.policy()
         if policy.depth or tuned.fits(base.device, base.dtype):
             return policy
-    return (Lookup if isinstance(drafter, PromptLookup) else policies.chain)(drafter.depth)
+    if isinstance(drafter, PromptLookup):
+        return Lookup(drafter.depth)
+    return policies.chain(drafter.depth)
 
 
 def drafted_by(
