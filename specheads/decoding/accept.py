@@ -14,8 +14,10 @@ from torch import Tensor
 
 from specheads.core.errors import InputError
 from specheads.core.tree import TokenTree
-from specheads.decoding.noise import likeliest
-from specheads.decoding.sampling import SamplingState
+from specheads.decoding.sampling import Ancestors, Nodes, SamplingState, Scores
+
+Coins = Float[Tensor, "batch node"]
+"""Uniform numbers, one for each node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +33,7 @@ class Verdict:
     bonus: Int[Tensor, " batch"]
 
 
-def match(
-    tree: TokenTree,
-    chosen: Int[Tensor, "batch node"],
-    ancestors: Bool[Tensor, "batch node node"] | None = None,
-) -> Verdict:
+def match(tree: TokenTree, chosen: Nodes, ancestors: Ancestors | None = None) -> Verdict:
     """Keep the longest path on which every token is the one chosen after its parent.
 
     If `chosen` are samples of the base's distribution that do not depend on the tree, this is
@@ -59,15 +57,6 @@ def match(
     return Verdict(path, count, chosen.gather(1, _last(path, count))[:, 0])
 
 
-def greedy(
-    tree: TokenTree,
-    logits: Float[Tensor, "batch node vocab"],
-    ancestors: Bool[Tensor, "batch node node"] | None = None,
-) -> Verdict:
-    """Keep the base's own choice at temperature zero: lossless."""
-    return match(tree, likeliest(logits), ancestors)
-
-
 def draw(
     probs: Float[Tensor, "*batch vocab"], uniforms: Float[Tensor, "*batch"]
 ) -> Int[Tensor, "*batch"]:
@@ -78,12 +67,7 @@ def draw(
     return torch.searchsorted(sums, wanted, right=True)[..., 0]
 
 
-def rejection(
-    tree: TokenTree,
-    base_probs: Float[Tensor, "batch node vocab"],
-    coins: Float[Tensor, "batch node"],
-    uniforms: Float[Tensor, "batch node"],
-) -> Verdict:
+def rejection(tree: TokenTree, base_probs: Scores, coins: Coins, uniforms: Coins) -> Verdict:
     """Test sampled nodes one by one, each against the remainder of its rejected siblings.
 
     On a chain this is speculative sampling: a token x sampled from the draft's distribution q is
@@ -101,9 +85,7 @@ def rejection(
 
 
 def walk(
-    tree: TokenTree,
-    base_probs: Float[Tensor, "batch node vocab"],
-    coins: Float[Tensor, "batch node"],
+    tree: TokenTree, base_probs: Scores, coins: Coins
 ) -> tuple[Int[Tensor, "batch path"], Int[Tensor, " batch"], Float[Tensor, "batch vocab"]]:
     """Return the path that rejection keeps, its length, and the probs of the next token."""
     assert tree.drawn is not None
@@ -158,8 +140,8 @@ def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:
 
 def typical(
     tree: TokenTree,
-    base_probs: Float[Tensor, "batch node vocab"],
-    ancestors: Bool[Tensor, "batch node node"] | None = None,
+    base_probs: Scores,
+    ancestors: Ancestors | None = None,
     *,
     epsilon: float = 0.09,
     delta: float = 0.3,
@@ -208,11 +190,9 @@ def _last(path: Tensor, count: Tensor) -> Int[Tensor, "batch 1"]:
     return path.gather(1, count[:, None] - 1)
 
 
-AcceptanceRule = Callable[
-    [TokenTree, Float[Tensor, "batch node vocab"], Bool[Tensor, "batch node node"], SamplingState],
-    Verdict,
-]
-"""Arguments: the verified tree, the base's logits, the ancestors of its nodes, and the rows."""
+AcceptanceRule = Callable[[TokenTree, Tensor, Tensor, SamplingState], Verdict]
+"""Arguments: the verified tree, the base's logits (batch, node, vocab), the ancestors of its nodes
+(batch, node, node), and the rows."""
 
 
 def match_rule(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: SamplingState) -> Verdict:
@@ -221,8 +201,6 @@ def match_rule(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Samplin
     Nodes of one depth share the noise that the base alone would sample with at that position. So
     the output is that of the base alone, token for token, even if drafts have seen the noise.
     """
-    if rows.greedy:
-        return greedy(tree, logits, ancestors)
     return match(tree, rows.choose(tree, logits, ancestors), ancestors)
 
 
@@ -259,8 +237,10 @@ LOSSY = ("typical",)
 """Rules whose output does not have the base's distribution."""
 
 
-def acceptance_rule(name: str) -> AcceptanceRule:
-    """Return the acceptance rule with this name."""
-    if name not in RULES:
-        raise InputError(f"rule must be one of {', '.join(RULES)}, got {name!r}")
-    return RULES[name]
+def acceptance_rule(rule: str | AcceptanceRule) -> AcceptanceRule:
+    """Return the acceptance rule with this name, or the rule itself."""
+    if not isinstance(rule, str):
+        return rule
+    if rule not in RULES:
+        raise InputError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+    return RULES[rule]

@@ -8,17 +8,7 @@ from torch import Tensor
 
 from specheads.core.drafter import Drafter, State
 from specheads.core.features import Committed
-from specheads.decoding.sampling import SamplingState
-
-
-def coupled(drafter: Drafter, rows: SamplingState | None) -> Drafter:
-    """Return the drafter with the noise of the rows added to its logits.
-
-    It is the drafter itself if no row samples, or if the rows are not coupled.
-    """
-    if rows is None or not rows.draws or not rows.coupled:
-        return drafter
-    return Coupled(drafter, rows)
+from specheads.decoding.sampling import Paths, SamplingState
 
 
 class Coupled(Drafter):
@@ -68,22 +58,17 @@ class Coupled(Drafter):
 
 
 def with_noise(
-    drafter: Drafter,
-    logits: Float[Tensor, "batch node drafted"],
-    paths: Int[Tensor, "batch node path"],
-    rows: SamplingState,
+    drafter: Drafter, logits: Float[Tensor, "batch node drafted"], paths: Paths, rows: SamplingState
 ) -> Float[Tensor, "batch node drafted"]:
     """Return a drafter's logits after the nodes of one level with the noise added.
 
     `paths` are the tokens from the root to each node. Greedy rows keep their logits.
     """
-    noise = rows.level_noise(paths.shape[-1] - 1)
-    if logits.shape[-1] == rows.vocab_size:
-        noisy = rows.scores(logits, paths) + noise
-    else:
-        columns = drafter.to_tokens(torch.arange(logits.shape[-1], device=logits.device))
-        wide = over_vocabulary(drafter, logits, rows.vocab_size)
-        noisy = (rows.scores(wide, paths) + noise)[..., columns]
+    wide = over_vocabulary(drafter, logits, rows.vocab_size)
+    noisy = rows.scores(wide, paths) + rows.level_noise(paths.shape[-1] - 1)
+    if wide is not logits:
+        columns = torch.arange(logits.shape[-1], device=logits.device)
+        noisy = noisy[..., drafter.to_tokens(columns)]
     if rows.all_draw:
         return noisy
     return torch.where(rows.drawing[:, None, None], noisy, logits)

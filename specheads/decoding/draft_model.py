@@ -1,17 +1,18 @@
-"""Draft with a smaller language model that has the same vocabulary."""
+"""Draft with a smaller language model, or with the base itself over a window of the text."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specheads.base.cache import KVCache, upload
+from specheads.base.cache import KVCache, RowCache, upload
 from specheads.base.model import FrozenBase
-from specheads.core.drafter import Drafter, refuse_scattering
+from specheads.core.drafter import Drafter, State, refuse_scattering
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
-from specheads.core.tree import TokenTree
+from specheads.core.tree import TokenTree, chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +34,14 @@ class DraftModelCache:
     scatter = refuse_scattering
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
+class _Draft(NamedTuple):
     """State of a draft."""
 
     cache: KVCache
-    tree: TokenTree | None
+    tree: TokenTree
     """All levels that the model has read, without the root, which is committed."""
     above: int
-    """First node of the level read last."""
+    """First node of the level read last; -1 is the root."""
 
 
 class DraftModel(Drafter):
@@ -55,19 +55,13 @@ class DraftModel(Drafter):
     """
 
     def __init__(
-        self,
-        model: FrozenBase,
-        depth: int,
-        base: FrozenBase,
-        *,
-        max_nodes: int = 128,
-        chunk: int = 512,
+        self, model: FrozenBase, depth: int, base: FrozenBase, *, max_nodes: int = 128
     ) -> None:
         if depth < 1:
             raise InputError(f"a draft model needs a depth of at least 1, got {depth}")
         refuse_vocabulary(model, base)
         self.model, self.depth = model, depth
-        self.max_nodes, self.chunk = max_nodes, chunk
+        self.max_nodes, self.chunk = max_nodes, 512
         # both projections may have padding rows without a token
         self.vocab_size = self.drafted_size = min(model.vocab_size, base.vocab_size)
 
@@ -90,19 +84,19 @@ class DraftModel(Drafter):
         counts = [new + old for new, old in zip(is_new, committed.counts.tolist(), strict=True)]
         reading = reading[:, : max(counts)]
         logits, _ = self.model.prefill(reading, cache, counts, chunk=self.chunk)
-        return logits[:, None, : self.vocab_size], _Draft(cache, None, 0)
+        nothing = tokens[:, :0]
+        state = _Draft(cache, TokenTree(nothing, nothing), -1)
+        return logits[:, None, : self.vocab_size], state
 
     def extend(
         self, state: _Draft, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
     ) -> tuple[Float[Tensor, "batch node vocab"], _Draft]:
         """Read the tree so far and this level."""
-        if (old := state.tree) is None:
-            tree, above = TokenTree(tokens, torch.full_like(tokens, -1)), 0
-        else:
-            parents, above = state.above + parents, old.tokens.shape[1]
-            tree = TokenTree(
-                torch.cat([old.tokens, tokens], dim=1), torch.cat([old.parents, parents], dim=1)
-            )
+        above = state.tree.tokens.shape[1]
+        tree = TokenTree(
+            torch.cat([state.tree.tokens, tokens], dim=1),
+            torch.cat([state.tree.parents, state.above + parents], dim=1),
+        )
         logits = self.model.verify(tree, state.cache).logits[:, above:]
         return logits[..., : self.vocab_size], _Draft(state.cache, tree, above)
 
@@ -119,3 +113,129 @@ def refuse_vocabulary(model: FrozenBase, base: FrozenBase) -> None:
             f"{model.vocab_size} tokens, {base.name!r} has {base.vocab_size}, and they differ; "
             "choose a smaller model of the same family"
         )
+
+
+class WindowCache(KVCache):
+    """A KV cache that keeps a text's first tokens (sinks) and its most recent ones (window).
+
+    Keys keep their position in the full text, so it works with every position encoding. A window as
+    long as the text drops nothing. One forward has `scratch` slots.
+    """
+
+    def __init__(
+        self, base: FrozenBase, batch: int, *, sinks: int, window: int, scratch: int
+    ) -> None:
+        slots = sinks + window + scratch
+        base.refuse_slots(batch * slots, "lower window or max_nodes")
+        super().__init__(base.num_layers, batch, slots, base.device)
+        self.sinks, self.window = sinks, window
+        self.dropped = torch.zeros_like(self.lengths)
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of each row's next token in the full text: (batch)."""
+        return self.lengths + self.dropped
+
+    def slot_positions(self, end: int) -> Tensor:
+        """Return the position in the full text of each slot's token: (batch, end)."""
+        slots = torch.arange(end, device=self.device)
+        return slots + (slots >= self.sinks) * self.dropped[:, None]
+
+    def skip(self, count: Int[Tensor, " batch"]) -> None:
+        """Skip the next `count[b]` tokens of each row's text; the sinks must be committed."""
+        self.dropped = self.dropped + count
+
+    def commit(self, paths: list[list[int]]) -> None:
+        """Commit nodes `paths[b]` of the last forward, and drop what leaves the window."""
+        super().commit(paths)
+        most = self.sinks + self.window
+        excess = [max(length - most, 0) for length in self.row_lengths]
+        if not any(excess):
+            return
+        target = torch.arange(self.sinks, most, device=self.device).expand(len(excess), -1)
+        leaving = upload(excess, self.device)
+        self._copy(target, target + leaving[:, None])
+        self.skip(leaving)
+        self._set_lengths([min(length, most) for length in self.row_lengths])
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Keep only these rows, in this order."""
+        super().keep_rows(rows)
+        self.dropped = self.dropped[upload(rows, self.device)]
+
+    def join(self, other: RowCache) -> None:
+        """Append another cache's rows; both are copied to new, larger tensors."""
+        assert isinstance(other, WindowCache)
+        dropped = torch.cat([self.dropped, other.dropped])
+        super().join(other)
+        self.dropped = dropped
+
+
+class Streaming(DraftModel):
+    """The base as its own draft model, over attention sinks and a window of recent text.
+
+    The size of its cache and the time of a draft do not grow with the context. It reads only the
+    sinks (at least one) and the window of a long prompt, and then every committed token. With a
+    window as long as the context the drafts are the base's own tokens. `max_nodes` limits the nodes
+    of a draft and the tokens of one forward.
+
+    Source: Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049; Xiao et al. 2023, StreamingLLM,
+    arXiv:2309.17453. StreamingLLM numbers positions within the cache; here they are those of the
+    text.
+    """
+
+    def __init__(
+        self,
+        base: FrozenBase,
+        depth: int,
+        *,
+        sinks: int = 4,
+        window: int = 508,
+        max_nodes: int = 128,
+    ) -> None:
+        if sinks < 1 or window <= depth:
+            raise InputError(
+                f"streaming needs sinks >= 1 and a window longer than its depth of {depth}, got "
+                f"{sinks} and {window}"
+            )
+        super().__init__(base, depth, base, max_nodes=max_nodes)
+        self.sinks, self.window, self.chunk = sinks, window, max_nodes
+        # with more unread positions than the window it would take the row for a new one
+        self.most_unread = min(self.most_unread, window)
+
+    def memory(self, batch: int, capacity: int) -> DraftModelCache:
+        """Return an empty window; its size does not depend on the capacity."""
+        del capacity
+        sinks, window, scratch = self.sinks, self.window, self.max_nodes
+        return DraftModelCache(
+            WindowCache(self.model, batch, sinks=sinks, window=window, scratch=scratch)
+        )
+
+    def begin(
+        self, committed: Committed, memory: DraftModelCache
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
+        """Read the committed tokens; only the end of a long prompt that fits the window."""
+        features, tokens, counts = committed.features, committed.next_tokens, committed.counts
+        assert isinstance(memory.cache, WindowCache)
+        if tokens.shape[1] > self.window:
+            assert features.tokens is not None
+            start = self._skip(features.tokens, counts, memory.cache)
+            recent = start[:, None] + torch.arange(
+                int((counts - start).max()), device=counts.device
+            )
+            recent = recent.clamp(max=tokens.shape[1] - 1)
+            committed = Committed(features.at(recent), tokens.gather(1, recent), counts - start)
+        return super().begin(committed, memory)
+
+    def _skip(
+        self, read: Int[Tensor, "batch time"], counts: Int[Tensor, " batch"], cache: WindowCache
+    ) -> Int[Tensor, " batch"]:
+        """Read each new row's sinks, skip to its window, return the position before that."""
+        is_new = upload([length == 0 for length in cache.row_lengths], counts.device)
+        first = counts.clamp(max=self.sinks) * is_new
+        self.model.verify(chain(read[:, : self.sinks]), cache)
+        cache.commit([list(range(length)) for length in first.tolist()])
+        # the root follows the last position, and is part of the window
+        skipped = (counts + 1 - first - self.window).clamp(min=0) * is_new
+        cache.skip(skipped)
+        return (first + skipped - 1).clamp(min=0)

@@ -7,19 +7,19 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from specheads.base.cache import RowCache
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
-from specheads.core.bounds import device_bytes, refuse_bytes, whole
+from specheads.core.bounds import device_bytes, whole
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
 from specheads.decoding import accept
 from specheads.decoding.loop import DecodingState, start, step
-from specheads.decoding.request import Request, Stream, alike, refuse_unknown
+from specheads.decoding.prompt_lookup import PromptLookup
+from specheads.decoding.request import Request, Stream, alike
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import Hybrid, beside_lookup
+from specheads.decoding.trees.hybrid import Hybrid, Lookup, beside_lookup
 from specheads.decoding.trees.tuned import Tuned
 
 
@@ -44,6 +44,8 @@ def default_tree(drafter: Drafter, base: FrozenBase) -> policies.TreePolicy:
         policy = tuned.policy()
         if policy.depth or tuned.fits(base.device, base.dtype):
             return policy
+    if isinstance(drafter, PromptLookup):
+        return Lookup(drafter.depth)
     return policies.chain(drafter.depth)
 
 
@@ -63,50 +65,18 @@ def drafted_by(
     if not policy.depth:
         return None, policy
     drafter = beside_lookup(drafter, policy, base)
-    held = [(policy.depth, drafter)]
-    if policy.copied and isinstance(drafter, Hybrid):
-        held.append((policy.own_depth, drafter.head))
-    for levels, by in held:
-        if levels > by.depth:
-            raise InputError(
-                f"the tree has {levels} levels but the head drafts {by.depth}; "
-                "choose a shallower tree"
-            )
+    own = drafter.head if policy.copied and isinstance(drafter, Hybrid) else drafter
+    if policy.own_depth > own.depth:
+        raise InputError(
+            f"the tree has {policy.own_depth} levels but the head drafts {own.depth}; "
+            "choose a shallower tree"
+        )
     if 0 < drafter.drafted_size < policy.num_guesses:
         raise InputError(
             f"the tree takes {policy.num_guesses} guesses after a node, and the drafter knows "
             f"{drafter.drafted_size} tokens; lower its ranks or branches"
         )
     return drafter, policy
-
-
-def refuse_larger(
-    base: FrozenBase,
-    drafter: Drafter | None,
-    tree: policies.TreePolicy,
-    batch: int,
-    length: int,
-    slots: int,
-) -> None:
-    """Refuse a batch whose step and cache do not fit into the device's memory."""
-    nodes, number = tree.num_nodes, base.dtype.itemsize
-    # mask, logits and ancestors of each node, and one level of the drafter's logits
-    step = nodes * ((length + nodes) * number + base.vocab_size * number + nodes)
-    step += tree.num_answers * (drafter.drafted_size if drafter else 0) * number
-    refuse_bytes(
-        batch * step + slots * base.slot_bytes,
-        base.device,
-        f"a batch of {batch:.4g} rows of {length:.4g} tokens with trees of {nodes} nodes",
-        "lower max_batch, max_length (or max_new_tokens) or the tree's nodes, or take a pool",
-    )
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Rows that are decoded together."""
-
-    state: DecodingState
-    streams: list[Stream]
 
 
 class Engine:
@@ -118,8 +88,8 @@ class Engine:
     and the context of each step.
 
     Args:
-        max_batch: Rows decoded together; further requests wait. Without a pool it is lowered to
-            what fits into memory.
+        max_batch: Rows decoded together; further requests wait. It is lowered to what fits into
+            memory.
         max_length: Limit of prompt and new tokens together; None is the base's context length.
             Without a pool every row, and the drafter's memory, has this length from the start.
         pool: Blocks for keys and values, for this engine only; None uses contiguous rows. A request
@@ -129,8 +99,7 @@ class Engine:
 
     Raises:
         ValueError: The tree is deeper or wider than the drafter can draft, a setting is out of
-            range, a step does not fit into memory, or the head's dtype or device differs from the
-            base's.
+            range, or the head's dtype or device differs from the base's.
     """
 
     def __init__(
@@ -146,39 +115,40 @@ class Engine:
         coupled: bool = True,
         timed: bool = False,
     ) -> None:
-        max_batch = whole(max_batch, "max_batch", 1)
         if isinstance(drafter, Head):
             refuse_elsewhere(drafter, base)
-        self.base, self.max_batch, self.pool = base, max_batch, pool
-        self.acceptance = (
-            accept.acceptance_rule(acceptance) if isinstance(acceptance, str) else acceptance
-        )
+        self.base, self.pool, self.timed = base, pool, timed
+        self.max_batch = whole(max_batch, "max_batch", 1)
+        self.acceptance = accept.acceptance_rule(acceptance)
         self.drafter, self.tree = drafted_by(drafter, tree, base)
-        self.timed = timed
         # typical acceptance samples nothing: it wants the likeliest guesses
         self.coupled = coupled and self.acceptance is not accept.typical_rule
         context = base.max_length
-        asked = context if max_length is None else whole(max_length, "max_length")
-        self.max_length = min(asked, context)
+        length = context if max_length is None else whole(max_length, "max_length")
+        self.max_length = min(length, context)
         # a row may exceed its limit by one draft, and its last step needs slots for a tree
         self._capacity = self.max_length + 2 * self.tree.num_nodes
-        # without a max_length, rows are checked one by one: the batch is seldom full
-        rows = 1 if max_length is None else max_batch
-        slots = 0 if pool is not None else rows * self._capacity
-        refuse_larger(base, self.drafter, self.tree, rows, self.max_length, slots)
-        if pool is None:
-            # rows that join are copied: memory briefly has all of them twice
-            fitting = device_bytes(base.device) / (2 * self._capacity * base.slot_bytes)
-            self.max_batch = max(1, int(min(max_batch, fitting)))
+        self.max_batch = max(1, min(self.max_batch, self._fitting()))
         self._numbers = itertools.count()
         self._waiting: deque[Stream] = deque()
-        self._batch: _Batch | None = None
+        self._streams: list[Stream] = []
+        """The requests of the rows of `_state`."""
+        self._state: DecodingState | None = None
+
+    def _fitting(self) -> int:
+        """Return how many rows fit into the memory of the device."""
+        base, tree, number = self.base, self.tree, self.base.dtype.itemsize
+        # rows that join are copied: memory briefly has all of them twice
+        row = 0 if self.pool is not None else 2 * self._capacity * base.slot_bytes
+        # mask, ancestors, and logits of base and drafter of each node
+        logits = base.vocab_size + (self.drafter.drafted_size if self.drafter else 0)
+        node = (self.max_length + tree.num_nodes + logits) * number + tree.num_nodes
+        return int(device_bytes(base.device) / (row + tree.num_nodes * node))
 
     @property
     def running(self) -> list[Stream]:
         """Requests in the batch, in order of submission."""
-        streams = self._batch.streams if self._batch else []
-        return sorted(streams, key=lambda stream: stream.number)
+        return sorted(self._streams, key=lambda stream: stream.number)
 
     @property
     def waiting(self) -> list[Stream]:
@@ -195,8 +165,12 @@ class Engine:
         """
         if not isinstance(request, Request):
             raise InputError(f"submit takes a Request(prompt=...), got {request!r:.80}")
-        refuse_unknown(self.base, request.prompt, "its prompt")
-        length = len(request.prompt)
+        length, size = len(request.prompt), len(self.base.embedding)
+        if (largest := max(request.prompt)) >= size:
+            raise InputError(
+                f"token ids must be below the base's vocabulary size {size}, got {largest}; use "
+                "this base's own tokenizer"
+            )
         if length > self.max_length:
             raise InputError(
                 f"a prompt must fit the context: {length} tokens exceed {self.max_length}; "
@@ -209,15 +183,8 @@ class Engine:
             )
         limit = min(request.max_new_tokens, self.max_length - length)
         needed = self._blocks(length + limit)
-        stream = Stream(
-            request,
-            self.base,
-            next(self._numbers),
-            limit,
-            needed,
-            advance=self.step,
-            leave=self.cancel,
-        )
+        number = next(self._numbers)
+        stream = Stream(request, self.base, number, limit, needed, self.step, self.cancel)
         if stream.finish_reason is None:
             self._waiting.append(stream)
         return stream
@@ -247,15 +214,17 @@ class Engine:
         failed and release their memory; the others continue with the next step.
         """
         self._admit()
-        if (batch := self._batch) is not None:
-            tree, rule, state = self.tree.of_step(batch.streams), self.acceptance, batch.state
-            with self._failing(batch.streams, state.cache):
-                steps = step(self.base, self.drafter, tree, rule, state, timed=self.timed)
-                for stream, taken in zip(batch.streams, steps, strict=True):
+        if (state := self._state) is not None:
+            tree = self.tree.of_step(self._streams)
+            with self._failing(self._streams, state.cache):
+                steps = step(
+                    self.base, self.drafter, tree, self.acceptance, state, timed=self.timed
+                )
+                for stream, taken in zip(self._streams, steps, strict=True):
                     stream.steps.append(taken)
                     stream.take(taken.tokens)
             self._let_go()
-        return bool(self._batch or self._waiting)
+        return bool(self._streams or self._waiting)
 
     def cancel(self, stream: Stream) -> None:
         """Cancel a waiting or running request and release its memory; ignore one that is done."""
@@ -267,28 +236,24 @@ class Engine:
 
     def _admit(self) -> None:
         """Move waiting requests that fit into the batch."""
-        if not self._waiting:
-            return
-        served, newcomers = self.running, []
+        newcomers: list[Stream] = []
         for stream in self._waiting:
-            if len(served) + len(newcomers) == self.max_batch:
-                break
-            if not self._has_blocks([*served, *newcomers, stream]):
+            served = [*self._streams, *newcomers]
+            if len(served) == self.max_batch or not self._has_blocks([*served, stream]):
                 break
             newcomers.append(stream)
-        if not served and not newcomers:
+        if self._waiting and not self._streams and not newcomers:
             raise PoolFullError("others hold the pool's blocks; give an engine its own pool")
         for places in alike([len(stream.request.prompt) for stream in newcomers]):
             self._start([newcomers[place] for place in places])
         self._let_go()
 
     def _start(self, streams: list[Stream]) -> None:
-        """Read the prompts of these waiting requests and decode their first tokens."""
+        """Read the prompts of these waiting requests, decode their first tokens, and join them."""
         for stream in streams:
             self._waiting.remove(stream)
         prompts = [stream.request.prompt for stream in streams]
         sampling = [stream.request.sampling for stream in streams]
-        numbers = [stream.number for stream in streams]
         with self._failing(streams):
             cache = self._cache(len(streams))
         with self._failing(streams, cache):
@@ -299,12 +264,16 @@ class Engine:
                 self._capacity,
                 sampling,
                 cache,
-                numbers,
                 coupled=self.coupled,
             )
             for stream, token in zip(streams, first, strict=True):
                 stream.take([token])
-        self._join(_Batch(state, streams))
+        self._streams += streams
+        if self._state is None:
+            self._state = state
+            return
+        with self._failing(self._streams, self._state.cache):
+            self._state.join(state)
 
     def _cache(self, batch: int) -> RowCache:
         """Return an empty cache with `batch` rows."""
@@ -314,15 +283,6 @@ class Engine:
         # otherwise every join would copy all rows
         cache.room = self.max_batch
         return cache
-
-    def _join(self, newcomers: _Batch) -> None:
-        """Add these rows to the batch."""
-        if (batch := self._batch) is None:
-            self._batch = newcomers
-            return
-        batch.streams += newcomers.streams
-        with self._failing(batch.streams, batch.state.cache):
-            batch.state.join(newcomers.state)
 
     @contextmanager
     def _failing(self, streams: list[Stream], cache: RowCache | None = None) -> Iterator[None]:
@@ -344,23 +304,23 @@ class Engine:
         """Return whether the pool has enough blocks for all of these."""
         if self.pool is None:
             return True
-        cache = self._batch.state.cache if self._batch else None
+        cache = self._state.cache if self._state else None
         held = sum(map(len, cache.blocks)) if isinstance(cache, PagedKVCache) else 0
         return sum(stream.num_blocks for stream in served) <= self.pool.num_free + held
 
     def _let_go(self) -> None:
         """Drop finished rows and release their memory."""
-        if (batch := self._batch) is None:
+        if (state := self._state) is None:
             return
-        kept = [row for row, one in enumerate(batch.streams) if one.finish_reason is None]
+        kept = [row for row, one in enumerate(self._streams) if one.finish_reason is None]
         if not kept:
-            batch.state.cache.keep_rows([])
-            self._batch = None
-        elif len(kept) < len(batch.streams):
+            state.cache.keep_rows([])
+            self._state, self._streams = None, []
+        elif len(kept) < len(self._streams):
             kept = _closed_up(kept)
-            with self._failing(batch.streams, batch.state.cache):
-                batch.state.keep(kept)
-            batch.streams = [batch.streams[row] for row in kept]
+            with self._failing(self._streams, state.cache):
+                state.keep(kept)
+            self._streams = [self._streams[row] for row in kept]
 
 
 def _closed_up(rows: list[int]) -> list[int]:

@@ -1,6 +1,6 @@
 """Decode a list of prompts to their end."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from specheads.core.errors import InputError
 from specheads.decoding import accept
 from specheads.decoding.engine import Engine
 from specheads.decoding.loop import DecodingStep
-from specheads.decoding.request import Request, read_prompts
+from specheads.decoding.request import Request, token_ids
 from specheads.decoding.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
 
@@ -73,7 +73,9 @@ def generate(
         ValueError: A prompt is empty or not token ids, or prompt and new tokens exceed the context,
             the pool or the memory, or a setting is out of range.
     """
-    prompts = read_prompts(base, prompts)
+    if not hasattr(prompts, "__len__") or isinstance(prompts, Mapping):
+        raise InputError(f"prompts must be a list of lists of token ids, got {prompts!r:.60}")
+    prompts = [token_ids(prompt, f"prompt {number}") for number, prompt in enumerate(prompts)]
     each = each_prompt(sampling, len(prompts))
     refuse_unfit(base, prompts, max_new_tokens)
     engine = Engine(
@@ -108,9 +110,7 @@ def generate(
 
 
 def refuse_unfit(base: FrozenBase, prompts: list[list[int]], max_new_tokens: int) -> None:
-    """Refuse empty prompts, and prompts whose new tokens exceed the context."""
-    if empty := [place for place, prompt in enumerate(prompts) if not prompt]:
-        raise InputError(f"a prompt needs at least one token; prompt {empty[0]} has none")
+    """Refuse prompts whose new tokens exceed the context."""
     longest = max(map(len, prompts), default=0)
     max_new_tokens = whole(max_new_tokens, "max_new_tokens")
     if longest + max_new_tokens > base.max_length:

@@ -6,7 +6,7 @@ Rows come and go between steps; see docs/serve.md.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -20,14 +20,12 @@ from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
 from specheads.core.machine import synchronise
 from specheads.core.tree import TokenTree
-from specheads.decoding import accept
-from specheads.decoding.accept import Verdict
+from specheads.decoding.accept import AcceptanceRule, Verdict
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 from specheads.decoding.trees.policies import TreePolicy, root_only
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """Times of a step of the whole batch, in seconds of `time.perf_counter`."""
 
     began: float
@@ -41,8 +39,6 @@ class StepTimes:
 class DecodingStep:
     """Result of one base forward for one row, on the host."""
 
-    row: int
-    """Number of the row, which stays the same when other rows join or leave."""
     tokens: list[int]
     """New tokens, the bonus last; the last step may exceed the limit."""
     path: list[int]
@@ -72,8 +68,6 @@ class DecodingState:
     memory: Memory | None
     rows: SamplingState
     """Sampling settings, positions and noise of the rows."""
-    numbers: list[int]
-    """Number of each row in its steps."""
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
@@ -82,7 +76,6 @@ class DecodingState:
         self.cache.keep_rows(rows)
         self.committed = self.committed.keep(index)
         self.rows = self.rows.keep(rows)
-        self.numbers = [self.numbers[row] for row in rows]
         if self.memory is not None:
             self.memory = self.memory.keep(index)
 
@@ -92,7 +85,6 @@ class DecodingState:
         self.cache.join(other.cache)
         self.committed = self.committed.join(other.committed)
         self.rows = self.rows.join(other.rows)
-        self.numbers += other.numbers
         if self.memory is not None and other.memory is not None:
             self.memory = self.memory.join(other.memory)
 
@@ -102,7 +94,7 @@ def step(
     base: FrozenBase,
     drafter: Drafter | None,
     tree: TreePolicy,
-    acceptance: accept.AcceptanceRule,
+    acceptance: AcceptanceRule,
     state: DecodingState,
     *,
     timed: bool = False,
@@ -125,25 +117,21 @@ def step(
         else:
             grown = root_only(state.committed)
         if drafter is not None and not tree.own_depth and state.memory is not None:
-            unread = _unread(drafter, state)
+            if state.committed.next_tokens.shape[1] < drafter.most_unread:
+                unread = state.committed
+            else:
+                drafter.read(state.committed, state.memory)
     drafted = _now(base, wait=timed)
     verified = base.verify(grown, state.cache, drafter.aux_layers if drafter else ())
     verdict = acceptance(grown, verified.logits, verified.ancestors, state.rows)
     read = _read(grown, verdict)
-    steps = _steps(state.numbers, read, grown, StepTimes(began, drafted, time.perf_counter()))
+    steps = _steps(read, grown, StepTimes(began, drafted, time.perf_counter()))
     state.cache.commit([taken.path for taken in steps])
-    _advance(state, verified, verdict, steps)
+    state.committed = _committed(verified, verdict, steps)
+    state.rows.advance(state.committed.next_tokens, state.cache.positions)
     if unread is not None:
         state.committed = unread.then(state.committed)
     return steps
-
-
-def _unread(drafter: Drafter, state: DecodingState) -> Committed | None:
-    """Return the tokens that the drafter has not read; let it read them if there are many."""
-    if state.committed.next_tokens.shape[1] < drafter.most_unread:
-        return state.committed
-    drafter.read(state.committed, state.memory)
-    return None
 
 
 def _now(base: FrozenBase, *, wait: bool) -> float:
@@ -160,34 +148,24 @@ def _read(tree: TokenTree, verdict: Verdict) -> list[list[int]]:
     return torch.cat(parts, dim=1).tolist()
 
 
-def _steps(
-    numbers: list[int], read: list[list[int]], tree: TokenTree, times: StepTimes
-) -> list[DecodingStep]:
+def _steps(read: list[list[int]], tree: TokenTree, times: StepTimes) -> list[DecodingStep]:
     """Return the step of each row from the values that `_read` returned."""
     first = 2 + tree.tokens.shape[1]
-    known = None if tree.shape is None else tree.shape.parent_list
     steps = []
-    for number, row in zip(numbers, read, strict=True):
+    for row in read:
         drafted, path = row[2:first], row[first : first + row[0]]
-        tokens = [drafted[node] for node in path[1:]]
-        tokens.append(row[1])
-        parents = row[2 - first :] if known is None else known
-        steps.append(DecodingStep(number, tokens, path, drafted, parents, times, tree.num_copied))
+        tokens = [*(drafted[node] for node in path[1:]), row[1]]
+        parents = row[2 - first :] if tree.shape is None else tree.shape.parent_list
+        steps.append(DecodingStep(tokens, path, drafted, parents, times, tree.num_copied))
     return steps
 
 
-def _advance(
-    state: DecodingState, verified: Verification, verdict: Verdict, steps: list[DecodingStep]
-) -> None:
+def _committed(verified: Verification, verdict: Verdict, steps: list[DecodingStep]) -> Committed:
+    """Return the accepted positions of each row with the tokens after them."""
     width = max(len(taken.path) for taken in steps)
     padded = [taken.tokens + taken.tokens[-1:] * (width - len(taken.tokens)) for taken in steps]
-    state.committed = Committed(
-        verified.features.at(verdict.path[:, :width]),
-        upload(padded, verdict.path.device),
-        verdict.count,
-    )
-    counts = [len(taken.tokens) for taken in steps]
-    state.rows.advance(state.committed.next_tokens, state.cache.positions, counts)
+    features = verified.features.at(verdict.path[:, :width])
+    return Committed(features, upload(padded, verdict.path.device), verdict.count)
 
 
 @torch.inference_mode()
@@ -198,21 +176,18 @@ def start(
     capacity: int,
     sampling: list[Sampling] | None = None,
     cache: RowCache | None = None,
-    numbers: list[int] | None = None,
     *,
     coupled: bool = True,
 ) -> tuple[DecodingState, list[int]]:
     """Read the prompts with base and drafter; return the state and each row's first token.
 
-    A row has at most `capacity` tokens, with the nodes of its last tree. By default rows are
-    greedy, their cache is contiguous, and they have the numbers of their prompts. `coupled` lets
-    drafts see the noise that the base samples with.
+    A row has at most `capacity` tokens, with the nodes of its last tree. By default rows are greedy
+    and their cache is contiguous. `coupled` lets drafts see the noise that the base samples with.
 
     Raises:
         PoolFullError: The cache's pool cannot hold the prompts.
     """
-    batch = len(prompts)
-    lengths = [len(prompt) for prompt in prompts]
+    batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
     padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
     padded = padded.to(base.device)
     cache = base.cache(batch, capacity) if cache is None else cache
@@ -221,42 +196,27 @@ def start(
     logits, features = base.prefill(padded, cache, lengths, aux_layers)
     counts = torch.tensor(lengths, device=base.device)
     text = pad(padded, (0, capacity - padded.shape[1]))
+    sampling = sampling or [GREEDY] * batch
     rows = SamplingState(
-        sampling or [GREEDY] * batch,
-        counts - 1,
-        text,
-        logits.shape[-1],
-        dtype=logits.dtype,
-        coupled=coupled,
+        sampling, counts - 1, text, logits.shape[-1], dtype=logits.dtype, coupled=coupled
     )
-    following = padded.roll(-1, dims=1)
     root = root_only(Committed(features, padded, counts))
     # there is no draft yet: under every rule the first token is the base's own
-    first = accept.match_rule(root, logits[:, None], root.ancestors(), rows).bonus
-    rows.advance(first[:, None], counts, [1] * batch)
-    following[torch.arange(batch, device=base.device), counts - 1] = first
-    with without_cudnn_attention(base.device):
-        unread = _last_unread(drafter, Committed(features, following, counts), memory, min(lengths))
-    state = DecodingState(cache, unread, memory, rows, numbers or list(range(batch)))
-    return state, first.tolist()
+    first = rows.choose(root, logits[:, None], root.ancestors())
+    rows.advance(first, counts)
+    following = padded.roll(-1, dims=1).scatter(1, counts[:, None] - 1, first)
+    committed = Committed(features, following, counts)
+    if drafter is None or memory is None:
+        committed = committed.ending()
+    elif min(lengths) > 1:
+        # all but the last position are read, so that rows that join are not wider than others
+        with without_cudnn_attention(base.device):
+            drafter.read(replace(committed, counts=counts - 1), memory)
+        committed = committed.ending()
+    return DecodingState(cache, committed, memory, rows), first[:, 0].tolist()
 
 
-def _last_unread(
-    drafter: Drafter | None, prompts: Committed, memory: Memory | None, shortest: int
-) -> Committed:
-    """Let the drafter read all but the last position of the prompts, and return the last one.
-
-    Rows that join are then not wider than others. With a prompt of one token nothing is read.
-    """
-    if drafter is not None and memory is not None:
-        if shortest == 1:
-            return prompts
-        drafter.read(replace(prompts, counts=prompts.counts - 1), memory)
-    return prompts.ending()
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """Origin of one token."""
 
     kind: Literal["base", "drafted", "copied"]

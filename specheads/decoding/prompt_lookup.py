@@ -5,9 +5,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from operator import eq
+from typing import Any, NoReturn
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from specheads.core.bounds import refuse_nodes
@@ -15,8 +16,8 @@ from specheads.core.drafter import Drafter, refuse_scattering
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
 
-MAX_NGRAM, MIN_NGRAM = 3, 1
-"""Default length of the longest and of the shortest suffix that is looked for."""
+MAX_NGRAM = 3
+"""Default length of the longest suffix that is looked for."""
 
 
 @dataclass(slots=True)
@@ -53,24 +54,28 @@ class LookupText:
     scatter = refuse_scattering
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """State of a draft: which nodes copy the text so far, and which token comes next."""
+class CopyingDrafter(Drafter):
+    """A drafter that copies text: a tree policy drafts its whole tree, not level by level."""
 
-    continuation: Int[Tensor, "batch copied"]
-    copying: Tensor
-    """(batch, node): whether the path down to the node is the copied text."""
-    level: int
+    def begin(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to draft one level."""
+        raise InputError(
+            f"{type(self).__name__} drafts whole trees: decode it with tree=Lookup(...), or with "
+            "tree=HybridTree(...) and a head"
+        )
+
+    def extend(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to draft one level."""
+        self.begin()
 
 
-class PromptLookup(Drafter):
+class PromptLookup(CopyingDrafter):
     """Copies what followed the same tokens earlier in prompt and new text.
 
-    It looks for the longest suffix of `min_ngram` to `max_ngram` tokens that occurs earlier in the
-    text, and copies up to `depth` tokens from there. If there are several places, it prefers the
-    most recent one that is followed by enough text. Without a match the tree policy `hybrid.Lookup`
-    drafts nothing; other policies always draft, and get equal logits for all tokens. The texts are
-    kept on the base's device.
+    It looks for the longest suffix of up to `max_ngram` tokens that occurs earlier in the text, and
+    copies up to `depth` tokens from there. If there are several places, it prefers the most recent
+    one that is followed by enough text. Without a match it drafts nothing. The texts are kept on
+    the base's device.
 
     Source: Saxena 2023, apoorvumang/prompt-lookup-decoding. The longest suffix has 3 tokens there
     and here, and 2 in transformers. Both copy from the first place, not from the most recent one.
@@ -82,17 +87,16 @@ class PromptLookup(Drafter):
         depth: int = 10,
         *,
         max_ngram: int = MAX_NGRAM,
-        min_ngram: int = MIN_NGRAM,
         device: torch.device | str = "cpu",
     ) -> None:
-        if depth < 1 or not 1 <= min_ngram <= max_ngram:
+        if depth < 1 or max_ngram < 1:
             raise InputError(
-                "prompt lookup needs a depth of at least 1 and n-grams with 1 <= min <= max, got "
-                f"depth {depth}, min_ngram {min_ngram} and max_ngram {max_ngram}"
+                "prompt lookup needs a depth and a max_ngram of at least 1, got "
+                f"{depth} and {max_ngram}"
             )
         refuse_nodes(max(depth, max_ngram), "copied_tokens, max_ngram")
         self.vocab_size, self.drafted_size, self.depth = vocab_size, vocab_size, depth
-        self.max_ngram, self.min_ngram, self.device = max_ngram, min_ngram, device
+        self.max_ngram, self.device = max_ngram, device
 
     def memory(self, batch: int, capacity: int) -> LookupText:
         """Return empty texts of at most `capacity` tokens."""
@@ -105,7 +109,7 @@ class PromptLookup(Drafter):
         memory.append(committed)
         # the slots in use, roots included
         text = memory.tokens[:, : memory.extent + 1]
-        return continuation(text, memory.lengths, self.depth, self.max_ngram, self.min_ngram)
+        return continuation(text, memory.lengths, self.depth, self.max_ngram)
 
     def peek(self, committed: Committed, memory: LookupText) -> Int[Tensor, "batch copied"]:
         """Return what `copy` returns, without storing the tokens: they will come again."""
@@ -116,42 +120,15 @@ class PromptLookup(Drafter):
         """Store the committed tokens."""
         memory.append(committed)
 
-    def begin(
-        self, committed: Committed, memory: LookupText
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], _Place]:
-        """Read the committed tokens; all mass is on the first copied token, if any."""
-        copied = self.copy(committed, memory)
-        everywhere = torch.ones_like(copied[:, :1], dtype=torch.bool)
-        return self._next(_Place(copied, everywhere, 0))
-
-    def extend(
-        self, state: _Place, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
-    ) -> tuple[Float[Tensor, "batch node vocab"], _Place]:
-        """Continue copying below the nodes that are copies themselves."""
-        agrees = tokens == state.continuation[:, state.level, None]
-        copying = state.copying.gather(1, parents) & agrees
-        return self._next(_Place(state.continuation, copying, state.level + 1))
-
-    def _next(self, place: _Place) -> tuple[Tensor, _Place]:
-        following = place.continuation[:, place.level, None].expand_as(place.copying)
-        known = (place.copying & (following >= 0))[..., None]
-        one_hot = torch.nn.functional.one_hot(following.clamp(min=0), self.vocab_size)
-        # one token is certain, or all are equally likely
-        return torch.where(known, one_hot, 1).float().log(), place
-
 
 def continuation(
-    text: Int[Tensor, "batch slot"],
-    lengths: Int[Tensor, " batch"],
-    copied: int,
-    max_ngram: int,
-    min_ngram: int = 1,
+    text: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"], copied: int, max_ngram: int
 ) -> Int[Tensor, "batch copied"]:
     """Return what followed an earlier occurrence of the text's longest suffix, padded with -1.
 
     All places of all rows are compared at once. Between places that match equally many tokens,
     prefer one with a full continuation, then the most recent one. Row b of the text has
-    `lengths[b] + 1` tokens. If its last `min_ngram` tokens occur nowhere else, all values are -1.
+    `lengths[b] + 1` tokens. If its last token occurs nowhere else, all values are -1.
     """
     num_slots = text.shape[1]
     slots = torch.arange(num_slots, device=text.device)
@@ -167,7 +144,7 @@ def continuation(
     # three criteria as one number, in which no two places are equal
     room = (last - slots).clamp(0, copied)
     best = ((matched * (copied + 1) + room) * num_slots + slots).argmax(-1, keepdim=True)
-    found = matched.gather(1, best) >= min_ngram
+    found = matched.gather(1, best) > 0
     places = best + 1 + torch.arange(copied, device=text.device)
     following = text.gather(1, places.clamp(max=num_slots - 1))
     return torch.where(found & (places <= last), following, -1)
@@ -179,10 +156,8 @@ class LookupIndex:
     It finds the same as `continuation`, in constant time.
     """
 
-    def __init__(
-        self, tokens: Sequence[int], *, max_ngram: int = MAX_NGRAM, min_ngram: int = MIN_NGRAM
-    ) -> None:
-        self.min_ngram, self._text = min_ngram, list[int]()
+    def __init__(self, tokens: Sequence[int], *, max_ngram: int = MAX_NGRAM) -> None:
+        self._text: list[int] = []
         # for n-grams of 1, 2, ... tokens: the places of their last tokens, except the text's end
         self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(max_ngram)]
         self.extend(tokens)
@@ -202,9 +177,7 @@ class LookupIndex:
         Prefer the most recent match with a full continuation, else the longest continuation.
         Without a match, return zero and an empty list.
         """
-        for length in range(len(self._ends), self.min_ngram - 1, -1):
-            if length > len(self._text):
-                continue
+        for length in range(min(len(self._ends), len(self._text)), 0, -1):
             if ends := self._ends[length - 1].get(tuple(self._text[-length:])):
                 whole = bisect_right(ends, len(self._text) - 1 - copied)
                 begin = ends[max(whole - 1, 0)] + 1

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from specheads.base.model import FrozenBase
 from specheads.core.bounds import whole
@@ -15,56 +15,13 @@ from specheads.decoding.sampling import GREEDY, Sampling
 
 def token_ids(given: Any, name: str) -> list[int]:
     """Return token ids as a list of ints; `name` is used in error messages."""
-    ids = _listed(given, name, "base.tokenizer(text).input_ids")
-    for place, one in enumerate(ids):
-        if type(one) is not int or one < 0:
-            if getattr(one, "ndim", None) or (isinstance(one, Sequence) and not _is_text(one)):
-                raise InputError(
-                    f"{name} must be one list of token ids, got a list at place {place}; give "
-                    "several prompts to generate, or a request for each"
-                )
-            ids[place] = whole(one, f"token {place} of {name}")
-    return ids
-
-
-def read_prompts(base: FrozenBase, given: Any) -> list[list[int]]:
-    """Return prompts as lists of token ids; refuse the first id outside the vocabulary."""
-    rows = _listed(given, "prompts", "[base.tokenizer(text).input_ids]")
-    if rows and not _is_text(rows[0]) and not hasattr(rows[0], "__len__"):
-        raise InputError(
-            f"prompts must be a list of prompts, got one with {rows[0]!r:.80} in place of a list; "
-            "for a single prompt of token ids give [prompt]"
-        )
-    prompts = [token_ids(row, f"prompt {number}") for number, row in enumerate(rows)]
-    for number, prompt in enumerate(prompts):
-        refuse_unknown(base, prompt, f"prompt {number}")
-    return prompts
-
-
-def refuse_unknown(base: FrozenBase, ids: list[int], name: str) -> None:
-    """Refuse token ids outside the vocabulary."""
-    size = len(base.embedding)
-    if ids and max(ids) >= size:
-        place = next(place for place, one in enumerate(ids) if one >= size)
-        raise InputError(
-            f"token ids must be below the base's vocabulary size {size}, got {ids[place]} at place "
-            f"{place} of {name}; use this base's own tokenizer"
-        )
-
-
-def _is_text(given: Any) -> bool:
-    return isinstance(given, str | bytes | bytearray)
-
-
-def _listed(given: Any, name: str, remedy: str) -> list[Any]:
-    if hasattr(given, "tolist"):
-        given = given.tolist()
-    if _is_text(given) or not isinstance(given, Sequence):
+    given = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise InputError(
             f"{name} must be a list of token ids, got {type(given).__name__} {given!r:.60}; "
-            f"tokenise text first: {remedy}"
+            "tokenise text with base.tokenizer(text).input_ids, and give a list for each prompt"
         )
-    return list(given)
+    return [whole(one, f"token {place} of {name}") for place, one in enumerate(given)]
 
 
 FinishReason = Literal["eos", "stop", "length", "context", "cancelled", "failed"]
@@ -107,28 +64,19 @@ class Request:
         if not isinstance(self.sampling, Sampling):
             raise InputError(f"sampling must be a Sampling(...), got {self.sampling!r:.80}")
         if not isinstance(self.stop, tuple | list) or not all(
-            isinstance(one, str) for one in self.stop
+            isinstance(one, str) and one for one in self.stop
         ):
-            raise InputError(f"stop must be a tuple of strings, got {self.stop!r:.80}")
-        if "" in self.stop:
-            raise InputError("a stop string needs at least one character; leave empty ones out")
+            raise InputError(f"stop must be a tuple of non-empty strings, got {self.stop!r:.80}")
         keep("stop", tuple(self.stop))
         if self.eos_ids is not None:
             keep("eos_ids", tuple(token_ids(self.eos_ids, "eos_ids")))
-
-
-class Piece(NamedTuple):
-    """New tokens and text of a stream."""
-
-    tokens: list[int]
-    text: str
 
 
 class Stream:
     """Output of one request. Iterating over it steps the engine, for all requests.
 
     Args:
-        number: Its index among all submitted requests, which its steps have as their row.
+        number: Its index among all submitted requests.
         limit: New tokens that request and context allow.
         num_blocks: Blocks of the pool that it may need.
         advance: Steps the engine.
@@ -142,7 +90,6 @@ class Stream:
         number: int,
         limit: int,
         num_blocks: int,
-        *,
         advance: Callable[[], object],
         leave: Callable[["Stream"], None],
     ) -> None:
@@ -166,7 +113,11 @@ class Stream:
     @property
     def tokens(self) -> list[int]:
         """Final new tokens, with an end-of-text token and without any part of a stop string."""
-        return self._tokens[: self._num_tokens()]
+        # only a stop string can remove tokens
+        text = self._read() if self.request.stop else None
+        if text is None or self.finish_reason not in (None, "stop"):
+            return self._tokens.copy()
+        return self._tokens[: text.settled()[0]]
 
     @property
     def length(self) -> int:
@@ -186,26 +137,25 @@ class Stream:
     @property
     def text(self) -> str:
         """Final text, without a stop string; empty if the base has no tokenizer."""
-        return self._text_from(0)
+        text = self._read()
+        return "" if text is None else text.written[: text.settled()[1]]
 
     def cancel(self) -> None:
         """Remove the request from the engine and release its memory."""
         self._leave(self)
 
-    def __iter__(self) -> Iterator[Piece]:
-        return self
-
-    def __next__(self) -> Piece:
-        """Return new final tokens and text, after as many steps as needed."""
+    def __iter__(self) -> Iterator[tuple[list[int], str]]:
+        """Yield new final tokens and their text, each once, after as many steps as needed."""
         while True:
             tokens, characters = self._yielded
-            piece = Piece(self._tokens[tokens : self._num_tokens()], self._text_from(characters))
-            if piece.tokens or piece.text:
-                self._yielded = tokens + len(piece.tokens), characters + len(piece.text)
-                return piece
-            if self.finish_reason is not None:
-                raise StopIteration
-            self._advance()
+            new, written = self.tokens[tokens:], self.text[characters:]
+            if new or written:
+                self._yielded = tokens + len(new), characters + len(written)
+                yield new, written
+            elif self.finish_reason is not None:
+                return
+            else:
+                self._advance()
 
     def take(self, tokens: list[int]) -> None:
         """Append decoded tokens up to the end of the request."""
@@ -222,17 +172,6 @@ class Stream:
         if self.request.stop and (text := self._read()) and text.is_over:
             return "stop"
         return self._limit_reason if len(self._tokens) == self._limit else None
-
-    def _num_tokens(self) -> int:
-        """Return the number of final tokens; only a stop string can remove tokens."""
-        text = self._read() if self.request.stop else None
-        if text is None or self.finish_reason not in (None, "stop"):
-            return len(self._tokens)
-        return text.settled()[0]
-
-    def _text_from(self, first: int) -> str:
-        text = self._read()
-        return "" if text is None else text.written[first : text.settled()[1]]
 
     def _read(self) -> TextStream | None:
         """Return the text of all tokens except an end-of-text token."""

@@ -6,11 +6,10 @@ seed and on positions in its text only. See docs/losslessness.md.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
-from numbers import Real
-from typing import cast
+from typing import Annotated, cast
 
 import torch
+from annotated_types import Ge, Gt, Le
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 from transformers import (
@@ -22,59 +21,53 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specheads.core.bounds import whole
 from specheads.core.errors import InputError
+from specheads.core.ranges import (
+    NonNegativeInt,
+    PositiveProbability,
+    Probability,
+    Rule,
+    check_fields,
+)
 from specheads.core.seeds import derive_seed
 from specheads.core.tree import TokenTree
 from specheads.decoding import noise
-from specheads.decoding.noise import NoiseCache, likeliest
+from specheads.decoding.noise import likeliest
+
+Nodes = Int[Tensor, "batch node"]
+Scores = Float[Tensor, "batch node vocab"]
+"""Logits, scores or probabilities of the token after each node."""
+Ancestors = Bool[Tensor, "batch node node"]
+Paths = Int[Tensor, "batch node path"]
+"""Tokens from the root to each node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How the tokens of a request are chosen; the default is greedy."""
 
-    temperature: float = 0.0
-    """Divides logits, at least 1e-30; zero is greedy and ignores `top_k`, `top_p` and `min_p`."""
+    # logits divided by less overflow in float32
+    temperature: Annotated[float, Rule(lambda t: t == 0 or t >= 1e-30, "0 or at least 1e-30")] = 0.0
+    """Divides logits; zero is greedy and ignores `top_k`, `top_p` and `min_p`."""
 
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Sample from this many likeliest tokens. Zero is all."""
 
-    top_p: float = 1.0
+    top_p: PositiveProbability = 1.0
     """Sample from the likeliest tokens that reach this total probability. One is all."""
 
-    min_p: float = 0.0
+    min_p: Probability = 0.0
     """Smallest probability of a token, relative to the likeliest one's. Zero is off."""
 
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, Gt(0)] = 1.0
     """Divides positive logits, and multiplies negative ones, of tokens that are already in the
     prompt or the text. One is off."""
 
-    seed: int = 0
+    seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 0
     """Seed of the samples."""
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "seed"):
-            object.__setattr__(self, name, whole(getattr(self, name), name, None))
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value):
-                raise InputError(f"{name} must be a finite number, got {value!r:.80}")
-        for name, allowed, holds in (
-            # logits divided by less overflow in float32
-            (
-                "temperature",
-                "0 (greedy) or at least 1e-30",
-                self.temperature == 0 or self.temperature >= 1e-30,
-            ),
-            ("top_k", "at least 0, where 0 is all", self.top_k >= 0),
-            ("top_p", "above 0 and at most 1, where 1 is all", 0 < self.top_p <= 1),
-            ("min_p", "from 0 (none) to 1", 0 <= self.min_p <= 1),
-            ("repetition_penalty", "above 0, where 1 is none", self.repetition_penalty > 0),
-            ("seed", "from 0 to 2**63 - 1", 0 <= self.seed < 2**63),
-        ):
-            if not holds:
-                raise InputError(f"{name} must be {allowed}, got {getattr(self, name)}")
+        check_fields(self)
 
     @property
     def greedy(self) -> bool:
@@ -87,6 +80,9 @@ class Sampling:
 
 
 GREEDY = Sampling()
+
+CHUNK = 2**22
+"""Numbers of noise computed at once, to limit temporary memory."""
 
 
 @dataclass(slots=True)
@@ -120,8 +116,10 @@ class SamplingState:
     """Which rows sample."""
     seeds: Int[Tensor, " batch"] = field(init=False)
     """Seed of each row."""
+    _seeded: Int[Tensor, " batch"] = field(init=False)
+    """Random bits of each seed, the start of those of its positions."""
     _groups: list[tuple[Sampling, Tensor]] = field(init=False)
-    _noise: NoiseCache = field(init=False)
+    _noise: Float[Tensor, "batch level vocab"] | None = field(init=False)
 
     def __post_init__(self) -> None:
         device = self.lengths.device
@@ -132,7 +130,7 @@ class SamplingState:
         self.draws, self.all_draw = any(drawing), all(drawing)
         self.drawing = torch.tensor(drawing, device=device)
         self.seeds = torch.tensor([one.seed for one in self.sampling], device=device)
-        self._noise = NoiseCache(self.seeds, drawing, self.vocab_size, self.dtype)
+        self._seeded, self._noise = noise.bits(self.seeds), None
         places: dict[Sampling, list[int]] = {}
         for place, settings in enumerate(self.sampling):
             places.setdefault(replace(settings, seed=0), []).append(place)
@@ -144,35 +142,22 @@ class SamplingState:
         """Return the state of these rows."""
         index = torch.tensor(rows, device=self.lengths.device)
         sampling = [self.sampling[row] for row in rows]
-        kept = replace(self, sampling=sampling, lengths=self.lengths[index], text=self.text[index])
-        kept._noise = self._noise.keep(rows, index)
-        return kept
+        return replace(self, sampling=sampling, lengths=self.lengths[index], text=self.text[index])
 
     def join(self, other: "SamplingState") -> "SamplingState":
         """Return the state of both batches' rows; their texts must have the same width."""
         lengths = torch.cat([self.lengths, other.lengths])
         text = torch.cat([self.text, other.text])
-        joined = replace(self, sampling=self.sampling + other.sampling, lengths=lengths, text=text)
-        joined._noise = self._noise.join(other._noise)
-        return joined
+        return replace(self, sampling=self.sampling + other.sampling, lengths=lengths, text=text)
 
-    def advance(
-        self,
-        tokens: Int[Tensor, "batch path"],
-        lengths: Int[Tensor, " batch"],
-        counts: list[int],
-    ) -> None:
-        """Append `counts[b]` of `tokens[b]` to each row, and move the roots to `lengths`."""
+    def advance(self, tokens: Int[Tensor, "batch path"], lengths: Int[Tensor, " batch"]) -> None:
+        """Append the tokens to each row, and move the roots to `lengths`."""
         if self.penalised:
             offsets = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
             self.text.scatter_(1, self.lengths[:, None] + offsets, tokens)
-        self.lengths = lengths
-        if self.draws:
-            self._noise.advance(counts)
+        self.lengths, self._noise = lengths, None
 
-    def scores(
-        self, logits: Float[Tensor, "batch node vocab"], paths: Int[Tensor, "batch node path"]
-    ) -> Float[Tensor, "batch node vocab"]:
+    def scores(self, logits: Scores, paths: Paths) -> Scores:
         """Apply each row's sampling settings to logits after each node.
 
         Logits cover the base's vocabulary. Paths are the tokens from the root to each node, in any
@@ -187,9 +172,7 @@ class SamplingState:
             out[rows] = _group_scores(settings, *inputs)
         return out
 
-    def probs(
-        self, logits: Float[Tensor, "batch node vocab"], paths: Int[Tensor, "batch node path"]
-    ) -> Float[Tensor, "batch node vocab"]:
+    def probs(self, logits: Scores, paths: Paths) -> Scores:
         """Return the distribution that each row samples from: see `scores`.
 
         At temperature zero one token has probability one.
@@ -201,44 +184,56 @@ class SamplingState:
         best = torch.zeros_like(probs).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
         return torch.where(self.drawing[:, None, None], probs, best)
 
-    def tree_probs(
-        self,
-        tree: TokenTree,
-        logits: Float[Tensor, "batch node vocab"],
-        ancestors: Bool[Tensor, "batch node node"],
-    ) -> Float[Tensor, "batch node vocab"]:
+    def tree_probs(self, tree: TokenTree, logits: Scores, ancestors: Ancestors) -> Scores:
         """Return the base's distribution after each node of a tree."""
         return self.probs(logits, self._paths(tree, ancestors))
 
-    def choose(
-        self,
-        tree: TokenTree,
-        logits: Float[Tensor, "batch node vocab"],
-        ancestors: Bool[Tensor, "batch node node"],
-    ) -> Int[Tensor, "batch node"]:
+    def choose(self, tree: TokenTree, logits: Scores, ancestors: Ancestors) -> Nodes:
         """Return the token that the base alone would choose after each node of a tree.
 
         It is the argmax of the scores plus the position's noise, which is a sample of their
         distribution; at temperature zero there is no noise.
         """
+        if self.greedy:
+            return likeliest(logits)
         scores = self.scores(logits, self._paths(tree, ancestors))
         if not self.draws:
             return likeliest(scores)
         deepest = tree.tokens.shape[1] - 1
-        deepest = deepest if self.depth is None else min(deepest, self.depth)
-        return self._noise.draw(scores, self.lengths, tree.depths(), deepest + 1)
+        found = self._made_noise(deepest if self.depth is None else min(deepest, self.depth))
+        if found.shape[1] > 1:
+            rows = torch.arange(len(found), device=found.device)[:, None]
+            places = (rows * found.shape[1] + tree.depths()).flatten()
+            found = found.flatten(0, 1).index_select(0, places).view_as(scores)
+        return likeliest(scores + found)
 
     def level_noise(self, level: int) -> Float[Tensor, "batch 1 vocab"]:
         """Return the noise of the tokens after the nodes at depth `level`."""
         # verification needs the noise after the last level too
-        soon = level if self.depth is None else max(level, self.depth)
-        return self._noise.after(self.lengths, level, soon + 1)
+        found = self._made_noise(level if self.depth is None else max(level, self.depth))
+        return found[:, level, None]
 
-    def uniforms(self, ancestors: Bool[Tensor, "batch node node"]) -> Float64[Tensor, "batch node"]:
+    def _made_noise(self, depth: int) -> Float[Tensor, "batch level vocab"]:
+        """Return the noise after each level of this step's trees, down to `depth`.
+
+        It is computed once for draft and verification. Greedy rows have zeros.
+        """
+        if self._noise is None or self._noise.shape[1] <= depth:
+            after = self.lengths[:, None] + torch.arange(1, depth + 2, device=self.lengths.device)
+            keys = noise.bits(after, noise.TOKEN, state=self._seeded[:, None])
+            made = [
+                noise.gumbel(some, self.vocab_size, self.dtype)
+                for some in keys.flatten().split(max(1, CHUNK // self.vocab_size))
+            ]
+            values = (made[0] if len(made) == 1 else torch.cat(made)).unflatten(0, keys.shape)
+            self._noise = values if self.all_draw else values * self.drawing[:, None, None]
+        return self._noise
+
+    def uniforms(self, ancestors: Ancestors) -> Float64[Tensor, "batch node"]:
         """Return the uniform number that samples the token after each node in `rejection`."""
         return noise.uniform(self.seeds[:, None], self._after(ancestors), noise.BONUS)
 
-    def coins(self, ancestors: Bool[Tensor, "batch node node"]) -> Float64[Tensor, "batch node"]:
+    def coins(self, ancestors: Ancestors) -> Float64[Tensor, "batch node"]:
         """Return the uniform number that decides the test of each node."""
         nodes = torch.arange(ancestors.shape[1], device=ancestors.device)
         return noise.uniform(self.seeds[:, None], self._after(ancestors) - 1, noise.COIN, nodes)
@@ -247,7 +242,7 @@ class SamplingState:
         """Return the position after each node."""
         return self.lengths[:, None] + ancestors.sum(-1)
 
-    def _paths(self, tree: TokenTree, ancestors: Tensor) -> Int[Tensor, "batch node path"]:
+    def _paths(self, tree: TokenTree, ancestors: Ancestors) -> Paths:
         """Return the tokens from the root to each node, with the root's token as padding.
 
         Only a repetition penalty reads them; without one, return the root's token.
@@ -289,11 +284,9 @@ def each_prompt(sampling: Sampling | Sequence[Sampling] | None, count: int) -> l
     """
     if sampling is None or isinstance(sampling, Sampling):
         return [(sampling or GREEDY).of_prompt(index) for index in range(count)]
-    if not isinstance(sampling, Sequence):
-        raise InputError(f"sampling must be a Sampling(...) or a list, got {sampling!r:.80}")
-    if len(sampling) != count:
+    if not isinstance(sampling, Sequence) or len(sampling) != count:
         raise InputError(
-            f"sampling needs settings for each prompt, got {len(sampling)} for {count}; give a "
-            "list as long as the prompts"
+            f"sampling must be a Sampling(...), or a list with one for each of {count} prompts, "
+            f"got {sampling!r:.80}"
         )
     return list(sampling)

@@ -13,10 +13,9 @@ from specheads.base.loading import without_generation_config
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter, Head
 from specheads.core.machine import synchronise
-from specheads.decoding.draft_model import DraftModel
+from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.sampling import Sampling, each_prompt
-from specheads.decoding.streaming import Streaming
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, Lookup
 from specheads.measure.counts import DepthCounts

@@ -207,7 +207,7 @@ class Copied:
 
 def copied(lookup: PromptLookup, prompt: list[int], continuation: list[int], size: int) -> Copied:
     """Return what prompt lookup proposes at each root of a stored text: see `guess_ranks`."""
-    text = LookupIndex(prompt, max_ngram=lookup.max_ngram, min_ngram=lookup.min_ngram)
+    text = LookupIndex(prompt, max_ngram=lookup.max_ngram)
     found = Copied([], [], [], size)
     for place in range(len(continuation) - 1):
         text.extend(continuation[place : place + 1])

@@ -1,6 +1,5 @@
 """Drafters without training: their drafts, and that the decoded text stays the same."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,18 +15,17 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree, chain
-from specheads.decoding.draft_model import DraftModel
+from specheads.decoding.draft_model import DraftModel, Streaming, WindowCache
 from specheads.decoding.generate import generate
-from specheads.decoding.prompt_lookup import PromptLookup, continuation
+from specheads.decoding.prompt_lookup import LookupIndex, PromptLookup, continuation
 from specheads.decoding.sampling import Sampling
-from specheads.decoding.streaming import Streaming, WindowCache
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup, join_copied
 from tests import tiny
 
 TREE = policies.Static([(0,), (1,), (0, 0), (1, 0)])
 ARMS = (
-    "lookup", "lookup as a chain", "draft model, chain", "draft model, tree", "short window",
+    "lookup", "lookup by default", "draft model, chain", "draft model, tree", "short window",
     "window, tree", "hybrid", "hybrid, trimmed",
 )  # fmt: skip
 
@@ -47,7 +45,7 @@ def arm(name: str, architecture: str) -> tuple[Drafter, policies.TreePolicy | No
     match name:
         case "lookup":
             return lookup(), Lookup(6)
-        case "lookup as a chain":
+        case "lookup by default":
             return lookup(), None
         case "draft model, chain":
             return DraftModel(stranger(base), 3, base), None
@@ -88,41 +86,10 @@ def test_samples_are_those_of_the_base_alone_with_every_drafter(architecture, na
     assert out.tokens == alone.tokens
 
 
-@pytest.mark.parametrize("name", ARMS)
-def test_rows_that_finish_early_take_their_memory_with_them(name, monkeypatch):
-    said = tiny.continuations()
-    monkeypatch.setattr(FrozenBase, "eos_ids", (said[0][9],))
-    ends = [row.index(said[0][9]) + 1 if said[0][9] in row else len(row) for row in said]
-    drafter, policy = arm(name, "llama")
-    out = generate(
-        tiny.base(), drafter, tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS, tree=policy
-    )
-    assert len({*ends}) > 1
-    assert out.tokens == [row[:end] for row, end in zip(said, ends, strict=True)]
-
-
 # --- prompt lookup -----------------------------------------------------------------------------
 
 
-def followed(text: Sequence[int], copied: int = 3, max_ngram: int = 2) -> list[int]:
-    found = continuation(torch.tensor([text]), torch.tensor([len(text) - 1]), copied, max_ngram)
-    return [token for token in found[0].tolist() if token >= 0]
-
-
-def test_lookup_copies_the_tokens_after_the_longest_match():
-    #  1 2 7 8 9 5 2 4 4 1 2     both "2"s match one token, only the first matches "1 2"
-    assert followed([1, 2, 7, 8, 9, 5, 2, 4, 4, 1, 2]) == [7, 8, 9]
-
-
-def test_among_equal_matches_the_most_recent_with_a_whole_continuation_decides():
-    #  3 a a a 3 b b b 3 c 3     the last 3 is followed by too little to copy three tokens
-    assert followed([3, 10, 10, 10, 3, 11, 11, 11, 3, 12, 3], max_ngram=1) == [11, 11, 11]
-    assert followed([3, 12, 3]) == [12, 3]
-
-
-def test_a_draft_is_empty_without_a_match():
-    assert followed([1, 2, 3, 4]) == []
-    assert followed([5]) == []
+TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
 def naive(text: list[int], copied: int, max_ngram: int) -> list[int]:
@@ -152,31 +119,6 @@ def test_lookup_of_ragged_rows_equals_a_search_by_loops(rows: list[list[int]]):
         assert any(row[place : place + len(drafted)] == drafted for place in range(len(row)))
 
 
-def test_a_lookup_tree_is_no_larger_than_its_match(monkeypatch):
-    base, policy, widths = tiny.base(), Lookup(6), []
-    grown = policy.grow
-
-    def note(*arguments) -> TokenTree:
-        tree = grown(*arguments)
-        widths.append(tree.tokens.shape[1])
-        return tree
-
-    monkeypatch.setattr(policy, "grow", note)
-    text = [*range(20, 40), 7, 8, 9]
-    steps = generate(base, lookup(), [text], max_new_tokens=8, tree=policy).steps[0]
-    said = [*text, tiny_first(base, text)]
-    expected = []
-    for step in steps:
-        expected.append(1 + len(naive(said, 6, 3)))
-        said += step.tokens
-    assert widths == expected
-    assert len(set(expected)) > 1, "the tree should change its size"
-
-
-def tiny_first(base: FrozenBase, text: list[int]) -> int:
-    return generate(base, None, [text], max_new_tokens=1).tokens[0][0]
-
-
 def test_where_no_row_has_a_match_the_tree_is_the_root_alone():
     features = tiny.base().read(torch.tensor([[9, 4, 6], [1, 2, 3]]))
     following, count = torch.tensor([[4, 6, 8], [2, 3, 7]]), torch.tensor([3, 3])
@@ -184,18 +126,32 @@ def test_where_no_row_has_a_match_the_tree_is_the_root_alone():
     assert tree.tokens.tolist() == [[8], [7]]
 
 
-def test_lookup_finds_the_first_token_of_the_prompt_too():
-    # its only earlier place is the prompt's very first token
-    features = tiny.base().read(torch.tensor([[9, 4, 6]]))
-    drafter = lookup(2)
-    committed = Committed(features, torch.tensor([[4, 6, 9]]), torch.tensor([3]))
-    copied = drafter.copy(committed, drafter.memory(1, 8))
-    assert copied.tolist() == [[4, 6]]
+@given(text=TEXT, told=st.integers(0, 40), copied=st.integers(1, 8), most=st.integers(1, 4))
+def test_the_index_on_the_host_finds_what_prompt_lookup_copies(
+    text: list[int], told: int, copied: int, most: int
+):
+    def on_device(longest: int) -> list[int]:
+        last = torch.tensor([len(text) - 1])
+        found = continuation(torch.tensor([text]), last, copied, longest)[0]
+        return [one for one in found.tolist() if one >= 0]
+
+    index = LookupIndex(text[:told], max_ngram=most)
+    index.extend(text[told:])
+    matched, following = index.find(copied)
+    assert following == on_device(most)
+    assert bool(matched) == bool(following)
+    # exactly as many tokens come before
+    if matched:
+        assert following == on_device(matched)
 
 
-def test_settings_that_cannot_match_are_refused():
-    with pytest.raises(ValueError, match="1 <= min <= max, got depth 3, min_ngram 4"):
-        PromptLookup(8, 3, max_ngram=2, min_ngram=4)
+def test_the_most_recent_full_continuation_is_copied_else_the_longest():
+    # 7 8 occurs at 0, 4 and 8, and for the fourth time at the end
+    found = LookupIndex([7, 8, 1, 2, 7, 8, 3, 4, 7, 8, 5, 7, 8])
+    assert found.find(3) == (2, [5, 7, 8])
+    assert found.find(4) == (2, [3, 4, 7, 8])
+    assert found.find(20) == (2, [1, 2, 7, 8, 3, 4, 7, 8, 5, 7, 8])
+    assert LookupIndex([]).find(3) == LookupIndex([1, 2, 3]).find(3) == (0, [])
 
 
 # --- draft models ------------------------------------------------------------------------------
@@ -309,31 +265,6 @@ def test_the_window_keeps_sinks_and_the_last_tokens_and_never_grows():
     torch.testing.assert_close(kept[:, :, :7], all_values[:, :, [0, 1, 16, 17, 18, 19, 20]])
 
 
-def test_the_draft_cache_is_as_large_for_a_long_text_as_for_a_short_one():
-    base = tiny.base()
-    drafter = Streaming(base, 2, sinks=2, window=6, max_nodes=8)
-    for prompt in (tiny.prompts()[0], [3, 9, 27, 20] * 20):
-        memory = drafter.memory(1, len(prompt) + 50)
-        text = torch.tensor([prompt])
-        drafter.begin(
-            Committed(base.read(text), text.roll(-1, 1), torch.tensor([len(prompt)])), memory
-        )
-        assert memory.cache._own_layers[0].held()[0].shape[2] == 2 + 6 + 8
-
-
-def test_rows_of_windows_join():
-    base = tiny.base()
-    text = torch.tensor([tiny.prompts()[1]])
-    cache, other = (WindowCache(base, 1, sinks=2, window=5, scratch=9) for _ in range(2))
-    for part in text.split(7, dim=1):
-        feed(cache, base, part)
-    feed(other, base, text[:, :4])
-    cache.join(other)
-    assert cache.positions.tolist() == [21, 4]
-    cache.keep_rows([1])
-    assert cache.positions.tolist() == [4]
-
-
 def test_a_window_shorter_than_the_copied_text_reads_all_of_it():
     both = Hybrid(Streaming(tiny.base(), 2, sinks=2, window=4), lookup(12))
     prompts = [[7, 3, 11, 5, 2, 9, 7, 3, 11] * 3, [4, 8] * 5]
@@ -341,12 +272,6 @@ def test_a_window_shorter_than_the_copied_text_reads_all_of_it():
     out = generate(tiny.base(), both, prompts, tree=HybridTree(policies.chain(2), 10), **how)
     assert max(len(step.tokens) for row in out.steps for step in row) > 5
     assert out.tokens == generate(tiny.base(), None, prompts, **how).tokens
-
-
-@pytest.mark.parametrize(("sinks", "window"), [(0, 9), (4, 3)])
-def test_a_window_that_cannot_hold_a_draft_is_refused(sinks, window):
-    with pytest.raises(ValueError, match="a window longer than its depth of 3"):
-        Streaming(tiny.base(), 3, sinks=sinks, window=window)
 
 
 # --- grafting ----------------------------------------------------------------------------------
@@ -374,13 +299,6 @@ def test_a_graft_shares_the_nodes_that_the_tree_has_already():
     assert join_copied(first_rows(tree, 1), copied[2:3], 2, trim=True).tokens.shape[1] == 4
     assert out.num_copied == 2
     assert join_copied(out, copied, 3).num_copied == 5
-
-
-def test_a_graft_on_a_tree_with_absent_nodes_never_hangs_below_one():
-    tree = static_tree([[0, 5, 7]], [-1, 0, -1])
-    out = join_copied(tree, torch.tensor([[5, 7]]), 1)
-    assert out.parents.tolist() == [[-1, 0, -1, 1]]
-    assert out.tokens.tolist() == [[0, 5, 7, 7]]
 
 
 @given(st.integers(0, 2**31), st.integers(1, 6), st.integers(1, 6))
@@ -430,22 +348,15 @@ def paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
 
 
 def test_a_hybrid_accepts_tokens_of_both_parts():
-    # the oracle knows a text that repeats its prompt; lookup finds tokens it does not draft
-    base = tiny.base()
-    prompt = tiny.prompts()[0] + tiny.continuations()[0]
-    settings: dict[str, Any] = {"max_new_tokens": 20}
-    said = generate(base, None, [prompt], **settings).tokens[0]
-    oracle = tiny.Oracle([prompt + said], 2, tiny.VOCAB)
-    head = generate(base, oracle, [prompt], **settings).forwards[0]
     # lookup is good at a prompt that contains the answer
-    rich = [*said, *prompt[: -len(said)], *prompt[-len(said) :]]
-    out = generate(base, None, [rich], **settings).tokens[0]
-    both = Hybrid(tiny.Oracle([rich + out], 2, tiny.VOCAB), lookup(8))
-    hybrid = generate(base, both, [rich], tree=HybridTree(policies.chain(2), 6), **settings)
-    assert hybrid.tokens == [out]
-    assert hybrid.forwards[0] <= head
-
-
-def test_a_hybrid_without_its_policy_is_refused_with_the_remedy():
-    with pytest.raises(ValueError, match=r"tree=HybridTree"):
-        generate(tiny.base(), Hybrid(tiny.oracle(2), lookup()), [[1, 2]], max_new_tokens=4)
+    base = tiny.base()
+    how: dict[str, Any] = {"max_new_tokens": 20}
+    prompt = tiny.prompts()[0] + tiny.continuations()[0]
+    rich = generate(base, None, [prompt], **how).tokens[0] + prompt
+    said = generate(base, None, [rich], **how).tokens[0]
+    oracle = tiny.Oracle([rich + said], 2, tiny.VOCAB)
+    alone = generate(base, oracle, [rich], **how)
+    tree = HybridTree(policies.chain(2), 6)
+    hybrid = generate(base, Hybrid(oracle, lookup(8)), [rich], tree=tree, **how)
+    assert hybrid.tokens == alone.tokens == [said]
+    assert hybrid.forwards[0] <= alone.forwards[0]

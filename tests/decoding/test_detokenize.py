@@ -43,10 +43,6 @@ def written(tokens: list[int], stop: tuple[str, ...] = ()) -> TextStream:
     return text
 
 
-def test_the_vocabulary_is_the_tiny_bases_own():
-    assert len(tokenizer()) == tiny.VOCAB
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_any_tokens_are_written_as_they_are_decoded_together(seed):
     generator = random.Random(seed)
@@ -102,15 +98,10 @@ def test_of_two_stop_strings_the_one_completed_first_counts():
     assert written(ids(b"ab", b"c d"), ("b", "ab")).written == ""
 
 
-def test_a_stop_string_may_hold_a_character_in_pieces():
-    text = written(ids(b"a", b"\xc3", b"\xa9b"), ("é",))
-    assert text.is_over
-    assert (text.written, text.settled()) == ("a", (1, 1))
-
-
 def test_an_end_of_text_token_has_no_text():
     text = written([*ids(b"a"), END])
     assert (text.written, text.settled()) == ("a", (2, 1))
+    assert len(tokenizer()) == tiny.VOCAB
 
 
 def test_each_token_has_a_text_of_its_own_or_a_name():

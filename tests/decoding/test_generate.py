@@ -27,14 +27,6 @@ def test_the_base_alone_takes_one_forward_a_token(architecture):
     assert out.forwards == [tiny.NEW_TOKENS - 1] * 3
 
 
-def test_rows_of_a_batch_are_decoded_as_if_alone():
-    together = alone(tiny.prompts(), max_new_tokens=12)
-    for row, prompt in enumerate(tiny.prompts()):
-        single = alone([prompt], max_new_tokens=12)
-        assert single.tokens == [together.tokens[row]]
-        assert single.forwards == [together.forwards[row]]
-
-
 @pytest.mark.parametrize("depth", [1, 3, 6])
 def test_a_drafter_that_knows_the_text_gets_depth_plus_one_tokens_a_forward(depth):
     out = speculate(depth)
@@ -53,20 +45,6 @@ def test_wrong_guesses_cost_forwards_and_change_nothing():
     out = generate(tiny.base(), confused, tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS)
     assert out.tokens == tiny.continuations()
     assert min(out.forwards) > 0.8 * tiny.NEW_TOKENS
-
-
-def test_rows_that_finish_early_leave_the_others_undisturbed():
-    # the oracle knows row 0 only, so rows end at very different steps
-    texts = [tiny.prompts()[0] + tiny.continuations()[0], [0], [0]]
-    out = generate(
-        tiny.base(),
-        tiny.Oracle(texts, 5, tiny.VOCAB),
-        tiny.prompts(),
-        max_new_tokens=tiny.NEW_TOKENS,
-    )
-    assert out.tokens == tiny.continuations()
-    assert out.forwards[0] == 7
-    assert min(out.forwards[1:]) > 20
 
 
 @pytest.mark.parametrize("new_tokens", [0, 1, 2])
@@ -114,20 +92,3 @@ def test_the_context_can_be_filled_to_its_last_position():
     out = generate(base, oracle, [prompt], max_new_tokens=24 - len(prompt), tree=tree)
     assert out.tokens == plain.tokens
     assert len(prompt) + len(out.tokens[0]) == base.max_length
-
-
-@pytest.mark.parametrize(
-    ("prompts", "new_tokens", "message"),
-    [
-        ([[1, 2], []], 4, "prompt 1 has none"),
-        ([[1] * 100], 40, r"100 \+ 40 exceed 128"),
-    ],
-)
-def test_prompts_that_cannot_be_decoded_are_refused(prompts, new_tokens, message):
-    with pytest.raises(ValueError, match=message):
-        alone(prompts, max_new_tokens=new_tokens)
-
-
-def test_a_tree_deeper_than_the_head_is_refused():
-    with pytest.raises(ValueError, match="2 levels but the head drafts 1"):
-        speculate(depth=1, tree=Static([(0,), (0, 0)]))

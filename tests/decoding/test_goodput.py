@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from specheads.core.drafter import Drafter
 from specheads.decoding.cost import ForwardCost, StepCost
-from specheads.decoding.draft_model import DraftModel
+from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
 from specheads.decoding.goodput import (
@@ -28,7 +28,6 @@ from specheads.decoding.goodput import (
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request, Stream
 from specheads.decoding.sampling import Sampling
-from specheads.decoding.streaming import Streaming
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.heads.load import build_for, kinds
@@ -188,7 +187,6 @@ class Switching(policies.TreePolicy):
         self.name, self.num_nodes = "switching", largest.num_nodes
         self.depth = max(tree.depth for tree in self.trees)
         self.num_guesses = max(tree.num_guesses for tree in self.trees)
-        self.num_answers = max(tree.num_answers for tree in self.trees)
 
     def of_step(self, requests: Sequence[Any]) -> policies.TreePolicy:
         del requests

@@ -110,7 +110,7 @@ def test_tokens_of_both_are_those_of_either_and_as_many_as_there_is_room_for():
 
 def step(path: list[int], parents: list[int], num_copied: int) -> DecodingStep:
     numbers = list(range(len(parents)))
-    return DecodingStep(0, path, path, numbers, parents, StepTimes(0.0, 0.0, 0.0), num_copied)
+    return DecodingStep(path, path, numbers, parents, StepTimes(0.0, 0.0, 0.0), num_copied)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The product tree grows as in the MLP speculator's own project."""
 
 import itertools
-import math
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,8 @@ from safetensors.torch import load_file
 
 from specheads.core.drafter import Features
 from specheads.core.features import Committed
-from specheads.decoding.generate import generate
 from specheads.decoding.trees.policies import Product
-from specheads.heads.load import build_for, load_head
-from tests import tiny
+from specheads.heads.load import load_head
 from tests.decoding.test_policies import Walker, grow, paths_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -93,25 +90,3 @@ def test_paths_enter_by_the_probability_of_the_whole(num_nodes: int):
         ordered = sorted(level, key=probs.__getitem__, reverse=True)
         beginnings = (path[:end] for path in ordered for end in range(1, 4))
         assert paths_of(tree, row) == list(dict.fromkeys(beginnings))[: num_nodes - 1]
-
-
-@pytest.mark.parametrize(("widths", "num_nodes"), [((), 2), ((2, 0), 3), ((2, 2), 8), ((2, 2), 1)])
-def test_a_product_that_cannot_be_is_refused(widths: tuple[int, ...], num_nodes: int):
-    with pytest.raises(ValueError, match=r"set tree\.branches, tree\.num_nodes"):
-        Product(widths, num_nodes)
-
-
-def test_a_whole_product_has_every_node():
-    policy = Product((3, 2), 1 + 3 + 6)
-    tree = grow(policy, Walker(vocab=4, depth=2), [0])
-    assert len(set(paths_of(tree))) == 3 + math.prod((3, 2))
-
-
-@pytest.mark.parametrize("draft_tokens", [0, 20])
-def test_decoding_with_products_reproduces_greedy(draft_tokens: int):
-    base = tiny.base("llama")
-    settings = {"kind": "mlp_speculator", "draft_tokens": draft_tokens}
-    head = build_for(settings, base).double()
-    alone = generate(base, None, tiny.prompts(), max_new_tokens=24)
-    ours = generate(base, head, tiny.prompts(), max_new_tokens=24, tree=Product((4, 3, 2), 12))
-    assert ours.tokens == alone.tokens

@@ -80,29 +80,30 @@ def test_rows_of_one_batch_may_ask_for_different_laws():
     assert together[4].max(-1).values.tolist() == [1.0] * 3
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "rule"),
-    [
-        ("temperature", -0.1, r"0 \(greedy\) or at least 1e-30"),
-        # over which float32 logits are infinite
-        ("temperature", 1e-40, r"0 \(greedy\) or at least 1e-30"),
-        ("top_k", -1, "at least 0"),
-        ("top_p", 0.0, "above 0 and at most 1"),
-        ("min_p", 1.5, "from 0"),
-        ("repetition_penalty", 0.0, "above 0"),
-        ("seed", -1, "from 0"),
-    ],
-)
-def test_settings_out_of_range_are_refused_in_one_line(setting, value, rule):
-    with pytest.raises(ValueError, match=f"{setting} must be {rule}.*got {value}"):
-        Sampling(**{setting: value})
-
-
-def test_unknown_rules_and_lists_of_another_length_are_refused():
-    with pytest.raises(ValueError, match="match, rejection, typical, got 'lucky'"):
-        generate(tiny.base(), None, [[1]], acceptance="lucky")
-    with pytest.raises(ValueError, match="got 1 for 2"):
-        generate(tiny.base(), None, [[1], [2]], sampling=[GREEDY])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_samples_do_not_depend_on_drafts_or_on_other_rows(dtype):
+    chosen = [Sampling(temperature=1.0, seed=place) for place in range(6)]
+    chosen[2] = GREEDY
+    #  a root with two children, and a grandchild
+    tree = TokenTree(
+        torch.tensor([0, 7, 9, 4]).expand(6, -1), torch.tensor([-1, 0, 0, 1]).expand(6, -1)
+    )
+    logits = torch.randn(6, 4, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    plain, seen = (
+        replace(rows(chosen, torch.zeros(6, 8, dtype=torch.long), 256), dtype=dtype)
+        for _ in range(2)
+    )
+    seen.level_noise(1)
+    found = plain.choose(tree, logits, tree.ancestors())
+    assert torch.equal(found, seen.choose(tree, logits, tree.ancestors()))
+    places = plain.lengths[:, None] + torch.tensor([1, 2, 2, 3])
+    precise = torch.promote_types(dtype, torch.float32)
+    made = noise.gumbel(noise.bits(plain.seeds[:, None], places, noise.TOKEN), 256, precise)
+    wanted = (logits.to(precise) + made * plain.drawing[:, None, None]).argmax(-1)
+    assert torch.equal(found, wanted)
+    one = TokenTree(tree.tokens[:1], tree.parents[:1])
+    alone = plain.keep([4]).choose(one, logits[4:5], one.ancestors())
+    assert torch.equal(found[4:5], alone)
 
 
 # --- the base alone ----------------------------------------------------------------------------
@@ -134,26 +135,19 @@ def test_a_request_s_samples_do_not_depend_on_other_rows():
 
 
 def test_equal_prompts_are_answered_differently_and_again_the_same():
-    first, again = (
+    first, again, other = (
         generate(
             tiny.base(),
             None,
             [[5, 9]] * 4,
             max_new_tokens=8,
-            sampling=Sampling(temperature=1.0, seed=3),
+            sampling=Sampling(temperature=1.0, seed=seed),
         ).tokens
-        for _ in range(2)
+        for seed in (3, 3, 4)
     )
     assert first == again
     assert len({*map(tuple, first)}) == 4
-    other = generate(
-        tiny.base(),
-        None,
-        [[5, 9]] * 4,
-        max_new_tokens=8,
-        sampling=Sampling(temperature=1.0, seed=4),
-    )
-    assert not {*map(tuple, first)} & {*map(tuple, other.tokens)}
+    assert not {*map(tuple, first)} & {*map(tuple, other)}
 
 
 # --- sample and match ----------------------------------------------------------------------------
@@ -206,6 +200,7 @@ def match(
     cache: str,
     batch: int,
     acceptance: str | accept.AcceptanceRule = "match",
+    **how: bool,
 ) -> tuple[Decoding, Decoding]:
     """Return what a drafter that knows most of the text helps to say, and what the base says."""
     base, policy, prompts = tiny.base(architecture), SHAPES[shape](), ragged()[:batch]
@@ -221,6 +216,7 @@ def match(
         tree=policy,
         acceptance=acceptance,
         pool=CACHES[cache](base),
+        **how,
     )
     return ours, alone
 
@@ -228,6 +224,8 @@ def match(
 def assert_sample_and_match_is_exact(architecture: str, shape: str, cache: str, batch: int) -> None:
     ours, alone = match(architecture, shape, cache, batch)
     assert ours.tokens == alone.tokens
+    if architecture == "llama":
+        assert match(architecture, shape, cache, batch, coupled=False)[0].tokens == alone.tokens
     # what a sampled tree holds is luck, and so is what of it agrees
     assert shape == "sampled" or sum(ours.forwards) < 0.8 * sum(alone.forwards)
 
@@ -256,12 +254,6 @@ def test_sample_and_match_gives_the_base_s_samples_with_any_tree_and_cache(
     architecture, shape, cache, batch
 ):
     assert_sample_and_match_is_exact(architecture, shape, cache, batch)
-
-
-def test_the_cases_by_default_meet_every_pair_with_a_cache():
-    for column in (0, 1, 3):
-        pairs = {(one[column], one[2]) for one in EVERYTHING}
-        assert {(one[column], one[2]) for one in SOME} == pairs
 
 
 def a_draw_for_each_node(
@@ -358,14 +350,6 @@ def test_greedy_rows_get_the_best_guesses_and_small_draft_vocabularies_their_tok
     assert sorted(tree.tokens[0, 1:].tolist()) == [2, 3, 4]
     assert tree.drawn is not None
     assert tree.drawn.probs[0, 0, :2].tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("wrong", [(), (2, 0)])
-def test_a_sampled_tree_without_children_is_refused(wrong):
-    with pytest.raises(ValueError, match="a child a node at least"):
-        Sampled(wrong)
-    with pytest.raises(ValueError, match="confidence must be at least 0"):
-        policies.chain(2, confidence=1.0)
 
 
 VOCAB, NEW, BATCH = 5, 3, 4_000

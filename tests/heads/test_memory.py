@@ -9,13 +9,12 @@ from torch import Tensor
 
 from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
-from specheads.decoding.draft_model import DraftModel
+from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.engine import Engine
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request
-from specheads.decoding.streaming import Streaming
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import Hybrid, HybridTree
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree, join_copied
 from specheads.heads.layers.attention import Slots
 from specheads.measure.oracle import Oracle
 from specheads.training.plan.shapes import PeakMemory
@@ -45,7 +44,10 @@ BASELINES: dict[str, Callable[[], Drafter]] = {
 
 
 def drafted(drafter: Drafter, committed: Committed, memory: Any) -> Tensor:
-    """Return the drafts after the root and after one node; for a hybrid, its tree."""
+    """Return the drafts after the root and after one node; with copied text, the tree."""
+    if isinstance(drafter, PromptLookup):
+        copied = drafter.copy(committed, memory)
+        return join_copied(policies.root_only(committed), copied, drafter.depth).tokens
     if isinstance(drafter, Hybrid):
         return HybridTree(policies.chain(2), 3, trim=False).grow(drafter, committed, memory).tokens
     first, state = drafter.begin(committed, memory)

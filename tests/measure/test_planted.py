@@ -12,9 +12,8 @@ from transformers.generation import candidate_generator
 from specheads.config.commands import DRAFTERS
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
-from specheads.decoding.draft_model import DraftModel
+from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.prompt_lookup import PromptLookup
-from specheads.decoding.streaming import Streaming
 from specheads.measure import methods
 from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import GenerationSettings, write_alone

@@ -1,7 +1,7 @@
 """Trees with copied text: prompt lookup alone, or joined with a head's own tree."""
 
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -9,12 +9,11 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.bounds import refuse_nodes
-from specheads.core.drafter import Drafter, Memory, State, refuse_scattering
-from specheads.core.errors import InputError
+from specheads.core.drafter import Drafter, Memory, refuse_scattering
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.accept import kept
-from specheads.decoding.prompt_lookup import LookupText, PromptLookup
+from specheads.decoding.prompt_lookup import CopyingDrafter, LookupText, PromptLookup
 from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees.policies import TreePolicy, root_only
 
@@ -101,7 +100,7 @@ class HybridMemory:
     scatter = refuse_scattering
 
 
-class Hybrid(Drafter):
+class Hybrid(CopyingDrafter):
     """A head and prompt lookup together; `HybridTree` joins their drafts into one tree."""
 
     def __init__(self, head: Drafter, lookup: PromptLookup) -> None:
@@ -114,22 +113,10 @@ class Hybrid(Drafter):
         """Return the memories of both."""
         return HybridMemory(self.head.memory(batch, capacity), self.lookup.memory(batch, capacity))
 
-    def begin(self, committed: Committed, memory: Any) -> NoReturn:
-        """Refuse to draft level by level: only complete drafts can be joined."""
-        del committed, memory
-        raise InputError("a hybrid drafts whole trees: decode it with tree=HybridTree(...)")
-
     def read(self, committed: Committed, memory: HybridMemory) -> None:
         """Let both read the committed tokens."""
         self.head.read(committed, memory.head)
         self.lookup.read(committed, memory.text)
-
-    def extend(
-        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
-    ) -> NoReturn:
-        """Refuse, as `begin` does."""
-        del tokens, parents
-        self.begin(state, None)
 
 
 class HybridTree(TreePolicy):
@@ -151,7 +138,7 @@ class HybridTree(TreePolicy):
         self.num_nodes = refuse_nodes(inner.num_nodes + size, "copied_tokens")
         # copied tokens that the inner tree contains leave room for as many more
         self.depth = self.copied = inner.depth + size
-        self.num_guesses, self.num_answers = inner.num_guesses, inner.num_answers
+        self.num_guesses = inner.num_guesses
 
     @property
     def own_depth(self) -> int:

@@ -1,25 +1,23 @@
 """Tree policies: grow a token tree from a drafter's guesses."""
 
 import itertools
-from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from specheads.core.bounds import level_sizes, refuse_nodes, whole
-from specheads.core.drafter import Drafter
+from specheads.core.drafter import Drafter, State
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.tree import Drawn, TokenTree, TreeShape, from_paths
 from specheads.decoding import noise
-from specheads.decoding.coupling import coupled, over_vocabulary
+from specheads.decoding.coupling import Coupled, over_vocabulary
 from specheads.decoding.noise import likeliest
-from specheads.decoding.sampling import SamplingState
+from specheads.decoding.sampling import SamplingState, Scores
 from specheads.decoding.trees.early_stop import Estimate, Stop
 
 
@@ -40,7 +38,7 @@ class RequestLength(Protocol):
 
 @runtime_checkable
 class RequestProgress(RequestLength, Protocol):
-    """A request with its text and steps so far."""
+    """A request with its text and its decoding steps so far."""
 
     @property
     def all_tokens(self) -> list[int]:
@@ -70,18 +68,8 @@ class Level(NamedTuple):
     width: int
     """Guesses taken after each parent."""
 
-    def guessed(self, best: Int[Tensor, "batch level width"]) -> Int[Tensor, "batch node"]:
-        """Return the guess of each node, from the best guesses of each parent."""
-        flat = best.flatten(1)
-        return flat if self.guesses is None else flat.index_select(1, self.guesses)
 
-    def read(self, drafted: Int[Tensor, "batch node"]) -> Int[Tensor, "batch inner"]:
-        """Return the tokens of the nodes that are read."""
-        return drafted if self.inner is None else drafted.index_select(1, self.inner)
-
-
-@dataclass(frozen=True, slots=True)
-class StaticShape:
+class StaticShape(NamedTuple):
     """A static tree without its tokens, on one device: a step uploads nothing."""
 
     shape: TreeShape
@@ -89,41 +77,38 @@ class StaticShape:
     """As `TokenTree.parents`."""
     levels: list[Level]
 
-    @classmethod
-    def of(cls, paths: Sequence[Path], device: torch.device) -> "StaticShape":
-        """Return the shape of rank paths that are sorted by length and closed under prefixes."""
-        known = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}
-        parents = [-1] + [known[path[:-1]] for path in paths]
-        depth = max(map(len, paths), default=0)
-        return cls(
-            TreeShape.of(parents, device),
-            torch.tensor(parents).to(device),
-            [_level(paths, length, device) for length in range(1, depth + 1)],
-        )
 
-
-def _level(paths: Sequence[Path], length: int, device: torch.device) -> Level:
+def static_shape(paths: Sequence[Path], device: torch.device) -> StaticShape:
+    """Return the shape of rank paths that are sorted by length and closed under prefixes."""
+    known = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}
+    parents = [-1] + [known[path[:-1]] for path in paths]
     has_children = {path[:-1] for path in paths}
-    above = [path for path in paths if len(path) == length - 1 and path in has_children]
-    here = [path for path in paths if len(path) == length]
-    read = {path: place for place, path in enumerate(above or [()])}
-    inner = [place for place, path in enumerate(here) if path in has_children]
-    parents = [read[path[:-1]] for path in here]
-    width = 1 + max(path[-1] for path in here)
-    guesses = [parent * width + path[-1] for parent, path in zip(parents, here, strict=True)]
-    places = torch.tensor(parents).to(device)
-    index = torch.tensor(inner, dtype=torch.long).to(device)
-    return Level(
-        places,
-        None if guesses == list(range(len(read) * width)) else torch.tensor(guesses).to(device),
-        None if len(inner) == len(here) else index,
-        places[index],
-        width,
-    )
+    levels: list[Level] = []
+    above: dict[Path, int] = {(): 0}
+    for _, each in itertools.groupby(paths, len):
+        here = list(each)
+        inner = [place for place, path in enumerate(here) if path in has_children]
+        places = torch.tensor([above[path[:-1]] for path in here])
+        width = 1 + max(path[-1] for path in here)
+        guesses = places * width + torch.tensor([path[-1] for path in here])
+        every = guesses.tolist() == list(range(len(above) * width))
+        index = torch.tensor(inner, dtype=torch.long).to(device)
+        places = places.to(device)
+        levels.append(
+            Level(
+                places,
+                None if every else guesses.to(device),
+                None if len(inner) == len(here) else index,
+                places[index],
+                width,
+            )
+        )
+        above = {here[node]: place for place, node in enumerate(inner)}
+    return StaticShape(TreeShape.of(parents, device), torch.tensor(parents).to(device), levels)
 
 
-class TreePolicy(ABC):
-    """Grows one tree per row with a drafter, level by level."""
+class TreePolicy:
+    """Grows one tree per row with a drafter, level by level; subclasses have `draft` or `grow`."""
 
     name: str
     num_nodes: int
@@ -132,8 +117,6 @@ class TreePolicy(ABC):
     """Levels below the root."""
     num_guesses: int = 1
     """Most guesses taken after one node."""
-    num_answers: int = 1
-    """Most nodes of one level that the drafter reads."""
     copied: int = 0
     """Tokens copied by prompt lookup in addition to drafted ones; zero is none: see `hybrid`."""
 
@@ -153,11 +136,23 @@ class TreePolicy(ABC):
         del requests
         return self
 
-    @abstractmethod
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
-        """Draft one tree per row; `rows` has their sampling settings and noise."""
+        """Draft one tree per row; `rows` has their sampling settings and noise.
+
+        If rows sample, the drafter's logits get the noise that the base samples with.
+        """
+        if not self.depth:
+            return root_only(committed)
+        if rows is not None and rows.draws and rows.coupled:
+            drafter = Coupled(drafter, rows)
+        logits, state = drafter.begin(committed, memory)
+        return self.draft(drafter, committed.root(), logits, state)
+
+    def draft(self, drafter: Drafter, root: Tensor, logits: Tensor, state: State) -> TokenTree:
+        """Draft one tree per row (batch, 1), from the logits after the root (batch, 1, vocab)."""
+        raise NotImplementedError
 
 
 class Static(TreePolicy):
@@ -181,7 +176,7 @@ class Static(TreePolicy):
         estimate: Estimate | None = None,
     ) -> None:
         refuse_nodes(1 + len(paths), "tree.paths")
-        ranks = [tuple(map(_rank, path)) for path in paths]
+        ranks = [tuple(whole(rank, "a rank of tree.paths") for rank in path) for path in paths]
         ordered = sorted(ranks, key=lambda path: (len(path), path))
         known = {(), *ordered}
         orphans = [path for path in ordered if path[:-1] not in known]
@@ -198,35 +193,28 @@ class Static(TreePolicy):
         self.confidence, self.estimate = confidence, estimate
         self.num_nodes, self.depth = len(known), max(map(len, ordered), default=0)
         self.num_guesses = 1 + max((path[-1] for path in ordered), default=0)
-        answers = Counter(len(path) for path in {path[:-1] for path in ordered})
-        self.num_answers = max(answers.values(), default=1)
         self._shapes: dict[torch.device, StaticShape] = {}
 
     def shape(self, device: torch.device) -> StaticShape:
         """Return the shape on a device; it is copied there once."""
         if device not in self._shapes:
-            self._shapes[device] = StaticShape.of(self.paths, device)
+            self._shapes[device] = static_shape(self.paths, device)
         return self._shapes[device]
 
-    def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
-    ) -> TokenTree:
+    def draft(self, drafter: Drafter, root: Tensor, logits: Tensor, state: State) -> TokenTree:
         """Draft `num_nodes - 1` tokens by their ranks."""
-        if not self.depth:
-            return root_only(committed)
-        drafter = coupled(drafter, rows)
-        root = committed.root()
         batch, shape = len(root), self.shape(root.device)
-        logits, state = drafter.begin(committed, memory)
         drafted = [root]
         stop = Stop(drafter, self.confidence, batch, root.device, self.estimate)
         for index, level in enumerate(shape.levels):
-            best = level.guessed(_best(logits, level.width))
+            best = _best(logits, level.width).flatten(1)
+            best = best if level.guesses is None else best.index_select(1, level.guesses)
             drafted.append(drafter.to_tokens(best))
             stop.level(logits, state, best, level.parents, level.inner)
             if index + 1 == self.depth or stop.everywhere():
                 break
-            inner = level.read(drafted[-1])
+            inner = drafted[-1]
+            inner = inner if level.inner is None else inner.index_select(1, level.inner)
             logits, state = drafter.extend(state, inner, level.inner_parents.expand(batch, -1))
         return self.shaped(drafted, stop)
 
@@ -265,15 +253,10 @@ class BestFirst(TreePolicy):
             )
         self.name = "best_first"
         self.num_nodes, self.depth, self.beam, self.branch = num_nodes, depth, beam, branch
-        self.num_guesses, self.num_answers = branch, beam
+        self.num_guesses = branch
 
-    def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
-    ) -> TokenTree:
+    def draft(self, drafter: Drafter, root: Tensor, logits: Tensor, state: State) -> TokenTree:
         """Draft level by level, then keep the best nodes of all levels."""
-        drafter = coupled(drafter, rows)
-        root = committed.root()
-        logits, state = drafter.begin(committed, memory)
         drafted, parents, scores = [], [], []
         above = torch.zeros_like(root)
         score = torch.zeros(root.shape, dtype=logits.dtype, device=root.device)
@@ -324,15 +307,10 @@ class Beam(TreePolicy):
         self.name = "beam"
         self.num_nodes, self.depth = refuse_nodes(1 + width * depth, "tree.beam, tree.depth"), depth
         self.width, self.top = width, top
-        self.num_guesses = self.num_answers = width
+        self.num_guesses = width
 
-    def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
-    ) -> TokenTree:
+    def draft(self, drafter: Drafter, root: Tensor, logits: Tensor, state: State) -> TokenTree:
         """Draft the last tokens of the `width` likeliest paths of each level."""
-        drafter = coupled(drafter, rows)
-        root = committed.root()
-        logits, state = drafter.begin(committed, memory)
         drafted, parents = [root], [torch.full_like(root, -1)]
         score = torch.zeros(root.shape, dtype=logits.dtype, device=root.device)
         above = 0
@@ -347,10 +325,6 @@ class Beam(TreePolicy):
             if level + 1 < self.depth:
                 logits, state = drafter.extend(state, drafted[-1], origin)
         return TokenTree(torch.cat(drafted, dim=1), torch.cat(parents, dim=1))
-
-
-def _rank(rank: int) -> int:
-    return rank if type(rank) is int and rank >= 0 else whole(rank, "a rank of tree.paths")
 
 
 def root_only(committed: Committed) -> TokenTree:
@@ -392,8 +366,7 @@ class Product(TreePolicy):
     """
 
     def __init__(self, branches: Sequence[int], num_nodes: int) -> None:
-        levels = level_sizes(branches)
-        most = sum(levels)
+        most = sum(level_sizes(branches))
         if min(branches, default=0) < 1 or not 2 <= num_nodes <= most:
             raise InputError(
                 f"a product tree needs at least 1 branch for each level and 2 to {most} nodes, got "
@@ -401,15 +374,11 @@ class Product(TreePolicy):
             )
         self.name = "product"
         self.branches, self.num_nodes, self.depth = tuple(branches), num_nodes, len(branches)
-        self.num_guesses, self.num_answers = max(branches), max(levels[:-1])
+        self.num_guesses = max(branches)
 
-    def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
-    ) -> TokenTree:
+    def draft(self, drafter: Drafter, root: Tensor, logits: Tensor, state: State) -> TokenTree:
         """Draft the whole product, then keep the prefixes of its best paths."""
-        drafter = coupled(drafter, rows)
-        logits, state = drafter.begin(committed, memory)
-        paths = committed.root()[..., None]
+        paths = root[..., None]
         score = torch.zeros(paths.shape[:2], dtype=logits.dtype, device=logits.device)
         for level, branch in enumerate(self.branches):
             best, guesses = logits.log_softmax(-1).topk(branch, dim=-1)
@@ -453,7 +422,7 @@ class Sampled(TreePolicy):
         ]
         self._static = Static(paths, confidence=confidence)
         self.num_nodes, self.depth = self._static.num_nodes, self._static.depth
-        self.num_guesses, self.num_answers = max(branches), self._static.num_answers
+        self.num_guesses = max(branches)
 
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
@@ -481,11 +450,7 @@ class Sampled(TreePolicy):
 
 
 def _drawn(
-    rows: SamplingState,
-    logits: Float[Tensor, "batch node vocab"],
-    probs: Float[Tensor, "batch node vocab"],
-    level: int,
-    count: int,
+    rows: SamplingState, logits: Scores, probs: Scores, level: int, count: int
 ) -> Int[Tensor, "batch node path"]:
     """Return tokens sampled without replacement after each node at depth `level`, in order.
 

@@ -43,7 +43,7 @@ class Choice(policies.TreePolicy):
 
     def __init__(self, name: str, trees: Sequence[policies.TreePolicy]) -> None:
         self.name, self.trees = name, trees
-        for limit in ("num_nodes", "depth", "num_guesses", "num_answers", "copied"):
+        for limit in ("num_nodes", "depth", "num_guesses", "copied"):
             setattr(self, limit, max(getattr(tree, limit) for tree in trees))
 
     @property

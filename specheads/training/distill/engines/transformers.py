@@ -102,7 +102,7 @@ class _Chosen(LogitsProcessor):
         del input_ids
         ancestors = self.root.ancestors()
         token = accept.match_rule(self.root, scores[:, None], ancestors, self.rows).bonus[:, None]
-        self.rows.advance(token, self.rows.lengths + 1, [1] * len(token))
+        self.rows.advance(token, self.rows.lengths + 1)
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
 
 
