@@ -9,9 +9,10 @@ from dataclasses import fields
 from typing import Any
 
 from specheads.config.commands import Simulate
-from specheads.config.parts import NO_PATH, Data, Evaluation, Source, Tree
+from specheads.config.parts import Evaluation, Tree
 from specheads.core.errors import InputError
 from specheads.core.ranges import FolderName, check_fields, refuse
+from specheads.data.settings import NO_PATH, Data, Source
 from specheads.training.settings import Phase, Schedule, Validation
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from specheads.config import Compare, Evaluate, Export, Push, Train, check, parts
-from specheads.config.parts import Data, Evaluation, Tree, WeightedSource
+from specheads.config.parts import Evaluation, Tree
 from specheads.core import ranges
 from specheads.core.errors import InputError
 from specheads.core.ranges import hints, words
+from specheads.data.settings import Data, WeightedSource
 from specheads.decoding.accept import RULES
 from specheads.training import losses, settings
 from specheads.training.settings import LOSSES, Distill, Joint, Phase, Schedule, Validation

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.data import files
 from specheads.data.instructions import KINDS, instructions
 from specheads.data.prompts import held_out, load_prompts
+from specheads.data.settings import Data
 from specheads.data.sources import SPLITS, read, split_of
 from specheads.data.tokenise import tokenised
 

@@ -7,9 +7,9 @@ import datasets
 import pytest
 from datasets import Dataset
 
-from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.data import files, sources
+from specheads.data.settings import Data
 from specheads.data.sources import SPLITS, read, split_of
 from tests.data.conftest import write_jsonl
 
@@ -91,14 +91,13 @@ def test_max_documents_samples_by_the_seed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"source": "web"}, "python_stdlib, .* chat, mixture; got 'web'"),
-        ({"source": "jsonl", "split": "test"}, "train, validation, prompts; got 'test'"),
+        ({"source": "web"}, "python_stdlib, .* chat; got 'web'"),
         ({"source": "jsonl", "path": "missing.jsonl"}, "'missing.jsonl' is not there"),
         ({"source": "files", "path": "missing"}, "needs a folder of text files, got path"),
         ({"source": "hub"}, "needs the id of a dataset"),
     ],
 )
-def test_unknown_source_split_or_path_is_refused(choices, message):
+def test_unknown_source_or_path_is_refused(choices, message):
     with pytest.raises(ValueError, match=message):
         load(**choices)
 
@@ -119,9 +118,9 @@ def test_chat_path_in_an_existing_folder_is_not_looked_up_on_the_hub(tmp_path, m
 
 def test_missing_column_lists_the_columns(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"body": "x", "size": 1}])
-    with pytest.raises(ValueError, match="no column 'text'; it has body, size"):
+    with pytest.raises(InputError, match=r"needs the column 'text' .1: line 1 .* has body, size"):
         load("jsonl", path=path)
-    with pytest.raises(ValueError, match=r"column 'size' of .* must hold text"):
+    with pytest.raises(InputError, match="column 'size' must hold text"):
         load("jsonl", path=path, column="size")
 
 
@@ -130,7 +129,7 @@ def test_blank_rows_are_skipped_and_broken_file_is_refused(tmp_path):
     assert load("jsonl", path=blank) == []
     broken = tmp_path / "b.jsonl"
     broken.write_text("no json\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"line 1 of .*b\.jsonl is none"):
+    with pytest.raises(InputError, match=r"line 1 of .*b\.jsonl is none"):
         load("jsonl", path=str(broken))
 
 
@@ -161,6 +160,36 @@ def test_hub_data_set_with_max_documents_is_streamed(monkeypatch):
     assert 0 < len(part) <= 30
     whole = load("hub", path="a/b", column="content")
     assert set(part) < set(whole)
+
+
+@pytest.mark.parametrize(
+    ("splits", "wanted"),
+    [
+        (["train_sft", "test_sft"], "train_sft"),
+        (["default"], "default"),
+        (["train_gen"], "train_gen"),
+        (["validation", "test"], "validation"),
+        (["sft", "train_rl"], "sft"),
+    ],
+)
+@pytest.mark.parametrize("source", ["hub", "chat"])
+def test_hub_split_is_named_in_the_error_and_by_data_split(monkeypatch, source, splits, wanted):
+    turns = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]
+    rows = [{"text": f"{number}", "messages": turns} for number in range(20)]
+    if source == "chat":
+        rows = [{"messages": row["messages"]} for row in rows]
+    whole = datasets.DatasetDict({split: Dataset.from_list(rows) for split in splits})
+
+    def answer(_, split, **__):
+        if split not in whole:
+            raise ValueError(f'Unknown split "{split}". Should be one of {splits}.')
+        return whole[split]
+
+    monkeypatch.setattr(datasets, "load_dataset", answer)
+    with pytest.raises(InputError, match=rf"one of .*{wanted}.*data\.split="):
+        next(sources.read_all(Data(source=source, path="a/b")))
+    found = sources.read_all(Data(source=source, path="a/b", split=wanted))
+    assert len(list(found)) == 20
 
 
 def test_loading_script_of_a_data_set_is_refused_and_not_run(tmp_path):

@@ -2,7 +2,7 @@ import multiprocessing
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,15 +12,15 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from specheads.config import Data, check
-from specheads.config.parts import WeightedSource
+from specheads.config import check
 from specheads.core import paths
 from specheads.core.errors import InputError
 from specheads.data import encode, sources, tokenise
-from specheads.data.encode import Encoder
+from specheads.data.encode import encoder
 from specheads.data.prompts import held_out
+from specheads.data.settings import Data, WeightedSource
 from specheads.data.sources import SPLITS, read
-from specheads.data.tokenise import tokenised
+from specheads.data.tokenise import UnansweredError, tokenised
 from tests.data.conftest import BASE, write_jsonl
 
 TEXTS = [f"def f_{number}():\n    return {number}\n" * (number % 7 + 1) for number in range(300)]
@@ -87,7 +87,7 @@ def test_second_start_reads_the_cache(tokenizer, tmp_path, monkeypatch):
     data = corpus(tmp_path)
     first = tokenised(data, "train", tokenizer)
     monkeypatch.setattr(tokenise, "read_all", refuse_reading)
-    monkeypatch.setattr(tokenise, "Encoder", refuse_reading)
+    monkeypatch.setattr(tokenise, "encoder", refuse_reading)
     again = tokenised(data, "train", AutoTokenizer.from_pretrained(BASE))
     assert contents(again) == contents(first)
     assert len(tokenised(data, "validation", tokenizer)) > 0
@@ -146,7 +146,7 @@ def _stall(data: Data) -> None:
             yield found
 
     read_all, tokenise.read_all = tokenise.read_all, slow
-    tokenise.WRITTEN_ROWS = 1
+    tokenise.BATCH_ROWS = 5
     tokenised(data, "train", AutoTokenizer.from_pretrained(BASE))
 
 
@@ -155,11 +155,11 @@ def test_killed_process_leaves_nothing_in_use(tokenizer, tmp_path, cache_folder)
     data = corpus(tmp_path)
     process = multiprocessing.get_context("spawn").Process(target=_stall, args=(data,))
     process.start()
-    while not list(cache_folder.glob("tokens/.*/rows/**/*.arrow")):
+    while not [one for one in cache_folder.glob("tokens/.*/*.arrow") if one.stat().st_size > 9999]:
         time.sleep(0.02)
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
-    assert list(cache_folder.glob("tokens/.*/rows"))
+    assert list(cache_folder.glob("tokens/.*/*.arrow"))
     whole = tokenised(data, "train", tokenizer)
     assert len(whole) == len(list(read(data, "train")))
     assert [one.name[0] != "." for one in (cache_folder / "tokens").iterdir()] == [True]
@@ -202,7 +202,7 @@ class Bar:
 
 
 def test_progress_bar_shows_megabytes(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenise, "BATCH_BYTES", 1_000_000)
+    monkeypatch.setattr(tokenise, "BATCH_CHARACTERS", 1_000_000)
     Dataset.from_dict({"text": ["word " * 50_000] * 20}).to_parquet(tmp_path / "a.parquet")
     bar = Bar()
     tokenised(Data(source="parquet", path=str(tmp_path)), "train", tokenizer, bar=bar)
@@ -229,9 +229,9 @@ class Wrong:
 def test_fast_encoder_agrees_on_special_tokens(tokenizer):
     pytest.importorskip("fastokens")
     texts = ["a<|endoftext|>b", "<|endoftext|><|pad|>\n", "", " ", "é\u0301한 \U0001f600"]
-    fast = Encoder(tokenizer)
+    fast = encoder(tokenizer)
     assert [ids.tolist() for ids in fast(texts)] == tokenizer(texts)["input_ids"]
-    plain = Encoder(tokenizer, is_fast=False)
+    plain = encoder(tokenizer, is_fast=False)
     assert [ids.tolist() for ids in plain(texts)] == tokenizer(texts)["input_ids"]
 
 
@@ -246,8 +246,7 @@ def test_disagreement_falls_back_to_the_tokenizer(tokenizer, tmp_path, monkeypat
             Tokenizer=SimpleNamespace(from_json_str=lambda rules: Wrong(whole(rules), text))
         ),
     )
-    # the sample must include the last document
-    monkeypatch.setattr(encode, "COMPARED", 300)
+    monkeypatch.setattr(encode, "COMPARED_EVERY", 1)
     with pytest.warns(UserWarning, match="fastokens does not read as the tokenizer does"):
         found = tokenised(corpus(tmp_path), "train", tokenizer)
     for number, (_, row) in enumerate(read(corpus(tmp_path), "train")):
@@ -305,11 +304,12 @@ def test_mixture_depends_on_its_seed(tokenizer, tmp_path):
     assert contents(first) == contents(again) != contents(other)
 
 
-def test_rows_of_a_mixture_alternate_by_weight(tmp_path):
-    rows = [row["text"].split()[0] for _, row in read(mixture(tmp_path, long=1, short=1), "train")]
-    assert 30 < rows[:80].count("short") < 50
-    assert rows.count("short") > 80
-    assert rows.count("long") > 250
+def test_rows_of_a_mixture_come_source_by_source(tmp_path):
+    data = mixture(tmp_path, long=1, short=1)
+    rows = [row["text"] for _, row in read(data, "train")]
+    alone = [list(read(replace(data, sources={name: one}), "train"))
+             for name, one in data.sources.items()]  # fmt: skip
+    assert rows == [row["text"] for part in alone for _, row in part]
 
 
 @pytest.mark.parametrize(
@@ -343,17 +343,13 @@ def test_empty_source_of_a_mixture_is_refused(tokenizer, tmp_path):
     with pytest.raises(InputError, match=r"short\.jsonl holds no row"):
         tokenised(data, "train", tokenizer)
     Path(data.sources["short"].path).write_text('{"text": " "}\n')
-    with pytest.raises(InputError, match=r"needs at least one document, jsonl .*short\.jsonl"):
+    with pytest.raises(
+        InputError, match=r"at least one document in its train split, jsonl .*short\.jsonl"
+    ):
         tokenised(data, "train", tokenizer)
 
 
 # conversations
-
-
-@dataclass(frozen=True)
-class Talk:
-    messages: list[dict]
-    tools: list[dict] | None = None
 
 
 TEMPLATE = (
@@ -422,5 +418,8 @@ def test_held_out_prompts_of_a_mixture_are_windows_and_questions(tokenizer, tmp_
 def test_conversation_without_answer_is_refused_with_distill(tokenizer, tmp_path):
     file = tmp_path / "a.jsonl"
     write_jsonl(file, [talk(1), talk(2, "")])
-    with pytest.raises(InputError, match=r"line 2 of .* has no answer; .* specheads distill"):
+    with pytest.raises(InputError, match=r"needs an answer .*line 2 of .* lacks one"):
+        tokenised(Data(source="chat", path=str(file)), "train", tokenizer)
+    write_jsonl(file, [talk(1, ""), talk(2, "")])
+    with pytest.raises(UnansweredError, match=r"line 1 of .* has no answer; .* specheads distill"):
         tokenised(Data(source="chat", path=str(file)), "train", tokenizer)
