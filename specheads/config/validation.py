@@ -115,8 +115,6 @@ def _check_source(where: str, source: Source) -> None:
             )
     elif source.source not in NO_PATH and not source.path:
         raise InputError(f"{where}.source={source.source} needs {where}.path, got none; set it")
-    if source.streaming and not source.max_documents:
-        raise InputError(f"{where}.streaming needs {where}.max_documents above 0, got 0; set it")
 
 
 def _check_validation(where: str, settings: Validation) -> None:

@@ -78,8 +78,8 @@ class Template:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if tokenizer.chat_template is None:
             raise InputError(
-                "messages need a tokenizer with a chat template, and this one has none; give rows "
-                "with plain text, or an instruction-tuned base"
+                "messages need a tokenizer with a chat template, this one lacks it; give rows with "
+                "plain text, or an instruction-tuned base"
             )
         if not tokenizer.is_fast:
             raise InputError(

@@ -186,8 +186,8 @@ def _message(given: Mapping[str, Any], ignore: Collection[str]) -> Message:
     for name, weight in learned.items():
         if name not in ignore and weight != is_assistant:
             raise InputError(
-                f"{name} of a message must be 1 for the assistant and 0 for others: all answers "
-                "are learned, and nothing else",
+                f"every answer is learned and nothing else: {name} must be 1 for the assistant, 0 "
+                "for others",
                 fault=f"has {weight!r:.40} for the {role}",
             )
     text, thought = _content(content)

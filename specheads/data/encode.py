@@ -18,7 +18,7 @@ except ImportError:
     fastokens = None
 
 COMPARED_EVERY = 50
-"""Of the texts of a call, the first and then one in so many are compared with the tokenizer."""
+"""One in so many texts is compared with the tokenizer, and so is the first text of a call."""
 
 Encode = Callable[[Sequence[str]], list[np.ndarray]]
 
@@ -92,7 +92,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Return the tokens that the tokenizer adds before every text, and behind it."""
+    """Return the tokens that the tokenizer adds before and after every text."""
     whole, plain = (
         token_ids(tokenizer, "a", add_special_tokens=special) for special in (True, False)
     )

@@ -36,9 +36,6 @@ STDLIB_LEFT_OUT = {
 STDLIB_MIN_CHARACTERS = 400
 """Shorter files are little more than an import or a licence line."""
 
-MAX_FILE_BYTES = 2**26
-"""Largest file that is read as one document."""
-
 MAX_LINE = 2**25
 """Most characters in a line of JSON."""
 
@@ -198,11 +195,6 @@ def whole_files(files: Iterable[Path]) -> Rows:
             with file.open("rb") as stream:
                 # incremental: the last character may be cut
                 codecs.getincrementaldecoder("utf-8")().decode(stream.read(SNIFFED_BYTES))
-            if (size := file.stat().st_size) > MAX_FILE_BYTES:
-                raise InputError(
-                    f"a file that is one document has at most {MAX_FILE_BYTES:,} bytes, {file} has "
-                    f"{size:,}; cut it, or read it with source 'text'"
-                )
             text = file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError:
             continue

@@ -243,7 +243,7 @@ def row_prompts(
             yield _prompt(asked, tokenizer, category, where, _form(row, asked))
             return
         if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
-            raise InputError("turns must be a list of texts that are not empty", fault="has none")
+            raise InputError("turns must be a list of texts that are not empty", fault="has others")
         rest = {name: value for name, value in row.items() if name != "turns"}
         for last in range(len(turns) if all_turns else 1):
             asked = question({**rest, "instruction": "\n\n".join(turns[: last + 1])})

@@ -52,10 +52,7 @@ class Source:
     """Globs that select files of a folder or a Hub data set. Empty selects all."""
 
     max_documents: NonNegativeInt = 0
-    """Documents to use, counted before the split. Zero uses all."""
-
-    streaming: bool = False
-    """Read the first max_documents only, instead of a random choice of all."""
+    """Documents to draw with the seed, before the split. Zero uses all."""
 
 
 @dataclass(kw_only=True)

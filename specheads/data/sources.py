@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,14 @@ from specheads.data.files import (
     without_nulls,
 )
 from specheads.data.instructions import instructions
-from specheads.data.settings import CONVERSATIONS, SOURCES, Data, Source
+from specheads.data.settings import NO_PATH, Data, Source
 
 SPLITS = ("train", "validation", "prompts")
 
-SUFFIXES = {"text": local.TXT, "jsonl": local.JSONL, "parquet": local.PARQUET}
+SUFFIXES = {
+    **{"text": local.TXT, "jsonl": local.JSONL, "parquet": local.PARQUET},
+    "chat": (*local.JSONL, *local.PARQUET),
+}
 
 SHUFFLE_BUFFER = 1000
 """Rows of a Hub stream that are shuffled at a time."""
@@ -120,33 +122,15 @@ def identity(source: Source, seed: int) -> dict[str, Any]:
 
 def _files(source: Source) -> list[Path]:
     """Find the local files of a source; the list is empty for a Hub data set."""
-    match source.source:
-        case "python_stdlib" | "stdlib_instructions":
-            return local.stdlib_files()
-        case "files":
-            return local.folder_files(source.path, source.patterns)
-        case "text" | "jsonl" | "parquet" as kind:
-            return local.find(kind, source.path, SUFFIXES[kind])
-        case "chat":
-            return _chat_files(source)
-        case "hub":
-            return []
-    raise InputError(f"a corpus source must be one of {', '.join(SOURCES)}; got {source.source!r}")
-
-
-def _chat_files(source: Source) -> list[Path]:
-    """Return local files of conversations; none if the path is an id of the Hub."""
-    suffixes = (*local.JSONL, *local.PARQUET)
-    is_named = source.path.endswith(suffixes) or local_path(source.path).exists()
-    if HUB_ID.fullmatch(source.path) and not is_named:
-        if (folder := local_path(source.path).parent).is_dir():
-            raise InputError(
-                f"source 'chat' needs a file, a folder, a glob or the Hub's USER/NAME, and "
-                f"{source.path!r} may be a path or an id: there is a folder {folder} here, without "
-                f"{Path(source.path).name}; correct the path, or start elsewhere to ask the Hub"
-            )
+    kind, path = source.source, source.path
+    if kind in NO_PATH:
+        return local.stdlib_files()
+    if kind == "files":
+        return local.folder_files(path, source.patterns)
+    is_id = HUB_ID.fullmatch(path) and not path.endswith(SUFFIXES["chat"])
+    if kind == "hub" or (kind == "chat" and is_id and not local_path(path).exists()):
         return []
-    return local.find("chat", source.path, suffixes)
+    return local.find(kind, path, SUFFIXES[kind])
 
 
 def _rows(source: Source, seed: int, bad: BadRows) -> Rows:
@@ -163,8 +147,7 @@ def _rows(source: Source, seed: int, bad: BadRows) -> Rows:
             return local.passages(files)
     if not files:
         return hub_rows(source, seed)
-    column = "" if source.source in CONVERSATIONS else source.column
-    return local.rows_of(files, bad.add, column)
+    return local.rows_of(files, bad.add, "" if source.source == "chat" else source.column)
 
 
 def _sample(source: Source, seed: int, bad: BadRows) -> Rows:
@@ -173,13 +156,10 @@ def _sample(source: Source, seed: int, bad: BadRows) -> Rows:
     # the Hub's are limited already
     if not most or not _files(source):
         return rows
-    if source.streaming:
-        return islice(rows, most)
     # read the files twice, because the chosen rows may not fit into memory
     number = sum(1 for _ in _rows(source, seed, BadRows()))
-    chosen = np.zeros(number, np.bool_)
-    chosen[np.random.default_rng(seed).permutation(number)[:most]] = True
-    return (row for row, is_chosen in zip(rows, chosen, strict=True) if is_chosen)
+    chosen = {*np.random.default_rng(seed).permutation(number)[:most].tolist()}
+    return (row for place, row in enumerate(rows) if place in chosen)
 
 
 # data sets of the Hub
@@ -197,10 +177,8 @@ def load_from_hub(path: str, **choices: Any) -> Any:
 def hub_rows(source: Source, seed: int) -> Rows:
     """Yield the rows of a data set's split; stream it if `max_documents` is set.
 
-    A stream is shuffled in a buffer by the seed, unless `streaming` asks for its first rows.
+    A stream is shuffled in a buffer by the seed.
     """
-    if not source.path:
-        raise InputError(f"source {source.source!r} needs the id of a dataset as its path")
     most = source.max_documents
     rows = load_from_hub(
         source.path,
@@ -210,10 +188,10 @@ def hub_rows(source: Source, seed: int) -> Rows:
         data_files=list(source.patterns) or None,
         streaming=most > 0,
     )
-    if most and not source.streaming:
-        rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+    if most:
+        rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER).take(most)
     with _reachable(source.path):
-        for number, row in enumerate(rows.take(most) if most else rows, start=1):
+        for number, row in enumerate(rows, start=1):
             yield f"row {number} of dataset {source.path}", without_nulls(row)
 
 

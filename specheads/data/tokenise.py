@@ -136,7 +136,7 @@ def _write(
             f"a corpus phase learns answers, and {first[0][1]} has no answer; have the base answer "
             "it: a phase with text=distilled, or specheads distill"
         )
-    # not before a row is read: a source that cannot be read is told first
+    # not before a row is read: report a source that cannot be read first
     if is_chat:
         encode = partial(_conversations, Template(tokenizer), bad)
     else:

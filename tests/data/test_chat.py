@@ -440,7 +440,7 @@ def with_template(source: str) -> Template:
         marked(HEADER + "{% generation %}" + SAID + "{{ '\n' }}{% endgeneration %}"),
         # these markers leave the end to us
         marked(HEADER + "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>\n' }}"),
-        # the prompt begins the thought, and so do the markers
+        # both the prompt and the markers begin with the thought
         marked(
             HEADER + "{% generation %}{{ '<think>\n' }}" + SAID + "{{ '\n' }}{% endgeneration %}",
             ASKS.replace("assistant\n", "assistant\n<think>\n"),
@@ -487,14 +487,6 @@ def test_template_without_a_stable_mask_is_refused_with_details(source: str, tol
     assert "\n" not in str(caught.value)
 
 
-def test_unstable_template_error_shows_prompt_and_text():
-    source = marked(HEADER + SAID, ASKS.replace("assistant\n", "assistant\n<think>\n"))
-    with pytest.raises(InputError) as caught:
-        with_template(source).samples(said(SINGLE))
-    assert "the prompt:\n<|im_start|>user" in caught.value.details
-    assert "<|im_start|>assistant\nHello.<|im_end|>" in caught.value.details
-
-
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_next_prompt_equals_the_text_of_training(family: str):
     template, reader = Template(tokenizer(family)), tokenizer(family)
@@ -532,14 +524,3 @@ def test_template_that_calls_the_clock_is_the_same_every_day(monkeypatch: Any):
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", None)
     assert "July 26, 2024" in sampled("granite3_3", "single")[0].text
     assert "26 Jul 2024" in sampled("llama3_2", "single")[0].text
-
-
-def test_template_fingerprints_differ():
-    found = {Template(tokenizer(family)).fingerprint for family in SPECIAL}
-    assert len(found) == len(SPECIAL)
-    assert Template(tokenizer("qwen3")).fingerprint == Template(tokenizer("qwen3")).fingerprint
-
-
-def test_tokenizer_without_template_is_refused():
-    with pytest.raises(InputError, match="tokenizer with a chat template, and this one has none"):
-        Template(AutoTokenizer.from_pretrained(BASE))

@@ -56,18 +56,6 @@ def epoch(text: PackedText) -> TokenBatch:
     return text.batch(range(text.rows_per_epoch))
 
 
-def test_whole_documents_have_every_token_in_the_loss():
-    documents = numbered(LENGTHS).whole()
-    assert [documents.loss_mask(row).tolist() for row in range(3)] == [
-        [True] * 3,
-        [True] * 9,
-        [True],
-    ]
-    assert documents.tokens(1).tolist() == list(range(4, 13))
-    assert numbered(LENGTHS).loss_mask(2).tolist() == [True]
-    assert not numbered(LENGTHS).loss_mask(1).all()
-
-
 # rows
 
 
@@ -78,14 +66,6 @@ def test_best_fit_places_longest_first_in_the_fullest_row():
         [(1, 0, 7), (3, 0, 3)],
         [(0, 0, 5), (4, 0, 4), (2, 0, 1)],
     ]
-
-
-def test_long_document_fills_rows_and_its_rest_is_packed():
-    #  row of 4      a a a a   a a a a   a a b b
-    rows = best_fit(np.array([10, 2]), 4)
-    assert [list(rows.pieces(row)) for row in range(len(rows))] == [
-        [(0, 0, 4)], [(0, 4, 8)], [(0, 8, 10), (1, 0, 2)],
-    ]  # fmt: skip
 
 
 def best_fit_one_by_one(lengths: list[int], length: int) -> list[int]:
@@ -150,14 +130,6 @@ def test_waste_equals_counts_by_hand():
     #  stream        a a a a   a a b b
     stream = waste(end_to_end(lengths, 4, np.arange(3)), lengths, 4)
     assert stream == pytest.approx((0, 2 / 3, 3 / 11))
-
-
-def test_best_fit_of_200000_documents_pads_less_than_a_thousandth():
-    lengths = np.random.default_rng(0).lognormal(6, 1.2, 200_000).astype(np.int64) + 1
-    padding, cut, left_out = waste(best_fit(lengths, 2048), lengths, 2048)
-    assert padding < 0.001
-    assert left_out == 0.0
-    assert cut == pytest.approx((lengths > 2048).mean())
 
 
 # batches

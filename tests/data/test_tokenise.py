@@ -2,18 +2,15 @@ import multiprocessing
 import os
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from datasets import Dataset
 from transformers import AutoTokenizer
 
 from specheads.config import check
-from specheads.core import paths
 from specheads.core.errors import InputError
 from specheads.data import encode, sources, tokenise
 from specheads.data.encode import encoder
@@ -56,13 +53,6 @@ def test_documents_are_the_tokenizers_ids_with_the_end_token(tokenizer, tmp_path
         assert found.tokens(number).tolist() == wanted
         assert found.loss_mask(number).all()
     assert found.lengths.tolist() == [len(found.tokens(number)) for number in range(len(found))]
-
-
-def test_every_file_format_gives_the_same_documents(tokenizer, tmp_path):
-    Dataset.from_dict({"code": TEXTS}).to_parquet(tmp_path / "a.parquet")
-    parquet = Data(source="parquet", path=str(tmp_path), column="code")
-    one, other = (tokenised(data, "train", tokenizer) for data in (corpus(tmp_path), parquet))
-    assert contents(one) == contents(other) != contents(tokenised(parquet, "prompts", tokenizer))
 
 
 def test_long_text_file_is_cut_at_blank_lines(tmp_path):
@@ -110,13 +100,6 @@ def test_changed_text_settings_or_tokenizer_is_tokenised_again(tokenizer, tmp_pa
     else:
         data = corpus(tmp_path, max_documents=150)
     assert contents(tokenised(data, "train", tokenizer, seed)) != contents(first)
-
-
-def test_seed_does_not_matter_for_a_whole_corpus(tokenizer, tmp_path, cache_folder):
-    data = corpus(tmp_path)
-    tokenised(data, "train", tokenizer, 0)
-    tokenised(data, "train", tokenizer, 1)
-    assert len(list((cache_folder / "tokens").iterdir())) == 1
 
 
 def _fill(data: Data, ready: Any) -> None:
@@ -174,42 +157,6 @@ def test_damaged_cache_is_refused_with_the_remedy(tokenizer, tmp_path, cache_fol
         file.write_bytes(whole[:left])
         with pytest.raises(InputError, match=r"is damaged; remove .* to have it written again"):
             tokenised(data, "train", tokenizer)
-
-
-def test_cache_folder_follows_environment_variables(monkeypatch, tmp_path):
-    assert paths.cache_folder() == tmp_path / "cache"
-    monkeypatch.delenv("SPECHEADS_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert paths.cache_folder() == tmp_path / "xdg" / "specheads"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert paths.cache_folder() == Path.home() / ".cache" / "specheads"
-
-
-class Bar:
-    """Remembers what it was to show."""
-
-    def __init__(self) -> None:
-        self.shown: list[tuple[int, int]] = []
-
-    def add_task(self, label: str, total: int, numbers: str) -> int:
-        assert (label, numbers) == ("tokenising", "MB")
-        self.shown.append((0, total))
-        return 0
-
-    def update(self, task: int, completed: int, total: int) -> None:
-        assert task == 0
-        self.shown.append((completed, total))
-
-
-def test_progress_bar_shows_megabytes(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenise, "BATCH_CHARACTERS", 1_000_000)
-    Dataset.from_dict({"text": ["word " * 50_000] * 20}).to_parquet(tmp_path / "a.parquet")
-    bar = Bar()
-    tokenised(Data(source="parquet", path=str(tmp_path)), "train", tokenizer, bar=bar)
-    done = [done for done, _ in bar.shown]
-    assert done == sorted(done)
-    assert (done[0], done[-1]) == (0, 5)
-    assert all(total > done for done, total in bar.shown)
 
 
 # the faster tokenizer
@@ -298,20 +245,6 @@ def test_small_source_of_a_mixture_repeats_evenly(tokenizer, tmp_path):
     assert len(set(rare)) == len(rare)
 
 
-def test_mixture_depends_on_its_seed(tokenizer, tmp_path):
-    data = mixture(tmp_path, long=1, short=2)
-    first, again, other = (tokenised(data, "train", tokenizer, seed) for seed in (0, 0, 1))
-    assert contents(first) == contents(again) != contents(other)
-
-
-def test_rows_of_a_mixture_come_source_by_source(tmp_path):
-    data = mixture(tmp_path, long=1, short=1)
-    rows = [row["text"] for _, row in read(data, "train")]
-    alone = [list(read(replace(data, sources={name: one}), "train"))
-             for name, one in data.sources.items()]  # fmt: skip
-    assert rows == [row["text"] for part in alone for _, row in part]
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -321,7 +254,6 @@ def test_rows_of_a_mixture_come_source_by_source(tmp_path):
         ({"source": "web"}, r"data\.sources\.a\.source must be one of"),
         ({"source": "mixture"}, r"data\.sources\.a\.source must be one of"),
         ({"path": ""}, r"data\.sources\.a\.source=jsonl needs data\.sources\.a\.path"),
-        ({"streaming": True}, r"data\.sources\.a\.streaming needs .*max_documents"),
         (
             Data(source="jsonl", path="x", sources={"a": WeightedSource(source="hub", path="b")}),
             "data.sources needs data.source=mixture, got data.source=jsonl",
