@@ -88,9 +88,12 @@ class BadRows:
         if self._counts[error.rule] <= SHOWN:
             self._first[error.rule].append(error)
 
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
     def report(self, name: str, choice: str) -> None:
         """Raise with all bad rows of a source if the choice is "stop", or warn if it is "drop"."""
-        if not self._counts:
+        if not self:
             return
         common = self._counts.most_common()
         reasons = [

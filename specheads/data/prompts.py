@@ -57,14 +57,13 @@ class PromptSet:
         return cls(name, hashlib.sha256(ids).hexdigest()[:12], prompts)
 
 
-ON_HUB: dict[str, tuple[str, str | None, str, str]] = {
-    "humaneval": ("openai/openai_humaneval", None, "test", "prompt"),
-    "mbpp": ("google-research-datasets/mbpp", "full", "test", "text"),
-    "gsm8k": ("openai/gsm8k", "main", "test", "question"),
-    "mt_bench": ("HuggingFaceH4/mt_bench_prompts", None, "train", "prompt"),
+ON_HUB = {
+    "humaneval": {"path": "openai/openai_humaneval", "split": "test"},
+    "mbpp": {"path": "google-research-datasets/mbpp", "name": "full", "split": "test"},
+    "gsm8k": {"path": "openai/gsm8k", "name": "main", "split": "test"},
+    "mt_bench": {"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"},
 }
-"""Public sets by name: id, configuration, split and column. A local .jsonl in its project's own
-format works too."""
+"""Public sets by name: arguments of `load_dataset`. A local file in the same format works too."""
 
 SPEC_BENCH = (
     "https://raw.githubusercontent.com/hemingkx/Spec-Bench/fd2c1cd7d2201ef71db4c5f4e455008f017967bf/"
@@ -219,11 +218,8 @@ def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             ) from error
         yield from parse(text.split("\n"), name)
     elif name in ON_HUB:
-        path, config, split, column = ON_HUB[name]
-        for place, row in enumerate(load_from_hub(path, name=config, split=split), start=1):
-            value = row[column]
-            turns = value if isinstance(value, list) else [value]
-            yield f"row {place} of {path}", {"turns": turns, "category": row.get("category")}
+        for place, row in enumerate(load_from_hub(**ON_HUB[name]), start=1):
+            yield f"row {place} of {name}", row
     elif not name.endswith((*JSONL, *PARQUET)):
         raise InputError(f"prompts must be {', '.join(NAMES)} or a .jsonl file; got {name!r}")
     elif not local_path(name).is_file():
@@ -237,6 +233,9 @@ def row_prompts(
 ) -> Iterator[Prompt]:
     """Yield the prompts of a row; error messages name its location."""
     category, turns = str(row.get("category") or ""), row.get("turns")
+    if isinstance(prompt := row.get("prompt"), list) and all(map(_is_text, prompt)):
+        # MT-bench's name for turns on the Hub
+        turns = prompt
     with located(where):
         if turns is None:
             asked = question(row)
@@ -244,7 +243,7 @@ def row_prompts(
             return
         if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
             raise InputError("turns must be a list of texts that are not empty", fault="has others")
-        rest = {name: value for name, value in row.items() if name != "turns"}
+        rest = {name: value for name, value in row.items() if value is not turns}
         for last in range(len(turns) if all_turns else 1):
             asked = question({**rest, "instruction": "\n\n".join(turns[: last + 1])})
             yield _prompt(asked, tokenizer, category, where, "question")

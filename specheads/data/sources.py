@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def read_all(
     A row has `text`, or `messages` and maybe `tools`. With `max_documents` the seed chooses the
     rows. Rows that cannot be used are reported together at the end, or added to `bad`.
     """
-    found = bad or BadRows()
+    found = BadRows() if bad is None else bad
     for where, row in _sample(source, seed, found):
         try:
             used = _document(source, row, where)
@@ -103,10 +104,16 @@ def _split_key(row: Row) -> str:
 
 
 def refuse_unreadable(data: Data) -> None:
-    """Refuse local files that do not exist or cannot be read; skip Hub data sets."""
+    """Refuse local files that do not exist, cannot be read, or begin with a bad row.
+
+    Then all bad rows of the source are reported. Hub data sets are skipped.
+    """
     for source in data.parts:
-        if _files(source):
-            next(_rows(source, 0, BadRows()), None)
+        if source.path and _files(source):
+            whole, bad = replace(source, max_documents=0), BadRows()
+            next(read_all(whole, 0, bad), None)
+            if bad and source.bad_rows == "stop":
+                deque(read_all(whole), maxlen=0)
 
 
 def identity(source: Source, seed: int) -> dict[str, Any]:
