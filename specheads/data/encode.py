@@ -83,11 +83,15 @@ def token_ids(
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the token ids of a text to continue, without an end token."""
-    opening, closing = affixes(tokenizer)
-    ids = token_ids(tokenizer, text)
-    ids = ids[: len(ids) - len(closing)] if ids[len(ids) - len(closing) :] == closing else ids
-    while ids[len(opening) :] and ids[-1] == tokenizer.eos_token_id:
-        ids = ids[:-1]
+    whole, plain = (
+        token_ids(tokenizer, text, add_special_tokens=special) for special in (True, False)
+    )
+    ends = range(len(plain), len(whole) + 1)
+    # what the tokenizer adds after a text is no part of a prompt
+    end = next((end for end in ends if whole[end - len(plain) : end] == plain), len(whole))
+    ids = whole[:end]
+    while plain and ids[-1:] == [tokenizer.eos_token_id]:
+        ids.pop()
     return ids
 
 
