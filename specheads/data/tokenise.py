@@ -149,6 +149,9 @@ def _write(
                 if splits:
                     numbers = pa.array([SPLITS.index(split) for split in splits], pa.int8())
                     stream.write_batch(pa.record_batch([numbers, *map(_lists, columns)], schema))
+                elif source.bad_rows == "stop":
+                    # a template that refuses every row would take long over a large source
+                    bad.report(source.path or source.source, "stop")
                 done += sum(map(_size, batch))
                 if bar is not None:
                     bar.update(task, completed=done // 10**6, total=max(total, done) // 10**6 + 1)

@@ -249,8 +249,11 @@ def test_rows_without_a_token_in_the_loss_are_refused(packing: str, length: int,
     mask = [[int(place >= answer > 0) for place in range(20)]] * 3
     tokens = pa.array([range(20)] * 3, pa.list_(pa.int32()))
     table = pa.table({"tokens": tokens, "loss_mask": pa.array(mask, pa.list_(pa.uint8()))})
-    sizes: dict[str, Any] = {"sequence_length": length, "batch_size": 1, "packing": packing}
+
+    def packed(length: int) -> PackedText:
+        return PackedText(Documents(table), sequence_length=length, batch_size=1, packing=packing)
+
     with pytest.raises(InputError, match=f"of {length} tokens have none: every answer is cut off"):
-        PackedText(Documents(table), **sizes)
+        packed(length)
     if answer:
-        PackedText(Documents(table), **sizes | {"sequence_length": answer + 1})
+        packed(answer + 1)
