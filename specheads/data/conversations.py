@@ -48,7 +48,7 @@ PARTS = {
 """Types of content parts that are read."""
 
 METADATA = {
-    "identifier",
+    *("identifier", "config", "configs"),
     *("id", "ids", "idx", "index", "uuid", "hash", "source", "dataset", "origin", "model"),
     *("generator", "category", "subcategory", "topic", "domain", "subject", "type", "tag", "tags"),
     *("label", "labels", "lang", "language", "country", "region", "split", "ip", "version"),
@@ -278,19 +278,19 @@ def _refuse_unread(
     Metadata is not refused. With the texts of a row, its other numbers and a text that only repeats
     the turns are not refused either.
     """
+    unread = []
     for name, value in given.items():
-        is_number = bool(texts) and isinstance(value, int | float) and name not in LEARNED
-        if name in read or is_number or _is_empty(value):
-            continue
         words = [word.lower() for word in WORDS.split(name) if word.lower() != "name"]
-        if {name, *words[-1:]} & METADATA:
-            continue
-        if isinstance(value, str) and _repeats(value.strip(), texts):
-            continue
+        is_number = bool(texts) and isinstance(value, int | float) and name not in LEARNED
+        is_known = name in read or is_number or bool({name, *words[-1:]} & METADATA)
+        is_text = isinstance(value, str) and _repeats(value.strip(), texts)
+        if not (is_known or is_text or _is_empty(value)):
+            unread.append(name)
+    if unread:
         raise InputError(
-            f"every column must be read or be known as metadata, {name!r:.60} is neither (rename "
-            "it, remove it, or add it to data.ignore)",
-            fault=f"has {value!r:.60}",
+            "every column must be read or be known as metadata, and these are neither: "
+            f"{names(unread)} (rename or remove them, or name them in data.ignore)",
+            fault=f"has {given[unread[0]]!r:.60}",
         )
 
 

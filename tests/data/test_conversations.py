@@ -179,8 +179,8 @@ def test_parquet_reads_as_json_lines_do(tmp_path, calls: list[dict[str, Any]], k
         ({"text": "Hi?"}, "has text"),
         ({"instruction": "Hi?", "input": "x"}, "has instruction, input"),
         ({"messages": None, "text": None}, "has empty columns only"),
-        ({"messages": [HI, HELLO], "conversations": [HI]}, "'conversations' is neither"),
-        ({"messages": [HI], "instruction": "a", "output": "b"}, "'instruction' is neither"),
+        ({"messages": [HI, HELLO], "conversations": [HI]}, "neither: conversations "),
+        ({"messages": [HI], "instruction": "a", "output": "b"}, "neither: instruction, output "),
         ({"messages": []}, "has empty columns only"),
         ({"messages": "Hi?"}, "must be a list of objects"),
         ({"messages": ["Hi?"]}, "has 'Hi\\?' among them"),
@@ -220,7 +220,7 @@ PART = {"type": "text", "text": "Hello."}
 @pytest.mark.parametrize(
     ("row", "named"),
     [
-        ({"messages": [HI, HELLO], "hint": "Think."}, "hint"),
+        ({"messages": [HI, HELLO], "hint": "Think.", "state": "x"}, "neither: hint, state "),
         ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history"),
         ({"messages": [HI, HELLO], "chat_template_kwargs": {"thinking": True}}, "chat_template"),
         ({"messages": [HI, HELLO], "rejected": [HI, HELLO]}, "rejected"),

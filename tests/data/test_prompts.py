@@ -128,7 +128,7 @@ def test_larger_set_is_sampled_by_the_seed(tokenizer, tmp_path):
         ('{"output": "x"}', "prompt, turns, messages or a question; line 2 of .* has empty"),
         ('{"turns": []}', "turns must be a list .* line 2 of"),
         ('{"turns": ["a", " "]}', "turns must be a list .* line 2 of"),
-        ('{"prompt": "a", "hint": "b"}', "'hint' is neither .* line 2 of"),
+        ('{"prompt": "a", "hint": "b"}', "neither: hint .* line 2 of"),
         ("[1]", "one JSON object a line; line 2 of"),
         ("{", "one JSON object a line; line 2 of"),
     ],
