@@ -21,7 +21,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.core.files import write_atomic
 from specheads.core.paths import writable_folder
-from specheads.data.chat import ASKED, Template
+from specheads.data.chat import ASK, ASKED, Template
 from specheads.data.masks import added_ids
 from specheads.decoding.sampling import Sampling
 from specheads.runs.progress import progress
@@ -112,8 +112,8 @@ def questions(base: FrozenBase, options: argparse.Namespace) -> Iterator[str]:
 def user_opening(base: FrozenBase) -> list[int]:
     """Return the token ids of a chat template before the user's message."""
     assert base.tokenizer is not None
-    template = Template(base.tokenizer, "a user's turn")
-    text = template.text([{"role": "user", "content": ASKED}], None, "a user's turn")
+    template = Template(base.tokenizer)
+    text = template.text([ASK])
     return template.read(text.partition(ASKED)[0])[0]
 
 

@@ -16,8 +16,8 @@ from specheads.decoding.accept import draw
 
 PACKAGE = Path(__file__).parents[1] / "specheads"
 FLOORS = (
-    ("config", "core"),
-    ("base", "data"),
+    ("core",),
+    ("base", "data", "config"),
     ("heads", "decoding", "runs"),
     ("training", "measure"),
     ("export",),

@@ -14,7 +14,7 @@ from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError, printable
 from specheads.data.chat import Template
 from specheads.data.conversations import Message
-from specheads.data.encode import token_ids
+from specheads.data.encode import prompt_ids
 from specheads.decoding import detokenize
 from specheads.decoding.engine import Engine
 from specheads.decoding.loop import BASE_ORIGIN, Origin, step_origins
@@ -55,7 +55,7 @@ class Dialogue:
     def ask(self, text: str) -> list[int]:
         """Return the prompt for an answer; an earlier question without an answer is forgotten."""
         if self._template is None:
-            return token_ids(self._tokenizer, text)
+            return prompt_ids(self._tokenizer, text)
         self._open = [*self._messages, {"role": "user", "content": text}]
         if not self._tokens:
             return self._template.prompt(self._open)

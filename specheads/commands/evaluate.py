@@ -23,7 +23,7 @@ from specheads.config import Evaluate, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.paths import writable_folder
-from specheads.data.prompts import PromptSet, load_prompts
+from specheads.data.prompts import PromptSet, fitting, load_prompts
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees.named import fixed_policy
 from specheads.decoding.trees.policies import TreePolicy
@@ -167,14 +167,7 @@ def usable_prompts(
             all_turns=evaluation.all_turns,
             corpus=settings.data,
         )
-    longest = max(len(prompt.tokens) for prompt in prompts.prompts)
-    if longest + evaluation.max_new_tokens > base.max_length:
-        raise InputError(
-            f"prompts and new tokens must fit the context: {longest} + "
-            f"{evaluation.max_new_tokens} exceed {base.max_length}; lower "
-            "evaluation.max_new_tokens or choose other prompts"
-        )
-    return prompts
+    return fitting(prompts, base.max_length - evaluation.max_new_tokens, evaluation.too_long)
 
 
 def generation_settings(settings: SettingsWithEvaluation, prompts: PromptSet) -> GenerationSettings:

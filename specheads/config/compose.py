@@ -5,10 +5,11 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, cast, get_args, get_origin
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -21,7 +22,7 @@ from specheads.config import commands
 from specheads.config.places import data_dir, recipe_dirs
 from specheads.config.validation import check
 from specheads.core.errors import InputError
-from specheads.core.ranges import new_name, unknown
+from specheads.core.ranges import hints, new_name, unknown
 from specheads.training.settings import Distill
 
 MISTAKES = (InputError, HydraException, OmegaConfBaseException)
@@ -152,7 +153,8 @@ def from_command_line(name: str, overrides: Sequence[str]) -> list[Any]:
         )
     if any(word.startswith("-") for word in overrides):
         # flags of Hydra, such as --cfg job
-        return [_checked(one) for one in _compose_with_flags(name, overrides)]
+        quoted = [_quoted(name, word) for word in overrides]
+        return [_checked(one) for one in _compose_with_flags(name, quoted)]
     return [_compose(name, overrides)]
 
 
@@ -174,8 +176,39 @@ def _compose_with_flags(name: str, overrides: Sequence[str]) -> list[Any]:
 def _compose(name: str, overrides: Sequence[str]) -> Any:
     folder = str(data_dir("configs"))
     with _reading(overrides), hydra.initialize_config_dir(folder, version_base="1.3"):
-        found = hydra.compose(name, list(overrides))
+        found = hydra.compose(name, [_quoted(name, word) for word in overrides])
     return _checked(found)
+
+
+def _quoted(command: str, override: str) -> str:
+    """Quote the value of a text setting: Hydra would read a=b.txt as a mistake and 1_000 as 1000.
+
+    A value in quotes stays as it is, and so does one with a reference to another setting.
+    """
+    name, equals, value = override.partition("=")
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    if not equals or is_quoted or "${" in value or not _is_text(command, name.lstrip("+")):
+        return override
+    # a backslash is an escape only before a quote
+    escaped = re.sub(
+        r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value
+    )
+    return f"{name}='{escaped}'"
+
+
+def _is_text(command: str, name: str) -> bool:
+    """Return whether a setting of a command is a text."""
+    hint: Any = SCHEMAS[command]
+    for part in name.split("."):
+        if is_dataclass(hint):
+            hint = hints(cast(type, hint)).get(part)
+        else:
+            hint = get_args(hint)[1] if get_origin(hint) is dict else None
+        if get_origin(hint) is Annotated:
+            hint = get_args(hint)[0]
+        if isinstance(hint, UnionType):
+            hint = get_args(hint)[0]
+    return hint is str
 
 
 @contextmanager

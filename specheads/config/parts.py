@@ -7,7 +7,6 @@ from annotated_types import Ge, Le
 
 from specheads.core.ranges import (
     DepthOrZero,
-    GlobPattern,
     NonNegativeFloat,
     NonNegativeInt,
     NumNodes,
@@ -20,14 +19,10 @@ from specheads.core.ranges import (
     Seed,
     Temperature,
     TokenRank,
-    Weight,
     one_of,
 )
+from specheads.data.settings import Data
 
-SOURCES = (
-    *("python_stdlib", "stdlib_instructions", "files", "text", "jsonl", "parquet", "hub", "chat"),
-)
-NO_PATH = ("python_stdlib", "stdlib_instructions")
 TREES = ("tuned", "chain", "static", "best_first", "beam", "product", "sampled")
 
 
@@ -63,54 +58,6 @@ class Base:
     exact: bool = False
     """Compute every tree node bit for bit as a step of its own, so that text in bfloat16 equals
     the base's too. Slower, and CPU only."""
-
-
-@dataclass(kw_only=True)
-class Source:
-    """A source of documents."""
-
-    source: Annotated[str, one_of(*SOURCES)]
-    """Kind of source; docs/data.md describes each."""
-
-    path: PathOrId = ""
-    """Folder, file, glob or Hub id. Empty for the sources that come with Python."""
-
-    config: PrintableText = ""
-    """Configuration of a Hub data set. Empty is its default."""
-
-    column: PrintableText = "text"
-    """Column that holds the text; ignored for conversations."""
-
-    revision: PrintableText = "main"
-    """Revision of a Hub data set."""
-
-    patterns: list[GlobPattern] = field(default_factory=list)
-    """Globs that select files of a folder or a Hub data set. Empty selects all."""
-
-    max_documents: NonNegativeInt = 0
-    """Documents to use, counted before the split. Zero uses all."""
-
-    streaming: bool = False
-    """Read the first max_documents only, instead of a random choice of all."""
-
-
-@dataclass(kw_only=True)
-class WeightedSource(Source):
-    """One source of a mixture."""
-
-    weight: Weight = 1.0
-    """Share of the mixture's tokens, relative to the other sources. Zero leaves the source out."""
-
-
-@dataclass(kw_only=True)
-class Data(Source):
-    """The training text."""
-
-    source: Annotated[str, one_of(*SOURCES, "mixture")]
-    """Kind of source, or mixture; docs/data.md describes each."""
-
-    sources: dict[str, WeightedSource] = field(default_factory=dict)
-    """Sources of a mixture, by names of your choice."""
 
 
 @dataclass(kw_only=True)
@@ -210,6 +157,10 @@ class Evaluation(PromptLength, Sampling):
 
     speed_prompts: PositiveInt = 16
     """Prompts to time."""
+
+    too_long: Annotated[str, one_of("stop", "skip")] = "stop"
+    """What to do with prompts that do not fit into the context: stop and name them, or skip and
+    count them."""
 
     tune_prompts: PositiveInt = 24
     """Validation prompts on which a tuned tree is chosen."""

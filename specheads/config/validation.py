@@ -9,9 +9,10 @@ from dataclasses import fields
 from typing import Any
 
 from specheads.config.commands import Simulate
-from specheads.config.parts import NO_PATH, Data, Evaluation, Source, Tree
+from specheads.config.parts import Evaluation, Tree
 from specheads.core.errors import InputError
 from specheads.core.ranges import FolderName, check_fields, refuse
+from specheads.data.settings import NO_PATH, Data, Source
 from specheads.training.settings import Phase, Schedule, Validation
 
 
@@ -114,8 +115,6 @@ def _check_source(where: str, source: Source) -> None:
             )
     elif source.source not in NO_PATH and not source.path:
         raise InputError(f"{where}.source={source.source} needs {where}.path, got none; set it")
-    if source.streaming and not source.max_documents:
-        raise InputError(f"{where}.streaming needs {where}.max_documents above 0, got 0; set it")
 
 
 def _check_validation(where: str, settings: Validation) -> None:

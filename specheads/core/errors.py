@@ -6,11 +6,19 @@ class InputError(ValueError):
 
     Commands print this line and exit with code 2. Any other error is a bug. Commands print
     `details` below it, for information that needs more than one line.
+
+    For a row of data, `fault` is what the row has, as a phrase ("has 3"), and `line` is the rule
+    alone: the same text for all rows that break it. `where` locates the row.
     """
 
-    def __init__(self, line: str, details: str = "") -> None:
+    def __init__(self, line: str, details: str = "", *, fault: str = "") -> None:
         super().__init__(line)
-        self.details = details
+        self.details, self.rule, self.fault, self.where = details, line, fault, "a row"
+
+    def __str__(self) -> str:
+        if not self.fault:
+            return self.rule
+        return f"{self.rule}; {self.where} {self.fault}: fix or remove the row"
 
 
 def printable(text: str) -> str:

@@ -16,11 +16,10 @@ import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
-from specheads.data.conversations import Conversation, Message, conversation, first_answer
+from specheads.data.conversations import Message, first_answer
 from specheads.data.encode import encoding
+from specheads.data.files import located
 from specheads.data.masks import added_ids, marked, squeezed, wrong_mask
-
-__all__ = ["Conversation", "Sample", "Template", "conversation"]
 
 Messages = Sequence[Message]
 Tools = Sequence[dict[str, Any]] | None
@@ -42,6 +41,8 @@ MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 ASKED, ANSWERED = "\ue000", "\ue001"
 """Placeholders for a question and an answer when a template is probed; no text contains them."""
+
+ASK: Message = {"role": "user", "content": ASKED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +71,15 @@ class _Turn:
 class Template:
     """The chat template of a tokenizer: renders messages, and tells answers from prompts.
 
-    An error names the row of the messages, which is called `where`.
-
     Raises:
         InputError: The tokenizer has no template, or gives no character offsets of its tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, where: str = "a conversation") -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if tokenizer.chat_template is None:
             raise InputError(
-                f"messages need a tokenizer with a chat template, {where} has messages and this "
-                "tokenizer has no template; give rows with plain text, or an instruction-tuned base"
+                "messages need a tokenizer with a chat template, this one lacks it; give rows with "
+                "plain text, or an instruction-tuned base"
             )
         if not tokenizer.is_fast:
             raise InputError(
@@ -109,34 +108,30 @@ class Template:
             InputError: There is no answer, the template refuses the messages, or the template does
                 not show what the assistant wrote. `details` has the text with its loss mask.
         """
-        roles = [message["role"] for message in messages]
-        first = first_answer(messages)
-        places = [place for place in range(first, len(roles)) if roles[place] == "assistant"]
-        if not places:
-            raise InputError(
-                f"training on a conversation needs an answer of the assistant, {where} lacks one; "
-                "remove the row, or have the base answer it in a distilled phase"
-            )
-        texts: list[tuple[str, list[_Turn]]] = []
-        for place in reversed(places):
-            turn = self._turn(messages[: place + 1], tools, where)
-            if not texts or not texts[-1][0].startswith(turn.prompt + turn.answer):
-                texts.append((turn.prompt + turn.answer + turn.rest, []))
-            texts[-1][1].insert(0, turn)
-        return [self._sample(text, turns, where) for text, turns in reversed(texts)]
+        with located(where):
+            first = first_answer(messages)
+            if first == len(messages):
+                raise InputError(
+                    "training on a conversation needs an answer of the assistant (or have the base "
+                    "answer it in a distilled phase)",
+                    fault="lacks one",
+                )
+            texts: list[tuple[str, list[_Turn]]] = []
+            for place in reversed(range(first, len(messages))):
+                if messages[place]["role"] != "assistant":
+                    continue
+                turn = self._turn(messages[: place + 1], tools)
+                if not texts or not texts[-1][0].startswith(turn.prompt + turn.answer):
+                    texts.append((turn.prompt + turn.answer + turn.rest, []))
+                texts[-1][1].insert(0, turn)
+            return [self._sample(text, turns) for text, turns in reversed(texts)]
 
-    def prompt(
-        self, messages: Messages, tools: Tools = None, where: str = "a conversation"
-    ) -> list[int]:
+    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
         """Return the token ids before an answer: they end with a generation prompt."""
-        return self.read(self.text(messages, tools, where, ask=True))[0]
+        return self.read(self.text(messages, tools, ask=True))[0]
 
     def next_prompt(
-        self,
-        tokens: Sequence[int],
-        messages: Messages,
-        tools: Tools = None,
-        where: str = "a conversation",
+        self, tokens: Sequence[int], messages: Messages, tools: Tools = None
     ) -> list[int]:
         """Append the next messages to a prompt and the base's answer, `tokens`.
 
@@ -145,10 +140,10 @@ class Template:
         removes its thoughts, the conversation is rendered again and does not begin with `tokens`.
         """
         last = max(place for place, one in enumerate(messages) if one["role"] == "assistant")
-        before = self.text(messages[:last], tools, where, ask=True)
-        after = self.text(messages, tools, where, ask=True)
+        before = self.text(messages[:last], tools, ask=True)
+        after = self.text(messages, tools, ask=True)
         stand_in = [*messages[:last], {"role": "assistant", "content": ANSWERED}]
-        probed = self.text([*stand_in, *messages[last + 1 :]], tools, where, ask=True)
+        probed = self.text([*stand_in, *messages[last + 1 :]], tools, ask=True)
         answer = squeezed(messages[last]["content"])
         kept = after.startswith(before) and squeezed(after[len(before) :]).startswith(answer)
         if not kept or ANSWERED not in probed or messages[last].get("tool_calls"):
@@ -158,59 +153,48 @@ class Template:
         is_ended = tokens[-1] in (self.end_id, self._tokenizer.eos_token_id)
         return [*tokens, *(rest[1:] if is_ended and rest[0] == self.end_id else rest)]
 
-    def _turn(self, messages: Messages, tools: Tools, where: str) -> _Turn:
+    def _turn(self, messages: Messages, tools: Tools) -> _Turn:
         """Find the text of the last message, which the assistant wrote, and its prompt."""
-        prompt = self.text(messages[:-1], tools, where, ask=True)
-        whole = self.text(messages, tools, where)
-        mark = self.mark(messages, tools, where)
+        prompt, whole = self.text(messages[:-1], tools, ask=True), self.text(messages, tools)
+        shown = f"the prompt:\n{prompt}\nwith its answer:\n{whole}"
         written = whole.removeprefix(prompt)
-        if mark is not None:
-            written = self._marked(whole, prompt, mark, where)
-            prompt = whole[: len(whole) - len(written)]
+        if (mark := self._mark(messages, tools)) is not None:
+            near, begin = sorted((mark, len(prompt))) if whole.startswith(prompt) else (mark, mark)
+            # templates differ in whether thinking tags of the generation prompt are marked
+            if mark < 0 or THINKING.sub("", whole[near:begin]):
+                raise InputError(
+                    "the generation markers of a chat template must begin where the generation "
+                    "prompt ends (move them, or remove them from the template)",
+                    f"{shown}\nthe markers begin at:\n{whole[mark:] if mark >= 0 else 'nowhere'}",
+                    fault="is rendered otherwise",
+                )
+            prompt, written = whole[:begin], whole[begin:]
         elif not whole.startswith(prompt):
-            written = self._anywhere(messages[-1], tools, where)
+            written = self._anywhere(messages[-1], tools)
             if not written or not whole.endswith(written):
                 raise InputError(
                     "a chat template must begin a conversation with an answer as it begins the "
-                    f"prompt for it, this tokenizer's does not in {where}: the mask would be "
-                    "unstable; give the tokenizer a template with {% generation %} markers",
-                    f"the prompt:\n{prompt}\nwith its answer:\n{whole}",
+                    "prompt for it, else the mask is unstable (give the tokenizer a template with "
+                    "{% generation %} markers)",
+                    shown,
+                    fault="is rendered otherwise",
                 )
         answer, end, rest = written.rpartition(self.end)
         if not end:
             raise InputError(
-                f"every answer must end with {self.end}, one of {where} does not; give "
-                "the tokenizer another chat template",
-                f"the prompt:\n{prompt}\nits answer:\n{written}",
+                f"every answer must end with {self.end} (or give the tokenizer another chat "
+                "template)",
+                shown,
+                fault="has one that does not",
             )
         return _Turn(messages[-1], prompt, answer + end, rest)
 
-    def _marked(self, whole: str, prompt: str, mark: int, where: str) -> str:
-        """Return the answer that generation markers enclose; it must follow the prompt."""
-        if whole.startswith(prompt):
-            near, begin = sorted((mark, len(prompt)))
-            between = whole[max(near, 0) : begin]
-        else:
-            begin, between = mark, "" if mark >= 0 else whole
-        # templates differ in whether thinking tags of the generation prompt are marked
-        if THINKING.sub("", between):
-            raise InputError(
-                "the generation markers of a chat template must begin where the generation prompt "
-                f"ends, this tokenizer's do not in {where}; move them, or remove them from the "
-                "template",
-                f"the prompt:\n{prompt}\nwith its answer:\n{whole}\nthe markers begin at:\n"
-                f"{whole[mark:] if mark >= 0 else 'nowhere'}",
-            )
-        return whole[begin:]
-
-    def _anywhere(self, message: Message, tools: Tools, where: str) -> str:
+    def _anywhere(self, message: Message, tools: Tools) -> str:
         """Return the text of an answer after any question; empty if it is unknown."""
-        asked: list[Message] = [{"role": "user", "content": ASKED}]
-        prompt = self.text(asked, tools, where, ask=True)
-        whole = self.text([*asked, message], tools, where)
+        prompt, whole = self.text([ASK], tools, ask=True), self.text([ASK, message], tools)
         return whole[len(prompt) :] if whole.startswith(prompt) else ""
 
-    def _sample(self, text: str, turns: list[_Turn], where: str) -> Sample:
+    def _sample(self, text: str, turns: list[_Turn]) -> Sample:
         ids, places = self.read(text)
         loss_mask = np.zeros(len(ids), bool)
         for turn in turns:
@@ -219,12 +203,10 @@ class Template:
             # line break after it
             loss_mask |= (begin <= places[:, 0]) & (places[:, 0] < end)
         sample = Sample(ids, loss_mask.tolist(), text)
-        self.refuse_wrong_mask(sample, [turn.message for turn in turns], where)
+        self.refuse_wrong_mask(sample, [turn.message for turn in turns])
         return sample
 
-    def refuse_wrong_mask(
-        self, sample: Sample, answers: Messages, where: str = "a conversation"
-    ) -> None:
+    def refuse_wrong_mask(self, sample: Sample, answers: Messages) -> None:
         """Refuse a sample whose loss mask does not cover exactly these answers and their ends.
 
         The check is independent of how the mask was made: it decodes the tokens.
@@ -239,17 +221,16 @@ class Template:
         )
         if fault:
             raise InputError(
-                "the mask must count the assistant's answers and nothing else, in "
-                f"{where} {fault}; see the text below, counted in brackets: fix the row, or the "
-                "tokenizer's chat template",
+                "the mask must count the assistant's answers and nothing else (or fix the "
+                "tokenizer's chat template; the text below has what is counted in brackets)",
                 marked(self._tokenizer, sample.tokens, sample.loss_mask),
+                fault=f"has a text in which {fault}",
             )
 
     @cached_property
     def end_id(self) -> int:
         """The token that ends an answer and the base's turn."""
-        asked: list[Message] = [{"role": "user", "content": ASKED}]
-        whole = self.text([*asked, {"role": "assistant", "content": ANSWERED}], None, "a try")
+        whole = self.text([ASK, {"role": "assistant", "content": ANSWERED}])
         if ANSWERED not in whole:
             raise InputError(
                 "a chat template must write the assistant's messages, this tokenizer's leaves them "
@@ -276,13 +257,11 @@ class Template:
     @cached_property
     def opening(self) -> str:
         """Text before an answer to the user: the generation prompt if there is one."""
-        asked: list[Message] = [{"role": "user", "content": ASKED}]
-        prompt = self.text(asked, None, "a try", ask=True)
-        plain = self.text(asked, None, "a try")
+        prompt, plain = self.text([ASK], ask=True), self.text([ASK])
         added = prompt.removeprefix(plain) if prompt.startswith(plain) else ""
         return added or prompt.rpartition(ASKED)[2]
 
-    def mark(self, messages: Messages, tools: Tools, where: str) -> int | None:
+    def _mark(self, messages: Messages, tools: Tools) -> int | None:
         """Return the character at which the last marked answer begins.
 
         It is -1 if nothing is marked, and None if the template has no generation markers.
@@ -292,27 +271,23 @@ class Template:
         read: Any = self._apply(
             messages,
             tools,
-            where,
             return_assistant_tokens_mask=True,
             return_dict=True,
             tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
         )
-        mask = read["assistant_masks"]
-        begins = [
-            place for place, one in enumerate(mask) if one and not (place and mask[place - 1])
-        ]
-        return read["offset_mapping"][begins[-1]][0] if begins else -1
+        begins = np.flatnonzero(np.diff(read["assistant_masks"], prepend=0) == 1)
+        return read["offset_mapping"][begins[-1]][0] if len(begins) else -1
 
-    def text(self, messages: Messages, tools: Tools, where: str, *, ask: bool = False) -> str:
+    def text(self, messages: Messages, tools: Tools = None, *, ask: bool = False) -> str:
         """Render messages as text; with `ask` it ends with a generation prompt."""
-        return str(self._apply(messages, tools, where, tokenize=False, add_generation_prompt=ask))
+        return str(self._apply(messages, tools, tokenize=False, add_generation_prompt=ask))
 
     def _source(self, tools: Tools) -> str:
         """Return the template; some tokenizers have another one for tools."""
         source = self._tokenizer.get_chat_template(None, list(tools) if tools else None)
         return f"{CLOCK}{source}" if "strftime_now" in source else source
 
-    def _apply(self, messages: Messages, tools: Tools, where: str, **choices: Any) -> Any:
+    def _apply(self, messages: Messages, tools: Tools, **choices: Any) -> Any:
         try:
             return self._tokenizer.apply_chat_template(
                 list(messages),
@@ -323,10 +298,10 @@ class Template:
             )
         except Exception as error:
             # a template is a program and can raise anything
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise InputError(
-                "the tokenizer's chat template takes no messages such as those of "
-                f"{where}: {' '.join(str(error).split()) or type(error).__name__}; change the "
-                "roles, or give rows with plain text"
+                f"the tokenizer's chat template must take the messages of a row: {reason:.200}",
+                fault="has others",
             ) from error
 
     def read(self, text: str) -> tuple[list[int], np.ndarray]:

@@ -1,33 +1,68 @@
-"""Rows of conversations in the common published forms, converted to one form or refused."""
+"""The reader of conversations: every common form of a row becomes one form, or is refused.
+
+A row is used whole or refused: nothing that it says about its turns is dropped. See docs/data.md.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from specheads.core.errors import InputError
-from specheads.data.files import names
+from specheads.data.files import located, names
 
 Message = dict[str, Any]
 
 ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
     **{"developer": "system", "human": "user", "gpt": "assistant", "model": "assistant"},
-    **{"observation": "tool", "ipython": "tool", "function": "tool"},
+    **{"function_call": "assistant", "tool_call": "assistant"},
+    **{"observation": "tool", "ipython": "tool", "function": "tool", "tool_response": "tool"},
 }
 """Published names of roles, and the names that templates use."""
+
+FORMS = ("messages", "conversations", "conversation")
+"""Columns of whole conversations."""
+
+ASKS = ("instruction", "prompt", "question", "query", "text", "input")
+CONTEXTS = ("input", "context")
+ANSWERS = ("output", "response", "completion", "answer", "code")
+"""Columns of a question, of text that belongs to it, and of its answer."""
+
+SYSTEM, TOOLS = ("system", "system_prompt"), ("tools", "functions")
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+CALLS = ("tool_calls", "function_call")
 
 KEPT = ("name", "tool_call_id")
 """Keys of a message that templates may read, in addition to role and content."""
 
-ASKS, ANSWERS = (
-    ("instruction", "prompt", "question", "text"),
-    ("output", "response", "completion", "answer", "code"),
-)
-"""Columns of rows with one question and one answer; the last are MBPP's."""
+LEARNED = ("weight", "loss", "train", "trainable")
+"""Keys of a message that decide whether it is learned."""
 
-SYSTEM = ("system", "system_prompt")
-"""Columns of the system message."""
+PARTS = {
+    **{"text": "text", "input_text": "text", "output_text": "text"},
+    **{"reasoning": "thought", "thinking": "thought"},
+}
+"""Types of content parts that are read."""
+
+METADATA = {
+    *("identifier", "config", "configs"),
+    *("id", "ids", "idx", "index", "uuid", "hash", "source", "dataset", "origin", "model"),
+    *("generator", "category", "subcategory", "topic", "domain", "subject", "type", "tag", "tags"),
+    *("label", "labels", "lang", "language", "country", "region", "split", "ip", "version"),
+    *("license", "url", "title", "date", "time", "timestamp", "created", "author", "annotator"),
+    *("score", "scores", "rating", "reward", "quality", "difficulty", "length", "tokens"),
+    *("moderation", "metadata", "meta", "toxic", "redacted", "signature", "test_list"),
+    *("test_setup_code", "challenge_test_list"),
+}
+"""Names, and last words of names, of columns that describe a row and are not part of its turns."""
+
+WORDS = re.compile(r"[_\W]+|(?<=[a-z])(?=[A-Z])")
+
+NOT_ASKED = (*ANSWERS, "reference", "solution", "canonical_solution", "test", "entry_point")
+"""Columns of public prompt sets that a prompt must not hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,39 +76,25 @@ class Conversation:
     """JSON schemas of the tools that the assistant may call."""
 
 
-def conversation(row: Mapping[str, Any], where: str) -> Conversation:
-    """Convert a row of any common form; error messages call it by `where`.
+def conversation(row: Mapping[str, Any], where: str, ignore: Collection[str] = ()) -> Conversation:
+    """Convert a row of any common form; docs/data.md lists the forms.
 
-    The forms are `messages` of role and content, ShareGPT's `conversations` of from and value, and
-    a question (`instruction`, with `input`, or `prompt`, `question` or `text`) with its answer
-    (`output`, `response`, `completion`, `answer` or `code`). Each may have `system` and `tools`.
-    A null counts as absent, because tables fill missing keys with null.
+    A null counts as absent, because tables fill missing keys with null. Columns, and keys of
+    messages, in `ignore` are not read.
 
     Raises:
-        InputError: The row has no known form or several, no user message, or a bad message.
+        InputError: The row has no known form, a bad message, or something that would not be used.
     """
-    row = {name: value for name, value in row.items() if value is not None}
-    ask = next((name for name in ASKS if name in row), "")
-    answer = next((name for name in ANSWERS if name in row), "")
-    found = [name for name in ("messages", "conversations") if name in row]
-    found += [f"{ask} and {answer}"] if ask and answer else []
-    if len(found) != 1:
-        raise InputError(
-            "a conversation is a row with messages, or conversations, or a question and its answer "
-            f"(as instruction and output), and with one of them only; {where} has "
-            f"{'; '.join(found) or names(row)}; fix or remove it"
-        )
-    is_pair = bool(ask and answer)
-    messages = _pair(row, ask, answer, where) if is_pair else _messages(row[found[0]], where)
-    system = next((row[name] for name in SYSTEM if name in row), "")
-    if system and messages[0]["role"] != "system":
-        messages = [_message({"role": "system", "content": system}, where), *messages]
-    if not any(message["role"] == "user" for message in messages):
-        raise InputError(
-            f"a conversation needs a turn of the user, {where} has only "
-            f"{', '.join(sorted({message['role'] for message in messages}))}; remove it"
-        )
-    return Conversation(messages, _tools(row.get("tools"), where))
+    with located(where):
+        return _conversation(row, ignore, is_answered=True)
+
+
+def question(row: Mapping[str, Any]) -> Conversation:
+    """Convert a row as `conversation` does, without its last answer: a prompt."""
+    found = _conversation(row, NOT_ASKED, is_answered=False)
+    while found.messages[-1]["role"] == "assistant":
+        found.messages.pop()
+    return found
 
 
 def first_answer(messages: Sequence[Message]) -> int:
@@ -86,112 +107,203 @@ def first_answer(messages: Sequence[Message]) -> int:
     return roles.index("assistant", asked) if "assistant" in roles[asked:] else len(roles)
 
 
-def _pair(row: Mapping[str, Any], ask: str, answer: str, where: str) -> list[Message]:
-    pair = row[ask], row[answer]
-    if all(isinstance(one, list) for one in pair):
-        return _messages([*pair[0], *pair[1]], where)
-    more = row.get("input", "") if ask == "instruction" else ""
-    for name, text in ((ask, pair[0]), (answer, pair[1]), ("input", more)):
-        if not isinstance(text, str) or (name != "input" and not text.strip()):
-            raise InputError(
-                f"{name} must be text, and not empty, {where} has {text!r:.60}; fix or remove it"
-            )
-    asked = f"{pair[0]}\n\n{more}" if more.strip() else pair[0]
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": pair[1]}]
+def _conversation(
+    row: Mapping[str, Any], ignore: Collection[str], *, is_answered: bool
+) -> Conversation:
+    given = _present(row, ignore)
+    tools = next((name for name in TOOLS if name in given), "")
+    if form := next((name for name in FORMS if name in given), ""):
+        read, messages = {form}, _messages(given[form], ignore)
+    else:
+        read, messages = _pair(given, ignore, is_answered=is_answered)
+    if system := _one(given, SYSTEM):
+        if messages[0]["role"] != "system":
+            messages = [_message({"role": "system", "content": system}, ignore), *messages]
+        elif messages[0]["content"] != system:
+            raise InputError("a conversation has one system prompt", fault="has two")
+    if not any(message["role"] == "user" for message in messages):
+        roles = ", ".join(sorted({message["role"] for message in messages}))
+        raise InputError("a conversation needs a turn of the user", fault=f"has only {roles}")
+    _refuse_unread(given, {*read, *SYSTEM, tools}, [one["content"] for one in messages])
+    return Conversation(messages, _tools(tools, given.get(tools)))
 
 
-def _messages(value: Any, where: str) -> list[Message]:
+def _present(value: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
+    return {name: one for name, one in value.items() if name not in ignore and not _is_empty(one)}
+
+
+def _pair(
+    given: Mapping[str, Any], ignore: Collection[str], *, is_answered: bool
+) -> tuple[set[str], list[Message]]:
+    """Return the messages of a question and its answer, and the columns that they are from."""
+    ask = next((name for name in ASKS if name in given), "")
+    answer = next((name for name in ANSWERS if name in given), "")
+    if not ask or (is_answered and not answer):
+        raise InputError(
+            "a conversation is a row with messages, or conversations, or a question and its answer "
+            "(as instruction and output)"
+            if is_answered
+            else "a prompt is a row with prompt, turns, messages or a question",
+            fault=f"has {names(given) if given else 'empty columns only'}",
+        )
+    columns = [ask, *(name for name in CONTEXTS if name in given and name != ask)]
+    asked, said = given[ask], given.get(answer)
+    if isinstance(asked, list):
+        more = said if isinstance(said, list) else [said] * is_answered
+        return {ask, answer}, _messages([*asked, *more], ignore)
+    for name in [*columns, *([answer] if is_answered else [])]:
+        if not isinstance(given[name], str):
+            raise InputError(f"{name} must be text", fault=f"has {given[name]!r:.60}")
+    messages: list[Message] = [
+        {"role": "user", "content": "\n\n".join(given[name] for name in columns)}
+    ]
+    if is_answered:
+        messages.append({"role": "assistant", "content": said})
+    return {*columns, answer}, messages
+
+
+def _messages(value: Any, ignore: Collection[str]) -> list[Message]:
+    rule = "messages must be a list of objects with role and content, and not empty"
     if not isinstance(value, list) or not value:
-        raise InputError(
-            "messages must be a list of objects with role and content, and not empty; "
-            f"{where} has {value!r:.60}; fix or remove it"
-        )
-    return [_message(one, where) for one in value]
+        raise InputError(rule, fault=f"has {value!r:.60}")
+    for one in value:
+        if not isinstance(one, Mapping):
+            raise InputError(rule, fault=f"has {one!r:.60} among them")
+    return [_message(one, ignore) for one in value]
 
 
-def _message(value: Any, where: str) -> Message:
-    if not isinstance(value, Mapping):
-        raise InputError(
-            "messages must be a list of objects with role and content, and not empty; "
-            f"{where} has {value!r:.60} among them; fix or remove it"
-        )
-    given = {name: part for name, part in value.items() if part is not None}
-    role, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
-    if not isinstance(role, str) or role not in ROLES:
-        raise InputError(
-            f"the role of a message must be one of {', '.join(ROLES)}; {where} has {role!r:.40}: "
-            "fix or remove it"
-        )
-    out: Message = {"role": ROLES[role], "content": _text(content, where)}
-    out |= {name: given[name] for name in KEPT if name in given}
-    thought = given.get("reasoning_content", given.get("reasoning", given.get("thinking")))
-    if out["role"] == "assistant":
-        if thought:
-            out["reasoning_content"] = _text(thought, where)
-        if given.get("tool_calls"):
-            out["tool_calls"] = _calls(given["tool_calls"], where)
-    may_be_empty = out["role"] in ("system", "tool") or "tool_calls" in out
-    if not may_be_empty and not out["content"].strip():
-        raise InputError(
-            f"a message of the {out['role']} must not be empty, one of {where} is; fix or remove "
-            "the row"
-        )
+def _message(given: Mapping[str, Any], ignore: Collection[str]) -> Message:
+    learned = {name: given[name] for name in LEARNED if given.get(name) is not None}
+    value = _present(given, [*ignore, *LEARNED])
+    named = _one(value, ("role", "from"))
+    if not isinstance(named, str) or named not in ROLES:
+        rule = f"the role of a message must be one of {', '.join(ROLES)}"
+        raise InputError(rule, fault=f"has {named!r:.40}")
+    role, content, calls = ROLES[named], _one(value, ("content", "value")), _one(value, CALLS)
+    if named in ("function_call", "tool_call"):
+        content, calls = None, content
+    is_assistant = role == "assistant"
+    for name, weight in learned.items():
+        if name not in ignore and weight != is_assistant:
+            raise InputError(
+                f"every answer is learned and nothing else: {name} must be 1 for the assistant, 0 "
+                "for others",
+                fault=f"has {weight!r:.40} for the {role}",
+            )
+    text, thought = _content(content)
+    thought = _one({"parts": thought, **value}, ("parts", *THOUGHTS))
+    if not is_assistant and (thought or calls):
+        raise InputError("only the assistant thinks and calls tools", fault=f"has such a {role}")
+    _refuse_unread(value, {"role", "from", "content", "value", *KEPT, *THOUGHTS, *CALLS})
+    out: Message = {"role": role, "content": text}
+    out |= {name: value[name] for name in KEPT if name in value}
+    if thought:
+        out["reasoning_content"] = "".join(_content(thought))
+    if calls:
+        out["tool_calls"] = _calls(calls)
+    may_be_empty = role in ("system", "tool") or "tool_calls" in out
+    if not may_be_empty and not text.strip():
+        raise InputError(f"a message of the {role} must not be empty", fault="has one that is")
     return out
 
 
-def _text(content: Any, where: str) -> str:
-    """Return the text of a message; join parts of text."""
-    if content is None:
-        return ""
-    if isinstance(content, list) and all(map(_is_text_part, content)):
-        return "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        parts = content if isinstance(content, list) else [content]
-        kinds = (
-            str(part.get("type", "an object")) if isinstance(part, Mapping) else type(part).__name__
-            for part in parts
-        )
-        raise InputError(
-            f"the content of a message must be text or a list of parts of text, {where} has "
-            f"{', '.join(kinds) or 'an empty list':.60}; write it as text"
-        )
-    return content
+def _content(content: Any) -> tuple[str, str]:
+    """Return the text and the reasoning of a message; join its parts."""
+    if content is None or isinstance(content, str):
+        return content or "", ""
+    found = {"text": "", "thought": ""}
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") or "text" if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text", part.get(kind)) if kind in PARTS else None
+        if not isinstance(text, str):
+            raise InputError(
+                "the content of a message must be text, or parts with text or reasoning",
+                fault=f"has {'an object' if isinstance(content, Mapping) else kind!s:.60}",
+            )
+        _refuse_unread(part, {"type", "text", kind})
+        found[PARTS[kind]] += text
+    return found["text"], found["thought"]
 
 
-def _is_text_part(part: Any) -> TypeGuard[Mapping[str, str]]:
-    return isinstance(part, Mapping) and isinstance(part.get("text"), str)
-
-
-def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+def _calls(value: Any) -> list[dict[str, Any]]:
     """Return tool calls with their arguments as objects, which templates write as JSON."""
-    calls = []
+    calls, value = [], _parsed(value)
     for call in value if isinstance(value, list) else [value]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InputError(
                 "tool_calls must be a list of objects with function, and that with name and "
-                f"arguments; {where} has {call!r:.60}: fix or remove the row"
+                "arguments",
+                fault=f"has {call!r:.60}",
             )
-        arguments = _parsed(function.get("arguments", {}))
-        if not isinstance(arguments, Mapping):
+        # a call without arguments is published as null, as "null" or as empty text
+        arguments = function.get("arguments")
+        arguments = {} if _is_empty(arguments) else _parsed(arguments)
+        if not isinstance(arguments := {} if arguments is None else arguments, Mapping):
             raise InputError(
-                f"arguments of a tool call must be an object or its JSON, {where} has "
-                f"{function.get('arguments')!r:.60}; fix or remove the row"
+                "arguments of a tool call must be an object or its JSON",
+                fault=f"has {function.get('arguments')!r:.60}",
             )
+        _refuse_unread(function, {"id", "type", "name", "arguments"})
+        if function is not call:
+            _refuse_unread(call, {"id", "type", "function"})
         known = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
         calls.append(({"id": call["id"]} if isinstance(call.get("id"), str) else {}) | known)
     return calls
 
 
-def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    tools = _parsed(value) if value else None
-    if not tools:
+def _tools(column: str, value: Any) -> list[dict[str, Any]] | None:
+    if not (tools := _parsed(value)):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise InputError(
-            f"tools must be a list of JSON schemas, {where} has {value!r:.60}; fix or remove it"
-        )
+        raise InputError("tools must be a list of JSON schemas", fault=f"has {value!r:.60}")
+    if column == "functions":
+        tools = [{"type": "function", "function": tool} for tool in tools]
     return tools
+
+
+def _one(given: Mapping[str, Any], keys: Iterable[str]) -> Any:
+    """Return the value under the first of several names; others must not differ."""
+    found = {name: given[name] for name in keys if not _is_empty(given.get(name))}
+    if any(value != next(iter(found.values())) for value in found.values()):
+        raise InputError(f"{' and '.join(found)} must be the same", fault="has different ones")
+    return next(iter(found.values()), None)
+
+
+def _refuse_unread(
+    given: Mapping[str, Any], read: Collection[str], texts: Sequence[str] = ()
+) -> None:
+    """Refuse a key that is not read and may say something about the turns.
+
+    Metadata is not refused. With the texts of a row, its other numbers and a text that only repeats
+    the turns are not refused either.
+    """
+    unread = []
+    for name, value in given.items():
+        words = [word.lower() for word in WORDS.split(name) if word.lower() != "name"]
+        is_number = bool(texts) and isinstance(value, int | float) and name not in LEARNED
+        is_known = name in read or is_number or bool({name, *words[-1:]} & METADATA)
+        is_text = isinstance(value, str) and _repeats(value.strip(), texts)
+        if not (is_known or is_text or _is_empty(value)):
+            unread.append(name)
+    if unread:
+        raise InputError(
+            "every column must be read or be known as metadata, and these are neither: "
+            f"{names(unread)} (rename or remove them, or name them in data.ignore)",
+            fault=f"has {given[unread[0]]!r:.60}",
+        )
+
+
+def _repeats(value: str, texts: Sequence[str]) -> bool:
+    """Return whether a text is in the turns, or contains all of them."""
+    return any(value in text for text in texts) or (
+        bool(texts) and all(part in value for text in texts for part in text.split("\n\n"))
+    )
+
+
+def _is_empty(value: Any) -> bool:
+    is_blank = isinstance(value, str) and not value.strip()
+    return is_blank or value is None or value is False or value in ([], {})
 
 
 def _parsed(value: Any) -> Any:

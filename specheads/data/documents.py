@@ -11,7 +11,7 @@ import pyarrow as pa
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
-from specheads.data.encode import token_ids
+from specheads.data.encode import affixes
 
 
 class Documents:
@@ -26,31 +26,32 @@ class Documents:
     """
 
     def __init__(self, table: pa.Table, order: np.ndarray | None = None) -> None:
-        names = [name for name in ("tokens", "loss_mask") if name in table.column_names]
+        self._table = table
         # one entry a record batch: combining them would copy what is memory-mapped
-        batches = table.select(names).to_batches()
-        self._chunks = [{name: _flat(batch.column(name)) for name in names} for batch in batches]
+        batches = table.to_batches()
+        self._chunks = [
+            {
+                name: (column.values.to_numpy(), column.offsets.to_numpy())
+                for name, column in zip(batch.schema.names, batch.columns, strict=True)
+                if name in ("tokens", "loss_mask") and not column.null_count
+            }
+            for batch in batches
+        ]
         self._begins = np.cumsum([0, *(len(batch) for batch in batches)])
-        self._order = np.arange(self._begins[-1]) if order is None else order
+        self._order = np.arange(table.num_rows) if order is None else order
 
     @classmethod
     def joined(cls, parts: "Sequence[Documents]", chosen: np.ndarray) -> "Documents":
         """Return chosen documents of several parts without a copy; the numbers go through all."""
-        out = cls(pa.table({}))
-        out._chunks = [chunk for part in parts for chunk in part._chunks]
-        sizes = [size for part in parts for size in np.diff(part._begins)]
-        out._begins = np.cumsum([0, *sizes])
-        first = np.cumsum([0, *(part._begins[-1] for part in parts)])
+        # a part without a loss mask has null there
+        table = pa.concat_tables([part._table for part in parts], promote_options="default")
+        first = np.cumsum([0, *(part._table.num_rows for part in parts)])
         orders = [part._order + begin for part, begin in zip(parts, first, strict=False)]
-        out._order = np.concatenate(orders)[chosen]
-        return out
+        return cls(table, np.concatenate(orders)[chosen])
 
     def whole(self) -> "Documents":
         """Return the same documents without a loss mask: every token is in the loss."""
-        out = Documents(pa.table({}))
-        out._chunks = [{"tokens": chunk["tokens"]} for chunk in self._chunks]
-        out._begins, out._order = self._begins, self._order
-        return out
+        return Documents(self._table.select(["tokens"]), self._order)
 
     def __len__(self) -> int:
         return len(self._order)
@@ -83,11 +84,6 @@ class Documents:
         return values[ends[row] : ends[row + 1]]
 
 
-def _flat(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of a list column, and the offsets of its lists."""
-    return column.values.to_numpy(), column.offsets.to_numpy()
-
-
 def cut_windows(
     documents: Documents, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, seed: int = 0
 ) -> Iterator[tuple[int, list[int]]]:
@@ -96,12 +92,7 @@ def cut_windows(
     Yields (document, window). A window has `prompt_tokens` tokens, with the tokens that the
     tokenizer puts before every text. The seed orders the documents and the windows of each.
     """
-    whole, plain = (
-        token_ids(tokenizer, "a", add_special_tokens=special) for special in (True, False)
-    )
-    if not plain or plain[0] not in whole:
-        raise InputError("text needs a tokenizer that reads any letter, this one cannot read 'a'")
-    opening = whole[: whole.index(plain[0])]
+    opening, closing = affixes(tokenizer)
     room = prompt_tokens - len(opening)
     if room < 1:
         raise InputError(f"prompt_tokens must be at least {len(opening) + 1}, got {prompt_tokens}")
@@ -114,6 +105,8 @@ def cut_windows(
             ids = ids[len(opening) :]
         if ids[-1:] == [end]:
             ids.pop()
+        if closing and ids[-len(closing) :] == closing:
+            ids = ids[: -len(closing)]
         starts = list(range(0, len(ids) - room + 1, room))
         random.Random(f"{seed} {place}").shuffle(starts)
         # yield the first round at once: a caller that wants few windows reads few documents

@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -18,85 +17,61 @@ except ImportError:
     # it has no wheel for some platforms
     fastokens = None
 
-COMPARED = 32
-"""First texts that are compared with the tokenizer; after them, one in a hundred."""
+COMPARED_EVERY = 50
+"""One in so many texts is compared with the tokenizer, and so is the first text of a call."""
+
+Encode = Callable[[Sequence[str]], list[np.ndarray]]
 
 
 class DisagreementError(Exception):
     """fastokens read a text differently from the tokenizer, or failed on it."""
 
 
-class Encoder:
-    """Encodes texts by fastokens and compares a sample with the tokenizer.
+def encoder(tokenizer: PreTrainedTokenizerBase, *, is_fast: bool = True) -> Encode:
+    """Return a function from texts to token ids, with the tokenizer's special tokens.
 
-    fastokens reads code about 20 times as fast, but it is another implementation. All added
-    tokens, the first texts and one text in a hundred are compared. Without fastokens, or with
+    fastokens reads code about 20 times as fast, but it is another implementation. All added tokens
+    and a sample of the texts are compared with the tokenizer. Without fastokens, or with
     `is_fast=False`, the tokenizer reads everything.
 
     Raises:
         DisagreementError: The two differ, here or on a call: start again with `is_fast=False`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, is_fast: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._fast = _fast(tokenizer) if is_fast else None
-        self._num_read = 0
-        self._random = random.Random(0)
+    def plain(texts: Sequence[str]) -> list[np.ndarray]:
+        found = token_ids(tokenizer, list(texts)) if texts else []
+        return [np.asarray(ids, np.int32) for ids in found]
 
-    def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the token ids of each text, with the tokenizer's special tokens."""
-        if self._fast is None:
-            return _plain(self._tokenizer, texts)
-        found = _read(self._fast, texts)
-        compared = [
-            place
-            for place in range(len(texts))
-            if self._num_read + place < COMPARED or self._random.random() < 0.01
-        ]
-        self._num_read += len(texts)
-        _compare(self._tokenizer, [(texts[place], found[place]) for place in compared])
-        return found
-
-
-def _fast(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return the fastokens tokenizer, or None; compare its added tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if fastokens is None or backend is None:
-        return None
+    if fastokens is None or backend is None or not is_fast:
+        return plain
     # the last call of the tokenizer decides these two, and documents are never truncated
     rules = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
     added = list(cast(Any, tokenizer).get_added_vocab())
-    tried = ["", " ", *added, *(f"a{token}b {token} \n{token}1" for token in added), "".join(added)]
     try:
-        fast = fastokens.Tokenizer.from_json_str(json.dumps(rules))
+        fast: Any = fastokens.Tokenizer.from_json_str(json.dumps(rules))
     # it can fail in any way on rules that it does not know
     except Exception as error:
         raise DisagreementError(str(error)) from error
-    _compare(tokenizer, list(zip(tried, _read(fast, tried), strict=True)))
-    return fast
 
+    def compared(texts: Sequence[str], every: int = 0) -> list[np.ndarray]:
+        try:
+            ids, ends = fast.encode_batch_flat(list(texts), add_special_tokens=True)
+        except Exception as error:
+            raise DisagreementError(str(error)) from error
+        # every id is below 2**31
+        found = np.split(np.frombuffer(ids, np.int32), np.frombuffer(ends, np.int64)[1:-1])
+        step = every or COMPARED_EVERY
+        for text, wanted, read in zip(
+            texts[::step], plain(texts[::step]), found[::step], strict=True
+        ):
+            if not np.array_equal(wanted, read):
+                raise DisagreementError(f"{text!r:.60}")
+        return found
 
-def _read(fast: Any, texts: Sequence[str]) -> list[np.ndarray]:
-    try:
-        ids, ends = fast.encode_batch_flat(list(texts), add_special_tokens=True)
-    except Exception as error:
-        raise DisagreementError(str(error)) from error
-    # every id is below 2**31
-    values = np.frombuffer(ids, np.int32)
-    return np.split(values, np.frombuffer(ends, np.int64)[1:-1])
-
-
-def _compare(tokenizer: PreTrainedTokenizerBase, read: Sequence[tuple[str, np.ndarray]]) -> None:
-    expected = _plain(tokenizer, [text for text, _ in read])
-    for (text, ids), wanted in zip(read, expected, strict=True):
-        if not np.array_equal(wanted, ids):
-            raise DisagreementError(f"{text!r:.60}")
-
-
-def _plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:
-    if not texts:
-        return []
-    return [np.asarray(ids, np.int32) for ids in token_ids(tokenizer, list(texts))]
+    tried = ["", " ", *added, *(f"a{token}b {token} \n{token}1" for token in added), "".join(added)]
+    compared(tried, every=1)
+    return compared
 
 
 def token_ids(
@@ -104,6 +79,31 @@ def token_ids(
 ) -> Any:
     """Return the token ids of a text, or of each of several texts."""
     return encoding(tokenizer, text, add_special_tokens=add_special_tokens)["input_ids"]
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the token ids of a text to continue, without an end token."""
+    whole, plain = (
+        token_ids(tokenizer, text, add_special_tokens=special) for special in (True, False)
+    )
+    ends = range(len(plain), len(whole) + 1)
+    # what the tokenizer adds after a text is no part of a prompt
+    end = next((end for end in ends if whole[end - len(plain) : end] == plain), len(whole))
+    ids = whole[:end]
+    while plain and ids[-1:] == [tokenizer.eos_token_id]:
+        ids.pop()
+    return ids
+
+
+def affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the tokens that the tokenizer adds before and after every text."""
+    whole, plain = (
+        token_ids(tokenizer, "a", add_special_tokens=special) for special in (True, False)
+    )
+    if not plain or plain[0] not in whole:
+        raise InputError("text needs a tokenizer that reads any letter, this one cannot read 'a'")
+    first = whole.index(plain[0])
+    return whole[:first], whole[first + len(plain) :]
 
 
 def encoding(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **choices: Any) -> Any:

@@ -5,12 +5,15 @@ import gzip
 import json
 import os
 import sysconfig
+import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from glob import has_magic
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,14 +36,8 @@ STDLIB_LEFT_OUT = {
 STDLIB_MIN_CHARACTERS = 400
 """Shorter files are little more than an import or a licence line."""
 
-MAX_FILE_BYTES = 2**26
-"""Largest file that is read as one document."""
-
 MAX_LINE = 2**25
 """Most characters in a line of JSON."""
-
-MAX_LIST = 2**28
-"""Most characters in a JSON list, which is read into memory as a whole."""
 
 PASSAGE_CHARACTERS = 8000
 """A long text is cut at the first blank line after this many characters."""
@@ -53,6 +50,77 @@ TABLE_ROWS = 256
 
 GZIP = b"\x1f\x8b"
 """First bytes of a gzip file, whatever its name."""
+
+SHOWN = 5
+"""Rows shown for each reason, and reasons shown, if rows cannot be used."""
+
+
+# rows that cannot be used
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Name the row in the errors of a block."""
+    try:
+        yield
+    except InputError as error:
+        error.where = where
+        raise
+
+
+def fail(error: InputError) -> NoReturn:
+    """Raise the error of a row at once."""
+    raise error
+
+
+class BadRows:
+    """Collects rows that cannot be used, to report them together."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._first: defaultdict[str, list[InputError]] = defaultdict(list)
+
+    def add(self, error: InputError) -> None:
+        """Count a row, and keep the first ones of each reason; raise any other error."""
+        if not error.fault:
+            raise error
+        self._counts[error.rule] += 1
+        if self._counts[error.rule] <= SHOWN:
+            self._first[error.rule].append(error)
+
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
+    def report(self, name: str, choice: str) -> None:
+        """Raise with all bad rows of a source if the choice is "stop", or warn if it is "drop"."""
+        if not self:
+            return
+        common = self._counts.most_common()
+        reasons = [
+            f"{rule} ({count:,}: {_places(self._first[rule])})" for rule, count in common[:SHOWN]
+        ]
+        reasons += [f"and {len(common) - SHOWN} more reasons"] * (len(common) > SHOWN)
+        total = self._counts.total()
+        rows = "1 row" if total == 1 else f"{total:,} rows"
+        line = f"{rows} of {name} cannot be used: {'; '.join(reasons)}"
+        if choice == "drop":
+            warnings.warn(f"{line}; they are left out", stacklevel=2)
+            return
+        raise InputError(
+            f"{line}; fix or remove them, or leave them out with data.bad_rows=drop",
+            self._first[common[0][0]][0].details,
+        )
+
+
+def _places(errors: list[InputError]) -> str:
+    """Return the locations of rows, the first with its fault; name a file once."""
+    out, last = [], ""
+    for error in errors:
+        place, _, file = error.where.partition(" of ")
+        shown = place if file == last else error.where
+        out.append(shown if out else f"{shown} {error.fault}")
+        last = file
+    return ", ".join(out)
 
 
 # finding files
@@ -86,16 +154,12 @@ def folder_files(path: str, patterns: Iterable[str]) -> list[Path]:
 
 def find(source: str, path: str, suffixes: tuple[str, ...]) -> list[Path]:
     """Return the files that a path stands for: a file, a folder or a glob."""
-    place = local_path(path)
-    if not path:
-        found = []
-    elif place.is_dir():
+    place, found = local_path(path), list[Path]()
+    if path and place.is_dir():
         found = [file for file in place.rglob("*") if file.name.endswith(suffixes)]
-    elif place.is_file():
+    elif path and place.is_file():
         found = [place]
-    elif not has_magic(path):
-        found = []
-    else:
+    elif has_magic(path):
         found = _glob(Path(place.anchor or "."), str(place.relative_to(place.anchor)))
     if not (files := sorted(file for file in found if file.is_file())):
         fault = "has none" if place.exists() else "is not there"
@@ -108,15 +172,13 @@ def find(source: str, path: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 def _glob(root: Path, pattern: str) -> list[Path]:
     try:
-        if ".." not in Path(pattern).parts:
-            return [file for file in root.glob(pattern) if file.is_file()]
-        reason = "it leads out of there"
+        return [file for file in root.glob(pattern) if file.is_file()]
     # pathlib reports bad patterns by many exception types
     except (IndexError, NotImplementedError, OSError, ValueError) as error:
-        reason = first_and_last_line(error)
-    raise InputError(
-        f"a pattern must be a glob below {root}, as **/*.txt, got {pattern!r:.80}: {reason:.120}"
-    )
+        raise InputError(
+            f"a pattern must be a glob below {root}, as **/*.txt, got {pattern!r:.80}: "
+            f"{first_and_last_line(error):.120}"
+        ) from error
 
 
 # text
@@ -132,39 +194,24 @@ def stdlib_texts(files: Iterable[Path]) -> Rows:
 def whole_files(files: Iterable[Path]) -> Rows:
     """Yield every UTF-8 file as one document; skip files that are not UTF-8."""
     for file in files:
-        if (text := _utf8(file)) is not None:
-            yield str(file), {"text": text}
-
-
-def _utf8(file: Path) -> str | None:
-    try:
-        with file.open("rb") as stream:
-            # incremental: the last character may be cut
-            codecs.getincrementaldecoder("utf-8")().decode(stream.read(SNIFFED_BYTES))
-        if (size := file.stat().st_size) > MAX_FILE_BYTES:
-            raise InputError(
-                f"a file that is one document has at most {MAX_FILE_BYTES:,} bytes, {file} has "
-                f"{size:,}; cut it, or read it with source 'text'"
-            )
-        return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        return None
-    except OSError as error:
-        raise InputError(f"cannot read {file}: {error.strerror}; change patterns") from error
+        try:
+            with file.open("rb") as stream:
+                # incremental: the last character may be cut
+                codecs.getincrementaldecoder("utf-8")().decode(stream.read(SNIFFED_BYTES))
+            text = file.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError:
+            continue
+        except OSError as error:
+            raise InputError(f"cannot read {file}: {error.strerror}; change patterns") from error
+        yield str(file), {"text": text}
 
 
 def passages(files: Iterable[Path]) -> Rows:
     """Yield text files in pieces that end at blank lines, so that one file has every split."""
     for file in files:
-        try:
-            with file.open(encoding="utf-8-sig") as stream:
-                for number, text in enumerate(_cut(stream), start=1):
-                    yield f"passage {number} of {file}", {"text": text}
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(
-                f"text must be in a readable UTF-8 file, and {file} is not: {error}; make it "
-                "readable, or convert it"
-            ) from error
+        with _readable(file), file.open(encoding="utf-8-sig") as stream:
+            for number, text in enumerate(_cut(stream), start=1):
+                yield f"passage {number} of {file}", {"text": text}
 
 
 def _cut(stream: Any) -> Iterator[str]:
@@ -183,41 +230,32 @@ def _cut(stream: Any) -> Iterator[str]:
 # rows
 
 
-def rows_of(files: Iterable[Path]) -> Rows:
-    """Yield the rows of JSON lines and parquet files."""
+def rows_of(
+    files: Iterable[Path], refuse: Callable[[InputError], object] = fail, column: str = ""
+) -> Rows:
+    """Yield the rows of JSON lines and parquet files.
+
+    Args:
+        files: What to read.
+        refuse: Called for each line that is no JSON object.
+        column: The only column to read of a table; empty reads all.
+    """
     for file in files:
-        yield from (table_rows if file.name.endswith(PARQUET) else read_jsonl)(file)
+        if file.name.endswith(PARQUET):
+            yield from _table_rows(file, column)
+        else:
+            yield from read_jsonl(file, refuse)
 
 
-def jsonl_texts(files: Iterable[Path], column: str) -> Rows:
-    """Yield the text column of JSON lines; single rows may lack it, but not all of a file."""
-    for file in files:
-        known: dict[str, None] = {}
-        for where, row in read_jsonl(file):
-            known |= dict.fromkeys(row)
-            yield where, text_row(row, column, where)
-        if known and column not in known:
-            raise InputError(f"{file} has no column {column!r}; it has {names(known)}")
-
-
-def table_texts(files: Iterable[Path], column: str) -> Rows:
-    """Yield the text column of parquet files."""
-    for file in files:
-        for where, row in table_rows(file, column):
-            yield where, {"text": row[column]}
-
-
-def table_rows(file: Path, column: str = "") -> Rows:
-    """Yield the rows of a parquet file, with one text column or with all columns."""
+def _table_rows(file: Path, column: str) -> Rows:
     try:
         with pq.ParquetFile(file) as table:
-            if column:
-                _check_text_column(table.schema_arrow, column, f"parquet {file}")
+            columns = [column] if column in table.schema_arrow.names else None
             number = 0
-            for batch in table.iter_batches(TABLE_ROWS, columns=[column] if column else None):
+            for batch in table.iter_batches(TABLE_ROWS, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"row {number} of {file}", row
+                    yield f"row {number} of {file}", without_nulls(row)
     except UnicodeDecodeError as error:
         # parquet readers do not check text before it is decoded here
         raise InputError(
@@ -230,50 +268,39 @@ def table_rows(file: Path, column: str = "") -> Rows:
         ) from error
 
 
-def _check_text_column(schema: pa.Schema, column: str, where: str) -> None:
-    if column not in schema.names:
-        raise InputError(f"{where} has no column {column!r}; it has {names(schema.names)}")
-    kind = schema.field(column).type
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise InputError(f"column {column!r} of {where} must hold text, it holds {kind}")
+def without_nulls(row: Row) -> Row:
+    """Remove null from the objects in a row: tables give every object the keys of all others."""
+    return {column: _without_nulls(value) for column, value in row.items()}
 
 
-def text_row(row: Row, column: str, where: str) -> Row:
-    """Return a row with the text of a column, or None if the row lacks it."""
-    text = row.get(column)
-    if not isinstance(text, str | None):
-        raise InputError(
-            f"column {column!r} of {where} must hold text, it holds {type(text).__name__}"
-        )
-    return {"text": text}
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
-def read_jsonl(file: Path) -> Rows:
+def read_jsonl(file: Path, refuse: Callable[[InputError], object] = fail) -> Rows:
     """Yield the rows of a JSON lines file, or of a file with one JSON list of objects.
 
     Gzip files are read too, and blank lines are skipped. Only one line is in memory at a time, and
     of a line that is too long only its first `MAX_LINE` characters. `datasets` cannot replace this
     parser: it names no line, converts text such as dates, and adds null to objects in lists.
-
-    Raises:
-        InputError: The file cannot be read or has no row, or a row is not a JSON object.
     """
-    try:
+    with _readable(file):
         with file.open("rb") as stream:
             is_packed = stream.read(2) == GZIP
         reading: Any = gzip.open if is_packed else open
-        with reading(file, mode="rt", encoding="utf-8-sig") as lines:
-            has_rows = False
-            for where, row in parse(_lines(lines, file), str(file)):
-                has_rows = True
-                yield where, row
-            if not has_rows:
-                raise InputError(f"{file} holds no row; give documents, one JSON object a line")
+        with reading(file, mode="rt", encoding="utf-8-sig") as stream:
+            yield from parse(_lines(stream, file), str(file), refuse)
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise InputError(
-            f"rows must be in a readable UTF-8 file, and {file} is not: {error}; make it "
+            f"text and rows must be in a readable UTF-8 file, and {file} is not: {error}; make it "
             "readable, or write it again"
         ) from error
 
@@ -290,61 +317,44 @@ def _lines(stream: Any, file: Path) -> Iterator[str]:
         yield line
 
 
-def parse(lines: Iterable[str], name: str) -> Rows:
+def parse(lines: Iterable[str], name: str, refuse: Callable[[InputError], object] = fail) -> Rows:
     """Yield the rows of JSON lines; error messages call the text by `name`."""
     numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-    first = next(numbered, (0, ""))
+    first = next(numbered, None)
+    if first is None:
+        raise InputError(f"{name} holds no row; give one JSON object a line")
     numbered = chain([first], numbered)
-    if first[1].lstrip().startswith("["):
-        rows = _value(_joined((line for _, line in numbered), name), f"the list in {name}")
-        pairs = ((f"row {place} of {name}", row) for place, row in enumerate(rows, start=1))
+    is_list = first[1].lstrip().startswith("[")
+    if is_list:
+        with located(f"the list in {name}"):
+            values = _value("".join(line for _, line in numbered))
+        rows = ((f"row {place} of {name}", value) for place, value in enumerate(values, start=1))
     else:
-        pairs = (
-            (where, _value(line, where))
-            for number, line in numbered
-            if line
-            for where in [f"line {number} of {name}"]
-        )
-    for where, row in pairs:
-        if not isinstance(row, dict):
-            raise InputError(f"{_rule(where)}; it is a {type(row).__name__}, {row!r:.40}")
-        yield where, row
+        rows = ((f"line {number} of {name}", line) for number, line in numbered)
+    for where, value in rows:
+        try:
+            with located(where):
+                row = value if is_list else _value(value)
+                if not isinstance(row, dict):
+                    raise InputError(ROW_RULE, fault=f"is a {type(row).__name__}, {row!r:.40}")
+        except InputError as error:
+            refuse(error)
+        else:
+            yield where, row
 
 
-def _joined(lines: Iterable[str], name: str) -> str:
-    parts, size = [], 0
-    for line in lines:
-        parts.append(line)
-        size += len(line)
-        if size > MAX_LIST:
-            raise InputError(
-                f"a list of rows holds at most {MAX_LIST:,} characters, {name} has more; write one "
-                "JSON object a line"
-            )
-    return "".join(parts)
+ROW_RULE = "a .jsonl file has one JSON object a line"
 
 
-def _value(text: str, where: str) -> Any:
+def _value(text: str) -> Any:
     try:
         value = json.loads(text)
         if "\\u" in text:
             # json accepts half of a surrogate pair, tokenizers do not
             json.dumps(value, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        reason = f"it is no JSON from character {error.pos + 1} on"
-    except RecursionError:
-        reason = "it is nested too deep"
-    except UnicodeEncodeError as error:
-        reason = f"it has half of a surrogate pair, {error.object[error.start]!r}"
-    except ValueError as error:
-        reason = str(error)
-    else:
-        return value
-    raise InputError(f"{_rule(where)}: {reason}; fix or remove it, {text.strip()!r:.40}")
-
-
-def _rule(where: str) -> str:
-    return f"a .jsonl file has one JSON object a line; {where} is none"
+    except (ValueError, RecursionError) as error:
+        raise InputError(ROW_RULE, fault=f"is none, {text.strip()!r:.40}: {error}") from error
+    return value
 
 
 # for messages

@@ -5,7 +5,6 @@ import hashlib
 import re
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from specheads.data.files import Row, Rows
@@ -73,15 +72,9 @@ BUGS = ((" == ", " != "), (" < ", " <= "), (" > ", " >= "), (" and ", " or "), (
 """Right operators, and the wrong ones of a broken function."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Function:
-    name: str
-    code: str
-    """The source, without indentation."""
-    stub: str
-    """Signature and docstring; empty if the docstring is too short."""
-    bare: str
-    """The source without the docstring; empty if it has no docstring."""
+Function = dict[str, str]
+"""Texts about a function: `name`, `code`, `stub` (signature and docstring), `bare` (without the
+docstring), `start` (the first half) and `broken`; those that do not apply are empty."""
 
 
 def instructions(files: Rows, split_of: Callable[[str], str]) -> Rows:
@@ -91,7 +84,7 @@ def instructions(files: Rows, split_of: Callable[[str], str]) -> Rows:
     in several files is used once, and not at all if the files are in different splits. Each message
     comes once. `category` is the kind of instruction.
     """
-    found: dict[str, tuple[str, str, _Function]] = {}
+    found: dict[str, tuple[str, str, Function]] = {}
     shared: set[str] = set()
     asked: set[str] = set()
     outlines: list[tuple[str, str, str]] = []
@@ -102,14 +95,15 @@ def instructions(files: Rows, split_of: Callable[[str], str]) -> Rows:
         if outline := _outline(tree):
             outlines.append((where, split, outline))
         for function in _functions(text, tree):
-            if found.setdefault(function.code, (where, split, function))[1] != split:
-                shared.add(function.code)
+            code = function["code"]
+            if found.setdefault(code, (where, split, function))[1] != split:
+                shared.add(code)
     rows = [
         (where, _row("module", split, {"outline": outline})) for where, split, outline in outlines
     ]
     for code, (where, split, function) in found.items():
         if code not in shared:
-            rows += ((f"{function.name} of {where}", row) for row in _rows(function, split))
+            rows += ((f"{function['name']} of {where}", row) for row in _rows(function, split))
     for where, row in rows:
         content = row["messages"][0]["content"]
         if content not in asked:
@@ -125,7 +119,7 @@ def _parsed(text: str) -> ast.Module | None:
         return None
 
 
-def _functions(text: str, tree: ast.Module) -> Iterator[_Function]:
+def _functions(text: str, tree: ast.Module) -> Iterator[Function]:
     lines = text.splitlines()
     for node in _statements(tree.body):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -135,17 +129,23 @@ def _functions(text: str, tree: ast.Module) -> Iterator[_Function]:
         if last - first + 1 not in LINES or node.body[0].lineno == node.lineno:
             continue
         code = textwrap.dedent("\n".join(lines[first - 1 : last]))
+        half = code.splitlines()
         docstring = ast.get_docstring(node) or ""
-        if not docstring:
-            yield _Function(node.name, code, "", "")
-            continue
-        end = node.body[0].end_lineno or 0
-        head, rest = lines[first - 1 : end], lines[end:last]
-        bare = textwrap.dedent("\n".join([*lines[first - 1 : node.body[0].lineno - 1], *rest]))
-        has_body = len(node.body) > 1
-        says = len(docstring) >= DOCSTRING_CHARACTERS and has_body
-        stub = textwrap.dedent("\n".join(head)) if says else ""
-        yield _Function(node.name, code, stub, bare if has_body else "")
+        texts = {
+            "name": node.name,
+            "code": code,
+            "stub": "",
+            "bare": "",
+            "start": "\n".join(half[: (len(half) + 1) // 2]),
+            "broken": _broken(code),
+        }
+        if docstring and len(node.body) > 1:
+            begin, end = node.body[0].lineno, node.body[0].end_lineno or 0
+            rest = [*lines[first - 1 : begin - 1], *lines[end:last]]
+            texts["bare"] = textwrap.dedent("\n".join(rest))
+            if len(docstring) >= DOCSTRING_CHARACTERS:
+                texts["stub"] = textwrap.dedent("\n".join(lines[first - 1 : end]))
+        yield texts
 
 
 def _statements(body: list[Any]) -> Iterator[ast.AST]:
@@ -170,20 +170,11 @@ def _outline(tree: ast.Module) -> str:
     return "\n".join([docstring[:800], "", *names[:30]]) if names else ""
 
 
-def _rows(function: _Function, split: str) -> Iterator[Row]:
-    lines = function.code.splitlines()
-    texts = {
-        "name": function.name,
-        "code": function.code,
-        "stub": function.stub,
-        "bare": function.bare,
-        "start": "\n".join(lines[: (len(lines) + 1) // 2]),
-        "broken": _broken(function.code),
-    }
+def _rows(texts: Function, split: str) -> Iterator[Row]:
     needs = {"write": "stub", "document": "bare", "fix": "broken"}
     fits = [kind for kind in (*ALWAYS, *ONE_OF) if texts[needs.get(kind, "code")]]
     rest = [kind for kind in fits if kind in ONE_OF]
-    chosen = rest[_number(function.code) % len(rest)]
+    chosen = rest[_number(texts["code"]) % len(rest)]
     for kind in fits:
         if kind in ALWAYS or kind == chosen:
             yield _row(kind, split, texts)

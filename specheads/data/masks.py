@@ -85,13 +85,11 @@ def _written(answer: dict[str, Any]) -> str:
 
 def _spans(loss_mask: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """Yield (begin, stop) of each run of counted tokens."""
-    begin = None
-    for place, one in enumerate([*loss_mask, False]):
-        if one and begin is None:
-            begin = place
-        elif not one and begin is not None:
+    place = 0
+    for is_counted, run in groupby(loss_mask):
+        begin, place = place, place + len(list(run))
+        if is_counted:
             yield begin, place
-            begin = None
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:

@@ -7,7 +7,6 @@ from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, chain, repeat
 from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
@@ -116,8 +115,6 @@ class PackedText:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if packing not in PACKINGS:
-            raise InputError(f"packing must be one of {', '.join(PACKINGS)}, got {packing!r}")
         self._documents, self._packing, self._padding_id = documents, packing, padding_id
         self.length = sequence_length or int(documents.lengths.max(initial=1))
         self._sizes = [batch_size] if isinstance(batch_size, int) else [*batch_size]
@@ -132,17 +129,32 @@ class PackedText:
                 f"{self.rows_per_epoch}; give more text, or lower the batch size or the sequence "
                 "length"
             )
+        if not any(
+            self._documents.loss_mask(document)[start:stop].any()
+            for row in range(self.rows_per_epoch)
+            for document, start, stop in self._rows.pieces(row)
+        ):
+            raise InputError(
+                f"training needs tokens in the loss, and {self.rows_per_epoch} rows of "
+                f"{self.length} tokens have none: every answer is cut off; raise the sequence "
+                "length, or give shorter questions"
+            )
 
-    @cached_property
-    def waste(self) -> "Waste":
-        """Padding, cut documents and tokens left out."""
-        return waste(self._rows, self._documents.lengths, self.length)
+    @property
+    def summary(self) -> str:
+        """Sizes, padding, cut documents and tokens left out, for people."""
+        padding, cut, left_out = waste(self._rows, self._documents.lengths, self.length)
+        return (
+            f"{len(self._documents):,} documents in {len(self._rows):,} rows of {self.length:,} "
+            f"tokens, {padding:.1%} padding, {cut:.1%} of documents cut, {left_out:.1%} of tokens "
+            "left out"
+        )
 
     def batches(
         self, cursor: dict[str, Any] | None = None
     ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield batches without end, each with the cursor that continues after it."""
-        sample = 0 if cursor is None else _sample(cursor)
+        sample = 0 if cursor is None else cursor["sample"]
         # skip the sizes of the batches before the cursor
         first = bisect_right([*accumulate(self._sizes[:-1])], sample)
         for size in chain(self._sizes[first:], repeat(self._sizes[-1])):
@@ -188,16 +200,6 @@ class PackedText:
         return np.random.default_rng((self._seed, epoch, purpose)).permutation(count)
 
 
-def _sample(cursor: dict[str, Any]) -> int:
-    """Return the number of samples read; refuse cursors of earlier versions."""
-    if set(cursor) != {"sample"}:
-        raise InputError(
-            "a run resumes at a sample of its text, and this one stopped at a cursor of an earlier "
-            f"version ({', '.join(sorted(cursor))}); finish it with that version, or train again"
-        )
-    return cursor["sample"]
-
-
 # layouts: which documents make up a row
 
 
@@ -224,40 +226,18 @@ class Layout:
             yield int(self.documents[at]), start, start + int(self.lengths[at])
 
 
-@dataclass(frozen=True, slots=True)
-class Waste:
-    """The cost of packing."""
+def waste(rows: Layout, lengths: np.ndarray, length: int) -> tuple[float, float, float]:
+    """Return which fractions packing wastes.
 
-    documents: int
-    rows: int
-    length: int
-    """Tokens of a row."""
-    padding: float
-    """Fraction of the rows' tokens that are padding."""
-    cut: float
-    """Fraction of documents that are not whole in one row."""
-    left_out: float
-    """Fraction of the documents' tokens that are in no row."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.documents:,} documents in {self.rows:,} rows of {self.length:,} tokens, "
-            f"{self.padding:.1%} padding, {self.cut:.1%} of documents cut, "
-            f"{self.left_out:.1%} of tokens left out"
-        )
-
-
-def waste(rows: Layout, lengths: np.ndarray, length: int) -> Waste:
-    """Return the cost of packing documents of these lengths into these rows."""
-    packed, room, total = int(rows.lengths.sum()), len(rows) * length, int(lengths.sum())
+    They are the rows' tokens that are padding, documents that are not whole in one row, and the
+    documents' tokens that are in no row.
+    """
+    packed, total = int(rows.lengths.sum()), int(lengths.sum())
     whole = np.count_nonzero(rows.lengths == lengths[rows.documents])
-    return Waste(
-        documents=len(lengths),
-        rows=len(rows),
-        length=length,
-        padding=1 - packed / max(room, 1),
-        cut=1 - whole / max(np.count_nonzero(lengths), 1),
-        left_out=1 - packed / max(total, 1),
+    return (
+        1 - packed / max(len(rows) * length, 1),
+        1 - whole / max(np.count_nonzero(lengths), 1),
+        1 - packed / max(total, 1),
     )
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -13,15 +14,15 @@ from urllib.request import urlopen
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.core.paths import local_path
 from specheads.data.chat import Template
-from specheads.data.conversations import conversation, first_answer
+from specheads.data.conversations import FORMS, Conversation, first_answer, question
 from specheads.data.documents import cut_windows
-from specheads.data.encode import token_ids
-from specheads.data.files import names, parse, read_jsonl
-from specheads.data.sources import conversations_and_texts, load_from_hub, read
+from specheads.data.encode import prompt_ids
+from specheads.data.files import JSONL, PARQUET, SHOWN, located, parse, rows_of
+from specheads.data.settings import NO_PATH, Data
+from specheads.data.sources import load_from_hub, read
 from specheads.data.tokenise import EmptySplitError, tokenised
 
 T = TypeVar("T")
@@ -56,21 +57,13 @@ class PromptSet:
         return cls(name, hashlib.sha256(ids).hexdigest()[:12], prompts)
 
 
-@dataclass(frozen=True, slots=True)
-class _OnHub:
-    dataset: str
-    split: str
-    column: str
-    config: str | None = None
-
-
 ON_HUB = {
-    "humaneval": _OnHub("openai/openai_humaneval", "test", "prompt"),
-    "mbpp": _OnHub("google-research-datasets/mbpp", "test", "text", config="full"),
-    "gsm8k": _OnHub("openai/gsm8k", "test", "question", config="main"),
-    "mt_bench": _OnHub("HuggingFaceH4/mt_bench_prompts", "train", "prompt"),
+    "humaneval": {"path": "openai/openai_humaneval", "split": "test"},
+    "mbpp": {"path": "google-research-datasets/mbpp", "name": "full", "split": "test"},
+    "gsm8k": {"path": "openai/gsm8k", "name": "main", "split": "test"},
+    "mt_bench": {"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"},
 }
-"""Public sets by name. A local .jsonl in its project's own format works too."""
+"""Public sets by name: arguments of `load_dataset`. A local file in the same format works too."""
 
 SPEC_BENCH = (
     "https://raw.githubusercontent.com/hemingkx/Spec-Bench/fd2c1cd7d2201ef71db4c5f4e455008f017967bf/"
@@ -78,16 +71,11 @@ SPEC_BENCH = (
 )
 """Spec-Bench is in its own repository and not on the Hub."""
 
-OWN = ("python_stdlib", "stdlib_instructions")
-"""Sources that are also names of prompts."""
+NAMES = (*NO_PATH, "held_out", "spec_bench", *ON_HUB)
 
-NAMES = (*OWN, "held_out", "spec_bench", *ON_HUB)
-
-TEXT_COLUMNS = {"prompt": "entry_point", "question": "question", "text": "test_list"}
-"""Columns with a row's prompt (ours and HumanEval's, GSM8K's, MBPP's). If the row has the second
-column too, the prompt is a question to a chat model, not text to continue."""
-
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
+CONTINUED = {"prompt": "entry_point", "text": "test_list"}
+"""Columns with text to continue. If the row has the second column too (HumanEval's, MBPP's), the
+text is a question to a chat model."""
 
 
 def load_prompts(
@@ -103,32 +91,51 @@ def load_prompts(
     """Load prompts by name or from a file, whole and tokenised.
 
     A name is "python_stdlib", "stdlib_instructions", "held_out" (the prompts of `corpus`, none of
-    which is trained on), a named public set, or a JSONL file (.gz too) whose rows have `prompt`
-    (text), `turns` (user turns) or `messages` (chat), and maybe `category`. Messages go through the
-    chat template, and so do turns and questions of public sets if the tokenizer has a template.
+    which is trained on), a named public set, or a JSON lines or parquet file. A row has `prompt`
+    or `text` (to continue), `turns` (user turns), or any form of a conversation, whose last answer
+    is left out. Conversations and questions use the chat template; a question also works without.
     A row with `turns` gives one prompt, its first turn. With `all_turns` every turn becomes a
     prompt that follows the earlier turns, without answers between them.
     A larger set is sampled by the seed. Windows cut from text have `prompt_tokens` tokens; other
     prompts are never cut. A row without a prompt is refused with its line.
     """
-    if num_prompts < 1:
-        raise InputError(f"num_prompts must be at least 1, got {num_prompts}")
-    if name in OWN:
+    if name in NO_PATH:
         corpus = Data(source=name)
     elif name != "held_out":
         corpus = None
     elif corpus is None:
         raise InputError("prompts=held_out are those of a run's data; name a run, or other prompts")
     if corpus is not None:
-        prompts = list(held_out(corpus, "prompts", tokenizer, prompt_tokens, num_prompts, seed))
+        prompts = held_out(corpus, "prompts", tokenizer, prompt_tokens, num_prompts, seed)
     else:
         rows = [
             prompt
             for where, row in _rows(name)
-            for prompt in _row_prompts(row, where, tokenizer, all_turns)
+            for prompt in row_prompts(row, where, tokenizer, all_turns=all_turns)
         ]
         prompts = _some(rows, num_prompts, seed)
     return PromptSet.of(name if name in NAMES else Path(name).name, prompts)
+
+
+def fitting(prompts: PromptSet, room: int, too_long: str) -> PromptSet:
+    """Return the prompts of at most `room` tokens.
+
+    Longer ones are refused by row if `too_long` is "stop", and counted and left out if it is
+    "skip".
+    """
+    longer = [prompt for prompt in prompts.prompts if len(prompt.tokens) > room]
+    if not longer:
+        return prompts
+    named = ", ".join(f"{len(one.tokens)} in {one.source}" for one in longer[:SHOWN])
+    line = (
+        f"a prompt and its new tokens must fit into the context, which leaves {room} tokens for a "
+        f"prompt; {len(longer)} of {len(prompts.prompts)} have more: {named}"
+    )
+    if too_long == "stop" or len(longer) == len(prompts.prompts):
+        remedy = "lower evaluation.max_new_tokens, or set evaluation.too_long=skip"
+        raise InputError(f"{line}; shorten them, {remedy}")
+    warnings.warn(f"{line}; they are left out", stacklevel=2)
+    return PromptSet.of(prompts.name, [one for one in prompts.prompts if one not in longer])
 
 
 def held_out(
@@ -147,16 +154,22 @@ def held_out(
         InputError: The split has no text of that length and no conversation.
     """
     found, empty = list[Prompt](), None
-    talks, texts = conversations_and_texts(corpus)
+    talks, texts = corpus.divided()
     try:
         if texts:
             found += _windows(texts, split, tokenizer, prompt_tokens, num_prompts, seed)
     except EmptySplitError as error:
         empty = error
     if talks:
-        rows = [(row, where) for where, row in read(talks, split, seed)]
-        for row, where in _some(rows, num_prompts, seed):
-            found += _row_prompts(_question(row), where, tokenizer, all_turns=False)
+        for where, row in _some(list(read(talks, split, seed)), num_prompts, seed):
+            messages = row["messages"]
+            if all(message["role"] == "user" for message in messages):
+                # turns also work for a base without a chat template
+                asked = {"turns": [messages[0]["content"]], "category": row.get("category")}
+            else:
+                # a greeting before the question is not an answer
+                asked = {**row, "messages": messages[: first_answer(messages)]}
+            found += row_prompts(asked, where, tokenizer, all_turns=False)
     if not found:
         raise empty or EmptySplitError(
             f"no conversation of {corpus.source} is held out for {split}; give more of them"
@@ -178,12 +191,12 @@ def _windows(
         Prompt(ids, corpus.source, str(tokenizer.decode(ids)), f"document {number}")
         for number, ids in windows
     ]
-    if found:
-        return found
-    raise EmptySplitError(
-        f"no document of {corpus.source} held out for {split} has {prompt_tokens} tokens; lower "
-        "prompt_tokens"
-    )
+    if not found:
+        raise EmptySplitError(
+            f"no document of {corpus.source} held out for {split} has {prompt_tokens} tokens; "
+            "lower prompt_tokens"
+        )
+    return found
 
 
 def _some(items: list[T], most: int, seed: int) -> list[T]:
@@ -191,16 +204,6 @@ def _some(items: list[T], most: int, seed: int) -> list[T]:
     if len(items) <= most:
         return items
     return [items[place] for place in sorted(random.Random(seed).sample(range(len(items)), most))]
-
-
-def _question(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a conversation up to its first answer; a greeting is not an answer."""
-    messages = row["messages"]
-    if all(message["role"] == "user" for message in messages):
-        # turns also work for a base without a chat template
-        turns = [message["content"] for message in messages]
-        return {"turns": turns, "category": row.get("category")}
-    return {**row, "messages": messages[: first_answer(messages)]}
 
 
 def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -214,67 +217,63 @@ def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 f"cannot reach {SPEC_BENCH}: {error}; pass a local .jsonl file instead"
             ) from error
         yield from parse(text.split("\n"), name)
-    elif name not in ON_HUB:
-        yield from _file_rows(name)
-    else:
-        source = ON_HUB[name]
-        table = load_from_hub(source.dataset, name=source.config, split=source.split)
-        for place, row in enumerate(table, start=1):
-            value = row[source.column]
-            turns = value if isinstance(value, list) else [value]
-            rest = {"turns": turns, "category": row.get("category")}
-            yield f"row {place} of {source.dataset}", rest
-
-
-def _file_rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    path = local_path(name)
-    if not name.endswith(SUFFIXES):
+    elif name in ON_HUB:
+        for place, row in enumerate(load_from_hub(**ON_HUB[name]), start=1):
+            yield f"row {place} of {name}", row
+    elif not name.endswith((*JSONL, *PARQUET)):
         raise InputError(f"prompts must be {', '.join(NAMES)} or a .jsonl file; got {name!r}")
-    if not path.is_file():
+    elif not local_path(name).is_file():
         raise InputError(f"prompts must be a file that exists, got {name!r}")
-    return read_jsonl(path)
-
-
-def _row_prompts(
-    row: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenizerBase, all_turns: bool
-) -> Iterator[Prompt]:
-    row = {name: value for name, value in row.items() if value is not None}
-    category = str(row.get("category") or "")
-    column = next((name for name in TEXT_COLUMNS if name in row), "")
-    plain = row.get(column)
-    if "messages" in row:
-        yield _chat(row, where, tokenizer, category)
-    elif "turns" in row or (_is_text(plain) and TEXT_COLUMNS[column] in row):
-        turns = row.get("turns", [plain])
-        if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
-            raise InputError(
-                f"turns must be a list of texts that are not empty, {where} has no such list"
-            )
-        for last in range(len(turns) if all_turns else 1):
-            text = "\n\n".join(turns[: last + 1])
-            if tokenizer.chat_template is None:
-                yield _prompt(token_ids(tokenizer, text), category, text, where)
-            else:
-                message = {"role": "user", "content": text}
-                yield _chat({"messages": [message]}, where, tokenizer, category)
-    elif _is_text(plain):
-        yield _prompt(token_ids(tokenizer, plain), category, plain, where)
     else:
-        need = "a prompt row needs text in prompt, turns or messages"
-        raise InputError(f"{need}, {where} has none; it has {names(row)}")
+        yield from rows_of([local_path(name)])
+
+
+def row_prompts(
+    row: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenizerBase, *, all_turns: bool
+) -> Iterator[Prompt]:
+    """Yield the prompts of a row; error messages name its location."""
+    category, turns = str(row.get("category") or ""), row.get("turns")
+    if isinstance(prompt := row.get("prompt"), list) and all(map(_is_text, prompt)):
+        # MT-bench's name for turns on the Hub
+        turns = prompt
+    with located(where):
+        if turns is None:
+            asked = question(row)
+            yield _prompt(asked, tokenizer, category, where, _form(row, asked))
+            return
+        if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
+            raise InputError("turns must be a list of texts that are not empty", fault="has others")
+        rest = {name: value for name, value in row.items() if value is not turns}
+        for last in range(len(turns) if all_turns else 1):
+            asked = question({**rest, "instruction": "\n\n".join(turns[: last + 1])})
+            yield _prompt(asked, tokenizer, category, where, "question")
 
 
 def _is_text(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _chat(row: Any, where: str, tokenizer: PreTrainedTokenizerBase, category: str) -> Prompt:
-    talk = conversation({"messages": row["messages"], "tools": row.get("tools")}, where)
-    ids = Template(tokenizer, where).prompt(talk.messages, talk.tools, where)
-    return _prompt(ids, category, str(tokenizer.decode(ids)), where)
+def _form(row: Mapping[str, Any], asked: Conversation) -> str:
+    """Return "text" to continue, a "question", or "messages"."""
+    if len(asked.messages) > 1 or asked.tools or any(map(row.get, FORMS)):
+        return "messages"
+    text = asked.messages[0]["content"]
+    is_text = any(row.get(name) == text and mark not in row for name, mark in CONTINUED.items())
+    return "text" if is_text else "question"
 
 
-def _prompt(tokens: list[int], category: str, text: str, where: str) -> Prompt:
-    if not tokens:
-        raise InputError(f"a prompt needs a token, and the tokenizer gives {where} no token")
-    return Prompt(tokens, category, text, where)
+def _prompt(
+    asked: Conversation, tokenizer: PreTrainedTokenizerBase, category: str, where: str, form: str
+) -> Prompt:
+    if form == "text" or (form == "question" and tokenizer.chat_template is None):
+        text = asked.messages[0]["content"]
+        ids = prompt_ids(tokenizer, text)
+    else:
+        ids = Template(tokenizer).prompt(asked.messages, asked.tools)
+        text = str(tokenizer.decode(ids))
+    if not ids or ids[-1] == tokenizer.eos_token_id:
+        raise InputError(
+            "a prompt needs a token, and must not end with the end token",
+            fault=f"gives {ids[-1:] or 'no token'}",
+        )
+    return Prompt(ids, category, text, where)

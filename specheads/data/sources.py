@@ -2,30 +2,37 @@
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specheads.config import Data
-from specheads.config.parts import SOURCES, Source
 from specheads.core.errors import InputError
 from specheads.core.paths import HUB_ID, local_path
 from specheads.data import files as local
 from specheads.data.conversations import conversation
-from specheads.data.files import Row, Rows, first_and_last_line, names, text_row
+from specheads.data.files import (
+    BadRows,
+    Row,
+    Rows,
+    first_and_last_line,
+    located,
+    names,
+    without_nulls,
+)
 from specheads.data.instructions import instructions
+from specheads.data.settings import NO_PATH, Data, Source
 
 SPLITS = ("train", "validation", "prompts")
 
-SUFFIXES = {"text": local.TXT, "jsonl": local.JSONL, "parquet": local.PARQUET}
-
-CONVERSATIONS = ("stdlib_instructions", "chat")
-"""Sources of conversations; all other sources have text."""
+SUFFIXES = {
+    **{"text": local.TXT, "jsonl": local.JSONL, "parquet": local.PARQUET},
+    "chat": (*local.JSONL, *local.PARQUET),
+}
 
 SHUFFLE_BUFFER = 1000
 """Rows of a Hub stream that are shuffled at a time."""
@@ -41,46 +48,72 @@ def split_of(text: str) -> str:
     return "prompts" if place < 5 else "validation" if place < 7 else "train"
 
 
-def read(corpus: Data, split: str, seed: int = 0) -> Rows:
-    """Yield the rows of one split, in the order of the source.
-
-    The sources of a mixture alternate by their weights. Each row comes once.
-    """
-    check_split(split)
-    if corpus.source == "mixture":
-        yield from _alternate(corpus, split, seed)
-        return
-    for found, where, row in read_all(corpus, seed):
-        if found == split:
-            yield where, row
+def read(data: Data, split: str, seed: int = 0) -> Rows:
+    """Yield the rows of one split, source by source and in the order of each."""
+    assert split in SPLITS
+    for source in data.parts:
+        for found, where, row in read_all(source, seed):
+            if found == split:
+                yield where, row
 
 
-def check_split(split: str) -> None:
-    """Refuse a split that does not exist."""
-    if split not in SPLITS:
-        raise InputError(f"a split must be one of {', '.join(SPLITS)}; got {split!r}")
-
-
-def read_all(source: Source, seed: int = 0) -> Iterator[tuple[str, str, Row]]:
+def read_all(
+    source: Source, seed: int = 0, bad: BadRows | None = None
+) -> Iterator[tuple[str, str, Row]]:
     """Yield (split, location, row) of a source that is not a mixture; skip blank rows.
 
-    With `max_documents` the seed chooses the rows.
+    A row has `text`, or `messages` and maybe `tools`. With `max_documents` the seed chooses the
+    rows. Rows that cannot be used are reported together at the end, or added to `bad`.
     """
-    for where, row in _sample(source, _files(source), seed):
-        text = row.get("text", "messages")
+    found = BadRows() if bad is None else bad
+    for where, row in _sample(source, seed, found):
+        try:
+            used = _document(source, row, where)
+        except InputError as error:
+            found.add(error)
+            continue
+        text = used.get("text", "messages")
         if text and not text.isspace():
-            yield row.get("split") or split_of(_split_key(row)), where, row
+            yield used.get("split") or split_of(_split_key(used)), where, used
+    if bad is None:
+        found.report(source.path or source.source, source.bad_rows)
 
 
-def refuse_unreadable(corpus: Data) -> None:
-    """Refuse local files that do not exist or whose first row is broken; skip Hub data sets."""
-    if corpus.source == "mixture":
-        for name, one in corpus.sources.items():
-            if one.weight:
-                refuse_unreadable(alone(corpus, name))
-        return
-    if files := _files(corpus):
-        next(_rows(corpus, files, 0), None)
+def _document(source: Source, row: Row, where: str) -> Row:
+    if source.source == "chat":
+        return asdict(conversation(row, where, source.ignore))
+    if source.source not in ("jsonl", "parquet", "hub"):
+        return row
+    with located(where):
+        if source.column not in row:
+            # tables leave out nulls
+            raise InputError(f"a row needs the column {source.column!r}", fault=f"has {names(row)}")
+        text = row[source.column]
+        if not isinstance(text, str | None):
+            kind = type(text).__name__
+            raise InputError(f"column {source.column!r} must hold text", fault=f"holds {kind}")
+    return {"text": text}
+
+
+def _split_key(row: Row) -> str:
+    """Return the text that decides a row's split; in a conversation, the user's messages."""
+    if "text" in row:
+        return row["text"]
+    turns = [message["content"] for message in row["messages"] if message["role"] == "user"]
+    return json.dumps(turns, ensure_ascii=False, sort_keys=True)
+
+
+def refuse_unreadable(data: Data) -> None:
+    """Refuse local files that do not exist, cannot be read, or begin with a bad row.
+
+    Then all bad rows of the source are reported. Hub data sets are skipped.
+    """
+    for source in data.parts:
+        if source.path and _files(source):
+            whole, bad = replace(source, max_documents=0), BadRows()
+            next(read_all(whole, 0, bad), None)
+            if bad and source.bad_rows == "stop":
+                deque(read_all(whole), maxlen=0)
 
 
 def identity(source: Source, seed: int) -> dict[str, Any]:
@@ -96,24 +129,20 @@ def identity(source: Source, seed: int) -> dict[str, Any]:
 
 def _files(source: Source) -> list[Path]:
     """Find the local files of a source; the list is empty for a Hub data set."""
-    match source.source:
-        case "python_stdlib" | "stdlib_instructions":
-            return local.stdlib_files()
-        case "files":
-            return local.folder_files(source.path, source.patterns)
-        case "text" | "jsonl" | "parquet" as kind:
-            return local.find(kind, source.path, SUFFIXES[kind])
-        case "chat":
-            return _chat_files(source)
-        case "hub":
-            return []
-    raise InputError(
-        f"a corpus source must be one of {', '.join([*SOURCES, 'mixture'])}; got {source.source!r}"
-    )
+    kind, path = source.source, source.path
+    if kind in NO_PATH:
+        return local.stdlib_files()
+    if kind == "files":
+        return local.folder_files(path, source.patterns)
+    is_id = HUB_ID.fullmatch(path) and not path.endswith(SUFFIXES["chat"])
+    if kind == "hub" or (kind == "chat" and is_id and not local_path(path).exists()):
+        return []
+    return local.find(kind, path, SUFFIXES[kind])
 
 
-def _rows(source: Source, files: list[Path], seed: int) -> Rows:
-    """Read rows: `text`, or `messages` and maybe `tools`. A row may name its `split`."""
+def _rows(source: Source, seed: int, bad: BadRows) -> Rows:
+    """Read rows as they are published; lines that are no JSON are added to `bad`."""
+    files = _files(source)
     match source.source:
         case "python_stdlib":
             return local.stdlib_texts(files)
@@ -123,68 +152,21 @@ def _rows(source: Source, files: list[Path], seed: int) -> Rows:
             return local.whole_files(files)
         case "text":
             return local.passages(files)
-        case "jsonl":
-            return local.jsonl_texts(files, source.column)
-        case "parquet":
-            return local.table_texts(files, source.column)
-        case "chat":
-            return _conversations(source, files, seed)
-    return _hub_texts(source, seed)
+    if not files:
+        return hub_rows(source, seed)
+    return local.rows_of(files, bad.add, "" if source.source == "chat" else source.column)
 
 
-def _split_key(row: Row) -> str:
-    """Return the text that decides a row's split; in a conversation, the user's messages."""
-    if "text" in row:
-        return row["text"]
-    turns = [message["content"] for message in row["messages"] if message["role"] == "user"]
-    return json.dumps(turns, ensure_ascii=False, sort_keys=True)
-
-
-def _sample(source: Source, files: list[Path], seed: int) -> Rows:
-    """Return all rows, or `max_documents` of them in their order; the Hub's are limited already."""
-    most = source.max_documents
-    if not most or not files:
-        return _rows(source, files, seed)
-    if source.streaming:
-        return islice(_rows(source, files, seed), most)
+def _sample(source: Source, seed: int, bad: BadRows) -> Rows:
+    """Return all rows, or `max_documents` of them in their order."""
+    most, rows = source.max_documents, _rows(source, seed, bad)
+    # the Hub's are limited already
+    if not most or not _files(source):
+        return rows
     # read the files twice, because the chosen rows may not fit into memory
-    number = sum(1 for _ in _rows(source, files, seed))
-    chosen = np.zeros(number, np.bool_)
-    chosen[np.random.default_rng(seed).permutation(number)[:most]] = True
-    rows = zip(_rows(source, files, seed), chosen, strict=True)
-    return (row for row, is_chosen in rows if is_chosen)
-
-
-def _alternate(corpus: Data, split: str, seed: int) -> Rows:
-    """Yield the next row of the source that is furthest below its weight, until none is left."""
-    weights = {name: one.weight for name, one in corpus.sources.items() if one.weight}
-    streams = {name: read(alone(corpus, name), split, seed) for name in weights}
-    done = dict.fromkeys(weights, 0)
-    while streams:
-        name = min(streams, key=lambda one: done[one] / weights[one])
-        if (found := next(streams[name], None)) is None:
-            del streams[name]
-            continue
-        done[name] += len(found[1].get("text") or str(found[1]["messages"]))
-        yield found
-
-
-def conversations_and_texts(corpus: Data) -> tuple[Data | None, Data | None]:
-    """Split a corpus into its conversations and its text; None for a part that it lacks."""
-    if corpus.source != "mixture":
-        return (corpus, None) if corpus.source in CONVERSATIONS else (None, corpus)
-    used = {name: one for name, one in corpus.sources.items() if one.weight}
-    talks = {name: one for name, one in used.items() if one.source in CONVERSATIONS}
-    texts = {name: one for name, one in used.items() if name not in talks}
-    both = (replace(corpus, sources=some) if some else None for some in (talks, texts))
-    return next(both), next(both)
-
-
-def alone(corpus: Data, name: str) -> Data:
-    """Return one source of a mixture as a corpus of its own."""
-    settings = asdict(corpus.sources[name])
-    del settings["weight"]
-    return Data(**settings)
+    number = sum(1 for _ in _rows(source, seed, BadRows()))
+    chosen = {*np.random.default_rng(seed).permutation(number)[:most].tolist()}
+    return (row for place, row in enumerate(rows) if place in chosen)
 
 
 # data sets of the Hub
@@ -200,34 +182,24 @@ def load_from_hub(path: str, **choices: Any) -> Any:
 
 
 def hub_rows(source: Source, seed: int) -> Rows:
-    """Yield the rows of the data set's "train" split; stream it if `max_documents` is set.
+    """Yield the rows of a data set's split; stream it if `max_documents` is set.
 
-    A stream is shuffled in a buffer by the seed, unless `streaming` asks for its first rows.
+    A stream is shuffled in a buffer by the seed.
     """
-    if not source.path:
-        raise InputError(f"source {source.source!r} needs the id of a dataset as its path")
     most = source.max_documents
     rows = load_from_hub(
         source.path,
         name=source.config or None,
         revision=source.revision,
-        split="train",
+        split=source.split,
         data_files=list(source.patterns) or None,
         streaming=most > 0,
     )
-    if most and not source.streaming:
-        rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+    if most:
+        rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER).take(most)
     with _reachable(source.path):
-        for number, row in enumerate(rows.take(most) if most else rows, start=1):
-            yield f"row {number} of dataset {source.path}", row
-
-
-def _hub_texts(source: Source, seed: int) -> Rows:
-    column = source.column
-    for where, row in hub_rows(source, seed):
-        if column not in row:
-            raise InputError(f"{where} has no column {column!r}; it has {names(row)}")
-        yield where, text_row(row, column, where)
+        for number, row in enumerate(rows, start=1):
+            yield f"row {number} of dataset {source.path}", without_nulls(row)
 
 
 @contextmanager
@@ -237,30 +209,6 @@ def _reachable(path: str) -> Iterator[None]:
     except Exception as error:
         # the network, the Hub and the readers of each format have their own exceptions
         raise InputError(
-            f"cannot load {path!r:.80} from the Hub: {first_and_last_line(error)}; check the id "
-            "and the network, or pass a local file instead"
+            f"cannot load {path!r:.80} from the Hub: {first_and_last_line(error)}; check the id, "
+            "data.split=, data.patterns= and the network, or pass a local file instead"
         ) from error
-
-
-# conversations
-
-
-def _chat_files(source: Source) -> list[Path]:
-    """Return local files of conversations; none if the path is an id of the Hub."""
-    suffixes = (*local.JSONL, *local.PARQUET)
-    is_named = source.path.endswith(suffixes) or local_path(source.path).exists()
-    if HUB_ID.fullmatch(source.path) and not is_named:
-        if (folder := local_path(source.path).parent).is_dir():
-            raise InputError(
-                f"source 'chat' needs a file, a folder, a glob or the Hub's USER/NAME, and "
-                f"{source.path!r} may be a path or an id: there is a folder {folder} here, without "
-                f"{Path(source.path).name}; correct the path, or start elsewhere to ask the Hub"
-            )
-        return []
-    return local.find("chat", source.path, suffixes)
-
-
-def _conversations(source: Source, files: list[Path], seed: int) -> Rows:
-    for where, row in local.rows_of(files) if files else hub_rows(source, seed):
-        talk = conversation(row, where)
-        yield where, {"messages": talk.messages, "tools": talk.tools}

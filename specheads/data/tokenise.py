@@ -1,29 +1,30 @@
-"""Corpora as token ids: tokenised once by `datasets`, then memory-mapped. See docs/data.md."""
+"""Corpora as token ids: tokenised once, then memory-mapped. See docs/data.md."""
 
 import hashlib
 import json
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.core.files import atomic_folder, sole_writer, sweep
 from specheads.core.paths import cache_folder
 from specheads.data.chat import Template
 from specheads.data.conversations import first_answer
 from specheads.data.documents import Documents
-from specheads.data.encode import DisagreementError, Encoder, tokenizer_fingerprint
-from specheads.data.sources import CONVERSATIONS, SPLITS, alone, check_split, identity, read_all
+from specheads.data.encode import DisagreementError, Encode, encoder, tokenizer_fingerprint
+from specheads.data.files import BadRows, Row
+from specheads.data.settings import CONVERSATIONS, Data, Source
+from specheads.data.sources import SPLITS, identity, read_all
 
-FORMAT = 3
+FORMAT = 4
 """Increased when the same text would become other documents; older files are not found then."""
 
 FILE = "documents.arrow"
@@ -32,20 +33,18 @@ FILE = "documents.arrow"
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 """Last bytes of an Arrow stream that is not truncated."""
 
-BATCH_BYTES = 4_000_000
+BATCH_CHARACTERS, BATCH_ROWS = 4_000_000, 1000
 """Text tokenised at a time: enough for all cores and small in memory."""
 
-BATCH_ROWS = 1000
-WRITTEN_ROWS = 64
-"""Most rows of a batch, and rows that wait in memory until they are written."""
+SCHEMA = pa.schema([("split", pa.int8()), ("tokens", pa.list_(pa.int32()))])
+CHAT_SCHEMA = SCHEMA.append(pa.field("loss_mask", pa.list_(pa.uint8())))
 
-Encoded = list[tuple[str, np.ndarray, np.ndarray | None]]
-"""Split, token ids and loss mask of each document; None puts every token in the loss."""
-Encode = Callable[[list[dict[str, Any]]], Encoded]
+Located = tuple[str, str, Row]
+"""Split, location and row."""
 
 
 class UnansweredError(InputError):
-    """A conversation has no answer yet, so there is nothing to learn from it."""
+    """The conversations of a corpus have no answers yet, so there is nothing to learn from."""
 
 
 class EmptySplitError(InputError):
@@ -76,22 +75,24 @@ def tokenised(
     Raises:
         InputError: The corpus cannot be read, or the split is empty.
     """
-    check_split(split)
+    assert split in SPLITS
+
+    def documents(source: Source) -> Documents:
+        return _documents(_cached(source, tokenizer, seed, bar), source, split)
+
     if corpus.source == "mixture":
-        return _mixture(
-            corpus, split, seed, lambda one: tokenised(one, split, tokenizer, seed, bar=bar)
-        )
-    return _documents(_cached(corpus, tokenizer, seed, bar), corpus, split)
+        return _mixture(corpus, split, seed, documents)
+    return documents(corpus)
 
 
-def _cached(corpus: Data, tokenizer: PreTrainedTokenizerBase, seed: int, bar: Any) -> Path:
+def _cached(source: Source, tokenizer: PreTrainedTokenizerBase, seed: int, bar: Any) -> Path:
     """Return the file of a source's documents, and write it if it does not exist."""
     if tokenizer.eos_token_id is None:
         raise InputError(
             "packing needs a tokenizer with an end-of-text token, this one lacks it; set its "
             "eos_token"
         )
-    known = identity(corpus, seed)
+    known = identity(source, seed)
     known |= {"format": FORMAT, "tokenizer": tokenizer_fingerprint(tokenizer)}
     key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_folder() / "tokens" / key
@@ -103,133 +104,101 @@ def _cached(corpus: Data, tokenizer: PreTrainedTokenizerBase, seed: int, bar: An
             return folder / FILE
         sweep(folder.parent, key)
         try:
-            _write(folder, corpus, seed, _encode(corpus, tokenizer, is_fast=True), bar)
+            _write(folder, source, tokenizer, seed, bar, is_fast=True)
         except DisagreementError as error:
             warnings.warn(
                 f"fastokens does not read as the tokenizer does ({error}): the tokenizer reads "
                 "this corpus alone, which takes longer",
                 stacklevel=2,
             )
-            _write(folder, corpus, seed, _encode(corpus, tokenizer, is_fast=False), bar)
+            _write(folder, source, tokenizer, seed, bar, is_fast=False)
     return folder / FILE
 
 
-def _write(folder: Path, corpus: Data, seed: int, encode: Encode, bar: Any) -> None:
-    # slow to import, and not needed once a corpus is tokenised
-    import datasets
-
-    text = datasets.Value("string")
-    features = datasets.Features({"split": text, "where": text, "row": text})
+def _write(
+    folder: Path,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    bar: Any,
+    *,
+    is_fast: bool,
+) -> None:
+    """Write all documents of a source as an Arrow stream, batch by batch."""
+    bad, done = BadRows(), 0
+    total = sum(size for _, size, _ in identity(source, seed)["files"])
     task = None if bar is None else bar.add_task("tokenising", total=1, numbers="MB")
-    done = total = 0
-
-    def tokens(batch: pa.Table) -> pa.Table:
-        nonlocal done
-        found = encode(batch.to_pylist())
-        done += batch.nbytes
-        if bar is not None:
-            bar.update(task, completed=done // 10**6, total=max(total, done) // 10**6 + 1)
-        columns = {
-            "split": pa.array([SPLITS.index(split) for split, _, _ in found], pa.int8()),
-            "tokens": _lists([tokens for _, tokens, _ in found]),
-        }
-        if masks := [mask for _, _, mask in found if mask is not None]:
-            columns["loss_mask"] = _lists(masks)
-        return pa.table(columns)
-
-    with atomic_folder(folder) as scratch, _quiet_datasets():
-        rows = datasets.Dataset.from_generator(
-            lambda: _rows(corpus, seed),
-            features=features,
-            cache_dir=str(scratch / "rows"),
-            # hashing the generator would take long and give another value in each process
-            fingerprint=folder.name,
-            writer_batch_size=WRITTEN_ROWS,
+    is_chat = source.source in CONVERSATIONS
+    batches = _batches(read_all(source, seed, bad))
+    first = next(batches, [])
+    if is_chat and first and not any(map(_is_answered, first)):
+        raise UnansweredError(
+            f"a corpus phase learns answers, and {first[0][1]} has no answer; have the base answer "
+            "it: a phase with text=distilled, or specheads distill"
         )
-        total = rows.data.nbytes
-        rows.with_format("arrow").map(
-            tokens,
-            batched=True,
-            batch_size=max(1, min(BATCH_ROWS, len(rows) * BATCH_BYTES // total)),
-            remove_columns=rows.column_names,
-            new_fingerprint=folder.name,
-            cache_file_name=str(scratch / FILE),
-        )
-        shutil.rmtree(scratch / "rows")
+    # not before a row is read: report a source that cannot be read first
+    if is_chat:
+        encode = partial(_conversations, Template(tokenizer), bad)
+    else:
+        encode = partial(_texts, encoder(tokenizer, is_fast=is_fast), tokenizer.eos_token_id)
+    with atomic_folder(folder) as scratch:
+        schema = CHAT_SCHEMA if is_chat else SCHEMA
+        with pa.ipc.new_stream(str(scratch / FILE), schema) as stream:
+            for batch in chain([first] if first else [], batches):
+                splits, *columns = encode(batch)
+                if splits:
+                    numbers = pa.array([SPLITS.index(split) for split in splits], pa.int8())
+                    stream.write_batch(pa.record_batch([numbers, *map(_lists, columns)], schema))
+                elif source.bad_rows == "stop":
+                    # a template that refuses every row would take long over a large source
+                    bad.report(source.path or source.source, "stop")
+                done += sum(map(_size, batch))
+                if bar is not None:
+                    bar.update(task, completed=done // 10**6, total=max(total, done) // 10**6 + 1)
+        bad.report(source.path or source.source, source.bad_rows)
 
 
-def _rows(corpus: Data, seed: int) -> Iterator[dict[str, str]]:
-    is_empty = True
-    for split, where, row in read_all(corpus, seed):
-        is_empty = False
-        if "text" in row:
-            text = row["text"]
-        elif first_answer(row["messages"]) == len(row["messages"]):
-            raise UnansweredError(
-                f"a corpus phase learns answers, and {where} has no answer; have the base answer "
-                "it: a phase with text=distilled, or specheads distill"
-            )
-        else:
-            # JSON keeps objects as they are: Arrow would add null for keys that other rows have
-            text = json.dumps(row, ensure_ascii=False, default=str)
-        yield {"split": split, "where": where, "row": text}
-    if is_empty:
-        raise EmptySplitError(
-            f"a corpus needs at least one document, {corpus.source} {corpus.path} is empty; give "
-            "some"
-        )
+def _batches(rows: Iterator[Located]) -> Iterator[list[Located]]:
+    batch, size = list[Located](), 0
+    for one in rows:
+        batch.append(one)
+        size += _size(one)
+        if size >= BATCH_CHARACTERS or len(batch) == BATCH_ROWS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
-@contextmanager
-def _quiet_datasets() -> Iterator[None]:
-    """Hide the progress bars of `datasets`, and raise our own errors as they are."""
-    import datasets
-    from datasets.exceptions import DatasetGenerationError
-
-    shows_bars = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    except DatasetGenerationError as error:
-        cause = error.__cause__ or error
-        # otherwise the two would be each other's cause
-        error.__cause__ = error.__context__ = None
-        raise cause from cause.__cause__
-    finally:
-        if shows_bars:
-            datasets.enable_progress_bars()
+def _size(one: Located) -> int:
+    return len(one[2].get("text") or str(one[2]["messages"]))
 
 
-def _encode(corpus: Data, tokenizer: PreTrainedTokenizerBase, *, is_fast: bool) -> Encode:
-    if corpus.source in CONVERSATIONS:
-        return _encode_conversations(tokenizer)
-    encode, end = None, np.int32(cast(int, tokenizer.eos_token_id))
-
-    def texts(rows: list[dict[str, Any]]) -> Encoded:
-        nonlocal encode
-        encode = encode or Encoder(tokenizer, is_fast=is_fast)
-        found = encode([row["row"] for row in rows])
-        # some tokenizers add the end token themselves
-        ended = (ids if ids[-1:] == end else np.append(ids, end) for ids in found)
-        return [(row["split"], ids, None) for row, ids in zip(rows, ended, strict=True)]
-
-    return texts
+def _is_answered(one: Located) -> bool:
+    return first_answer(one[2]["messages"]) < len(one[2]["messages"])
 
 
-def _encode_conversations(tokenizer: PreTrainedTokenizerBase) -> Encode:
-    template: Template | None = None
+def _texts(encode: Encode, end: Any, batch: list[Located]) -> Any:
+    """Return the split and the tokens of each text."""
+    found = encode([row["text"] for _, _, row in batch])
+    # some tokenizers add the end token themselves
+    ended = [ids if ids[-1:] == end else np.append(ids, np.int32(end)) for ids in found]
+    return [split for split, _, _ in batch], ended
 
-    def conversations(rows: list[dict[str, Any]]) -> Encoded:
-        nonlocal template
-        talks = [json.loads(row["row"]) for row in rows]
-        template = template or Template(tokenizer)
-        return [
-            (row["split"], np.array(one.tokens, np.int32), np.array(one.loss_mask, np.uint8))
-            for row, talk in zip(rows, talks, strict=True)
-            for one in template.samples(talk["messages"], talk.get("tools"), row["where"])
-        ]
 
-    return conversations
+def _conversations(template: Template, bad: BadRows, batch: list[Located]) -> Any:
+    """Return the split, the tokens and the loss mask of each text."""
+    splits, tokens, masks = list[str](), list[np.ndarray](), list[np.ndarray]()
+    for split, where, row in batch:
+        try:
+            samples = template.samples(row["messages"], row["tools"], where)
+        except InputError as error:
+            bad.add(error)
+            continue
+        splits += [split] * len(samples)
+        tokens += [np.array(one.tokens, np.int32) for one in samples]
+        masks += [np.array(one.loss_mask, np.uint8) for one in samples]
+    return splits, tokens, masks
 
 
 def _lists(parts: list[np.ndarray]) -> pa.ListArray:
@@ -237,7 +206,7 @@ def _lists(parts: list[np.ndarray]) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(parts)))
 
 
-def _documents(file: Path, corpus: Data, split: str) -> Documents:
+def _documents(file: Path, source: Source, split: str) -> Documents:
     """Memory-map the documents of one split."""
     try:
         with pa.memory_map(str(file)) as stored:
@@ -256,13 +225,13 @@ def _documents(file: Path, corpus: Data, split: str) -> Documents:
     order = np.flatnonzero(splits == SPLITS.index(split))
     if not len(order):
         raise EmptySplitError(
-            f"a corpus needs at least one document in its {split} split, {corpus.source} "
-            f"{corpus.path} has 0 of {len(splits)} there; give more documents"
+            f"a corpus needs at least one document in its {split} split, {source.source} "
+            f"{source.path} has 0 of {len(splits)} there; give more documents"
         )
     return Documents(table, order)
 
 
-def _mixture(corpus: Data, split: str, seed: int, part: Callable[[Data], Documents]) -> Documents:
+def _mixture(corpus: Data, split: str, seed: int, part: Callable[[Source], Documents]) -> Documents:
     """Return documents of several sources, whose fractions of the tokens are their weights.
 
     The mixture has as many tokens as its sources together. The seed chooses documents of a source
@@ -273,7 +242,7 @@ def _mixture(corpus: Data, split: str, seed: int, part: Callable[[Data], Documen
     weights = {name: one.weight for name, one in corpus.sources.items() if one.weight}
     for name in weights:
         try:
-            parts[name] = part(alone(corpus, name))
+            parts[name] = part(corpus.sources[name])
         except EmptySplitError:
             # a small source may have no held-out document
             if split == "train":

@@ -197,7 +197,7 @@ class PhaseTexts:
         documents = self._generated(distill, bar, halt) if distill else self.documents
         text = self._packed(documents, phase)
         if self.accelerator.is_main_process:
-            bar.console.print(f"packing: {text.waste}", markup=False, soft_wrap=True)
+            bar.console.print(f"packing: {text.summary}", markup=False, soft_wrap=True)
         return text
 
     def _generated(self, distill: Distill, bar: Progress, halt: Callable[[], None]) -> Documents:

@@ -31,15 +31,15 @@ GOOD = b"".join(talk({"role": "user", "content": f"Hi {n}?"}, ANSWERED) for n in
 """Enough conversations to train on; the fault follows them."""
 
 FILES: dict[str, tuple[bytes, str]] = {
-    "no JSON": (GOOD + b"{not json}\n", "line 61 of talks.jsonl is none: it is no JSON from"),
-    "half a row": (GOOD[:-20], "line 60 of talks.jsonl is none: it is no JSON from"),
+    "no JSON": (GOOD + b"{not json}\n", "line 61 of talks.jsonl is none, "),
+    "half a row": (GOOD[:-20], "line 60 of talks.jsonl is none, "),
     "a web page": (b"<!DOCTYPE html>\n<html></html>\n", "line 1 of talks.jsonl is none"),
-    "no messages": (GOOD + b'{"title": "Hi"}\n', "line 61 of talks.jsonl has title; fix"),
-    "unknown role": (GOOD + talk({"role": "bot", "content": "Hi?"}), "talks.jsonl has 'bot': fix"),
+    "no messages": (GOOD + b'{"title": "Hi"}\n', "line 61 of talks.jsonl has title"),
+    "unknown role": (GOOD + talk({"role": "bot", "content": "Hi?"}), "talks.jsonl has 'bot'"),
     "empty": (b"", "talks.jsonl holds no row"),
     "blank lines": (b"\n  \n\t\n\n", "talks.jsonl holds no row"),
     "binary": (random.Random(0).randbytes(5000), "a readable UTF-8 file, and talks.jsonl is not"),
-    "zeros": (bytes(5000), "line 1 of talks.jsonl is none: it is no JSON from character 1"),
+    "zeros": (bytes(5000), "line 1 of talks.jsonl is none, "),
     "gzip cut short": (gzip.compress(GOOD)[:-20], "talks.jsonl is not: Compressed file ended"),
     "broken row in gzip": (gzip.compress(GOOD + b"{not json}\n"), "line 61 of talks.jsonl is none"),
     "UTF-16": (GOOD.decode().encode("utf-16"), "a readable UTF-8 file, and talks.jsonl is not"),
@@ -47,32 +47,32 @@ FILES: dict[str, tuple[bytes, str]] = {
         GOOD + talk(ASKED, {**ANSWERED, "content": "caf_"}).replace(b"_", b"\xe9"),
         "a readable UTF-8 file, and talks.jsonl is not",
     ),
-    "mixed schemas": (GOOD + b'{"text": "plain"}\n', "line 61 of talks.jsonl has text; fix"),
+    "mixed schemas": (GOOD + b'{"text": "plain"}\n', "line 61 of talks.jsonl has text"),
     "two schemas in a row": (
         GOOD + b'{"messages": [], "conversations": []}\n',
-        "line 61 of talks.jsonl has messages; conversations; fix",
+        "line 61 of talks.jsonl has empty columns only",
     ),
     "text for messages": (GOOD + b'{"messages": "Hi?"}\n', "line 61 of talks.jsonl has 'Hi?'"),
     "texts for messages": (GOOD + talk("Hi?"), "line 61 of talks.jsonl has 'Hi?' among them"),
-    "no message": (GOOD + talk(), "line 61 of talks.jsonl has []; fix"),
+    "no message": (GOOD + talk(), "line 61 of talks.jsonl has empty columns only"),
     "a number for content": (
         GOOD + talk({"role": "user", "content": 3}, ANSWERED),
-        "line 61 of talks.jsonl has int; write it as text",
+        "line 61 of talks.jsonl has int",
     ),
     "nobody asks": (
         GOOD + talk({"role": "system", "content": "Be nice."}),
-        "line 61 of talks.jsonl has only system; remove it",
+        "line 61 of talks.jsonl has only system",
     ),
     "half a surrogate pair": (
         GOOD + talk({"role": "user", "content": "\ud800"}),
-        "line 61 of talks.jsonl is none: it has half of a surrogate pair",
+        "line 61 of talks.jsonl is none, ",
     ),
     "nested too deep": (
         GOOD + b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
-        "line 61 of talks.jsonl is none: it is nested too deep",
+        "line 61 of talks.jsonl is none, ",
     ),
     # control characters, and line breaks that only some readers know
-    "keys for a terminal": (GOOD + b'{"\\u001b[2J\\u2028\\n": 1}\n', "has \\x1b[2J; fix"),
+    "keys for a terminal": (GOOD + b'{"\\u001b[2J\\u2028\\n": 1}\n', "has \\x1b[2J"),
 }
 """Content of talks.jsonl, and text that the message must contain."""
 
@@ -157,11 +157,11 @@ def test_line_of_100_mb_gets_one_line(how: str, refused: Any):
 def test_corpus_without_answers_needs_a_distilled_phase(how: str, refused: Any):
     Path("talks.jsonl").write_bytes(GOOD + talk(ASKED))
     said = refused(how)
-    assert "line 61 of talks.jsonl has no answer; have the base answer it" in said
-    assert "specheads distill" in said
+    assert "line 61 of talks.jsonl lacks one" in said
+    assert "have the base answer it in a distilled phase" in said
     # what the assistant says first is no answer
     Path("talks.jsonl").write_bytes(GOOD + talk(ANSWERED, ASKED))
-    assert "line 61 of talks.jsonl has no answer" in refused(how)
+    assert "line 61 of talks.jsonl lacks one" in refused(how)
 
 
 @pytest.mark.parametrize("how", EACH)

@@ -156,3 +156,27 @@ def test_unreadable_recipe_is_refused_by_path(
     else:
         with pytest.raises(InputError, match=r"a YAML file, and .*mine.recipe\.yaml is not"):
             compose.register()
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("run=1-step=2.jsonl", "#1.jsonl", "a (copy).jsonl", "[a].jsonl"),
+        ("{a}.jsonl", "it's", "a,b", '"a'),
+        ("a\\", "a\\'b", "a|b", "<a>"),
+        ("a`b", "a*?", "1_0", "0e0"),
+        ("-0", "False", "null", "~a"),
+    ],
+)
+def test_paths_and_names_are_read_as_the_shell_gives_them(texts: tuple[str, ...]):
+    names = "data.path", "name", "evaluation.prompts", "base.adapter"
+    given = [f"{name}={text}" for name, text in zip(names, texts, strict=True)]
+    found = compose.settings_of("train", ["recipe=conversations", *given])
+    assert (found.data.path, found.name, found.evaluation.prompts, found.base.adapter) == texts
+
+
+def test_text_in_quotes_and_references_are_hydras():
+    given = ["name='\"a,b\"'", "data.column=${name}", "data.path='a=b.jsonl'", "seed=3"]
+    found = compose.settings_of("train", ["recipe=conversations", *given])
+    assert (found.name, found.data.column) == ('"a,b"', '"a,b"')
+    assert (found.data.path, found.seed) == ("a=b.jsonl", 3)

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from specheads.config import Compare, Evaluate, Export, Push, Train, check, parts
-from specheads.config.parts import Data, Evaluation, Tree, WeightedSource
+from specheads.config.parts import Evaluation, Tree
 from specheads.core import ranges
 from specheads.core.errors import InputError
 from specheads.core.ranges import hints, words
+from specheads.data.settings import Data, WeightedSource
 from specheads.decoding.accept import RULES
 from specheads.training import losses, settings
 from specheads.training.settings import LOSSES, Distill, Joint, Phase, Schedule, Validation
@@ -147,7 +148,8 @@ def test_invalid_data_is_refused(settings: Data, message: str):
         {"column": "body"},
         {"patterns": ["*.py"]},
         {"max_documents": 60},
-        {"max_documents": 60, "streaming": True},
+        {"ignore": ["x"]},
+        {"bad_rows": "drop"},
         {"revision": "v1"},
         {"config": "full"},
     ],

@@ -14,10 +14,11 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specheads.config import Data
 from specheads.core.errors import InputError
-from specheads.data.chat import Sample, Template, conversation
+from specheads.data.chat import Sample, Template
+from specheads.data.conversations import conversation
 from specheads.data.prompts import held_out
+from specheads.data.settings import Data
 
 BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
 TEMPLATES = Path(__file__).parent / "templates"
@@ -321,8 +322,7 @@ def test_wrong_mask_is_refused_with_its_text(family: str, case: str, planted: st
     template.refuse_wrong_mask(one, answers)
     wrong = replace(one, loss_mask=PLANTED[planted](one))
     with pytest.raises(InputError, match="the mask must count the assistant's answers") as caught:
-        template.refuse_wrong_mask(wrong, answers, "line 3 of x.jsonl")
-    assert "line 3 of x.jsonl" in str(caught.value)
+        template.refuse_wrong_mask(wrong, answers)
     assert "\n" not in str(caught.value)
     assert caught.value.details.replace("⟦", "").replace("⟧", "") == one.text
 
@@ -399,14 +399,14 @@ def test_normalising_tokenizer_is_accepted():
     [
         ("smollm2", CALLING, "counts '' for the answer '' and calls sun"),
         ("granite3_3", CALLING, "and calls sun"),
-        ("gemma3", CALLING, "takes no messages such as those of line 3: Conversation roles must"),
+        ("gemma3", CALLING, "must take the messages of a row: Conversation roles must"),
         (
             "llama3_1",
             [CALLING[0], CALLING[1] | {"content": "Let me see."}],
             "for the answer 'Let me",
         ),
         ("mistral_nemo", [*SINGLE, ("assistant", "More.")], "roles must alternate"),
-        ("smollm2", SINGLE[:1], "needs an answer of the assistant, line 3 lacks one"),
+        ("smollm2", SINGLE[:1], "needs an answer of the assistant .*; line 3 lacks one"),
         ("smollm2", [("assistant", "Welcome."), *SINGLE[:1]], "needs an answer"),
     ],
 )
@@ -440,7 +440,7 @@ def with_template(source: str) -> Template:
         marked(HEADER + "{% generation %}" + SAID + "{{ '\n' }}{% endgeneration %}"),
         # these markers leave the end to us
         marked(HEADER + "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>\n' }}"),
-        # the prompt begins the thought, and so do the markers
+        # both the prompt and the markers begin with the thought
         marked(
             HEADER + "{% generation %}{{ '<think>\n' }}" + SAID + "{{ '\n' }}{% endgeneration %}",
             ASKS.replace("assistant\n", "assistant\n<think>\n"),
@@ -473,7 +473,7 @@ def test_generation_markers_decide_the_mask_with_the_end_token(source: str):
         ),
         (
             marked(HEADER + SAID, ASKS.replace("assistant\n", "assistant\n<think>\n")),
-            "the mask would be unstable",
+            "the mask is unstable",
         ),
         (marked(HEADER + "{{ m.content }}\n"), "must end an answer with a special token"),
         (marked(HEADER + "{{ '<|im_end|>' }}"), "leaves them out"),
@@ -485,14 +485,6 @@ def test_template_without_a_stable_mask_is_refused_with_details(source: str, tol
     with pytest.raises(InputError, match=told) as caught:
         with_template(source).samples(said(MULTI), None, "line 3")
     assert "\n" not in str(caught.value)
-
-
-def test_unstable_template_error_shows_prompt_and_text():
-    source = marked(HEADER + SAID, ASKS.replace("assistant\n", "assistant\n<think>\n"))
-    with pytest.raises(InputError) as caught:
-        with_template(source).samples(said(SINGLE))
-    assert "the prompt:\n<|im_start|>user" in caught.value.details
-    assert "<|im_start|>assistant\nHello.<|im_end|>" in caught.value.details
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
@@ -532,14 +524,3 @@ def test_template_that_calls_the_clock_is_the_same_every_day(monkeypatch: Any):
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", None)
     assert "July 26, 2024" in sampled("granite3_3", "single")[0].text
     assert "26 Jul 2024" in sampled("llama3_2", "single")[0].text
-
-
-def test_template_fingerprints_differ():
-    found = {Template(tokenizer(family)).fingerprint for family in SPECIAL}
-    assert len(found) == len(SPECIAL)
-    assert Template(tokenizer("qwen3")).fingerprint == Template(tokenizer("qwen3")).fingerprint
-
-
-def test_tokenizer_without_template_is_refused():
-    with pytest.raises(InputError, match="tokenizer with a chat template, line 3 has messages"):
-        Template(AutoTokenizer.from_pretrained(BASE), "line 3")

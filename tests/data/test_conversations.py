@@ -1,17 +1,31 @@
-"""Rows of conversations: the forms that people publish, and what is refused by its line."""
+"""The reader of rows: published forms become one form, and nothing of a row is dropped."""
 
 import json
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from specheads.core.errors import InputError
 from specheads.data.conversations import conversation
+from specheads.data.files import rows_of
 
 WHERE = "line 7 of talks.jsonl"
 HI, HELLO = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}
 BRIEF = {"role": "system", "content": "Be brief."}
-TOOL = {"type": "function", "function": {"name": "sun", "parameters": {}}}
+HUMAN, GPT = {"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Hello."}
+TOOL: Any = {"type": "function", "function": {"name": "sun", "parameters": {}}}
+ROME = {"name": "sun", "arguments": {"city": "Rome"}}
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": ROME}],
+}
+YES = {"role": "tool", "content": "yes"}
+
+
+def read(*messages: dict[str, Any], **columns: Any) -> list[dict[str, Any]]:
+    return conversation({"messages": list(messages), **columns}, WHERE).messages
 
 
 @pytest.mark.parametrize(
@@ -20,13 +34,18 @@ TOOL = {"type": "function", "function": {"name": "sun", "parameters": {}}}
         {"messages": [HI, HELLO]},
         {"messages": [HI | {"name": None}, HELLO | {"tool_calls": None}], "output": None},
         {"messages": [HI, HELLO], "prompt": "Hi?", "prompt_id": "x"},
-        {"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Hello."}]},
-        {"conversations": [HI, HELLO], "id": "x"},
+        {"conversations": [HUMAN, GPT]},
+        {"conversations": [HUMAN | {"weight": 0.0}, GPT | {"weight": 1.0}], "source": "x"},
+        {"conversations": [HI, HELLO], "id": "x", "num_turns": 2, "verified": True},
+        {"conversation": [HI, HELLO], "conversation_hash": "x", "modelName": "y", "toxic": False},
+        {"conversations": [HUMAN, GPT], "instruction": "Hi?", "response": "Hello."},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi?"}]}, HELLO]},
-        {"instruction": "Hi?", "input": "", "output": "Hello."},
+        {"instruction": "Hi?", "input": "", "output": "Hello.", "text": "Q: Hi? A: Hello."},
+        {"instruction": "", "input": "Hi?", "output": "Hello."},
         {"prompt": "Hi?", "completion": "Hello."},
         {"prompt": [HI], "completion": [HELLO]},
         {"question": "Hi?", "answer": "Hello."},
+        {"query": "Hi?", "response": "Hello.", "type": "x"},
         {"text": "Hi?", "code": "Hello.", "test_list": ["assert hi()"]},
     ],
 )
@@ -42,63 +61,144 @@ def test_common_forms_become_the_same_messages(row: dict[str, Any]):
         {"messages": [BRIEF, HI, HELLO]},
         {"messages": [BRIEF | {"role": "developer"}, HI, HELLO]},
         {"system": "Be brief.", "conversations": [HI, HELLO]},
-        {"system_prompt": "Be brief.", "question": "Hi?", "response": "Hello."},
-        {"system": "ignored", "messages": [BRIEF, HI, HELLO]},
+        {"system": " ", "system_prompt": "Be brief.", "question": "Hi?", "response": "Hello."},
+        {"system": "Be brief.", "system_prompt": "Be brief.", "messages": [BRIEF, HI, HELLO]},
     ],
 )
 def test_system_prompt_comes_first(row: dict[str, Any]):
     assert conversation(row, WHERE).messages == [BRIEF, HI, HELLO]
 
 
-def test_input_follows_its_instruction():
-    row = {"instruction": "Add.", "input": "1 + 1", "output": "2"}
-    assert conversation(row, WHERE).messages[0]["content"] == "Add.\n\n1 + 1"
+@pytest.mark.parametrize(
+    ("row", "asked"),
+    [
+        ({"instruction": "Add.", "input": "1 + 1", "output": "2"}, "Add.\n\n1 + 1"),
+        ({"question": "Who?", "context": "Bob lives.", "answer": "Bob."}, "Who?\n\nBob lives."),
+        ({"prompt": "Who?", "input": "Bob lives.", "response": "Bob."}, "Who?\n\nBob lives."),
+        ({"query": "a", "context": "b", "input": "c", "output": "d"}, "a\n\nc\n\nb"),
+        ({"input": "a", "context": "b", "output": "c"}, "a\n\nb"),
+        ({"instruction": "a", "context": None, "input": " ", "response": "d"}, "a"),
+    ],
+)
+def test_context_follows_its_question(row: dict[str, Any], asked: str):
+    assert conversation(row, WHERE).messages[0]["content"] == asked
 
 
-def test_tool_arguments_become_objects_and_tools_are_parsed():
-    call = {"id": "a", "function": {"name": "sun", "arguments": '{"city": "Rome"}'}}
-    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
-    told = {"from": "observation", "value": "yes"}
-    row = {"messages": [HI, asked, told, HELLO], "tools": json.dumps([TOOL])}
-    found = conversation(row, WHERE)
-    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
-    assert found.messages[1]["tool_calls"][0]["id"] == "a"
-    assert found.messages[2] == {"role": "tool", "content": "yes"}
-    assert found.tools == [TOOL]
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"content": "", "function_call": ROME},
+        {"content": None, "function_call": {"name": "sun", "arguments": '{"city": "Rome"}'}},
+        {"tool_calls": [{"function": ROME}], "function_call": None},
+        {"tool_calls": json.dumps([{"function": ROME}])},
+        {"tool_calls": ROME},
+        {"role": "function_call", "content": json.dumps(ROME)},
+        {"role": "tool_call", "content": json.dumps([ROME])},
+    ],
+)
+@pytest.mark.parametrize("told", [YES, {"from": "observation", "value": "yes"}])
+def test_calls_are_read_in_every_published_form(call: dict[str, Any], told: dict[str, Any]):
+    assert read(HI, {"role": "assistant", **call}, told, HELLO) == [HI, CALLED, YES, HELLO]
 
 
-def test_thoughts_are_kept_apart_from_the_answer():
-    thinking = HELLO | {"reasoning": "hm"}
-    found = conversation({"messages": [HI, thinking]}, WHERE).messages
+def test_ids_of_calls_and_names_are_kept():
+    call = {"id": "a", "function": {"name": "sun", "arguments": {}}}
+    told = {"role": "function", "name": "sun", "tool_call_id": "a", "content": "yes"}
+    found = read(HI, {"role": "assistant", "tool_calls": [call]}, told, HELLO)
+    assert found[1]["tool_calls"][0]["id"] == "a"
+    assert found[2] == told | {"role": "tool"}
+
+
+@pytest.mark.parametrize("empty", [..., None, "", "\n", "null", " null ", "{}", {}])
+@pytest.mark.parametrize("key", ["tool_calls", "function_call"])
+def test_call_without_arguments_has_an_empty_object(empty: Any, key: str):
+    function = {"name": "sun"} | ({} if empty is ... else {"arguments": empty})
+    call = [{"function": function}] if key == "tool_calls" else function
+    found = read(HI, {"role": "assistant", "content": "", key: call}, YES, HELLO)
+    assert found[1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"tools": [TOOL]},
+        {"tools": json.dumps([TOOL])},
+        {"functions": [TOOL["function"]]},
+        {"functions": json.dumps([TOOL["function"]]), "tools": []},
+        {"tools": [TOOL], "functions": None},
+    ],
+)
+def test_tools_are_read_as_lists_and_as_json(columns: dict[str, Any]):
+    assert conversation({"messages": [HI, HELLO], **columns}, WHERE).tools == [TOOL]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": "Hello.", "reasoning": "hm"},
+        {"content": "Hello.", "thinking": "hm", "reasoning_content": "hm"},
+        {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "Hello."}]},
+        {"content": [{"type": "reasoning", "text": "hm"}, {"text": "Hel"}, {"text": "lo."}]},
+        {"content": [{"type": "output_text", "text": "Hello."}], "reasoning": [{"text": "hm"}]},
+    ],
+)
+def test_thoughts_are_kept_apart_from_the_answer(answer: dict[str, Any]):
+    found = read(HI, {"role": "assistant", **answer})
     assert found[1] == HELLO | {"reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [{"x": 0, "y": 1}, {"text": "a"}],
+        [{"at": {"x": 0}}, {"at": {"y": [1]}}],
+        [{"all": [{"x": 1}, {"y": 2}]}, {"all": [{"z": 3}]}],
+        [{"flag": False, "n": 0, "s": ""}, {"t": "a"}],
+        [{}, {"x": 0}],
+    ],
+)
+@pytest.mark.parametrize("key", ["tool_calls", "function_call"])
+def test_parquet_reads_as_json_lines_do(tmp_path, calls: list[dict[str, Any]], key: str):
+    rows = []
+    for number, arguments in enumerate(calls):
+        function = {"name": f"f{number}", "arguments": arguments}
+        call = [{"id": "c", "function": function}] if key == "tool_calls" else function
+        schema = {"type": "object", "properties": {name: {"enum": ["a"]} for name in arguments}}
+        tools = [{"type": "function", "function": {"name": f"f{number}", "parameters": schema}}]
+        answer = {"role": "assistant", "content": None, key: call}
+        rows.append({"messages": [HI, answer, YES, HELLO], "tools": tools})
+    Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    found = [row for _, row in rows_of([tmp_path / "a.parquet"])]
+    assert [conversation(row, "") for row in found] == [conversation(row, "") for row in rows]
 
 
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({}, "has no key"),
+        ({}, "has empty columns only"),
         ({"text": "Hi?"}, "has text"),
         ({"instruction": "Hi?", "input": "x"}, "has instruction, input"),
-        ({"messages": None, "text": None}, "has no key"),
-        ({"messages": [HI, HELLO], "conversations": [HI]}, "has messages; conversations"),
-        ({"messages": [HI], "instruction": "a", "output": "b"}, "messages; instruction and output"),
-        ({"messages": []}, r"not empty; line 7 of talks.jsonl has \[\]"),
+        ({"messages": None, "text": None}, "has empty columns only"),
+        ({"messages": [HI, HELLO], "conversations": [HI]}, "neither: conversations "),
+        ({"messages": [HI], "instruction": "a", "output": "b"}, "neither: instruction, output "),
+        ({"messages": []}, "has empty columns only"),
         ({"messages": "Hi?"}, "must be a list of objects"),
         ({"messages": ["Hi?"]}, "has 'Hi\\?' among them"),
         ({"messages": [{"content": "Hi?"}]}, "has None"),
         ({"messages": [{"role": "bot", "content": "Hi?"}]}, "one of system, user.* has 'bot'"),
         ({"messages": [{"role": ["user"], "content": "Hi?"}]}, r"has \['user'\]"),
-        ({"messages": [{"role": "user", "content": 3}]}, "parts of text, .* has int"),
+        ({"messages": [{"role": "user", "content": 3}]}, "parts with text .* has int"),
         ({"messages": [{"role": "user", "content": {"a": 1}}]}, "has an object"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "has image"),
         ({"messages": [{"role": "user", "content": ["Hi?"]}]}, "has str"),
         ({"messages": [{"role": "user", "content": " \n"}]}, "of the user must not be empty"),
         ({"messages": [HI, {"role": "assistant"}]}, "of the assistant must not be empty"),
-        ({"messages": [BRIEF, HELLO]}, "needs a turn of the user, .* only assistant, system"),
-        ({"instruction": "Hi?", "output": ""}, "output must be text, and not empty"),
+        ({"messages": [BRIEF, HELLO]}, "needs a turn of the user; .* only assistant, system"),
+        ({"instruction": "Hi?", "output": ""}, "has instruction"),
         ({"instruction": 3, "output": "b"}, "instruction must be text"),
-        ({"instruction": "a", "input": {}, "output": "b"}, "input must be text"),
-        ({"messages": [HI, HELLO], "tools": "x"}, "list of JSON schemas, .* has 'x'"),
+        ({"instruction": "a", "input": {"b": 1}, "output": "b"}, "input must be text"),
+        ({"prompt": [HI], "completion": "Hello."}, "has 'Hello.' among them"),
+        ({"messages": [HI, HELLO], "tools": "x"}, "list of JSON schemas; .* has 'x'"),
         ({"messages": [HI, HELLO | {"tool_calls": [3]}]}, "list of objects with function.* has 3"),
         (
             {"messages": [HI, HELLO | {"tool_calls": [{"name": "f", "arguments": "{"}]}]},
@@ -112,3 +212,60 @@ def test_bad_conversation_is_refused_in_one_line(row: Any, told: str):
     assert WHERE in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+PART = {"type": "text", "text": "Hello."}
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"messages": [HI, HELLO], "hint": "Think.", "state": "x"}, "neither: hint, state "),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history"),
+        ({"messages": [HI, HELLO], "chat_template_kwargs": {"thinking": True}}, "chat_template"),
+        ({"messages": [HI, HELLO], "rejected": [HI, HELLO]}, "rejected"),
+        ({"instruction": "a", "source_text": "b", "output": "c"}, "source_text"),
+        ({"messages": [HI, HELLO], "tools": [TOOL], "functions": [TOOL]}, "functions"),
+        ({"messages": [HI, HELLO], "weight": 0.5}, "weight"),
+        ({"messages": [HI, HELLO | {"weight": 0}]}, "weight"),
+        ({"messages": [HI | {"train": True}, HELLO]}, "train"),
+        ({"messages": [HI, HELLO | {"prefix": True}]}, "prefix"),
+        ({"messages": [HI, HELLO | {"mask": 1}]}, "mask"),
+        ({"messages": [HI | {"images": ["a.png"]}, HELLO]}, "images"),
+        ({"messages": [HI, HELLO | {"audio": {"id": "x"}}]}, "audio"),
+        ({"messages": [HI, HELLO | {"refusal": "No."}]}, "refusal"),
+        ({"messages": [HI | {"tool_calls": [ROME]}, HELLO]}, "calls tools; .* user"),
+        ({"messages": [HI | {"thinking": "hm"}, HELLO]}, "thinks .* user"),
+        ({"messages": [HI, HELLO | {"thinking": "a", "reasoning": "b"}]}, "reasoning and thinking"),
+        ({"messages": [HI, HELLO | {"value": "Bye."}]}, "content and value"),
+        ({"messages": [HI, HELLO | {"tool_calls": [ROME], "function_call": ROME}]}, "tool_calls"),
+        ({"messages": [HI, HELLO | {"function_call": ROME | {"parameters": [1]}}]}, "parameters"),
+        ({"messages": [HI, HELLO | {"content": [PART | {"image": "a.png"}]}]}, "image"),
+        ({"messages": [HI, HELLO | {"content": [PART, {"type": "tool_use"}]}]}, "tool_use"),
+        ({"messages": [HI, HELLO | {"content": [PART, {"type": "audio", "text": ""}]}]}, "audio"),
+        ({"system": "Be long.", "messages": [BRIEF, HI, HELLO]}, "one system prompt"),
+        (
+            {"system": "a", "system_prompt": "b", "messages": [HI, HELLO]},
+            "system and system_prompt",
+        ),
+    ],
+)
+def test_what_would_be_dropped_is_refused_by_name(row: Any, named: str):
+    with pytest.raises(InputError, match=named) as caught:
+        conversation(row, WHERE)
+    assert WHERE in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("row", "ignore"),
+    [
+        ({"messages": [HI, HELLO], "hint": "Think."}, ["hint"]),
+        ({"messages": [HI | {"state": "x"}, HELLO | {"state": "y"}], "a": [1]}, ["a", "state"]),
+        ({"messages": [HI, HELLO | {"weight": 0}]}, ["weight"]),
+        ({"prompt": "Hi?", "messages": [HI, HELLO], "answer": "x"}, ["answer"]),
+        ({"instruction": "Hi?", "input": "x", "output": "Hello."}, ["input"]),
+    ],
+)
+def test_ignored_columns_and_keys_are_not_read(row: Any, ignore: list[str]):
+    assert conversation(row, WHERE, ignore).messages == [HI, HELLO]

@@ -8,11 +8,13 @@ from pathlib import Path
 import datasets
 import pytest
 from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from specheads.core.errors import InputError
 from specheads.data import files, sources
 from specheads.data.encode import tokenizer_fingerprint
-from specheads.data.prompts import PromptSet, load_prompts
+from specheads.data.prompts import PromptSet, fitting, load_prompts
 from tests.data.conftest import BASE, write_jsonl
 
 TEXTS = [f"document {number}: " + "word " * (number % 7 + 1) for number in range(120)]
@@ -81,7 +83,7 @@ def test_chat_rows_use_the_template(chat_tokenizer, tokenizer, tmp_path):
         "<user>hi<assistant>",
     ]
     assert found.prompts[0].tokens == ids_of(found.prompts[0].text, chat_tokenizer)
-    with pytest.raises(ValueError, match=r"line 1 of .* has messages and this tokenizer has no"):
+    with pytest.raises(ValueError, match=r"need a tokenizer with a chat template"):
         load_prompts(path, tokenizer, num_prompts=10)
 
 
@@ -122,9 +124,11 @@ def test_larger_set_is_sampled_by_the_seed(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": " "}', "line 2 of .* has none; it has prompt"),
-        ('{"prompt": "", "text": "x"}', "line 2 of .* has none; it has prompt, text"),
+        ('{"prompt": " "}', "line 2 of .* has empty columns only"),
+        ('{"output": "x"}', "prompt, turns, messages or a question; line 2 of .* has empty"),
         ('{"turns": []}', "turns must be a list .* line 2 of"),
+        ('{"turns": ["a", " "]}', "turns must be a list .* line 2 of"),
+        ('{"prompt": "a", "hint": "b"}', "neither: hint .* line 2 of"),
         ("[1]", "one JSON object a line; line 2 of"),
         ("{", "one JSON object a line; line 2 of"),
     ],
@@ -144,6 +148,75 @@ def test_unknown_or_empty_prompts_are_refused(tokenizer, tmp_path):
     (tmp_path / "b.jsonl").touch()
     with pytest.raises(ValueError, match="holds no row"):
         load_prompts(str(tmp_path / "b.jsonl"), tokenizer, num_prompts=1)
+
+
+U, A = ({"role": role} for role in ("user", "assistant"))
+ASK, SAY, MORE = U | {"content": "ask"}, A | {"content": "SAY"}, U | {"content": "more"}
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"conversations": [{"from": "human", "value": "ask"}, {"from": "gpt", "value": "SAY"}]},
+         "<user>ask<assistant>"),
+        ({"messages": [ASK, SAY, MORE, SAY, SAY]}, "<user>ask<assistant>SAY<user>more<assistant>"),
+        ({"messages": [SAY, ASK, SAY], "prompt": "ask"}, "<assistant>SAY<user>ask<assistant>"),
+        ({"prompt": [ASK], "completion": [SAY]}, "<user>ask<assistant>"),
+        ({"instruction": "ask", "input": "more", "output": "SAY"}, "<user>ask\n\nmore<assistant>"),
+        ({"question": "ask", "context": "more", "answer": "SAY"}, "<user>ask\n\nmore<assistant>"),
+        ({"system": "be", "prompt": "ask", "response": "SAY"}, "<system>be<user>ask<assistant>"),
+        ({"system": "be", "turns": ["ask"], "reference": ["S"]}, "<system>be<user>ask<assistant>"),
+        ({"prompt": "ask", "canonical_solution": "SAY", "test": "SAY"}, "ask"),
+        ({"messages": [ASK, A | {"tool_calls": [{"name": "SAY"}]}]}, "<user>ask<assistant>"),
+    ],
+)  # fmt: skip
+def test_prompt_never_holds_its_answer(chat_tokenizer, tmp_path, row, text):
+    Dataset.from_list([row]).to_parquet(tmp_path / "a.parquet")
+    for path in (write_jsonl(tmp_path / "a.jsonl", [row]), str(tmp_path / "a.parquet")):
+        (found,) = load_prompts(path, chat_tokenizer, num_prompts=1).prompts
+        assert found.text == text
+
+
+@pytest.mark.parametrize("template", ["$A {end}", "{pad} $A {end}", "$A {end} {end}", "$A {pad}"])
+@pytest.mark.parametrize(
+    "row", [{"prompt": "def f"}, {"turns": ["def f"]}, {"question": "def f"}, {"text": "def f"}]
+)
+def test_prompt_has_no_end_token(tokenizer, tmp_path, template, row):
+    end, pad, (plain, *rest) = "<|endoftext|>", "<|pad|>", tokenizer("def f")["input_ids"]
+    single = template.format(end=end, pad=pad)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=single, pair=f"{single} $B", special_tokens=[(end, 0), (pad, 1)]
+    )
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    (found,) = load_prompts(path, tokenizer, num_prompts=1).prompts
+    assert found.tokens == [*([1] if single.startswith(pad) else []), plain, *rest]
+
+
+def test_end_token_at_the_end_of_a_text_or_of_a_template(chat_tokenizer, tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "def f<|endoftext|>"}])
+    assert load_prompts(path, tokenizer, num_prompts=1).prompts[0].tokens == ids_of(
+        "def f", tokenizer
+    )
+    chat_tokenizer.chat_template = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    path = write_jsonl(tmp_path / "a.jsonl", [{"turns": ["hi"]}])
+    with pytest.raises(InputError, match="must not end with the end token; line 1 of"):
+        load_prompts(path, chat_tokenizer, num_prompts=1)
+
+
+@pytest.mark.parametrize("longer", [[2], [1], [1, 4], [3, 4, 5], [1, 2, 3, 4]])
+def test_too_long_prompts_are_named_or_skipped_and_counted(tokenizer, tmp_path, longer):
+    rows = [{"prompt": "word " * (40 if line in longer else 4)} for line in range(1, 6)]
+    found = load_prompts(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, num_prompts=5)
+    told = rf"{len(longer)} of 5 have more: \d+ in line {longer[0]} of .*a\.jsonl"
+    with pytest.raises(InputError, match=f"leaves 20 tokens.*{told}.*too_long=skip"):
+        fitting(found, 20, "stop")
+    with pytest.warns(UserWarning, match=f"{told}.*they are left out"):
+        left = fitting(found, 20, "skip")
+    assert len(left.prompts) == 5 - len(longer)
+    assert left.version != found.version
+    assert fitting(left, 20, "stop") is left
+    with pytest.raises(InputError, match="5 of 5 have more"):
+        fitting(found, 2, "skip")
 
 
 def test_named_set_reads_its_hub_column(tokenizer, monkeypatch):

@@ -1,15 +1,12 @@
 """Sources: which rows they have, and in which split."""
 
-import json
-from pathlib import Path
-
 import datasets
 import pytest
 from datasets import Dataset
 
-from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.data import files, sources
+from specheads.data.settings import Data
 from specheads.data.sources import SPLITS, read, split_of
 from tests.data.conftest import write_jsonl
 
@@ -26,12 +23,6 @@ def test_splits_are_disjoint_and_complete(tmp_path):
     assert sum(map(len, parts.values())) == len(TEXTS)
     assert set().union(*parts.values()) == set(TEXTS)
     assert all(split_of(text) == split for split, part in parts.items() for text in part)
-
-
-def test_split_fractions():
-    splits = [split_of(str(number)) for number in range(5000)]
-    assert 0.04 < splits.count("prompts") / 5000 < 0.06
-    assert 0.015 < splits.count("validation") / 5000 < 0.026
 
 
 def test_every_local_source_gives_the_same_split(tmp_path):
@@ -73,11 +64,6 @@ def test_standard_library_skips_packages_tests_and_short_files(tmp_path, monkeyp
     assert set(load("python_stdlib")) == set(kept.values())
 
 
-def test_standard_library_of_this_interpreter_is_found():
-    text = Path(json.decoder.__file__).read_text(encoding="utf-8")
-    assert text in load("python_stdlib", split=split_of(text))
-
-
 def test_max_documents_samples_by_the_seed(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "split_of", lambda _: "train")
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
@@ -85,53 +71,19 @@ def test_max_documents_samples_by_the_seed(tmp_path, monkeypatch):
     assert len(taken) == len(other) == 60
     assert taken != other != TEXTS[:60]
     assert taken == [text for text in TEXTS if text in set(taken)]
-    assert load("jsonl", path=path, max_documents=60, streaming=True, seed=1) == TEXTS[:60]
 
 
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"source": "web"}, "python_stdlib, .* chat, mixture; got 'web'"),
-        ({"source": "jsonl", "split": "test"}, "train, validation, prompts; got 'test'"),
         ({"source": "jsonl", "path": "missing.jsonl"}, "'missing.jsonl' is not there"),
         ({"source": "files", "path": "missing"}, "needs a folder of text files, got path"),
-        ({"source": "hub"}, "needs the id of a dataset"),
+        ({"source": "chat", "path": "missing.json"}, "'missing.json' is not there"),
     ],
 )
-def test_unknown_source_split_or_path_is_refused(choices, message):
+def test_unknown_source_or_path_is_refused(choices, message):
     with pytest.raises(ValueError, match=message):
         load(**choices)
-
-
-def test_chat_path_in_an_existing_folder_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    asked: list[str] = []
-    monkeypatch.setattr(
-        sources, "hub_rows", lambda source, _: iter(asked.append(source.path) or ())
-    )
-    assert load("chat", path="data/talks") == []
-    assert asked == ["data/talks"]
-    Path("data").mkdir()
-    with pytest.raises(InputError, match=r"path or an id: .* folder data here, without talks; "):
-        load("chat", path="data/talks")
-    assert asked == ["data/talks"]
-
-
-def test_missing_column_lists_the_columns(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"body": "x", "size": 1}])
-    with pytest.raises(ValueError, match="no column 'text'; it has body, size"):
-        load("jsonl", path=path)
-    with pytest.raises(ValueError, match=r"column 'size' of .* must hold text"):
-        load("jsonl", path=path, column="size")
-
-
-def test_blank_rows_are_skipped_and_broken_file_is_refused(tmp_path):
-    blank = write_jsonl(tmp_path / "a.jsonl", [{"text": "  \n"}, {"text": ""}])
-    assert load("jsonl", path=blank) == []
-    broken = tmp_path / "b.jsonl"
-    broken.write_text("no json\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"line 1 of .*b\.jsonl is none"):
-        load("jsonl", path=str(broken))
 
 
 def test_unreachable_hub_is_refused_in_one_line(monkeypatch):
@@ -161,6 +113,36 @@ def test_hub_data_set_with_max_documents_is_streamed(monkeypatch):
     assert 0 < len(part) <= 30
     whole = load("hub", path="a/b", column="content")
     assert set(part) < set(whole)
+
+
+@pytest.mark.parametrize(
+    ("splits", "wanted"),
+    [
+        (["train_sft", "test_sft"], "train_sft"),
+        (["default"], "default"),
+        (["train_gen"], "train_gen"),
+        (["validation", "test"], "validation"),
+        (["sft", "train_rl"], "sft"),
+    ],
+)
+@pytest.mark.parametrize("source", ["hub", "chat"])
+def test_hub_split_is_named_in_the_error_and_by_data_split(monkeypatch, source, splits, wanted):
+    turns = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]
+    rows = [{"text": f"{number}", "messages": turns} for number in range(20)]
+    if source == "chat":
+        rows = [{"messages": row["messages"]} for row in rows]
+    whole = datasets.DatasetDict({split: Dataset.from_list(rows) for split in splits})
+
+    def answer(_, split, **__):
+        if split not in whole:
+            raise ValueError(f'Unknown split "{split}". Should be one of {splits}.')
+        return whole[split]
+
+    monkeypatch.setattr(datasets, "load_dataset", answer)
+    with pytest.raises(InputError, match=rf"one of .*{wanted}.*data\.split="):
+        next(sources.read_all(Data(source=source, path="a/b")))
+    found = sources.read_all(Data(source=source, path="a/b", split=wanted))
+    assert len(list(found)) == 20
 
 
 def test_loading_script_of_a_data_set_is_refused_and_not_run(tmp_path):

@@ -1,0 +1,91 @@
+"""Settings of the training text."""
+
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from specheads.core.ranges import (
+    GlobPattern,
+    NonNegativeInt,
+    PathOrId,
+    PrintableText,
+    Weight,
+    one_of,
+)
+
+SOURCES = (
+    *("python_stdlib", "stdlib_instructions", "files", "text", "jsonl", "parquet", "hub", "chat"),
+)
+NO_PATH = ("python_stdlib", "stdlib_instructions")
+CONVERSATIONS = ("stdlib_instructions", "chat")
+"""Sources of conversations; all other sources have text."""
+
+
+@dataclass(kw_only=True)
+class Source:
+    """A source of documents."""
+
+    source: Annotated[str, one_of(*SOURCES)]
+    """Kind of source; docs/data.md describes each."""
+
+    path: PathOrId = ""
+    """Folder, file, glob or Hub id. Empty for the sources that come with Python."""
+
+    config: PrintableText = ""
+    """Configuration of a Hub data set. Empty is its default."""
+
+    split: PrintableText = "train"
+    """Split of a Hub data set."""
+
+    column: PrintableText = "text"
+    """Column that holds the text; not used for conversations."""
+
+    ignore: list[PrintableText] = field(default_factory=list)
+    """Columns of conversations, and keys of their messages, that are not read."""
+
+    bad_rows: Annotated[str, one_of("stop", "drop")] = "stop"
+    """What to do with rows that cannot be used: stop and list them, or drop and count them."""
+
+    revision: PrintableText = "main"
+    """Revision of a Hub data set."""
+
+    patterns: list[GlobPattern] = field(default_factory=list)
+    """Globs that select files of a folder or a Hub data set. Empty selects all."""
+
+    max_documents: NonNegativeInt = 0
+    """Documents to draw with the seed, before the split. Zero uses all."""
+
+
+@dataclass(kw_only=True)
+class WeightedSource(Source):
+    """One source of a mixture."""
+
+    weight: Weight = 1.0
+    """Share of the mixture's tokens, relative to the other sources. Zero leaves the source out."""
+
+
+@dataclass(kw_only=True)
+class Data(Source):
+    """The training text."""
+
+    source: Annotated[str, one_of(*SOURCES, "mixture")]
+    """Kind of source, or mixture; docs/data.md describes each."""
+
+    sources: dict[str, WeightedSource] = field(default_factory=dict)
+    """Sources of a mixture, by names of your choice."""
+
+    @property
+    def parts(self) -> list[Source]:
+        """The sources in use: those of a mixture with a weight, or the one source itself."""
+        if self.source != "mixture":
+            return [self]
+        return [one for one in self.sources.values() if one.weight]
+
+    def divided(self) -> "tuple[Data | None, Data | None]":
+        """Return the conversations and the text, None for a part that is missing."""
+        if self.source != "mixture":
+            return (self, None) if self.source in CONVERSATIONS else (None, self)
+        talks = {name: one for name, one in self.sources.items() if one.source in CONVERSATIONS}
+        texts = {name: one for name, one in self.sources.items() if name not in talks}
+        both = (replace(self, sources=some) for some in (talks, texts))
+        talking, written = (data if data.parts else None for data in both)
+        return talking, written
