@@ -11,7 +11,7 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
-from specheads.core.paths import local_path
+from specheads.core.files import local_path
 from specheads.decoding.accept import draw
 
 PACKAGE = Path(__file__).parents[1] / "specheads"

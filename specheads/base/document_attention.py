@@ -15,9 +15,8 @@ from transformers import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specheads.base.masks import is_special, replaced
-from specheads.core.attention import document_bounds, flash_takes
 from specheads.core.features import document_lengths
-from specheads.core.opaque import opaque
+from specheads.core.kernels import document_bounds, flash_takes, opaque
 
 NAME = "specheads_documents"
 

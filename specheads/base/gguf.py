@@ -26,10 +26,9 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.reading import reading, refuse_mismatch
-from specheads.core.bounds import refuse_bytes
 from specheads.core.errors import InputError
-from specheads.core.files import atomic_folder, sole_writer, sweep
-from specheads.core.paths import cache_folder, local_path
+from specheads.core.files import atomic_folder, cache_folder, local_path, sole_writer, sweep
+from specheads.core.machine import refuse_bytes
 
 PACKAGE = "package:"
 

@@ -19,7 +19,7 @@ from specheads.base.loading import load_model
 from specheads.base.paged import BlockPool
 from specheads.base.selfcheck import check, check_exact
 from specheads.base.sharding import Sharding
-from specheads.core.bounds import refuse_bytes
+from specheads.core.machine import refuse_bytes
 from specheads.core.weight_layout import for_few_rows
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from specheads.base.cache import RowCache, RowLayer, upload
-from specheads.core.bounds import refuse_bytes
 from specheads.core.errors import InputError
+from specheads.core.machine import refuse_bytes
 
 
 class PoolFullError(Exception):

@@ -24,9 +24,8 @@ from specheads.base.cache import RowCache
 from specheads.base.exact_attention import exact_attention
 from specheads.base.masks import is_special, replaced
 from specheads.base.paged import PagedKVCache
-from specheads.core.attention import without_cudnn_attention
 from specheads.core.errors import InputError
-from specheads.core.opaque import opaque
+from specheads.core.kernels import opaque, without_cudnn_attention
 
 MOST_NODES = 64
 """Largest tree for which folding query heads into nodes is faster than repeating the keys."""

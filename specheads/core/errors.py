@@ -1,5 +1,8 @@
 """Errors of the user's input, as opposed to bugs."""
 
+from operator import index
+from typing import Any
+
 
 class InputError(ValueError):
     """A setting, file or argument is refused, in one line with rule, value and remedy.
@@ -23,3 +26,17 @@ def printable(text: str) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, shortened, or the name of its class."""
     return f"{(str(error).splitlines() or [''])[0] or type(error).__name__:.200}"
+
+
+def whole(value: Any, name: str, least: int | None = 0) -> int:
+    """Return an integer of Python, numpy or torch as an `int`; refuse anything else."""
+    try:
+        # Python counts True and boolean tensors as integers
+        number = None if "bool" in str(getattr(value, "dtype", type(value))) else index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise InputError(f"{name} must be a whole number, got {value!r:.80}")
+    if least is not None and number < least:
+        raise InputError(f"{name} must be at least {least}, got {number}")
+    return number

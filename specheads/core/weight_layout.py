@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from specheads.core.kernels import opaque
 from specheads.core.machine import computes_bfloat16, processor
-from specheads.core.opaque import opaque
 
 PACKED_FOR = 256
 """Number of rows that packs are optimised for: the best of 1, 16 and 256 for 1 to 512 rows."""

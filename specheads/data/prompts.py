@@ -15,7 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.config import Data
 from specheads.core.errors import InputError
-from specheads.core.paths import local_path
+from specheads.core.files import local_path
 from specheads.data.chat import Template
 from specheads.data.conversations import conversation, first_answer
 from specheads.data.documents import cut_windows

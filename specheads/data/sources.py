@@ -14,7 +14,7 @@ import numpy as np
 from specheads.config import Data
 from specheads.config.parts import SOURCES, Source
 from specheads.core.errors import InputError
-from specheads.core.paths import HUB_ID, local_path
+from specheads.core.files import HUB_ID, local_path
 from specheads.data import files as local
 from specheads.data.conversations import conversation
 from specheads.data.files import Row, Rows, first_and_last_line, names, text_row

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specheads.core.bounds import refuse_nodes
 from specheads.core.drafter import Drafter, refuse_scattering
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
+from specheads.core.tree import refuse_nodes
 
 MAX_NGRAM, MIN_NGRAM = 3, 1
 """Default length of the longest and of the shortest suffix that is looked for."""

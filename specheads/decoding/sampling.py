@@ -22,9 +22,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specheads.core.bounds import whole
-from specheads.core.errors import InputError
-from specheads.core.seeds import derive_seed
+from specheads.core.errors import InputError, whole
+from specheads.core.texts import derive_seed
 from specheads.core.tree import TokenTree
 from specheads.decoding import noise
 from specheads.decoding.noise import NoiseCache, likeliest

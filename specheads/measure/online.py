@@ -5,10 +5,10 @@ from copy import deepcopy
 from dataclasses import asdict, replace
 
 from specheads.base.model import FrozenBase
-from specheads.core.bounds import refuse_bytes
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
-from specheads.core.loops import loops
+from specheads.core.machine import refuse_bytes
+from specheads.core.texts import loops
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import own_tree
 from specheads.decoding.trees.policies import Sampled

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specheads.config import Data
 from specheads.core.errors import InputError
-from specheads.core.paths import local_path
+from specheads.core.files import local_path
 from specheads.data.files import MAX_LINE, read_jsonl, whole_files
 from specheads.data.prompts import load_prompts
 from specheads.data.sources import SPLITS, read

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from specheads.config import Data, check
 from specheads.config.parts import WeightedSource
-from specheads.core import paths
 from specheads.core.errors import InputError
+from specheads.core.files import cache_folder
 from specheads.data import encode, sources, tokenise
 from specheads.data.encode import Encoder
 from specheads.data.prompts import held_out
@@ -177,12 +177,12 @@ def test_damaged_cache_is_refused_with_the_remedy(tokenizer, tmp_path, cache_fol
 
 
 def test_cache_folder_follows_environment_variables(monkeypatch, tmp_path):
-    assert paths.cache_folder() == tmp_path / "cache"
+    assert cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("SPECHEADS_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert paths.cache_folder() == tmp_path / "xdg" / "specheads"
+    assert cache_folder() == tmp_path / "xdg" / "specheads"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert paths.cache_folder() == Path.home() / ".cache" / "specheads"
+    assert cache_folder() == Path.home() / ".cache" / "specheads"
 
 
 class Bar:

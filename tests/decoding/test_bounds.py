@@ -10,8 +10,8 @@ import torch
 
 from specheads.base.paged import BlockPool
 from specheads.core import machine
-from specheads.core.bounds import MAX_NODES
 from specheads.core.errors import InputError
+from specheads.core.tree import MAX_NODES
 from specheads.decoding.draft_model import DraftModel
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate

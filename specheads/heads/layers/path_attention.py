@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specheads.core.attention import document_bounds, flash_takes, product_dtype
 from specheads.core.features import document_lengths
+from specheads.core.kernels import document_bounds, flash_takes, product_dtype
 
 
 class DocumentBounds(NamedTuple):
