@@ -27,7 +27,7 @@ from specheads.base.masks import (
     tree_mask,
 )
 from specheads.base.projection import VocabularyProjection, vocabulary_projection
-from specheads.base.tree_attention import DeferredCache, attending, reads_in_place, tree_block_mask
+from specheads.base.tree_attention import DeferredCache, attending
 from specheads.core.errors import InputError
 from specheads.core.features import Features, document_places
 from specheads.core.tree import TokenTree
@@ -294,9 +294,7 @@ class Forwards:
     ) -> dict[str, Any]:
         """Return the model's inputs: tokens, masks, positions and the cache."""
         masks = {
-            window: tree_block_mask(ancestors, depths, cache, window)
-            if reads_in_place(cache)
-            else tree_mask(ancestors, depths, cache, window, self.dtype)
+            window: tree_mask(ancestors, depths, cache, window, self.dtype)
             for window in set(self.windows.values())
         }
         return {

@@ -25,10 +25,6 @@ class BlockPool:
     The pool counts references only; the caches know which row uses which block. A block contains
     its slots in all layers of the base.
 
-    Args:
-        flex: Whether attention reads the blocks in place, by flex_attention. False gathers each
-            row's blocks first; the result is bit for bit that of contiguous rows.
-
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.
     """
 
@@ -38,26 +34,34 @@ class BlockPool:
         num_blocks: int,
         block_size: int = 16,
         device: torch.device | str = "cpu",
-        *,
-        flex: bool = False,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.device = torch.device(device)
         # reference counts and the free list are Python lists on the host
         refuse_bytes(64 * num_blocks, torch.device("cpu"), "a pool", "lower num_blocks")
-        self.flex = flex
         self.references = [0] * num_blocks
         self.copied_blocks = 0
         """Blocks copied so far because a fork wrote into a shared block."""
         self.spare = num_blocks
         """Index of an extra block that stores padding and belongs to no row."""
-        self.stores = [_Store(self) for _ in range(num_layers)]
+        self.held: list[tuple[Tensor, ...]] = [()] * num_layers
+        """Keys and values of each layer (heads, blocks, slots, width); empty before its first
+        forward."""
         self._free = list(range(num_blocks - 1, -1, -1))
 
     @property
     def num_free(self) -> int:
         """Number of free blocks."""
         return len(self._free)
+
+    def memory(self, layer: int, alike: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return a layer's keys and values, allocated for states (batch, heads, length, width)."""
+        if not self.held[layer]:
+            blocks, size = self.num_blocks + 1, self.block_size
+            self.held[layer] = tuple(
+                one.new_zeros(one.shape[1], blocks, size, one.shape[-1]) for one in alike
+            )
+        return self.held[layer]
 
     def blocks_for(self, slots: int) -> int:
         """Return the number of blocks for this many slots."""
@@ -88,48 +92,22 @@ class BlockPool:
                 self._free.append(block)
 
 
-class _Store:
-    """One layer's keys and values of all blocks, each (heads, blocks, slots, width)."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self.pool = pool
-        self.held: tuple[Tensor, Tensor] | None = None
-
-    def write(self, new: tuple[Tensor, Tensor], slots: Tensor) -> None:
-        """Write keys and values (batch, heads, length, width) to these slots of the pool."""
-        if self.held is None:
-            blocks, size = self.pool.num_blocks + 1, self.pool.block_size
-            keys, values = (one.new_zeros(one.shape[1], blocks, size, one.shape[-1]) for one in new)
-            self.held = keys, values
-        for held, states in zip(self.held, new, strict=True):
-            held.flatten(1, 2)[:, slots] = states.transpose(0, 1)
-
-    def gather(self, table: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of these blocks as contiguous rows of `end` slots."""
-
-        def rows(held: Tensor) -> Tensor:
-            # the memory layout of contiguous rows, or matrix products would round differently
-            heads = torch.arange(len(held), device=held.device)[:, None] * held.shape[1]
-            index = (table[:, None] + heads).flatten()
-            picked = held.flatten(0, 1).index_select(0, index)
-            slots = table.shape[1] * held.shape[2]
-            return picked.view(len(table), len(held), slots, held.shape[-1])[:, :, :end]
-
-        assert self.held is not None
-        return rows(self.held[0]), rows(self.held[1])
-
-    def all_slots(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the whole pool as one row, without a copy."""
-        assert self.held is not None
-        return self.held[0].flatten(1, 2)[None], self.held[1].flatten(1, 2)[None]
+def _gathered(held: Tensor, table: Tensor, end: int) -> Tensor:
+    """Return keys or values of these blocks as contiguous rows of `end` slots."""
+    # the memory layout of contiguous rows, or matrix products would round differently
+    heads = torch.arange(len(held), device=held.device)[:, None] * held.shape[1]
+    index = (table[:, None] + heads).flatten()
+    picked = held.flatten(0, 1).index_select(0, index)
+    slots = table.shape[1] * held.shape[2]
+    return picked.view(len(table), len(held), slots, held.shape[-1])[:, :, :end]
 
 
-class _PagedLayer(RowLayer["PagedKVCache"]):
-    """One layer of a batch of rows, over the pool's store of that layer."""
+class _PagedLayer(RowLayer):
+    """One layer of a batch of rows, over the pool's memory of that layer."""
 
-    def __init__(self, cache: "PagedKVCache", store: _Store) -> None:
+    def __init__(self, cache: "PagedKVCache", number: int) -> None:
         super().__init__(cache)
-        self.store = store
+        self.number = number
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the pool allocates."""
@@ -138,10 +116,12 @@ class _PagedLayer(RowLayer["PagedKVCache"]):
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Write new positions into each row's blocks; return the keys and values to read."""
-        self.store.write((key_states, value_states), self.cache.scratch_slots)
-        if self.cache.pool.flex:
-            return self.store.all_slots()
-        return self.store.gather(self.cache.table, self.cache.end)
+        cache: PagedKVCache = self.cache
+        new = key_states, value_states
+        keys, values = cache.pool.memory(self.number, new)
+        for held, states in zip((keys, values), new, strict=True):
+            held.flatten(1, 2)[:, cache.scratch_slots] = states.transpose(0, 1)
+        return _gathered(keys, cache.table, cache.end), _gathered(values, cache.table, cache.end)
 
 
 class PagedKVCache(RowCache):
@@ -156,7 +136,9 @@ class PagedKVCache(RowCache):
         self.pool = pool
         self.blocks: list[list[int]] = [[] for _ in range(batch)]
         """Each row's blocks, first slots first."""
-        super().__init__([_PagedLayer(self, store) for store in pool.stores], batch, pool.device)
+        super().__init__(
+            [_PagedLayer(self, layer) for layer in range(len(pool.held))], batch, pool.device
+        )
         self.table = torch.empty(0, 0, dtype=torch.long)
         """(batch, blocks) of the reserved forward; shorter rows are padded with the spare block."""
         self.scratch_slots = self.table
@@ -204,9 +186,8 @@ class PagedKVCache(RowCache):
         if pairs:
             self.pool.copied_blocks += len(pairs)
             source, target = upload(list(zip(*pairs, strict=True)), self.device)
-            for store in self.pool.stores:
-                for held in store.held or ():
-                    held[:, target] = held[:, source]
+            for held in chain.from_iterable(self.pool.held):
+                held[:, target] = held[:, source]
 
     def _in_pool(self, slots: Tensor) -> Tensor:
         """Return the pool's slots for these slots (batch, length) of each row."""
@@ -215,10 +196,9 @@ class PagedKVCache(RowCache):
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         target, source = self._in_pool(target), self._in_pool(source)
-        for store in self.pool.stores:
-            for held in store.held or ():
-                flat = held.flatten(1, 2)
-                flat[:, target] = flat[:, source]
+        for held in chain.from_iterable(self.pool.held):
+            flat = held.flatten(1, 2)
+            flat[:, target] = flat[:, source]
 
     def commit(self, paths: list[list[int]]) -> None:
         """Keep nodes `paths[b]` of the last forward; free the blocks that become empty."""

@@ -166,3 +166,37 @@ def test_the_first_join_allocates_room_for_later_rows():
     assert [one.data_ptr() for one in held(cache, 1)] == where
     for layer in range(2):
         assert committed(cache, layer) == [[0, 1], [10], [20]]
+
+
+SHAPES = {
+    "alike": [(3, 4)] * 4,
+    "keys and values": [(3, 4), (3, 6)] * 2,
+    "layers": [(3, 4)] * 2 + [(2, 8)] * 2,
+}
+"""Heads and width of the keys and values of two layers."""
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_layers_of_any_shape_keep_the_same_slots(shapes, static: bool):
+    torch.manual_seed(0)
+    paths, kept = [[0, 2, 5], [1, 6]], []
+    together, late = (KVCache(2, batch, 20, static=static) for batch in (2, 1))
+    for cache in (together, late):
+        cache.reserve(7)
+        rows = len(cache.row_lengths)
+        new = [torch.randn(rows, heads, 7, width) for heads, width in shapes]
+        for layer in range(2):
+            cache.update(*new[2 * layer : 2 * layer + 2], layer)
+        cache.commit(paths[:rows])
+        kept += [[one[row, :, paths[row]] for one in new] for row in range(rows)]
+    together.room = 4
+    together.join(late)
+    assert {stack.shape[1] for stack in together.slab.stacks} == {4}
+    together.keep_rows(order := [2, 1, 0, 2, 1])
+    for layer, own in enumerate(together.slab.layers):
+        for place, held in enumerate((own.keys, own.values)):
+            assert held is not None
+            for row, old in enumerate(order):
+                wanted = kept[old][2 * layer + place]
+                assert torch.equal(held[row, :, : wanted.shape[1]], wanted)

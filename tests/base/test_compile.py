@@ -113,8 +113,7 @@ class Recorder(CudaGraphs):
 
 
 def addresses(cache: KVCache) -> list[int]:
-    held = [one.data_ptr() for layer in cache.slab.layers for one in layer.held()]
-    return [cache.lengths.data_ptr(), *held]
+    return [cache.lengths.data_ptr(), *(stack.data_ptr() for stack in cache.slab.stacks)]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
@@ -157,59 +156,6 @@ def test_a_cache_reuses_the_memory_of_the_last_one() -> None:
     assert not slab.graphs
     del second
     assert base.cache(4, 100).slab is not slab
-
-
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("rows", [1, 2])
-def test_layers_in_one_tensor_commit_as_layers_one_by_one(rows: int, static: bool) -> None:
-    torch.manual_seed(0)
-    joint, apart = KVCache(2, rows, 20, static=static), KVCache(2, rows, 20)
-    new = [torch.randn(2, rows, 3, 7, 4) for _ in range(4)]
-    for cache in (joint, apart):
-        cache.reserve(7)
-        for layer, (keys, values) in enumerate(new[:2]):
-            cache.update(keys, values, layer)
-        cache.commit([[0, 1, 2], [0, 1]][:rows])
-        cache.reserve(7)
-        for layer, (keys, values) in enumerate(new[2:]):
-            cache.update(keys, values, layer)
-        if cache is apart:
-            cache.slab.whole = None
-        cache.commit([[0, 2, 5], [1, 6]][:rows])
-    assert joint.slab.whole is not None
-    for own, other in zip(joint.slab.layers, apart.slab.layers, strict=True):
-        for one, two in zip(own.held(), other.held(), strict=True):
-            for row, length in enumerate(apart.row_lengths):
-                assert torch.equal(one[row, :, :length], two[row, :, :length])
-    # rows that are copied to new memory leave the one tensor, and commit one by one
-    for cache in (joint, apart):
-        cache.keep_rows([0] * (rows + 1))
-    assert joint.slab.whole is None
-    assert torch.equal(
-        joint.slab.layers[1].held()[0][:, :, :6], apart.slab.layers[1].held()[0][:, :, :6]
-    )
-
-
-def test_rows_that_join_move_to_one_tensor_again() -> None:
-    caches = [KVCache(2, 1, 20), KVCache(2, 2, 20)]
-    for cache in caches:
-        cache.reserve(3)
-        for layer in range(2):
-            states = torch.randn(len(cache.row_lengths), 3, 3, 4)
-            cache.update(states, -states, layer)
-        cache.commit([[0, 1, 2]] * len(cache.row_lengths))
-    cache, other = caches
-    parts = [[one.held()[0][:, :, :3].clone() for one in both.slab.layers] for both in caches]
-    cache.room = 4
-    cache.join(other)
-    assert cache.slab.whole is not None
-    for place, layer in enumerate(cache.slab.layers):
-        assert layer.keys is not None
-        assert layer.keys.data_ptr() == cache.slab.whole[2 * place].data_ptr()
-        keys, values = layer.held()
-        assert torch.equal(keys[:, :, :3], torch.cat([one[place] for one in parts]))
-        assert torch.equal(values[:, :, :3], -keys[:, :, :3])
-    assert cache.slab.whole.shape[1] == 4
 
 
 def test_a_static_cache_looks_at_whole_pieces_and_never_past_its_end() -> None:

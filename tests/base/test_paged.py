@@ -5,17 +5,14 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention as torch_flex
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from specheads.base.cache import KVCache, RowCache
 from specheads.base.forward import Verification
-from specheads.base.masks import tree_mask
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
-from specheads.base.tree_attention import paged_attention, tree_block_mask
 from specheads.core.drafter import Drafter
 from specheads.core.tree import TokenTree
 from specheads.decoding.engine import Engine
@@ -28,16 +25,8 @@ from tests import tiny
 from tests.decoding.test_exact import RandomTrees
 
 
-def pool(
-    num_blocks: int = 64, block_size: int = 4, *, layers: int = 3, flex: bool = False
-) -> BlockPool:
-    return BlockPool(layers, num_blocks, block_size, flex=flex)
-
-
-@pytest.fixture
-def plain_flex(monkeypatch):
-    """flex_attention without a compiler: compiling it for every shape takes a minute."""
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+def pool(num_blocks: int = 64, block_size: int = 4, *, layers: int = 3) -> BlockPool:
+    return BlockPool(layers, num_blocks, block_size)
 
 
 def padded(prompts: list[list[int]]) -> Tensor:
@@ -84,63 +73,6 @@ def test_paged_rows_equal_contiguous_rows_bit_for_bit(architecture, attention):
     # again, over blocks with old content
     again = everything_said(base, PagedKVCache(blocks, 3))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, rows, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.usefixtures("plain_flex")
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_attention_in_place_equals_gathered_blocks(architecture):
-    base = tiny.base(architecture)
-    rows = everything_said(base, base.cache(3, 128))
-    paged = everything_said(base, PagedKVCache(pool(flex=True), 3))
-    for ours, theirs in zip(paged, rows, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
-    assert base.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("window", [None, 6])
-def test_the_block_mask_lists_the_visible_blocks(window):
-    blocks = pool(block_size=4)
-    cache = PagedKVCache(blocks, 2)
-    cache.reserve(17, [17, 5])
-    cache.commit([list(range(17)), list(range(5))])
-    tree = random_tree(random.Random(1), rows=2, num_nodes=6)
-    cache.reserve(6)
-    mask = tree_block_mask(tree.ancestors(), tree.depths(), cache, window)
-    dense = tree_mask(tree.ancestors(), tree.depths(), cache, window, torch.float32)[:, 0] == 0
-    assert mask.full_kv_num_blocks is not None
-    assert mask.full_kv_indices is not None
-    for row in range(2):
-        slots = dense[row].split(4, dim=1)
-        partial, full = (
-            set(indices[row, 0, 0, : counts[row, 0, 0]].tolist())
-            for indices, counts in (
-                (mask.kv_indices, mask.kv_num_blocks),
-                (mask.full_kv_indices, mask.full_kv_num_blocks),
-            )
-        )
-        own = dict(zip(cache.blocks[row], slots, strict=False))
-        assert {block for block, seen in own.items() if seen.any()} <= partial | full
-        # a tree less deep than a chain may leave a block that no node sees
-        assert {block for block in full if not own[block].all()} == set()
-        assert partial | full <= {block for block, seen in own.items() if seen.any()} | partial
-        assert len(partial) <= 5
-        node, slot = torch.meshgrid(torch.arange(6), torch.arange(dense.shape[2]), indexing="ij")
-        places = torch.tensor(cache.blocks[row] + [blocks.spare] * 9)[slot // 4] * 4 + slot % 4
-        seen = mask.mask_mod(torch.tensor(row), torch.tensor(0), node, places)
-        assert torch.equal(seen, dense[row])
-
-
-def test_a_base_with_attention_sinks_is_refused_in_place():
-    base, cache = tiny.base(), PagedKVCache(pool(flex=True), 1)
-    tree = random_tree(random.Random(1), rows=1, num_nodes=2)
-    cache.reserve(2)
-    mask = tree_block_mask(tree.ancestors(), tree.depths(), cache, None)
-    query = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(
-        ValueError, match="does not support 's_aux', which this base needs; use a pool with flex"
-    ):
-        paged_attention(base.model, query, query, query, mask, s_aux=torch.zeros(1))
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -200,12 +132,10 @@ class Written:
         self.said = [list(self.said[row]) for row in rows]
 
     def assert_held(self) -> None:
-        for store in self.cache.pool.stores:
+        for keys, values in filter(None, self.cache.pool.held):
+            assert torch.equal(values, -keys)
             for blocks, said in zip(self.cache.blocks, self.said, strict=True):
-                if said:
-                    keys, values = store.gather(torch.tensor([blocks]), len(said))
-                    assert keys[0, 0, :, 0].tolist() == said
-                    assert torch.equal(values, -keys)
+                assert keys[0, blocks].flatten()[: len(said)].tolist() == said
 
 
 def test_forks_copy_only_the_block_that_both_write_into():
@@ -283,7 +213,7 @@ def test_joined_rows_decode_as_if_alone(kind):
     together, late = cache(), cache()
     read(first, together)
     read(second, late)
-    storage = blocks.stores[0].held
+    storage = blocks.held[0]
     before = [*together.row_lengths, *late.row_lengths]
     tables = [
         row for rows in (together, late) if isinstance(rows, PagedKVCache) for row in rows.blocks
@@ -301,7 +231,7 @@ def test_joined_rows_decode_as_if_alone(kind):
     if isinstance(together, PagedKVCache):
         # no block and no pool moved
         assert all(row[: len(old)] == old for row, old in zip(together.blocks, tables, strict=True))
-        assert blocks.stores[0].held is storage
+        assert blocks.held[0] is storage
         assert blocks.copied_blocks == 0
 
 
@@ -417,6 +347,4 @@ def test_candidates_of_one_request_never_copy_a_block(name, monkeypatch):
 
 def full_blocks(cache: PagedKVCache, row: int, count: int) -> Tensor:
     """Return a copy of the keys of a row's first blocks, in the first layer."""
-    held = cache.pool.stores[0].held
-    assert held is not None
-    return held[0][:, cache.blocks[row][:count]].clone()
+    return cache.pool.held[0][0][:, cache.blocks[row][:count]].clone()
