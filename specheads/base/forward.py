@@ -5,7 +5,7 @@ See docs/tree_verification.md.
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
 from typing import Any, TypeVar, cast
@@ -171,7 +171,7 @@ class Forwards:
         see each other; None means that each row is one text.
         """
         inputs: dict[str, Any] = {"input_ids": tokens.to(self.device), "use_cache": False}
-        attending: AbstractContextManager[None] = nullcontext()
+        attending = nullcontext()
         if document_ids is not None:
             document_ids = document_ids.to(self.device)
             masks = {
@@ -181,9 +181,9 @@ class Forwards:
             inputs["attention_mask"] = self._by_kind(masks)
             inputs["position_ids"] = places = document_places(document_ids)
             attending = attending_documents(self.config, places, list(masks))
-        with torch.set_grad_enabled(gradients), attending:
+        with torch.set_grad_enabled(gradients), attending as documents:
             features = self._features(inputs, aux_layers, self._compiled_read)
-            return replace(features, document_ids=document_ids)
+            return replace(features, document_ids=document_ids, documents=documents)
 
     @torch.no_grad()
     @_locked

@@ -1,14 +1,10 @@
 """Rules of attention kernels, and operators that torch.compile does not trace into."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
-
-from specheads.core.machine import to_device
 
 HALF = (torch.float16, torch.bfloat16)
 WIDEST = 256
@@ -18,11 +14,6 @@ WIDEST = 256
 def flash_takes(dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether the flash attention kernel exists for this dtype and head width."""
     return dtype in HALF and head_dim % 8 == 0 and head_dim <= WIDEST
-
-
-def document_bounds(lengths: Sequence[int], device: torch.device) -> Int[Tensor, " bound"]:
-    """Return the first position of each document and the end of the last one, in int32."""
-    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
 
 def product_dtype(values: Tensor) -> torch.dtype:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from specheads.base import document_attention
 from specheads.base.model import FrozenBase
-from specheads.core.features import document_lengths, document_places
+from specheads.core.features import Documents, document_places
 from tests import tiny
 from tests.packed import packed, texts
 
@@ -96,7 +96,7 @@ def test_the_cuda_kernel_gets_all_documents_in_one_call(monkeypatch: pytest.Monk
     lengths = [2, 3, 1, 6]
     query, key, value = (torch.randn(2, heads, 6, 4) for heads in (4, 2, 2))
     bounds = torch.tensor([0, 2, 5, 6, 12], dtype=torch.int32)
-    token = document_attention._DOCUMENTS.set(document_attention._Documents(lengths, bounds))
+    token = document_attention._DOCUMENTS.set(Documents(lengths, bounds))
     try:
         wanted = document_attention._attend(query, key, value, 0.3)
     finally:
@@ -104,11 +104,6 @@ def test_the_cuda_kernel_gets_all_documents_in_one_call(monkeypatch: pytest.Monk
     query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
     found = document_attention._flash(query, key, value, bounds, 6, 0.3)
     torch.testing.assert_close(found, wanted.flatten(0, 1))
-
-
-def test_document_lengths_follow_from_positions():
-    documents = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
-    assert document_lengths(document_places(documents)) == [2, 3, 1, 6]
 
 
 @pytest.mark.slow
