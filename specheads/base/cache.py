@@ -104,10 +104,9 @@ class RowCache(Cache, ABC):
         """Copy slots `source[b]` of each row b to slots `target[b]`."""
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order; a row listed twice is forked.
+        """Keep only these rows, in this order; each at most once.
 
-        Finished and cancelled requests leave the batch this way. The copies of a forked row
-        continue the same text independently.
+        Finished and cancelled requests leave the batch this way.
         """
         self._set_lengths([self.row_lengths[row] for row in rows])
 
@@ -253,10 +252,8 @@ class Slab:
                 self.stacks[place][:, : old.shape[1], :, :end] = old[:, :, :, :end]
         self._moved()
 
-    def pick(self, rows: list[int], end: int, *, static: bool) -> None:
+    def pick(self, rows: list[int], *, static: bool) -> None:
         """Copy these rows, in this order, to new memory; `static` copies in place."""
-        if static and len(rows) > self.rows:
-            self.enlarge(len(rows), end)
         with torch.inference_mode(mode=False):
             for place, old in enumerate(self.stacks):
                 if static:
@@ -363,13 +360,13 @@ class KVCache(RowCache):
                 held[:, rows, :, target] = held[:, rows, :, source]
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order; a row listed twice is copied.
+        """Keep only these rows, in this order; each at most once.
 
         If each row keeps its index or comes from beyond the new batch, only the latter are copied.
         """
         moved = [(place, row) for place, row in enumerate(rows) if place != row]
         if any(row < len(rows) for _, row in moved):
-            self.slab.pick(rows, self.longest, static=self.static)
+            self.slab.pick(rows, static=self.static)
         elif moved:
             targets, sources = map(list, zip(*moved, strict=True))
             for stack in self.slab.stacks:

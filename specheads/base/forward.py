@@ -86,8 +86,6 @@ class Forwards:
         """Number of times the weights moved; CUDA graphs depend on their addresses."""
         self._compiled_read: Callable[..., Any] | None = None
         self._lock, self._owner = threading.RLock(), ""
-        self._embedding: Any = model.get_input_embeddings()
-        self._frozen = self._place()
 
     @cached_property
     def max_length(self) -> int:
@@ -104,22 +102,12 @@ class Forwards:
         """Dtype of the model."""
         return self.model.dtype
 
-    def _place(self) -> tuple[torch.dtype, torch.device]:
-        # one parameter only: this runs at every step
-        weight = self._embedding.weight
-        return weight.dtype, weight.device
-
     def _refuse_changed(self) -> None:
-        """Refuse a model that changed since it was frozen, and a compiled one in another thread."""
+        """Refuse a model in training mode, and a compiled one in another thread."""
         if self.model.training:
             raise InputError(
                 "a base must be in eval mode, and its model is in training mode; call "
                 "model.eval(), or keep a copy to train"
-            )
-        if (now := self._place()) != self._frozen:
-            raise InputError(
-                f"a base must stay as it was frozen, {self._frozen[0]} on {self._frozen[1]}, and "
-                f"its model is {now[0]} on {now[1]}; move it back, or make a new FrozenBase"
             )
         if self._compiled_answer is not None or self.static:
             here = threading.current_thread().name

@@ -1,9 +1,8 @@
-"""Paged KV cache: rows allocate blocks as they grow, share them, and return them.
+"""Paged KV cache: rows allocate blocks of a shared pool as they grow, and return them.
 
 See docs/tree_verification.md.
 """
 
-from collections import Counter
 from itertools import chain
 from typing import Any
 
@@ -22,8 +21,7 @@ class PoolFullError(Exception):
 class BlockPool:
     """Blocks of slots for any number of `PagedKVCache`s.
 
-    The pool counts references only; the caches know which row uses which block. A block contains
-    its slots in all layers of the base.
+    The caches know which row has which block. A block contains its slots in all layers of the base.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.
     """
@@ -37,11 +35,8 @@ class BlockPool:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.device = torch.device(device)
-        # reference counts and the free list are Python lists on the host
+        # the free list is a Python list on the host
         refuse_bytes(64 * num_blocks, torch.device("cpu"), "a pool", "lower num_blocks")
-        self.references = [0] * num_blocks
-        self.copied_blocks = 0
-        """Blocks copied so far because a fork wrote into a shared block."""
         self.spare = num_blocks
         """Index of an extra block that stores padding and belongs to no row."""
         self.held: list[tuple[Tensor, ...]] = [()] * num_layers
@@ -68,28 +63,17 @@ class BlockPool:
         return -(-slots // self.block_size)
 
     def take(self, count: int) -> list[int]:
-        """Allocate blocks with one reference each; raise PoolFullError if too few are free."""
+        """Allocate blocks; raise PoolFullError if too few are free."""
         if count > self.num_free:
             raise PoolFullError(
                 f"the pool must have {count} free blocks, has {self.num_free} of "
                 f"{self.num_blocks}; release rows or allocate more"
             )
-        taken = [self._free.pop() for _ in range(count)]
-        for block in taken:
-            self.references[block] = 1
-        return taken
-
-    def share(self, rows: list[list[int]]) -> None:
-        """Add one reference to each block of these rows."""
-        for block in chain.from_iterable(rows):
-            self.references[block] += 1
+        return [self._free.pop() for _ in range(count)]
 
     def release(self, blocks: list[int]) -> None:
-        """Remove one reference from each block; blocks without references become free."""
-        for block in blocks:
-            self.references[block] -= 1
-            if not self.references[block]:
-                self._free.append(block)
+        """Free blocks."""
+        self._free += blocks
 
 
 def _gathered(held: Tensor, table: Tensor, end: int) -> Tensor:
@@ -125,11 +109,10 @@ class _PagedLayer(RowLayer):
 
 
 class PagedKVCache(RowCache):
-    """Rows as tables of blocks: memory follows the text, and forks share their prefix.
+    """Rows as tables of blocks: memory follows the text, and batches over one pool join uncopied.
 
     A row allocates blocks when a forward needs them, and returns them when it commits less or is
-    removed. A fork references the same blocks; the first writer into a shared, partly filled block
-    copies it. Scratch slots need no copies, and batches over one pool join without copying.
+    removed.
     """
 
     def __init__(self, pool: BlockPool, batch: int) -> None:
@@ -148,15 +131,11 @@ class PagedKVCache(RowCache):
         """Allocate the blocks of the next forward; a PoolFullError leaves all rows unchanged."""
         own = [length] * len(self.blocks) if counts is None else counts
         ends = [old + new for old, new in zip(self.row_lengths, own, strict=True)]
-        shared = self._shared_tails(own)
-        missing = [self.pool.blocks_for(end) for end in ends]
-        missing = [max(n - len(row), 0) for n, row in zip(missing, self.blocks, strict=True)]
-        copies = sum(
-            min(writers, self.pool.references[block] - 1)
-            for block, writers in Counter(shared.values()).items()
-        )
-        new = self.pool.take(sum(missing) + copies)
-        self._separate(shared, new)
+        missing = [
+            max(self.pool.blocks_for(end) - len(row), 0)
+            for end, row in zip(ends, self.blocks, strict=True)
+        ]
+        new = self.pool.take(sum(missing))
         for row, count in zip(self.blocks, missing, strict=True):
             row += [new.pop() for _ in range(count)]
         self.end = self.extent(length)
@@ -164,30 +143,6 @@ class PagedKVCache(RowCache):
         table = [(row + [spare] * (width - len(row)))[:width] for row in self.blocks]
         self.table = upload(table, self.device).view(len(table), width)
         self.scratch_slots = self._in_pool(self.scratch(length))
-
-    def _shared_tails(self, counts: list[int]) -> dict[int, int]:
-        """Return the partly filled, shared blocks that rows are about to write into."""
-        size, references = self.pool.block_size, self.pool.references
-        tails = {
-            row: self.blocks[row][length // size]
-            for row, (length, count) in enumerate(zip(self.row_lengths, counts, strict=True))
-            if count and length % size
-        }
-        return {row: block for row, block in tails.items() if references[block] > 1}
-
-    def _separate(self, shared: dict[int, int], new: list[int]) -> None:
-        """Give these rows their own copy of their last block; the last owner needs no copy."""
-        pairs: list[tuple[int, int]] = []
-        for row, block in shared.items():
-            if self.pool.references[block] > 1:
-                pairs.append((block, new.pop()))
-                self.blocks[row][self.row_lengths[row] // self.pool.block_size] = pairs[-1][1]
-                self.pool.release([block])
-        if pairs:
-            self.pool.copied_blocks += len(pairs)
-            source, target = upload(list(zip(*pairs, strict=True)), self.device)
-            for held in chain.from_iterable(self.pool.held):
-                held[:, target] = held[:, source]
 
     def _in_pool(self, slots: Tensor) -> Tensor:
         """Return the pool's slots for these slots (batch, length) of each row."""
@@ -212,13 +167,11 @@ class PagedKVCache(RowCache):
             del row[kept:]
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order; a row listed twice shares its blocks."""
+        """Keep only these rows, in this order; each at most once."""
         self._trim()
-        before = self.blocks
-        self.blocks = [list(before[row]) for row in rows]
-        self.pool.share(self.blocks)
-        for row in before:
-            self.pool.release(row)
+        for row in set(range(len(self.blocks))).difference(rows):
+            self.pool.release(self.blocks[row])
+        self.blocks = [self.blocks[row] for row in rows]
         super().keep_rows(rows)
 
     def join(self, other: RowCache) -> None:
@@ -229,6 +182,6 @@ class PagedKVCache(RowCache):
             )
         self._trim()
         other._trim()
-        self.pool.share(other.blocks)
         self.blocks += other.blocks
+        other.blocks = [[] for _ in other.blocks]
         super().join(other)

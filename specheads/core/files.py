@@ -1,7 +1,6 @@
 """Paths, atomic writes, locks on folders, untrusted JSON files, and dataclasses as JSON."""
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -16,6 +15,8 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from filelock import FileLock, Timeout
+
 from specheads.core.errors import InputError, first_line
 
 T = TypeVar("T")
@@ -24,9 +25,6 @@ SCRATCH = re.compile(r"\.(?P<name>.+)\.(?:[0-9a-f]{8}|(?P<old>old))")
 """Names of files that are incomplete or being replaced."""
 
 LOCK = ".lock"
-
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Error codes of a file system without locks."""
 
 
 @contextmanager
@@ -91,8 +89,7 @@ def sole_writer(
 
     If another process has the lock, `wait` is called with a description of it, and this process
     waits. A created folder that is still empty at the end is removed. The lock is a system lock and
-    ends with its process, so the lock file of a killed process blocks nobody. Over NFS it works
-    between machines if the server supports locks; a file system without locks is used without one.
+    ends with its process, so the lock file of a killed process blocks nobody.
 
     Raises:
         ValueError: Another process has the lock and `wait` is None, or the folder is not writable.
@@ -110,47 +107,37 @@ def sole_writer(
         yield
     finally:
         (folder / lock).unlink(missing_ok=True)
-        os.close(held)
+        held.release()
         with suppress(OSError):
             for one in made:
                 one.rmdir()
 
 
-def _acquire(path: Path, wait: Callable[[str], object] | None) -> int:
-    """Acquire a lock; return its open file, which contains our process id and host."""
+def _acquire(path: Path, wait: Callable[[str], object] | None) -> FileLock:
+    """Acquire a lock; the file then contains our process id and host."""
+    held, waits = FileLock(path), False
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            # a symbolic link in an untrusted folder could point to any file
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            held.acquire(blocking=waits)
         except FileNotFoundError:
             # another process created the folder and removed it again
             continue
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(file, 1000).decode(errors="replace").strip() or "one that just started"
+        except Timeout:
+            holder = path.read_text(errors="replace").strip() if path.is_file() else ""
             if wait is None:
-                os.close(file)
                 raise InputError(
-                    f"one process at a time may write {path.parent}, and another does ({holder}); "
-                    "wait for it, stop it, or choose another folder"
+                    f"one process at a time may write {path.parent}, and another does "
+                    f"({holder or 'it just started'}); wait for it, stop it, or choose another "
+                    "folder"
                 ) from None
             wait(holder)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-        # another process may have removed it between our open and our lock
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file), path.stat()):
-                # on a full disk the lock works without its content
-                with suppress(OSError):
-                    os.truncate(file, 0)
-                    about = {"pid": os.getpid(), "host": socket.gethostname()}
-                    os.write(file, json.dumps(about).encode())
-                return file
-        os.close(file)
+            waits = True
+        else:
+            # on a file system without locks, the content of the file belongs to filelock
+            if isinstance(held, FileLock):
+                path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+            return held
 
 
 @contextmanager

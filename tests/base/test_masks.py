@@ -85,12 +85,6 @@ def test_each_kind_of_layer_has_the_window_of_its_config(architecture, windows):
     assert attention_windows(tiny.config(architecture)) == windows
 
 
-def test_a_state_space_config_is_refused_by_its_setting():
-    config = SimpleNamespace(model_type="old_mamba", state_size=16)
-    with pytest.raises(ValueError, match="'old_mamba' has state_size; choose a base with"):
-        attention_windows(config)
-
-
 def test_local_layers_are_refused_and_global_ones_are_not():
     config = transformers.GPTNeoConfig(attention_types=[[["global", "local"], 1]], num_layers=2)
     with pytest.raises(ValueError, match=r"'gpt_neo' has attention_layers of kind local.*choose"):

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -87,19 +86,6 @@ def test_a_waiting_writer_learns_the_owner_and_gets_the_lock_next(
     with sole_writer(tmp_path / "run", wait=wait):
         assert json.loads((tmp_path / "run" / LOCK).read_text())["pid"] == os.getpid()
     assert told == [holder.pid]
-
-
-def test_a_lock_removed_during_acquisition_is_acquired_again(tmp_path: Path, monkeypatch: Any):
-    fstat = os.fstat
-
-    def going(file: int) -> os.stat_result:
-        monkeypatch.undo()
-        (tmp_path / LOCK).unlink()
-        return fstat(file)
-
-    monkeypatch.setattr("specheads.core.files.os.fstat", going)
-    with sole_writer(tmp_path):
-        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
 def test_created_folders_that_stay_empty_are_removed(tmp_path: Path):
