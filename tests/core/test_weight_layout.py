@@ -10,7 +10,6 @@ from torch.nn import functional as F  # noqa: N812
 
 from specheads.core import weight_layout
 from specheads.core.weight_layout import (
-    Library,
     PackedLinear,
     column_major,
     for_few_rows,
@@ -25,7 +24,7 @@ LIBRARIES = {
 
 
 @pytest.fixture(params=LIBRARIES)
-def library(request, monkeypatch) -> Library:
+def library(request, monkeypatch) -> str:
     """Pack float32 by each library, independent of this CPU."""
     is_here, library = LIBRARIES[request.param]
     if not is_here:
@@ -35,7 +34,7 @@ def library(request, monkeypatch) -> Library:
 
 
 @pytest.fixture
-def layer(library: Library) -> nn.Linear:
+def layer(library: str) -> nn.Linear:
     assert weight_layout.PACKED_BY[torch.float32] is library
     torch.manual_seed(0)
     return nn.Linear(256, 256)
