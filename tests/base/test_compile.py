@@ -5,10 +5,8 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
-from weakref import WeakSet
+from typing import Any
 
 import jaxtyping
 import pytest
@@ -209,45 +207,3 @@ def test_compiled_on_a_cpu_gives_the_tokens_of_eager() -> None:
     first, second = map(int, done.stdout.split())
     # rows, nodes and slots are symbolic; size one, full blocks and aux_layers are special cases
     assert 0 < first <= second <= 20
-
-
-class GraphStandIn:
-    """Replaces a CUDA graph and its memory pool, which is freed when no graph uses it."""
-
-    users: ClassVar[dict[int, "WeakSet[GraphStandIn]"]] = {}
-    retired: ClassVar[set[int]] = set()
-
-    def replay(self) -> None:
-        """Do nothing."""
-
-    @classmethod
-    def pool(cls) -> int:
-        """Return a new handle."""
-        handle = len(cls.users)
-        cls.users[handle] = WeakSet()
-        return handle
-
-    @classmethod
-    @contextmanager
-    def record(cls, graph: "GraphStandIn", pool: int, **_: Any) -> Iterator[None]:
-        """Add a graph to a pool; like torch, refuse a pool whose graphs are all gone."""
-        assert pool not in cls.retired or cls.users[pool]
-        cls.users[pool].add(graph)
-        cls.retired.add(pool)
-        yield
-
-
-def test_graphs_share_a_pool_and_take_a_new_one_after_the_last_is_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", GraphStandIn)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", GraphStandIn.pool)
-    monkeypatch.setattr(torch.cuda, "graph", GraphStandIn.record)
-    recorder, held, one = CudaGraphs(), {}, torch.ones(1)
-    for round_ in range(2):
-        for key in ("a", "b"):
-            for _ in range(3):
-                recorder(held, key, lambda tensor: (tensor + 1, tensor, None), (one,))
-        assert len(GraphStandIn.users) == round_ + 1
-        # the cache is replaced by a larger one
-        held.clear()

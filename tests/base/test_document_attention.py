@@ -3,14 +3,13 @@
 from contextlib import nullcontext
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from specheads.base import document_attention
 from specheads.base.model import FrozenBase
-from specheads.core.features import Documents, document_places
+from specheads.core.features import Documents
 from tests import tiny
 from tests.packed import packed, texts
 
@@ -104,27 +103,3 @@ def test_the_cuda_kernel_gets_all_documents_in_one_call(monkeypatch: pytest.Monk
     query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
     found = document_attention._flash(query, key, value, bounds, 6, 0.3)
     torch.testing.assert_close(found, wanted.flatten(0, 1))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_one_compiled_forward_serves_different_documents():
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        torch._dynamo.reset()
-        base = tiny.base()
-        body = torch.compile(base.model.base_model.forward)
-        for lengths in ((9, 22, 6, 15, 12, 7), (20, 11, 9, 30, 5, 5)):
-            batch = packed(texts(lengths=lengths))
-            wanted = base.read(batch.tokens, document_ids=batch.document_ids).hidden
-            assert batch.document_ids is not None
-            places = document_places(batch.document_ids)
-            mask = torch.zeros(2, 1, 40, 40, dtype=torch.float64)
-            inputs = {"attention_mask": mask, "position_ids": places, "use_cache": False}
-            # norms are in float32, and the compiler sums in another order
-            with torch.no_grad(), document_attention.attending_documents(base.config, places, []):
-                found = body(input_ids=batch.tokens, **inputs).last_hidden_state
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
-        torch._dynamo.reset()

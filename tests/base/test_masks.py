@@ -53,24 +53,6 @@ def test_a_node_sees_the_committed_text_and_its_path_within_the_window():
     ]
 
 
-def test_windows_count_depth_and_not_slots():
-    #     0        window 2: node 4, at depth three, sees itself and its parent. Node 2 is two
-    #    / \       levels above it; its slot is one later than its depth, and would be visible
-    #   1   2
-    #       3
-    #       4
-    tree = TokenTree(torch.zeros(1, 5, dtype=torch.long), torch.tensor([[-1, 0, 0, 2, 3]]))
-    cache = KVCache(num_layers=1, batch=1, capacity=5)
-    mask = tree_mask(tree.ancestors(), tree.depths(), cache, 2, torch.float32)
-    assert (mask[0, 0] == 0).int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 0, 1, 0, 0],
-        [0, 0, 1, 1, 0],
-        [0, 0, 0, 1, 1],
-    ]
-
-
 @pytest.mark.parametrize(
     ("architecture", "windows"),
     [

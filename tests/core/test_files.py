@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from specheads.core.errors import InputError
-from specheads.core.files import LOCK, atomic_folder, naming_full_disk, sole_writer, sweep
+from specheads.core.files import LOCK, atomic_folder, sole_writer, sweep
 
 HOLD = """
 import sys
@@ -61,16 +61,6 @@ def test_the_lock_of_a_killed_process_blocks_nobody(
     assert (tmp_path / "run" / LOCK).is_file()
     take(tmp_path / "run")
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["mine"]
-
-
-def test_two_writers_of_one_process_exclude_each_other(
-    tmp_path: Path,
-):
-    with sole_writer(tmp_path):
-        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
-        with pytest.raises(InputError, match=f'"pid": {os.getpid()}'):
-            take(tmp_path)
-    take(tmp_path)
 
 
 def test_a_waiting_writer_learns_the_owner_and_gets_the_lock_next(
@@ -172,8 +162,3 @@ def test_a_full_disk_error_names_the_path(library: str, tmp_path: Path):
         fill()
     assert (full.value.errno, full.value.filename) == (errno.ENOSPC, str(tmp_path / "head"))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_other_errors_are_unchanged(tmp_path: Path):
-    with pytest.raises(PermissionError), naming_full_disk(tmp_path):
-        raise PermissionError(errno.EACCES, "no")
