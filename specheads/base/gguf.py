@@ -100,7 +100,7 @@ def cached(file: Path) -> Path:
 
 
 def _dequantised(file: Path, source: str) -> Path:
-    """Return the folder of safetensors of a GGUF file, and write it if the cache has none."""
+    """Return the folder of safetensors of a GGUF file, and write it if the cache lacks it."""
     folder = cached(file)
     if folder.is_dir():
         return folder
@@ -278,17 +278,11 @@ def _byte_level(fields: dict[str, Any], splitting: str) -> Tokenizer:
 
 
 def _post_processor(fields: dict[str, Any], *, adds_bos: bool) -> TemplateProcessing:
-    """Return the post-processor that adds the tokens before and after a text."""
-    places = {
-        name: fields[f"tokenizer.ggml.{name}_token_id"]
-        for name, default in (("bos", adds_bos), ("eos", False))
-        if fields.get(f"tokenizer.ggml.add_{name}_token", default)
-        and f"tokenizer.ggml.{name}_token_id" in fields
-    }
-    known = {name: fields["tokenizer.ggml.tokens"][place] for name, place in places.items()}
-    before, after = known.get("bos", ""), known.get("eos", "")
+    """Return the post-processor that adds the token that begins a text."""
+    place = fields.get("tokenizer.ggml.bos_token_id")
+    if place is None or not fields.get("tokenizer.ggml.add_bos_token", adds_bos):
+        return TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+    bos = fields["tokenizer.ggml.tokens"][place]
     return TemplateProcessing(
-        single=" ".join(filter(None, [before, "$A", after])),
-        pair=" ".join(filter(None, [before, "$A", after, before, "$B:1", after])),
-        special_tokens=[*{known[name]: place for name, place in places.items()}.items()],
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, place)]
     )

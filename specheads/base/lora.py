@@ -219,7 +219,7 @@ def merge(model: PreTrainedModel, adapter: str | Path) -> None:
     try:
         # peft would also load a pickle
         if Path(adapter).is_dir() and not (Path(adapter) / WEIGHTS).is_file():
-            raise ValueError(f"an adapter's folder needs {WEIGHTS}, and it has none")
+            raise ValueError(f"an adapter's folder needs {WEIGHTS}")
         with _quiet():
             config: Any = PeftConfig.from_pretrained(str(adapter))
             # peft would import the module that megatron_core names

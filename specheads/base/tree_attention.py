@@ -242,9 +242,5 @@ def attending(
         yield
         return
     written = deferring(cache) if deferred else nullcontext()
-    with (
-        replaced(config, name, function),
-        without_cudnn_attention(cache.device),
-        written,
-    ):
+    with replaced(config, name, function), without_cudnn_attention(cache.device), written:
         yield

@@ -17,7 +17,7 @@ class InputError(ValueError):
 
 
 def printable(text: str) -> str:
-    """Escape control characters, so that a terminal shows a text and does not execute it."""
+    """Escape control characters: a terminal shows the text and does not execute it."""
     return "".join(
         one if one.isprintable() or one in "\n\t" else f"\\x{ord(one):02x}" for one in text
     )

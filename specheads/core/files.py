@@ -89,7 +89,7 @@ def sole_writer(
 
     If another process has the lock, `wait` is called with a description of it, and this process
     waits. A created folder that is still empty at the end is removed. The lock is a system lock and
-    ends with its process, so the lock file of a killed process blocks nobody.
+    ends with its process, so the lock file of a killed process has no effect.
 
     Raises:
         ValueError: Another process has the lock and `wait` is None, or the folder is not writable.

@@ -100,7 +100,7 @@ def process_peak_bytes() -> int:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Return the peak memory in GiB: of a GPU since its last reset, else of the whole process."""
+    """Return the peak memory in GiB; on a GPU since the last reset, on a host of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return process_peak_bytes() / 2**30

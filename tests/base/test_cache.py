@@ -133,7 +133,7 @@ def test_layers_of_any_shape_keep_the_same_slots(shapes, static: bool):
         rows = len(cache.row_lengths)
         new = [torch.randn(rows, heads, 7, width) for heads, width in shapes]
         for layer in range(2):
-            cache.update(*new[2 * layer : 2 * layer + 2], layer)
+            cache.update(new[2 * layer], new[2 * layer + 1], layer)
         cache.commit(paths[:rows])
         kept += [[one[row, :, paths[row]] for one in new] for row in range(rows)]
     together.room = 4

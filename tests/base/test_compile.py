@@ -14,7 +14,7 @@ import torch
 from torch._inductor import config as inductor
 
 from specheads.base.cache import KVCache
-from specheads.base.compile import EXTENT, CompiledLayers, CudaGraphs, compiled
+from specheads.base.compile import CompiledLayers, CudaGraphs, compiled
 from specheads.base.forward import answer
 from specheads.base.model import FrozenBase
 from specheads.decoding.generate import generate
@@ -154,14 +154,6 @@ def test_a_cache_reuses_the_memory_of_the_last_one() -> None:
     assert not slab.graphs
     del second
     assert base.cache(4, 100).slab is not slab
-
-
-def test_a_static_cache_looks_at_whole_pieces_and_never_past_its_end() -> None:
-    cache = KVCache(1, 2, EXTENT + 10, static=True)
-    assert [cache.extent(length) for length in (1, EXTENT)] == [EXTENT, EXTENT]
-    assert cache.extent(EXTENT + 1) == cache.capacity == 2 * EXTENT
-    with pytest.raises(ValueError, match="allocate more"):
-        cache.reserve(2 * EXTENT + 1)
 
 
 def test_a_missing_compiler_is_an_input_error() -> None:

@@ -6,7 +6,6 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specheads.base import tree_attention
-from tests import tiny
 
 
 class Layer(nn.Module):
@@ -36,20 +35,3 @@ def test_grouped_attention_equals_repeated_keys(group, nodes):
     assert ours.shape == (2, nodes, 2 * group, 4)
     assert ours.is_contiguous()
     torch.testing.assert_close(ours, theirs)
-
-
-def test_a_base_verifies_trees_without_repeating_keys(monkeypatch):
-    seen, original = [], tree_attention.grouped_attention
-
-    def attend(module, query, key, *rest, **settings):
-        seen.append((query.shape[1:3], key.shape[1]))
-        return original(module, query, key, *rest, **settings)
-
-    base = tiny.base()
-    monkeypatch.setattr(tree_attention, "grouped_attention", attend)
-    before = base.config._attn_implementation
-    cache = base.cache(1, 8)
-    base.prefill(torch.tensor([[1, 2, 3]]), cache, [3])
-    heads, shared = base.config.num_attention_heads, base.config.num_key_value_heads
-    assert seen == [((heads, 3), shared)] * base.num_layers
-    assert base.config._attn_implementation == before == "sdpa"

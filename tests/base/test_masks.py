@@ -53,20 +53,6 @@ def test_a_node_sees_the_committed_text_and_its_path_within_the_window():
     ]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "windows"),
-    [
-        ("llama", {"all": None}),
-        ("gpt2", {"all": None}),
-        ("qwen3", {"full_attention": None}),
-        ("mistral", {"all": 12}),
-        ("gemma3", {"full_attention": None, "sliding_attention": 16}),
-    ],
-)
-def test_each_kind_of_layer_has_the_window_of_its_config(architecture, windows):
-    assert attention_windows(tiny.config(architecture)) == windows
-
-
 def test_local_layers_are_refused_and_global_ones_are_not():
     config = transformers.GPTNeoConfig(attention_types=[[["global", "local"], 1]], num_layers=2)
     with pytest.raises(ValueError, match=r"'gpt_neo' has attention_layers of kind local.*choose"):

@@ -252,11 +252,3 @@ def test_a_projection_scales_and_caps_like_its_base(config, scale, cap):
     torch.testing.assert_close(projection.rows(some)(hidden), wanted[:, some])
     assert projection.rows(some).tokens is some
     assert projection.rows(None) is projection
-
-
-def test_gradients_flow_through_a_projection_if_enabled():
-    hidden = torch.randn(2, 32, dtype=torch.float64, requires_grad=True)
-    assert tiny.base().projection(hidden).requires_grad
-    assert tiny.base().logits_of(hidden).requires_grad
-    with torch.no_grad():
-        assert not tiny.base().logits_of(hidden).requires_grad
