@@ -67,9 +67,8 @@ def load_model(
         # transformers ignores a damaged file, and with it the tokens that end a text
         with reading("generation_config.json", source):
             ends = GenerationConfig.from_pretrained(source).eos_token_id
-            if not all(
-                type(one) is int for one in (ends if isinstance(ends, list) else [ends or 0])
-            ):
+            known = ends if isinstance(ends, list) else [ends or 0]
+            if not all(type(one) is int for one in known):
                 raise InputError(f"eos_token_id must be token ids, got {ends!r}; fix it there")
     with reading("weights", source):
         # output_loading_info adds a result that pyright does not know
@@ -83,10 +82,10 @@ def load_model(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             trust_remote_code=False,
-            # a quantised model cannot be moved afterwards
+            # a quantised model cannot be moved afterwards, and 16 GB are read several times faster
+            device_map={"": place} if direct else None,
+            # None would override that of config.json
             **({"quantization_config": quantised} if quantised else {}),
-            # reading directly onto the device is several times faster for 16 GB
-            **({"device_map": {"": place}} if direct else {}),
         )
         refuse_mismatch(source, info)
     stays = direct or isinstance(device, Sharding)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from specheads.base import document_attention
 from specheads.base.model import FrozenBase
@@ -48,18 +47,6 @@ def test_document_attention_equals_masked_attention(
     # shorter windows than documents need a mask
     assert bool(calls) == (architecture not in tiny.WINDOWED)
     assert base.config._attn_implementation == "sdpa"
-
-
-def test_windows_longer_than_every_document_need_no_mask(
-    calls: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
-):
-    config = tiny.config("mistral", sliding_window=22)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double()
-    base = FrozenBase(model.eval(), name="a longer window")
-    wanted, batch = masked(base, monkeypatch), packed(texts())
-    found = base.read(batch.tokens, document_ids=batch.document_ids).hidden
-    assert calls
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_gradients_equal_those_of_masked_attention(monkeypatch: pytest.MonkeyPatch):

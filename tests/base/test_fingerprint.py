@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from specheads.base.fingerprint import base_fingerprint
 from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
-from specheads.export.custom_generate import custom_generate
 from specheads.heads.load import build_for, load_head
 from tests import tiny
 
@@ -93,12 +92,3 @@ def test_a_head_without_a_fingerprint_fits_any_base(head_folder, sibling):
     assert len(kept) == len(lines) - 1
     config.write_text("".join(kept))
     assert load_head(head_folder, sibling).base_fingerprint == ""
-
-
-def test_transformers_generate_refuses_another_base_unless_forced(head_folder, sibling):
-    head, prompt = load_head(head_folder), torch.arange(4)[None]
-    arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    with pytest.raises(ValueError, match=REFUSAL):
-        sibling.model.generate(prompt, custom_generate=custom_generate(head), **arguments)
-    taken = custom_generate(head, force=True)
-    assert sibling.model.generate(prompt, custom_generate=taken, **arguments).shape == (1, 8)

@@ -84,14 +84,6 @@ def test_created_folders_that_stay_empty_are_removed(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["file", "file/below", "x" * 300])
-def test_a_path_that_cannot_be_a_folder_is_refused_by_name(name: str, tmp_path: Path):
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="the folder must be writable"):
-        take(tmp_path / name)
-    assert [item.name for item in tmp_path.iterdir()] == ["file"]
-
-
 def test_a_lock_that_is_a_link_is_refused_and_its_target_is_unchanged(tmp_path: Path):
     (tmp_path / "run").mkdir()
     (tmp_path / "thesis").write_text("mine")
