@@ -66,8 +66,26 @@ def folded(
         mask = torch.cat([attention_mask] * group, dim=2)
     else:
         mask = _tall(attention_mask, group)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    # the compiler would make graphs of the kernel's own cases
+    attend = _opaque_masked if torch.compiler.is_compiling() else _attend_masked
+    out = attend(query, key, value, mask, scaling)
     return out.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous()
+
+
+def _attend_masked(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
+) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+
+
+def _masked_shape(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
+) -> Tensor:
+    del key, mask, scaling
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+_opaque_masked = opaque("grouped_attention", _attend_masked, _masked_shape)
 
 
 def _tall(mask: Tensor, group: int) -> Tensor:
