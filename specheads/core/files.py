@@ -13,9 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
-
 from filelock import FileLock, Timeout
+from pydantic import TypeAdapter, ValidationError
 
 from specheads.core.errors import InputError, first_line
 

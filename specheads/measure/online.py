@@ -154,7 +154,7 @@ def _by_category(counts: list[DepthCounts], categories: Sequence[str]) -> dict[s
 def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> Degenerate:
     """Return the rates with and without the prompts after which the base alone loops.
 
-    `core.loops` has the rule. A rate is None if no prompt, or no forward, remains.
+    `core.texts` has the rule. A rate is None if no prompt, or no forward, remains.
     """
     flags = [loops(tokens) for tokens in alone]
     flagged = [one for one, flag in zip(counts, flags, strict=True) if flag]
