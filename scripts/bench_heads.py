@@ -54,7 +54,7 @@ from specheads.core.errors import InputError
 from specheads.core.features import Features, document_lengths
 from specheads.core.files import atomic_folder, to_json
 from specheads.core.machine import dtype_name
-from specheads.core.seeds import derive_seed
+from specheads.core.texts import derive_seed
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build, build_for, load_head
 from specheads.measure.results import Comparison, read

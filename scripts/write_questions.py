@@ -19,8 +19,7 @@ from rich.console import Console
 
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
-from specheads.core.files import write_atomic
-from specheads.core.paths import writable_folder
+from specheads.core.files import writable_folder, write_atomic
 from specheads.data.chat import ASK, ASKED, Template
 from specheads.data.masks import added_ids
 from specheads.decoding.sampling import Sampling

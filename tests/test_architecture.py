@@ -11,7 +11,7 @@ import pytest
 import torch
 from jaxtyping import TypeCheckError
 
-from specheads.core.paths import local_path
+from specheads.core.files import local_path
 from specheads.decoding.accept import draw
 
 PACKAGE = Path(__file__).parents[1] / "specheads"
@@ -175,6 +175,7 @@ def test_libraries_are_imported_only_where_allowed():
 
 def test_the_lowest_layer_imports_torch_and_nothing_heavier():
     known = {"specheads", "torch", "jaxtyping", "huggingface_hub", "pydantic", "annotated_types"}
+    known |= {"filelock"}
     known |= set(sys.stdlib_module_names)
     core = [path for module, path in MODULES.items() if room(module) == "core"]
     assert {full.partition(".")[0] for path in core for full in imported(path)} <= known

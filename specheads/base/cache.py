@@ -6,8 +6,7 @@ See docs/tree_verification.md.
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from contextlib import nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,10 +104,9 @@ class RowCache(Cache, ABC):
         """Copy slots `source[b]` of each row b to slots `target[b]`."""
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order; a row listed twice is forked.
+        """Keep only these rows, in this order; each at most once.
 
-        Finished and cancelled requests leave the batch this way. The copies of a forked row
-        continue the same text independently.
+        Finished and cancelled requests leave the batch this way.
         """
         self._set_lengths([self.row_lengths[row] for row in rows])
 
@@ -134,25 +132,24 @@ def _whole(slots: int) -> int:
     return -(-slots // EXTENT) * EXTENT
 
 
-C = TypeVar("C", bound=RowCache, covariant=True)
-
-
-class RowLayer(CacheLayerMixin, Generic[C]):
+class RowLayer(CacheLayerMixin):
     """One layer of a cache, in the form that transformers needs."""
 
     is_croppable = False
 
-    def __init__(self, cache: C) -> None:
+    def __init__(self, cache: RowCache) -> None:
         super().__init__()
+        self.serve(cache)
+
+    def serve(self, cache: RowCache) -> None:
+        """Become a layer of this cache."""
         # a strong reference would make a cycle, and unused caches would wait for the collector
         self._cache = weakref.ref(cache)
 
     @property
-    def cache(self) -> C:
+    def cache(self) -> Any:
         """The cache of this layer."""
-        cache = self._cache()
-        assert cache is not None
-        return cache
+        return self._cache()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of slots that a forward reads, and the first one."""
@@ -168,32 +165,15 @@ class RowLayer(CacheLayerMixin, Generic[C]):
         return self.cache.capacity
 
 
-class _Layer(RowLayer["KVCache"]):
+class _Layer(RowLayer):
+    """One layer of a `KVCache`; `keys` and `values` are parts of the stacks of its slab."""
+
+    parts: tuple[tuple[int, int], ...] = ()
+    """For keys and values: the number of the stack, and the index in it."""
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate on the first forward, when head counts and widths are known."""
-        if views := self.cache.slab.views(self, key_states, value_states):
-            self.keys, self.values = views
-            self.is_initialized = True
-            return
-        heads, capacity = key_states.shape[1], self.cache.capacity
-        self._allocate(
-            [
-                (new, (len(self.cache.row_lengths), heads, capacity, new.shape[-1]))
-                for new in (key_states, value_states)
-            ]
-        )
-        self.is_initialized = True
-
-    def _allocate(self, alike: list[tuple[Tensor, tuple[int, ...]]]) -> None:
-        # memory allocated in inference mode cannot be written to outside of it
-        own = torch.inference_mode(mode=False) if self.cache.static else nullcontext()
-        with own:
-            self.keys, self.values = (one.new_zeros(size) for one, size in alike)
-        self.cache.slab.forget()
-
-    def serve(self, cache: "KVCache") -> None:
-        """Become a layer of another cache, which reuses the memory."""
-        self._cache = weakref.ref(cache)
+        self.cache.slab.allocate(self, key_states, value_states)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
@@ -201,138 +181,104 @@ class _Layer(RowLayer["KVCache"]):
         """Write new positions into each row's scratch; return the slots in use."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys, values = self.held()
+        assert self.keys is not None
+        assert self.values is not None
+        # memory of rows that have left is not read; rows that join reuse it
+        rows = len(self.cache.row_lengths)
+        keys, values = self.keys[:rows], self.values[:rows]
         length, shared, end = key_states.shape[2], self.cache.shared_length, self.cache.end
         if shared is not None:
             keys[:, :, shared : shared + length] = key_states
             values[:, :, shared : shared + length] = value_states
         else:
-            rows, slots = self.cache.places(length)
-            keys[rows, :, slots] = key_states.transpose(1, 2)
-            values[rows, :, slots] = value_states.transpose(1, 2)
+            places = self.cache.places(length)
+            keys[places[0], :, places[1]] = key_states.transpose(1, 2)
+            values[places[0], :, places[1]] = value_states.transpose(1, 2)
         return keys[:, :, :end], values[:, :, :end]
-
-    def held(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all rows, each (batch, heads, capacity, width).
-
-        Memory of rows that have left is not included; rows that join reuse it.
-        """
-        assert self.keys is not None
-        assert self.values is not None
-        rows = len(self.cache.row_lengths)
-        return self.keys[:rows], self.values[:rows]
-
-    def move(self, targets: list[int], sources: list[int]) -> None:
-        """Copy the committed slots of the source rows to the target rows."""
-        end = self.cache.longest
-        for held in self.held():
-            held[targets, :, :end] = held[sources, :, :end]
-
-    def pick(self, rows: list[int]) -> None:
-        """Copy these rows, in this order, to new tensors; a static cache copies in place."""
-        keys, values = (held[rows] for held in self.held())
-        assert self.keys is not None
-        assert self.values is not None
-        if self.cache.static:
-            if len(rows) > len(self.keys):
-                self._allocate([(one, tuple(one.shape)) for one in (keys, values)])
-            self.keys[: len(rows)], self.values[: len(rows)] = keys, values
-        else:
-            self.keys, self.values = keys, values
-            self.cache.slab.forget()
-
-    def _enlarge(self, rows: int) -> None:
-        """Move to new tensors with place for so many rows: every layer at once if it can be."""
-        if self.cache.slab.enlarge(rows, self.cache.longest):
-            return
-        held, end = self.held(), self.cache.longest
-        self._allocate([(one, (rows, *one.shape[1:])) for one in held])
-        assert self.keys is not None
-        assert self.values is not None
-        for new, old in zip((self.keys, self.values), held, strict=True):
-            new[: len(old), :, :end] = old[:, :, :end]
-
-    def take_over(self, other: "_Layer") -> None:
-        """Append another layer's rows, in free memory or in new tensors."""
-        ready = self if self.is_initialized else other
-        if not ready.is_initialized:
-            return
-        for one in (self, other):
-            if not one.is_initialized:
-                one.lazy_initialization(*ready.held())
-        own, new = self.held(), other.held()
-        before, after = len(own[0]), len(own[0]) + len(new[0])
-        assert self.keys is not None
-        assert self.values is not None
-        if after > len(self.keys):
-            self._enlarge(max(after, self.cache.room))
-        end = other.cache.longest
-        for held, states in zip((self.keys, self.values), new, strict=True):
-            held[before:after, :, :end] = states[:, :, :end]
-
-
-def _rows(held: Tensor) -> Tensor:
-    return torch.arange(len(held), device=held.device)[:, None]
 
 
 class Slab:
     """The memory of a contiguous cache; the next cache can reuse it with its CUDA graphs."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        self.num_layers, self.capacity = num_layers, capacity
         self.layers: list[_Layer] = []
         self.lengths: Tensor | None = None
         self.graphs: dict[Hashable, Any] = {}
         """CUDA graphs recorded over this memory: see `compile.CudaGraphs`."""
-        self.whole: Tensor | None = None
-        """Keys and values of all layers as one tensor (2 * layer, batch, heads, slot, width), so
-        that a cache commits with one copy; None: each layer has its own."""
+        self.stacks: list[Tensor] = []
+        """Keys and values, each (part, batch, heads, slot, width). If all layers are alike, one
+        stack has the keys and values of all of them, so that one copy commits a step."""
 
-    def views(self, layer: "_Layer", keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return a layer's part of `whole`; None if its keys or values have another shape."""
-        batch, heads, width = len(layer.cache.row_lengths), keys.shape[1], keys.shape[-1]
-        # memory allocated in inference mode cannot be written to outside of it
+    @property
+    def rows(self) -> int:
+        """Number of rows that it has memory for."""
+        return self.stacks[0].shape[1] if self.stacks else 0
+
+    def allocate(self, layer: _Layer, keys: Tensor, values: Tensor) -> None:
+        """Allocate a layer's memory for keys and values like these."""
+        rows = self.rows or len(layer.cache.row_lengths)
+
+        def stack(parts: int, alike: Tensor) -> Tensor:
+            sizes = (parts, rows, alike.shape[1], self.capacity, alike.shape[-1])
+            # memory allocated in inference mode cannot be written to outside of it
+            with torch.inference_mode(mode=False):
+                return alike.new_zeros(sizes)
+
+        if not self.stacks and _alike(keys, values):
+            self.stacks.append(stack(2 * self.num_layers, keys))
+        joint = next((one for one in self.stacks if len(one) == 2 * self.num_layers), None)
+        if joint is not None and _alike(joint, keys) and _alike(joint, values):
+            place = 2 * self.layers.index(layer)
+            layer.parts = (0, place), (0, place + 1)
+        else:
+            count = len(self.stacks)
+            self.stacks += stack(1, keys), stack(1, values)
+            layer.parts = (count, 0), (count + 1, 0)
+        self._moved()
+
+    def allocate_like(self, other: "Slab", rows: int) -> None:
+        """Allocate memory for so many rows with the stacks of another slab."""
+        self.stacks = [one[:, :0] for one in other.stacks]
+        for own, layer in zip(self.layers, other.layers, strict=True):
+            own.parts = layer.parts
+        self.enlarge(rows, 0)
+
+    def enlarge(self, rows: int, end: int) -> None:
+        """Move to memory for more rows; the first `end` slots of each row are copied."""
         with torch.inference_mode(mode=False):
-            if not any(one.is_initialized for one in self.layers):
-                self.whole = keys.new_zeros(
-                    2 * len(self.layers), batch, heads, self.capacity, width
-                )
-            whole, place = self.whole, 2 * self.layers.index(layer)
-            alike = all(
-                whole is not None
-                and one.dtype == whole.dtype
-                and (one.shape[1], one.shape[-1]) == (whole.shape[2], whole.shape[-1])
-                for one in (keys, values)
-            )
-            if whole is None or not alike:
-                self.whole = None
-                return None
-            return whole[place], whole[place + 1]
+            for place, old in enumerate(self.stacks):
+                self.stacks[place] = old.new_zeros(len(old), rows, *old.shape[2:])
+                self.stacks[place][:, : old.shape[1], :, :end] = old[:, :, :, :end]
+        self._moved()
 
-    def enlarge(self, rows: int, end: int) -> bool:
-        """Move all layers to memory for more rows; return False if each layer has its own.
-
-        Only the first `end` slots of each row are copied.
-        """
-        if (old := self.whole) is None:
-            return False
+    def pick(self, rows: list[int], *, static: bool) -> None:
+        """Copy these rows, in this order, to new memory; `static` copies in place."""
         with torch.inference_mode(mode=False):
-            self.whole = old.new_zeros(len(old), rows, *old.shape[2:])
-            self.whole[:, : old.shape[1], :, :end] = old[:, :, :, :end]
-        for place, layer in enumerate(self.layers):
-            layer.keys, layer.values = self.whole[2 * place], self.whole[2 * place + 1]
-        self.graphs.clear()
-        return True
+            for place, old in enumerate(self.stacks):
+                if static:
+                    old[:, : len(rows)] = old[:, rows]
+                else:
+                    self.stacks[place] = old[:, rows]
+        if not static:
+            self._moved()
 
-    def forget(self) -> None:
-        """Discard the recorded graphs after memory moved."""
+    def _moved(self) -> None:
+        """Point the layers to the stacks, and discard the graphs of the memory before."""
+        for layer in self.layers:
+            if layer.parts:
+                layer.keys, layer.values = (self.stacks[number][at] for number, at in layer.parts)
+                layer.is_initialized = True
         self.graphs.clear()
-        self.whole = None
 
-    def fits(self, batch: int, capacity: int) -> bool:
-        """Return whether it has at least this many rows and slots per row."""
-        keys = self.layers[0].keys if self.layers else None
-        return keys is not None and len(keys) >= batch and self.capacity >= capacity
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether keys or values have the same dtype, number of heads and width."""
+    return (one.dtype, one.shape[-3], one.shape[-1]) == (
+        other.dtype,
+        other.shape[-3],
+        other.shape[-1],
+    )
 
 
 class KVCache(RowCache):
@@ -352,15 +298,14 @@ class KVCache(RowCache):
         slab: Slab | None = None,
     ) -> None:
         self.static = static
-        self.slab = slab or Slab(_whole(capacity) if static else capacity)
+        self.slab = slab or Slab(num_layers, _whole(capacity) if static else capacity)
         self.capacity = self.slab.capacity
         self._places: tuple[Tensor, Tensor] | None = None
-        self._own_layers = self.slab.layers
         if slab is None:
-            self._own_layers += [_Layer(self) for _ in range(num_layers)]
-        for layer in self._own_layers:
+            self.slab.layers = [_Layer(self) for _ in range(num_layers)]
+        for layer in self.slab.layers:
             layer.serve(self)
-        super().__init__(self._own_layers, batch, device)
+        super().__init__(self.slab.layers, batch, device)
 
     def _placed(self, lengths: Tensor) -> Tensor:
         if not self.static:
@@ -385,14 +330,15 @@ class KVCache(RowCache):
     def places(self, length: int) -> tuple[Tensor, Tensor]:
         """Return rows and slots of the next positions; computed once per forward."""
         if self._places is None or torch.compiler.is_compiling():
-            places = _rows(self.lengths), self.scratch(length)
+            rows = torch.arange(len(self.lengths), device=self.device)
+            places = rows[:, None], self.scratch(length)
             if torch.compiler.is_compiling():
                 return places
             self._places = places
         return self._places
 
     def _move(self, paths: list[list[int]]) -> None:
-        if (whole := self.slab.whole) is None or whole.device.type != "cpu":
+        if self.device.type != "cpu":
             super()._move(paths)
             return
         # a processor copies one slot of all layers after the other in a twentieth of the time
@@ -400,15 +346,13 @@ class KVCache(RowCache):
         for row, (length, path) in enumerate(zip(self.row_lengths, paths, strict=True)):
             for place, node in enumerate(path):
                 if node != place:
-                    whole[:, row, :, length + place] = whole[:, row, :, length + node]
+                    for stack in self.slab.stacks:
+                        stack[:, row, :, length + place] = stack[:, row, :, length + node]
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
-        if (whole := self.slab.whole) is not None:
-            tensors = [whole[:, : len(target)]]
-        else:
-            tensors = [held[None] for layer in self._own_layers for held in layer.held()]
         rows = torch.arange(len(target), device=self.device)[:, None]
-        for held in tensors:
+        for stack in self.slab.stacks:
+            held = stack[:, : len(target)]
             if len(target) == 1:
                 # one row needs no index of rows, and is copied in less time without
                 held.index_copy_(3, target[0], held.index_select(3, source[0]))
@@ -416,19 +360,17 @@ class KVCache(RowCache):
                 held[:, rows, :, target] = held[:, rows, :, source]
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order; a row listed twice is copied.
+        """Keep only these rows, in this order; each at most once.
 
         If each row keeps its index or comes from beyond the new batch, only the latter are copied.
         """
         moved = [(place, row) for place, row in enumerate(rows) if place != row]
-        behind = all(row >= len(rows) for _, row in moved)
-        for layer in self._own_layers:
-            if not layer.is_initialized:
-                continue
-            if not behind:
-                layer.pick(rows)
-            elif moved:
-                layer.move(*map(list, zip(*moved, strict=True)))
+        if any(row < len(rows) for _, row in moved):
+            self.slab.pick(rows, static=self.static)
+        elif moved:
+            targets, sources = map(list, zip(*moved, strict=True))
+            for stack in self.slab.stacks:
+                stack[:, targets, :, : self.longest] = stack[:, sources, :, : self.longest]
         super().keep_rows(rows)
 
     def join(self, other: RowCache) -> None:
@@ -438,6 +380,13 @@ class KVCache(RowCache):
                 f"rows that join a contiguous batch must be contiguous rows of {self.capacity} "
                 f"slots, got {other.capacity}; allocate both with the same capacity"
             )
-        for own, new in zip(self._own_layers, other._own_layers, strict=True):
-            own.take_over(new)
+        before, new = len(self.row_lengths), len(other.row_lengths)
+        rows, end = max(before + new, self.room), other.longest
+        if not self.slab.stacks:
+            self.slab.allocate_like(other.slab, rows)
+        elif before + new > self.slab.rows:
+            self.slab.enlarge(rows, self.longest)
+        if end:
+            for stack, states in zip(self.slab.stacks, other.slab.stacks, strict=True):
+                stack[:, before : before + new, :, :end] = states[:, :new, :, :end]
         super().join(other)

@@ -1,10 +1,10 @@
 """Attention within each document of a packed batch, without computing masked scores."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -15,56 +15,39 @@ from transformers import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specheads.base.masks import is_special, replaced
-from specheads.core.attention import document_bounds, flash_takes
-from specheads.core.features import document_lengths
-from specheads.core.opaque import opaque
+from specheads.core.features import Documents
+from specheads.core.kernels import flash_takes, opaque
 
 NAME = "specheads_documents"
 
-HALF = (torch.float16, torch.bfloat16)
-WIDEST = 256
-"""Dtypes and largest head width of the flash attention kernel on CUDA."""
-
 _HAS_ENABLE_GQA = "enable_gqa" in signature(varlen_attn).parameters
 
-
-class _Documents(NamedTuple):
-    """The documents of a batch, row by row."""
-
-    lengths: Sequence[int]
-    """Number of tokens of each document."""
-    bounds: Tensor
-    """First token of each document and the end of the last one, on the device, in int32."""
-
-
-_DOCUMENTS: ContextVar[_Documents] = ContextVar("documents of the batch")
-
-
-def attending_documents(
-    config: PreTrainedConfig, places: Int[Tensor, "batch time"], windows: Sequence[int | None]
-) -> AbstractContextManager[None]:
-    """Select attention within documents for the forwards in this context, if it is faster.
-
-    `places` are the positions within each document. Models whose attention cannot be replaced use
-    the mask instead. On CUDA this synchronises once, to read the lengths of the documents.
-    """
-    if places.device.type not in ("cpu", "cuda") or config._attn_implementation != "sdpa":
-        return nullcontext()
-    lengths = document_lengths(places)
-    longest = max(lengths)
-    if any(window is not None and window < longest for window in windows):
-        return nullcontext()
-    bounds = document_bounds(lengths, places.device)
-    return _attending(config, _Documents(lengths, bounds))
+_DOCUMENTS: ContextVar[Documents] = ContextVar("documents of the batch")
 
 
 @contextmanager
-def _attending(config: PreTrainedConfig, documents: _Documents) -> Iterator[None]:
+def attending_documents(
+    config: PreTrainedConfig, places: Int[Tensor, "batch time"], windows: Sequence[int | None]
+) -> Iterator[Documents | None]:
+    """Select attention within documents for the forwards in this context, if it is faster.
+
+    `places` are the positions within each document. Models whose attention cannot be replaced use
+    the mask instead, and the context is None. On CUDA this synchronises once, to read the lengths
+    of the documents.
+    """
+    if places.device.type not in ("cpu", "cuda") or config._attn_implementation != "sdpa":
+        yield None
+        return
+    documents = Documents.of(places)
+    longest = max(documents.lengths)
+    if any(window is not None and window < longest for window in windows):
+        yield documents
+        return
     # a context variable, because one compiled graph serves batches of any documents
     token = _DOCUMENTS.set(documents)
     try:
         with replaced(config, NAME, document_attention):
-            yield
+            yield documents
     finally:
         _DOCUMENTS.reset(token)
 
@@ -95,12 +78,8 @@ def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether the device supports these tensors: on CUDA, whether flash attention does."""
     if query.device.type != "cuda":
         return True
-    dtypes = {query.dtype, key.dtype, value.dtype}
-    return (
-        len(dtypes) == 1
-        and query.shape[-1] == value.shape[-1]
-        and flash_takes(query.dtype, query.shape[-1])
-    )
+    alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
+    return alike and flash_takes(query.dtype, query.shape[-1])
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -111,7 +90,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) ->
     if query.device.type == "cuda":
         mixed = _flash(tokens[0], tokens[1], tokens[2], bounds, max(lengths), scaling)
         return mixed.unflatten(0, (len(query), -1))
-    columns = [values.split(list(lengths)) for values in tokens]
+    columns = [values.split(lengths) for values in tokens]
     pieces = []
     for column in zip(*columns, strict=True):
         own = [piece.transpose(0, 1)[None] for piece in column]

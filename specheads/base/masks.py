@@ -88,13 +88,6 @@ def attention_windows(config: Any) -> dict[str, int | None]:
             "attention_layers of kind local, which count slots, not positions; choose a base "
             "with global, full or sliding attention"
         )
-    names = ("mamba_d_state", "state_size", "ssm_state_size", "time_step_rank", "mamba_config")
-    name = next((name for name in names if getattr(config, name, None) is not None), None)
-    if name and not kinds:
-        raise InputError(
-            f"tree verification cannot roll back a state-space base: {config.model_type!r} has "
-            f"{name}; choose a base with attention layers only"
-        )
     return {kind: known[kind] for kind in kinds} or {"all": window}
 
 

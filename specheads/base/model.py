@@ -19,7 +19,7 @@ from specheads.base.loading import load_model
 from specheads.base.paged import BlockPool
 from specheads.base.selfcheck import check, check_exact
 from specheads.base.sharding import Sharding
-from specheads.core.bounds import refuse_bytes
+from specheads.core.machine import refuse_bytes
 from specheads.core.weight_layout import for_few_rows
 
 
@@ -162,7 +162,8 @@ class FrozenBase(Forwards):
         if not self.static:
             return KVCache(self.num_layers, batch, slots, self.device)
         slab = self._spare.pop() if self._spare else None
-        slab = slab if slab is not None and slab.fits(batch, slots) else None
+        if slab is not None and (slab.rows < batch or slab.capacity < slots):
+            slab = None
         cache = KVCache(self.num_layers, batch, slots, self.device, static=True, slab=slab)
         # a run makes many caches: the next one reuses the memory and its CUDA graphs
         weakref.finalize(cache, _keep, self._spare, cache.slab).atexit = False

@@ -1,9 +1,8 @@
-"""Paged KV cache: rows allocate blocks as they grow, share them, and return them.
+"""Paged KV cache: rows allocate blocks of a shared pool as they grow, and return them.
 
 See docs/tree_verification.md.
 """
 
-from collections import Counter
 from itertools import chain
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specheads.base.cache import RowCache, RowLayer, upload
-from specheads.core.bounds import refuse_bytes
 from specheads.core.errors import InputError
+from specheads.core.machine import refuse_bytes
 
 
 class PoolFullError(Exception):
@@ -22,12 +21,7 @@ class PoolFullError(Exception):
 class BlockPool:
     """Blocks of slots for any number of `PagedKVCache`s.
 
-    The pool counts references only; the caches know which row uses which block. A block contains
-    its slots in all layers of the base.
-
-    Args:
-        flex: Whether attention reads the blocks in place, by flex_attention. False gathers each
-            row's blocks first; the result is bit for bit that of contiguous rows.
+    The caches know which row has which block. A block contains its slots in all layers of the base.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.
     """
@@ -38,20 +32,16 @@ class BlockPool:
         num_blocks: int,
         block_size: int = 16,
         device: torch.device | str = "cpu",
-        *,
-        flex: bool = False,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.device = torch.device(device)
-        # reference counts and the free list are Python lists on the host
+        # the free list is a Python list on the host
         refuse_bytes(64 * num_blocks, torch.device("cpu"), "a pool", "lower num_blocks")
-        self.flex = flex
-        self.references = [0] * num_blocks
-        self.copied_blocks = 0
-        """Blocks copied so far because a fork wrote into a shared block."""
         self.spare = num_blocks
         """Index of an extra block that stores padding and belongs to no row."""
-        self.stores = [_Store(self) for _ in range(num_layers)]
+        self.held: list[tuple[Tensor, ...]] = [()] * num_layers
+        """Keys and values of each layer (heads, blocks, slots, width); empty before its first
+        forward."""
         self._free = list(range(num_blocks - 1, -1, -1))
 
     @property
@@ -59,77 +49,49 @@ class BlockPool:
         """Number of free blocks."""
         return len(self._free)
 
+    def memory(self, layer: int, alike: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return a layer's keys and values, allocated for states (batch, heads, length, width)."""
+        if not self.held[layer]:
+            blocks, size = self.num_blocks + 1, self.block_size
+            self.held[layer] = tuple(
+                one.new_zeros(one.shape[1], blocks, size, one.shape[-1]) for one in alike
+            )
+        return self.held[layer]
+
     def blocks_for(self, slots: int) -> int:
         """Return the number of blocks for this many slots."""
         return -(-slots // self.block_size)
 
     def take(self, count: int) -> list[int]:
-        """Allocate blocks with one reference each; raise PoolFullError if too few are free."""
+        """Allocate blocks; raise PoolFullError if too few are free."""
         if count > self.num_free:
             raise PoolFullError(
                 f"the pool must have {count} free blocks, has {self.num_free} of "
                 f"{self.num_blocks}; release rows or allocate more"
             )
-        taken = [self._free.pop() for _ in range(count)]
-        for block in taken:
-            self.references[block] = 1
-        return taken
-
-    def share(self, rows: list[list[int]]) -> None:
-        """Add one reference to each block of these rows."""
-        for block in chain.from_iterable(rows):
-            self.references[block] += 1
+        return [self._free.pop() for _ in range(count)]
 
     def release(self, blocks: list[int]) -> None:
-        """Remove one reference from each block; blocks without references become free."""
-        for block in blocks:
-            self.references[block] -= 1
-            if not self.references[block]:
-                self._free.append(block)
+        """Free blocks."""
+        self._free += blocks
 
 
-class _Store:
-    """One layer's keys and values of all blocks, each (heads, blocks, slots, width)."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self.pool = pool
-        self.held: tuple[Tensor, Tensor] | None = None
-
-    def write(self, new: tuple[Tensor, Tensor], slots: Tensor) -> None:
-        """Write keys and values (batch, heads, length, width) to these slots of the pool."""
-        if self.held is None:
-            blocks, size = self.pool.num_blocks + 1, self.pool.block_size
-            keys, values = (one.new_zeros(one.shape[1], blocks, size, one.shape[-1]) for one in new)
-            self.held = keys, values
-        for held, states in zip(self.held, new, strict=True):
-            held.flatten(1, 2)[:, slots] = states.transpose(0, 1)
-
-    def gather(self, table: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of these blocks as contiguous rows of `end` slots."""
-
-        def rows(held: Tensor) -> Tensor:
-            # the memory layout of contiguous rows, or matrix products would round differently
-            heads = torch.arange(len(held), device=held.device)[:, None] * held.shape[1]
-            index = (table[:, None] + heads).flatten()
-            picked = held.flatten(0, 1).index_select(0, index)
-            slots = table.shape[1] * held.shape[2]
-            return picked.view(len(table), len(held), slots, held.shape[-1])[:, :, :end]
-
-        assert self.held is not None
-        return rows(self.held[0]), rows(self.held[1])
-
-    def all_slots(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the whole pool as one row, without a copy."""
-        assert self.held is not None
-        return self.held[0].flatten(1, 2)[None], self.held[1].flatten(1, 2)[None]
+def _gathered(held: Tensor, table: Tensor, end: int) -> Tensor:
+    """Return keys or values of these blocks as contiguous rows of `end` slots."""
+    # the memory layout of contiguous rows, or matrix products would round differently
+    heads = torch.arange(len(held), device=held.device)[:, None] * held.shape[1]
+    index = (table[:, None] + heads).flatten()
+    picked = held.flatten(0, 1).index_select(0, index)
+    slots = table.shape[1] * held.shape[2]
+    return picked.view(len(table), len(held), slots, held.shape[-1])[:, :, :end]
 
 
-class _PagedLayer(RowLayer["PagedKVCache"]):
-    """One layer of a batch of rows, over the pool's store of that layer."""
+class _PagedLayer(RowLayer):
+    """One layer of a batch of rows, over the pool's memory of that layer."""
 
-    def __init__(self, cache: "PagedKVCache", store: _Store) -> None:
+    def __init__(self, cache: "PagedKVCache", number: int) -> None:
         super().__init__(cache)
-        self.store = store
+        self.number = number
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the pool allocates."""
@@ -138,25 +100,28 @@ class _PagedLayer(RowLayer["PagedKVCache"]):
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Write new positions into each row's blocks; return the keys and values to read."""
-        self.store.write((key_states, value_states), self.cache.scratch_slots)
-        if self.cache.pool.flex:
-            return self.store.all_slots()
-        return self.store.gather(self.cache.table, self.cache.end)
+        cache: PagedKVCache = self.cache
+        new = key_states, value_states
+        keys, values = cache.pool.memory(self.number, new)
+        for held, states in zip((keys, values), new, strict=True):
+            held.flatten(1, 2)[:, cache.scratch_slots] = states.transpose(0, 1)
+        return _gathered(keys, cache.table, cache.end), _gathered(values, cache.table, cache.end)
 
 
 class PagedKVCache(RowCache):
-    """Rows as tables of blocks: memory follows the text, and forks share their prefix.
+    """Rows as tables of blocks: memory follows the text, and batches over one pool join uncopied.
 
     A row allocates blocks when a forward needs them, and returns them when it commits less or is
-    removed. A fork references the same blocks; the first writer into a shared, partly filled block
-    copies it. Scratch slots need no copies, and batches over one pool join without copying.
+    removed.
     """
 
     def __init__(self, pool: BlockPool, batch: int) -> None:
         self.pool = pool
         self.blocks: list[list[int]] = [[] for _ in range(batch)]
         """Each row's blocks, first slots first."""
-        super().__init__([_PagedLayer(self, store) for store in pool.stores], batch, pool.device)
+        super().__init__(
+            [_PagedLayer(self, layer) for layer in range(len(pool.held))], batch, pool.device
+        )
         self.table = torch.empty(0, 0, dtype=torch.long)
         """(batch, blocks) of the reserved forward; shorter rows are padded with the spare block."""
         self.scratch_slots = self.table
@@ -166,15 +131,11 @@ class PagedKVCache(RowCache):
         """Allocate the blocks of the next forward; a PoolFullError leaves all rows unchanged."""
         own = [length] * len(self.blocks) if counts is None else counts
         ends = [old + new for old, new in zip(self.row_lengths, own, strict=True)]
-        shared = self._shared_tails(own)
-        missing = [self.pool.blocks_for(end) for end in ends]
-        missing = [max(n - len(row), 0) for n, row in zip(missing, self.blocks, strict=True)]
-        copies = sum(
-            min(writers, self.pool.references[block] - 1)
-            for block, writers in Counter(shared.values()).items()
-        )
-        new = self.pool.take(sum(missing) + copies)
-        self._separate(shared, new)
+        missing = [
+            max(self.pool.blocks_for(end) - len(row), 0)
+            for end, row in zip(ends, self.blocks, strict=True)
+        ]
+        new = self.pool.take(sum(missing))
         for row, count in zip(self.blocks, missing, strict=True):
             row += [new.pop() for _ in range(count)]
         self.end = self.extent(length)
@@ -183,31 +144,6 @@ class PagedKVCache(RowCache):
         self.table = upload(table, self.device).view(len(table), width)
         self.scratch_slots = self._in_pool(self.scratch(length))
 
-    def _shared_tails(self, counts: list[int]) -> dict[int, int]:
-        """Return the partly filled, shared blocks that rows are about to write into."""
-        size, references = self.pool.block_size, self.pool.references
-        tails = {
-            row: self.blocks[row][length // size]
-            for row, (length, count) in enumerate(zip(self.row_lengths, counts, strict=True))
-            if count and length % size
-        }
-        return {row: block for row, block in tails.items() if references[block] > 1}
-
-    def _separate(self, shared: dict[int, int], new: list[int]) -> None:
-        """Give these rows their own copy of their last block; the last owner needs no copy."""
-        pairs: list[tuple[int, int]] = []
-        for row, block in shared.items():
-            if self.pool.references[block] > 1:
-                pairs.append((block, new.pop()))
-                self.blocks[row][self.row_lengths[row] // self.pool.block_size] = pairs[-1][1]
-                self.pool.release([block])
-        if pairs:
-            self.pool.copied_blocks += len(pairs)
-            source, target = upload(list(zip(*pairs, strict=True)), self.device)
-            for store in self.pool.stores:
-                for held in store.held or ():
-                    held[:, target] = held[:, source]
-
     def _in_pool(self, slots: Tensor) -> Tensor:
         """Return the pool's slots for these slots (batch, length) of each row."""
         size = self.pool.block_size
@@ -215,10 +151,9 @@ class PagedKVCache(RowCache):
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         target, source = self._in_pool(target), self._in_pool(source)
-        for store in self.pool.stores:
-            for held in store.held or ():
-                flat = held.flatten(1, 2)
-                flat[:, target] = flat[:, source]
+        for held in chain.from_iterable(self.pool.held):
+            flat = held.flatten(1, 2)
+            flat[:, target] = flat[:, source]
 
     def commit(self, paths: list[list[int]]) -> None:
         """Keep nodes `paths[b]` of the last forward; free the blocks that become empty."""
@@ -232,13 +167,11 @@ class PagedKVCache(RowCache):
             del row[kept:]
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order; a row listed twice shares its blocks."""
+        """Keep only these rows, in this order; each at most once."""
         self._trim()
-        before = self.blocks
-        self.blocks = [list(before[row]) for row in rows]
-        self.pool.share(self.blocks)
-        for row in before:
-            self.pool.release(row)
+        for row in set(range(len(self.blocks))).difference(rows):
+            self.pool.release(self.blocks[row])
+        self.blocks = [self.blocks[row] for row in rows]
         super().keep_rows(rows)
 
     def join(self, other: RowCache) -> None:
@@ -249,6 +182,6 @@ class PagedKVCache(RowCache):
             )
         self._trim()
         other._trim()
-        self.pool.share(other.blocks)
         self.blocks += other.blocks
+        other.blocks = [[] for _ in other.blocks]
         super().join(other)

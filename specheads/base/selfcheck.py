@@ -64,16 +64,13 @@ def check_exact(base: Forwards, *, compile: bool) -> None:
         ValueError: The logits differ, or the base is compiled, not on a CPU, or its attention is
             not sdpa.
     """
-    for wrong, what in (
-        (compile, "is compiled: leave compile=true out"),
-        (base.device.type != "cpu", f"is on {base.device}: choose device=cpu"),
-        (
-            base.config._attn_implementation != "sdpa",
-            "uses another attention: choose attention=sdpa",
-        ),
-    ):
-        if wrong:
-            raise InputError(f"exact=true needs an uncompiled base on a CPU, and this one {what}")
+    attention = base.config._attn_implementation
+    if compile or base.device.type != "cpu" or attention != "sdpa":
+        raise InputError(
+            "exact=true needs compile=false, device=cpu and attention=sdpa, got "
+            f"compile={compile}, device={base.device} and attention={attention}; change them, or "
+            "leave exact out"
+        )
     base.exact = True
     tokens = torch.arange(3, 3 + 24)[None] * 7919 % len(base.projection.weight)
     text, nodes = tokens[:, :17], tokens[:, 17:]

@@ -26,9 +26,8 @@ from specheads.config import Compare
 from specheads.config.commands import DRAFTERS, OF_DRAFT_MODEL
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.files import dumps, write_atomic
+from specheads.core.files import dumps, writable_folder, write_atomic
 from specheads.core.machine import dtype_name
-from specheads.core.paths import writable_folder
 from specheads.data.prompts import PromptSet
 from specheads.decoding.draft_model import refuse_vocabulary
 from specheads.decoding.prompt_lookup import MAX_NGRAM

@@ -18,7 +18,7 @@ from specheads.commands._library import settings_for
 from specheads.config import commands, compose
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.paths import writable_folder
+from specheads.core.files import writable_folder
 from specheads.data.sources import refuse_unreadable
 from specheads.heads.load import load_head
 from specheads.runs.progress import progress

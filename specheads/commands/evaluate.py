@@ -22,7 +22,7 @@ from specheads.commands._library import (
 from specheads.config import Evaluate, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.paths import writable_folder
+from specheads.core.files import writable_folder
 from specheads.data.prompts import PromptSet, fitting, load_prompts
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees.named import fixed_policy

@@ -16,7 +16,7 @@ from rich.console import Console
 from specheads.commands._library import read_run, settings_for
 from specheads.config import Push, Train
 from specheads.core.errors import InputError
-from specheads.core.paths import HUB_ID
+from specheads.core.files import HUB_ID
 from specheads.export import hub
 from specheads.runs.directory import RunDirectory
 

@@ -15,8 +15,7 @@ from rich.console import Console
 from specheads.commands._library import load_base, read_run, settings_for
 from specheads.config import Simulate, Train
 from specheads.core.errors import InputError
-from specheads.core.files import dumps, read_json, write_atomic
-from specheads.core.paths import local_path, writable_folder
+from specheads.core.files import dumps, local_path, read_json, writable_folder, write_atomic
 from specheads.decoding.cost import StepCost
 from specheads.decoding.goodput import Goodput
 from specheads.decoding.trees.tuned import FILE, Tuned

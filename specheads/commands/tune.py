@@ -15,8 +15,7 @@ from specheads.commands._library import head_of, load_base, objects, own, settin
 from specheads.config import Tune
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.files import dumps, write_atomic
-from specheads.core.paths import local_path, writable_folder
+from specheads.core.files import dumps, local_path, writable_folder, write_atomic
 from specheads.decoding.trees.tuned import FILE, Tuned
 from specheads.measure.tune import table, tune_head
 from specheads.runs.directory import RunDirectory

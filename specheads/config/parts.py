@@ -47,7 +47,7 @@ class Base:
     """Attention implementation of transformers; both take tree masks."""
 
     quantization: Annotated[str, one_of("none", "8bit", "4bit")] = "none"
-    """none, 8bit or 4bit: quantise the weights with bitsandbytes or torchao. CUDA only."""
+    """none, 8bit or 4bit: quantise the weights with bitsandbytes. CUDA only."""
 
     adapter: PathOrId = ""
     """Folder or Hub id of a LoRA adapter to merge into the base. Empty merges none."""

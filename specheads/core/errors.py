@@ -1,5 +1,8 @@
 """Errors of the user's input, as opposed to bugs."""
 
+from operator import index
+from typing import Any
+
 
 class InputError(ValueError):
     """A setting, file or argument is refused, in one line with rule, value and remedy.
@@ -22,7 +25,7 @@ class InputError(ValueError):
 
 
 def printable(text: str) -> str:
-    """Escape control characters, so that a terminal shows a text and does not execute it."""
+    """Escape control characters: a terminal shows the text and does not execute it."""
     return "".join(
         one if one.isprintable() or one in "\n\t" else f"\\x{ord(one):02x}" for one in text
     )
@@ -31,3 +34,17 @@ def printable(text: str) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, shortened, or the name of its class."""
     return f"{(str(error).splitlines() or [''])[0] or type(error).__name__:.200}"
+
+
+def whole(value: Any, name: str, least: int | None = 0) -> int:
+    """Return an integer of Python, numpy or torch as an `int`; refuse anything else."""
+    try:
+        # Python counts True and boolean tensors as integers
+        number = None if "bool" in str(getattr(value, "dtype", type(value))) else index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise InputError(f"{name} must be a whole number, got {value!r:.80}")
+    if least is not None and number < least:
+        raise InputError(f"{name} must be at least {least}, got {number}")
+    return number

@@ -2,11 +2,36 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from specheads.core.machine import to_device
+
+
+class Documents(NamedTuple):
+    """The documents of packed rows, row by row, as attention within each of them reads them."""
+
+    lengths: list[int]
+    """Number of tokens of each document."""
+
+    bounds: Int[Tensor, " bound"]
+    """First position of each document and the end of the last one, on the device, in int32."""
+
+    @classmethod
+    def of(cls, places: Int[Tensor, "row time"]) -> "Documents":
+        """Return the documents of rows, by the place of each position in its document.
+
+        This waits for the device once, to read the lengths. On the meta device a row is a document.
+        """
+        batch, time = places.shape
+        lengths = [time] * batch if places.is_meta else document_lengths(places)
+        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(lengths, to_device(bounds, places.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +49,9 @@ class Features:
 
     document_ids: Int[Tensor, "batch time"] | None = None
     """Index of the document of each position within its row; None: each row is one text."""
+
+    documents: Documents | None = None
+    """The documents, if they are known already."""
 
     def places(self) -> Int[Tensor, "row time"]:
         """Return the position within its document of every position; one row if all are equal."""

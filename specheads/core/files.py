@@ -1,7 +1,6 @@
-"""Atomic writes, locks on folders, untrusted JSON files, and dataclasses as JSON."""
+"""Paths, atomic writes, locks on folders, untrusted JSON files, and dataclasses as JSON."""
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from filelock import FileLock, Timeout
 from pydantic import TypeAdapter, ValidationError
 
 from specheads.core.errors import InputError, first_line
@@ -24,9 +24,6 @@ SCRATCH = re.compile(r"\.(?P<name>.+)\.(?:[0-9a-f]{8}|(?P<old>old))")
 """Names of files that are incomplete or being replaced."""
 
 LOCK = ".lock"
-
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Error codes of a file system without locks."""
 
 
 @contextmanager
@@ -91,8 +88,7 @@ def sole_writer(
 
     If another process has the lock, `wait` is called with a description of it, and this process
     waits. A created folder that is still empty at the end is removed. The lock is a system lock and
-    ends with its process, so the lock file of a killed process blocks nobody. Over NFS it works
-    between machines if the server supports locks; a file system without locks is used without one.
+    ends with its process, so the lock file of a killed process has no effect.
 
     Raises:
         ValueError: Another process has the lock and `wait` is None, or the folder is not writable.
@@ -110,47 +106,37 @@ def sole_writer(
         yield
     finally:
         (folder / lock).unlink(missing_ok=True)
-        os.close(held)
+        held.release()
         with suppress(OSError):
             for one in made:
                 one.rmdir()
 
 
-def _acquire(path: Path, wait: Callable[[str], object] | None) -> int:
-    """Acquire a lock; return its open file, which contains our process id and host."""
+def _acquire(path: Path, wait: Callable[[str], object] | None) -> FileLock:
+    """Acquire a lock; the file then contains our process id and host."""
+    held, waits = FileLock(path), False
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            # a symbolic link in an untrusted folder could point to any file
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            held.acquire(blocking=waits)
         except FileNotFoundError:
             # another process created the folder and removed it again
             continue
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(file, 1000).decode(errors="replace").strip() or "one that just started"
+        except Timeout:
+            holder = path.read_text(errors="replace").strip() if path.is_file() else ""
             if wait is None:
-                os.close(file)
                 raise InputError(
-                    f"one process at a time may write {path.parent}, and another does ({holder}); "
-                    "wait for it, stop it, or choose another folder"
+                    f"one process at a time may write {path.parent}, and another does "
+                    f"({holder or 'it just started'}); wait for it, stop it, or choose another "
+                    "folder"
                 ) from None
             wait(holder)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-        # another process may have removed it between our open and our lock
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file), path.stat()):
-                # on a full disk the lock works without its content
-                with suppress(OSError):
-                    os.truncate(file, 0)
-                    about = {"pid": os.getpid(), "host": socket.gethostname()}
-                    os.write(file, json.dumps(about).encode())
-                return file
-        os.close(file)
+            waits = True
+        else:
+            # on a file system without locks, the content of the file belongs to filelock
+            if isinstance(held, FileLock):
+                path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+            return held
 
 
 @contextmanager
@@ -215,6 +201,64 @@ def refuse_outside(file: Path) -> None:
             f"a checkpoint's files must be in its own folder, and {file} links to {real}; put a "
             "copy there if you trust it"
         )
+
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""Name of a model or data set on the Hugging Face Hub: USER/NAME."""
+
+
+def local_path(path: str | Path) -> Path:
+    """Return a path with ~ expanded; it need not exist.
+
+    Raises:
+        ValueError: The path is invalid or not readable.
+    """
+    try:
+        place = Path(path).expanduser()
+        place.exists()
+    # an unknown ~user is a RuntimeError
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"a path must be one that this machine can read, got {str(path)!r:.80}: "
+            f"{getattr(error, 'strerror', None) or error}; name another"
+        ) from error
+    return place
+
+
+def writable_folder(path: str | Path) -> Path:
+    """Return the resolved path of a writable folder; it need not exist.
+
+    Raises:
+        ValueError: It is a file or below one, its name is too long, or it is not writable.
+    """
+    place = local_path(path)
+    try:
+        place = place.resolve()
+        # incomplete files have longer names
+        reason = "its name is too long" if len(os.fsencode(place.name)) > 240 else ""
+        nearest = next(one for one in (place, *place.parents) if one.exists())
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"a folder to write to is needed, got {str(path)!r:.80}: {error}"
+        ) from error
+    if not nearest.is_dir():
+        reason = f"{nearest} is a file"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        reason = f"{nearest} is not writable"
+    if reason:
+        raise InputError(
+            f"a folder to write to is needed, got {str(path)!r:.80}: {reason}; name another"
+        )
+    return place
+
+
+def cache_folder() -> Path:
+    """Return the cache folder: SPECHEADS_CACHE, or `specheads` in XDG_CACHE_HOME or ~/.cache.
+
+    It need not exist.
+    """
+    own, general = os.environ.get("SPECHEADS_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return local_path(own or Path(general or "~/.cache") / "specheads").absolute()
 
 
 # --- dataclasses as JSON -----------------------------------------------------------------------

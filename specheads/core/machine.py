@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specheads.core.errors import InputError
+
 MULTIPLYING = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 """CPU features that decide the speed and dtype of matrix products; the newest last."""
 
@@ -98,7 +100,7 @@ def process_peak_bytes() -> int:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Return the peak memory in GiB: of a GPU since its last reset, else of the whole process."""
+    """Return the peak memory in GiB; on a GPU since the last reset, on a host of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return process_peak_bytes() / 2**30
@@ -136,3 +138,12 @@ def device_bytes(device: torch.device) -> int:
 def host_bytes() -> int:
     """Return the bytes of memory that this machine has."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def refuse_bytes(size: int, device: torch.device, what: str, remedy: str) -> None:
+    """Refuse an allocation larger than the free memory of CUDA or the whole memory of the host."""
+    if size > (room := device_bytes(device)):
+        raise InputError(
+            f"{what} must fit into the memory of {device}, and needs {size / 2**30:.4g} GiB of "
+            f"{room / 2**30:.4g}; {remedy}"
+        )

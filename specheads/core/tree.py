@@ -1,10 +1,13 @@
 """Token trees: the data structure between drafting and verification."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from specheads.core.errors import InputError, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +151,27 @@ def chain(tokens: Int[Tensor, "batch node"]) -> TokenTree:
     batch, num_nodes = tokens.shape
     parents = torch.arange(-1, num_nodes - 1, device=tokens.device)
     return TokenTree(tokens, parents.expand(batch, num_nodes))
+
+
+MAX_NODES = 4096
+"""Most nodes of a tree, and most drafted nodes. One forward reads them all, the mask of each row is
+their square, and beyond a few hundred nodes the time of a forward grows with each node."""
+
+
+def refuse_nodes(num_nodes: int, setting: str) -> int:
+    """Return a number of nodes, or refuse it and name the setting to lower."""
+    if num_nodes > MAX_NODES:
+        raise InputError(
+            f"a tree may have at most {MAX_NODES} nodes, and as many drafted nodes, got "
+            f"{num_nodes:.4g} or more; lower {setting}"
+        )
+    return num_nodes
+
+
+def level_sizes(branches: Sequence[int]) -> list[int]:
+    """Return the number of nodes of each level, given the number of children at each level."""
+    sizes, total = [1], 1
+    for branch in branches:
+        sizes.append(sizes[-1] * whole(branch, "a number of tree.branches"))
+        total = refuse_nodes(total + sizes[-1], "tree.branches")
+    return sizes

@@ -5,15 +5,15 @@ See docs/tree_verification.md and recipes/LOG.md for what was measured.
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from specheads.core.kernels import opaque
 from specheads.core.machine import computes_bfloat16, processor
-from specheads.core.opaque import opaque
 
 PACKED_FOR = 256
 """Number of rows that packs are optimised for: the best of 1, 16 and 256 for 1 to 512 rows."""
@@ -22,44 +22,27 @@ LEAST, MOST = 2**15, 2**32
 """Fewest elements of a matrix that is packed, and most bytes of matrices to store twice."""
 
 
-# no NamedTuple: torch 2.11 cannot compile one that holds functions while tests check its types
-@dataclass(frozen=True, slots=True)
-class Library:
-    """A library's functions to pack a matrix, and to multiply (pack, matrix, rows, bias)."""
-
-    pack: Callable[[Tensor], Tensor]
-    multiply: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+MKL, ONEDNN = "mkl", "onednn"
+"""Libraries of torch that pack a matrix and multiply by the pack."""
 
 
 class _Pack(NamedTuple):
     """A packed matrix; `source` keeps the original alive, so that its address is not reused."""
 
-    library: Library
+    library: str
     matrix: Tensor
     source: Tensor
     version: int
 
 
-def _multiply_by_mkl(pack: Tensor, matrix: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
-    count = rows.numel() // rows.shape[-1]
-    return torch.ops.mkl._mkl_linear(rows, pack, matrix, bias, count)
+def _packed(library: str, matrix: Tensor) -> Tensor:
+    if library == MKL:
+        return torch.ops.mkl._mkl_reorder_linear_weight(matrix, PACKED_FOR)
+    return torch.ops.mkldnn._reorder_linear_weight(matrix, PACKED_FOR)
 
 
-def _multiply_by_onednn(pack: Tensor, matrix: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
-    del matrix
-    return torch.ops.mkldnn._linear_pointwise(rows, pack, bias, "none", [], "")
-
-
-MKL = Library(
-    lambda matrix: torch.ops.mkl._mkl_reorder_linear_weight(matrix, PACKED_FOR), _multiply_by_mkl
-)
-ONEDNN = Library(
-    lambda matrix: torch.ops.mkldnn._reorder_linear_weight(matrix, PACKED_FOR), _multiply_by_onednn
-)
-
-
-def _libraries() -> dict[torch.dtype, Library]:
-    found = dict[torch.dtype, Library]()
+def _libraries() -> dict[torch.dtype, str]:
+    found = dict[torch.dtype, str]()
     if "Intel" in processor() and torch.backends.mkl.is_available():
         found[torch.float32] = MKL
     if torch.backends.mkldnn.is_available():
@@ -108,13 +91,10 @@ def for_few_rows(module: nn.Module) -> Callable[[], None]:
     packed = [layer for layer in layers if _packable(layer)]
     if sum(weight.nbytes for weight in {layer.weight for layer in packed}) > MOST:
         packed = []
-    undo = pack(packed), column_major([layer for layer in layers if layer not in packed])
-
-    def undo_both() -> None:
-        for one in undo:
-            one()
-
-    return undo_both
+    undo = ExitStack()
+    undo.callback(pack(packed))
+    undo.callback(column_major([layer for layer in layers if layer not in packed]))
+    return undo.close
 
 
 def column_major(layers: list[nn.Linear]) -> Callable[[], None]:
@@ -141,8 +121,7 @@ def pack(layers: list[nn.Linear]) -> Callable[[], None]:
         source, address = weight.detach(), weight.data_ptr()
         library = PACKED_BY[weight.dtype]
         if _pack_of(weight) is None:
-            packed = library.pack(source)
-            _PACKS[address] = _Pack(library, packed, source, weight._version)
+            _PACKS[address] = _Pack(library, _packed(library, source), source, weight._version)
             weakref.finalize(weight, _PACKS.pop, address, None)
     for layer in plain:
         layer.__class__ = PackedLinear
@@ -174,7 +153,10 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     pack = _pack_of(weight)
     if pack is None or rows.dtype != weight.dtype or not rows.numel():
         return F.linear(rows, weight, bias)
-    return pack.library.multiply(pack.matrix, pack.source, rows, bias)
+    if pack.library == MKL:
+        count = rows.numel() // rows.shape[-1]
+        return torch.ops.mkl._mkl_linear(rows, pack.matrix, pack.source, bias, count)
+    return torch.ops.mkldnn._linear_pointwise(rows, pack.matrix, bias, "none", [], "")
 
 
 def _shaped(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specheads.core.errors import InputError
-from specheads.core.paths import local_path
+from specheads.core.files import local_path
 
 Row = dict[str, Any]
 Rows = Iterator[tuple[str, Row]]

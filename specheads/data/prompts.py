@@ -15,7 +15,7 @@ from urllib.request import urlopen
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
-from specheads.core.paths import local_path
+from specheads.core.files import local_path
 from specheads.data.chat import Template
 from specheads.data.conversations import FORMS, Conversation, first_answer, question
 from specheads.data.documents import cut_windows

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from specheads.core.errors import InputError
-from specheads.core.paths import HUB_ID, local_path
+from specheads.core.files import HUB_ID, local_path
 from specheads.data import files as local
 from specheads.data.conversations import conversation
 from specheads.data.files import (

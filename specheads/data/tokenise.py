@@ -14,8 +14,7 @@ import pyarrow as pa
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
-from specheads.core.files import atomic_folder, sole_writer, sweep
-from specheads.core.paths import cache_folder
+from specheads.core.files import atomic_folder, cache_folder, sole_writer, sweep
 from specheads.data.chat import Template
 from specheads.data.conversations import first_answer
 from specheads.data.documents import Documents

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from specheads.base.cache import RowCache
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
-from specheads.core.bounds import device_bytes, whole
 from specheads.core.drafter import Drafter, Head
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, whole
+from specheads.core.machine import device_bytes
 from specheads.decoding import accept
 from specheads.decoding.loop import DecodingState, start, step
 from specheads.decoding.prompt_lookup import PromptLookup

@@ -6,9 +6,8 @@ from typing import Any
 
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool
-from specheads.core.bounds import whole
 from specheads.core.drafter import Drafter
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, whole
 from specheads.decoding import accept
 from specheads.decoding.engine import Engine
 from specheads.decoding.loop import DecodingStep

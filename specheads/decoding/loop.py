@@ -15,9 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 from specheads.base.cache import RowCache, upload
 from specheads.base.forward import Verification
 from specheads.base.model import FrozenBase
-from specheads.core.attention import without_cudnn_attention
 from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
+from specheads.core.kernels import without_cudnn_attention
 from specheads.core.machine import synchronise
 from specheads.core.tree import TokenTree
 from specheads.decoding.accept import AcceptanceRule, Verdict

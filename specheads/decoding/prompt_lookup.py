@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from specheads.core.bounds import refuse_nodes
 from specheads.core.drafter import Drafter, refuse_scattering
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
+from specheads.core.tree import refuse_nodes
 
 MAX_NGRAM = 3
 """Default length of the longest suffix that is looked for."""

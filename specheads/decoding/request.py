@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 from specheads.base.model import FrozenBase
-from specheads.core.bounds import whole
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, whole
 from specheads.decoding.detokenize import TextStream
 from specheads.decoding.loop import DecodingStep
 from specheads.decoding.sampling import GREEDY, Sampling

@@ -15,8 +15,7 @@ from specheads.base.gguf import PACKAGE, is_package
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.files import from_json, read_json, write_atomic
-from specheads.core.paths import HUB_ID
+from specheads.core.files import HUB_ID, from_json, read_json, write_atomic
 from specheads.data.prompts import ON_HUB
 from specheads.export.custom_generate import three_lines
 from specheads.export.layouts import engine_module, engines, objection

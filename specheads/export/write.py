@@ -25,8 +25,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import Data
 from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
-from specheads.core.files import atomic_folder, sweep
-from specheads.core.paths import writable_folder
+from specheads.core.files import atomic_folder, sweep, writable_folder
 from specheads.data.prompts import load_prompts
 from specheads.decoding.trees import policies
 from specheads.export.layouts import find_layout

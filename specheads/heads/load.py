@@ -28,9 +28,8 @@ from specheads.base.fingerprint import base_fingerprint
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
-from specheads.core.files import read_json
+from specheads.core.files import local_path, read_json
 from specheads.core.machine import host_bytes
-from specheads.core.paths import local_path
 from specheads.core.ranges import hints, new_name, refuse
 from specheads.core.weight_layout import for_few_rows
 from specheads.decoding.trees import tuned

@@ -5,10 +5,10 @@ from copy import deepcopy
 from dataclasses import asdict, replace
 
 from specheads.base.model import FrozenBase
-from specheads.core.bounds import refuse_bytes
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
-from specheads.core.loops import loops
+from specheads.core.machine import refuse_bytes
+from specheads.core.texts import loops
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import own_tree
 from specheads.decoding.trees.policies import Sampled
@@ -154,7 +154,7 @@ def _by_category(counts: list[DepthCounts], categories: Sequence[str]) -> dict[s
 def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> Degenerate:
     """Return the rates with and without the prompts after which the base alone loops.
 
-    `core.loops` has the rule. A rate is None if no prompt, or no forward, remains.
+    `core.texts` has the rule. A rate is None if no prompt, or no forward, remains.
     """
     flags = [loops(tokens) for tokens in alone]
     flagged = [one for one, flag in zip(counts, flags, strict=True) if flag]

@@ -20,8 +20,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from specheads.core.files import dumps, to_json, write_atomic
-from specheads.core.paths import writable_folder
+from specheads.core.files import dumps, to_json, writable_folder, write_atomic
 from specheads.decoding.loop import BASE_ORIGIN, Origin, node_origins
 from specheads.measure.plots import BLUE, GREY, ORANGE, SHADES, TEXT, figures, png
 from specheads.measure.results import DecodedText, Interval, Results, TextStep

@@ -15,7 +15,7 @@ import numpy as np
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.paths import local_path
+from specheads.core.files import local_path
 from specheads.core.ranges import NonNegativeFloat, PositiveInt, hints, refuse
 from specheads.data.files import read_jsonl
 from specheads.decoding.cost import ForwardCost, StepCost

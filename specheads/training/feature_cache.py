@@ -17,8 +17,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.core.features import Features
-from specheads.core.files import write_atomic
-from specheads.core.paths import writable_folder
+from specheads.core.files import writable_folder, write_atomic
 from specheads.data.packing import TokenBatch
 from specheads.training.schedule import row_tokens
 from specheads.training.settings import FeatureCache as Settings

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.profiler import record_function
 
-from specheads.core.attention import product_dtype
 from specheads.core.drafter import Features, Head
 from specheads.core.features import document_places
+from specheads.core.kernels import product_dtype
 from specheads.core.machine import to_device
-from specheads.core.seeds import derive_seed
+from specheads.core.texts import derive_seed
 from specheads.data.packing import TokenBatch
 from specheads.training.depth_loss import (
     DepthLoss,

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.profiler import record_function
 
-from specheads.core.attention import without_cudnn_attention
+from specheads.core.kernels import without_cudnn_attention
 from specheads.core.machine import to_device
-from specheads.core.seeds import derive_seed
+from specheads.core.texts import derive_seed
 from specheads.data.packing import TokenBatch
 from specheads.training.objective import Objective, drawn_labels, label_counts
 from specheads.training.optimizers import optimizers

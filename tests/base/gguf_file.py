@@ -74,7 +74,8 @@ def write(
     writer = gguf.GGUFWriter(file, architecture or kind)
     said = {f"{architecture or kind}.{name}": value for name, value in sizes.items()}
     for name, value in (said | FIELDS | (fields or {})).items():
-        _add(writer, name, value)
+        if value is not None:
+            writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
     held = {name: value for name, value in _tensors(base).items() if value is not None}
     for name, value in (held | (tensors or {})).items():
         if value is not None:
@@ -89,19 +90,6 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return file
-
-
-def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(name, value)
-    elif isinstance(value, int):
-        writer.add_uint32(name, value)
-    elif isinstance(value, float):
-        writer.add_float32(name, value)
-    elif isinstance(value, str):
-        writer.add_string(name, value)
-    elif value is not None:
-        writer.add_array(name, value)
 
 
 def _tensors(base: PreTrainedModel) -> dict[str, Tensor]:

@@ -57,19 +57,6 @@ def test_commit_keeps_the_path_of_each_row_in_order():
     assert committed(cache) == [[0, 1, 2, 10, 12, 14, 20], [0, 10, 20], [0, 1, 10, 13, 20]]
 
 
-def test_equal_and_ragged_rows_store_the_same():
-    alone = KVCache(num_layers=1, batch=1, capacity=8)
-    beside = KVCache(num_layers=1, batch=2, capacity=8)
-    for cache, first in ((alone, [[0, 1]]), (beside, [[0, 1], [0]])):
-        write(cache, 2, start=0)
-        cache.commit(first)
-        write(cache, 3, start=10)
-        cache.commit([[0, 2]] * len(first))
-    assert alone.shared_length == 4
-    assert beside.shared_length is None
-    assert committed(beside)[0] == committed(alone)[0] == [0, 1, 10, 12]
-
-
 def test_a_forward_reads_the_longest_row_and_its_own_tokens():
     cache = KVCache(num_layers=1, batch=2, capacity=10)
     write(cache, 4, start=0)
@@ -80,18 +67,6 @@ def test_a_forward_reads_the_longest_row_and_its_own_tokens():
     assert (keys[1, 0, :3, 0] % 100).tolist() == [0, 10, 11]
     assert cache.get_seq_length() == 4
     assert cache.get_mask_sizes(2, 0) == (6, 0)
-
-
-def test_removing_rows_leaves_the_others_unchanged():
-    cache = KVCache(num_layers=2, batch=3, capacity=6)
-    write(cache, 3, start=0)
-    cache.commit([[0, 1, 2], [0, 2], [0, 1]])
-    cache.keep_rows([2, 1])
-    assert cache.row_lengths == cache.lengths.tolist() == [2, 2]
-    assert cache.longest == cache.shared_length == 2
-    for layer in range(2):
-        assert committed(cache, layer) == [[0, 1], [0, 2]]
-    assert held(cache, 0)[0][0, 0, 0, 0] == 2000
 
 
 def test_more_tokens_than_slots_are_refused():
@@ -129,40 +104,45 @@ def test_joining_rows_reuse_the_memory_of_removed_rows():
     assert committed(cache) == [[0, 1, 2, 30], [1, 30], [20, 21, 30], [20, 30], [40]]
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_empty_rows_join_and_are_joined(place: int):
-    caches = [KVCache(num_layers=2, batch=batch, capacity=4) for batch in (2, 1)]
-    write(caches[place], 2, start=10)
-    caches[place].commit([[0, 1]] * (2 - place))
-    caches[0].join(caches[1])
-    write(caches[0], 1, start=30)
-    caches[0].commit([[0]] * 3)
-    wanted = [[10, 11, 30]] * 2 + [[30]] if place == 0 else [[30]] * 2 + [[10, 11, 30]]
-    for layer in range(2):
-        assert committed(caches[0], layer) == wanted
-
-
-def test_reordered_and_forked_rows_are_copied_completely():
+def test_reordered_rows_are_copied_completely():
     cache = KVCache(num_layers=1, batch=3, capacity=4)
     write(cache, 3, start=0)
     cache.commit([[0, 1, 2], [0, 2], [1]])
     cache.keep_rows([1, 0])
     assert committed(cache) == [[0, 2], [0, 1, 2]]
-    cache.keep_rows([1, 1, 0])
-    assert committed(cache) == [[0, 1, 2], [0, 1, 2], [0, 2]]
+    cache.keep_rows([1, 0])
+    assert committed(cache) == [[0, 1, 2], [0, 2]]
 
 
-def test_the_first_join_allocates_room_for_later_rows():
-    cache = KVCache(num_layers=2, batch=1, capacity=4)
-    cache.room = 3
-    write(cache, 2, start=0)
-    cache.commit([[0, 1]])
-    for start in (10, 20):
-        another = KVCache(num_layers=2, batch=1, capacity=4)
-        write(another, 1, start=start)
-        another.commit([[0]])
-        where = [one.data_ptr() for one in held(cache, 1)]
-        cache.join(another)
-    assert [one.data_ptr() for one in held(cache, 1)] == where
-    for layer in range(2):
-        assert committed(cache, layer) == [[0, 1], [10], [20]]
+SHAPES = {
+    "alike": [(3, 4)] * 4,
+    "keys and values": [(3, 4), (3, 6)] * 2,
+    "layers": [(3, 4)] * 2 + [(2, 8)] * 2,
+}
+"""Heads and width of the keys and values of two layers."""
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_layers_of_any_shape_keep_the_same_slots(shapes, static: bool):
+    torch.manual_seed(0)
+    paths, kept = [[0, 2, 5], [1, 6]], []
+    together, late = (KVCache(2, batch, 20, static=static) for batch in (2, 1))
+    for cache in (together, late):
+        cache.reserve(7)
+        rows = len(cache.row_lengths)
+        new = [torch.randn(rows, heads, 7, width) for heads, width in shapes]
+        for layer in range(2):
+            cache.update(new[2 * layer], new[2 * layer + 1], layer)
+        cache.commit(paths[:rows])
+        kept += [[one[row, :, paths[row]] for one in new] for row in range(rows)]
+    together.room = 4
+    together.join(late)
+    assert {stack.shape[1] for stack in together.slab.stacks} == {4}
+    together.keep_rows(order := [2, 0, 1])
+    for layer, own in enumerate(together.slab.layers):
+        for place, held in enumerate((own.keys, own.values)):
+            assert held is not None
+            for row, old in enumerate(order):
+                wanted = kept[old][2 * layer + place]
+                assert torch.equal(held[row, :, : wanted.shape[1]], wanted)

@@ -3,14 +3,12 @@
 from contextlib import nullcontext
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from specheads.base import document_attention
 from specheads.base.model import FrozenBase
-from specheads.core.features import document_lengths, document_places
+from specheads.core.features import Documents
 from tests import tiny
 from tests.packed import packed, texts
 
@@ -51,18 +49,6 @@ def test_document_attention_equals_masked_attention(
     assert base.config._attn_implementation == "sdpa"
 
 
-def test_windows_longer_than_every_document_need_no_mask(
-    calls: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
-):
-    config = tiny.config("mistral", sliding_window=22)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double()
-    base = FrozenBase(model.eval(), name="a longer window")
-    wanted, batch = masked(base, monkeypatch), packed(texts())
-    found = base.read(batch.tokens, document_ids=batch.document_ids).hidden
-    assert calls
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
 def test_gradients_equal_those_of_masked_attention(monkeypatch: pytest.MonkeyPatch):
     base, batch = tiny.base(), packed(texts())
     weight = base.model.get_parameter("model.layers.0.self_attn.k_proj.weight")
@@ -96,7 +82,7 @@ def test_the_cuda_kernel_gets_all_documents_in_one_call(monkeypatch: pytest.Monk
     lengths = [2, 3, 1, 6]
     query, key, value = (torch.randn(2, heads, 6, 4) for heads in (4, 2, 2))
     bounds = torch.tensor([0, 2, 5, 6, 12], dtype=torch.int32)
-    token = document_attention._DOCUMENTS.set(document_attention._Documents(lengths, bounds))
+    token = document_attention._DOCUMENTS.set(Documents(lengths, bounds))
     try:
         wanted = document_attention._attend(query, key, value, 0.3)
     finally:
@@ -104,32 +90,3 @@ def test_the_cuda_kernel_gets_all_documents_in_one_call(monkeypatch: pytest.Monk
     query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
     found = document_attention._flash(query, key, value, bounds, 6, 0.3)
     torch.testing.assert_close(found, wanted.flatten(0, 1))
-
-
-def test_document_lengths_follow_from_positions():
-    documents = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
-    assert document_lengths(document_places(documents)) == [2, 3, 1, 6]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_one_compiled_forward_serves_different_documents():
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        torch._dynamo.reset()
-        base = tiny.base()
-        body = torch.compile(base.model.base_model.forward)
-        for lengths in ((9, 22, 6, 15, 12, 7), (20, 11, 9, 30, 5, 5)):
-            batch = packed(texts(lengths=lengths))
-            wanted = base.read(batch.tokens, document_ids=batch.document_ids).hidden
-            assert batch.document_ids is not None
-            places = document_places(batch.document_ids)
-            mask = torch.zeros(2, 1, 40, 40, dtype=torch.float64)
-            inputs = {"attention_mask": mask, "position_ids": places, "use_cache": False}
-            # norms are in float32, and the compiler sums in another order
-            with torch.no_grad(), document_attention.attending_documents(base.config, places, []):
-                found = body(input_ids=batch.tokens, **inputs).last_hidden_state
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
-        torch._dynamo.reset()

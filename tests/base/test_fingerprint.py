@@ -8,11 +8,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from specheads.base.fingerprint import base_fingerprint, tables_fingerprint
+from specheads.base.fingerprint import base_fingerprint
 from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
-from specheads.export.custom_generate import custom_generate
-from specheads.heads.load import build_for, load_head, resume_head
+from specheads.heads.load import build_for, load_head
 from tests import tiny
 
 REFUSAL = r"a head fits the weights it was trained on: those are [\da-f-]{33}, this base has"
@@ -56,11 +55,6 @@ def test_the_fingerprint_ignores_the_dtype(architecture, dtype):
     assert one.fingerprint != FrozenBase(deepcopy(one.model).bfloat16()).fingerprint
 
 
-def test_the_fingerprint_of_a_16_bit_checkpoint_is_equal_in_float16():
-    stored = deepcopy(tiny.base(dtype=torch.float32).model).bfloat16()
-    assert of(deepcopy(stored).half()) == of(stored)
-
-
 def test_a_head_accepts_its_base_in_every_dtype_and_after_saving(head_folder, tmp_path):
     tiny.base(dtype=torch.float32).model.save_pretrained(tmp_path / "again")
     for dtype in ("float32", "bfloat16", "float64"):
@@ -72,13 +66,6 @@ def test_a_fine_tuned_base_is_refused_unless_forced(head_folder, sibling):
     with pytest.raises(ValueError, match=REFUSAL):
         load_head(head_folder, sibling)
     assert load_head(head_folder, sibling, force=True).base_fingerprint != of(sibling.model)
-
-
-def test_one_training_step_changes_the_tables_fingerprint(sibling):
-    base = tiny.base(dtype=torch.float32)
-    assert tables_fingerprint(base.embedding, base.projection.weight) != tables_fingerprint(
-        sibling.embedding, sibling.projection.weight
-    )
 
 
 def test_a_merged_adapter_changes_the_fingerprint_but_not_the_tables(head_folder, tmp_path):
@@ -98,11 +85,6 @@ def test_a_merged_adapter_changes_the_fingerprint_but_not_the_tables(head_folder
     assert model.get_input_embeddings().weight is embedding
 
 
-def test_a_head_trained_further_stores_the_fingerprint_of_the_new_base(head_folder, sibling):
-    head = resume_head(head_folder, sibling, "mlp_speculator")
-    assert head.base_fingerprint == of(sibling.model)
-
-
 def test_a_head_without_a_fingerprint_fits_any_base(head_folder, sibling):
     config = head_folder / "config.json"
     lines = config.read_text().splitlines(keepends=True)
@@ -110,12 +92,3 @@ def test_a_head_without_a_fingerprint_fits_any_base(head_folder, sibling):
     assert len(kept) == len(lines) - 1
     config.write_text("".join(kept))
     assert load_head(head_folder, sibling).base_fingerprint == ""
-
-
-def test_transformers_generate_refuses_another_base_unless_forced(head_folder, sibling):
-    head, prompt = load_head(head_folder), torch.arange(4)[None]
-    arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    with pytest.raises(ValueError, match=REFUSAL):
-        sibling.model.generate(prompt, custom_generate=custom_generate(head), **arguments)
-    taken = custom_generate(head, force=True)
-    assert sibling.model.generate(prompt, custom_generate=taken, **arguments).shape == (1, 8)

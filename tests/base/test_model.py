@@ -32,10 +32,6 @@ def golden_base(case: str, dtype: torch.dtype, attention: str) -> FrozenBase:
     )
 
 
-def test_all_seven_golden_bases_exist():
-    assert len(CASES) == 7
-
-
 @pytest.mark.parametrize(
     ("dtype", "attention"), [(torch.float64, "eager"), (torch.float32, "sdpa")], ids=str
 )
@@ -72,56 +68,13 @@ def test_verify_and_read_give_the_same_features(architecture):
     torch.testing.assert_close(seen.logits, base.projection(read.hidden[:, -4:]))
 
 
-def test_the_parameters_of_a_base_are_frozen():
-    base = tiny.base()
-    assert not any(parameter.requires_grad for parameter in base.model.parameters())
-    assert not base.model.training
-    assert not base.read(torch.tensor([[1, 2, 3]])).hidden.requires_grad
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4),
-        transformers.Qwen3NextConfig(
-            vocab_size=61,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            layer_types=["linear_attention", "full_attention"],
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=8,
-            shared_expert_intermediate_size=8,
-            linear_num_key_heads=1,
-            linear_num_value_heads=1,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-        ),
-    ],
-    ids=["mamba", "hybrid"],
-)
-def test_a_base_whose_state_cannot_be_rolled_back_is_refused(config):
-    model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=f"{config.model_type!r} has .*choose a base") as caught:
-        FrozenBase(model)
-    assert "\n" not in str(caught.value)
-
-
-def test_an_attention_without_a_mask_is_refused():
-    model = AutoModelForCausalLM.from_config(
-        tiny.config("llama"), attn_implementation="flex_attention"
+def test_a_base_whose_state_cannot_be_rolled_back_is_refused():
+    config = transformers.MambaConfig(
+        vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4
     )
-    with pytest.raises(ValueError, match=r"'flex_attention'; load the base with .*'sdpa', 'eager'"):
-        FrozenBase(model)
-
-
-def test_an_unknown_attention_is_refused_before_anything_is_loaded():
-    with pytest.raises(ValueError, match=r"'flash_attention_2'; load the base with"):
-        FrozenBase.load("/nowhere", attention="flash_attention_2")
+    with pytest.raises(ValueError, match=r"'mamba' has .*choose a base") as caught:
+        FrozenBase(AutoModelForCausalLM.from_config(config))
+    assert "\n" not in str(caught.value)
 
 
 def test_logits_that_are_not_the_projection_are_refused():
@@ -136,9 +89,8 @@ def test_logits_that_are_not_the_projection_are_refused():
     [
         ({"model": "/nowhere/to/be/found"}, "must be a folder or a Hub id"),
         ({"model": SHIPPED, "dtype": "float33"}, "dtype must name a torch dtype .* 'float33'"),
-        ({"model": SHIPPED, "dtype": "nn"}, "dtype must name a torch dtype .* 'nn'"),
         ({"model": SHIPPED, "dtype": "int8"}, "dtype must name a torch dtype .* 'int8'"),
-        ({"model": SHIPPED, "device": "gpux"}, "device must name a torch device .* 'gpux'"),
+        ({"model": "/nowhere", "attention": "flash_attention_2"}, "'flash_attention_2'; load"),
         ({"model": SHIPPED, "device": "cuda:99"}, "device must name a torch device .* 'cuda:99'"),
     ],
 )
@@ -146,29 +98,6 @@ def test_loading_errors_are_one_line(settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         FrozenBase.load(**settings)
     assert "\n" not in str(caught.value)
-
-
-def test_the_shipped_base_loads():
-    base = FrozenBase.load(SHIPPED, dtype="float32", device="cpu")
-    assert (base.dtype, base.device.type, base.name) == (torch.float32, "cpu", str(SHIPPED))
-    assert base.tokenizer is not None
-    assert base.embedding.shape == (base.vocab_size, base.width)
-    assert base.num_parameters > 6_000_000
-
-
-def test_the_fingerprint_distinguishes_bases_and_survives_use():
-    llama = tiny.base("llama")
-    before = llama.fingerprint
-    generate(llama, None, tiny.prompts(), max_new_tokens=2)
-    assert llama.fingerprint == before
-    assert before != tiny.base("mistral").fingerprint
-
-
-def test_a_base_with_positions_by_slot_is_refused():
-    """ALiBi depends on the slot of the key, and siblings have different slots."""
-    config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
-    with pytest.raises(ValueError, match=r"'bloom'.*choose another base"):
-        FrozenBase(transformers.AutoModelForCausalLM.from_config(config))
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 7])
@@ -250,45 +179,31 @@ def test_a_longrope_base_is_exact_up_to_its_original_context_and_refused_beyond(
         generate(base, None, [prompt], max_new_tokens=25 - len(prompt))
 
 
-def fresh(architecture: str = "llama") -> PreTrainedModel:
-    return copy.deepcopy(tiny.base(architecture).model)
-
-
 def strides(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     return {name: value.stride() for name, value in model.named_parameters()}
 
 
-def test_a_released_model_has_the_modes_it_had():
-    model = fresh().train()
+def test_a_released_model_is_as_it_was():
+    model = AutoModelForCausalLM.from_config(tiny.config()).train()
     model.lm_head.eval()
-    with FrozenBase(model):
-        assert not any(module.training for module in model.modules())
-    assert model.training
-    assert [module for module in model.modules() if not module.training] == [model.lm_head]
-
-
-def test_a_released_model_has_its_gradient_flags():
-    model = fresh().requires_grad_(True)
     model.lm_head.weight.requires_grad_(False)
-    with FrozenBase(model):
+    model.lm_head.weight.data = model.lm_head.weight.data.t().contiguous().t()
+    before, values = strides(model), copy.deepcopy(model.state_dict())
+    with FrozenBase(model) as base:
+        assert not any(module.training for module in model.modules())
         assert not any(value.requires_grad for value in model.parameters())
+        assert strides(model) != before
+        generate(base, tiny.oracle(3), tiny.prompts(), max_new_tokens=8)
+    base.release()
+    assert strides(model) == before
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    assert [module for module in model.modules() if not module.training] == [model.lm_head]
     idle = [name for name, value in model.named_parameters() if not value.requires_grad]
     assert idle == ["lm_head.weight"]
 
 
-def test_a_released_model_has_its_memory_layout():
-    model = AutoModelForCausalLM.from_config(tiny.config())
-    model.lm_head.weight.data = model.lm_head.weight.data.t().contiguous().t()
-    before, values = strides(model), copy.deepcopy(model.state_dict())
-    base = FrozenBase(model)
-    assert strides(model) != before
-    base.release()
-    base.release()
-    assert strides(model) == before
-    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
-
-
 def test_a_refused_model_is_restored():
+    """ALiBi depends on the slot of the key, and siblings have different slots."""
     config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
     model = AutoModelForCausalLM.from_config(config).train()
     before = strides(model)
@@ -299,25 +214,6 @@ def test_a_refused_model_is_restored():
     assert strides(model) == before
 
 
-def test_no_hooks_stay_on_the_model():
-    # a separate model: transformers adds hooks for aux_layers
-    base = FrozenBase(AutoModelForCausalLM.from_config(tiny.config()))
-    generate(base, tiny.oracle(3), tiny.prompts(), max_new_tokens=8)
-    hooks = [(one._forward_pre_hooks, one._forward_hooks) for one in base.model.modules()]
-    assert not any(before or after for before, after in hooks)
-
-
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_a_folder_without_tokenizer_files_is_a_base_without_a_tokenizer(architecture, tmp_path):
-    tiny.base(architecture).model.save_pretrained(tmp_path)
-    base = FrozenBase.load(tmp_path, dtype="float64", device="cpu")
-    assert base.tokenizer is None
-    prompts = tiny.prompts()
-    assert generate(base, None, prompts, max_new_tokens=8).tokens == [
-        said[:8] for said in tiny.continuations(architecture)
-    ]
-
-
 @pytest.mark.parametrize("found", ["none", "pytorch_model.bin", "damaged"])
 def test_a_folder_without_safetensors_is_refused_in_one_line(found, tmp_path):
     tiny.base().model.save_pretrained(tmp_path)
@@ -326,7 +222,7 @@ def test_a_folder_without_safetensors_is_refused_in_one_line(found, tmp_path):
         (tmp_path / "model.safetensors").write_bytes(b"no header")
     elif found != "none":
         torch.save({}, tmp_path / found)
-    wanted = "header" if found == "damaged" else f"must be safetensors, got {found}; write them"
+    wanted = "header" if found == "damaged" else "no file named model.safetensors"
     with pytest.raises(ValueError, match=wanted) as caught:
         FrozenBase.load(tmp_path)
     assert "\n" not in str(caught.value)
@@ -356,11 +252,3 @@ def test_a_projection_scales_and_caps_like_its_base(config, scale, cap):
     torch.testing.assert_close(projection.rows(some)(hidden), wanted[:, some])
     assert projection.rows(some).tokens is some
     assert projection.rows(None) is projection
-
-
-def test_gradients_flow_through_a_projection_if_enabled():
-    hidden = torch.randn(2, 32, dtype=torch.float64, requires_grad=True)
-    assert tiny.base().projection(hidden).requires_grad
-    assert tiny.base().logits_of(hidden).requires_grad
-    with torch.no_grad():
-        assert not tiny.base().logits_of(hidden).requires_grad

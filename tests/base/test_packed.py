@@ -5,7 +5,7 @@ import torch
 
 from specheads.core.features import document_places, within_documents
 from tests import tiny
-from tests.packed import alone, packed, pieces, rows, texts
+from tests.packed import alone, packed, pieces, texts
 
 
 def test_positions_restart_and_the_mask_is_causal_within_documents():
@@ -37,15 +37,3 @@ def test_packed_documents_have_the_features_of_each_alone(architecture: str, att
     # without the mask the features differ
     blind = base.read(batch.tokens, (1, 2)).hidden
     assert (blind[:, 12:30] - found.hidden[:, 12:30]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_other_documents_of_a_row_change_nothing(architecture: str):
-    base, (first, second, third, *_) = tiny.base(architecture), texts()
-    other = texts(seed=12)[0]
-    batches = [rows([pack]) for pack in ((first, second, third), (third, other, second))]
-    early, late = (
-        pieces(base.read(batch.tokens, (), batch.document_ids).hidden, batch) for batch in batches
-    )
-    torch.testing.assert_close(early[1], late[2], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(early[2], late[0], rtol=1e-12, atol=1e-12)

@@ -1,48 +1,24 @@
-"""Blocks are allocated, shared, copied on write and freed; results equal contiguous rows."""
+"""Blocks are allocated and freed with their rows; results equal those of contiguous rows."""
 
 import random
-from collections import Counter
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention as torch_flex
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from specheads.base.cache import KVCache, RowCache
-from specheads.base.forward import Verification
-from specheads.base.masks import tree_mask
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
-from specheads.base.tree_attention import paged_attention, tree_block_mask
-from specheads.core.drafter import Drafter
 from specheads.core.tree import TokenTree
-from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
-from specheads.decoding.prompt_lookup import PromptLookup
-from specheads.decoding.request import Request
-from specheads.decoding.trees.hybrid import Hybrid, HybridTree
-from specheads.decoding.trees.policies import Beam, BestFirst, Sampled, chain
 from tests import tiny
 from tests.decoding.test_exact import RandomTrees
 
 
-def pool(
-    num_blocks: int = 64, block_size: int = 4, *, layers: int = 3, flex: bool = False
-) -> BlockPool:
-    return BlockPool(layers, num_blocks, block_size, flex=flex)
-
-
-@pytest.fixture
-def plain_flex(monkeypatch):
-    """flex_attention without a compiler: compiling it for every shape takes a minute."""
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-
-
-def padded(prompts: list[list[int]]) -> Tensor:
-    longest = max(map(len, prompts))
-    return torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
+def pool(num_blocks: int = 64, block_size: int = 4, *, layers: int = 3) -> BlockPool:
+    return BlockPool(layers, num_blocks, block_size)
 
 
 def random_tree(generator: random.Random, rows: int, num_nodes: int) -> TokenTree:
@@ -55,92 +31,34 @@ def random_tree(generator: random.Random, rows: int, num_nodes: int) -> TokenTre
 
 
 @torch.inference_mode()
-def everything_said(base: FrozenBase, cache: RowCache) -> list[Tensor]:
+def outputs(base: FrozenBase, cache: RowCache) -> list[Tensor]:
     """Read ragged prompts, verify random trees, commit random paths and remove rows."""
     generator = random.Random(0)
     prompts = tiny.prompts()
-    logits, features = base.prefill(padded(prompts), cache, [*map(len, prompts)], chunk=8)
-    real = [features.hidden[row, : len(prompt)] for row, prompt in enumerate(prompts)]
-    said = [logits, *real]
+    longest = max(map(len, prompts))
+    padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
+    logits, features = base.prefill(padded, cache, [*map(len, prompts)], chunk=8)
+    found = [logits, *(features.hidden[row, : len(one)] for row, one in enumerate(prompts))]
     for step in range(5):
         rows = len(cache.row_lengths)
         seen = base.verify(random_tree(generator, rows, num_nodes=9), cache)
-        said += [seen.logits, seen.features.hidden]
+        found += [seen.logits, seen.features.hidden]
         paths = [seen.ancestors[row, generator.randrange(9)].nonzero() for row in range(rows)]
         cache.commit([path[:, 0].tolist() for path in paths])
         if step == 2:
-            cache.keep_rows([2, 0, 2])
-    return said
+            cache.keep_rows([2, 0])
+    return found
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_paged_rows_equal_contiguous_rows_bit_for_bit(architecture, attention):
-    base = tiny.base(architecture, attention)
-    rows = everything_said(base, base.cache(3, 128))
-    blocks = pool()
-    paged = everything_said(base, PagedKVCache(blocks, 3))
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(paged, rows, strict=True))
-    # again, over blocks with old content
-    again = everything_said(base, PagedKVCache(blocks, 3))
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, rows, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.usefixtures("plain_flex")
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_attention_in_place_equals_gathered_blocks(architecture):
-    base = tiny.base(architecture)
-    rows = everything_said(base, base.cache(3, 128))
-    paged = everything_said(base, PagedKVCache(pool(flex=True), 3))
-    for ours, theirs in zip(paged, rows, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
-    assert base.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("window", [None, 6])
-def test_the_block_mask_lists_the_visible_blocks(window):
-    blocks = pool(block_size=4)
-    cache = PagedKVCache(blocks, 2)
-    cache.reserve(17, [17, 5])
-    cache.commit([list(range(17)), list(range(5))])
-    tree = random_tree(random.Random(1), rows=2, num_nodes=6)
-    cache.reserve(6)
-    mask = tree_block_mask(tree.ancestors(), tree.depths(), cache, window)
-    dense = tree_mask(tree.ancestors(), tree.depths(), cache, window, torch.float32)[:, 0] == 0
-    assert mask.full_kv_num_blocks is not None
-    assert mask.full_kv_indices is not None
-    for row in range(2):
-        slots = dense[row].split(4, dim=1)
-        partial, full = (
-            set(indices[row, 0, 0, : counts[row, 0, 0]].tolist())
-            for indices, counts in (
-                (mask.kv_indices, mask.kv_num_blocks),
-                (mask.full_kv_indices, mask.full_kv_num_blocks),
-            )
-        )
-        own = dict(zip(cache.blocks[row], slots, strict=False))
-        assert {block for block, seen in own.items() if seen.any()} <= partial | full
-        # a tree less deep than a chain may leave a block that no node sees
-        assert {block for block in full if not own[block].all()} == set()
-        assert partial | full <= {block for block, seen in own.items() if seen.any()} | partial
-        assert len(partial) <= 5
-        node, slot = torch.meshgrid(torch.arange(6), torch.arange(dense.shape[2]), indexing="ij")
-        places = torch.tensor(cache.blocks[row] + [blocks.spare] * 9)[slot // 4] * 4 + slot % 4
-        seen = mask.mask_mod(torch.tensor(row), torch.tensor(0), node, places)
-        assert torch.equal(seen, dense[row])
-
-
-def test_a_base_with_attention_sinks_is_refused_in_place():
-    base, cache = tiny.base(), PagedKVCache(pool(flex=True), 1)
-    tree = random_tree(random.Random(1), rows=1, num_nodes=2)
-    cache.reserve(2)
-    mask = tree_block_mask(tree.ancestors(), tree.depths(), cache, None)
-    query = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(
-        ValueError, match="does not support 's_aux', which this base needs; use a pool with flex"
-    ):
-        paged_attention(base.model, query, query, query, mask, s_aux=torch.zeros(1))
+    base, blocks = tiny.base(architecture, attention), pool()
+    rows = outputs(base, base.cache(3, 128))
+    # the second time over blocks with old content
+    for _ in range(2):
+        paged = outputs(base, PagedKVCache(blocks, 3))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(paged, rows, strict=True))
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -155,7 +73,6 @@ def test_random_trees_over_blocks_equal_the_plain_base(architecture, monkeypatch
         tree=policy,
     )
     assert out.tokens == tiny.continuations(architecture)
-    assert blocks.copied_blocks == 0
 
 
 def test_rows_own_only_the_blocks_of_their_committed_tokens():
@@ -174,71 +91,40 @@ def test_rows_own_only_the_blocks_of_their_committed_tokens():
     assert blocks.num_free == 11
     cache.keep_rows([])
     assert blocks.num_free == 12
-    assert not any(blocks.references)
 
 
 class Written:
-    """A paged cache of one layer whose content can be read token by token."""
+    """A paged cache whose content can be read token by token."""
 
     def __init__(self, blocks: BlockPool, rows: int) -> None:
-        self.cache, self.said = PagedKVCache(blocks, rows), [[] for _ in range(rows)]
+        self.cache, self.texts = PagedKVCache(blocks, rows), [[] for _ in range(rows)]
 
     def step(self, paths: list[list[int]], num_nodes: int, first: int) -> None:
         """Write nodes `first`, `first + 1`, ... in every row, all different; commit paths."""
         self.cache.reserve(num_nodes)
-        rows = len(self.said)
+        rows = len(self.texts)
         new = first + torch.arange(rows * num_nodes).view(rows, num_nodes)
         states = new[:, None, :, None].double()
         for layer in range(len(self.cache.layers)):
             self.cache.update(states, -states, layer)
         self.cache.commit(paths)
         for row, path in enumerate(paths):
-            self.said[row] = self.said[row] + [int(new[row, node]) for node in path]
+            self.texts[row] = self.texts[row] + [int(new[row, node]) for node in path]
 
     def keep(self, rows: list[int]) -> None:
         self.cache.keep_rows(rows)
-        self.said = [list(self.said[row]) for row in rows]
+        self.texts = [self.texts[row] for row in rows]
 
-    def assert_held(self) -> None:
-        for store in self.cache.pool.stores:
-            for blocks, said in zip(self.cache.blocks, self.said, strict=True):
-                if said:
-                    keys, values = store.gather(torch.tensor([blocks]), len(said))
-                    assert keys[0, 0, :, 0].tolist() == said
-                    assert torch.equal(values, -keys)
-
-
-def test_forks_copy_only_the_block_that_both_write_into():
-    #  block      0        1        2             one row of ten tokens, forked in three
-    #          0 1 2 3  4 5 6 7  8 9 . .
-    blocks = pool()
-    rows = Written(blocks, 1)
-    rows.step([list(range(10))], 10, first=0)
-    before = rows.cache.blocks[0]
-    rows.keep([0, 0, 0])
-    assert rows.cache.blocks == [before] * 3
-    assert [blocks.references[block] for block in before] == [3, 3, 3]
-    assert blocks.num_free == 64 - 3
-    rows.step([[0], [0, 1], [1, 3]], 5, first=100)
-    # all three write into block 2: two get a copy, the last one needs none
-    assert blocks.copied_blocks == 2
-    assert len({row[2] for row in rows.cache.blocks}) == 3
-    assert {tuple(row[:2]) for row in rows.cache.blocks} == {tuple(before[:2])}
-    rows.assert_held()
-    # now every row writes into its own blocks
-    rows.step([[0], [2], [1]], 3, first=200)
-    assert blocks.copied_blocks == 2
-    rows.assert_held()
-
-
-def test_a_fork_at_the_end_of_a_block_copies_nothing():
-    blocks = pool()
-    rows = Written(blocks, 1)
-    rows.step([list(range(8))], 8, first=0)
-    rows.keep([0, 0])
-    rows.step([[0, 2], [0, 1]], 4, first=100)
-    assert blocks.copied_blocks == 0
-    rows.assert_held()
+    def check(self) -> None:
+        """Check that each row has its text, and that each block is free or has one owner."""
+        for keys, values in filter(None, self.cache.pool.held):
+            assert torch.equal(values, -keys)
+            for blocks, text in zip(self.cache.blocks, self.texts, strict=True):
+                assert keys[0, blocks].flatten()[: len(text)].tolist() == text
+        owned = [block for row in self.cache.blocks for block in row]
+        assert (
+            len(set(owned)) == len(owned) == self.cache.pool.num_blocks - self.cache.pool.num_free
+        )
 
 
 def test_a_full_pool_raises_before_anything_changes():
@@ -253,20 +139,7 @@ def test_a_full_pool_raises_before_anything_changes():
     # a removed row makes room for the other
     rows.keep([1])
     rows.step([[0, 13]], 14, first=50)
-    rows.assert_held()
-
-
-def test_a_full_pool_counts_the_copies_that_forks_need():
-    blocks = pool(num_blocks=3)
-    rows = Written(blocks, 1)
-    rows.step([[0, 1]], 2, first=0)
-    rows.keep([0, 0, 0, 0])
-    with pytest.raises(PoolFullError, match="must have 3 free blocks, has 2 of 3"):
-        rows.cache.reserve(1)
-    rows.keep([0, 1, 2])
-    rows.step([[0], [0], [0]], 1, first=10)
-    rows.assert_held()
-    assert blocks.num_free == 0
+    rows.check()
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
@@ -283,26 +156,16 @@ def test_joined_rows_decode_as_if_alone(kind):
     together, late = cache(), cache()
     read(first, together)
     read(second, late)
-    storage = blocks.stores[0].held
-    before = [*together.row_lengths, *late.row_lengths]
-    tables = [
-        row for rows in (together, late) if isinstance(rows, PagedKVCache) for row in rows.blocks
-    ]
     together.join(late)
-    assert together.row_lengths == before
+    assert together.row_lengths == [len(first), len(second)]
     assert late.row_lengths == []
     tree = random_tree(random.Random(4), rows=2, num_nodes=5)
-    said = base.verify(tree, together).logits
+    logits = base.verify(tree, together).logits
     for row, prompt in enumerate((first, second)):
         alone = cache()
         read(prompt, alone)
         one = TokenTree(tree.tokens[row : row + 1], tree.parents[row : row + 1])
-        torch.testing.assert_close(base.verify(one, alone).logits[0], said[row])
-    if isinstance(together, PagedKVCache):
-        # no block and no pool moved
-        assert all(row[: len(old)] == old for row, old in zip(together.blocks, tables, strict=True))
-        assert blocks.stores[0].held is storage
-        assert blocks.copied_blocks == 0
+        torch.testing.assert_close(base.verify(one, alone).logits[0], logits[row])
 
 
 def test_rows_over_different_pools_or_of_different_capacity_cannot_join():
@@ -312,111 +175,32 @@ def test_rows_over_different_pools_or_of_different_capacity_cannot_join():
         KVCache(1, 1, 8).join(KVCache(1, 1, 9))
 
 
-def serve(generator: random.Random, requests: int, num_blocks: int = 40) -> BlockPool:
-    """Serve random requests over one pool: they start, fork, decode, are cancelled and end."""
-    blocks = pool(num_blocks, generator.choice([1, 3, 4, 8]), layers=1)
-    rows, waiting, number = Written(blocks, 0), requests, 0
-    while waiting or rows.said:
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 2**32))
+def test_every_block_is_free_after_random_requests(seed: int):
+    generator = random.Random(seed)
+    blocks = pool(40, generator.choice([1, 3, 4, 8]), layers=1)
+    rows, waiting, number = Written(blocks, 0), 20, 0
+    while waiting or rows.texts:
         prompt = generator.randrange(1, 14)
-        while waiting and len(rows.said) < 8 and blocks.blocks_for(prompt + 1) <= blocks.num_free:
+        while waiting and len(rows.texts) < 8 and blocks.blocks_for(prompt + 1) <= blocks.num_free:
             waiting -= 1
             new = Written(blocks, 1)
             new.step([list(range(prompt))], prompt, first=number)
             rows.cache.join(new.cache)
-            rows.said += new.said
+            rows.texts += new.texts
             number += prompt
-        if rows.said:
-            number = _serve_one_step(generator, rows, number)
-        assert_counted(rows.cache)
-    rows.assert_held()
-    return blocks
-
-
-def _serve_one_step(generator: random.Random, rows: Written, number: int) -> int:
-    num_nodes = generator.randrange(1, 6)
-    live = [row for row in range(len(rows.said)) if generator.random() > 0.4]
-    # sometimes a fork of a row that continues
-    rows.keep(live + live[:1] * (generator.random() < 0.3))
-    paths = [
-        sorted(generator.sample(range(num_nodes), generator.randrange(num_nodes + 1)))
-        for _ in rows.said
-    ]
-    if not rows.said:
-        return number
-    try:
-        rows.step(paths, num_nodes, first=number)
-    except PoolFullError:
-        rows.keep(list(range(len(rows.said) // 2)))
-    if generator.random() < 0.1:
-        rows.assert_held()
-    return number + 5 * len(rows.said)
-
-
-def assert_counted(cache: PagedKVCache) -> None:
-    """Check that each block is free or has as many references as table entries."""
-    named = Counter(block for row in cache.blocks for block in row)
-    assert [named[block] for block in range(cache.pool.num_blocks)] == cache.pool.references
-    assert cache.pool.num_free == cache.pool.references.count(0)
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(0, 2**32))
-def test_every_block_is_free_after_random_requests(seed):
-    assert serve(random.Random(seed), requests=20).num_free == 40
-
-
-@pytest.mark.slow
-def test_every_block_is_free_after_a_thousand_requests():
-    blocks = serve(random.Random(5), requests=1000)
+        rows.keep([row for row in range(len(rows.texts)) if generator.random() > 0.4])
+        num_nodes = generator.randrange(1, 6)
+        paths = [
+            sorted(generator.sample(range(num_nodes), generator.randrange(num_nodes + 1)))
+            for _ in rows.texts
+        ]
+        try:
+            if rows.texts:
+                rows.step(paths, num_nodes, first=number)
+        except PoolFullError:
+            rows.keep(list(range(len(rows.texts) // 2)))
+        number += 5 * len(rows.texts)
+        rows.check()
     assert blocks.num_free == 40
-    assert blocks.copied_blocks > 0
-
-
-POLICIES = {
-    "chain": chain(3),
-    "best first": BestFirst(9, 3),
-    "beam": Beam(3, 3),
-    "sampled": Sampled((3, 2)),
-    "graft": HybridTree(Beam(2, 2), 4),
-}
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_candidates_of_one_request_never_copy_a_block(name, monkeypatch):
-    base, blocks, verify = tiny.base(), pool(), tiny.base().verify
-    drafter: Drafter = tiny.oracle(3)
-    if name == "graft":
-        drafter = Hybrid(drafter, PromptLookup(tiny.VOCAB, 4))
-    seen: list[int] = []
-
-    def watched(
-        tree: TokenTree, cache: PagedKVCache, aux_layers: tuple[int, ...] = ()
-    ) -> Verification:
-        before = [list(row) for row in cache.blocks]
-        whole = [length // blocks.block_size for length in cache.row_lengths]
-        said = [full_blocks(cache, row, count) for row, count in enumerate(whole)]
-        out = verify(tree, cache, aux_layers)
-        nodes = tree.tokens.shape[1]
-        for row, (old, now) in enumerate(zip(before, cache.blocks, strict=True)):
-            # the prefix keeps its blocks, and all candidates share as many more
-            # as one row needs
-            assert now[: len(old)] == old
-            assert len(now) == blocks.blocks_for(cache.row_lengths[row] + nodes)
-            assert torch.equal(said[row], full_blocks(cache, row, whole[row]))
-            seen.append(whole[row])
-        return out
-
-    monkeypatch.setattr(base, "verify", watched)
-    engine = Engine(base, drafter, tree=POLICIES[name], max_batch=2, pool=blocks)
-    streams = [engine.submit(Request(prompt=one, max_new_tokens=12)) for one in tiny.prompts()]
-    engine.run()
-    assert [one.tokens for one in streams] == [said[:12] for said in tiny.continuations()]
-    assert max(seen) > 5
-    assert blocks.copied_blocks == 0
-
-
-def full_blocks(cache: PagedKVCache, row: int, count: int) -> Tensor:
-    """Return a copy of the keys of a row's first blocks, in the first layer."""
-    held = cache.pool.stores[0].held
-    assert held is not None
-    return held[0][:, cache.blocks[row][:count]].clone()

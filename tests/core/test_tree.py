@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specheads.core.tree import TokenTree, chain, from_paths
+from specheads.core.tree import TokenTree, from_paths
 
 
 @st.composite
@@ -30,39 +30,12 @@ def lineage(parents: list[int], node: int) -> set[int]:
     return seen
 
 
-def test_a_node_sees_itself_and_its_ancestors():
-    #      0
-    #     / \
-    #    1   2
-    #   /   / \
-    #  3   4   5
-    #          |
-    #          6
-    tree = tree_of([[-1, 0, 0, 1, 2, 2, 5]])
-    assert tree.ancestors()[0].int().tolist() == [
-        [1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0],
-        [1, 0, 1, 0, 0, 0, 0],
-        [1, 1, 0, 1, 0, 0, 0],
-        [1, 0, 1, 0, 1, 0, 0],
-        [1, 0, 1, 0, 0, 1, 0],
-        [1, 0, 1, 0, 0, 1, 1],
-    ]
-    assert tree.depths().tolist() == [[0, 1, 1, 2, 2, 2, 3]]
-
-
 @given(parent_rows())
 def test_ancestors_are_the_nodes_on_the_way_to_the_root(parents):
     found = tree_of(parents).ancestors()
     for row, row_parents in zip(found, parents, strict=True):
         for node, sees in enumerate(row):
             assert set(sees.nonzero().flatten().tolist()) == lineage(row_parents, node)
-
-
-def test_a_chain_sees_everything_before():
-    tree = chain(torch.tensor([[5, 6, 7], [8, 9, 9]]))
-    assert tree.parents.tolist() == [[-1, 0, 1]] * 2
-    assert tree.ancestors().tolist() == torch.ones(2, 3, 3).tril().bool().tolist()
 
 
 def test_paths_share_prefixes():
@@ -99,9 +72,3 @@ def test_a_tree_of_paths_has_each_prefix_once_and_omits_the_last_ones(
         # padding repeats no path and has no siblings
         assert len(set(ours)) == num_nodes
         assert all(end[:-1] == above for above, end in itertools.pairwise(ours[len(wanted) - 1 :]))
-
-
-def test_known_ancestors_are_not_computed_again():
-    known = torch.tensor([[[True, False], [True, True]]])
-    parents = torch.tensor([[-1, 0]])
-    assert TokenTree(parents, parents, known).ancestors() is known

@@ -255,13 +255,13 @@ def test_the_window_keeps_sinks_and_the_last_tokens_and_never_grows():
     sizes = set()
     for first in range(0, 21, 3):
         feed(cache, base, text[:, first : first + 3])
-        sizes.add(cache._own_layers[0].held()[0].shape)
+        sizes.add(cache.slab.stacks[0][0].shape)
     assert sizes == {(1, 2, 2 + 5 + 4, 8)}
     assert cache.row_lengths == [7]
     assert cache.positions.tolist() == [21]
     assert cache.slot_positions(7).tolist() == [[0, 1, 16, 17, 18, 19, 20]]
     # values of the first layer depend on the token alone, so they identify the kept tokens
-    kept, all_values = cache._own_layers[0].held()[1], whole._own_layers[0].held()[1]
+    kept, all_values = cache.slab.stacks[0][1], whole.slab.stacks[0][1]
     torch.testing.assert_close(kept[:, :, :7], all_values[:, :, [0, 1, 16, 17, 18, 19, 20]])
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from specheads.base.paged import BlockPool
-from specheads.core.bounds import MAX_NODES
 from specheads.core.errors import InputError
+from specheads.core.tree import MAX_NODES
 from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
@@ -268,8 +268,7 @@ def test_the_size_of_a_cache_is_known_before_it_is_made(architecture):
     base = tiny.base(architecture)
     cache = base.cache(2, 7)
     base.prefill(torch.tensor([[1, 2], [3, 4]]), cache, [2, 2])
-    held = [one for layer in cache._own_layers for one in layer.held()]
-    assert sum(one.nbytes for one in held) == base.slot_bytes * 2 * 7
+    assert sum(one.nbytes for one in cache.slab.stacks) == base.slot_bytes * 2 * 7
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -165,7 +164,6 @@ SHAPES: dict[str, Callable[[], policies.TreePolicy]] = {
 CACHES: dict[str, Callable[[FrozenBase], BlockPool | None]] = {
     "contiguous": lambda _: None,
     "paged": lambda base: base.pool(80, block_size=4),
-    "paged, in place": lambda base: BlockPool(base.num_layers, 80, 4, flex=True),
 }
 MIXED = [
     SETTINGS["cut"],
@@ -230,23 +228,12 @@ def assert_sample_and_match_is_exact(architecture: str, shape: str, cache: str, 
     assert shape == "sampled" or sum(ours.forwards) < 0.8 * sum(alone.forwards)
 
 
-plain_flex = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-
-
-@pytest.fixture(autouse=True)
-def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flex_attention as plain tensor code: compiling it for every shape takes a minute."""
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-
-
-@plain_flex
 @pytest.mark.parametrize(("architecture", "shape", "cache", "batch"), SOME)
 def test_sample_and_match_gives_the_base_s_samples(architecture, shape, cache, batch):
     assert_sample_and_match_is_exact(architecture, shape, cache, batch)
 
 
 @pytest.mark.slow
-@plain_flex
 @pytest.mark.parametrize(
     ("architecture", "shape", "cache", "batch"), [one for one in EVERYTHING if one not in SOME]
 )

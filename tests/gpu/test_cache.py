@@ -1,11 +1,10 @@
-"""On a device, paged blocks, forks and joined rows give what contiguous rows give."""
+"""On a device, paged blocks and joined rows give what contiguous rows give."""
 
 import random
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor
 
 from specheads.base.cache import RowCache
@@ -69,7 +68,7 @@ def read(base: FrozenBase, prompts: list[list[int]], cache: RowCache) -> Tensor:
 
 
 def everything(base: FrozenBase, cache: RowCache) -> list[Tensor]:
-    """Read prompts, verify random trees, commit random paths; rows fork and leave in between."""
+    """Read prompts, verify random trees, commit random paths; rows leave in between."""
     generator = random.Random(0)
     found = [read(base, tiny.prompts(), cache)]
     for step in range(4):
@@ -79,7 +78,7 @@ def everything(base: FrozenBase, cache: RowCache) -> list[Tensor]:
         paths = [seen.ancestors[row, generator.randrange(9)].nonzero()[:, 0] for row in range(rows)]
         cache.commit([path.tolist() for path in paths])
         if step == 1:
-            cache.keep_rows([2, 0, 2])
+            cache.keep_rows([2, 0])
     return found
 
 
@@ -119,46 +118,12 @@ def test_requests_over_a_pool_wait_join_and_leave(device: torch.device) -> None:
     assert pool.num_free == pool.num_blocks
 
 
-def test_forks_over_a_pool_give_what_copied_rows_give(device: torch.device) -> None:
-    base = base_on(device)
-    rows = everything(base, base.cache(3, 128))
-    pool = base.pool(64)
-    paged = everything(base, PagedKVCache(pool, 3))
-    for ours, theirs in zip(paged, rows, strict=True):
-        assert_close(ours, theirs)
-    # the two copies of a row wrote into the block that they shared
-    assert pool.copied_blocks > 0
-
-
 def test_blocks_that_are_gathered_give_what_contiguous_rows_give(device: torch.device) -> None:
     base = base_on(device, dtype=torch.float64)
     rows = everything(base, base.cache(3, 128))
-    pool = BlockPool(base.num_layers, 64, 4, device, flex=False)
+    pool = BlockPool(base.num_layers, 64, 4, device)
     for ours, theirs in zip(everything(base, PagedKVCache(pool, 3)), rows, strict=True):
         assert_close(ours, theirs)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_reads_blocks_in_place(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if device.type == "cpu":
-        # as plain torch code: compiling it for a CPU takes a minute
-        monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    base, prompt = base_on(device), tiny.prompts()[1][:16]
-    pool = BlockPool(base.num_layers, 16, 16, device, flex=True)
-    rows, paged, generator = base.cache(1, 64), PagedKVCache(pool, 1), random.Random(0)
-    for cache in (rows, paged):
-        read(base, [prompt], cache)
-    # one row and 8 nodes in every forward: each other shape needs a compilation
-    for _ in range(3):
-        tree = random_tree(generator, 1, 8, device)
-        found, wanted = (base.verify(tree, cache) for cache in (paged, rows))
-        assert_close(found.logits, wanted.logits)
-        assert_close(found.features.hidden, wanted.features.hidden)
-        path = found.ancestors[0, generator.randrange(8)].nonzero()[:, 0].tolist()
-        for cache in (rows, paged):
-            cache.commit([path])
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])

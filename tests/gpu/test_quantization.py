@@ -1,4 +1,4 @@
-"""A base in 8 or 4 bits, made by the library that is installed."""
+"""A base in 8 or 4 bits, quantised by bitsandbytes."""
 
 from importlib.util import find_spec
 
@@ -16,16 +16,12 @@ from tests import tiny
 pytestmark = pytest.mark.gpu
 
 SHIPPED = data_dir("recipes") / "tiny_code" / "base"
-LIBRARIES = ("bitsandbytes", "torchao")
 
 
 @pytest.fixture
-def library(device: torch.device) -> str:
-    """Return the library that quantises here; skip where there is none."""
-    if device.type != "cuda":
-        pytest.skip("a base can be quantised on CUDA only")
-    found = next((name for name in LIBRARIES if find_spec(name)), None)
-    return found or pytest.skip("needs bitsandbytes or torchao; neither is installed")
+def library(device: torch.device) -> None:
+    if device.type != "cuda" or not find_spec("bitsandbytes"):
+        pytest.skip("needs CUDA and bitsandbytes")
 
 
 @pytest.mark.parametrize("bits", ["8bit", "4bit"])
@@ -56,5 +52,5 @@ def test_quantisation_is_refused_where_the_device_cannot_compute_it(
     bits: str, device: torch.device
 ) -> None:
     del device
-    with pytest.raises(ValueError, match="quantised on CUDA only"):
+    with pytest.raises(ValueError, match="needs CUDA and bitsandbytes"):
         quantisation(bits, tiny.CPU, torch.float32)

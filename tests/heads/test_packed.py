@@ -44,7 +44,7 @@ def test_packed_states_equal_those_of_each_document_alone(kind: str):
     features = read(head, batch)
     found, wanted = states(head, features, batch), states(head, read(head, single), single)
     # the head's own mask matters, not only the base's
-    blind = states(head, replace(features, document_ids=None), batch)
+    blind = states(head, replace(features, document_ids=None, documents=None), batch)
     apart = 0.0
     for level, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         cut = [pieces(value, batch) for value in (ours, blind[level])]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from specheads.core.features import Documents
 from specheads.heads.layers import path_attention
 from specheads.heads.layers.attention import _mix
-from specheads.heads.layers.path_attention import DocumentBounds
 
 ROWS, TIME, WIDTH = 2, 11, 8
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 7, [0] * 11])
@@ -18,17 +18,17 @@ def places() -> Tensor:
     return torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6], [*range(TIME)]])
 
 
-def scores_of(queries: Tensor, keys: Tensor, documents: DocumentBounds) -> Tensor:
+def scores_of(queries: Tensor, keys: Tensor, documents: path_attention.Bounds) -> Tensor:
     """Return masked scores (head, position, position), keys repeated for each head of a group."""
     keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
     scores = torch.einsum("thd,shd->hts", queries, keys) / math.sqrt(queries.shape[-1])
     index = torch.arange(len(queries))
-    number = (index[:, None] >= documents.bounds[1:]).sum(-1)
+    number = (index[:, None] >= documents[0][1:]).sum(-1)
     visible = (number[:, None] == number) & (index[:, None] >= index)
     return scores.masked_fill(~visible, -math.inf)
 
 
-def forward(queries: Tensor, keys: Tensor, values: Tensor, documents: DocumentBounds):
+def forward(queries: Tensor, keys: Tensor, values: Tensor, documents: path_attention.Bounds):
     """Replace the kernel's forward pass: return the output and its log-sum-exp."""
     scores = scores_of(queries, keys, documents)
     values = values.repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
@@ -42,7 +42,7 @@ def backward(
     values: Tensor,
     mixed: Tensor,
     total: Tensor,
-    documents: DocumentBounds,
+    documents: path_attention.Bounds,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Replace the kernel's backward pass, which gets only the log-sum-exp and the output."""
     group = queries.shape[1] // keys.shape[1]
@@ -70,7 +70,7 @@ def agree(leaves: list[Tensor], tolerance: float) -> None:
     documents = DOCUMENTS.to(device)
     visible = (documents[:, :, None] == documents[:, None]).tril()
     mixed = path_attention.path_attention(
-        leaves[0], leaves[1], leaves[2], DocumentBounds.of(places().to(device))
+        leaves[0], leaves[1], leaves[2], Documents.of(places().to(device))
     )
     outer = torch.randn_like(mixed)
     found = [mixed, *torch.autograd.grad(mixed, leaves, outer, allow_unused=True)]
@@ -102,7 +102,7 @@ def test_an_error_of_the_backward_pass_would_be_seen(monkeypatch: pytest.MonkeyP
 
 
 def test_bounds_are_those_of_the_documents():
-    bounds, longest = DocumentBounds.of(places())
-    assert bounds.tolist() == [0, 4, 11, 22]
-    assert bounds.dtype == torch.int32
-    assert longest == 11
+    documents = Documents.of(places())
+    assert documents.lengths == [4, 7, 11]
+    assert documents.bounds.tolist() == [0, 4, 11, 22]
+    assert documents.bounds.dtype == torch.int32

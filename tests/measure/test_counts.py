@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specheads.core.loops import loops
+from specheads.core.texts import loops
 from specheads.decoding.goodput import expected_tokens
 from specheads.measure.counts import (
     DepthCounts,

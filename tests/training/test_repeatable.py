@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from specheads.core.attention import without_cudnn_attention
+from specheads.core.kernels import without_cudnn_attention
 from specheads.training import processes
 
 deterministic: Any = torch.utils.deterministic

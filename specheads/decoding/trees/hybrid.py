@@ -8,10 +8,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.core.bounds import refuse_nodes
 from specheads.core.drafter import Drafter, Memory, refuse_scattering
 from specheads.core.features import Committed
-from specheads.core.tree import TokenTree
+from specheads.core.tree import TokenTree, refuse_nodes
 from specheads.decoding.accept import kept
 from specheads.decoding.prompt_lookup import CopyingDrafter, LookupText, PromptLookup
 from specheads.decoding.sampling import SamplingState

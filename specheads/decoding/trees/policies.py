@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from specheads.core.bounds import level_sizes, refuse_nodes, whole
 from specheads.core.drafter import Drafter, State
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, whole
 from specheads.core.features import Committed
-from specheads.core.tree import Drawn, TokenTree, TreeShape, from_paths
+from specheads.core.tree import Drawn, TokenTree, TreeShape, from_paths, level_sizes, refuse_nodes
 from specheads.decoding import noise
 from specheads.decoding.coupling import Coupled, over_vocabulary
 from specheads.decoding.noise import likeliest

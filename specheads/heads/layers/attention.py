@@ -17,9 +17,10 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from specheads.core.errors import InputError
+from specheads.core.features import Documents
 from specheads.core.ranges import NonNegativeInt, WidthOrZero, check_fields
 from specheads.heads.layers.common import RMSNorm
-from specheads.heads.layers.path_attention import DocumentBounds, path_attention
+from specheads.heads.layers.path_attention import path_attention
 from specheads.heads.layers.rotary import Rotary
 
 
@@ -136,7 +137,7 @@ class Attention(nn.Module):
         past: Tensor,
         visible: Tensor | None,
         path: Tensor | None = None,
-        documents: Sequence[int] | DocumentBounds = (),
+        documents: Documents | None = None,
     ) -> Tensor:
         """Compute attention over the visible slots and the path, under one softmax.
 
@@ -148,20 +149,20 @@ class Attention(nn.Module):
             path: (batch, key head, 2, time, level, head_dim): the path of each position, itself
                 included, if any.
             documents: Documents of packed rows, if slots are positions and attention is causal
-                within documents. With lengths each document is computed separately, with bounds all
-                of them by flash attention. Empty computes every pair of positions.
+                within documents. On a CPU each document is computed separately, on other devices
+                all of them by flash attention. None computes every pair of positions.
         """
         queries = self.rotary.turn(self.q_norm(self._split(self.q_proj(inputs))), positions)
         if path is None:
             assert visible is not None
             mixed = _attend(queries, past, visible[:, None])
-        elif isinstance(documents, DocumentBounds):
-            mixed = path_attention(queries, past, path, documents)
-        elif documents:
-            mixed = _mix_documents(queries, past, path, documents)
-        else:
+        elif documents is None:
             assert visible is not None
             mixed = _sparing(_mix, queries, past, visible, path)
+        elif queries.device.type == "cpu":
+            mixed = _mix_documents(queries, past, path, documents.lengths)
+        else:
+            mixed = path_attention(queries, past, path, documents)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def _split(self, values: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from specheads.core.drafter import pick_parents
-from specheads.core.features import Committed, Features, document_lengths
+from specheads.core.features import Committed, Documents, Features
 from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp, Slots
 from specheads.heads.layers.common import RMSNorm
-from specheads.heads.layers.path_attention import DocumentBounds, takes
+from specheads.heads.layers.path_attention import takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +147,12 @@ def rounds(
     """
     pasts: list[Tensor] = []
     paths: list[Tensor] = []
-    visible, documents = None, ()
     places = features.places()
-    rows = places.expand(len(hidden), -1)
-    # many small products are fast on a CPU, and slow to launch on a GPU
-    if hidden.device.type == "cpu":
-        documents = document_lengths(rows)
-    elif takes(hidden, layers[0].attention.head_dim):
-        documents = DocumentBounds.of(rows)
-    else:
-        visible = features.visible()
+    visible, documents = None, features.documents
+    if hidden.device.type != "cpu" and not takes(hidden, layers[0].attention.head_dim):
+        visible, documents = features.visible(), None
+    elif documents is None:
+        documents = Documents.of(places.expand(len(hidden), -1))
     for level, tokens in enumerate(embedded):
         hidden, at = fed_back(hidden) if level else hidden, places + level
         for place, layer in enumerate(layers):

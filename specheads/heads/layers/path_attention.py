@@ -10,35 +10,17 @@ gradients; the path's part is written out here.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from specheads.core.attention import document_bounds, flash_takes, product_dtype
-from specheads.core.features import document_lengths
+from specheads.core.features import Documents
+from specheads.core.kernels import flash_takes, product_dtype
 
-
-class DocumentBounds(NamedTuple):
-    """The documents of packed rows, as flash attention takes them."""
-
-    bounds: Tensor
-    """First position of each document and the end of the last one, in int32."""
-    longest: int
-    """Number of tokens of the longest document."""
-
-    @classmethod
-    def of(cls, places: Int[Tensor, "batch time"]) -> "DocumentBounds":
-        """Return the documents of rows, by the place of each position in its document.
-
-        This waits for the device once, to read how long the documents are.
-        """
-        if places.is_meta:
-            step, end = places.shape[1], places.numel()
-            return cls(torch.arange(0, end + 1, step, dtype=torch.int32, device="meta"), step)
-        lengths = document_lengths(places)
-        return cls(document_bounds(lengths, places.device), max(lengths))
+Bounds = tuple[Tensor, int]
+"""First position of each document and the end of the last one, in int32, and the longest length."""
 
 
 def takes(values: Tensor, head_dim: int) -> bool:
@@ -50,14 +32,15 @@ def path_attention(
     queries: Float[Tensor, "batch head time width"],
     past: Float[Tensor, "batch shared 2 time width"],
     path: Float[Tensor, "batch shared 2 time level width"],
-    documents: DocumentBounds,
+    documents: Documents,
 ) -> Float[Tensor, "batch head time width"]:
     """Attend to the document up to each position and to its path, as under one softmax."""
     dtype = product_dtype(queries)
     tokens = queries.transpose(1, 2).flatten(0, 1).to(dtype)
     keys, values = (one.transpose(1, 2).flatten(0, 1).to(dtype) for one in past.unbind(2))
     own = (one.transpose(1, 2).flatten(0, 1).to(dtype) for one in path.unbind(2))
-    mixed = _PathAttention.apply(documents, tokens, keys, values, *own)
+    bounds = documents.bounds, max(documents.lengths)
+    mixed = _PathAttention.apply(bounds, tokens, keys, values, *own)
     assert isinstance(mixed, Tensor)
     return mixed.unflatten(0, (len(queries), -1)).transpose(1, 2)
 
@@ -68,7 +51,7 @@ class _PathAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        documents: DocumentBounds,
+        documents: Bounds,
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
@@ -130,7 +113,7 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _flash_forward(
-    queries: Tensor, keys: Tensor, values: Tensor, documents: DocumentBounds
+    queries: Tensor, keys: Tensor, values: Tensor, documents: Bounds
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp (head, position) of causal attention by document."""
     bounds, longest = documents
@@ -147,7 +130,7 @@ def _flash_backward(
     values: Tensor,
     mixed: Tensor,
     total: Tensor,
-    documents: DocumentBounds,
+    documents: Bounds,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, from an output and its log-sum-exp."""
     bounds, longest = documents

@@ -7,8 +7,7 @@ from typing import Any
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.core.loops import loops
-from specheads.core.seeds import derive_seed
+from specheads.core.texts import derive_seed, loops
 from specheads.decoding.sampling import Sampling
 from specheads.training.distill.engine import Answer, GenerationRequest
 from specheads.training.distill.prompts import PromptSource, decoder
