@@ -88,7 +88,7 @@ def export(
     texts = gate_texts(
         base,
         head,
-        settings.prompts or prompts,
+        prompts,
         engine=settings.engine,
         out=settings.out,
         new_tokens=max(NEW_TOKENS, head.depth + 2),

@@ -111,10 +111,6 @@ class Export(HasOut, HeadOnBase):
     engine: PrintableText = ""
     """Engine: a module of specheads/export/layouts."""
 
-    prompts: PathOrId = ""
-    """Name of a prompt set or a .jsonl file on which the head and its export must draft alike.
-    Empty is the run's own prompts, or python_stdlib."""
-
 
 @dataclass(kw_only=True)
 class Push(HasDryRun, HasRun):
@@ -168,9 +164,6 @@ class Compare(HasSeed, HasOut, HasEvaluation, HasData, HasBase, HasRun):
 
     draft_depth: Depth = 4
     """Tokens that streaming and draft_model draft, as a chain."""
-
-    window: PositiveInt = 60
-    """Recent tokens that streaming attends to."""
 
 
 @dataclass(kw_only=True)

@@ -240,7 +240,7 @@ def overlay(trained: commands.Train, settings: Any, overrides: Sequence[str]) ->
             continue
         if not name and group == "evaluation":
             raise InputError(f"change single settings of evaluation, got {override}; name them")
-        if group == "base" and name not in ("compile", "exact", "device", "dtype", "attention"):
+        if group == "base" and name not in ("compile", "exact", "device", "dtype"):
             raise InputError(
                 f"a run is measured on its own base, got {override}; leave it out, or name "
                 f"head={settings.run}/head and base=PATH"

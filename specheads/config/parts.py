@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from annotated_types import Ge, Le
-
 from specheads.core.ranges import (
     DepthOrZero,
     GlobPattern,
@@ -15,7 +13,6 @@ from specheads.core.ranges import (
     PositiveInt,
     PositiveProbability,
     PrintableText,
-    Probability,
     ProbabilityBelowOne,
     Seed,
     Temperature,
@@ -47,9 +44,6 @@ class Base:
 
     device: PrintableText = "auto"
     """Torch device. auto is CUDA if there is a GPU, else the CPU."""
-
-    attention: Annotated[str, one_of("sdpa", "eager")] = "sdpa"
-    """Attention implementation of transformers; both take tree masks."""
 
     quantization: Annotated[str, one_of("none", "8bit", "4bit")] = "none"
     """none, 8bit or 4bit: quantise the weights with bitsandbytes or torchao. CUDA only."""
@@ -128,10 +122,8 @@ class Tree:
     """Nodes of a best-first or product tree, root included."""
 
     beam: NumNodes = 4
-    """Nodes that a best-first tree or a beam expands at each level."""
-
-    branch: NumNodes = 4
-    """Children of each expanded node of a best-first tree."""
+    """Nodes that a best-first tree or a beam expands at each level, and the children of each in a
+    best-first tree."""
 
     branches: list[NumNodes] = field(default_factory=list)
     """Children of every node of a product or sampled tree, level by level. Empty is one each."""
@@ -184,13 +176,6 @@ class Evaluation(PromptLength, Sampling):
     max_new_tokens: PositiveInt = 128
     """Largest number of new tokens for each prompt."""
 
-    min_p: Probability = 0.0
-    """Leave out tokens less probable than this share of the most probable one. Zero leaves out
-    none."""
-
-    repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = 1.0
-    """Penalty on tokens that are already in the text. One is none."""
-
     acceptance: Annotated[str, one_of("match", "rejection", "typical")] = "match"
     """Acceptance rule: match (the base's own tokens, at every temperature), rejection (the base's
     distribution; for sampled trees) or typical (lossy, above temperature zero)."""
@@ -210,9 +195,6 @@ class Evaluation(PromptLength, Sampling):
 
     speed_prompts: PositiveInt = 16
     """Prompts to time."""
-
-    tune_prompts: PositiveInt = 24
-    """Validation prompts on which a tuned tree is chosen."""
 
 
 @dataclass(kw_only=True)

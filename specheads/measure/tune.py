@@ -55,6 +55,9 @@ GRID = (4, 8, 16, 32, 64)
 TUNING_TOKENS = 64
 """New tokens after each prompt when an evaluation chooses a tree."""
 
+TUNE_PROMPTS = 24
+"""Most validation prompts on which an evaluation chooses a tree."""
+
 QUICK_NODES = 16
 """Nodes of the largest tree when an evaluation chooses, root included."""
 

@@ -406,7 +406,7 @@ def test_compare_holds_the_head_of_a_run_against_what_needs_no_training(
     here(
         "compare", "run=runs/smoke", "tree=chain", "num_prompts=2", "max_new_tokens=8",
         "evaluation.speed_prompts=1", "evaluation.repeats=1",
-        f"draft_model={ROOT / 'recipes/tiny_code/base'}", "window=16",
+        f"draft_model={ROOT / 'recipes/tiny_code/base'}",
     )  # fmt: skip
     told = capsys.readouterr().out
     assert "comparison: runs/smoke/report/compare.json" in told

@@ -124,8 +124,7 @@ def test_draft_tokens_are_counted_on_answers_if_there_are_only_prompts(tmp_path:
 
 
 def test_dry_run_prints_the_amount_of_text(capsys: Any):
-    asked = {"min_tokens": 2, "retries": 1, "timeout_seconds": 3.0, "served_as": "a"}
-    asked |= {"api_key_env": "KEY", "num_samples": 6, "new_tokens": 8}
+    asked = {"timeout_seconds": 3.0, "served_as": "a", "num_samples": 6, "new_tokens": 8}
     overrides = [f"{name}={value}" for name, value in asked.items()]
     call("distill", ["recipe=smoke", "out=text", "dry_run=true", *overrides])
     settings, shown = yaml.safe_load_all(capsys.readouterr().out)

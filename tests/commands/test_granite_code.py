@@ -30,7 +30,7 @@ SMALL = (
     f"{PHASES}.distilled.batch_size=6", f"{PHASES}.distilled.distill.num_samples=12",
     f"{PHASES}.distilled.distill.prompt_tokens=16", f"{PHASES}.distilled.distill.new_tokens=16",
     f"{PHASES}.distilled.distill.shard_size=4", f"{PHASES}.distilled.distill.batch_size=4",
-    "evaluation.prompts=python_stdlib", "evaluation.num_prompts=4", "evaluation.tune_prompts=4",
+    "evaluation.prompts=python_stdlib", "evaluation.num_prompts=4",
     "evaluation.max_new_tokens=16", "evaluation.speed_prompts=2", "evaluation.repeats=1",
 )  # fmt: skip
 """Small sizes; prompts of the standard library, because HumanEval is on the Hub."""

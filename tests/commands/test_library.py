@@ -57,7 +57,7 @@ def test_evaluation_after_training_writes_tuned_json(
     run: tuple[RunDirectory, list[str]], base: specheads.FrozenBase, tmp_path: Path
 ):
     assert not (run[0].head / "tuned.json").exists()
-    few = [*SHORT, f"run_dir={tmp_path / 'run'}", "tree=tuned", "evaluation.tune_prompts=2"]
+    few = [*SHORT, f"run_dir={tmp_path / 'run'}", "tree=tuned"]
     made = specheads.train("smoke", [*few, "evaluation.mode=offline"], base=base)
     results = json.loads((made.report / "results.json").read_text())
     tuned = json.loads((made.head / "tuned.json").read_text())

@@ -26,7 +26,7 @@ SMALL = [
     *("recipe=smoke", "schedule.phases.corpus.steps=2", "schedule.phases.distilled.steps=1"),
     *("schedule.phases.distilled.distill.num_samples=8", "evaluation.num_prompts=2"),
     *("evaluation.max_new_tokens=4", "evaluation.speed_prompts=1", "log_every=1"),
-    *("evaluation.tune_prompts=1", "schedule.phases.distilled.distill.new_tokens=8"),
+    *("schedule.phases.distilled.distill.new_tokens=8"),
     *("schedule.phases.corpus.sequence_length=32", "schedule.phases.distilled.batch_size=2"),
 ]
 
@@ -185,7 +185,7 @@ RUNNABLE = [
     for name, hint in leaves(compose.SCHEMAS["train"])
     if name.split(".")[0] in ("head", "schedule", "tree", "evaluation", "seed", "log_every")
     and name not in ("evaluation.prompts", "evaluation.acceptance", "evaluation.mode")
-    and not name.endswith(("folder", "target_modules", "learning_rate", "joint", "clip_norm"))
+    and not name.endswith(("folder", "target_modules", "learning_rate", "joint"))
 ]
 
 

@@ -12,7 +12,9 @@ from specheads import config
 from specheads.config import compose
 from specheads.core.errors import InputError
 from specheads.heads.load import build
+from specheads.training.optimizers import BETAS
 from specheads.training.schedule import refuse_misfit
+from specheads.training.step import CLIP_NORM
 
 RECIPES = compose.recipes()
 HEADINGS = ["What", "Command", "Cost", "Results", "Not measured", "Changes"]
@@ -89,7 +91,7 @@ def test_granite_code_has_the_numbers_of_ibm_s_script():
     assert written.num_samples == distilled.steps * distilled.batch_size
     assert [written.prompt_tokens, written.new_tokens] == [64, 256]
     assert [written.temperature, written.top_k] == [1.0, 10]
-    assert [schedule.betas, schedule.weight_decay, schedule.clip_norm] == [[0.9, 0.95], 0.1, 1.0]
+    assert (BETAS, schedule.weight_decay, CLIP_NORM) == ((0.9, 0.95), 0.1, 1.0)
 
 
 def test_the_command_line_beats_the_recipe():
