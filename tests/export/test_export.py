@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
-from specheads.config import Data
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import to_json
@@ -28,10 +27,11 @@ from specheads.export.write import (
     Expected,
     LevelDraft,
     check,
+    drafts,
     expect,
     export_head,
-    exported_drafts,
     gate_texts,
+    load_export,
     tables,
 )
 from specheads.heads.load import build_for
@@ -171,9 +171,7 @@ def test_export_drafts_as_the_head_does_here_and_by_the_oracle(
         assert parity.per_depth == DepthCounts.total(walked, head.depth).per_depth()
         assert parity.largest_difference < 1e-5
         oracle = by(ORACLES[kind, engine], out, base, lent)
-        other = check(expect(head, base, texts, lent), oracle)
-        assert other.per_depth == parity.per_depth
-        assert other.largest_difference < 1e-5
+        assert check(expect(head, base, texts, lent), oracle) < 1e-5
         assert any(str(out) in line for line in lines)
         record = json.loads((out / RECORD).read_text())
         assert record["parity"]["per_depth"] == to_json(parity.per_depth)
@@ -204,7 +202,7 @@ def test_gate_refuses_a_mutation_of_any_tensor(kind, engine, base, texts, lent, 
     for number, head in enumerate(variants(kind, engine, base, depth=2)):
         folder = tmp_path / str(number)
         export_head(head, base, engine, folder, texts[:1])
-        expected = list(expect(head, base, texts[:1], lent))
+        expected = expect(head, base, texts[:1], lent)
         (file,) = folder.glob("*.safetensors")
         whole = load_file(file)
         for name, value in whole.items():
@@ -215,19 +213,13 @@ def test_gate_refuses_a_mutation_of_any_tensor(kind, engine, base, texts, lent, 
                 save_file(others, file)
                 try:
                     if how != "deleted" or name not in OPTIONAL:
-                        check(expected, exported_drafts(folder, head, base, lent))
+                        loaded = load_export(folder, head, base, lent)
+                        check(expected, lambda one, head=loaded: drafts(head, one.features))
                     check(expected, by(ORACLES[kind, engine], folder, base, lent))
                 except ValueError:
                     continue
                 passed.append((head.config, name, how))
     assert passed == []
-
-
-def swap(tensors: dict[str, Tensor]) -> None:
-    """Exchange the first two Medusa heads."""
-    for name in [name for name in tensors if name.startswith(("blocks.0", "head.0"))]:
-        other = name.replace(".0.", ".1.", 1)
-        tensors[name], tensors[other] = tensors[other], tensors[name]
 
 
 def transpose(tensors: dict[str, Tensor]) -> None:
@@ -242,7 +234,6 @@ def shrink(tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (swap, r"accepts \d+ of \d+ drafts at depth \d, the run \d+ of \d+; nothing was written"),
         (transpose, "nothing was written"),
         (shrink, r"logits at depth 1 are 1.0e-02 of .* rounding explains 1.0e-04; nothing was wri"),
     ],
@@ -279,7 +270,7 @@ def test_gate_refuses_a_wrong_copy_of_a_base_tensor(
     file = tmp_path / "out" / "model.safetensors"
     save_file(load_file(file) | {name: load_file(file)[name].flip(0)}, file)
     with pytest.raises(ValueError, match=f"{name}' in the export differs from the base's"):
-        exported_drafts(tmp_path / "out", head, base, lent)
+        load_export(tmp_path / "out", head, base, lent)
 
 
 # settings that engines read differently
@@ -584,26 +575,13 @@ def test_unwritable_folder_is_refused_before_any_work(
     head, out = make("medusa", base), tmp_path / name
     for attempt in (
         lambda: export_head(head, base, "vllm", out, []),
-        lambda: gate_texts(base, head, "python_stdlib", out=str(out)),
+        lambda: gate_texts(head, base, "vllm", out, []),
         lambda: write_report(out, bare(), []),
     ):
         with pytest.raises(InputError, match=reason) as caught:
             attempt()
         assert "\n" not in str(caught.value)
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_gate_reads_held_out_text_of_the_run(tmp_path: Path):
-    base = FrozenBase.load(tiny.saved(tmp_path / "base"), device="cpu")
-    rows = [{"text": f"{number} is followed by {number + 1}; " * 20} for number in range(80)]
-    (tmp_path / "text.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    data = Data(source="jsonl", path=str(tmp_path / "text.jsonl"))
-    head = make("medusa", base)
-    sizes: dict[str, Any] = {"num_prompts": 2, "prompt_tokens": 16, "new_tokens": 8}
-    texts = gate_texts(base, head, "held_out", **sizes, corpus=data)
-    assert [(len(prompt), len(new)) for prompt, new in texts] == [(16, 8), (16, 8)]
-    with pytest.raises(InputError, match="prompts=held_out"):
-        gate_texts(base, head, "held_out", **sizes)
 
 
 SHALLOW, NONE = tree(paths=[[0], [0, 0]], depth=2), tree(kind="none")
