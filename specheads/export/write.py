@@ -86,7 +86,7 @@ class Expected:
 
 
 def gate_texts(
-    head: Head, base: FrozenBase, engine: str, out: Path, prompts: Sequence[list[int]]
+    head: Head, base: FrozenBase, engine: str, out: Path, prompts: list[list[int]]
 ) -> list[GateText]:
     """Return prompts and their greedy continuations by the base, for the check.
 
