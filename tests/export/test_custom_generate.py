@@ -428,13 +428,6 @@ def test_code_of_a_repository_passes_on_all_arguments(folder: Path):
     assert actual.calls == expected.calls
 
 
-def test_another_head_can_be_passed(folder: Path):
-    torch.manual_seed(0)
-    assert torch.equal(from_folder(folder, head=small_head("redrafter")), plain())
-    with pytest.raises(ValueError, match="no-such-head"):
-        from_folder(folder, head="no-such-head")
-
-
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
