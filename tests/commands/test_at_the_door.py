@@ -85,9 +85,8 @@ def test_invalid_setting_is_refused_by_name(overrides: str, refused: Any):
 
 
 def test_multirun_is_refused(refused: Any):
-    for asked in ("-m", "++hydra.mode=MULTIRUN"):
-        told = f"a call is one run, got {asked.lstrip('+')}; call the command once for each"
-        assert told in refused(asked, "seed=1,2")
+    for asked in ("-m", "++hydra.mode=MULTIRUN", "--cfg"):
+        assert f"a call takes settings and --help, got {asked}; " in refused(asked, "seed=1,2")
     said = refused("seed=1,2")
     assert "got seed=1,2; call the command once for each" in said
     assert "multirun" not in said

@@ -109,9 +109,7 @@ def test_phase_accepts_settings_of_an_optional_group():
     assert settings.run_dir == str(Path.home() / "a b")
 
 
-def test_hydra_flags_print_settings_and_python_mistakes_raise(capsys: Any):
-    assert compose.from_command_line("train", ["recipe=smoke", "--cfg", "job"]) == []
-    assert "name: smoke" in capsys.readouterr().out
+def test_mistakes_raise_in_python():
     with pytest.raises(InputError, match=r"^seed must be a whole number"):
         compose.settings_of("train", ["recipe=smoke", "seed=-1"])
 
