@@ -259,34 +259,6 @@ class HasHead:
 
 
 @dataclass(kw_only=True)
-class HasBase:
-    """A base."""
-
-    base: Base
-
-
-@dataclass(kw_only=True)
-class HasData:
-    """Text; for a head without a run its validation split is used."""
-
-    data: Data
-
-
-@dataclass(kw_only=True)
-class HasTree:
-    """A draft tree."""
-
-    tree: Tree
-
-
-@dataclass(kw_only=True)
-class HasEvaluation(HasTree):
-    """An evaluation."""
-
-    evaluation: Evaluation
-
-
-@dataclass(kw_only=True)
 class HasOut:
     """An output folder."""
 
@@ -303,16 +275,10 @@ class HasSeed:
 
 
 @dataclass(kw_only=True)
-class HasDryRun:
-    """A dry run."""
-
-    dry_run: bool = False
-    """Print what would be done (settings, plan, files), and stop."""
-
-
-@dataclass(kw_only=True)
-class HeadOnBase(HasBase, HasHead, HasRun):
+class HeadOnBase(HasHead, HasRun):
     """The head of a run, or any head and its base."""
+
+    base: Base
 
     force: bool = False
     """Accept a head that was trained on other weights than the base's, such as a fine-tuned

@@ -342,19 +342,6 @@ def generate(inputs: Any = None, *, model: Any, **arguments: Any) -> Any:
     return hub_generate(model, inputs, __file__, REPOSITORY, **arguments)
 '''
 
-_LINES = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained({base!r}, dtype={dtype!r}{revision})
-tokenizer = AutoTokenizer.from_pretrained({base!r}{revision})
-output = model.generate(
-    **tokenizer("The", return_tensors="pt"),
-    custom_generate={repo!r},
-    trust_remote_code=True,
-    max_new_tokens=64,
-)
-"""
-
 
 def hub_files(repo: str) -> dict[str, str]:
     """Return the files that make `custom_generate=repo` work, by their path in the repository."""
@@ -365,16 +352,6 @@ def hub_files(repo: str) -> dict[str, str]:
         "custom_generate/generate.py": _GENERATE.format(repo=repo),
         "custom_generate/requirements.txt": f"specheads{least}\n",
     }
-
-
-def three_lines(base_name: str, repo: str, dtype: str = "float32", revision: str = "") -> str:
-    """Return example code that decodes with a pushed head: model, tokenizer, generate.
-
-    `repo` may be a folder that holds the head and its `hub_files`. In 16-bit precision rounding
-    decides between tokens of equal probability, so the text may differ from plain `generate`.
-    """
-    argument = f", revision={revision!r}" if revision else ""
-    return _LINES.format(base=base_name, repo=repo, dtype=dtype, revision=argument)
 
 
 def hub_generate(
