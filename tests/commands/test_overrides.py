@@ -171,14 +171,6 @@ def test_random_overrides_are_accepted_or_refused_in_one_line(
     assert caller.counts["refused"] > number / 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_setting_refuses_a_mapping(command: str, caller: Caller):
-    """Give each setting a value that no setting accepts."""
-    for name, _ in leaves(compose.SCHEMAS[command]):
-        assert refused_at_once(caller, command, [f"{name}={{a:1}}"]) or name.startswith("head.")
-
-
 RUNNABLE = [
     (name, hint)
     for name, hint in leaves(compose.SCHEMAS["train"])
