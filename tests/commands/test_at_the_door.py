@@ -1,5 +1,6 @@
 """Common mistakes: one line each, exit code 2, and no file."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,24 +58,60 @@ PROMPTS = [
 ]  # fmt: skip
 
 
+MISTAKES = [
+    ("evaluation.rule=typical", "rule is now acceptance"),
+    ("head=eagle3 head.taps=[1,2]", "taps is now aux_layers"),
+    ("stepz=3", "must be one that --help lists, got 'stepz'; correct its name or leave it out"),
+    (f"{PHASES}.corpus.stepz=3", "got 'schedule.phases.corpus.stepz'; correct its name"),
+    ("evaluation.quality_windows=8", "got 'evaluation.quality_windows'; correct its name or leave"),
+    ("+stepz=3", "got 'stepz'; correct its name"),
+    ("seed=abc", "seed"),
+    ("head.kind=os.system", "head kind must be one of"),
+    ("head=medusa +head.inner_dim=3", "inner_dim"),
+    ("base.model=no/such/folder", "no/such/folder"),
+    ("data=jsonl data.path=no.jsonl", "no.jsonl"),
+    (f"{PHASES}.corpus.batch_size=99999", "lower the batch"),
+    (f"{PHASES}.corpus.sequence_length=4096", "2048"),
+    (f"{PHASES}.corpus.loss=hinge", "'hinge'"),
+    ("validation.prompts=0 validation.patience=2", "got validation.prompts=0"),
+    ("validation.prompt_tokens=4000 validation.keep=best", "lower validation.prompt_tokens"),
+    ("tree.kind=oak", "'oak'"),
+    ("evaluation.prompts=nope", "nope"),
+]
+
+
 @pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def refused(
+    refusal: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
     """Return a function that trains with overrides and returns the error line."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
 
     def train(*overrides: str) -> str:
-        with pytest.raises(SystemExit) as left:
-            call("train", ["recipe=smoke", *overrides])
-        said = capsys.readouterr().err
-        assert left.value.code == 2, said
-        assert len(said.splitlines()) == 1, said
-        assert said.startswith("error: "), said
+        said = refusal("train", "recipe=smoke", *overrides)
         assert list(work.iterdir()) == []
         return said
 
     return train
+
+
+@pytest.mark.parametrize(("overrides", "told"), MISTAKES)
+def test_mistake_gets_one_line_and_leaves_nothing(overrides: str, told: str, refused: Any):
+    assert told in refused(*overrides.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [([], "name a recipe, as in"), (["recipe=nope"], "there is no recipe 'nope'")],
+)
+def test_missing_recipe_lists_the_recipes(words: list[str], rule: str, capsys: Any):
+    with pytest.raises(SystemExit):
+        call("train", words)
+    said = capsys.readouterr().err
+    assert said.startswith(rule)
+    assert all(f"  {name} " in said for name in ("smoke", "tiny_code", "granite_code"))
 
 
 @pytest.mark.parametrize("overrides", [*SETTINGS, *TREES])
@@ -109,7 +146,7 @@ def test_unknown_choice_lists_valid_choices(group: str, value: str, refused: Any
 )
 def test_unreadable_first_row_is_refused_before_the_base_is_loaded(
     command: str, content: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
+    refusal: Callable[..., str],
 ):  # fmt: skip
     monkeypatch.chdir(tmp_path)
     if content:
@@ -120,12 +157,8 @@ def test_unreadable_first_row_is_refused_before_the_base_is_loaded(
         "data.sources={a:{source:python_stdlib},b:{source:jsonl,path:mine.jsonl}}",
         *(["out=text"] if command == "distill" else []),
     ]  # fmt: skip
-    with pytest.raises(SystemExit) as left:
-        call(command, asked)
-    said = capsys.readouterr().err
-    assert left.value.code == 2
+    said = refusal(command, *asked)
     assert told in said
-    assert len(said.splitlines()) == 1
     assert "mine.jsonl" in said
 
 

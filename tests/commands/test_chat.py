@@ -147,7 +147,5 @@ def test_conversation_longer_than_the_context_is_refused(base: FrozenBase):
         Answer(base, [1] * base.max_length, None, None, 4, GREEDY)
 
 
-def test_chat_without_a_base_is_refused(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        call("chat", [])
-    assert "name what to chat with: run=DIR, or head=PATH and base=PATH" in capsys.readouterr().err
+def test_chat_without_a_base_is_refused(refusal: Any):
+    assert "name what to chat with: run=DIR, or head=PATH and base=PATH" in refusal("chat")
