@@ -42,7 +42,7 @@ LICENCES = {"licence": "apache-2.0", "data_licence": "cc-by-4.0"}
 
 @pytest.fixture
 def server() -> Iterator[HubServer]:
-    with HubServer(part_bytes=20_000) as running:
+    with HubServer() as running:
         yield running
 
 
