@@ -81,7 +81,7 @@ def test_a_command_is_one_of_ours_and_composes(call: tuple[str, ...]):
         # the page only names the command
         return
     if name in ("train", "distill"):
-        (settings,) = compose.from_command_line(name, compose.lengthen(name, given))
+        settings = compose.from_command_line(name, compose.lengthen(name, given))
         assert settings.schedule.phases
     else:
         compose.register()

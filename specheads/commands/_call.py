@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -11,8 +10,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 from specheads.commands import _help
 from specheads.config import compose
@@ -26,7 +23,6 @@ NO_MEMORY = ("out of memory", "can't allocate memory", "Unable to allocate")
 MAX_DETAILS = 8000
 """Characters printed below the line of an error."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = 130
 
 
@@ -36,7 +32,6 @@ def call(name: str, arguments: Sequence[str]) -> None:
     A mistake of the user prints one line on standard error with exit code 2, an interrupt exits
     with 130. A bug prints one line with exit code 1; the line names a file with the traceback.
     """
-    settings: list[Any] = []
     try:
         if {"-h", "--help"} & set(arguments):
             sys.stdout.write(_help.settings(name))
@@ -45,8 +40,7 @@ def call(name: str, arguments: Sequence[str]) -> None:
         settings = compose.from_command_line(name, overrides)
         run = import_module(f"specheads.commands.{name}").run
         with interruptible():
-            for one in settings:
-                run(one, overrides)
+            run(settings, overrides)
     except KeyboardInterrupt:
         sys.stderr.write(
             "interrupted; run the same command to resume, or specheads evaluate run=DIR for a "
@@ -58,24 +52,23 @@ def call(name: str, arguments: Sequence[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
-        if line := _mistake(error, settings):
+        if line := _mistake(error):
             sys.stderr.write(printable(line + _details(error)))
             sys.exit(2)
         sys.stderr.write(printable(_bug(error)))
         sys.exit(1)
 
 
-def _mistake(error: Exception, settings: Sequence[Any]) -> str:
+def _mistake(error: Exception) -> str:
     """Return one line about an error that the user can fix; empty for any other error."""
     if isinstance(error, compose.MISTAKES):
         return compose.message(error)
     chain = list(_chain(error))
     texts = [str(one) for one in chain]
     if any(words in text for text in texts for words in NO_ROOM):
-        place, free = _fullest(settings)
         return (
-            f"error: the disk is full: {place} has {free:,} bytes left; free some space and run "
-            "the same command to resume\n"
+            f"error: a disk must have room for the output, and is full: {_first_line(error)}; free "
+            "some space and run the same command to resume\n"
         )
     if isinstance(error, MemoryError) or any(word in text for text in texts for word in NO_MEMORY):
         return (
@@ -94,9 +87,8 @@ def _mistake(error: Exception, settings: Sequence[Any]) -> str:
 def _details(error: Exception) -> str:
     """Return the text to print below the line of an error."""
     text = error.details.rstrip("\n") if isinstance(error, InputError) else ""
-    if len(text) > MAX_DETAILS:
-        half = MAX_DETAILS // 2
-        text = f"{text[:half]}\n[{len(text) - 2 * half:,} characters left out]\n{text[-half:]}"
+    if (left := len(text) - MAX_DETAILS) > 0:
+        text = f"{text[:MAX_DETAILS]}\n[{left:,} more characters]"
     return text and f"{text}\n"
 
 
@@ -125,60 +117,24 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or ["no message"])[0][:300]
 
 
-def _fullest(settings: Sequence[Any]) -> tuple[Path, int]:
-    """Return the folder with the least free space that the command writes to, and its bytes."""
-    named = [getattr(one, name, "") for one in settings for name in ("run_dir", "out", "run")]
-    places = [Path(place) for place in (*named, tempfile.gettempdir(), ".") if place]
-    # a folder that does not exist yet will be on the disk of its parent
-    existing = [
-        next(one for one in (place, *place.absolute().parents) if one.exists()) for place in places
-    ]
-    free = [shutil.disk_usage(place).free for place in existing]
-    least = min(range(len(free)), key=free.__getitem__)
-    return existing[least].absolute(), free[least]
-
-
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt at SIGTERM too, unless another handler takes the first signal.
-
-    Python's handlers wait while the main thread is in a matrix product or waits for another
-    process. A second signal is therefore read by a thread, which ends the process at once. Nothing
-    is half-written then, because a run survives a kill at any moment.
-    """
+    """Raise KeyboardInterrupt at SIGTERM too, unless another handler takes the first signal."""
     # only the main thread receives signals
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    threading.Thread(target=_watch, args=(reader,), name="interrupt", daemon=True).start()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    watched = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(watched)
         signal.signal(signal.SIGTERM, before)
-        os.close(writer)
-
-
-def _watch(reader: int) -> None:
-    """Count signals, whose numbers arrive in a pipe, and exit at the second one."""
-    count = 0
-    with open(reader, "rb", buffering=0) as numbers:
-        while number := numbers.read(1):
-            count += number[0] in SIGNALS
-            if count > 1:
-                os.write(2, b"interrupted again: stopped at once\n")
-                os._exit(INTERRUPTED)
 
 
 def _forget() -> None:
-    """Restore signals in a forked process: a pool ends its workers by SIGTERM."""
+    """Restore SIGTERM in a forked process: a pool ends its workers by it."""
     if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.set_wakeup_fd(-1)
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -5,32 +5,33 @@ specheads chat head=HEAD base=MODEL side_by_side=true
 """
 
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
 
 from specheads.base.model import FrozenBase
-from specheads.commands._dialogue import (
-    Answer,
-    Dialogue,
-    coloured,
-    has_colour,
-    legend,
-    plain,
-    summary,
-    tail,
-)
 from specheads.commands._library import head_of, load_base, objects, own
 from specheads.config import Chat, compose
-from specheads.core.drafter import Head
+from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError, printable
-from specheads.decoding.engine import default_tree
+from specheads.data.chat import Template
+from specheads.data.conversations import Message
+from specheads.data.encode import prompt_ids
+from specheads.decoding import detokenize
+from specheads.decoding.engine import Engine, default_tree
+from specheads.decoding.loop import BASE_ORIGIN, Origin, step_origins
+from specheads.decoding.request import Request
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees.named import fixed_policy
+from specheads.decoding.trees.policies import TreePolicy
 
 MIN_COLUMNS = 80
 """Narrower terminals show two answers one after the other."""
@@ -38,6 +39,14 @@ MIN_COLUMNS = 80
 FRAMES_PER_SECOND = 12
 
 HELP = "/reset forgets the conversation, /quit or Ctrl-D ends"
+
+DEPTH_COLOURS = ("#7cc48d", "#4fb06b", "#2e9f55", "#1f8a6d", "#1a7f86")
+"""Colours of drafted tokens by depth; deeper ones have the last colour."""
+
+COPIED = "#c58af9"
+
+ORDER = ("base", "drafted", "copied")
+"""Order of the origins in a summary."""
 
 
 def run(settings: Chat, overrides: Sequence[str]) -> None:
@@ -48,21 +57,21 @@ def run(settings: Chat, overrides: Sequence[str]) -> None:
     tree = fixed_policy(head_depth=head.depth, **asdict(settings.tree))
     dialogue = Dialogue(base.tokenizer, settings.system)
     console = Console(highlight=False, markup=False)
-    sampling = Sampling(
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        seed=settings.seed,
+    limit, sampling = (
+        settings.max_new_tokens,
+        Sampling(
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            seed=settings.seed,
+        ),
     )
     if console.is_terminal:
         console.print(f"{base.name} with a {head.kind} head of depth {head.depth}; {HELP}")
-    if has_colour(console):
-        grown = tree or default_tree(head, base)
-        console.print(legend(head.depth, copies=grown.copied > 0))
+        console.print(legend(head.depth, copies=(tree or default_tree(head, base)).copied > 0))
     with suppress(KeyboardInterrupt):
         for turn, text in enumerate(_lines(console, dialogue)):
             one = replace(sampling, seed=sampling.seed + turn)
-            limit = settings.max_new_tokens
             try:
                 prompt = dialogue.ask(text)
                 answer = Answer(base, prompt, head, tree, limit, one)
@@ -84,6 +93,135 @@ def _load(settings: Chat, overrides: Sequence[str]) -> tuple[FrozenBase, Head]:
     made.refuse_unfinished("used in a chat")
     base = load_base(trained)
     return base, head_of(made, base, force=settings.force)
+
+
+# --- questions and answers ---------------------------------------------------------------------
+
+
+class Dialogue:
+    """The messages so far. A base without a chat template continues each line by itself."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str) -> None:
+        self._tokenizer = tokenizer
+        self._template = Template(tokenizer) if tokenizer.chat_template else None
+        if system and not self._template:
+            raise InputError(
+                f"system needs a base with a chat template, got {system[:40]!r}; leave it out"
+            )
+        self._system: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all messages but the system prompt."""
+        self._messages, self._tokens = self._system, list[int]()
+        self._open = self._messages
+
+    def ask(self, text: str) -> list[int]:
+        """Return the prompt for an answer; an earlier question without an answer is forgotten."""
+        if self._template is None:
+            return prompt_ids(self._tokenizer, text)
+        self._open = [*self._messages, {"role": "user", "content": text}]
+        if not self._tokens:
+            return self._template.prompt(self._open)
+        return self._template.next_prompt(self._tokens, self._open)
+
+    def answered(self, tokens: list[int], text: str) -> None:
+        """Add an answer; `tokens` are its prompt and its tokens."""
+        self._messages = [*self._open, {"role": "assistant", "content": text}]
+        self._tokens = tokens
+
+
+@dataclass
+class Answer:
+    """One answer, generated step by step with a drafter or by the base alone."""
+
+    base: FrozenBase
+    prompt: list[int]
+    drafter: Drafter | None
+    tree: TreePolicy | None
+    max_new_tokens: int
+    sampling: Sampling
+    pieces: list[tuple[str, Origin]] = field(default_factory=list)
+    """Texts of consecutive tokens so far, each with the origin of its token."""
+    seconds: float = 0.0
+    """Time of the steps, without the forward of the prompt."""
+
+    def __post_init__(self) -> None:
+        assert self.base.tokenizer is not None
+        room = min(len(self.prompt) + self.max_new_tokens, self.base.max_length)
+        if len(self.prompt) >= self.base.max_length:
+            raise InputError(
+                f"a conversation must fit into the context of {self.base.max_length} tokens, got "
+                f"{len(self.prompt)}; type /reset"
+            )
+        self._engine = Engine(
+            self.base, self.drafter, tree=self.tree, max_batch=1, max_length=room, timed=True
+        )
+        self.stream = self._engine.submit(
+            Request(prompt=self.prompt, max_new_tokens=self.max_new_tokens, sampling=self.sampling)
+        )
+        self._text = detokenize.TextStream(self.base.tokenizer, self.prompt)
+        self._origins = [BASE_ORIGIN]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer is complete."""
+        return self.stream.finish_reason is not None
+
+    def step(self) -> Text:
+        """Decode one step and return its text in colours."""
+        known, shown = len(self.stream.steps), len(self.pieces)
+        start = time.perf_counter()
+        self._engine.step()
+        for step in self.stream.steps[known:]:
+            self._origins += step_origins(step)
+            self.seconds += time.perf_counter() - (start if known else step.times.began)
+        # an end token has no text
+        tokens = self.stream.tokens[: -1 if self.stream.finish_reason == "eos" else None]
+        for index in range(self._text.num_tokens, len(tokens)):
+            before = len(self._text.written)
+            self._text.push(tokens[index])
+            self.pieces.append((self._text.written[before:], self._origins[index]))
+        if self.is_over:
+            before = len(self._text.written)
+            self._text.close()
+            self.pieces.append((self._text.written[before:], BASE_ORIGIN))
+        return coloured(self.pieces[shown:])
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(piece for piece, _ in self.pieces)
+
+    @property
+    def origins(self) -> list[Origin]:
+        """Origin of each token so far."""
+        return self._origins[: len(self.stream.tokens)]
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """New tokens per forward of the base, without the prompt's forward and its token."""
+        return (len(self.stream.tokens) - 1) / max(len(self.stream.steps), 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second, without the prompt's forward and its token."""
+        return (len(self.stream.tokens) - 1) / self.seconds if self.seconds else 0.0
+
+    def summary(self) -> str:
+        """Return the numbers: tokens, speed, and shares of the origins."""
+        return (
+            f"[{len(self.origins)} tokens, {self.tokens_per_forward:.2f} per forward, "
+            f"{self.tokens_per_second:.1f} tokens/s"
+            + (f"; {shares(self.origins)}]" if self.drafter else "]")
+        )
+
+
+def shares(origins: Sequence[Origin]) -> str:
+    """Return the share of each origin."""
+    counts = Counter(origins)
+    ordered = sorted(counts, key=lambda origin: (ORDER.index(origin.kind), origin.depth))
+    return ", ".join(f"{origin} {counts[origin] / len(origins):.0%}" for origin in ordered)
 
 
 def _lines(console: Console, dialogue: Dialogue) -> Iterator[str]:
@@ -116,15 +254,45 @@ def _piped() -> Iterator[str]:
             sys.stderr.write(f"error: questions must be UTF-8, skipped line {number}: {error}\n")
 
 
+# --- the screen --------------------------------------------------------------------------------
+
+
+def style(origin: Origin) -> str:
+    """Return rich's style of a token; tokens of the base have none."""
+    if origin.kind == "base":
+        return ""
+    if origin.kind == "copied":
+        return COPIED
+    depth = min(origin.depth, len(DEPTH_COLOURS))
+    # deeper tokens are underlined too, for readers who do not see colours
+    return DEPTH_COLOURS[depth - 1] + (" underline" if depth > 1 else "")
+
+
+def coloured(pieces: Sequence[tuple[str, Origin]]) -> Text:
+    """Return a text with colours, which rich leaves out where there is no terminal."""
+    return Text.assemble(*((printable(piece), style(origin)) for piece, origin in pieces))
+
+
+def legend(depth: int, *, copies: bool = False) -> Text:
+    """Return the meaning of the colours."""
+    known = min(depth, len(DEPTH_COLOURS))
+    origins = [Origin("drafted", level) for level in range(1, known + 1)]
+    entries = [(f"{origin}", style(origin)) for origin in origins]
+    if known < depth:
+        entries[-1] = (f"{entries[-1][0]}+", entries[-1][1])
+    if copies:
+        entries.append(("copied", COPIED))
+    return Text(" · ", "dim").join(Text(*one) for one in [("the base's own", ""), *entries])
+
+
 def _show(console: Console, answer: Answer, title: str = "") -> None:
     """Print an answer while it is generated."""
     if title:
         console.print(f"{title}:", style="bold")
-    for new in answer.rest():
-        shown = coloured(new) if has_colour(console) else plain(new)
-        console.print(shown, end="", soft_wrap=True)
+    while not answer.is_over:
+        console.print(answer.step(), end="", soft_wrap=True)
         console.file.flush()
-    console.print(f"\n[{summary(answer)}]", style="dim", soft_wrap=True)
+    console.print(f"\n{answer.summary()}", style="dim", soft_wrap=True)
 
 
 def _show_both(console: Console, answer: Answer, alone: Answer) -> None:
@@ -152,11 +320,12 @@ def _show_both(console: Console, answer: Answer, alone: Answer) -> None:
 
 
 def _columns(console: Console, answer: Answer, alone: Answer, lines: int) -> Table:
+    """Return the last lines of both answers, next to each other."""
     table = Table(expand=True, box=None, padding=(0, 2, 0, 0))
-    width = (console.width - 4) // 2
+    width, both = (console.width - 4) // 2, (answer, alone)
     for title in ("with the head", "the base alone"):
         table.add_column(title, width=width, vertical="top")
-    both = (answer, alone)
-    table.add_row(*(tail(coloured(one.pieces), console, width, lines) for one in both))
-    table.add_row(*(f"[{summary(one)}]" for one in both), style="dim")
+    texts = [coloured(one.pieces).wrap(console, width) for one in both]
+    table.add_row(*(Text("\n").join(text[-lines:]) for text in texts))
+    table.add_row(*(one.summary() for one in both), style="dim")
     return table

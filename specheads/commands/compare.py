@@ -36,7 +36,7 @@ from specheads.heads.load import load_head
 from specheads.measure.compare import compare_methods, condition, tables
 from specheads.measure.evaluation import head_summary, subject
 from specheads.measure.generation import Continuations, write_alone
-from specheads.measure.methods import COPIED_TOKENS, SINKS, make_methods
+from specheads.measure.methods import COPIED_TOKENS, SINKS, WINDOW, make_methods
 from specheads.measure.results import CompareSettings, Comparison
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import nearby
@@ -129,9 +129,7 @@ def _compare(
                 name: own_tree(tree_for(base, head, evaluated, prompts, generation)[0])
                 for name, head in heads.items()
             }
-        methods = make_methods(
-            names, base, heads, trees, draft_model, settings.draft_depth, settings.window
-        )
+        methods = make_methods(names, base, heads, trees, draft_model, settings.draft_depth)
         alone = write_alone(base, tokens, replace(generation, batch_size=8))
         rows = compare_methods(
             base,
@@ -153,7 +151,7 @@ def _compare(
             copied_tokens=COPIED_TOKENS,
             max_ngram=MAX_NGRAM,
             sinks=SINKS,
-            window=settings.window,
+            window=WINDOW,
             dtype=dtype_name(base.dtype),
             device=base.device.type,
             seed=evaluated.seed,

@@ -35,7 +35,7 @@ from specheads.measure.evaluation import draft_vocabulary, evaluate_head
 from specheads.measure.generation import GenerationSettings
 from specheads.measure.quality import compare_quality, measure_quality, quality_windows
 from specheads.measure.results import Results
-from specheads.measure.tune import choose_tree, decoded_context
+from specheads.measure.tune import TUNE_PROMPTS, choose_tree, decoded_context
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 
@@ -179,8 +179,6 @@ def generation_settings(settings: SettingsWithEvaluation, prompts: PromptSet) ->
             temperature=evaluation.temperature,
             top_k=evaluation.top_k,
             top_p=evaluation.top_p,
-            min_p=evaluation.min_p,
-            repetition_penalty=evaluation.repetition_penalty,
             seed=settings.seed,
         ),
         acceptance=evaluation.acceptance,
@@ -208,7 +206,7 @@ def tree_for(
         generation,
         decoded_context(prompts, generation.max_new_tokens),
         prompt_tokens=settings.evaluation.prompt_tokens,
-        num_prompts=settings.evaluation.tune_prompts,
+        num_prompts=min(TUNE_PROMPTS, settings.evaluation.num_prompts),
     )
 
 

@@ -16,11 +16,12 @@ from specheads.commands._library import head_of, load_base, objects, own, settin
 from specheads.config import Export
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.data.prompts import load_prompts
 from specheads.export.layouts import engine_module
 from specheads.export.write import Parity, export_head, gate_texts
 
-NEW_TOKENS = 64
-"""Tokens that the base generates after each prompt of the check."""
+NUM_PROMPTS, PROMPT_TOKENS = 8, 64
+"""Prompts of the check, and their largest length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def run(settings: Export, overrides: Sequence[str]) -> None:
     made = export(settings=settings, overrides=overrides)
     accepted = " ".join(f"{one.accepted}/{one.offered}" for one in made.parity.per_depth)
     Console(stderr=True).print(
-        f"{made.folder}: the export accepts the same drafts as the head, {accepted} by depth, "
+        f"{made.folder}: the export drafts as the head does, {accepted} accepted by depth, "
         f"{made.parity.tokens_per_forward:.2f} tokens per forward",
         markup=False,
     )
@@ -78,21 +79,23 @@ def export(
     engine_module(settings.engine)
     if not settings.out:
         raise InputError("an export needs its own folder: add out=FOLDER")
-    prompts, corpus = "python_stdlib", None
+    place, prompts, corpus = Path(settings.out), "python_stdlib", None
     if settings.run:
         made, trained = own(settings, words)
         made.refuse_unfinished("exported")
         base, prompts, corpus = base or load_base(trained), trained.evaluation.prompts, trained.data
         head = head_of(made, base, force=settings.force)
     base, head = objects(settings, base, head, "export")
-    texts = gate_texts(
-        base,
-        head,
-        settings.prompts or prompts,
-        engine=settings.engine,
-        out=settings.out,
-        new_tokens=max(NEW_TOKENS, head.depth + 2),
+    if base.tokenizer is None:
+        raise InputError(f"an export is checked on text, and {base.name} has no tokenizer; add one")
+    found = load_prompts(
+        prompts,
+        base.tokenizer,
+        num_prompts=NUM_PROMPTS,
+        prompt_tokens=PROMPT_TOKENS,
         corpus=corpus,
     )
-    serve, parity = export_head(head, base, settings.engine, Path(settings.out), texts)
-    return Exported(Path(settings.out), serve, parity)
+    tokens = [prompt.tokens[:PROMPT_TOKENS] for prompt in found.prompts]
+    texts = gate_texts(head, base, settings.engine, place, tokens)
+    serve, parity = export_head(head, base, settings.engine, place, texts)
+    return Exported(place, serve, parity)

@@ -1,9 +1,10 @@
 """Every setting, declared once, with its type, range and unit. Hydra composes them."""
 
 from specheads.config.commands import Chat, Compare, Evaluate, Export, Push, Simulate, Train, Tune
-from specheads.config.parts import Base, Data, Evaluation, Hardware, Tracker, Tree
+from specheads.config.parts import Base, Evaluation, Hardware, Tracker, Tree
 from specheads.config.places import data_dir, recipe_dirs
 from specheads.config.validation import check
+from specheads.data.settings import Data
 
 __all__ = [
     "Base",

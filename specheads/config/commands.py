@@ -4,20 +4,18 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from specheads.config.parts import (
+    Base,
+    Evaluation,
     Hardware,
-    HasBase,
-    HasData,
-    HasDryRun,
-    HasEvaluation,
     HasHead,
     HasOut,
     HasRun,
     HasSeed,
-    HasTree,
     HeadOnBase,
     PromptLength,
     Sampling,
     Tracker,
+    Tree,
 )
 from specheads.core.ranges import (
     AtLeastTwo,
@@ -37,6 +35,7 @@ from specheads.core.ranges import (
     Weight,
     one_of,
 )
+from specheads.data.settings import Data
 from specheads.training.settings import FeatureCache, Schedule, Validation
 
 OF_TRANSFORMERS = ("transformers", "transformers_lookup", "transformers_assisted")
@@ -46,9 +45,13 @@ OF_DRAFT_MODEL = ("draft_model", "transformers_assisted")
 
 
 @dataclass(kw_only=True)
-class Train(HasDryRun, HasSeed, HasEvaluation, HasData, HasBase):
+class Train(HasSeed):
     """`specheads train`."""
 
+    base: Base
+    data: Data
+    tree: Tree
+    evaluation: Evaluation
     name: FolderName
     """Name of the run."""
 
@@ -76,6 +79,9 @@ class Train(HasDryRun, HasSeed, HasEvaluation, HasData, HasBase):
     evaluate_after: bool = True
     """Evaluate the head after training."""
 
+    dry_run: bool = False
+    """Print the settings and the plan, and stop."""
+
     preview: NonNegativeInt = 0
     """Print this many examples of the training text with its loss mask, or of the prompts if the
     base generates the text, and stop. Zero trains."""
@@ -91,8 +97,10 @@ class Distill(HasHead, HasOut, Train):
 
 
 @dataclass(kw_only=True)
-class Chat(HasSeed, Sampling, HasTree, HeadOnBase):
+class Chat(HasSeed, Sampling, HeadOnBase):
     """`specheads chat`. tree=tuned uses the tree that was tuned for the head, or a chain."""
+
+    tree: Tree
 
     system: PrintableText = ""
     """System prompt. Empty is none."""
@@ -111,14 +119,13 @@ class Export(HasOut, HeadOnBase):
     engine: PrintableText = ""
     """Engine: a module of specheads/export/layouts."""
 
-    prompts: PathOrId = ""
-    """Name of a prompt set or a .jsonl file on which the head and its export must draft alike.
-    Empty is the run's own prompts, or python_stdlib."""
-
 
 @dataclass(kw_only=True)
-class Push(HasDryRun, HasRun):
+class Push(HasRun):
     """`specheads push`. huggingface_hub reads the access token: there is no setting for it."""
+
+    dry_run: bool = False
+    """Print the files, and stop."""
 
     repo: PrintableText = ""
     """USER/NAME on the Hub; created if it does not exist."""
@@ -140,13 +147,22 @@ class Push(HasDryRun, HasRun):
 
 
 @dataclass(kw_only=True)
-class Evaluate(HasSeed, HasOut, HasEvaluation, HasData, HeadOnBase):
-    """`specheads evaluate`."""
+class Evaluate(HasSeed, HasOut, HeadOnBase):
+    """`specheads evaluate`. A head without a run takes held-out prompts from `data`."""
+
+    data: Data
+    tree: Tree
+    evaluation: Evaluation
 
 
 @dataclass(kw_only=True)
-class Compare(HasSeed, HasOut, HasEvaluation, HasData, HasBase, HasRun):
+class Compare(HasSeed, HasOut, HasRun):
     """`specheads compare`. The tree is that of the head, alone and in the hybrid."""
+
+    base: Base
+    data: Data
+    tree: Tree
+    evaluation: Evaluation
 
     heads: list[PathOrId] = field(default_factory=list)
     """More heads of the same base, of any kind and width: finished runs, or folders or Hub ids of
@@ -169,13 +185,12 @@ class Compare(HasSeed, HasOut, HasEvaluation, HasData, HasBase, HasRun):
     draft_depth: Depth = 4
     """Tokens that streaming and draft_model draft, as a chain."""
 
-    window: PositiveInt = 60
-    """Recent tokens that streaming attends to."""
-
 
 @dataclass(kw_only=True)
-class Tune(HasSeed, HasData, HeadOnBase):
+class Tune(HasSeed, HeadOnBase):
     """`specheads tune`. tuned.json is written into the folder of the head."""
+
+    data: Data
 
     max_nodes: TreeSize = 64
     """Largest number of nodes that the head drafts, root included. Prompt lookup adds 4 or 10."""

@@ -1,8 +1,6 @@
 """The one place that knows Hydra: schemas, recipes, overrides, and its errors in one line."""
 
-import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -74,7 +72,8 @@ HOME = re.compile(r"(?<=[=,\[])~(?=/)")
 OPTIONAL = re.compile(r"\+{0,2}(schedule\.phases\.[^.=]+)\.(distill|joint)(?:\.|=\{)")
 """A setting of a group that a phase may lack; Hydra cannot set it before the group exists."""
 
-MULTIRUN = {"-m", "--multirun", "hydra.mode=MULTIRUN"}
+FLAG = re.compile(r"-|\+*hydra[./]")
+"""A flag or a setting of Hydra's own command line, which is not used."""
 
 ABSENT = re.compile(r"Could not find '(\w+)/(.*)' Available options in '\1': (.*) Config search")
 """Hydra's message for an unknown choice, in one line."""
@@ -140,44 +139,25 @@ def list_recipes() -> str:
     return "\n".join(f"  {name:{width}}  {line.lstrip('# ')}" for name, line in first.items())
 
 
-def from_command_line(name: str, overrides: Sequence[str]) -> list[Any]:
-    """Return the checked settings of a command; none if Hydra only prints them.
+def from_command_line(name: str, overrides: Sequence[str]) -> Any:
+    """Return the checked settings of a command.
 
     Hydra composes only. If it also ran the command, it would print lines before our errors and
     create folders.
     """
-    if found := MULTIRUN.intersection(word.lstrip("+") for word in overrides):
+    if flag := next(filter(FLAG.match, overrides), ""):
         raise InputError(
-            f"a call is one run, got {found.pop()}; call the command once for each, as in the "
-            "shell's for seed in 1 2; do ... seed=$seed; done"
+            f"a call takes settings and --help, got {flag:.80}; leave it out, and call the command "
+            "once for each of several values"
         )
-    if any(word.startswith("-") for word in overrides):
-        # flags of Hydra, such as --cfg job
-        quoted = [_quoted(name, word) for word in overrides]
-        return [_checked(one) for one in _compose_with_flags(name, quoted)]
-    return [_compose(name, overrides)]
-
-
-def _compose_with_flags(name: str, overrides: Sequence[str]) -> list[Any]:
-    # Hydra raises its errors instead of printing them
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    composed: list[Any] = []
-    folder = str(data_dir("configs"))
-    decorate = hydra.main(version_base="1.3", config_path=folder, config_name=name)
-    given, sys.argv[1:] = sys.argv[1:], overrides
-    try:
-        with _reading(overrides):
-            decorate(composed.append)()
-    finally:
-        sys.argv[1:] = given
-    return composed
-
-
-def _compose(name: str, overrides: Sequence[str]) -> Any:
     folder = str(data_dir("configs"))
     with _reading(overrides), hydra.initialize_config_dir(folder, version_base="1.3"):
-        found = hydra.compose(name, [_quoted(name, word) for word in overrides])
-    return _checked(found)
+        composed = hydra.compose(name, [_quoted(name, word) for word in overrides])
+    if missing := sorted(map(str, OmegaConf.missing_keys(composed))):
+        raise InputError(f"a setting without a default must be given; add {missing[0]}=")
+    settings = OmegaConf.to_object(composed)
+    check(settings)
+    return settings
 
 
 def _quoted(command: str, override: str) -> str:
@@ -226,19 +206,10 @@ def _reading(overrides: Sequence[str]) -> Iterator[None]:
         ) from error
 
 
-def _checked(composed: Any) -> Any:
-    """Return composed settings as dataclasses; refuse missing, unknown or wrong ones."""
-    if missing := sorted(map(str, OmegaConf.missing_keys(composed))):
-        raise InputError(f"a setting without a default must be given; add {missing[0]}=")
-    settings = OmegaConf.to_object(composed)
-    check(settings)
-    return settings
-
-
 def settings_of(name: str, overrides: Sequence[str]) -> Any:
     """Return the checked settings of a command, for a caller in Python."""
     try:
-        return _compose(name, lengthen(name, overrides))
+        return from_command_line(name, lengthen(name, overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(message(error).removeprefix("error: ").rstrip()) from error
 
@@ -273,7 +244,7 @@ def overlay(trained: commands.Train, settings: Any, overrides: Sequence[str]) ->
             continue
         if not name and group == "evaluation":
             raise InputError(f"change single settings of evaluation, got {override}; name them")
-        if group == "base" and name not in ("compile", "exact", "device", "dtype", "attention"):
+        if group == "base" and name not in ("compile", "exact", "device", "dtype"):
             raise InputError(
                 f"a run is measured on its own base, got {override}; leave it out, or name "
                 f"head={settings.run}/head and base=PATH"

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from annotated_types import Ge, Le
-
 from specheads.core.ranges import (
     DepthOrZero,
     NonNegativeFloat,
@@ -14,14 +12,12 @@ from specheads.core.ranges import (
     PositiveInt,
     PositiveProbability,
     PrintableText,
-    Probability,
     ProbabilityBelowOne,
     Seed,
     Temperature,
     TokenRank,
     one_of,
 )
-from specheads.data.settings import Data
 
 TREES = ("tuned", "chain", "static", "best_first", "beam", "product", "sampled")
 
@@ -42,9 +38,6 @@ class Base:
 
     device: PrintableText = "auto"
     """Torch device. auto is CUDA if there is a GPU, else the CPU."""
-
-    attention: Annotated[str, one_of("sdpa", "eager")] = "sdpa"
-    """Attention implementation of transformers; both take tree masks."""
 
     quantization: Annotated[str, one_of("none", "8bit", "4bit")] = "none"
     """none, 8bit or 4bit: quantise the weights with bitsandbytes. CUDA only."""
@@ -75,10 +68,8 @@ class Tree:
     """Nodes of a best-first or product tree, root included."""
 
     beam: NumNodes = 4
-    """Nodes that a best-first tree or a beam expands at each level."""
-
-    branch: NumNodes = 4
-    """Children of each expanded node of a best-first tree."""
+    """Nodes that a best-first tree or a beam expands at each level, and the children of each in a
+    best-first tree."""
 
     branches: list[NumNodes] = field(default_factory=list)
     """Children of every node of a product or sampled tree, level by level. Empty is one each."""
@@ -131,13 +122,6 @@ class Evaluation(PromptLength, Sampling):
     max_new_tokens: PositiveInt = 128
     """Largest number of new tokens for each prompt."""
 
-    min_p: Probability = 0.0
-    """Leave out tokens less probable than this share of the most probable one. Zero leaves out
-    none."""
-
-    repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = 1.0
-    """Penalty on tokens that are already in the text. One is none."""
-
     acceptance: Annotated[str, one_of("match", "rejection", "typical")] = "match"
     """Acceptance rule: match (the base's own tokens, at every temperature), rejection (the base's
     distribution; for sampled trees) or typical (lossy, above temperature zero)."""
@@ -161,9 +145,6 @@ class Evaluation(PromptLength, Sampling):
     too_long: Annotated[str, one_of("stop", "skip")] = "stop"
     """What to do with prompts that do not fit into the context: stop and name them, or skip and
     count them."""
-
-    tune_prompts: PositiveInt = 24
-    """Validation prompts on which a tuned tree is chosen."""
 
 
 @dataclass(kw_only=True)
@@ -228,34 +209,6 @@ class HasHead:
 
 
 @dataclass(kw_only=True)
-class HasBase:
-    """A base."""
-
-    base: Base
-
-
-@dataclass(kw_only=True)
-class HasData:
-    """Text; for a head without a run its validation split is used."""
-
-    data: Data
-
-
-@dataclass(kw_only=True)
-class HasTree:
-    """A draft tree."""
-
-    tree: Tree
-
-
-@dataclass(kw_only=True)
-class HasEvaluation(HasTree):
-    """An evaluation."""
-
-    evaluation: Evaluation
-
-
-@dataclass(kw_only=True)
 class HasOut:
     """An output folder."""
 
@@ -272,16 +225,10 @@ class HasSeed:
 
 
 @dataclass(kw_only=True)
-class HasDryRun:
-    """A dry run."""
-
-    dry_run: bool = False
-    """Print what would be done (settings, plan, files), and stop."""
-
-
-@dataclass(kw_only=True)
-class HeadOnBase(HasBase, HasHead, HasRun):
+class HeadOnBase(HasHead, HasRun):
     """The head of a run, or any head and its base."""
+
+    base: Base
 
     force: bool = False
     """Accept a head that was trained on other weights than the base's, such as a fine-tuned

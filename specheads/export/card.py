@@ -11,13 +11,12 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from specheads.base.gguf import PACKAGE, is_package
+from specheads.base.gguf import is_package
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import HUB_ID, from_json, read_json, write_atomic
 from specheads.data.prompts import ON_HUB
-from specheads.export.custom_generate import three_lines
 from specheads.export.layouts import engine_module, engines, objection
 from specheads.measure.results import Results
 from specheads.measure.summary import depth_rows, summary, verdict
@@ -71,19 +70,6 @@ class Summary:
     def our_base_place(self) -> str:
         """The base's name in code that uses specheads, which also finds packages."""
         return self.base_name if is_package(self.base_name) else self.base_place
-
-    @property
-    def local_base(self) -> str:
-        """Description of a base without a Hub id; empty if it has one."""
-        name = self.base_name
-        if self.base_id:
-            return ""
-        if is_package(name):
-            package = name.removeprefix(PACKAGE)
-            return f"the GGUF file of the Python package `{package}`, dequantised"
-        if name.lower().endswith(".gguf"):
-            return f"a GGUF file named `{name}`, dequantised"
-        return f"a folder named `{name}`"
 
 
 def read_summary(
@@ -170,7 +156,7 @@ def model_card(
     """
     place = repo or "path/to/head"
     name = repo.rpartition("/")[2] or f"{head.kind} for {about.base_name}"
-    results, dtype = about.results, about.results.settings.dtype if about.results else "float32"
+    results = about.results
     table, commands = ([], []) if about.adapted else _engines(about, head, base, place)
     card = ModelCard.from_template(
         _metadata(about, head, name, licence),
@@ -182,14 +168,17 @@ def model_card(
         head=head,
         parameters=sum(parameter.numel() for parameter in head.parameters()),
         results=results,
-        measured=_measured(results) if results else [],
+        # the card's first table has head and base
+        measured=[row for row in summary(results) if row[0] not in ("head", "base")]
+        if results
+        else [],
         depths=depth_rows(results) if results else [],
         verdict=verdict(results) if results else "",
         pictures=list(pictures),
         data_licence=data_licence
         or KNOWN_LICENCES.get(about.settings["data"]["source"], "unknown"),
         tokens=_phase_tokens(about),
-        hub_lines=three_lines(about.base_place, repo, dtype, about.base_pin),
+        dtype=results.settings.dtype if results else "float32",
         engines=table,
         commands=commands,
     )
@@ -238,20 +227,6 @@ def _evaluations(about: Summary) -> Iterator[EvalResult]:
             metric_value=round(getattr(section, metric), 4),
             metric_args=how | {"hardware": str(results.provenance.hardware)},
         )
-
-
-def _measured(results: Results) -> list[tuple[str, str]]:
-    versions, settings = results.provenance.versions, results.settings
-    return [
-        ("", ""),
-        # the card's first table has head and base
-        *((row[0], row[1]) for row in summary(results) if row[0] not in ("head", "base")),
-        ("maximum new tokens per prompt", str(settings.max_new_tokens)),
-        ("temperature", f"{settings.temperature:g}"),
-        ("precision", settings.dtype),
-        ("hardware", str(results.provenance.hardware)),
-        ("software", ", ".join(f"{name} {versions[name]}" for name in sorted(versions))),
-    ]
 
 
 def _phase_tokens(about: Summary) -> dict[str, str]:

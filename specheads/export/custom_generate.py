@@ -9,7 +9,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -87,31 +87,54 @@ def custom_generate(
         **model_kwargs: Any,
     ) -> Generated:
         """Decode with the arguments that transformers passes."""
-        call = read_call(
-            input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
-        )
+        given, config = caller(), generation_config
+        _refuse(config, given, model_kwargs)
+        padding = _padding(input_ids, model_kwargs)
+        sampling = _sampling(logits_processor, bool(config.do_sample), padding)
+        limit, eos_ids, criteria = _stops(stopping_criteria, input_ids.shape[1])
+        streamer: BaseStreamer | None = given.get("streamer")
+        if len(input_ids) > 1:
+            _refuse_in_batch(criteria, streamer, eos_ids)
         base = _base(model)
         if isinstance(head, Head):
             # at every call, because the model may have moved or be another one
             with torch.inference_mode(False):
                 fit(head, base, force=force)
-        prompts = [request.prompt for request in call.requests]
-        refuse_unfit(base, prompts, call.max_new_tokens)
+        prompts = [
+            row[empty:] for row, empty in zip(input_ids.tolist(), padding.tolist(), strict=True)
+        ]
+        refuse_unfit(base, prompts, limit)
         engine = Engine(
             base,
             head,
             tree=tree,
             acceptance=acceptance,
             max_batch=len(prompts),
-            max_length=max(map(len, prompts)) + call.max_new_tokens,
+            max_length=max(map(len, prompts)) + limit,
             coupled=coupled,
         )
-        rows = _decode(engine, call, input_ids)
-        width = max(map(len, rows))
-        padded = [row + [call.pad_id] * (width - len(row)) for row in rows]
+        rows: list[_Row] = []
+        for prompt, one, text in zip(
+            prompts, each_prompt(sampling, len(prompts)), input_ids, strict=True
+        ):
+            request = Request(prompt=prompt, max_new_tokens=limit, sampling=one, eos_ids=eos_ids)
+            rows.append(_Row(engine.submit(request), text, criteria, streamer))
+        more = True
+        while more:
+            more = engine.step()
+            for row in rows:
+                row.follow()
+        if streamer is not None:
+            streamer.end()
+        # the default of transformers; without an end-of-text token no row ends early
+        pad_id = next(iter(eos_ids), 0) if config.pad_token_id is None else config.pad_token_id
+        width = max(len(row.tokens) for row in rows)
+        padded = [row.tokens + [pad_id] * (width - len(row.tokens)) for row in rows]
         text = torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=1)
         sequences = cast(torch.LongTensor, text)
-        return GenerateDecoderOnlyOutput(sequences=sequences) if call.as_dict else sequences
+        if config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)
+        return sequences
 
     return decode
 
@@ -127,55 +150,37 @@ def _base(model: PreTrainedModel) -> FrozenBase:
     return base
 
 
-def _decode(
-    engine: Engine, call: "GenerateCall", input_ids: Int[Tensor, "batch time"]
-) -> list[list[int]]:
-    """Return the new tokens of each row."""
-    rows = [
-        _RowOutput(engine.submit(request), call, text)
-        for request, text in zip(call.requests, input_ids, strict=True)
-    ]
-    more = True
-    while more:
-        more = engine.step()
-        for row in rows:
-            row.follow()
-    if call.streamer is not None:
-        call.streamer.end()
-    return [row.tokens for row in rows]
+@dataclass
+class _Row:
+    """The output of one row, with the stopping criteria applied after every token."""
 
-
-class _RowOutput:
-    """The output of one row, with the stopping criteria applied after every token.
-
-    `text` is the prompt as transformers has it, with padding.
-    """
-
-    def __init__(self, stream: Stream, call: "GenerateCall", text: Int[Tensor, " time"]) -> None:
-        self.tokens: list[int] = []
-        self._stream, self._call, self._text = stream, call, text
-        self._ended = False
+    stream: Stream
+    text: Int[Tensor, " time"]
+    """The prompt as transformers has it, with padding."""
+    criteria: StoppingCriteriaList
+    streamer: BaseStreamer | None
+    tokens: list[int] = field(default_factory=list)
+    ended: bool = False
 
     def follow(self) -> None:
         """Append the engine's new tokens."""
-        for token in self._stream.tokens[len(self.tokens) :]:
-            if self._ended:
+        for token in self.stream.tokens[len(self.tokens) :]:
+            if self.ended:
                 return
             self.tokens.append(token)
-            if self._call.streamer is not None:
-                self._call.streamer.put(torch.tensor([token]))
-            if self._call.criteria and self._is_over():
-                self._ended = True
-                self._stream.cancel()
+            if self.streamer is not None:
+                self.streamer.put(torch.tensor([token]))
+            if self.criteria:
+                new = torch.tensor(self.tokens, device=self.text.device)
+                text = torch.cat([self.text, new])[None]
+                # transformers also passes None when scores are not recorded
+                over = self.criteria(text, None)  # pyright: ignore[reportArgumentType]
+                self.ended = bool(over.all())
+                if self.ended:
+                    self.stream.cancel()
 
-    def _is_over(self) -> bool:
-        new = torch.tensor(self.tokens, device=self._text.device)
-        text = torch.cat([self._text, new])[None]
-        # transformers also passes None when scores are not recorded
-        return bool(self._call.criteria(text, None).all())  # pyright: ignore[reportArgumentType]
 
-
-# the arguments of a call
+# --- the arguments of a call -------------------------------------------------------------------
 
 _PROCESSORS: dict[type, tuple[str, str]] = {
     RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
@@ -192,66 +197,32 @@ _HARMLESS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "
 _RECORDS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateCall:
-    """The arguments of one call of `generate`."""
-
-    requests: list[Request]
-    """One per row, without padding."""
-    max_new_tokens: int
-    pad_id: int
-    """Token after the end of a row that ended before the others."""
-    criteria: StoppingCriteriaList
-    """Stopping criteria other than the length and the end-of-text tokens."""
-    streamer: BaseStreamer | None
-    as_dict: bool
-    """Whether to return a `ModelOutput`."""
-
-
-def read_call(
-    input_ids: Int[Tensor, "batch time"],
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> GenerateCall:
-    """Translate the arguments that transformers passes; refuse the unsupported ones."""
-    given = caller()
-    _refuse(config, given, model_kwargs)
-    batch, width = input_ids.shape
-    padding = _padding(input_ids, model_kwargs)
-    each = each_prompt(_sampling(processors, bool(config.do_sample), padding), batch)
+def _stops(
+    criteria: StoppingCriteriaList, width: int
+) -> tuple[int, tuple[int, ...], StoppingCriteriaList]:
+    """Return the largest number of new tokens, the end-of-text tokens, and the other criteria."""
     ends = [one.eos_token_id for one in criteria if type(one) is EosTokenCriteria]
-    eos_ids = tuple(token for ids in ends for token in ids.tolist())
     lengths = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
     others = [one for one in criteria if type(one) not in (EosTokenCriteria, MaxLengthCriteria)]
-    streamer = given.get("streamer")
-    # rows of a batch advance at different speeds, so a criterion must not depend on several rows
-    whole = [one for one in others if type(one) not in (StopStringCriteria, MaxTimeCriteria)]
-    if batch > 1 and (whole or streamer is not None):
+    eos_ids = tuple(token for ids in ends for token in ids.tolist())
+    return max(min(lengths) - width, 1), eos_ids, StoppingCriteriaList(others)
+
+
+def _refuse_in_batch(
+    criteria: StoppingCriteriaList, streamer: BaseStreamer | None, eos_ids: tuple[int, ...]
+) -> None:
+    """Refuse what needs one prompt: the rows of a batch advance at different speeds."""
+    whole = [one for one in criteria if type(one) not in (StopStringCriteria, MaxTimeCriteria)]
+    if whole or streamer is not None:
         raise InputError(
             f"{type((whole or [streamer])[0]).__name__} can follow one prompt at a time; generate "
             "for each prompt alone"
         )
-    if batch > 1 and others and not eos_ids:
+    if criteria and not eos_ids:
         raise InputError(
-            f"{type(others[0]).__name__} can end a row of a batch, and its padding needs a token; "
-            "set eos_token_id, or generate for each prompt alone"
+            f"{type(criteria[0]).__name__} can end a row of a batch, and its padding needs a "
+            "token; set eos_token_id, or generate for each prompt alone"
         )
-    limit, pad_id = max(min(lengths) - width, 1), config.pad_token_id
-    rows = zip(input_ids.tolist(), padding.tolist(), each, strict=True)
-    return GenerateCall(
-        requests=[
-            Request(prompt=row[empty:], max_new_tokens=limit, sampling=sampling, eos_ids=eos_ids)
-            for row, empty, sampling in rows
-        ],
-        max_new_tokens=limit,
-        # the default of transformers; without an end-of-text token no row ends early
-        pad_id=pad_id if pad_id is not None else next(iter(eos_ids), 0),
-        criteria=StoppingCriteriaList(others),
-        streamer=streamer,
-        as_dict=bool(config.return_dict_in_generate),
-    )
 
 
 def caller() -> dict[str, Any]:
@@ -351,7 +322,7 @@ def _sampling(
     return Sampling(**settings, seed=int(torch.randint(2**63 - 1, ())))
 
 
-# a head's repository on the Hub
+# --- a head's repository on the Hub ------------------------------------------------------------
 
 _GENERATE = '''\
 """Decode with the speculator head of this repository; its card has an example.
@@ -371,19 +342,6 @@ def generate(inputs: Any = None, *, model: Any, **arguments: Any) -> Any:
     return hub_generate(model, inputs, __file__, REPOSITORY, **arguments)
 '''
 
-_LINES = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained({base!r}, dtype={dtype!r}{revision})
-tokenizer = AutoTokenizer.from_pretrained({base!r}{revision})
-output = model.generate(
-    **tokenizer("The", return_tensors="pt"),
-    custom_generate={repo!r},
-    trust_remote_code=True,
-    max_new_tokens=64,
-)
-"""
-
 
 def hub_files(repo: str) -> dict[str, str]:
     """Return the files that make `custom_generate=repo` work, by their path in the repository."""
@@ -396,23 +354,14 @@ def hub_files(repo: str) -> dict[str, str]:
     }
 
 
-def three_lines(base_name: str, repo: str, dtype: str = "float32", revision: str = "") -> str:
-    """Return example code that decodes with a pushed head: model, tokenizer, generate.
-
-    `repo` may be a folder that holds the head and its `hub_files`. In 16-bit precision rounding
-    decides between tokens of equal probability, so the text may differ from plain `generate`.
-    """
-    argument = f", revision={revision!r}" if revision else ""
-    return _LINES.format(base=base_name, repo=repo, dtype=dtype, revision=argument)
-
-
 def hub_generate(
     model: PreTrainedModel,
     inputs: Tensor | None,
     code: str,
     repo: str,
     *,
-    head: str | Path | Drafter | None = None,
+    revision: str | None = None,
+    force: bool = False,
     stop_strings: str | list[str] | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     **arguments: Any,
@@ -425,24 +374,21 @@ def hub_generate(
         code: Path of generate.py. Code of one commit loads the weights of the same commit.
         repo: Repository that was pushed to. The name in the user's call has priority, because the
             repository may be a folder, a copy or a fork.
-        head: Head to use in place of the repository's own.
+        revision: Revision of the head.
+        force: Accept a head that was trained on other weights.
         stop_strings: As for `model.generate`.
         stopping_criteria: As for `model.generate`.
-        **arguments: As for `model.generate`; also `revision` of the head, and `force`.
+        **arguments: As for `model.generate`.
     """
     if arguments.pop("token", None) is not None:
         raise InputError(
             "the head is downloaded with the token that huggingface_hub knows; leave token out and "
             "set HF_TOKEN, or run hf auth login"
         )
-    revision, force = arguments.pop("revision", None), arguments.pop("force", False)
-    if isinstance(head, Drafter):
-        drafter = head
-    else:
-        commit = Path(code).parents[1].name
-        same_commit = head is None and re.fullmatch(r"[\da-f]{40}", commit)
-        name = str(head or caller().get("custom_generate") or repo)
-        drafter = _load(name, revision=revision or (commit if same_commit else "main"))
+    commit = Path(code).parents[1].name
+    same_commit = commit if re.fullmatch(r"[\da-f]{40}", commit) else "main"
+    name = str(caller().get("custom_generate") or repo)
+    head = _load(name, revision=revision or same_commit)
     if stop_strings is not None and arguments.get("tokenizer") is not None:
         # transformers requires the tokenizer for stop strings, and does not pass it on
         stops = StopStringCriteria(arguments.pop("tokenizer"), stop_strings)
@@ -454,7 +400,7 @@ def hub_generate(
         model,
         inputs,
         stopping_criteria=stopping_criteria,
-        custom_generate=custom_generate(drafter, force=force),
+        custom_generate=custom_generate(head, force=force),
         **arguments,
     )
 

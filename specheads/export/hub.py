@@ -95,23 +95,6 @@ def push_run(
             raise InputError(
                 f"{name} must be USER/NAME as the Hub takes it: {first_line(error)}"
             ) from error
-    files = _files(run, settings, repo, base_repo, licence, data_licence)
-    sizes = {
-        path: len(content) if isinstance(content, bytes) else content.stat().st_size
-        for path, content in files.items()
-    }
-    return Pushed(sizes, "" if dry_run else push(repo, files, private=private, gated=gated))
-
-
-def _files(
-    run: RunDirectory,
-    settings: Mapping[str, Any],
-    repo: str,
-    base_repo: str,
-    licence: str,
-    data_licence: str,
-) -> Contents:
-    """Return the files to upload. The head must load on its base first."""
     run.refuse_unfinished("pushed")
     if run.adapter.is_dir() or settings["base"]["adapter"]:
         raise InputError(
@@ -123,41 +106,37 @@ def _files(
     head = load_head(run.head, base)
     about = read_summary(run, settings, base, base_repo)
     found = [run.report / name for name in PICTURES if (run.report / name).is_file()]
-    pictures = [file.name for file in found if file.stat().st_size < MAX_PICTURE_BYTES]
-    card = model_card(
-        about,
-        head,
-        base,
-        repo=repo,
-        licence=licence,
-        data_licence=data_licence,
-        pictures=pictures,
-    )
+    pictures = {file.name: file for file in found if file.stat().st_size < MAX_PICTURE_BYTES}
+    shown = {"repo": repo, "licence": licence, "data_licence": data_licence}
+    card = model_card(about, head, base, pictures=list(pictures), **shown)
     files: Contents = {
         "README.md": card.encode(),
         "config.json": run.head / "config.json",
         "model.safetensors": run.head / "model.safetensors",
         SETTINGS: _json({"settings": about.settings, "provenance": about.provenance}),
+        **{path: text.encode() for path, text in hub_files(repo).items()},
+        **pictures,
     }
     if head.tuned is not None:
         files[FILE] = run.head / FILE
     if about.results is not None:
-        shown = to_json(about.results)
-        del shown["provenance"]["command"]
-        files[RESULTS] = _json(shown)
-    files |= {path: text.encode() for path, text in hub_files(repo).items()}
-    files |= {name: run.report / name for name in pictures}
-    for path, content in files.items():
-        if isinstance(content, Path):
-            if not content.is_file():
-                raise InputError(
-                    f"a pushed head needs {path}, and {content} is missing; save it again"
-                )
-            # a symbolic link could publish any file of this machine
-            refuse_outside(content)
-        if Path(path).suffix not in (".safetensors", ".png"):
-            _refuse_secrets(path, content if isinstance(content, bytes) else content.read_bytes())
-    return files
+        results = to_json(about.results)
+        del results["provenance"]["command"]
+        files[RESULTS] = _json(results)
+    sizes = {path: _checked(path, content) for path, content in files.items()}
+    return Pushed(sizes, "" if dry_run else push(repo, files, private=private, gated=gated))
+
+
+def _checked(path: str, content: bytes | Path) -> int:
+    """Return the size of a file; refuse one that is missing, a link, or holds a secret."""
+    if isinstance(content, Path):
+        if not content.is_file():
+            raise InputError(f"a pushed head needs {path}, and {content} is missing; save it again")
+        # a symbolic link could publish any file of this machine
+        refuse_outside(content)
+    if Path(path).suffix not in (".safetensors", ".png"):
+        _refuse_secrets(path, content if isinstance(content, bytes) else content.read_bytes())
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
 def _measured_base(run: RunDirectory, settings: Mapping[str, Any]) -> FrozenBase:
@@ -227,17 +206,18 @@ def _explain(repo: str, error: BaseException) -> str:
     answer: BaseException | None = error
     while answer is not None and not isinstance(answer, HfHubHTTPError):
         answer = answer.__cause__
-    if answer is None and type(error) is ValueError:
-        what, remedy = " ".join(str(error).split()), "change that setting"
-    elif answer is None:
-        what = f"the upload broke off ({type(error.__cause__ or error).__name__})"
-        remedy = "check the network and HF_ENDPOINT, and push again"
-    else:
+    if answer is not None:
         status = answer.response.status_code
         reason = (answer.server_message or "without a reason").splitlines()[0]
-        what = f"the Hub answered {status} ({reason})"
-        remedy = REMEDIES.get(status, "push again later")
-    return f"{repo} holds either all of this push or the content from before: {what}; {remedy}"
+        cause = f"the Hub answered {status} ({reason}); {REMEDIES.get(status, 'push again later')}"
+    elif type(error) is ValueError:
+        cause = f"{' '.join(str(error).split())}; change that setting"
+    else:
+        cause = (
+            f"the upload broke off ({type(error.__cause__ or error).__name__}); check the network "
+            "and HF_ENDPOINT, and push again"
+        )
+    return f"{repo} holds either all of this push or the content from before: {cause}"
 
 
 def _refuse_secrets(path: str, data: bytes) -> None:

@@ -1,17 +1,17 @@
-"""Export a head to a serving engine's layout, after a parity check of the written folder.
+"""Export a head to a serving engine's layout, after a check of the written folder.
 
 An engine does not report a wrong layout: its output stays lossless and only acceptance falls. So
-the gate loads the written folder with `load_head`, which reads every layout of this package, and
-drafts with the trained and the loaded head from every position of text that the base generated.
-The logits must agree within `TOLERANCE`, and a chain must accept the same drafts at each depth.
+the folder is loaded with `load_head`, which reads every layout of this package. The trained and the
+loaded head draft from every position of text that the base generated, and their logits must agree
+within `TOLERANCE`.
 
-The gate covers the tensors and the settings that `load_head` reads. A few settings are read by one
+The check covers the tensors and the settings that `load_head` reads. A few settings are read by one
 engine only, such as SGLang's layer ids and TensorRT-LLM's options. Tests check those with
 tests/oracles/, which reads each layout as its engine's sources do.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,24 +22,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.config import Data
 from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
 from specheads.core.files import atomic_folder, sweep, writable_folder
-from specheads.data.prompts import load_prompts
 from specheads.decoding.trees import policies
 from specheads.export.layouts import find_layout
 from specheads.export.layouts._shared import Folder
 from specheads.heads.load import copy_of, load_head
 from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import GenerationSettings, write_alone
-from specheads.measure.offline import replay
+from specheads.measure.offline import guess_ranks, replay
 from specheads.measure.results import Depth
 from specheads.runs.progress import bar
 from specheads.runs.provenance import provenance
 
 RECORD = "specheads.json"
-"""File in every export: the head, its base, and the result of the gate. Engines ignore it."""
+"""File in every export: the head, its base, and the result of the check. Engines ignore it."""
 
 MERGED_BASE = "base"
 """Subfolder for a base with a merged adapter, which exists nowhere else."""
@@ -47,13 +45,16 @@ MERGED_BASE = "base"
 TOLERANCE = 1e-4
 """Largest difference between logits, relative to the largest logit: float32 rotary tables."""
 
+NEW_TOKENS = 64
+"""Tokens that the base generates after each prompt of the check."""
+
 GateText = tuple[list[int], list[int]]
 """A prompt and its greedy continuation by the base."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Result of the gate, equal for the trained head and the export."""
+    """Result of the check."""
 
     per_depth: list[Depth]
     """Drafts offered and accepted at each depth of a chain."""
@@ -83,17 +84,36 @@ class Expected:
     drafts: list[LevelDraft]
 
 
+def gate_texts(
+    head: Head, base: FrozenBase, engine: str, out: Path, prompts: list[list[int]]
+) -> list[GateText]:
+    """Return prompts and their greedy continuations by the base, for the check.
+
+    What `export_head` would refuse is refused before any text is generated.
+    """
+    find_layout(head, base, engine)
+    _target(out, base)
+    # continue past end-of-text tokens: the check needs length, not sense
+    how = GenerationSettings(
+        max_new_tokens=max(NEW_TOKENS, head.depth + 2),
+        batch_size=8,
+        stop_at_eos=False,
+        progress=True,
+    )
+    return list(zip(prompts, write_alone(base, prompts, how), strict=True))
+
+
 def export_head(
     head: Head, base: FrozenBase, engine: str, out: Path, texts: Sequence[GateText]
 ) -> tuple[tuple[str, ...], Parity]:
-    """Write a head for an engine; return the command lines that serve it and the gate's result.
+    """Write a head for an engine; return the command lines that serve it and the check's result.
 
-    The folder holds weights, settings, the base's name and the gate's result, and nothing from the
+    The folder holds weights, settings, the base's name and the check's result, and nothing from the
     environment. It replaces an earlier export. A base with a merged adapter is written to the
     subfolder `base`.
 
     Raises:
-        ValueError: The engine cannot serve this head, `out` holds other files, or the gate refuses.
+        ValueError: The engine cannot serve this head, `out` holds other files, or the check fails.
             Nothing is written then.
     """
     layout, out = find_layout(head, base, engine), _target(out, base)
@@ -103,14 +123,20 @@ def export_head(
     folder = layout.write(head, base, out)
     sweep(out.parent, out.name)
     with atomic_folder(out) as scratch:
-        save(folder, scratch)
+        _save(folder, scratch)
         if merged:
             base.model.save_pretrained(scratch / MERGED_BASE)
             if base.tokenizer is not None:
                 base.tokenizer.save_pretrained(scratch / MERGED_BASE)
         lent = tables(base)
-        loaded = exported_drafts(scratch, head, base, lent)
-        parity = check(expect(head, base, texts, lent), loaded)
+        loaded = load_export(scratch, head, base, lent)
+        difference = check(
+            expect(head, base, texts, lent), lambda one: drafts(loaded, one.features)
+        )
+        chain = policies.chain(head.depth)
+        walked = [replay(guess_ranks(base, head, *text, width=1), chain) for text in texts]
+        total = DepthCounts.total(walked, head.depth)
+        parity = Parity(total.per_depth(), total.tokens_per_forward, difference)
         record = {
             "engine": engine,
             "head": {"kind": head.kind, "depth": head.depth},
@@ -146,7 +172,7 @@ def _target(out: Path, base: FrozenBase) -> Path:
     return out
 
 
-def save(folder: Folder, target: Path) -> None:
+def _save(folder: Folder, target: Path) -> None:
     """Write the files of an export into an existing folder."""
     (target / "config.json").write_text(_json(folder.config), encoding="utf-8")
     # safetensors refuses tensors that share memory, and tied tensors do
@@ -158,76 +184,29 @@ def save(folder: Folder, target: Path) -> None:
         (target / name).write_text(text, encoding="utf-8")
 
 
-def gate_texts(
-    base: FrozenBase,
-    head: Head,
-    prompts: str,
-    *,
-    engine: str = "",
-    out: str = "",
-    num_prompts: int = 8,
-    prompt_tokens: int = 64,
-    new_tokens: int = 64,
-    corpus: Data | None = None,
-) -> list[GateText]:
-    """Return prompts and their greedy continuations by the base, for the gate.
-
-    Args:
-        base: Base that continues the prompts.
-        head: Head to export.
-        prompts: A name or a .jsonl file; `held_out` are the held-out texts of `corpus`.
-        engine: Checked before any text is generated, if named.
-        out: Output folder, also checked first.
-        num_prompts: Number of prompts.
-        prompt_tokens: Maximum length of each prompt.
-        new_tokens: Length of each continuation; at least depth + 2.
-        corpus: Training data of the run.
-    """
-    if engine:
-        find_layout(head, base, engine)
-    if out:
-        _target(Path(out), base)
-    if base.tokenizer is None:
-        raise InputError(f"the parity gate reads text: the base {base.name} needs a tokenizer")
-    if new_tokens < (needed := head.depth + 2):
-        raise InputError(
-            f"the parity gate needs new_tokens >= {needed}, got {new_tokens}; increase it"
-        )
-    found = load_prompts(
-        prompts, base.tokenizer, num_prompts=num_prompts, prompt_tokens=prompt_tokens, corpus=corpus
-    )
-    tokens = [prompt.tokens[:prompt_tokens] for prompt in found.prompts]
-    # continue past end-of-text tokens: the gate needs length, not sense
-    how = GenerationSettings(
-        max_new_tokens=new_tokens, batch_size=8, stop_at_eos=False, progress=True
-    )
-    return list(zip(tokens, write_alone(base, tokens, how), strict=True))
-
-
-# the gate
+# --- the check ---------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def expect(
     head: Head, base: FrozenBase, texts: Sequence[GateText], lent: tuple[Tensor, Tensor]
-) -> Iterator[Expected]:
-    """Yield the drafts of the trained head for each text, computed in float64 on the CPU.
+) -> list[Expected]:
+    """Return the drafts of the trained head for each text, computed in float64 on the CPU.
 
     `lent` are the base's `tables`, which all heads and texts share.
     """
-    trained = _widened(copy_of(head), *lent)
-    for text in bar(texts, "drafts of head and export", shown=True):
+    trained, found = _widened(copy_of(head), lent), []
+    for text in bar(texts, "drafts of the head", shown=True):
         tokens = torch.tensor([text[0] + text[1]])
         read = base.read(tokens.to(base.device), trained.aux_layers)
         aux = None if read.aux is None else _wide(read.aux)
         features = Features(_wide(read.hidden), aux, tokens)
-        yield Expected(text, features, drafts(trained, features))
+        found.append(Expected(text, features, drafts(trained, features)))
+    return found
 
 
-def exported_drafts(
-    folder: Path, head: Head, base: FrozenBase, lent: tuple[Tensor, Tensor]
-) -> Callable[[Expected], list[LevelDraft]]:
-    """Load an export as a user does; return a function that drafts with it on a text.
+def load_export(folder: Path, head: Head, base: FrozenBase, lent: tuple[Tensor, Tensor]) -> Head:
+    """Load an export as a user does, in float64 on the CPU.
 
     `load_head` ignores the copies of the base's tensors that some layouts need, so they are
     compared here.
@@ -245,43 +224,31 @@ def exported_drafts(
                 "written"
             )
     (file,) = folder.glob("*.safetensors")
-    copies = {"embed_tokens.weight": base.embedding, "lm_head.weight": _lent_rows(head, base)}
+    ids = head.to_tokens(torch.arange(head.drafted_size, device=base.device))
+    copies = {
+        "embed_tokens.weight": base.embedding,
+        "lm_head.weight": base.projection.scaled_weight[ids],
+    }
     for name, value in load_file(file).items():
         copied = name in copies and name not in head.state_dict()
         if copied and not torch.equal(value, copies[name].detach().cpu().to(value.dtype)):
             raise InputError(
                 f"{name!r} in the export differs from the base's tensor; nothing was written"
             )
-    _widened(loaded, *lent)
-    return lambda expected: drafts(loaded, expected.features)
+    return _widened(loaded, lent)
 
 
 @torch.no_grad()
-def check(
-    expected: Iterable[Expected], draft: Callable[[Expected], Iterable[LevelDraft]]
-) -> Parity:
-    """Compare the drafts of an export with those of the trained head.
+def check(expected: Sequence[Expected], draft: Callable[[Expected], list[LevelDraft]]) -> float:
+    """Return the largest relative difference between the logits of an export and of the head.
 
     Raises:
-        ValueError: They differ in tokens, in accepted drafts at a depth, or in logits.
+        ValueError: The difference is above `TOLERANCE`, or the tokens of the columns differ.
     """
-    counts: list[tuple[DepthCounts, DepthCounts]] = []
     differences: list[list[float]] = []
     for one in expected:
-        theirs = list(draft(one))
-        counts.append((_walk(one.drafts, *one.text), _walk(theirs, *one.text)))
-        pairs = zip(one.drafts, theirs, strict=True)
+        pairs = zip(one.drafts, draft(one), strict=True)
         differences.append([_difference(*pair, level) for level, pair in enumerate(pairs)])
-    own_counts, other_counts = (
-        DepthCounts.total(side, len(differences[0])) for side in zip(*counts, strict=True)
-    )
-    pairs = zip(own_counts.per_depth(), other_counts.per_depth(), strict=True)
-    for depth, (own, other) in enumerate(pairs):
-        if own != other:
-            raise InputError(
-                f"the export accepts {other.accepted} of {other.offered} drafts at depth "
-                f"{depth}, the run {own.accepted} of {own.offered}; nothing was written"
-            )
     worst = torch.tensor(differences).amax(0)
     for depth, difference in enumerate(worst.tolist()):
         # in this form NaN is refused too
@@ -290,7 +257,7 @@ def check(
                 f"the export's logits at depth {depth} are {difference:.1e} of the largest one "
                 f"away from the run's, rounding explains {TOLERANCE:.1e}; nothing was written"
             )
-    return Parity(own_counts.per_depth(), own_counts.tokens_per_forward, worst.max().item())
+    return worst.max().item()
 
 
 def drafts(head: Head, features: Features) -> list[LevelDraft]:
@@ -304,45 +271,19 @@ def drafts(head: Head, features: Features) -> list[LevelDraft]:
     ]
 
 
-def _wide(values: Tensor) -> Tensor:
-    return values.detach().cpu().double()
-
-
 def tables(base: FrozenBase) -> tuple[Tensor, Tensor]:
     """Return the base's embedding and vocabulary projection in float64 on the CPU."""
     return _wide(base.embedding), _wide(base.projection.scaled_weight)
 
 
-def _widened(head: Head, embedding: Tensor, projection: Tensor) -> Head:
+def _wide(values: Tensor) -> Tensor:
+    return values.detach().cpu().double()
+
+
+def _widened(head: Head, lent: tuple[Tensor, Tensor]) -> Head:
     """Move a head to float64 on the CPU and bind it to the base's tensors."""
-    head.cpu().bind(embedding, projection)
+    head.cpu().bind(*lent)
     return head.double().eval()
-
-
-def _lent_rows(head: Head, base: FrozenBase) -> Tensor:
-    ids = head.to_tokens(torch.arange(head.drafted_size, device=base.device))
-    return base.projection.scaled_weight[ids]
-
-
-def _walk(drafted: Sequence[LevelDraft], prompt: list[int], continuation: list[int]) -> DepthCounts:
-    return replay(_hits(drafted, prompt, continuation), policies.chain(len(drafted)))
-
-
-def _hits(
-    drafted: Sequence[LevelDraft], prompt: list[int], continuation: list[int]
-) -> Int[Tensor, "root depth"]:
-    """Return 0 where the best draft is the base's token, 1 where not, and -1 beyond the text.
-
-    The same convention as `measure.offline.guess_ranks`.
-    """
-    first, num_roots = len(prompt) - 1, len(continuation) - 1
-    ranks = torch.full((num_roots, len(drafted)), -1)
-    generated = torch.tensor(continuation)
-    for level, one in enumerate(drafted):
-        num_known = max(num_roots - level, 0)
-        best = one.ids[one.logits[first : first + num_known].argmax(-1)]
-        ranks[:num_known, level] = (best != generated[1 + level : 1 + level + num_known]).long()
-    return ranks
 
 
 def _difference(ours: LevelDraft, theirs: LevelDraft, level: int) -> float:

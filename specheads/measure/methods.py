@@ -28,6 +28,9 @@ COPIED_TOKENS = 10
 SINKS = 4
 """First tokens of a text that streaming attends to."""
 
+WINDOW = 60
+"""Recent tokens that streaming attends to."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftMethod:
@@ -57,7 +60,7 @@ def make_methods(
     trees: Mapping[str, policies.TreePolicy],
     draft_model: FrozenBase | None = None,
     draft_depth: int = 4,
-    window: int = 60,
+    window: int = WINDOW,
 ) -> "dict[str, Method]":
     """Return the methods with these names; `head` and `hybrid` give one for each head.
 

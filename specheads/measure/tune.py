@@ -6,10 +6,10 @@ from itertools import product
 from statistics import fmean, median
 
 from specheads.base.model import FrozenBase
-from specheads.config import Data
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.prompts import PromptSet
+from specheads.data.settings import Data
 from specheads.decoding.cost import StepCost
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.trees import policies
@@ -54,6 +54,9 @@ GRID = (4, 8, 16, 32, 64)
 
 TUNING_TOKENS = 64
 """New tokens after each prompt when an evaluation chooses a tree."""
+
+TUNE_PROMPTS = 24
+"""Most validation prompts on which an evaluation chooses a tree."""
 
 QUICK_NODES = 16
 """Nodes of the largest tree when an evaluation chooses, root included."""

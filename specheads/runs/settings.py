@@ -19,8 +19,7 @@ RESUMABLE = (
     "schedule.phases.*.distill.folder",
     "schedule.phases.*.distill.engine", "schedule.phases.*.distill.batch_size",
     "schedule.phases.*.distill.use_head", "schedule.phases.*.distill.url",
-    "schedule.phases.*.distill.served_as", "schedule.phases.*.distill.api_key_env",
-    "schedule.phases.*.distill.timeout_seconds", "schedule.phases.*.distill.retries",
+    "schedule.phases.*.distill.served_as", "schedule.phases.*.distill.timeout_seconds",
 )  # fmt: skip
 """Settings that do not change what training computes, and may change when a run resumes."""
 

@@ -14,11 +14,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.core.features import Features
 from specheads.core.files import writable_folder, write_atomic
 from specheads.data.packing import TokenBatch
+from specheads.data.settings import Data
 from specheads.training.schedule import row_tokens
 from specheads.training.settings import FeatureCache as Settings
 from specheads.training.settings import Phase

@@ -15,6 +15,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 ITERATIONS = 5
 
+BETAS = (0.9, 0.95)
+"""Betas of AdamW."""
+
 
 def roles(
     head: Head, schedule: Schedule, adapter: Sequence[nn.Parameter] = ()
@@ -46,7 +49,7 @@ def optimizers(
         torch.optim.AdamW(
             [{"params": parameters, "role": role}],
             lr=1.0,
-            betas=(schedule.betas[0], schedule.betas[1]),
+            betas=BETAS,
             weight_decay=decay,
             fused=True,
         )

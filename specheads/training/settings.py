@@ -13,7 +13,6 @@ from specheads.core.ranges import (
     NonEmpty,
     NonNegativeFloat,
     NonNegativeInt,
-    Pair,
     PathOrId,
     PositiveFloat,
     PositiveInt,
@@ -65,15 +64,9 @@ class Distill:
     new_tokens: PositiveInt = 256
     """Largest number of tokens of an answer or a continuation. The loss covers these tokens."""
 
-    max_turns: NonNegativeInt = 0
-    """Largest number of answers in a conversation. Zero answers every turn."""
-
     drop: list[Annotated[str, one_of(*FAULTS)]] | None = None
     """Answers to drop: loop (ends in a repetition), empty, truncated (stopped by a limit, in
     conversations only). None drops all three in conversations, and nothing of continued text."""
-
-    min_tokens: PositiveInt = 1
-    """An answer with fewer tokens is empty; its end token does not count."""
 
     engine: Annotated[str, one_of(*ENGINES)] = "local"
     """Engine that generates: local (this package), transformers, vllm, or openai (a server with
@@ -87,19 +80,14 @@ class Distill:
     true, false, or auto (the faster of the two in a short trial)."""
 
     url: PrintableText = ""
-    """Address of the server for engine=openai, such as http://127.0.0.1:8000/v1."""
+    """Address of the server for engine=openai, such as http://127.0.0.1:8000/v1. The key is read
+    from the environment variable OPENAI_API_KEY; if it is not set, no key is sent."""
 
     served_as: PrintableText = ""
     """Name of the base at that server. Empty is base.model."""
 
-    api_key_env: PrintableText = "OPENAI_API_KEY"
-    """Environment variable with the server's key. If it is not set, no key is sent."""
-
     timeout_seconds: PositiveFloat = 120.0
     """Longest wait for one answer of a server."""
-
-    retries: NonNegativeInt = 5
-    """Retries of a failed request, with growing waits. Zero does not retry."""
 
     shard_size: PositiveInt = 64
     """Texts in one file. A file appears when it is complete; processes share the work by files."""
@@ -250,12 +238,9 @@ class FeatureCache:
 
 @dataclass(kw_only=True)
 class Schedule:
-    """Phases, optimizer and clipping."""
+    """Phases and optimizer."""
 
     phases: Annotated[dict[str, Phase], NonEmpty]
-
-    betas: Annotated[list[ProbabilityBelowOne], Pair] = field(default_factory=lambda: [0.9, 0.95])
-    """Betas of AdamW."""
 
     weight_decay: Probability = 0.0
     """Decoupled weight decay of AdamW and Muon."""
@@ -263,9 +248,6 @@ class Schedule:
     muon_learning_rate: Probability = 0.0
     """Peak learning rate of Muon for the hidden matrices; it follows the schedule of the phase.
     Zero trains them with AdamW."""
-
-    clip_norm: PositiveFloat = 1.0
-    """Largest norm of the gradients of a step."""
 
 
 def distilled(schedule: Schedule) -> Distill:

@@ -20,6 +20,9 @@ from specheads.training.schedule import PlacedPhase
 from specheads.training.settings import Schedule
 from specheads.training.teacher import Step, Teacher
 
+CLIP_NORM = 1.0
+"""Largest norm of the gradients of a step."""
+
 
 class Stepper:
     """Takes optimizer steps for a head with a teacher."""
@@ -28,7 +31,7 @@ class Stepper:
         self, teacher: Teacher, schedule: Schedule, accelerator: Accelerator, seed: int
     ) -> None:
         self.teacher, self.head, self.accelerator = teacher, teacher.head, accelerator
-        self.seed, self.clip_norm = seed, schedule.clip_norm
+        self.seed = seed
         self.shares = readers(teacher.base.sharding, accelerator)["world_size"]
         self.optimizers = [
             accelerator.prepare_optimizer(optimizer)
@@ -86,7 +89,7 @@ class Stepper:
         if gradients := [value.grad for value in learned if value.grad is not None]:
             mean = self.total(parameters_to_vector(gradients)) / self.shares
             vector_to_parameters(mean, gradients)
-        self.accelerator.clip_grad_norm_([*self.head.parameters(), *learned], self.clip_norm)
+        self.accelerator.clip_grad_norm_([*self.head.parameters(), *learned], CLIP_NORM)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rates[group["role"]]

@@ -14,13 +14,13 @@ from rich.progress import Progress
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.config import Data
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
 from specheads.data.packing import BatchStream, PackedText, TokenBatch, share
 from specheads.data.prompts import PromptSet
 from specheads.data.prompts import held_out as prompts_of_split
+from specheads.data.settings import Data
 from specheads.data.tokenise import UnansweredError, tokenised
 from specheads.runs.progress import progress
 from specheads.training.distill.prompts import PromptSource, identity_of, prompt_source

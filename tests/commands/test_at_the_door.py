@@ -1,5 +1,6 @@
 """Common mistakes: one line each, exit code 2, and no file."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,11 @@ SETTINGS = (
     f"{PHASES}.corpus.batch_size=-4", f"{PHASES}.corpus.learning_rate=-1",
     f"{PHASES}.corpus.learning_rate=nan", f"{PHASES}.corpus.sequence_length=1",
     f"{PHASES}.corpus.warmup_share=-1", f"{PHASES}.corpus.final_share=nan",
-    f"{PHASES}.distilled.sequence_length=8", "schedule.betas=[]", "schedule.betas=[0.9]",
-    "schedule.betas=[2,3]", "schedule.clip_norm=-1", "schedule.weight_decay=nan",
+    f"{PHASES}.distilled.sequence_length=8", "schedule.weight_decay=nan",
     "schedule.muon_learning_rate=-1", "evaluation.repeats=0", "evaluation.batch_size=-4",
     "evaluation.temperature=nan", "evaluation.top_k=-1", "evaluation.speed_prompts=0",
-    "evaluation.tune_prompts=-1", "evaluation.max_new_tokens=0", "evaluation.num_prompts=-3",
-    "evaluation.min_p=2", "data.max_documents=-1", "log_every=0", "log_every=-1",
+    "evaluation.repeats=-1", "evaluation.max_new_tokens=0", "evaluation.num_prompts=-3",
+    "evaluation.top_p=2", "data.max_documents=-1", "log_every=0", "log_every=-1",
     "checkpoint_every=-5", "seed=-1", "seed=99999999999999999999", "head.depth=three",
     "head.depth=0", "head.inner_dim=-4", "head.tie_weights=3", "tree.kind=static",
     "tree.num_nodes=-1", "tree.confidence=nan", "name=a/../b", f"name={LONG}", f"run_dir={LONG}",
@@ -58,24 +58,60 @@ PROMPTS = [
 ]  # fmt: skip
 
 
+MISTAKES = [
+    ("evaluation.rule=typical", "rule is now acceptance"),
+    ("head=eagle3 head.taps=[1,2]", "taps is now aux_layers"),
+    ("stepz=3", "must be one that --help lists, got 'stepz'; correct its name or leave it out"),
+    (f"{PHASES}.corpus.stepz=3", "got 'schedule.phases.corpus.stepz'; correct its name"),
+    ("evaluation.quality_windows=8", "got 'evaluation.quality_windows'; correct its name or leave"),
+    ("+stepz=3", "got 'stepz'; correct its name"),
+    ("seed=abc", "seed"),
+    ("head.kind=os.system", "head kind must be one of"),
+    ("head=medusa +head.inner_dim=3", "inner_dim"),
+    ("base.model=no/such/folder", "no/such/folder"),
+    ("data=jsonl data.path=no.jsonl", "no.jsonl"),
+    (f"{PHASES}.corpus.batch_size=99999", "lower the batch"),
+    (f"{PHASES}.corpus.sequence_length=4096", "2048"),
+    (f"{PHASES}.corpus.loss=hinge", "'hinge'"),
+    ("validation.prompts=0 validation.patience=2", "got validation.prompts=0"),
+    ("validation.prompt_tokens=4000 validation.keep=best", "lower validation.prompt_tokens"),
+    ("tree.kind=oak", "'oak'"),
+    ("evaluation.prompts=nope", "nope"),
+]
+
+
 @pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def refused(
+    refusal: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
     """Return a function that trains with overrides and returns the error line."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
 
     def train(*overrides: str) -> str:
-        with pytest.raises(SystemExit) as left:
-            call("train", ["recipe=smoke", *overrides])
-        said = capsys.readouterr().err
-        assert left.value.code == 2, said
-        assert len(said.splitlines()) == 1, said
-        assert said.startswith("error: "), said
+        said = refusal("train", "recipe=smoke", *overrides)
         assert list(work.iterdir()) == []
         return said
 
     return train
+
+
+@pytest.mark.parametrize(("overrides", "told"), MISTAKES)
+def test_mistake_gets_one_line_and_leaves_nothing(overrides: str, told: str, refused: Any):
+    assert told in refused(*overrides.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [([], "name a recipe, as in"), (["recipe=nope"], "there is no recipe 'nope'")],
+)
+def test_missing_recipe_lists_the_recipes(words: list[str], rule: str, capsys: Any):
+    with pytest.raises(SystemExit):
+        call("train", words)
+    said = capsys.readouterr().err
+    assert said.startswith(rule)
+    assert all(f"  {name} " in said for name in ("smoke", "tiny_code", "granite_code"))
 
 
 @pytest.mark.parametrize("overrides", [*SETTINGS, *TREES])
@@ -86,9 +122,8 @@ def test_invalid_setting_is_refused_by_name(overrides: str, refused: Any):
 
 
 def test_multirun_is_refused(refused: Any):
-    for asked in ("-m", "++hydra.mode=MULTIRUN"):
-        told = f"a call is one run, got {asked.lstrip('+')}; call the command once for each"
-        assert told in refused(asked, "seed=1,2")
+    for asked in ("-m", "++hydra.mode=MULTIRUN", "--cfg"):
+        assert f"a call takes settings and --help, got {asked}; " in refused(asked, "seed=1,2")
     said = refused("seed=1,2")
     assert "got seed=1,2; call the command once for each" in said
     assert "multirun" not in said
@@ -111,7 +146,7 @@ def test_unknown_choice_lists_valid_choices(group: str, value: str, refused: Any
 )
 def test_unreadable_first_row_is_refused_before_the_base_is_loaded(
     command: str, content: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
+    refusal: Callable[..., str],
 ):  # fmt: skip
     monkeypatch.chdir(tmp_path)
     if content:
@@ -122,12 +157,8 @@ def test_unreadable_first_row_is_refused_before_the_base_is_loaded(
         "data.sources={a:{source:python_stdlib},b:{source:jsonl,path:mine.jsonl}}",
         *(["out=text"] if command == "distill" else []),
     ]  # fmt: skip
-    with pytest.raises(SystemExit) as left:
-        call(command, asked)
-    said = capsys.readouterr().err
-    assert left.value.code == 2
+    said = refusal(command, *asked)
     assert told in said
-    assert len(said.splitlines()) == 1
     assert "mine.jsonl" in said
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from specheads.base.model import FrozenBase
 from specheads.commands import chat
 from specheads.commands._call import call
-from specheads.commands._dialogue import Answer, Dialogue, coloured, legend, shares, style
+from specheads.commands.chat import Answer, Dialogue, coloured, legend, shares, style
 from specheads.config import data_dir
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
@@ -56,7 +56,8 @@ def answered(base: FrozenBase, *, rate: float | None = 1.0) -> Answer:
     said = generate(base, None, [prompt], max_new_tokens=24).tokens[0]
     drafter = None if rate is None else Oracle([prompt + said], 3, base.vocab_size, rate=rate)
     answer = Answer(base, prompt, drafter, None if rate is None else chain(3), 24, GREEDY)
-    list(answer.rest())
+    while not answer.is_over:
+        answer.step()
     return answer
 
 
@@ -146,7 +147,5 @@ def test_conversation_longer_than_the_context_is_refused(base: FrozenBase):
         Answer(base, [1] * base.max_length, None, None, 4, GREEDY)
 
 
-def test_chat_without_a_base_is_refused(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        call("chat", [])
-    assert "name what to chat with: run=DIR, or head=PATH and base=PATH" in capsys.readouterr().err
+def test_chat_without_a_base_is_refused(refusal: Any):
+    assert "name what to chat with: run=DIR, or head=PATH and base=PATH" in refusal("chat")

@@ -1,10 +1,9 @@
-"""The recipe granite_code from training to the Hub with small sizes, one process a step."""
+"""The recipe granite_code with small sizes, in two processes that accelerate launches."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +16,6 @@ import specheads
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from tests import tiny
-from tests.export.hub_server import OWNER, HubServer
 from tests.training.test_processes import ACCELERATE, REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -30,12 +28,10 @@ SMALL = (
     f"{PHASES}.distilled.batch_size=6", f"{PHASES}.distilled.distill.num_samples=12",
     f"{PHASES}.distilled.distill.prompt_tokens=16", f"{PHASES}.distilled.distill.new_tokens=16",
     f"{PHASES}.distilled.distill.shard_size=4", f"{PHASES}.distilled.distill.batch_size=4",
-    "evaluation.prompts=python_stdlib", "evaluation.num_prompts=4", "evaluation.tune_prompts=4",
+    "evaluation.prompts=python_stdlib", "evaluation.num_prompts=4",
     "evaluation.max_new_tokens=16", "evaluation.speed_prompts=2", "evaluation.repeats=1",
 )  # fmt: skip
 """Small sizes; prompts of the standard library, because HumanEval is on the Hub."""
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def stack(folder: Path) -> Path:
@@ -55,50 +51,26 @@ def stack(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Return a function that runs a module in a working folder and shows its output on failure."""
-    work = tmp_path_factory.mktemp("work")
-
-    def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        # no network, no key of wandb, and no variable that sets it offline
-        left = {name: os.environ[name] for name in os.environ if not name.startswith("WANDB_")}
-        found = subprocess.run(
-            [sys.executable, "-m", *words],
-            cwd=work,
-            env=left
-            | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
-            | {"CUDA_VISIBLE_DEVICES": "", "HOME": str(work), "HF_HUB_OFFLINE": "1"}
-            | environment,
-            capture_output=True,
-            text=True,
-        )
-        assert found.returncode == 0, found.stdout + found.stderr
-        return found
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a granite model with two layers."""
-    return tiny.saved(tmp_path_factory.mktemp("granite"), "granite", num_hidden_layers=2)
-
-
-@pytest.fixture(scope="module")
-def trained(python: Run, base: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """Train in two processes that accelerate launches."""
-    data = stack(tmp_path_factory.mktemp("the-stack-dedup"))
-    run = tmp_path_factory.mktemp("runs") / "granite_code"
+def test_two_processes_train_both_phases_and_log_to_wandb_offline(tmp_path: Path):
+    base = tiny.saved(tmp_path / "granite", "granite", num_hidden_layers=2)
+    data, run = stack(tmp_path / "the-stack-dedup"), tmp_path / "run"
     where = f"base.model={base}", f"data.path={data}", f"run_dir={run}"
-    said = python(*ACCELERATE, str(REPOSITORY / "train.py"), "recipe=granite_code", *where, *SMALL)
+    # no network, no key of wandb, and no variable that sets it offline
+    left = {name: os.environ[name] for name in os.environ if not name.startswith("WANDB_")}
+    left |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [*ACCELERATE, str(REPOSITORY / "train.py"), "recipe=granite_code", *where, *SMALL]
+    said = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=tmp_path,
+        env=left | {"CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert said.returncode == 0, said.stdout + said.stderr
     assert said.stdout.count("training with 2 processes") == 1
-    return RunDirectory(run)
-
-
-def test_two_processes_train_both_phases_and_log_to_wandb_offline(
-    trained: RunDirectory, base: Path
-):
+    trained = RunDirectory(run)
+    results = json.loads((trained.report / "results.json").read_text())
+    assert results["lossless"]["identical"] == results["prompts"]["count"] == 4
     assert trained.finished
     rows = read_metrics(trained.metrics)
     assert [(row["step"], row["phase"]) for row in rows] == [
@@ -116,50 +88,3 @@ def test_two_processes_train_both_phases_and_log_to_wandb_offline(
     prompts = [[11, 300, 42, 7], [5, 6]]
     ours = specheads.generate(loaded, head, prompts, max_new_tokens=12)
     assert ours.tokens == specheads.generate(loaded, None, prompts, max_new_tokens=12).tokens
-
-
-def test_head_is_evaluated_again(trained: RunDirectory, python: Run, tmp_path: Path):
-    for out, words in ((trained.report, ()), (tmp_path / "again", ("tree=chain",))):
-        if words:
-            python("specheads", "evaluate", f"run={trained.path}", f"out={out}", *words)
-        results = json.loads((out / "results.json").read_text())
-        assert results["lossless"]["identical"] == results["prompts"]["count"] == 4
-        assert results["replay"]["equal"] is True
-        assert results["online"]["tokens_per_forward"] >= 1
-        assert len(results["offline"]["top_k_accuracy"]) == 3
-        assert results["speed"]["base_tokens_per_second"] > 0
-        assert [row["phase"] for row in results["phases"]] == ["corpus", "distilled"]
-
-
-@pytest.mark.parametrize("engine", ["vllm", "tgi"])
-def test_head_is_exported_for_each_engine(
-    engine: str, trained: RunDirectory, base: Path, python: Run, tmp_path: Path
-):
-    out = tmp_path / engine
-    said = python("specheads", "export", f"run={trained.path}", f"engine={engine}", f"out={out}")
-    assert str(base) in said.stdout if engine == "vllm" else str(out) in said.stdout
-    loaded = specheads.FrozenBase.load(base, dtype="float32", device="cpu")
-    ours, theirs = specheads.load_head(trained.head, loaded), specheads.load_head(out, loaded)
-    found = theirs.state_dict()
-    for name, value in ours.state_dict().items():
-        assert torch.equal(found[name], value), name
-
-
-def test_push_uploads_all_files_and_shows_no_token(
-    trained: RunDirectory, base: Path, python: Run, tmp_path: Path
-):
-    with HubServer() as hub:
-        said = python(
-            "specheads", "push", f"run={trained.path}", f"repo={OWNER}/granite", "private=true",
-            "base_repo=ibm-granite/granite-3b-code-base-2k", "licence=apache-2.0",
-            "data_licence=other", **hub.environment(tmp_path / "home", hub.token),
-        )  # fmt: skip
-        files = hub.files(f"{OWNER}/granite")
-    assert f"pushed: {hub.url}/{OWNER}/granite" in said.stdout
-    assert hub.token not in said.stdout + said.stderr
-    assert files["model.safetensors"] == (trained.head / "model.safetensors").read_bytes()
-    assert {"config.json", "README.md", "training.json", "results.json"} <= {*files}
-    told = b"".join(files.values())
-    assert hub.token.encode() not in told
-    assert str(base).encode() not in told
-    assert b"ibm-granite/granite-3b-code-base-2k" in files["README.md"]

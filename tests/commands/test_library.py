@@ -57,7 +57,7 @@ def test_evaluation_after_training_writes_tuned_json(
     run: tuple[RunDirectory, list[str]], base: specheads.FrozenBase, tmp_path: Path
 ):
     assert not (run[0].head / "tuned.json").exists()
-    few = [*SHORT, f"run_dir={tmp_path / 'run'}", "tree=tuned", "evaluation.tune_prompts=2"]
+    few = [*SHORT, f"run_dir={tmp_path / 'run'}", "tree=tuned"]
     made = specheads.train("smoke", [*few, "evaluation.mode=offline"], base=base)
     results = json.loads((made.report / "results.json").read_text())
     tuned = json.loads((made.head / "tuned.json").read_text())
@@ -170,42 +170,12 @@ def test_mistake_raises_value_error(
     assert list(tmp_path.iterdir()) == []
 
 
-ORDERS = {
-    "package first": "import specheads; specheads.export; import specheads.export.vllm",
-    "module first": "import specheads.export.vllm; import specheads",
-    "from": "from specheads import export; import specheads.export.layouts; import specheads",
-}
-
-
-@pytest.mark.parametrize(
-    "order",
-    [
-        pytest.param(code, id=name, marks=() if name == "module first" else pytest.mark.slow)
-        for name, code in ORDERS.items()
-    ],
-)
-def test_export_is_a_function_and_a_package_in_any_order_of_imports(order: str):
-    code = f"""
-import sys
-try:
-    {order}
-except ModuleNotFoundError as error:
-    # the plug-in itself needs vLLM, which need not be here
-    assert error.name.partition(".")[0] == "vllm", error
-    import specheads
-from specheads.export import export_head
-from specheads.export.layouts import engines
-assert "vllm" in engines()
-assert type(export_head) is type(specheads.export)
-try:
-    specheads.export("nowhere", "oven", "out")
-except ValueError as error:
-    assert "engine must be one of" in str(error)
-else:
-    raise SystemExit("not refused")
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_export_is_a_function_whatever_is_imported_first():
+    code = (
+        "from specheads.export.layouts import engines; import specheads\n"
+        "assert 'vllm' in engines() and callable(specheads.export)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_importing_specheads_does_not_import_torch():

@@ -1,13 +1,11 @@
 """A local Hub server with the routes that huggingface_hub calls, in memory, over real HTTP.
 
-It implements tokens, private and gated repositories, large files by LFS (single and multi-part),
-and atomic commits.
+It implements tokens, private and gated repositories, large files by LFS, and atomic commits.
 """
 
 import base64
 import hashlib
 import json
-import math
 import re
 import socket
 import warnings
@@ -88,18 +86,15 @@ class Call:
 class HubServer:
     """A Hub server that runs inside a `with` block.
 
-    Args:
-        large_bytes: Minimum size of LFS files.
-        part_bytes: Part size for larger LFS files; zero disables multi-part uploads.
+    Files of at least `large_bytes` go by LFS.
     """
 
-    def __init__(self, large_bytes: int = 10_000, part_bytes: int = 0) -> None:
-        self.large_bytes, self.part_bytes = large_bytes, part_bytes
+    def __init__(self, large_bytes: int = 10_000) -> None:
+        self.large_bytes = large_bytes
         self.token, self.stranger = "hf_ownerOwnerOwner", "hf_strangerStranger"
         self.users = {self.token: OWNER, self.stranger: STRANGER}
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}
-        self.parts: dict[tuple[str, int], bytes] = {}
         self.requests: list[str] = []
         self.fail_at: int | None = None
         """Number of the first request, from 1, whose connection is lost; all later ones too."""
@@ -269,32 +264,14 @@ def _upload_actions(hub: HubServer, oid: str, size: int) -> dict[str, Any]:
     known: dict[str, Any] = {"oid": oid, "size": size}
     if oid in hub.objects:
         return known
-    upload: dict[str, Any] = {"href": f"{hub.url}/_lfs/{oid}"}
-    if hub.part_bytes and size > hub.part_bytes:
-        count = math.ceil(size / hub.part_bytes)
-        parts = {str(part): f"{hub.url}/_lfs/{oid}/{part}" for part in range(1, count + 1)}
-        upload["header"] = {"chunk_size": str(hub.part_bytes)} | parts
-    verify = {"href": f"{hub.url}/_lfs/verify"}
+    upload, verify = {"href": f"{hub.url}/_lfs/{oid}"}, {"href": f"{hub.url}/_lfs/verify"}
     return known | {"actions": {"upload": upload, "verify": verify}}
 
 
 def _put(hub: HubServer, call: Call) -> Reply:
-    oid, part = call.parts["oid"], int(call.parts["part"] or 0)
-    if part:
-        hub.parts[oid, part] = call.body
-        return _reply({}, ETag=f'"{part}"')
-    return _keep(hub, oid, call.body)
-
-
-def _complete(hub: HubServer, call: Call) -> Reply:
-    oid = call.parts["oid"]
-    return _keep(hub, oid, b"".join(hub.parts[oid, n["partNumber"]] for n in call.json["parts"]))
-
-
-def _keep(hub: HubServer, oid: str, data: bytes) -> Reply:
-    if hashlib.sha256(data).hexdigest() != oid:
+    if hashlib.sha256(call.body).hexdigest() != call.parts["oid"]:
         raise RefusedError(400, "The checksum of the upload is wrong")
-    hub.objects[oid] = data
+    hub.objects[call.parts["oid"]] = call.body
     return _reply({})
 
 
@@ -383,9 +360,8 @@ ROUTES: list[tuple[str, str, Route]] = [
     ("GET", f"/api/models/{REPO}/revision/{REVISION}", _info),
     ("GET", f"/api/models/{REPO}/tree/{REVISION}(?:/.*)?", _tree),
     ("POST", f"/{REPO}\\.git/info/lfs/objects/batch", _batch),
-    ("PUT", r"/_lfs/(?P<oid>\w+)(?:/(?P<part>\d+))?", _put),
+    ("PUT", r"/_lfs/(?P<oid>\w+)", _put),
     ("POST", r"/_lfs/verify", _verify),
-    ("POST", r"/_lfs/(?P<oid>\w+)", _complete),
     ("GET", f"/{REPO}/resolve/{REVISION}/(?P<file>.+)", _resolve),
     ("GET", r"/_cdn/(?P<oid>\w+)", _cdn),
 ]

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
-from specheads.config import Data
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import to_json
@@ -28,10 +26,11 @@ from specheads.export.write import (
     Expected,
     LevelDraft,
     check,
+    drafts,
     expect,
     export_head,
-    exported_drafts,
     gate_texts,
+    load_export,
     tables,
 )
 from specheads.heads.load import build_for
@@ -50,41 +49,37 @@ OUT = Path("/serve/head")
 PAIRS = [(kind, engine) for engine in engines() for kind in sorted(engine_module(engine).LAYOUTS)]
 EVERY_KIND = ("sglang", "vllm")
 """Two engines that together serve every kind; the other engines are slow tests."""
+ORIGINAL = "original_max_position_embeddings"
 STRETCHED = {
     "linear": {"rope_type": "linear", "factor": 3.0},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 8},
     "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        ORIGINAL: 16,
     },
-}
+}  # fmt: skip
+GROUPED = {"attention_heads": 4, "key_value_heads": 2}
 VARIANTS = {
     "medusa": [{}, {"num_layers": 2}, {"projection": "shared"}, {"projection": "low_rank"}],
     "mlp_speculator": [
-        {},
-        {"inner_dim": 20, "scale_input": False},
-        {"tie_weights": False},
-        {"state": "gated"},
+        {}, {"inner_dim": 20, "scale_input": False}, {"tie_weights": False}, {"state": "gated"},
     ],
     "hydra_heads": [{"num_layers": 2}, {"prefix": False}],
     "redrafter": [{}, {"rnn": False}, {"exit_dim": 24}],
     "mtp": [
-        {"attention_heads": 4, "key_value_heads": 2, "qk_norm": True, "head_dim": 4},
+        {**GROUPED, "qk_norm": True, "head_dim": 4},
         {"hidden_first": True, "attention_bias": True, "rope_scaling": STRETCHED["yarn"]},
     ],
     "dflash": [
-        {"attention_heads": 4, "key_value_heads": 2, "num_layers": 2},
+        {**GROUPED, "num_layers": 2},
         {"sample_from_anchor": True, "num_layers": 1, "mask_token": 7},
     ],
     "dspark": [
-        {"attention_heads": 4, "key_value_heads": 2, "num_layers": 1, "markov_rank": 5},
+        {**GROUPED, "num_layers": 1, "markov_rank": 5},
         {"sample_from_anchor": False, "num_layers": 1, "mask_token": 7, "markov_rank": 5},
     ],
     "eagle3": [
-        {"attention_heads": 4, "key_value_heads": 2},
+        GROUPED,
         {"norm_before_residual": True},
         {"num_layers": 2, "fc_norm": True, "norm_output": True, "own_embedding": True},
         {"norm_before_fc": True, "rope_scaling": STRETCHED["llama3"]},
@@ -92,7 +87,7 @@ VARIANTS = {
         {"parallel": True, "num_layers": 2, "mask_token": 5, "own_embedding": True},
         {"parallel": True, "fc_norm": True, "rope_scaling": STRETCHED["linear"]},
     ],
-}
+}  # fmt: skip
 REDUCED = {kind: {"draft_tokens": 20} for kind in VARIANTS}
 
 
@@ -171,9 +166,7 @@ def test_export_drafts_as_the_head_does_here_and_by_the_oracle(
         assert parity.per_depth == DepthCounts.total(walked, head.depth).per_depth()
         assert parity.largest_difference < 1e-5
         oracle = by(ORACLES[kind, engine], out, base, lent)
-        other = check(expect(head, base, texts, lent), oracle)
-        assert other.per_depth == parity.per_depth
-        assert other.largest_difference < 1e-5
+        assert check(expect(head, base, texts, lent), oracle) < 1e-5
         assert any(str(out) in line for line in lines)
         record = json.loads((out / RECORD).read_text())
         assert record["parity"]["per_depth"] == to_json(parity.per_depth)
@@ -204,7 +197,7 @@ def test_gate_refuses_a_mutation_of_any_tensor(kind, engine, base, texts, lent, 
     for number, head in enumerate(variants(kind, engine, base, depth=2)):
         folder = tmp_path / str(number)
         export_head(head, base, engine, folder, texts[:1])
-        expected = list(expect(head, base, texts[:1], lent))
+        expected = expect(head, base, texts[:1], lent)
         (file,) = folder.glob("*.safetensors")
         whole = load_file(file)
         for name, value in whole.items():
@@ -215,7 +208,8 @@ def test_gate_refuses_a_mutation_of_any_tensor(kind, engine, base, texts, lent, 
                 save_file(others, file)
                 try:
                     if how != "deleted" or name not in OPTIONAL:
-                        check(expected, exported_drafts(folder, head, base, lent))
+                        loaded = load_export(folder, head, base, lent)
+                        check(expected, lambda one, head=loaded: drafts(head, one.features))
                     check(expected, by(ORACLES[kind, engine], folder, base, lent))
                 except ValueError:
                     continue
@@ -223,43 +217,19 @@ def test_gate_refuses_a_mutation_of_any_tensor(kind, engine, base, texts, lent, 
     assert passed == []
 
 
-def swap(tensors: dict[str, Tensor]) -> None:
-    """Exchange the first two Medusa heads."""
-    for name in [name for name in tensors if name.startswith(("blocks.0", "head.0"))]:
-        other = name.replace(".0.", ".1.", 1)
-        tensors[name], tensors[other] = tensors[other], tensors[name]
-
-
-def transpose(tensors: dict[str, Tensor]) -> None:
-    tensors["blocks.1.0.linear.weight"] = tensors["blocks.1.0.linear.weight"].mT
-
-
-def shrink(tensors: dict[str, Tensor]) -> None:
-    """Scale the logits of depth 1, which changes no draft."""
-    tensors["head.1.weight"] = tensors["head.1.weight"] * 0.99
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (swap, r"accepts \d+ of \d+ drafts at depth \d, the run \d+ of \d+; nothing was written"),
-        (transpose, "nothing was written"),
-        (shrink, r"logits at depth 1 are 1.0e-02 of .* rounding explains 1.0e-04; nothing was wri"),
-    ],
-)
-def test_gate_refuses_a_wrong_writer_and_leaves_no_folder(
-    spoil, message, base, texts, tmp_path, monkeypatch
-):
+def test_gate_refuses_a_wrong_writer_and_leaves_no_folder(base, texts, tmp_path, monkeypatch):
     layouts = engine_module("vllm").LAYOUTS
     right = layouts["medusa"].write
 
     def write(head: Head, base: FrozenBase, out: Path) -> Folder:
+        """Scale the logits of depth 1, which changes no draft."""
         folder = right(head, base, out)
-        spoil(folder.tensors)
+        folder.tensors["head.1.weight"] = folder.tensors["head.1.weight"] * 0.99
         return folder
 
     monkeypatch.setitem(layouts, "medusa", replace(layouts["medusa"], write=write))
-    with pytest.raises(ValueError, match=message):
+    rule = r"logits at depth 1 are 1.0e-02 of .* rounding explains 1.0e-04; nothing was written"
+    with pytest.raises(ValueError, match=rule):
         export_head(make("medusa", base), base, "vllm", tmp_path / "out", texts)
     assert list(tmp_path.iterdir()) == []
 
@@ -279,7 +249,7 @@ def test_gate_refuses_a_wrong_copy_of_a_base_tensor(
     file = tmp_path / "out" / "model.safetensors"
     save_file(load_file(file) | {name: load_file(file)[name].flip(0)}, file)
     with pytest.raises(ValueError, match=f"{name}' in the export differs from the base's"):
-        exported_drafts(tmp_path / "out", head, base, lent)
+        load_export(tmp_path / "out", head, base, lent)
 
 
 # settings that engines read differently
@@ -376,50 +346,36 @@ def test_eagle3_layer_ids_are_written_in_both_conventions(base, texts, lent, tmp
         check(expect(head, base, texts[:1], lent), by(oracle, tmp_path / "out", base, lent))
 
 
-@pytest.mark.parametrize(
-    ("kind", "engine", "settings", "message"),
-    [
-        ("redrafter", "sglang", {}, "does not load this kind; engines that can: vllm$"),
-        ("medusa", "tgi", {"draft_tokens": 20}, "draft_tokens=20; engines that can: vllm$"),
-        ("mlp_speculator", "tgi", {"tie_weights": False}, "tie_weights=False; .*: vllm$"),
-        ("mlp_speculator", "tgi", {"state": "gated"}, "state='gated'; engines that can: vllm$"),
-        (
-            "eagle3",
-            "sglang",
-            {"norm_before_residual": True},
-            "norm_before_residual=True; engines that can: llama_cpp, speculators, vllm$",
-        ),
-        ("eagle3", "llama_cpp", {"aux_layers": [3, 5]}, r"three layers, .* \[3, 5\]; .*: spec"),
-        ("dflash", "llama_cpp", {"aux_layers": [2, 7]}, "streams end after layer 6.*: none$"),
-        ("dflash", "speculators", {"sample_from_anchor": True}, "=True; .*: llama_cpp$"),
-        (
-            "eagle3",
-            "sglang",
-            {"aux_layers": [0, 3, 5]},
-            r"are \[0, 3, 5\]; .*: llama_cpp, speculators, vllm$",
-        ),
-        ("eagle3", "sglang", {"num_layers": 2}, "hold num_layers=2; .*: speculators, vllm$"),
-        (
-            "eagle3",
-            "llama_cpp",
-            {"rope_scaling": STRETCHED["yarn"] | {"truncate": False, "mscale": 1.0}},
-            "does not read mscale, truncate of yarn; .*: speculators, vllm$",
-        ),
-        ("eagle3", "llama_cpp", {"norm_output": True}, "hold norm_output=True; .*: spec"),
-        ("eagle3", "sglang", {"rope_scaling": STRETCHED["linear"]}, "hold rope_scaling={'rope"),
-        ("eagle3", "tensorrt_llm", {"fc_norm": True}, "hold fc_norm=True"),
-        ("eagle3", "speculators", {"parallel": True, "fc_norm": True}, "fc_norm of a .*: vllm$"),
-        ("eagle3", "vllm", {"aux_layers": [2, 3, 7]}, "streams end after layer 6.*: none$"),
-        ("dflash", "sglang", {"draft_tokens": 20}, "draft_tokens=20; .*: llama_cpp, speculators$"),
-        ("dspark", "sglang", {"aux_layers": [0, 3]}, r"are \[0, 3\]; .*: llama_cpp, speculators$"),
-        (
-            "dflash",
-            "sglang",
-            {"sample_from_anchor": True},
-            "hold sample_from_anchor=True; .*: llama_cpp$",
-        ),
-    ],
-)
+YARN = STRETCHED["yarn"] | {"truncate": False, "mscale": 1.0}
+UNSUPPORTED = [
+    ("redrafter", "sglang", {}, "does not load this kind; engines that can: vllm$"),
+    ("medusa", "tgi", {"draft_tokens": 20}, "draft_tokens=20; engines that can: vllm$"),
+    ("mlp_speculator", "tgi", {"tie_weights": False}, "tie_weights=False; .*: vllm$"),
+    ("mlp_speculator", "tgi", {"state": "gated"}, "state='gated'; engines that can: vllm$"),
+    (
+        "eagle3",
+        "sglang",
+        {"norm_before_residual": True},
+        "=True; .*: llama_cpp, speculators, vllm$",
+    ),
+    ("eagle3", "sglang", {"aux_layers": [0, 3, 5]}, "5]; .*: llama_cpp, speculators, vllm$"),
+    ("eagle3", "sglang", {"num_layers": 2}, "hold num_layers=2; .*: speculators, vllm$"),
+    ("eagle3", "sglang", {"rope_scaling": STRETCHED["linear"]}, "hold rope_scaling={'rope"),
+    ("eagle3", "llama_cpp", {"aux_layers": [3, 5]}, r"three layers, .* \[3, 5\]; .*: spec"),
+    ("eagle3", "llama_cpp", {"rope_scaling": YARN}, "read mscale, truncate .*: speculators, vllm$"),
+    ("eagle3", "llama_cpp", {"norm_output": True}, "hold norm_output=True; .*: spec"),
+    ("eagle3", "tensorrt_llm", {"fc_norm": True}, "hold fc_norm=True"),
+    ("eagle3", "speculators", {"parallel": True, "fc_norm": True}, "fc_norm of a .*: vllm$"),
+    ("eagle3", "vllm", {"aux_layers": [2, 3, 7]}, "streams end after layer 6.*: none$"),
+    ("dflash", "llama_cpp", {"aux_layers": [2, 7]}, "streams end after layer 6.*: none$"),
+    ("dflash", "speculators", {"sample_from_anchor": True}, "=True; .*: llama_cpp$"),
+    ("dflash", "sglang", {"draft_tokens": 20}, "draft_tokens=20; .*: llama_cpp, speculators$"),
+    ("dflash", "sglang", {"sample_from_anchor": True}, "sample_from_anchor=True; .*: llama_cpp$"),
+    ("dspark", "sglang", {"aux_layers": [0, 3]}, r"are \[0, 3\]; .*: llama_cpp, speculators$"),
+]
+
+
+@pytest.mark.parametrize(("kind", "engine", "settings", "message"), UNSUPPORTED)
 def test_unsupported_head_is_refused_with_engines_that_support_it(
     kind, engine, settings, message, base, texts, tmp_path
 ):
@@ -584,7 +540,7 @@ def test_unwritable_folder_is_refused_before_any_work(
     head, out = make("medusa", base), tmp_path / name
     for attempt in (
         lambda: export_head(head, base, "vllm", out, []),
-        lambda: gate_texts(base, head, "python_stdlib", out=str(out)),
+        lambda: gate_texts(head, base, "vllm", out, []),
         lambda: write_report(out, bare(), []),
     ):
         with pytest.raises(InputError, match=reason) as caught:
@@ -593,20 +549,8 @@ def test_unwritable_folder_is_refused_before_any_work(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_gate_reads_held_out_text_of_the_run(tmp_path: Path):
-    base = FrozenBase.load(tiny.saved(tmp_path / "base"), device="cpu")
-    rows = [{"text": f"{number} is followed by {number + 1}; " * 20} for number in range(80)]
-    (tmp_path / "text.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    data = Data(source="jsonl", path=str(tmp_path / "text.jsonl"))
-    head = make("medusa", base)
-    sizes: dict[str, Any] = {"num_prompts": 2, "prompt_tokens": 16, "new_tokens": 8}
-    texts = gate_texts(base, head, "held_out", **sizes, corpus=data)
-    assert [(len(prompt), len(new)) for prompt, new in texts] == [(16, 8), (16, 8)]
-    with pytest.raises(InputError, match="prompts=held_out"):
-        gate_texts(base, head, "held_out", **sizes)
-
-
 SHALLOW, NONE = tree(paths=[[0], [0, 0]], depth=2), tree(kind="none")
+MASKS, ANCHOR = {"sample_from_anchor": False}, {"sample_from_anchor": True}
 
 
 @pytest.mark.parametrize(
@@ -619,9 +563,9 @@ SHALLOW, NONE = tree(paths=[[0], [0, 0]], depth=2), tree(kind="none")
         ("eagle3", "llama_cpp", {}, None, "n-max 3 --no-spec-draft-backend-sampling$"),
         # blocks are drafted whole
         ("dflash", "llama_cpp", {}, SHALLOW, "draft-dflash --spec-draft-n-max 3$"),
-        ("dflash", "llama_cpp", {"sample_from_anchor": True}, SHALLOW, "draft-dspark .*n-max 3$"),
+        ("dflash", "llama_cpp", ANCHOR, SHALLOW, "draft-dspark .*n-max 3$"),
         ("dspark", "llama_cpp", {}, SHALLOW, "draft-dspark --spec-draft-n-max 3$"),
-        ("dspark", "llama_cpp", {"sample_from_anchor": False}, SHALLOW, "draft-dspark .*n-max 3$"),
+        ("dspark", "llama_cpp", MASKS, SHALLOW, "draft-dspark .*n-max 3$"),
         ("dflash", "sglang", {}, SHALLOW, "-algorithm DFLASH .*-num-draft-tokens 4$"),
         ("dspark", "sglang", {}, SHALLOW, "-algorithm DSPARK .*-num-draft-tokens 4$"),
     ],
@@ -645,14 +589,9 @@ def command(head: Head, base: FrozenBase, engine: str) -> str:
         ("medusa", "vllm", "serve ada/base --revision v2 --spec"),
         ("eagle3", "sglang", "--model-path ada/base --revision v2 --spec"),
         ("eagle3", "tensorrt_llm", "serve ada/base --revision v2 --backend"),
-        ("eagle3", "speculators", "serve /serve/head --revision v2"),
         ("dflash", "speculators", "serve /serve/head --revision v2"),
         # TGI has no option for a revision
-        (
-            "mlp_speculator",
-            "tgi",
-            "--speculate 3  # it loads the base's main, and the head is for v2",
-        ),
+        ("mlp_speculator", "tgi", "3  # it loads the base's main, and the head is for v2"),
     ],
 )
 def test_serving_command_names_a_base_revision_other_than_main(

@@ -46,36 +46,25 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_tokens": 512},
     # layer 0 is the embedding
     "eagle3_low": {
-        "kind": "eagle3",
-        "aux_layers": [0, 2, 4],
-        "norm_before_fc": True,
-        "own_embedding": True,
+        "kind": "eagle3", "aux_layers": [0, 2, 4], "norm_before_fc": True, "own_embedding": True,
         "rope_scaling": LLAMA3_ROPE,
     },
     "eagle3_yarn": {
-        "kind": "eagle3",
-        "norm_before_residual": True,
-        "attention_heads": 8,
-        "key_value_heads": 2,
+        "kind": "eagle3", "norm_before_residual": True, "attention_heads": 8, "key_value_heads": 2,
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, ORIGINAL: 64},
     },
     "eagle3_linear": {
-        "kind": "eagle3",
-        "draft_tokens": 512,
+        "kind": "eagle3", "draft_tokens": 512,
         "rope_scaling": {"rope_type": "linear", "factor": 3.0},
     },
     "dflash": DFLASH,
     "dflash_anchor": {"kind": "dflash", "num_layers": 2, "sample_from_anchor": True},
     "dspark": DSPARK,
     "dspark_masks": {
-        "kind": "dspark",
-        "num_layers": 2,
-        "markov_rank": 32,
-        "mask_token": 1,
-        "aux_layers": [0, 3],
+        "kind": "dspark", "num_layers": 2, "markov_rank": 32, "mask_token": 1, "aux_layers": [0, 3],
         "sample_from_anchor": False,
     },
-}
+}  # fmt: skip
 BLOCKS = tuple(name for name in SETTINGS if name.startswith("d"))
 
 

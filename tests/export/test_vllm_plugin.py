@@ -316,26 +316,6 @@ def test_base_with_other_weights_is_refused_unless_forced(tmp_path, monkeypatch)
     vllm.Proposer(config()).load_model(sibling)
 
 
-@pytest.mark.parametrize("kind", ["hydra_heads", "eagle3"])
-def test_scattered_slots_give_the_same_drafts(kind):
-    head = build(kind, **({"aux_layers": [0, 1, 2]} if kind == "eagle3" else {}))
-    tokens = torch.randint(tiny.VOCAB, (2, 12))
-    features = tiny.base().read(tokens, head.aux_layers)
-    own, shared = head.memory(2, 32), head.memory(1, 64)
-    assert shared is not None
-    slots = torch.randperm(63)[:32].view(2, 16) + 1
-    lengths = torch.zeros(2, dtype=torch.long)
-    for first, count in ((0, torch.tensor([3, 5])), (5, torch.tensor([4, 1]))):
-        read = features.at(torch.arange(first, first + 5).expand(2, -1))
-        beyond = torch.arange(16) >= (lengths + count)[:, None]
-        rows = shared.scatter(slots.masked_fill(beyond, 0), lengths)
-        chain = policies.chain(DEPTH)
-        mine = chain.grow(head, Committed(read, tokens[:, first : first + 5], count), rows)
-        alone = chain.grow(head, Committed(read, tokens[:, first : first + 5], count), own)
-        torch.testing.assert_close(mine.tokens, alone.tokens)
-        lengths = lengths + count
-
-
 def test_names_in_exports_and_pushed_repositories_can_be_imported():
     module, _, proposer = PROPOSER.rpartition(".")
     assert getattr(importlib.import_module(module), proposer) is vllm.Proposer

@@ -50,12 +50,9 @@ def said() -> tuple[list[int], ...]:
 
 ORIGINAL = "original_max_position_embeddings"
 LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     ORIGINAL: 64,
-}
+}  # fmt: skip
 DFLASH = {"num_layers": 1, "attention_heads": 2, "key_value_heads": 1, "draft_tokens": 512}
 DSPARK = {**DFLASH, "markov_rank": 32}
 

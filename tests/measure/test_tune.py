@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from specheads.base.model import FrozenBase
-from specheads.config import Data, compose
+from specheads.config import compose
 from specheads.core.errors import InputError
 from specheads.data.prompts import Prompt
+from specheads.data.settings import Data
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.generate import generate
 from specheads.decoding.goodput import expected_tokens

@@ -109,8 +109,8 @@ def test_settings_of_a_run_are_read_back_typed(tmp_path: Path):
 def test_settings_that_do_not_change_the_text_may_change_on_resume():
     free = {f"schedule.phases.*.distill.{name}" for name in NEUTRAL_SETTINGS - {"num_samples"}}
     assert {name for name in RESUMABLE if ".distill." in name} == free
-    before = {"schedule": {"phases": {"a": {"distill": {"retries": 5, "new_tokens": 8}}}}}
-    now = {"schedule": {"phases": {"a": {"distill": {"retries": 9, "new_tokens": 9}}}}}
+    before = {"schedule": {"phases": {"a": {"distill": {"timeout_seconds": 5, "new_tokens": 8}}}}}
+    now = {"schedule": {"phases": {"a": {"distill": {"timeout_seconds": 9, "new_tokens": 9}}}}}
     assert first_difference(before, now) == ("schedule.phases.a.distill.new_tokens", 8, 9)
 
 

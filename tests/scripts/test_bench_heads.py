@@ -85,7 +85,7 @@ def test_two_kinds_are_trained_on_the_same_text_and_finished_parts_are_kept(tmp_
         sys.executable, str(SCRIPT), "--recipe", "smoke", "--out", str(tmp_path / "out"),
         "--kinds", "medusa", "redrafter", "--set", "log_every=1",
         "--measure", "evaluation.num_prompts=2", "evaluation.max_new_tokens=8",
-        "evaluation.speed_prompts=1", "evaluation.tune_prompts=2",
+        "evaluation.speed_prompts=1",
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 

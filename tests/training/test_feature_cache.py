@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from specheads.base.model import FrozenBase
-from specheads.config import Data
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.data.settings import Data
 from specheads.runs.trackers import read_metrics
 from specheads.training import feature_cache as module
 from specheads.training.feature_cache import FeatureCache, feature_cache

@@ -8,9 +8,9 @@ import pytest
 from accelerate import Accelerator
 
 from specheads.base.model import FrozenBase
-from specheads.config import Data, compose, data_dir
+from specheads.config import compose, data_dir
 from specheads.core.errors import InputError
-from specheads.data.settings import WeightedSource
+from specheads.data.settings import Data, WeightedSource
 from specheads.training.schedule import row_tokens
 from specheads.training.settings import Distill, Phase
 from specheads.training.texts import PhaseTexts

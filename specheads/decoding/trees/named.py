@@ -13,7 +13,6 @@ def fixed_policy(
     depth: int = 0,
     num_nodes: int = 8,
     beam: int = 4,
-    branch: int = 4,
     branches: Sequence[int] = (),
     confidence: float = 0.0,
     paths: Sequence[Sequence[int]] = (),
@@ -32,7 +31,7 @@ def fixed_policy(
         case "static":
             policy = policies.Static(paths, confidence=confidence)
         case "best_first":
-            policy = policies.BestFirst(num_nodes, depth, beam, branch)
+            policy = policies.BestFirst(num_nodes, depth, beam, beam)
         case "beam":
             policy = policies.Beam(beam, depth)
         case "product":

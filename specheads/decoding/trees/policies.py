@@ -244,7 +244,7 @@ class BestFirst(TreePolicy):
         most, level = 1, 1
         for _ in range(refuse_nodes(depth, "tree.depth")):
             level = min(level, beam) * branch
-            most = refuse_nodes(most + level, "tree.beam, tree.branch, tree.depth")
+            most = refuse_nodes(most + level, "tree.beam, tree.depth")
         if not 2 <= num_nodes <= most:
             raise InputError(
                 f"a best-first tree of depth {depth}, beam {beam} and branch {branch} has 2 to "

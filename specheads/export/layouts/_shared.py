@@ -183,6 +183,17 @@ EAGLE3_ALL: AllowedSettings = {
 """All settings."""
 
 
+def three_layers_only(head: Head) -> str:
+    """Object to a head that does not read three layers."""
+    read = list(head.aux_layers)
+    return "" if len(read) == 3 else f"it reads three layers, aux_layers are {read}"
+
+
+def eagle3_folder(head: Head, base: FrozenBase, *serve: str) -> Folder:
+    """Return the folder that most engines read."""
+    return Folder(eagle3_config(head, base), tensors(head), serve)
+
+
 def eagle3_config(head: Head, base: FrozenBase) -> dict[str, Any]:
     """Return config.json of EAGLE-3, with the layer ids in both conventions.
 

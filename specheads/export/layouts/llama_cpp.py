@@ -25,8 +25,7 @@ YARN = {"rope_type", "factor", "original_max_position_embeddings", "beta_fast", 
 def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return the folder for the converter, with the command lines that convert and serve it."""
     convert, line = _lines("draft-eagle3", drafted_tokens(head), base, out)
-    lines = convert, f"{line} {NO_BACKEND_SAMPLING}"
-    return Folder(_shared.eagle3_config(head, base), _shared.tensors(head), lines)
+    return _shared.eagle3_folder(head, base, convert, f"{line} {NO_BACKEND_SAMPLING}")
 
 
 def write_block(head: Head, base: FrozenBase, out: Path) -> Folder:
@@ -53,12 +52,10 @@ def _lines(draft: str, num_tokens: int, base: FrozenBase, out: Path) -> tuple[st
 
 def eagle3_objection(head: Head, base: FrozenBase) -> str:
     """Return why llama.cpp cannot compute this head, or an empty string."""
-    if len(head.aux_layers) != 3:
-        return f"it reads three layers, aux_layers are {list(head.aux_layers)}"
     scaling = head.config.rope_scaling
     if scaling.get("rope_type") == "yarn" and (unread := sorted({*scaling} - YARN)):
         return f"it does not read {', '.join(unread)} of yarn"
-    return _shared.hidden_layers_only(head, base)
+    return _shared.three_layers_only(head) or _shared.hidden_layers_only(head, base)
 
 
 RUN = "by its server (0c1e5709) on a CPU in float32 (`make llama_cpp`)"

@@ -19,7 +19,7 @@ def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
         f"{_serve(base, out, 'EAGLE3')} --speculative-num-steps {drafted_tokens(head)} "
         f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {drafted_tokens(head) + 1}"
     )
-    return Folder(_shared.eagle3_config(head, base), _shared.tensors(head), (line,))
+    return _shared.eagle3_folder(head, base, line)
 
 
 def write_blocks(head: Head, base: FrozenBase, out: Path) -> Folder:
@@ -58,9 +58,7 @@ def _serve(base: FrozenBase, out: Path, algorithm: str) -> str:
 
 def eagle3_objection(head: Head, base: FrozenBase) -> str:
     """Return why SGLang cannot read this head's layers, or an empty string."""
-    if len(head.aux_layers) != 3:
-        return f"it reads three layers, aux_layers are {list(head.aux_layers)}"
-    return _shared.layer_outputs_only(head, base)
+    return _shared.three_layers_only(head) or _shared.layer_outputs_only(head, base)
 
 
 READ = "as SGLang 0.5.23's sources read it"

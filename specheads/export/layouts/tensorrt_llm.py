@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from specheads.base.model import FrozenBase
@@ -16,21 +17,18 @@ OPTIONS = "trtllm.yaml"
 def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return the folder with its options file, and the command line that serves it."""
     options = {
-        "speculative_config": {
-            "decoding_type": "Eagle3",
-            "max_draft_len": head.depth,
-            "speculative_model": str(out),
-            "eagle3_layers_to_capture": [layer - 1 for layer in head.aux_layers],
-        }
+        "decoding_type": "Eagle3",
+        "max_draft_len": head.depth,
+        "speculative_model": str(out),
+        "eagle3_layers_to_capture": [layer - 1 for layer in head.aux_layers],
     }
     line = (
         f"trtllm-serve {named_base(base)} --backend pytorch "
         f"--extra_llm_api_options {shlex.quote(str(out / OPTIONS))}"
     )
     # JSON is also YAML
-    files = {OPTIONS: json.dumps(options, indent=2) + "\n"}
-    config = _shared.eagle3_config(head, base)
-    return Folder(config, _shared.tensors(head), (line,), files=files)
+    text = json.dumps({"speculative_config": options}, indent=2) + "\n"
+    return replace(_shared.eagle3_folder(head, base, line), files={OPTIONS: text})
 
 
 READ = "as its sources (00679c66) read it"

@@ -45,8 +45,7 @@ def write_plugin(head: Head, base: FrozenBase, out: Path) -> Folder:
 
 def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return the folder that vLLM loads with method `eagle3`."""
-    lines = (serve(head, base, "eagle3", str(out)),)
-    return Folder(_shared.eagle3_config(head, base), _shared.tensors(head), lines)
+    return _shared.eagle3_folder(head, base, serve(head, base, "eagle3", str(out)))
 
 
 NOTE = "in vLLM 0.32.0 on a CPU (`make vllm`); of 0.33 the sources were read"

@@ -13,11 +13,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from specheads.base.model import FrozenBase
-from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.data.chat import Template
 from specheads.data.documents import Documents
 from specheads.data.encode import tokenizer_fingerprint
+from specheads.data.settings import Data
 from specheads.data.sources import read
 from specheads.data.tokenise import tokenised
 from specheads.training.settings import Distill

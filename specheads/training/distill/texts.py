@@ -15,7 +15,7 @@ from specheads.training.settings import FAULTS, Distill
 
 NEUTRAL_SETTINGS = {
     *("folder", "num_samples", "engine", "batch_size", "use_head"),
-    *("url", "served_as", "api_key_env", "timeout_seconds", "retries"),
+    *("url", "served_as", "timeout_seconds"),
 }
 """Settings that do not change the text: each answer has its own seed."""
 
@@ -26,7 +26,6 @@ LONG_PERIOD, LONG_WINDOW = 64, 192
 def fault(
     answer: Answer,
     drop: Sequence[str],
-    min_tokens: int,
     eos_ids: Sequence[int],
     decode: Callable[[list[int]], str],
 ) -> str:
@@ -34,8 +33,7 @@ def fault(
 
     Args:
         answer: The answer.
-        drop: Faults that count: loop, empty, truncated.
-        min_tokens: An answer with fewer tokens is empty; so is one of whitespace only.
+        drop: Faults that count: loop, empty (no text or whitespace only), truncated.
         eos_ids: End-of-text tokens, which do not count.
         decode: Decodes token ids without special tokens.
     """
@@ -43,7 +41,7 @@ def fault(
     while tokens and tokens[-1] in eos_ids:
         tokens = tokens[:-1]
     found = {
-        "empty": lambda: len(tokens) < min_tokens or not decode(tokens).strip(),
+        "empty": lambda: not decode(tokens).strip(),
         "loop": lambda: loops(tokens) or loops(tokens, max_period=LONG_PERIOD, window=LONG_WINDOW),
         "truncated": lambda: answer.finish == "length",
     }
@@ -126,8 +124,7 @@ class GeneratedText:
     def take(self, answer: Answer) -> None:
         """Add an answer and prepare the next turn."""
         job, base = self._job, self._job.base
-        minimum = job.settings.min_tokens
-        self._fault = fault(answer, job.drop, minimum, base.eos_ids, decoder(base))
+        self._fault = fault(answer, job.drop, base.eos_ids, decoder(base))
         self.is_done = True
         if self._fault:
             return
@@ -139,7 +136,7 @@ class GeneratedText:
             {"tokens": self._tokens, "loss_mask": self._loss_mask, "turns": turns, "fault": ""}
         )
         # only a complete answer can have a reply
-        if answer.finish == "eos" and len(self._answers) != job.settings.max_turns:
+        if answer.finish == "eos":
             following = job.prompts.following(self.number, self._tokens, self._answers)
             if following is not None:
                 self._read(following)

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from specheads.base.gguf import located
 from specheads.base.loading import load_config
 from specheads.base.model import FrozenBase
-from specheads.config import Data
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
+from specheads.data.settings import Data
 from specheads.heads.load import build, load_head
 from specheads.training import optimizers
 from specheads.training import schedule as schedules

@@ -20,7 +20,7 @@ from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
 from specheads.training.distill.engine import Answer, GenerationRequest, TextEngine
-from specheads.training.distill.engines import build, transformers
+from specheads.training.distill.engines import build, openai, transformers
 from specheads.training.settings import Distill
 from tests import tiny
 from tests.training.distill.completions_server import (
@@ -207,7 +207,7 @@ def test_server_faults_lose_and_duplicate_nothing(service):
     }
     assert {fault for plan in plans.values() for fault in plan} == set(PASSING)
     service.fault = lambda prompt, attempt: [*plans[tuple(prompt)], None, None][attempt]
-    answers = write(asking(service, batch_size=16, timeout_seconds=1.0, retries=5), asked)
+    answers = write(asking(service, batch_size=16, timeout_seconds=1.0), asked)
     assert answers == {
         ask.number: Answer(ask.number, continuation(ask.tokens, 6), "length") for ask in asked
     }
@@ -264,10 +264,10 @@ def test_request_has_all_sampling_parameters(service):
     ],
 )
 def test_refusal_is_one_line_without_the_key(service, monkeypatch, status, remedy):
-    monkeypatch.setenv("OURS", f" {KEY}\n")
+    monkeypatch.setenv("OPENAI_API_KEY", f" {KEY}\n")
     service.fault = lambda _prompt, _attempt: status
     with pytest.raises(InputError, match=remedy) as error:
-        write(asking(service, api_key_env="OURS"), asks(1))
+        write(asking(service), asks(1))
     assert service.keys == [f"Bearer {KEY}"]
     message = str(error.value)
     assert f"status {status}, no, not with Bearer *** and not now" in message
@@ -277,10 +277,11 @@ def test_refusal_is_one_line_without_the_key(service, monkeypatch, status, remed
 
 @pytest.mark.parametrize("fault", PASSING)
 def test_server_without_answer_is_one_line_after_other_answers(service, fault, monkeypatch):
-    monkeypatch.setenv("OURS", KEY)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
     bad = asks(3)[2]
     service.fault = lambda prompt, _attempt: fault if prompt == bad.tokens else None
-    engine = asking(service, api_key_env="OURS", timeout_seconds=0.5, retries=2, batch_size=3)
+    monkeypatch.setattr(openai, "RETRIES", 2)
+    engine = asking(service, timeout_seconds=0.5, batch_size=3)
     waiting = iter(asks(3))
     answers = engine(lambda: next(waiting, None))
     assert {next(answers).number, next(answers).number} == {0, 1}
@@ -291,23 +292,24 @@ def test_server_without_answer_is_one_line_after_other_answers(service, fault, m
     assert "\n" not in str(error.value)
 
 
-def test_missing_server_is_named_without_secrets():
+def test_missing_server_is_named_without_secrets(monkeypatch):
+    monkeypatch.setattr(openai, "RETRIES", 1)
     address = "http://ada:hunter2@127.0.0.1:9/v1?token=hunter2"
     with pytest.raises(InputError, match=r"http://127\.0\.0\.1:9/v1 did not") as error:
-        write(build(settings(engine="openai", url=address, retries=1), tiny.base()), asks(1))
+        write(build(settings(engine="openai", url=address), tiny.base()), asks(1))
     assert "hunter2" not in str(error.value)
 
 
 def test_an_unset_key_is_not_sent(service, monkeypatch):
-    monkeypatch.delenv("OURS", raising=False)
-    write(asking(service, api_key_env="OURS"), asks(1))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    write(asking(service), asks(1))
     assert service.keys == [None]
 
 
 def test_invalid_key_is_refused_by_variable_name(monkeypatch):
-    monkeypatch.setenv("OURS", f"{KEY}\nX-Evil: 1")
-    asked = settings(engine="openai", url="http://127.0.0.1:9/v1", api_key_env="OURS")
-    with pytest.raises(InputError, match="the one in OURS") as error:
+    monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\nX-Evil: 1")
+    asked = settings(engine="openai", url="http://127.0.0.1:9/v1")
+    with pytest.raises(InputError, match="the one in OPENAI_API_KEY") as error:
         build(asked, tiny.base())
     assert KEY not in str(error.value)
 

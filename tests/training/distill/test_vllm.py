@@ -153,11 +153,9 @@ def url(tmp_path_factory):
 
 @pytest.fixture
 def settings(url, monkeypatch):
-    monkeypatch.setenv("OURS", KEY)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    return Distill(
-        num_samples=8, engine="openai", url=url, served_as="tiny", api_key_env="OURS", batch_size=4
-    )
+    return Distill(num_samples=8, engine="openai", url=url, served_as="tiny", batch_size=4)
 
 
 def test_real_server_returns_the_bases_token_ids(settings):

@@ -14,7 +14,7 @@ from specheads.training.distill.report import report_of
 from specheads.training.distill.run import write_text
 from specheads.training.distill.shards import read_shards, read_text
 from specheads.training.settings import Distill
-from tests.training.distill.pens import END, SETTINGS, Pen, Talks, job, rows, shards, write
+from tests.training.distill.pens import SETTINGS, Pen, Talks, job, rows, shards, write
 
 NUM_ANSWERS = sum(number % 3 + 1 for number in range(10))
 
@@ -221,8 +221,8 @@ def test_conversation_ends_at_the_context_limit(tmp_path: Path):
 
 
 def test_faulty_answer_ends_the_text_and_is_counted(tmp_path: Path):
-    bad = {(0, 0): [END], (1, 1): [5] * 60, (2, 2): [1, 2, 3]}
-    settings = replace(SETTINGS, drop=["loop", "empty", "truncated"], min_tokens=2)
+    bad = {(0, 0): [], (1, 1): [5] * 60, (2, 2): [1, 2, 3]}
+    settings = replace(SETTINGS, drop=["loop", "empty", "truncated"])
     write(tmp_path, Pen(faults=bad), settings=settings)
     turns = {row["number"]: row["turns"] for row in rows(tmp_path)}
     assert (turns[0], turns[1], turns[2], turns[5]) == (0, 1, 2, 3)

@@ -22,7 +22,11 @@ from specheads.core.errors import InputError
 from specheads.training.distill.engine import Answer, GenerationRequest, Pull, TextEngine
 from specheads.training.settings import Distill
 
-KEY = "set the environment variable of api_key_env to the server's key"
+KEY_VARIABLE = "OPENAI_API_KEY"
+RETRIES = 5
+"""Retries of a failed request, with growing waits."""
+
+KEY = f"set the environment variable {KEY_VARIABLE} to the server's key"
 REMEDIES = {
     401: KEY,
     403: KEY,
@@ -31,7 +35,7 @@ REMEDIES = {
 }
 """What to do after a refusal, by HTTP status."""
 
-RESUME = "fix the server and run the command again to resume, or raise retries or timeout_seconds"
+RESUME = "fix the server and run the command again to resume, or raise timeout_seconds"
 
 
 def build(
@@ -55,7 +59,7 @@ class Completions:
 
     def __init__(self, settings: Distill, base: FrozenBase) -> None:
         self.settings, self.base = settings, base
-        self.shown, self._key = _shown(settings.url), _key(settings.api_key_env)
+        self.shown, self._key = _shown(settings.url), _key(KEY_VARIABLE)
         own = getattr(base.tokenizer, "eos_token_id", None)
         # the tokenizer's own first, which chat models use
         self._ends = sorted(base.eos_ids, key=lambda end: end != own)
@@ -75,7 +79,7 @@ class Completions:
                 # with an empty one the client would look into the environment
                 api_key=self._key or "none",
                 timeout=self.settings.timeout_seconds,
-                max_retries=self.settings.retries,
+                max_retries=RETRIES,
             )
             try:
                 while True:
