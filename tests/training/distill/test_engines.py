@@ -257,8 +257,8 @@ def test_request_has_all_sampling_parameters(service):
     ("status", "remedy"),
     [
         ("400", "lower prompt_tokens or new_tokens"),
-        ("401", "environment variable of api_key_env"),
-        ("403", "environment variable of api_key_env"),
+        ("401", "environment variable OPENAI_API_KEY"),
+        ("403", "environment variable OPENAI_API_KEY"),
         ("404", "model's name at the server"),
         ("422", "fix the server"),
     ],
