@@ -173,7 +173,6 @@ def test_real_server_samples_by_seed(settings):
     ("changed", "new_tokens", "message"),
     [
         ({"served_as": "other"}, 40, "status 404.*model's name at the server"),
-        ({"api_key_env": ""}, 40, "status 401.*environment variable"),
         ({}, 4096, "status 400.*lower prompt_tokens or new_tokens"),
     ],
 )
@@ -182,3 +181,9 @@ def test_refusal_of_a_real_server_is_one_line(settings, changed, new_tokens, mes
         write(openai.build(replace(settings, **changed), base()), asks(Sampling(), new_tokens))
     assert KEY not in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_missing_key_is_named(settings, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY")
+    with pytest.raises(InputError, match=r"status 401.*environment variable"):
+        write(openai.build(settings, base()), asks(Sampling()))
