@@ -142,7 +142,7 @@ class Shapes:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 target.config,
                 dtype=target.dtype,
-                attn_implementation=setup.base["attention"],
+                attn_implementation="sdpa",
                 trust_remote_code=False,
             )
             # no checks of the attention: there are no values to compare
