@@ -4,8 +4,8 @@ See docs/tree_verification.md.
 """
 
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
 from typing import Any, TypeVar, cast
@@ -64,6 +64,10 @@ def _locked(forward: Forward) -> Forward:
     return cast(Forward, guarded)
 
 
+FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "layer_norm")
+"""Names of the norm after the last layer."""
+
+
 class Forwards:
     """Forwards of a causal LM: features of texts, verification of trees, and prefill.
 
@@ -75,7 +79,7 @@ class Forwards:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.config = model.config.get_text_config()
-        self.windows = attention_windows(self.config)
+        self.windows = attention_windows(model)
         refuse_attention(self.config._attn_implementation)
         self.exact = False
         """Whether `verify` gives each node bit for bit the result of decoding it alone."""
@@ -224,11 +228,11 @@ class Forwards:
         if self._layers is not None and self._layers.layers and cache.static:
             return self._forward_compiled(inputs, cache, aux_layers)
         run = self._compiled_answer or answer
-        with attending(self.config, cache, exact=self.exact):
+        with attending(self.config, cache, exact=self.exact), self._last_stream(aux_layers) as last:
             logits, out = run(
                 self.model, self.projection, **inputs, output_hidden_states=bool(aux_layers)
             )
-        features = _features(out, tokens, aux_layers)
+        features = _features(out, tokens, aux_layers, last)
         return logits, features.hidden, features.aux
 
     def _forward_compiled(
@@ -236,10 +240,10 @@ class Forwards:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         assert self._layers is not None
         inputs["past_key_values"] = DeferredCache()
-        with attending(self.config, cache, deferred=True), self._layers.active() as streams:
+        compiled, unnormed = self._layers.active(), self._last_stream(aux_layers)
+        with attending(self.config, cache, deferred=True), compiled as streams, unnormed as last:
             logits, out = answer(self.model, self.projection, **inputs)
-        # numbered as in transformers: the input of each layer, then the final hidden states
-        streams = [*streams, out.last_hidden_state]
+        streams = [*streams, *last]
         aux = torch.cat([streams[layer] for layer in aux_layers], -1) if aux_layers else None
         return logits, out.last_hidden_state, aux
 
@@ -306,10 +310,39 @@ class Forwards:
         run: Callable[..., Any] | None = None,
     ) -> Features:
         run = self.model.base_model if run is None else run
-        out = run(**inputs, output_hidden_states=bool(aux_layers))
-        return _features(out, inputs["input_ids"], aux_layers)
+        with self._last_stream(aux_layers) as last:
+            out = run(**inputs, output_hidden_states=bool(aux_layers))
+        return _features(out, inputs["input_ids"], aux_layers, last)
+
+    @contextmanager
+    def _last_stream(self, aux_layers: tuple[int, ...]) -> Iterator[list[Tensor]]:
+        """Yield a list that a forward fills with the stream after all layers, if it is read.
+
+        The last hidden states of transformers are those after the final norm.
+        """
+        found: list[Tensor] = []
+        if self.config.num_hidden_layers not in aux_layers:
+            yield found
+            return
+        named = dict(self.model.base_model.named_children())
+        norm = next((named[name] for name in FINAL_NORMS if name in named), None)
+        if norm is None:
+            raise InputError(
+                f"a head that reads the last of {self.config.num_hidden_layers} layers needs a "
+                f"base whose final norm is called {' or '.join(FINAL_NORMS)}, and "
+                f"{self.config.model_type!r} has none; choose other aux_layers"
+            )
+        hook = norm.register_forward_pre_hook(lambda _, given: found.append(given[0]))
+        try:
+            yield found
+        finally:
+            hook.remove()
 
 
-def _features(out: Any, tokens: Tensor, aux_layers: tuple[int, ...]) -> Features:
-    streams = [out.hidden_states[layer] for layer in aux_layers]
+def _features(
+    out: Any, tokens: Tensor, aux_layers: tuple[int, ...], last: list[Tensor]
+) -> Features:
+    # numbered as in transformers: the input of each layer; then the stream after all layers
+    streams = [*(out.hidden_states or ())[:-1], *last]
+    streams = [streams[layer] for layer in aux_layers]
     return Features(out.last_hidden_state, torch.cat(streams, -1) if streams else None, tokens)

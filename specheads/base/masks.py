@@ -3,6 +3,8 @@
 See docs/tree_verification.md.
 """
 
+import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from specheads.base.cache import RowCache
 from specheads.core.errors import InputError
@@ -69,10 +71,11 @@ def _additive(visible: Bool[Tensor, "batch node slot"], dtype: torch.dtype) -> T
     return blocked.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
 
-def attention_windows(config: Any) -> dict[str, int | None]:
+def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
     """Return the window of each kind of layer; refuse kinds that cannot be rolled back."""
+    config: Any = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
+    if not getattr(config, "use_sliding_window", True) or not _reads_window(model):
         window = None
     known = {"full_attention": None, "sliding_attention": window}
     kinds = set(getattr(config, "layer_types", None) or [])
@@ -89,6 +92,15 @@ def attention_windows(config: Any) -> dict[str, int | None]:
             "with global, full or sliding attention"
         )
     return {kind: known[kind] for kind in kinds} or {"all": window}
+
+
+def _reads_window(model: PreTrainedModel) -> bool:
+    """Return whether the code of a model reads `sliding_window` of its config.
+
+    A Llama that was converted from a Mistral may have the setting, and ignores it.
+    """
+    parts = {type(one).__module__ for one in (model, model.base_model)}
+    return any("sliding_window" in inspect.getsource(sys.modules[part]) for part in parts)
 
 
 def context_length(config: Any) -> int:

@@ -177,11 +177,15 @@ class FrozenBase(Forwards):
     @property
     def slot_bytes(self) -> int:
         """Bytes of one token's keys and values."""
-        config: Any = self.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        heads = 1 if getattr(config, "multi_query", False) else heads
-        width = getattr(config, "head_dim", None) or self.width // config.num_attention_heads
-        return 2 * self.num_layers * heads * width * self.dtype.itemsize
+        # layers of Gemma 4 differ in their heads
+        layers: Any = getattr(self.config, "per_layer_config", [self.config] * self.num_layers)
+        return 2 * sum(map(self._channels, layers)) * self.dtype.itemsize
+
+    def _channels(self, layer: Any) -> int:
+        """Return the channels of a layer's keys, from its config."""
+        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        heads = 1 if getattr(layer, "multi_query", False) else heads
+        return heads * (getattr(layer, "head_dim", None) or self.width // layer.num_attention_heads)
 
     def refuse_slots(self, slots: int, remedy: str) -> None:
         """Refuse more slots of keys and values than fit into the memory of the device."""

@@ -10,10 +10,15 @@ from specheads.core.tree import TokenTree
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest relative difference between two ways to compute the same logits; 0.05 for 16 bits."""
 
+LONGEST = 512
+"""Longest window behind which a base is checked: longer ones would delay every start."""
+
 
 @torch.no_grad()
 def check(base: Forwards) -> None:
     """Compare the logits of four tokens with those of the same tokens as a path of a tree.
+
+    The tokens follow a text that is longer than the windows of the base.
 
     Raises:
         ValueError: The model does not support trees, or the logits differ, or they are not the
@@ -27,9 +32,14 @@ def check(base: Forwards) -> None:
         #   `- 1  `- 3
         tokens = path[torch.tensor([0, 3, 1, 0, 2, 3], device=device)][None]
         tree = TokenTree(tokens, torch.tensor([[-1, 0, 0, 2, 2, 4]], device=device))
-        cache = KVCache(base.config.num_hidden_layers, 1, 6, device)
-        plain = model(input_ids=path[None], use_cache=False).logits[0]
-        projected = projection(base.read(path[None]).hidden)[0]
+        windows = [one for one in base.windows.values() if one and one <= LONGEST]
+        text = torch.arange(5, 5 + max(windows, default=0) + 1, device=device)[None]
+        text = text % len(projection.weight)
+        cache = KVCache(base.config.num_hidden_layers, 1, text.shape[1] + 6, device)
+        base.prefill(text, cache, [text.shape[1]])
+        whole = torch.cat([text, path[None]], dim=1)
+        plain = model(input_ids=whole, use_cache=False).logits[0, -4:]
+        projected = projection(base.read(whole).hidden)[0, -4:]
         verified = base.verify(tree, cache).logits[0]
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(

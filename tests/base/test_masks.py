@@ -53,12 +53,22 @@ def test_a_node_sees_the_committed_text_and_its_path_within_the_window():
     ]
 
 
+def neo(*kinds: str) -> transformers.PreTrainedModel:
+    config = transformers.GPTNeoConfig(attention_types=[[[*kinds], 2 // len(kinds)]], num_layers=2)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
 def test_local_layers_are_refused_and_global_ones_are_not():
-    config = transformers.GPTNeoConfig(attention_types=[[["global", "local"], 1]], num_layers=2)
     with pytest.raises(ValueError, match=r"'gpt_neo' has attention_layers of kind local.*choose"):
-        attention_windows(config)
-    config = transformers.GPTNeoConfig(attention_types=[[["global"], 2]], num_layers=2)
-    assert attention_windows(config) == {"all": None}
+        attention_windows(neo("global", "local"))
+    assert attention_windows(neo("global")) == {"all": None}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "granite", "gpt_neox", "gpt2", "mistral"])
+def test_a_window_counts_only_where_the_model_reads_it(architecture):
+    base = tiny.own_base(architecture, sliding_window=12)
+    assert base.windows == {"all": 12 if architecture == "mistral" else None}
 
 
 def test_a_longrope_base_is_limited_to_its_original_context():

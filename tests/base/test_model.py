@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from specheads.base.forward import FINAL_NORMS
 from specheads.base.model import FrozenBase
 from specheads.base.projection import VocabularyProjection, projection_of
 from specheads.core.tree import chain
@@ -47,8 +48,12 @@ def test_golden_numbers_are_reproduced(case, dtype, attention):
     features = base.read(text, aux_layers=(0, 2, base.num_layers))
     assert features.aux is not None
     assert_golden(features.hidden[0, positions], hidden[-1])
-    aux = torch.cat([hidden[0], hidden[2], hidden[-1]], dim=-1)
-    assert_golden(features.aux[0, positions], aux)
+    *aux, last = features.aux[0, positions].chunk(3, dim=-1)
+    assert_golden(torch.cat(aux, dim=-1), torch.cat([hidden[0], hidden[2]], dim=-1))
+    # the stream after all layers is the input of the final norm
+    parts = dict(base.model.base_model.named_children())
+    norm = next(parts[name] for name in FINAL_NORMS if name in parts)
+    assert_golden(norm(last), hidden[-1])
     assert_golden(base.projection(features.hidden)[0, positions], io["out.logits.0"])
 
     assert generate(base, None, prompts, max_new_tokens=len(said[0])).tokens == said
