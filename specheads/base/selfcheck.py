@@ -4,7 +4,7 @@ import torch
 
 from specheads.base.cache import KVCache
 from specheads.base.forward import Forwards
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, first_line
 from specheads.core.tree import TokenTree
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -41,10 +41,18 @@ def check(base: Forwards) -> None:
         plain = model(input_ids=whole, use_cache=False).logits[0, -4:]
         projected = projection(base.read(whole).hidden)[0, -4:]
         verified = base.verify(tree, cache).logits[0]
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise InputError(
             f"tree verification needs a base that takes a 4D mask and positions; {kind!r} "
-            f"fails with {str(error).splitlines()[0]!r}; choose another base"
+            f"fails with {first_line(error)!r}; choose another base"
         ) from error
     if not plain.isfinite().all():
         raise InputError(

@@ -10,7 +10,6 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -129,7 +128,7 @@ def _train(
     phases, data = settings.schedule.phases, settings.data
     texts = PhaseTexts(phases, data, base, made.text, accelerator, announce, seed)
     torch.manual_seed(seed)
-    identity: dict[str, Any] = {"base_fingerprint": texts.fingerprint}
+    identity = texts.identity()
     with ExitStack() as held:
 
         @cache

@@ -1,6 +1,7 @@
 """Tokenised documents with their loss mask, and windows cut from them."""
 
 import random
+import zlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain, zip_longest
@@ -73,6 +74,13 @@ class Documents:
         if (loss_mask := self._piece(number, "loss_mask")) is None:
             return np.ones(self.lengths[number], np.bool_)
         return loss_mask.astype(np.bool_)
+
+    def identity(self) -> str:
+        """Return the number of documents and tokens, and a sum of up to 1000 documents."""
+        checksum = zlib.crc32(self.lengths.astype(np.int64).tobytes())
+        for number in np.linspace(0, len(self) - 1, min(len(self), 1000), dtype=int):
+            checksum = zlib.crc32(np.ascontiguousarray(self.tokens(number)).tobytes(), checksum)
+        return f"{len(self):,} documents, {int(self.lengths.sum()):,} tokens, sum {checksum:08x}"
 
     def _piece(self, number: int, name: str) -> np.ndarray | None:
         row = int(self._order[number])

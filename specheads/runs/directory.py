@@ -15,7 +15,12 @@ from specheads.heads.load import load_head
 from specheads.runs.provenance import provenance
 from specheads.runs.settings import first_difference, parse, read_settings
 
-KNOWN: dict[str, Any] = {"end": str | None, "base_fingerprint": str, "draft_vocabulary": dict}
+KNOWN: dict[str, Any] = {
+    "end": str | None,
+    "base_fingerprint": str,
+    "data": str,
+    "draft_vocabulary": dict,
+}
 """Fields that are read from provenance.json, and their types."""
 
 
@@ -93,7 +98,7 @@ class RunDirectory:
             if before.get(name, value) != value:
                 raise InputError(
                     f"an unfinished run resumes with the same {name.replace('_', ' ')}: it was "
-                    f"{before[name]}, now {value}; choose another name="
+                    f"{before[name]}, now {value}; restore it, or choose another name="
                 )
 
     def end(self, head: Head) -> None:

@@ -81,6 +81,13 @@ class PhaseTexts:
             else:
                 self._packed(self.documents, phase)
 
+    def identity(self) -> dict[str, Any]:
+        """Return facts of the base and the corpus that must be the same when a run resumes."""
+        facts: dict[str, Any] = {"base_fingerprint": self.fingerprint}
+        if not all(phase.distill for phase in self.phases.values()):
+            facts["data"] = self.documents.identity()
+        return facts
+
     @cached_property
     def documents(self) -> Documents:
         """Documents of the corpus phases."""

@@ -102,6 +102,29 @@ def test_changed_text_settings_or_tokenizer_is_tokenised_again(tokenizer, tmp_pa
     assert contents(tokenised(data, "train", tokenizer, seed)) != contents(first)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda texts: [*texts, "one more text"],
+        lambda texts: texts[:-1],
+        lambda texts: [texts[-1], *texts[1:-1], texts[0]],
+        lambda texts: [texts[0].replace("a", "b"), *texts[1:]],
+        lambda texts: [*texts[:-1], f"{texts[-1]} longer"],
+        lambda _: ["another text"],
+    ],
+    ids=["added", "removed", "swapped", "changed", "longer", "replaced"],
+)
+def test_changed_documents_have_another_identity(tokenizer, tmp_path, change):
+    def identity(texts: list[str]) -> str:
+        data = Data(source="jsonl", path=write(tmp_path / "data.jsonl", texts))
+        return tokenised(data, "train", tokenizer).identity()
+
+    texts = [f"a text with the number {number}" for number in range(40)]
+    before = identity(texts)
+    assert identity(change(texts)) != before
+    assert identity(texts) == before
+
+
 def _fill(data: Data, ready: Any) -> None:
     ready.wait()
     tokenised(data, "train", AutoTokenizer.from_pretrained(BASE))
