@@ -78,7 +78,7 @@ class Documents:
     def identity(self) -> str:
         """Return the number of documents and tokens, and a sum of up to 1000 documents."""
         checksum = zlib.crc32(self.lengths.astype(np.int64).tobytes())
-        for number in np.linspace(0, len(self) - 1, min(len(self), 1000), dtype=int):
+        for number in np.linspace(0, len(self) - 1, min(len(self), 1000), dtype=int).tolist():
             checksum = zlib.crc32(np.ascontiguousarray(self.tokens(number)).tobytes(), checksum)
         return f"{len(self):,} documents, {int(self.lengths.sum()):,} tokens, sum {checksum:08x}"
 
