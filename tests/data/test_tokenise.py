@@ -110,7 +110,7 @@ def test_changed_text_settings_or_tokenizer_is_tokenised_again(tokenizer, tmp_pa
         lambda texts: [texts[-1], *texts[1:-1], texts[0]],
         lambda texts: [texts[0].replace("a", "b"), *texts[1:]],
         lambda texts: [*texts[:-1], f"{texts[-1]} longer"],
-        lambda _: ["another text"],
+        lambda texts: [f"{text} again" for text in texts],
     ],
     ids=["added", "removed", "swapped", "changed", "longer", "replaced"],
 )
