@@ -19,13 +19,10 @@ from specheads.core.errors import InputError
 from specheads.data.conversations import Message, first_answer
 from specheads.data.encode import encoding
 from specheads.data.files import located
-from specheads.data.masks import added_ids, marked, squeezed, wrong_mask
+from specheads.data.masks import TAG, marked, squeezed, wrong_mask
 
 Messages = Sequence[Message]
 Tools = Sequence[dict[str, Any]] | None
-
-THINKING = re.compile(r"\s|</?think>")
-"""Text that templates write around thoughts, also around empty ones."""
 
 DATE = "26 Jul 2024"
 """Today's date for templates (llama 3.1's own default), so that text is the same every day."""
@@ -39,8 +36,11 @@ CLOCK = (
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-ASKED, ANSWERED = "\ue000", "\ue001"
-"""Placeholders for a question and an answer when a template is probed; no text contains them."""
+ASKED, ANSWERED, THOUGHT = "\ue000", "\ue001", "\ue002"
+"""Placeholders for a question, an answer and its thought in a probe; no text contains them."""
+
+INLINE = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+"""An answer whose content begins with its thought."""
 
 ASK: Message = {"role": "user", "content": ASKED}
 
@@ -68,6 +68,16 @@ class _Turn:
     """What the template adds after the end token."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How a template ends an answer."""
+
+    token: str
+    """The token that the base writes; empty if it writes the token that opens the next turn."""
+    closing: str
+    """What the template adds after it at the end of a conversation, without outer whitespace."""
+
+
 class Template:
     """The chat template of a tokenizer: renders messages, and tells answers from prompts.
 
@@ -87,6 +97,7 @@ class Template:
                 f"{type(tokenizer).__name__} does not; save it with a tokenizer.json"
             )
         self._tokenizer = tokenizer
+        self._shapes: dict[tuple[bool, bool, bool], str] = {}
 
     @property
     def fingerprint(self) -> str:
@@ -124,7 +135,7 @@ class Template:
                 if not texts or not texts[-1][0].startswith(turn.prompt + turn.answer):
                     texts.append((turn.prompt + turn.answer + turn.rest, []))
                 texts[-1][1].insert(0, turn)
-            return [self._sample(text, turns) for text, turns in reversed(texts)]
+            return [self._sample(text, turns, tools) for text, turns in reversed(texts)]
 
     def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
         """Return the token ids before an answer: they end with a generation prompt."""
@@ -150,26 +161,37 @@ class Template:
             return self.read(after)[0]
         # read together with the end token, because some tokenizers treat a text's begin specially
         rest = self.read(probed.rpartition(ANSWERED)[2])[0]
-        is_ended = tokens[-1] in (self.end_id, self._tokenizer.eos_token_id)
-        return [*tokens, *(rest[1:] if is_ended and rest[0] == self.end_id else rest)]
+        reader: Any = self._tokenizer
+        end = reader.convert_tokens_to_ids(self._ending.token) if self._ending.token else None
+        size = rest.index(end) + 1 if end in rest else 1
+        if end not in rest or tokens[-1] not in (end, reader.eos_token_id):
+            # the base may have written a part of the end
+            last = [list(tokens[-many:]) == rest[:many] for many in range(1, size + 1)]
+            size = max((many for many, is_written in enumerate(last, 1) if is_written), default=0)
+        return [*tokens, *rest[size:]]
 
     def _turn(self, messages: Messages, tools: Tools) -> _Turn:
         """Find the text of the last message, which the assistant wrote, and its prompt."""
         prompt, whole = self.text(messages[:-1], tools, ask=True), self.text(messages, tools)
         shown = f"the prompt:\n{prompt}\nwith its answer:\n{whole}"
-        written = whole.removeprefix(prompt)
+        is_same = whole.startswith(prompt)
+        plain = "" if is_same else self.text(messages[:-1], tools)
+        begin = len(prompt) if is_same else self._begin(plain, prompt, whole)
         if (mark := self._mark(messages, tools)) is not None:
-            near, begin = sorted((mark, len(prompt))) if whole.startswith(prompt) else (mark, mark)
-            # templates differ in whether thinking tags of the generation prompt are marked
-            if mark < 0 or THINKING.sub("", whole[near:begin]):
+            answer = squeezed(messages[-1]["content"].rpartition("</think>")[2])
+            plain = self.text(messages[:-1], tools).rstrip().removesuffix(self._ending.closing)
+            opened = 0 if begin is None else _shared(plain, whole)
+            if mark < opened or answer not in squeezed(whole[mark:]):
                 raise InputError(
                     "the generation markers of a chat template must begin where the generation "
                     "prompt ends (move them, or remove them from the template)",
                     f"{shown}\nthe markers begin at:\n{whole[mark:] if mark >= 0 else 'nowhere'}",
                     fault="is rendered otherwise",
                 )
-            prompt, written = whole[:begin], whole[begin:]
-        elif not whole.startswith(prompt):
+            # the markers may contain the header, and may leave out the name of a channel
+            if begin is None or (begin < mark and not (is_same and squeezed(whole[begin:mark]))):
+                begin = mark
+        elif begin is None:
             written = self._anywhere(messages[-1], tools)
             if not written or not whole.endswith(written):
                 raise InputError(
@@ -179,34 +201,83 @@ class Template:
                     shown,
                     fault="is rendered otherwise",
                 )
-        answer, end, rest = written.rpartition(self.end)
-        if not end:
+            begin, whole = len(prompt), prompt + written
+        answer, rest = self._ended(messages[-1], whole[begin:])
+        if not answer:
             raise InputError(
-                f"every answer must end with {self.end} (or give the tokenizer another chat "
-                "template)",
+                f"every answer must end with {self._ending.token} (or give the tokenizer another "
+                "chat template)",
                 shown,
                 fault="has one that does not",
             )
-        return _Turn(messages[-1], prompt, answer + end, rest)
+        return _Turn(messages[-1], whole[:begin], answer, rest)
+
+    def _begin(self, plain: str, prompt: str, whole: str) -> int | None:
+        """Return where an answer begins whose prompt opens a thought or a channel that it lacks.
+
+        It is None if the template begins the answer in another way.
+        """
+        header = _shared(plain, prompt)
+        pieces = [one.span() for one in self._pieces.finditer(prompt, header)]
+        places = sorted({place for span in pieces for place in span}, reverse=True)
+        thought = prompt.rfind(self._opener, header) if self._opener else -1
+        if any(begin > thought for begin, _ in pieces):
+            # the prompt closes the thought that it opens, so the base writes a thought of its own
+            places.insert(0, thought)
+        for place in (len(prompt.rstrip()), *places):
+            # a role's name after a special token is no thought
+            opens = prompt[place : place + 1].isspace() or self._pieces.match(prompt, place)
+            if place > header and opens and whole.startswith(prompt[:place]):
+                return place
+        return None
+
+    @cached_property
+    def _opener(self) -> str:
+        """Text of the token that opens a thought; empty if the template writes no thoughts."""
+        probe = {"role": "assistant", "content": ANSWERED, "reasoning_content": THOUGHT}
+        inline = {"role": "assistant", "content": f"<think>{THOUGHT}</think>{ANSWERED}"}
+        for answer in (probe, inline):
+            before, found, _ = self.text([ASK, answer]).partition(THOUGHT)
+            if found:
+                return ["", *self._pieces.findall(before)][-1]
+        return ""
+
+    def _ended(self, message: Message, written: str) -> tuple[str, str]:
+        """Split what a template writes after a prompt: the answer with its end, and the rest.
+
+        The answer is empty if it has no end.
+        """
+        ending = self._ending
+        if not ending.token:
+            return written, ""
+        ended = written.rstrip().removesuffix(ending.closing).rstrip()
+        # calls may have an end of their own
+        ends = (ending.token, *(self._special if message.get("tool_calls") else ()))
+        if not ended.endswith(ends):
+            before, end, _ = written.rpartition(ending.token)
+            ended = before + end
+        return ended, written[len(ended) :]
 
     def _anywhere(self, message: Message, tools: Tools) -> str:
         """Return the text of an answer after any question; empty if it is unknown."""
         prompt, whole = self.text([ASK], tools, ask=True), self.text([ASK, message], tools)
         return whole[len(prompt) :] if whole.startswith(prompt) else ""
 
-    def _sample(self, text: str, turns: list[_Turn]) -> Sample:
+    def _sample(self, text: str, turns: list[_Turn], tools: Tools) -> Sample:
         ids, places = self.read(text)
         loss_mask = np.zeros(len(ids), bool)
         for turn in turns:
             begin, end = len(turn.prompt), len(turn.prompt) + len(turn.answer)
+            if not self._ending.token and (header := self._headers.match(text, end)):
+                end = header.end()
             # a token that begins in the prompt is not the base's; the end token may contain the
             # line break after it
             loss_mask |= (begin <= places[:, 0]) & (places[:, 0] < end)
         sample = Sample(ids, loss_mask.tolist(), text)
-        self.refuse_wrong_mask(sample, [turn.message for turn in turns])
+        self.refuse_wrong_mask(sample, [turn.message for turn in turns], tools)
         return sample
 
-    def refuse_wrong_mask(self, sample: Sample, answers: Messages) -> None:
+    def refuse_wrong_mask(self, sample: Sample, answers: Messages, tools: Tools = None) -> None:
         """Refuse a sample whose loss mask does not cover exactly these answers and their ends.
 
         The check is independent of how the mask was made: it decodes the tokens.
@@ -215,9 +286,9 @@ class Template:
             self._tokenizer,
             sample.tokens,
             sample.loss_mask,
-            answers,
-            end=self.end,
-            opening=self.opening,
+            [(one, self._expected(one, tools)) for one in answers],
+            end=self._ending.token,
+            opening=self._opening,
         )
         if fault:
             raise InputError(
@@ -227,42 +298,92 @@ class Template:
                 fault=f"has a text in which {fault}",
             )
 
+    def _expected(self, message: Message, tools: Tools) -> str:
+        """Return an answer as the template writes it after any question; empty if it has calls."""
+        if message.get("tool_calls"):
+            return ""
+        thought, content = message.get("reasoning_content", ""), message["content"]
+        inline = None if thought else INLINE.match(content)
+        shape = bool(thought), bool(inline), bool(tools)
+        if shape not in self._shapes:
+            probe: Message = {"role": "assistant", "content": ANSWERED}
+            if inline:
+                probe["content"] = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWERED}"
+            if thought:
+                probe["reasoning_content"] = THOUGHT
+            self._shapes[shape] = self._turn([ASK, probe], tools).answer
+        if inline:
+            thought, content = inline.groups()
+        return self._shapes[shape].replace(THOUGHT, thought).replace(ANSWERED, content)
+
     @cached_property
-    def end_id(self) -> int:
-        """The token that ends an answer and the base's turn."""
-        whole = self.text([ASK, {"role": "assistant", "content": ANSWERED}])
+    def _ending(self) -> _Ending:
+        """How the template ends an answer: the same after the last answer and between turns."""
+        answered: Messages = [ASK, {"role": "assistant", "content": ANSWERED}]
+        whole = self.text(answered)
         if ANSWERED not in whole:
             raise InputError(
                 "a chat template must write the assistant's messages, this tokenizer's leaves them "
                 "out; give the tokenizer another template",
                 whole,
             )
-        after = self.read(whole.rpartition(ANSWERED)[2])[0]
-        eos: Any = self._tokenizer.eos_token_id
-        added = added_ids(self._tokenizer)
-        ends = [eos] if eos in after else [one for one in after if one in added]
-        if not ends:
-            raise InputError(
-                "a chat template must end an answer with a special token, which the base writes to "
-                f"end its turn, this tokenizer's does not: it adds {whole[-40:]!r}; add the token "
-                "to the tokenizer, or take the tokenizer of the base that the template is for"
-            )
-        return ends[-1]
+        after = whole.rpartition(ANSWERED)[2]
+        between = self.text([*answered, ASK]).rpartition(ANSWERED)[2]
+        for text in (after[: _shared(after, between)], after):
+            ends = self._tokens.findall(text)
+            if ends:
+                eos: Any = self._tokenizer.eos_token
+                end = eos if eos in ends else ends[-1]
+                return _Ending(end, after.rpartition(end)[2].strip())
+        header = self._headers.match(between)
+        # a token that opens every turn does not end one
+        if (
+            not after.strip()
+            and header
+            and header[0].strip() not in self.text([ASK], ask=True).rpartition(ASKED)[2]
+        ):
+            return _Ending("", "")
+        raise InputError(
+            "a chat template must end an answer with a special token, which the base writes to end "
+            f"its turn, this tokenizer's adds {after[-40:]!r}; write {{{{ eos_token }}}} after "
+            "answers in the template, or add the text to the tokenizer as a special token"
+        )
 
     @cached_property
-    def end(self) -> str:
-        """Text of the end token."""
-        return str(self._tokenizer.decode([self.end_id]))
-
-    @cached_property
-    def opening(self) -> str:
+    def _opening(self) -> str:
         """Text before an answer to the user: the generation prompt if there is one."""
-        prompt, plain = self.text([ASK], ask=True), self.text([ASK])
-        added = prompt.removeprefix(plain) if prompt.startswith(plain) else ""
-        return added or prompt.rpartition(ASKED)[2]
+        plain = self.text([ASK])
+        prompt = self._turn([ASK, {"role": "assistant", "content": ANSWERED}], None).prompt
+        return prompt[_shared(plain, prompt) :] or prompt.rpartition(ASKED)[2]
+
+    @cached_property
+    def _added(self) -> dict[str, bool]:
+        """Added tokens by their text, and whether each is special."""
+        known: Any = self._tokenizer
+        added = {one.content: one.special for one in known.added_tokens_decoder.values()}
+        return added | dict.fromkeys(known.all_special_tokens, True)
+
+    @cached_property
+    def _special(self) -> tuple[str, ...]:
+        return tuple(text for text, is_special in self._added.items() if is_special)
+
+    @cached_property
+    def _tokens(self) -> re.Pattern[str]:
+        """Matches an added token."""
+        # the longest first; without any it matches nothing
+        texts = sorted(map(re.escape, self._added), key=len, reverse=True)
+        return re.compile("|".join(texts) or "(?!)")
+
+    @cached_property
+    def _pieces(self) -> re.Pattern[str]:
+        return re.compile(f"{TAG}|{self._tokens.pattern}")
+
+    @cached_property
+    def _headers(self) -> re.Pattern[str]:
+        return re.compile(rf"\s*(?:{self._tokens.pattern})")
 
     def _mark(self, messages: Messages, tools: Tools) -> int | None:
-        """Return the character at which the last marked answer begins.
+        """Return the character at which the last marked text begins.
 
         It is -1 if nothing is marked, and None if the template has no generation markers.
         """
@@ -310,3 +431,9 @@ class Template:
         choices = {"add_special_tokens": False, "return_offsets_mapping": True}
         found = encoding(self._tokenizer, text, **choices)
         return found["input_ids"], np.array(found["offset_mapping"], int).reshape(-1, 2)
+
+
+def _shared(one: str, other: str) -> int:
+    """Return how many characters two texts begin with in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

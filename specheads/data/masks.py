@@ -10,6 +10,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 OPENING_TOKENS = 32
 """Tokens before an answer that are decoded: no template opens an answer with more."""
 
+TAG = r"</?think>"
+"""Tags that templates write around thoughts, also around empty ones."""
+
 OPEN, CLOSE = "⟦", "⟧"
 """Brackets around tokens in the loss, for output without colour."""
 
@@ -24,15 +27,16 @@ def wrong_mask(
     tokenizer: PreTrainedTokenizerBase,
     tokens: Sequence[int],
     loss_mask: Sequence[bool],
-    answers: Sequence[dict[str, Any]],
+    answers: Sequence[tuple[dict[str, Any], str]],
     *,
     end: str,
     opening: str,
 ) -> str:
     """Return why a loss mask is wrong, as a phrase ("it counts nothing"); empty if it is right.
 
-    The mask must count these answers in their order, each with its `end` token. An answer follows
-    `opening` or an added token, such as the one that closes a tool's result.
+    The mask must count these answers in their order, each as its template writes it (the second
+    text), `end` included. If `end` is empty, the token that opens the next turn ends an answer. An
+    answer follows `opening` or an added token, such as the one that closes a tool's result.
     """
     spans = list(_spans(loss_mask))
     if not any(loss_mask):
@@ -42,45 +46,45 @@ def wrong_mask(
     if len(spans) != len(answers):
         return f"it counts {len(spans)} stretches, and there are {len(answers)} answers"
     added = added_ids(tokenizer)
-    for (begin, stop), answer in zip(spans, answers, strict=True):
-        body, found, rest = _text(tokenizer, tokens[begin:stop]).rpartition(end)
-        if not found or rest:
-            return f"it counts {_cut(body + found + rest)}, which does not end with {end}"
+    for (begin, stop), (answer, expected) in zip(spans, answers, strict=True):
+        is_ended = tokens[stop - 1] in added
+        body = _text(tokenizer, tokens[begin : stop - is_ended])
+        whole = _text(tokenizer, tokens[begin:stop])
+        if not is_ended and (end or stop < len(tokens)):
+            return f"it counts {_cut(whole)}, which does not end with {end or 'a special token'}"
         before = _text(tokenizer, tokens[max(0, begin - OPENING_TOKENS) : begin])
-        opened = squeezed(before).endswith(squeezed(opening))
-        if not opened and (not begin or tokens[begin - 1] not in added):
+        is_opened = opening and squeezed(before).endswith(squeezed(opening))
+        if not is_opened and (not begin or tokens[begin - 1] not in added):
             return f"it counts {_cut(body)}, which follows {_cut(before[-40:])}"
-        if not _matches(tokenizer, body, answer):
+        if not any(_matches(tokenizer, text, answer, expected) for text in (whole, body)):
             called = [call["function"]["name"] for call in answer.get("tool_calls", ())]
-            wanted = " and calls ".join([_cut(_written(answer)), *called])
+            written = answer.get("reasoning_content", "") + answer["content"]
+            wanted = " and calls ".join([_cut(written), *called])
             return f"it counts {_cut(body)} for the answer {wanted}"
     return ""
 
 
 def squeezed(text: str) -> str:
     """Return a text without whitespace and thinking tags, which templates add and remove."""
-    return re.sub(r"\s|</?think>", "", text)
+    return re.sub(rf"\s|{TAG}", "", text)
 
 
-def _matches(tokenizer: PreTrainedTokenizerBase, body: str, answer: dict[str, Any]) -> bool:
-    wanted, read = squeezed(_written(answer)), squeezed(body)
-    if not read.startswith(wanted):
+def _matches(
+    tokenizer: PreTrainedTokenizerBase, text: str, answer: dict[str, Any], expected: str
+) -> bool:
+    read = squeezed(text)
+    if calls := answer.get("tool_calls"):
+        place = 0
+        for part in (answer["content"], *(call["function"]["name"] for call in calls)):
+            place = read.find(squeezed(part), place)
+            if place < 0:
+                return False
+        return True
+    if read != squeezed(expected):
         # a tokenizer may normalise text
-        ids: Any = tokenizer(_written(answer), add_special_tokens=False, verbose=False)["input_ids"]
-        wanted = squeezed(_text(tokenizer, ids))
-    calls = answer.get("tool_calls")
-    if not calls:
-        return read == wanted
-    place = len(wanted)
-    for call in calls:
-        place = read.find(squeezed(call["function"]["name"]), place)
-        if place < 0:
-            return False
-    return read.startswith(wanted)
-
-
-def _written(answer: dict[str, Any]) -> str:
-    return answer.get("reasoning_content", "") + answer["content"]
+        ids: Any = tokenizer(expected, add_special_tokens=False, verbose=False)["input_ids"]
+        return read == squeezed(_text(tokenizer, ids))
+    return True
 
 
 def _spans(loss_mask: Sequence[bool]) -> Iterator[tuple[int, int]]:

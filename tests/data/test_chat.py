@@ -445,13 +445,21 @@ def with_template(source: str) -> Template:
             HEADER + "{% generation %}{{ '<think>\n' }}" + SAID + "{{ '\n' }}{% endgeneration %}",
             ASKS.replace("assistant\n", "assistant\n<think>\n"),
         ),
-        # prompt and answer differ, and only the markers tell where it begins
+        # only the prompt opens a thought
         marked(
             HEADER + "{% generation %}" + SAID + "{{ '\n' }}{% endgeneration %}",
             ASKS.replace("assistant\n", "assistant\n<think>\n"),
         ),
+        marked(HEADER + SAID + "\n", ASKS.replace("assistant\n", "assistant\n<think>\n")),
+        # the header is marked, and is no answer
+        marked("{% generation %}" + HEADER + SAID + "\n{% endgeneration %}"),
+        # prompt and answer differ, and only the markers show where it begins
+        marked(
+            HEADER.replace("'\n'", "'<|im_start|>'")
+            + "{% generation %}" + SAID + "{{ '\n' }}{% endgeneration %}"
+        ),
     ],
-)
+)  # fmt: skip
 def test_generation_markers_decide_the_mask_with_the_end_token(source: str):
     (one,) = with_template(source).samples(said(MULTI))
     counted = [token for token, is_in in zip(one.tokens, one.loss_mask, strict=True) if is_in]
@@ -462,7 +470,6 @@ def test_generation_markers_decide_the_mask_with_the_end_token(source: str):
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        (marked("{% generation %}" + HEADER + SAID + "\n{% endgeneration %}"), "must begin where"),
         (marked(HEADER + SAID + "{% generation %}{{ '\n' }}{% endgeneration %}"), "must begin"),
         (
             marked(
@@ -472,14 +479,14 @@ def test_generation_markers_decide_the_mask_with_the_end_token(source: str):
             "must begin where",
         ),
         (
-            marked(HEADER + SAID, ASKS.replace("assistant\n", "assistant\n<think>\n")),
+            marked(HEADER + SAID, ASKS.replace("assistant\n", "bot\n")),
             "the mask is unstable",
         ),
         (marked(HEADER + "{{ m.content }}\n"), "must end an answer with a special token"),
         (marked(HEADER + "{{ '<|im_end|>' }}"), "leaves them out"),
         (marked(HEADER + "{{ m.content | upper + '<|im_end|>' }}"), "counts 'HELLO.' for the"),
     ],
-    ids=["header", "beginning", "last", "unstable", "endless", "silent", "loud"],
+    ids=["beginning", "last", "unstable", "endless", "silent", "loud"],
 )  # fmt: skip
 def test_template_without_a_stable_mask_is_refused_with_details(source: str, told: str):
     with pytest.raises(InputError, match=told) as caught:
