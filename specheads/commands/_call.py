@@ -23,6 +23,7 @@ NO_MEMORY = ("out of memory", "can't allocate memory", "Unable to allocate")
 MAX_DETAILS = 8000
 """Characters printed below the line of an error."""
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = 130
 
 
@@ -119,22 +120,44 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt at SIGTERM too, unless another handler takes the first signal."""
+    """Raise KeyboardInterrupt at SIGTERM too, unless another handler takes the first signal.
+
+    A second signal ends the process at once. A thread reads it, because Python runs no handler
+    while the main thread waits for another process. A run survives a kill at any moment.
+    """
     # only the main thread receives signals
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    threading.Thread(target=_watch, args=(reader,), daemon=True).start()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield
     finally:
+        signal.set_wakeup_fd(descriptor)
         signal.signal(signal.SIGTERM, before)
+        os.close(writer)
+
+
+def _watch(reader: int) -> None:
+    """Count the signals whose numbers arrive in a pipe, and exit at the second one."""
+    count = 0
+    with open(reader, "rb", buffering=0) as numbers:
+        while number := numbers.read(1):
+            count += number[0] in SIGNALS
+            if count > 1:
+                os.write(2, b"interrupted again: stopped at once\n")
+                os._exit(INTERRUPTED)
 
 
 def _forget() -> None:
-    """Restore SIGTERM in a forked process: a pool ends its workers by it."""
+    """Restore signals in a forked process: a pool ends its workers by SIGTERM."""
     if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -48,7 +48,7 @@ BASES: dict[str, tuple[Damage, str]] = {
         "model.norm.weight",
     ),
     "no weights": (lambda at: (at / "model.safetensors").unlink(), "safetensors"),
-    "a pickle only": (_pickle_only, "pytorch_model.bin"),
+    "a pickle only": (_pickle_only, "no file named model.safetensors"),
     "weights cut short": (lambda at: _cut(at / "model.safetensors", 1000), "weights"),
     "weights empty": (lambda at: _cut(at / "model.safetensors", 0), "weights"),
     "no config": (lambda at: (at / "config.json").unlink(), "config.json"),

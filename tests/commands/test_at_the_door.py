@@ -169,7 +169,6 @@ def test_broken_file_is_refused_by_name(overrides: str, refused: Any, tmp_path: 
     broken.files(tmp_path)
     said = refused(*overrides.format(at=tmp_path).split())
     assert Path(overrides.rpartition("=")[2]).name in said
-    assert "Expecting value" not in said.partition("(")[0]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import errno
 import multiprocessing
+import os
 import shlex
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from specheads.commands import _call, _help, commands
-from specheads.commands._call import call, interruptible
+from specheads.commands._call import INTERRUPTED, SIGNALS, call, interruptible
 from specheads.config import compose
 from specheads.core.errors import InputError
 
@@ -177,6 +178,33 @@ def test_sigterm_interrupts_and_its_handler_is_restored():
     with pytest.raises(KeyboardInterrupt), interruptible():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def ignore_signals(ready: Event) -> None:
+    """Run no handler that stops, like a process that waits in a library."""
+    with interruptible():
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: None)
+        ready.set()
+        while True:
+            time.sleep(1)
+
+
+@pytest.mark.parametrize("numbers", [(*SIGNALS,), (signal.SIGTERM, signal.SIGTERM)])
+def test_second_signal_ends_a_process_that_ignores_signals(numbers: tuple[signal.Signals, ...]):
+    ready = FORK.Event()
+    process = FORK.Process(target=ignore_signals, args=(ready,))
+    process.start()
+    ready.wait()
+    assert process.pid is not None
+    for number in numbers:
+        # the kernel merges two pending signals of one number
+        time.sleep(0.2)
+        assert process.is_alive()
+        os.kill(process.pid, number)
+    process.join()
+    assert process.exitcode == INTERRUPTED
 
 
 def wait(ready: Event) -> None:

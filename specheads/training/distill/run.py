@@ -106,6 +106,9 @@ def write_text(
 ) -> Generator[WriterProgress, None, None]:
     """Generate the missing blocks of a folder; yield the progress from time to time.
 
+    The first yield comes before anything is written. Several processes must wait for each other
+    there, because the first one removes incomplete files until then.
+
     `make` builds the engine, only if texts are missing.
 
     Raises:
@@ -121,11 +124,11 @@ def write_text(
     # one lock per rank: the processes of a run write together, a second run finds the lock taken
     with sole_writer(job.folder, f".lock-{job.rank}"):
         if job.rank == 0:
-            # the other processes wait for the first progress of this one
             sweep(job.folder)
-        claim_folder(job.folder, claim)
         scheduler = _Scheduler(job, mine)
+        # no process writes before the first one has removed incomplete files
         yield scheduler.progress()
+        claim_folder(job.folder, claim)
         engine = make(job)
         scheduler.began = told = time.monotonic()
         with closing(engine(scheduler.pull)) as answers:
