@@ -38,7 +38,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from weakref import finalize
 
-import httpx
+import httpx2
 import torch
 
 from specheads.base.gguf import file_of
@@ -109,7 +109,10 @@ class Server:
                 command, stdout=out, stderr=out, env={**os.environ, **(environment or {})}
             )
         self.close = finalize(self, _end, self.process)
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_SECONDS)
+        # without the environment's proxies, which do not reach this machine's own servers
+        self.client = httpx2.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_SECONDS, trust_env=False
+        )
         self._wait()
 
     def _wait(self) -> None:
@@ -118,7 +121,7 @@ class Server:
             try:
                 if self.client.get("/health").is_success:
                     return
-            except httpx.TransportError:
+            except httpx2.TransportError:
                 pass
             time.sleep(0.2)
         output = self.log.read_text(encoding="utf-8", errors="replace")[-2000:]
@@ -152,7 +155,7 @@ class Server:
                 found[name] = int(float(value))
         return found
 
-    def request(self, path: str, job: Mapping[str, Any] | None = None) -> httpx.Response:
+    def request(self, path: str, job: Mapping[str, Any] | None = None) -> httpx2.Response:
         """Send a request and return the answer; raise where the server refuses it."""
         answer = self.client.get(path) if job is None else self.client.post(path, json=job)
         return answer.raise_for_status()

@@ -231,6 +231,32 @@ def test_vllm_refuses_dspark_on_a_cpu(runner, refusal, export):
         serve({"model": str(folder)}, {"VLLM_USE_V2_MODEL_RUNNER": runner})
 
 
+def test_serving_benchmark_counts_equal_its_replay(tmp_path):
+    tokenizer: Any = base().tokenizer
+    head("eagle3").save_pretrained(tmp_path / "head")
+    rows = [json.dumps({"prompt": tokenizer.decode(prompt)}) for prompt in prompts()[:4]]
+    (tmp_path / "stdlib.jsonl").write_text("\n".join(rows))
+    command = [
+        *(sys.executable, str(ROOT / "scripts" / "bench_serve.py")),
+        *("--limit", "4", "--batch", "1,4", "--depths", "1,3"),
+        *("--dtype", "float32", "--eager", "--threads", "1"),
+        *("--base", str(BASE), "--head", str(tmp_path / "head")),
+        *("--sets", f"stdlib={tmp_path / 'stdlib.jsonl'}", "--new-tokens", str(NEW_TOKENS)),
+        *("--vllm-python", sys.executable, "--out", str(tmp_path / "serve.json")),
+    ]
+    environment = os.environ | QUIET | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    served = json.loads((tmp_path / "serve.json").read_text())
+    settings = [(row["batch"], row["depth"]) for row in served["rows"]]
+    assert settings == [(1, 1), (1, 3), (4, 1), (4, 3)]
+    for row in served["rows"]:
+        assert row["identical"] == row["count"] == 4
+        assert row["served"]["forwards"] == row["replay"]["forwards"]
+        assert row["served"]["tokens_per_forward"] == row["replay"]["tokens_per_forward"] > 1
+        assert row["speedup"]["interval"][0] <= row["speedup"]["ratio"]
+
+
 def test_vllm_0_32_loads_medusa_natively(export):
     settings = {
         "method": "medusa",
