@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from specheads.core.errors import InputError
-from specheads.data.settings import Data
+from specheads.data.settings import CONVERSATIONS, Data
 from specheads.training.settings import Distill, Joint, Phase, Schedule
 
 MOST_WARMUP_STEPS = 2000
-
-CONVERSATIONS = {"chat", "stdlib_instructions"}
-"""Sources of conversations: see docs/data.md."""
 
 
 @dataclass(slots=True)
@@ -107,8 +104,8 @@ def row_tokens(phase: Phase, data: Data, context: int) -> int:
     """Return the maximum row length of a phase; a conversation may fill the context."""
     if phase.sequence_length or phase.distill is None:
         return phase.sequence_length
-    sources = {one.source for one in data.sources.values() if one.weight} | {data.source}
-    return context if sources & CONVERSATIONS else text_tokens(phase.distill)
+    talks = any(one.source in CONVERSATIONS for one in data.parts)
+    return context if talks else text_tokens(phase.distill)
 
 
 def text_tokens(distill: Distill) -> int:
