@@ -53,6 +53,7 @@ from specheads.heads.load import load_head
 from specheads.measure.counts import DepthCounts, bootstrap_interval, rate
 from specheads.measure.generation import GenerationSettings, write_alone
 from specheads.measure.offline import guess_ranks, replay
+from specheads.measure.tables import with_interval
 from specheads.runs.progress import bar
 from specheads.runs.provenance import nearby, provenance
 
@@ -563,19 +564,18 @@ def _replayed(counts: Sequence[DepthCounts]) -> dict[str, Any]:
 def line(row: Mapping[str, Any]) -> str:
     """Return a row in words."""
     gain, served, replayed = row["speedup"], row["served"], row["replay"]
+    faster = with_interval(gain["ratio"], gain["interval"])
+    engine, own = (
+        with_interval(one["tokens_per_forward"], one["interval"]) for one in (served, replayed)
+    )
     return (
-        f"{row['prompts']}, batch {row['batch']}, chain of {row['depth']}: {gain['ratio']:.2f} "
-        f"{_interval(gain['interval'])} of the engine alone, {row['tokens_per_second']:.1f} "
-        f"against {row['alone_tokens_per_second']:.1f} tokens/s; "
-        f"{served['tokens_per_forward']:.2f} {_interval(served['interval'])} tokens per forward, "
-        f"in replay {replayed['tokens_per_forward']:.2f} {_interval(replayed['interval'])}; "
+        f"{row['prompts']}, batch {row['batch']}, chain of {row['depth']}: {faster} "
+        f"of the engine alone, {row['tokens_per_second']:.1f} against "
+        f"{row['alone_tokens_per_second']:.1f} tokens/s; "
+        f"{engine} tokens per forward, in replay {own}; "
         f"{served['forwards']} forwards, {replayed['forwards']} in replay; "
         f"{row['identical']} of {row['count']} texts identical"
     )
-
-
-def _interval(ends: Sequence[float]) -> str:
-    return f"[{ends[0]:.2f}, {ends[1]:.2f}]"
 
 
 if __name__ == "__main__":

@@ -390,11 +390,13 @@ def decode(report: Report) -> None:
     """Time steps, drafts and whole decoding of a base with random weights."""
     import bench_decode
 
+    from specheads.measure.tables import with_interval
+
     bench = bench_of(report)
     report.part("machine", machine, bench.base)
     for row in report.part("steps", bench_decode.steps, bench) or []:
         aim = "at most 1.15" if row["nodes"] == 32 else ""
-        ratio = interval(row["over_bare_forward"], row["interval"])
+        ratio = with_interval(row["over_bare_forward"], row["interval"])
         report.row(f"step over {row['nodes']} nodes / bare forward of 1", ratio, aim)
     for size in bench.batches:
         row = report.part(f"batch_{size}", bench_decode.batch_row, bench, size, seconds=10)
@@ -458,6 +460,8 @@ def train(report: Report) -> None:
 
 
 def _train_rows(report: Report, what: str, kind: str, row: Mapping[str, Any]) -> None:
+    from specheads.measure.tables import with_interval
+
     aims = {"eagle3": "at least 0.45", "mlp_speculator": "at least 0.50"}
     rate = f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.2f}"
     report.row(what, rate, f"MFU {aims[kind]}" if kind in aims else "")
@@ -469,7 +473,7 @@ def _train_rows(report: Report, what: str, kind: str, row: Mapping[str, Any]) ->
     report.row(f"{what}: peak memory", memory, "within 15 %")
     plain = row.get("plain_over_step")
     if plain is not None:
-        report.row(f"{what}: plain step / step", interval(plain, row["plain_interval"]))
+        report.row(f"{what}: plain step / step", with_interval(plain, row["plain_interval"]))
     else:
         report.row(f"{what}: plain step / step", row["plain_error"])
 
@@ -540,6 +544,8 @@ def planned_gib(base: Any, bench: Any) -> float:
 
 def smollm2(report: Report) -> None:
     """Run the quickstart, and keep its results.json."""
+    from specheads.measure.tables import with_interval
+
     options = report.options
     tiny = TINY_QUICKSTART if options.tiny else ()
     model = str(ROOT / "recipes/tiny_code/base") if options.tiny else options.model
@@ -566,9 +572,9 @@ def smollm2(report: Report) -> None:
         }
     speed, online = found["speed"], found["online"]
     report.row("quickstart", f"{seconds / 60:.1f} minutes")
-    speedup = interval(speed["speedup"], speed["interval"])
+    speedup = with_interval(speed["speedup"], speed["interval"])
     report.row("quickstart: speed-up", speedup, "above 1.5")
-    per_forward = interval(online["tokens_per_forward"], online["interval"])
+    per_forward = with_interval(online["tokens_per_forward"], online["interval"])
     report.row("quickstart: tokens per forward", per_forward)
     rates = f"{speed['base_tokens_per_second']:.1f}, {speed['tokens_per_second']:.1f}"
     report.row("quickstart: tokens/s alone, with head", rates)
@@ -611,11 +617,6 @@ def fits(base: Any, slots: int) -> bool:
         return True
     free, _ = torch.cuda.mem_get_info(base.device)
     return 1.3 * slots * base.slot_bytes < free
-
-
-def interval(value: float, bounds: Sequence[float]) -> str:
-    """Return a figure with its interval."""
-    return f"{value:.2f} [{bounds[0]:.2f}, {bounds[1]:.2f}]"
 
 
 STAGES: dict[str, Callable[[Report], None]] = {

@@ -36,6 +36,7 @@ from specheads.export.layouts._shared import Layout
 from specheads.heads.load import kinds
 from specheads.measure.compare import ratios
 from specheads.measure.results import Comparison, Condition, Rate, Results, Speed, read
+from specheads.measure.tables import with_interval
 from specheads.runs.provenance import Git, Provenance
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -247,7 +248,7 @@ def ways(files: Sequence[Path]) -> str:
             for name in condition.ranking:
                 row = condition.drafters[name]
                 gain = both.over.get(name) if both else None
-                over = _interval(gain.ratio, gain.interval) if gain else ""
+                over = with_interval(gain.ratio, gain.interval) if gain else ""
                 rows.append((*what, name, rate(row.online), speedup(row.speed), over))
     return table(WAYS_HEADER, rows)
 
@@ -303,7 +304,7 @@ def rivals(file: Path) -> str:
             row, head = condition.drafters[name], compared.heads[name]
             what = name, f"`{head.kind}`", f"{head.parameters:,}", f"{condition.temperature:g}"
             gains = (found.get(name) for found in (first.over, first.accepted_over))
-            over = (_interval(gain.ratio, gain.interval) if gain else "" for gain in gains)
+            over = (with_interval(gain.ratio, gain.interval) if gain else "" for gain in gains)
             rows.append((*what, rate(row.online), speedup(row.speed), *over))
     how, made = compared.settings, compared.provenance
     common = f"{compared.prompts.count} prompts of {how.max_new_tokens} new tokens, {how.dtype}"
@@ -429,22 +430,17 @@ def _commit(git: Git | None) -> str:
 
 def rate(found: Rate | None) -> str:
     """Return tokens per forward and their interval."""
-    return _interval(found.tokens_per_forward, found.interval) if found else NOT_MEASURED
+    return with_interval(found.tokens_per_forward, found.interval) if found else NOT_MEASURED
 
 
 def speedup(speed: Speed | None) -> str:
     """Return how many times faster than the base alone, and the interval."""
-    return _interval(speed.speedup, speed.interval) if speed else NOT_MEASURED
+    return with_interval(speed.speedup, speed.interval) if speed else NOT_MEASURED
 
 
 def figure(section: Mapping[str, Any], name: str) -> str:
     """Return a number of a section of JSON and its interval."""
-    return _interval(section[name], section["interval"])
-
-
-def _interval(value: float, interval: Sequence[float]) -> str:
-    low, high = interval
-    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
+    return with_interval(section[name], section["interval"])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
