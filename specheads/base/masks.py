@@ -97,10 +97,14 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
 def _reads_window(model: PreTrainedModel) -> bool:
     """Return whether the code of a model reads `sliding_window` of its config.
 
-    A Llama that was converted from a Mistral may have the setting, and ignores it.
+    A Llama that was converted from a Mistral may have the setting, and ignores it. Classes outside
+    of transformers count by those that they inherit from.
     """
-    parts = {type(one).__module__ for one in (model, model.base_model)}
-    return any("sliding_window" in inspect.getsource(sys.modules[part]) for part in parts)
+    classes = {*type(model).__mro__, *type(model.base_model).__mro__}
+    names = {one.__module__ for one in classes}
+    names = [name for name in names if name.startswith("transformers.models.")]
+    codes = [inspect.getsource(sys.modules[name]) for name in names]
+    return not codes or any("sliding_window" in code for code in codes)
 
 
 def context_length(config: Any) -> int:

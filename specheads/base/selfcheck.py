@@ -1,5 +1,7 @@
 """Checks of a base when it is loaded: tree verification and the vocabulary projection work."""
 
+from inspect import signature
+
 import torch
 
 from specheads.base.cache import KVCache
@@ -38,8 +40,11 @@ def check(base: Forwards) -> None:
         cache = KVCache(base.config.num_hidden_layers, 1, text.shape[1] + 6, device)
         base.prefill(text, cache, [text.shape[1]])
         whole = torch.cat([text, path[None]], dim=1)
-        plain = model(input_ids=whole, use_cache=False).logits[0, -4:]
-        projected = projection(base.read(whole).hidden)[0, -4:]
+        # with a vocabulary of 262k the logits of a whole window take half a gigabyte
+        may_keep = "logits_to_keep" in signature(model.forward).parameters
+        last = {"logits_to_keep": 4} if may_keep else {}
+        plain = model(input_ids=whole, use_cache=False, **last).logits[0, -4:]
+        projected = projection(base.read(whole).hidden[:, -4:])[0]
         verified = base.verify(tree, cache).logits[0]
     except (
         ArithmeticError,

@@ -1,4 +1,5 @@
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,17 @@ def test_local_layers_are_refused_and_global_ones_are_not():
 def test_a_window_counts_only_where_the_model_reads_it(architecture):
     base = tiny.own_base(architecture, sliding_window=12)
     assert base.windows == {"all": 12 if architecture == "mistral" else None}
+
+
+class OwnLlama(transformers.LlamaForCausalLM):
+    """A class of a user, as in a notebook, whose module may have no source."""
+
+    __module__ = "__main__"
+
+
+def test_a_class_outside_of_transformers_counts_by_what_it_inherits_from():
+    config: Any = tiny.config("llama", sliding_window=12)
+    assert attention_windows(OwnLlama(config)) == {"all": None}
 
 
 def test_a_longrope_base_is_limited_to_its_original_context():
