@@ -79,7 +79,7 @@ class Documents:
         """Return the number of documents and tokens, and a sum of up to 1000 documents."""
         checksum = zlib.crc32(self.lengths.astype(np.int64).tobytes())
         for number in np.linspace(0, len(self) - 1, min(len(self), 1000), dtype=int).tolist():
-            checksum = zlib.crc32(np.ascontiguousarray(self.tokens(number)).tobytes(), checksum)
+            checksum = zlib.crc32(self.tokens(number).tobytes(), checksum)
         return f"{len(self):,} documents, {int(self.lengths.sum()):,} tokens, sum {checksum:08x}"
 
     def _piece(self, number: int, name: str) -> np.ndarray | None:

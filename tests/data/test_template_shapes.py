@@ -91,12 +91,10 @@ INNER = (
 )
 
 
-def shapes(header: str, answer: str, end: str = "", **others: Any) -> tuple[str, str]:
+def shapes(header: str, answer: str, end: str = "", **others: Any) -> dict[str, str]:
     """Return a template without generation markers and one with them."""
-    return (
-        turns(header + answer + end, **others),
-        turns(header + "{% generation %}" + answer + end + "{% endgeneration %}", **others),
-    )
+    marked = header + "{% generation %}" + answer + end + "{% endgeneration %}"
+    return {"plain": turns(header + answer + end, **others), "marked": turns(marked, **others)}
 
 
 def header_in(header: str, answer: str, **others: Any) -> str:
@@ -106,13 +104,7 @@ def header_in(header: str, answer: str, **others: Any) -> str:
 END = "<|end|>{{ '\n' }}"
 TEMPLATES: dict[str, dict[str, str]] = {
     "closing": {
-        **dict(
-            zip(
-                ("plain", "marked"),
-                shapes("<|assistant|>{{ '\n' }}", THINKS + TEXT, END, **CLOSED),
-                strict=True,
-            )
-        ),
+        **shapes("<|assistant|>{{ '\n' }}", THINKS + TEXT, END, **CLOSED),
         "header": header_in("<|assistant|>{{ '\n' }}", THINKS + TEXT + END, **CLOSED),
         "open": turns(
             "<|assistant|>{{ '\n' }}{% generation %}" + THINKS + TEXT + "{% endgeneration %}" + END,
@@ -120,46 +112,22 @@ TEMPLATES: dict[str, dict[str, str]] = {
         ),
     },
     "headed": {
-        **dict(
-            zip(
-                ("plain", "marked"),
-                shapes("<|assistant|>", "{{ '\n' }}" + THINKS + TEXT, **HEADED),
-                strict=True,
-            )
-        ),
+        **shapes("<|assistant|>", "{{ '\n' }}" + THINKS + TEXT, **HEADED),
         "header": header_in("<|assistant|>", "{{ '\n' }}" + THINKS + TEXT, **HEADED),
     },
     "dropped": {
-        **dict(
-            zip(
-                ("plain", "marked"),
-                shapes("<|assistant|>", "{{ '\n' }}" + DROPPED + TEXT, **HEADED | {"begin": LAST}),
-                strict=True,
-            )
-        ),
+        **shapes("<|assistant|>", "{{ '\n' }}" + DROPPED + TEXT, **HEADED | {"begin": LAST}),
     },
     "opened": {
-        **dict(
-            zip(
-                ("plain", "marked"),
-                shapes("<|assistant|>", THINKS + TEXT, "<|end|>", **OPENED),
-                strict=True,
-            )
-        ),
+        **shapes("<|assistant|>", THINKS + TEXT, "<|end|>", **OPENED),
         "header": header_in("<|assistant|>", THINKS + TEXT + "<|end|>", **OPENED),
     },
     "double": {
-        **dict(
-            zip(
-                ("plain", "marked"),
-                shapes(
-                    "<|turn|><|assistant|>",
-                    THOUGHTS + "<|text|>" + TEXT,
-                    "<|/text|><|end|>",
-                    **DOUBLE | {"begin": LAST},
-                ),
-                strict=True,
-            )
+        **shapes(
+            "<|turn|><|assistant|>",
+            THOUGHTS + "<|text|>" + TEXT,
+            "<|/text|><|end|>",
+            **DOUBLE | {"begin": LAST},
         ),
     },
     "channels": {
@@ -167,13 +135,7 @@ TEMPLATES: dict[str, dict[str, str]] = {
         "header": header_in("", ANALYSIS + CALLED + FINAL, **CHANNELS),
     },
     "empty": {
-        **dict(
-            zip(
-                ("plain", "marked"),
-                shapes("<|turn|>model{{ '\n' }}", INNER + TEXT, END, **EMPTY),
-                strict=True,
-            )
-        ),
+        **shapes("<|turn|>model{{ '\n' }}", INNER + TEXT, END, **EMPTY),
         "header": header_in("<|turn|>model{{ '\n' }}", INNER + TEXT + END, **EMPTY),
     },
 }
