@@ -68,10 +68,11 @@ class Completions:
         """Yield answers, as `TextEngine`.
 
         Raises:
-            ValueError: The server refuses a request, or all attempts failed. Earlier answers are
-                yielded first.
+            ValueError: The server refuses a request, or all attempts failed. The answers to the
+                other requests sent so far are yielded first.
         """
         pending: set[Future[Answer]] = set()
+        failure: BaseException | None = None
         # requests continue in a thread while the caller is busy
         with start_blocking_portal() as portal:
             client = AsyncOpenAI(
@@ -84,15 +85,21 @@ class Completions:
             try:
                 while True:
                     while (
-                        len(pending) < self.settings.batch_size and (request := pull()) is not None
+                        failure is None
+                        and len(pending) < self.settings.batch_size
+                        and (request := pull()) is not None
                     ):
                         pending.add(portal.start_task_soon(self._answer, client, request))
                     if not pending:
-                        return
+                        break
                     done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    # answers before the exception that ends the iteration
-                    for one in sorted(done, key=lambda one: one.exception() is not None):
-                        yield one.result()
+                    for one in done:
+                        if (error := one.exception()) is None:
+                            yield one.result()
+                        else:
+                            failure = failure or error
+                if failure is not None:
+                    raise failure
             finally:
                 for one in pending:
                     one.cancel()
