@@ -19,6 +19,7 @@ from specheads.base import lora
 from specheads.base.cache import KVCache, RowCache, upload
 from specheads.base.compile import CompiledLayers, CudaGraphs
 from specheads.base.document_attention import attending_documents
+from specheads.base.exact_attention import ExactAttention
 from specheads.base.masks import (
     attention_windows,
     context_length,
@@ -228,7 +229,8 @@ class Forwards:
         if self._layers is not None and self._layers.layers and cache.static:
             return self._forward_compiled(inputs, cache, aux_layers)
         run = self._compiled_answer or answer
-        with attending(self.config, cache, exact=self.exact), self._last_stream(aux_layers) as last:
+        exact = ExactAttention(ancestors, cache.row_lengths) if self.exact else None
+        with attending(self.config, cache, exact=exact), self._last_stream(aux_layers) as last:
             logits, out = run(
                 self.model, self.projection, **inputs, output_hidden_states=bool(aux_layers)
             )

@@ -5,6 +5,7 @@ from inspect import signature
 import torch
 
 from specheads.base.cache import KVCache
+from specheads.base.exact_attention import BLOCK, keeps_order
 from specheads.base.forward import Forwards
 from specheads.core.errors import InputError, first_line
 from specheads.core.tree import TokenTree
@@ -79,13 +80,11 @@ def check(base: Forwards) -> None:
 
 @torch.no_grad()
 def check_exact(base: Forwards, *, compile: bool) -> None:
-    """Make a base exact, after a check that it can be.
-
-    The check decodes a path of a tree token by token: all logits must be equal, bit for bit.
+    """Make a base exact, after a check that it can be; a base that cannot stays as it was.
 
     Raises:
-        ValueError: The logits differ, or the base is compiled, not on a CPU, or its attention is
-            not sdpa.
+        ValueError: Nodes of a tree and single steps differ, or the base is compiled, not on a CPU,
+            or its attention is not sdpa.
     """
     attention = base.config._attn_implementation
     if compile or base.device.type != "cpu" or attention != "sdpa":
@@ -94,18 +93,37 @@ def check_exact(base: Forwards, *, compile: bool) -> None:
             f"compile={compile}, device={base.device} and attention={attention}; change them, or "
             "leave exact out"
         )
+    alike = False
     base.exact = True
-    tokens = torch.arange(3, 3 + 24)[None] * 7919 % len(base.projection.weight)
-    text, nodes = tokens[:, :17], tokens[:, 17:]
+    try:
+        alike = keeps_order(base.dtype) and _decodes_alike(base)
+    except RuntimeError as error:
+        raise InputError(
+            "exact=true needs attention that torch's flash kernel computes; "
+            f"{base.model.config.model_type!r} fails with {first_line(error)!r}; leave exact out"
+        ) from error
+    finally:
+        base.exact = alike
+    if not alike:
+        raise InputError(
+            f"exact=true needs matrix products that do not depend on the number of rows, and "
+            f"in {base.dtype} this machine's do; try another dtype, or leave exact out"
+        )
+
+
+def _decodes_alike(base: Forwards) -> bool:
+    """Return whether a path of a tree has the logits of its tokens one by one, bit for bit."""
+    # the levels of the tree lie on both sides of a multiple of the blocks of exact attention
+    length = 3 * BLOCK - 2
+    tokens = torch.arange(3, 3 + length + 7)[None] * 7919 % len(base.projection.weight)
+    text, nodes = tokens[:, :length], tokens[:, length:]
     parents = [-1, 0, 0, 2, 2, 4, 4]
-    cache = KVCache(base.config.num_hidden_layers, 1, 17 + 7)
-    base.prefill(text, cache, [17])
+    cache = KVCache(base.config.num_hidden_layers, 1, length + 7)
+    base.prefill(text, cache, [length])
     verified = base.verify(TokenTree(nodes, torch.tensor([parents])), cache).logits
     for node in (0, 2, 4, 6):
         step = base.verify(TokenTree(nodes[:, [node]], torch.tensor([[-1]])), cache).logits
         cache.commit([[0]])
         if not torch.equal(step[:, 0], verified[:, node]):
-            raise InputError(
-                f"exact=true needs matrix products that do not depend on the number of rows, and "
-                f"in {base.dtype} this machine's do; try another dtype, or leave exact out"
-            )
+            return False
+    return True

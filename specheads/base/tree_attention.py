@@ -1,4 +1,4 @@
-"""Attention of tree nodes over a cache: grouped, exact, or within compiled layers.
+"""Attention of tree nodes over a cache: grouped, or within compiled layers.
 
 See docs/tree_verification.md.
 """
@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specheads.base.cache import RowCache
+from specheads.base.exact_attention import ExactAttention
 from specheads.base.masks import is_special, replaced
 from specheads.core.errors import InputError
 from specheads.core.kernels import opaque, without_cudnn_attention
@@ -94,75 +95,6 @@ def _tall(mask: Tensor, group: int) -> Tensor:
         slots = mask.shape[-1]
         _TALL[mask] = F.pad(mask, (0, -slots % ALIGNED)).repeat(1, 1, group, 1)[..., :slots]
     return _TALL[mask]
-
-
-EXACT_SLOTS = 64
-"""The number of slots read is a multiple of this. CPUs add in vectors, and the end of a vector
-would change the order of the sum. Invisible slots add zeros."""
-
-
-_SEEN = WeakTensorKeyDictionary()
-"""The visible slots under each mask, for as long as that mask lives: its layers share them."""
-
-
-def exact_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    scaling: float | None = None,
-    **settings: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention so that each node gets bit for bit the result of decoding it alone.
-
-    Floating-point sums depend on their order, and a tree changes it: the keys of its nodes follow
-    one another, not their parents, and all queries are multiplied at once. Here each node is
-    computed separately over its visible slots, gathered in text order: see docs/losslessness.md.
-    Arguments are those of `grouped_attention`.
-    """
-    del module
-    if is_special(settings):
-        raise InputError(
-            "exact=true supports plain attention only, and this base adds to its scores; "
-            "leave exact out"
-        )
-    (batch, heads, nodes, width), shared = query.shape, key.shape[1]
-    if attention_mask not in _SEEN:
-        _SEEN[attention_mask] = _visible_slots(attention_mask[:, 0] == 0, attention_mask.dtype)
-    slots, mask = _SEEN[attention_mask]
-    group = heads // shared
-    each = query.reshape(batch, shared, group, nodes, width).permute(0, 3, 1, 2, 4).flatten(0, 1)
-    out = F.scaled_dot_product_attention(
-        each,
-        _gathered(key, slots),
-        _gathered(value, slots),
-        attn_mask=mask.expand(-1, 1, group, -1),
-        scale=scaling,
-    )
-    return out.reshape(batch, nodes, heads, -1), None
-
-
-def _visible_slots(visible: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return each node's slots, visible ones first, and the additive mask of these slots.
-
-    They are (row, node, extent) and (row * node, 1, 1, extent).
-    """
-    counts = visible.sum(-1)
-    extent = -(-int(counts.max()) // EXACT_SLOTS) * EXACT_SLOTS
-    # a stable sort keeps visible slots in text order
-    slots = (~visible).to(torch.uint8).argsort(dim=-1, stable=True)[..., :extent]
-    slots = F.pad(slots, (0, extent - slots.shape[-1]))
-    unseen = torch.arange(extent, device=visible.device) >= counts[..., None]
-    mask = torch.zeros(unseen.shape, dtype=dtype, device=visible.device)
-    mask.masked_fill_(unseen, torch.finfo(dtype).min)
-    return slots, mask.flatten(0, 1)[:, None, None]
-
-
-def _gathered(held: Tensor, slots: Tensor) -> Tensor:
-    """Gather the keys or values of each node's slots: (row * node, heads, extent, width)."""
-    rows = torch.arange(len(held), device=held.device)[:, None, None]
-    return held.transpose(1, 2)[rows, slots].flatten(0, 1).transpose(1, 2)
 
 
 _LAYERS: ContextVar[Iterator[Any]] = ContextVar("layers of the cache, the next to attend first")
@@ -243,17 +175,21 @@ _opaque_deferred = opaque("deferred_attention", _attend_deferred, _deferred_shap
 
 @contextmanager
 def attending(
-    config: PreTrainedConfig, cache: RowCache, *, exact: bool = False, deferred: bool = False
+    config: PreTrainedConfig,
+    cache: RowCache,
+    *,
+    exact: ExactAttention | None = None,
+    deferred: bool = False,
 ) -> Iterator[None]:
     """Select the attention implementation for the forwards in this context.
 
-    `exact` gives each node bit for bit the result of decoding it alone. `deferred` is for compiled
-    layers, which receive a `DeferredCache`.
+    `exact` is the attention of an exact base. `deferred` is for compiled layers, which receive a
+    `DeferredCache`.
     """
     if deferred:
         name, function = "specheads_deferred", deferred_attention
-    elif exact:
-        name, function = "specheads_exact", exact_attention
+    elif exact is not None:
+        name, function = "specheads_exact", exact
     elif config._attn_implementation == "sdpa":
         name, function = "specheads_grouped", grouped_attention
     else:

@@ -6,11 +6,11 @@ specheads chat head=HEAD base=MODEL side_by_side=true
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
+import torch
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -18,6 +18,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from specheads.base.model import FrozenBase
+from specheads.base.selfcheck import check_exact
 from specheads.commands._library import head_of, load_base, objects, own
 from specheads.config import Chat, compose
 from specheads.core.drafter import Drafter, Head
@@ -45,15 +46,16 @@ DEPTH_COLOURS = ("#7cc48d", "#4fb06b", "#2e9f55", "#1f8a6d", "#1a7f86")
 
 COPIED = "#c58af9"
 
-ORDER = ("base", "drafted", "copied")
-"""Order of the origins in a summary."""
-
 
 def run(settings: Chat, overrides: Sequence[str]) -> None:
     """Answer each line of standard input."""
     base, head = _load(settings, overrides)
     if base.tokenizer is None:
         raise InputError(f"a chat needs a base with a tokenizer, got {base.name!r}; add its files")
+    if settings.side_by_side and base.dtype == torch.bfloat16 and not base.exact:
+        # otherwise the two texts part where two tokens tie; not every base and machine can
+        with suppress(InputError):
+            check_exact(base, compile=settings.base.compile)
     tree = fixed_policy(head_depth=head.depth, **asdict(settings.tree))
     dialogue = Dialogue(base.tokenizer, settings.system)
     console = Console(highlight=False, markup=False)
@@ -209,19 +211,11 @@ class Answer:
         return (len(self.stream.tokens) - 1) / self.seconds if self.seconds else 0.0
 
     def summary(self) -> str:
-        """Return the numbers: tokens, speed, and shares of the origins."""
+        """Return tokens per forward and per second."""
         return (
-            f"[{len(self.origins)} tokens, {self.tokens_per_forward:.2f} per forward, "
+            f"{self.tokens_per_forward:.2f} tokens per forward, "
             f"{self.tokens_per_second:.1f} tokens/s"
-            + (f"; {shares(self.origins)}]" if self.drafter else "]")
         )
-
-
-def shares(origins: Sequence[Origin]) -> str:
-    """Return the share of each origin."""
-    counts = Counter(origins)
-    ordered = sorted(counts, key=lambda origin: (ORDER.index(origin.kind), origin.depth))
-    return ", ".join(f"{origin} {counts[origin] / len(origins):.0%}" for origin in ordered)
 
 
 def _lines(console: Console, dialogue: Dialogue) -> Iterator[str]:
@@ -292,7 +286,7 @@ def _show(console: Console, answer: Answer, title: str = "") -> None:
     while not answer.is_over:
         console.print(answer.step(), end="", soft_wrap=True)
         console.file.flush()
-    console.print(f"\n{answer.summary()}", style="dim", soft_wrap=True)
+    console.print(f"\n[{answer.summary()}]", style="dim", soft_wrap=True)
 
 
 def _show_both(console: Console, answer: Answer, alone: Answer) -> None:
@@ -316,7 +310,7 @@ def _show_both(console: Console, answer: Answer, alone: Answer) -> None:
     same = "the same text" if answer.stream.tokens == alone.stream.tokens else "another text"
     if alone.seconds and answer.seconds:
         faster = answer.tokens_per_second / max(alone.tokens_per_second, 1e-9)
-        console.print(f"[{faster:.2f} times the base alone, {same}]", style="dim")
+        console.print(f"[{faster:.1f}x the base alone, {same}]", style="dim")
 
 
 def _columns(console: Console, answer: Answer, alone: Answer, lines: int) -> Table:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from specheads.base import exact_attention
 from specheads.base.cache import RowCache
 from specheads.base.model import FrozenBase
 from specheads.base.paged import PagedKVCache
@@ -61,7 +62,7 @@ def path_to(node: int) -> list[int]:
 
 @pytest.mark.parametrize("make", [rows, blocks])
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt_neox"])
-@pytest.mark.parametrize("lengths", [[5], [61], [21, 5, 11]])
+@pytest.mark.parametrize("lengths", [[5], [93], [61, 5, 11]])
 def test_exact_nodes_equal_single_steps_bit_for_bit(
     architecture: str, lengths: list[int], make: Callable[..., RowCache]
 ):
@@ -82,6 +83,54 @@ def test_exact_nodes_equal_single_steps_bit_for_bit(
             assert step.logits.shape[1] == step.features.hidden.shape[1] == 1
             torch.testing.assert_close(step.logits[:, 0], found.logits[:, node], rtol=0, atol=0)
             assert torch.equal(step.features.hidden[:, 0], found.features.hidden[:, node])
+
+
+def random_parents(count: int, depth: int) -> list[int]:
+    """Return a random tree of limited depth."""
+    generator = torch.Generator().manual_seed(count)
+    parents, depths = [-1], [0]
+    while len(parents) < count:
+        parent = int(torch.randint(len(parents), (1,), generator=generator))
+        if depths[parent] < depth:
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+    return parents
+
+
+@pytest.mark.parametrize("length", [30, 62, 124, 190])
+def test_large_trees_near_a_block_equal_single_steps(length: int):
+    base, parents = exact_base(), random_parents(40, 8)
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(tiny.VOCAB, (1, 40), generator=generator)
+    prompt = torch.randint(tiny.VOCAB, (length,), generator=generator).tolist()
+    cache = read(base, [prompt], base.cache(1, length + 40))
+    found = base.verify(TokenTree(tokens, torch.tensor([parents])), cache).features.hidden
+    for leaf in sorted({*range(40)} - {*parents}):
+        path = [leaf]
+        while path[0]:
+            path.insert(0, parents[path[0]])
+        cache = read(base, [prompt], base.cache(1, length + 40))
+        for node in path:
+            step = base.verify(TokenTree(tokens[:, [node]], torch.tensor([[-1]])), cache)
+            cache.commit([[0]])
+            assert torch.equal(step.features.hidden[:, 0], found[:, node])
+
+
+def test_drafts_longer_than_a_block_are_refused():
+    base, count = exact_base(), exact_attention.BLOCK + 2
+    chain = TokenTree(torch.zeros(1, count, dtype=torch.long), torch.arange(-1, count - 1)[None])
+    base.verify(TokenTree(chain.tokens[:, :-1], chain.parents[:, :-1]), base.cache(1, count))
+    with pytest.raises(InputError, match="at most 32 tokens; lower the depth"):
+        base.verify(chain, base.cache(1, count))
+
+
+@pytest.mark.parametrize(("constant", "value"), [("BLOCK", 12), ("TAIL", 320), ("ROWS", 2)])
+def test_a_layout_that_changes_the_order_of_sums_is_caught(
+    constant: str, value: int, monkeypatch: pytest.MonkeyPatch
+):
+    assert exact_attention.keeps_order(torch.bfloat16)
+    monkeypatch.setattr(exact_attention, constant, value)
+    assert not exact_attention.keeps_order(torch.bfloat16)
 
 
 def test_without_exact_bfloat16_trees_round_differently():
