@@ -258,11 +258,11 @@ def test_deepspec_s_network_is_read_by_sglang_s_names(architecture: str, tmp_pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layer_types": ["sliding_attention"] * 2}, "full attention only"),
-        ({"markov_head_type": "gated"}, "markov_head_type='vanilla', this one has 'gated'"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "this one has 'yarn'"),
-        ({"hidden_act": "gelu"}, "hidden_act='silu', this one has 'gelu'"),
-        ({"is_causal": True}, "is_causal=False, this one has True"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types=.*only 'full_attention'"),
+        ({"markov_head_type": "gated"}, "markov_head_type='gated'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"is_causal": True}, "is_causal=True"),
     ],
 )
 def test_unsupported_checkpoints_are_refused(change: dict, message: str):

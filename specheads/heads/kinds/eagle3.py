@@ -14,9 +14,15 @@ from torch import Tensor, nn
 
 from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.errors import InputError
+from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, PositiveInt
 from specheads.heads.checkpoint import fill, take_maps
-from specheads.heads.layers.attention import AttentionConfig, AttentionShape, Slots
+from specheads.heads.layers.attention import (
+    AttentionConfig,
+    AttentionShape,
+    Slots,
+    full_attention,
+)
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.embedding import EmbeddingHead
 from specheads.heads.layers.feedback import Branch, FeedbackLayer, branch, commit, rounds
@@ -239,8 +245,33 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
-PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+PLAIN = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "logit_scale": 1,
+    "partial_rotary_factor": 1,
+    "position_embedding_type": "rope",
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+}
 """Settings of public checkpoints with the only supported value of each."""
+
+USED = (IDS, "eagle_config", "embed_requires_grad", "draft_vocab_size", "speculative_tokens")
+
+MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Names of P-EAGLE's mask token."""
+
+HARMLESS = (
+    *("num_aux_hidden_states", "parallel_draft_heads_num_layers", "has_lm_head"),
+    *("num_local_experts", "experts_per_token", "num_experts_per_tok"),
+    *("target_model_type", "modal_type"),
+)
+"""Settings that describe the base or that the tensors decide: experts have other tensors."""
 
 SAME = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Settings with the same name and meaning in public checkpoints and here."""
@@ -266,12 +297,15 @@ def interpret(
     if IDS in nested and IDS not in config:
         nested[IDS] = _streams_of(nested[IDS])
     settings = config.get("transformer_layer_config", {}) | nested | config
-    for name, value in (PLAIN | {"target_hidden_size": settings["hidden_size"]}).items():
-        if settings.get(name) not in (None, value):
-            raise InputError(
-                f"eagle3 reads checkpoints with {name}={value!r}, this one has "
-                f"{settings[name]!r}; choose another checkpoint"
-            )
+    refuse_unused(
+        "eagle3",
+        config,
+        config.get("transformer_layer_config", {}),
+        nested,
+        used=(*LAYERS, *SPECULATORS, *SAME, *MASKS, *USED),
+        fixed=PLAIN | {"target_hidden_size": settings["hidden_size"]} | full_attention(settings),
+        harmless=HARMLESS,
+    )
     ours = _own_settings(settings)
     mask = named.get("mask_hidden")
     if mask is not None:
@@ -324,11 +358,10 @@ def _own_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mask_token(settings: dict[str, Any]) -> int:
-    names = ("mask_token_id", "pard_token", "ptd_token_id")
-    found = [settings[name] for name in names if settings.get(name) is not None]
+    found = [settings[name] for name in MASKS if settings.get(name) is not None]
     if not found:
         raise InputError(
-            f"a checkpoint with mask_hidden needs one of {', '.join(names)} in config.json, got "
+            f"a checkpoint with mask_hidden needs one of {', '.join(MASKS)} in config.json, got "
             "none; add its mask token"
         )
     return found[0]

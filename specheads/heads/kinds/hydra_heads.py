@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
 from specheads.core.errors import InputError
+from specheads.core.foreign import LAYERS, refuse_unused
 from specheads.core.ranges import Depth, NonNegativeInt, PositiveFloat, WidthOrZero, check_fields
 from specheads.heads.checkpoint import fill
 from specheads.heads.layers.attention import AttentionShape, Slots
@@ -22,6 +23,10 @@ from specheads.heads.layers.prefix import PrefixLayer
 
 BORROWED = ("input_embed_fn.weight", "embed_tokens.weight", "rotary_emb.inv_freq")
 """Tensors of public checkpoints that are not part of the head."""
+
+
+OPTIONS = ("hydra_head_arch", "grounded_heads", "hidden_state_offset")
+"""Settings of public checkpoints that select the network."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -131,7 +136,14 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     """
     if "hydra_num_heads" not in config:
         return None
-    found = [config.get(name) for name in ("hydra_head_arch", "grounded_heads")]
+    refuse_unused(
+        "hydra_heads",
+        config,
+        used=("hydra_num_heads", "hydra_num_layers", *OPTIONS),
+        # the tensors have the shape of its own layer
+        harmless=LAYERS,
+    )
+    found = [config.get(name) for name in OPTIONS[:2]]
     if found not in (["mlp", True], ["prefix-mlp", True]) or config.get("hidden_state_offset"):
         raise InputError(
             "Hydra heads must be 'mlp' or 'prefix-mlp', grounded, and read the last hidden state; "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.drafter import Head as BaseHead
 from specheads.core.errors import InputError
+from specheads.core.foreign import LAYERS, refuse_unused
 from specheads.core.ranges import Depth, DepthOrZero, NonNegativeInt, Width, check_fields, one_of
 from specheads.core.weight_layout import product
 from specheads.heads.checkpoint import fill
@@ -152,6 +153,15 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     """
     if "medusa_num_heads" not in config:
         return None
+    refuse_unused(
+        "medusa",
+        config,
+        used=("medusa_num_heads", "medusa_num_layers"),
+        fixed={"medusa_fc_bias": True, "original_lm_head": False, "logit_scale": 1}
+        | {"truncated_vocab_size": config.get("vocab_size")},
+        # the heads have no attention, and engines choose trees of their own
+        harmless=(*LAYERS, "max_paths", "topk", "medusa_choices"),
+    )
     num_layers = config.get("medusa_num_layers", 1)
     named = {name.removeprefix("medusa_heads."): value for name, value in tensors.items()}
     named = {_own_name(name, num_layers): value for name, value in named.items()}

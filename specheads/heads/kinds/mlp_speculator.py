@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
 from specheads.core.drafter import Head as BaseHead
 from specheads.core.errors import InputError
+from specheads.core.foreign import refuse_unused
 from specheads.core.ranges import Depth, NonNegativeInt, WidthOrZero, check_fields, one_of
 from specheads.heads.checkpoint import fill
 
@@ -186,6 +187,15 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     if config.get("model_type") != "mlp_speculator":
         return None
     method = config.get("method")
+    ibm = ("n_predict", "vocab_size", "emb_dim", "inner_dim", "tie_weights", "scale_input")
+    arctic = ("method", "input_hidden_dim", "proj_dim", "tie_lstm_embs")
+    refuse_unused(
+        "mlp_speculator",
+        config,
+        used=(*ibm, *(arctic if method else ())),
+        # engines choose trees of their own
+        harmless=("n_candidates", "top_k_tokens_per_head", "hidden_size", "base_model_archs"),
+    )
     width = config["input_hidden_dim" if method else "emb_dim"]
     own = Config(
         depth=config["n_predict"],

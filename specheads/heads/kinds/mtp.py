@@ -15,9 +15,15 @@ from torch import Tensor
 
 from specheads.core.drafter import Committed, Features, State
 from specheads.core.errors import InputError
+from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, PositiveFloat
 from specheads.heads.checkpoint import fill
-from specheads.heads.layers.attention import AttentionConfig, AttentionShape, Slots
+from specheads.heads.layers.attention import (
+    AttentionConfig,
+    AttentionShape,
+    Slots,
+    full_attention,
+)
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.embedding import BorrowingHead
 from specheads.heads.layers.feedback import Branch, ProjectedLayer, branch, commit, rounds
@@ -162,7 +168,6 @@ PLAIN = {
     "hidden_act": "silu",
     "mlp_bias": False,
     "partial_rotary_factor": 1,
-    "use_sliding_window": False,
 }
 """Settings of public checkpoints with the only supported value of each."""
 
@@ -192,14 +197,17 @@ def interpret(
             f"{len(prefixes)}: {', '.join(prefixes)[:80]}; choose another, or train head=mtp"
         )
     named = _named(tensors, prefixes[0])
-    settings = config | config.get("text_config", {}) | config.get("transformer_layer_config", {})
-    found = (settings.get("rope_parameters") or {}) | settings
-    for name, value in PLAIN.items():
-        if found.get(name) not in (None, value):
-            raise InputError(
-                f"mtp reads modules with {name}={value!r}, this one has {found[name]!r:.80}; train "
-                "head=mtp instead"
-            )
+    parts = [config, *(config.get(name, {}) for name in ("text_config", SPECULATORS[0]))]
+    settings = {name: value for part in parts for name, value in part.items()}
+    refuse_unused(
+        "mtp",
+        *parts,
+        used=(*LAYERS, *SPECULATORS, "text_config"),
+        fixed=PLAIN | full_attention(settings),
+        # the module applies one layer again and again, and experts have other tensors
+        harmless=("num_nextn_predict_layers", "vision_config", "language_model_only"),
+        remedy="train head=mtp instead",
+    )
     return _own_settings(settings, named, prefixes[0]), named
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
+from specheads.core.foreign import refuse_unused
 from specheads.core.ranges import Depth, DepthOrZero, NonNegativeInt, WidthOrZero, check_fields
 from specheads.heads.checkpoint import fill
 from specheads.heads.layers.common import ResidualBlock
@@ -127,6 +128,13 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     """
     if config.get("model_type") != "recurrent_drafting_drafter":
         return None
+    refuse_unused(
+        "redrafter",
+        config,
+        used=("num_draft_layers", "exit_dim", "rnn", "hidden_size", "vocab_size"),
+        # the number of tokens that training looks back
+        harmless=("num_lookback_tokens",),
+    )
     own = Config(
         num_layers=config["num_draft_layers"], exit_dim=config["exit_dim"], rnn=config["rnn"]
     )

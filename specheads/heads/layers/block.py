@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from specheads.core.drafter import Committed, Features, State
 from specheads.core.errors import InputError
+from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt, TokenId
 from specheads.heads.checkpoint import fill, take_maps
 from specheads.heads.layers.attention import (
@@ -21,9 +22,11 @@ from specheads.heads.layers.attention import (
     AttentionShape,
     GatedMlp,
     Slots,
+    full_attention,
 )
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.embedding import BorrowingHead
+from specheads.heads.layers.rotary import published
 
 
 @dataclass(kw_only=True, slots=True)
@@ -280,14 +283,35 @@ PLAIN_SETTINGS = {
     "hidden_act": "silu",
     "attention_bias": False,
     "rope_type": "default",
+    "partial_rotary_factor": 1,
     "use_swa": False,
     "use_aux_hidden_state": True,
     "is_causal": False,
+    "causal": False,
+    "attention_mode": "gqa",
+    "logit_scale": 1,
+    "output_multiplier": 1,
 }
 """Settings of public checkpoints with the only supported value of each."""
 
-PLAIN_MARKOV = {"markov_head_type": "vanilla", "confidence_head_with_markov": True}
+PLAIN_MARKOV = {
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
 """The same for folders with a Markov head."""
+
+USED = (
+    *("block_size", "target_layer_ids", "aux_hidden_state_layer_ids", "mask_token_id"),
+    *("sample_from_anchor", "draft_vocab_size", "dflash_config", "markov_rank"),
+)
+
+HARMLESS = (
+    *("num_target_layers", "num_anchors", "confidence_head_alpha"),
+    # it is about layers with a window
+    "sliding_window_non_causal",
+)
+"""Settings that describe the base or the training."""
 
 BY_DEEPSPEC = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel")
 """Class names of one network, DeepSpec's first."""
@@ -312,22 +336,26 @@ def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
         return None
     nested = config.get("transformer_layer_config", {}) | config.get("dflash_config", {})
     settings = nested | config
-    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    settings["rope_type"] = rope.get("rope_type", rope.get("type"))
-    settings["rope_theta"] = settings.get("rope_theta") or rope.get("rope_theta")
+    rope = published(settings)
+    settings["rope_theta"] = rope.get("rope_theta")
     # their ids count layer outputs from zero; here k is the residual stream after k layers
     layers = [layer + 1 for layer in settings.get("target_layer_ids") or ()]
     settings["aux_layers"] = settings.get("aux_hidden_state_layer_ids") or layers
     settings.setdefault("sample_from_anchor", by_deepspec or kind == "dspark")
-    plain = PLAIN_SETTINGS | (PLAIN_MARKOV if settings.get("markov_rank") else {})
-    for name, value in (plain | {"target_hidden_size": settings["hidden_size"]}).items():
-        if settings.get(name) not in (None, value):
-            raise InputError(
-                f"a block head is read with {name}={value!r}, this one has {settings[name]!r}; "
-                "choose another checkpoint"
-            )
-    if set(settings.get("layer_types") or ()) - {"full_attention"}:
-        raise InputError("a block head must have full attention only; choose another checkpoint")
+    markov = bool(settings.get("markov_rank"))
+    refuse_unused(
+        "dspark" if markov else "dflash",
+        config,
+        *(config.get(name, {}) for name in (SPECULATORS[0], "dflash_config")),
+        {"rope_type": rope["rope_scaling"].get("rope_type")},
+        used=(*LAYERS, *SPECULATORS, *USED),
+        fixed=PLAIN_SETTINGS
+        | (PLAIN_MARKOV if markov else {})
+        | {"target_hidden_size": settings["hidden_size"]}
+        | {"projector_type": "dspark" if by_deepspec or kind == "dspark" else "dflash"}
+        | full_attention(settings),
+        harmless=(*HARMLESS, *(() if markov else PLAIN_MARKOV)),
+    )
     # the other formats count the anchor's slot, which drafts nothing
     settings["anchor_counts"] = not (by_deepspec or settings["sample_from_anchor"])
     return settings

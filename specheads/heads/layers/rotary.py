@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specheads.core.errors import InputError
+from specheads.core.foreign import refuse_unused
 from specheads.core.ranges import PositiveFloat, allows
 
 ORIGINAL = "original_max_position_embeddings"
@@ -90,6 +91,20 @@ def _published_scaling(rope: dict[str, Any], length: int | None) -> dict[str, An
     """Return the scaling of positions; empty for no scaling."""
     kind = rope.get("rope_type", rope.get("type"))
     if kind in (None, "default"):
+        refuse_unused(
+            "a rotary embedding without scaling",
+            rope,
+            # texts have one position a token, so the sections of mrope do nothing
+            used=(
+                "rope_type",
+                "type",
+                "rope_theta",
+                ORIGINAL,
+                "mrope_section",
+                "mrope_interleaved",
+            ),
+            fixed={"factor": 1, "partial_rotary_factor": 1},
+        )
         return {}
     parameters = {name: value for name, value in rope.items() if name not in ("rope_theta", "type")}
     if kind in ("llama3", "yarn") and length:

@@ -1,0 +1,102 @@
+"""Settings of configs that other projects wrote: used, without effect, or refused by name.
+
+A reader names the settings that it uses. `refuse_unused` refuses every other one, in one line,
+unless it has no effect on the result. So no setting is dropped silently.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from specheads.core.errors import InputError
+
+_BOOKKEEPING = """
+    architectures model_type dtype torch_dtype transformers_version initializer_range use_cache
+    name_or_path _name_or_path _commit_hash base_model_name_or_path attn_implementation
+    _attn_implementation _attn_implementation_autoset auto_map pretraining_tp
+    return_dict output_hidden_states output_attentions torchscript chunk_size_feed_forward
+    is_encoder_decoder is_decoder tie_word_embeddings gradient_checkpointing
+    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id
+    tokenizer_class id2label label2id problem_type finetuning_task task_specific_params prefix
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
+    return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+"""
+BOOKKEEPING = frozenset(_BOOKKEEPING.split())
+"""Settings that no forward pass of a trained model reads. `auto_map` is one of them only because
+code is refused before: see heads/checkpoint.py."""
+
+_LAYERS = """
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim hidden_act rms_norm_eps attention_bias mlp_bias
+    max_position_embeddings rope_theta rope_scaling rope_parameters
+    sliding_window use_sliding_window max_window_layers layer_types
+"""
+LAYERS = frozenset(_LAYERS.split())
+"""Settings of decoder layers as in Llama and Qwen. The config of a head without such layers may
+have those of its base."""
+
+SPECULATORS = (
+    *("transformer_layer_config", "speculators_config"),
+    *("speculators_model_type", "speculators_version"),
+)
+"""Settings of vllm-project/speculators that say which layout a folder has, and how to serve it."""
+
+MOST = 8
+"""Number of settings that a message names."""
+
+REMEDY = "choose another checkpoint, or remove from config.json what has no effect"
+
+
+def refuse_unused(
+    what: str,
+    *sections: Mapping[str, Any],
+    used: Collection[str],
+    fixed: Mapping[str, Any] | None = None,
+    harmless: Collection[str] = (),
+    remedy: str = REMEDY,
+) -> None:
+    """Refuse all settings of a config that a reader does not support, together and by name.
+
+    Null, false and empty values turn a setting off and pass, unless it is one of `fixed`. Dropout
+    passes.
+
+    Args:
+        what: Name of the reader.
+        sections: Parts of the config, which may repeat a setting.
+        used: Settings that the reader uses, with any value.
+        fixed: Settings with the only value that the reader computes. In a list each item is one.
+        harmless: Settings without effect on the result, besides `BOOKKEEPING`.
+        remedy: What the user can do.
+
+    Raises:
+        InputError: A setting would be dropped.
+    """
+    fixed, known = fixed or {}, BOOKKEEPING.union(used, harmless)
+    wrong: list[str] = []
+    for name, value in (item for section in sections for item in section.items()):
+        shown = f"{name if name.isidentifier() else repr(name):.60}={value!r:.60}"
+        if value is None or "dropout" in name:
+            continue
+        if name in fixed:
+            if not _is_all(value, fixed[name]):
+                wrong.append(f"{shown} (only {fixed[name]!r:.60})")
+        elif name not in known and not is_neutral(value):
+            wrong.append(shown)
+    if wrong:
+        listed = ", ".join(wrong[:MOST]) + (f" and {len(wrong) - MOST} more" * (len(wrong) > MOST))
+        raise InputError(
+            f"every setting of a config must be honoured, and {what} does not support {listed}; "
+            f"{remedy}"
+        )
+
+
+def is_neutral(value: Any) -> bool:
+    """Return whether a value turns its setting off: null, false or empty."""
+    return value is None or value is False or value in ("", [], {})
+
+
+def _is_all(value: Any, only: Any) -> bool:
+    """Return whether a value, or each item of a list, is the only supported one."""
+    return all(one == only for one in value) if isinstance(value, list) else value == only

@@ -1,0 +1,125 @@
+"""Settings of public heads: every one is used, without effect, or refused by name."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specheads.core.errors import InputError
+from specheads.heads.load import load_head
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CASES = (
+    *("medusa_heads", "hydra_prefix_mlp", "mlp_speculator_tied_scaled", "redrafter_rnn"),
+    *("eagle3_chain", "eagle3_speculators_ttt", "peagle", "mtp_mimo", "mtp_speculators"),
+    *("dflash_z_lab", "dflash_deepspec", "dspark_deepspec"),
+)
+INNER, EAGLE, DFLASH = "transformer_layer_config", "eagle_config", "dflash_config"
+
+
+def changed(case: str, folder: Path, part: str = "", **settings: Any) -> Path:
+    """Copy a public head, and change settings in its config or in a part of that."""
+    out = shutil.copytree(GOLDEN / case, folder / "head")
+    file = out / "config.json"
+    config = json.loads(file.read_text())
+    inner = config.setdefault(part, {}) if part else config
+    inner |= settings
+    file.write_text(json.dumps(config))
+    return out
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        load_head(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_unknown_settings_are_refused_together_by_name(case: str, tmp_path: Path):
+    planted = {"planted_setting": 3, "attention_planted": "x", "planted_off": None}
+    said = refusal(changed(case, tmp_path, **planted))
+    assert "planted_setting=3, attention_planted='x';" in said
+    assert "planted_off" not in said
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("value", [None, False, "", [], {}])
+def test_an_unknown_setting_that_is_off_passes(case: str, value: Any, tmp_path: Path):
+    load_head(changed(case, tmp_path, planted_setting=value))
+
+
+WINDOW = {"sliding_window": 2048, "layer_types": ["sliding_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "setting", "neutral"),
+    [
+        ("medusa_heads", "", {"logit_scale": 0.5}, {"logit_scale": 1.0}),
+        ("medusa_heads", "", {"medusa_fc_bias": False}, {"medusa_fc_bias": True}),
+        ("medusa_heads", "", {"truncated_vocab_size": 99}, {"hidden_size": 48, "vocab_size": 211}),
+        ("hydra_mlp", "", {"hydra_embedding": "own"}, {"dropout_rate": 0.1}),
+        ("mlp_speculator_untied", "", {"tie_lstm_embs": True}, {"tie_lstm_embs": False}),
+        ("redrafter_rnn", "", {"beam_width": 20}, {"num_lookback_tokens": 4}),
+        ("eagle3_chain", "", {"logit_scale": 0.5}, {"logit_scale": 1.0}),
+        ("eagle3_chain", "", {"sliding_window": 512}, {"use_sliding_window": False}),
+        ("eagle3_chain", EAGLE, {"use_mtp_layernorm": True}, {"use_mtp_layernorm": False}),
+        ("eagle3_chain", EAGLE, {"use_last_layernorm": False}, {"use_last_layernorm": True}),
+        ("eagle3_chain", EAGLE, {"planted_setting": 3}, {"parallel_draft_step": 1}),
+        ("eagle3_chain", "", {"rope_scaling": {"factor": 4.0}}, {"rope_scaling": {"factor": 1}}),
+        ("eagle3_chain", "rope_scaling", {"type": "mrope"}, {"rope_type": "default"}),
+        ("eagle3_speculators_ttt", INNER, WINDOW, {"layer_types": ["full_attention"]}),
+        ("peagle", INNER, WINDOW, WINDOW | {"layer_types": ["full_attention"]}),
+        ("peagle", INNER, {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 1.0}),
+        ("mtp_mimo", "", {"use_sliding_window": True}, {"max_window_layers": 2}),
+        ("mtp_speculators", INNER, {"final_logit_softcapping": 30.0}, {"num_labels": None}),
+        ("dflash_z_lab", "", WINDOW, {"num_target_layers": 9}),
+        ("dflash_z_lab", DFLASH, {"projector_type": "domino"}, {"projector_type": "dflash"}),
+        ("dflash_z_lab", DFLASH, {"causal": True}, {"causal": False}),
+        ("dflash_deepspec", "", {"final_logit_softcapping": 20.0}, {"output_multiplier": 1}),
+        ("dspark_deepspec", "", {"attention_mode": "mla"}, {"attention_mode": "gqa"}),
+        ("dspark_deepspec", DFLASH, {"selector_rank": 256}, {"confidence_head_alpha": 1.0}),
+    ],
+)
+def test_a_setting_that_changes_drafts_is_refused_and_its_neutral_value_passes(
+    case: str, part: str, setting: dict, neutral: dict, tmp_path: Path
+):
+    said = refusal(changed(case, tmp_path / "1", part, **setting))
+    inner = setting.get("rope_scaling", setting)
+    assert all(f"{name}=" in said or repr(value) in said for name, value in inner.items())
+    load_head(changed(case, tmp_path / "2", part, **neutral))
+
+
+QWEN = {
+    **{"attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02},
+    **{"max_window_layers": 36, "sliding_window": None, "use_sliding_window": False},
+    **{"rope_scaling": None, "pretraining_tp": 1, "mlp_bias": False, "use_cache": True},
+}
+MODELOPT = {
+    **{"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True},
+    **{"use_last_layernorm": True, "use_mtp_layernorm": False, "next_layer_regular": True},
+    **{"parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1, "has_lm_head": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        # SpecForge's drafts of Qwen3, Gemma 3, gpt-oss and Qwen2.5-VL (without its mrope)
+        ("eagle3_chain", QWEN),
+        ("eagle3_chain", QWEN | {"sliding_window": 512, "target_model_type": "gemma3_text"}),
+        ("eagle3_chain", {"num_local_experts": 16, "experts_per_token": 4, "num_beams": 1}),
+        ("eagle3_chain", {EAGLE: MODELOPT}),
+        # Medusa 1.0 has the config of its base
+        ("medusa_heads", QWEN | {"hidden_act": "silu", "rope_theta": 1e4, "sliding_window": 4096}),
+        ("medusa_heads", {"model_type": "medusa", "topk": 10, "max_paths": 64}),
+        ("mlp_speculator_untied", {"base_model_name_or_path": "ibm-granite/granite-20b"}),
+        ("mtp_mimo", QWEN | {"sliding_window": 32768, "max_window_layers": 36}),
+        ("dflash_z_lab", QWEN | {"max_window_layers": 5, "layer_types": ["full_attention"] * 2}),
+        ("dspark_deepspec", QWEN | {"_attn_implementation": "flex_attention", "num_anchors": 512}),
+    ],
+)
+def test_published_configs_load(case: str, settings: dict, tmp_path: Path):
+    load_head(changed(case, tmp_path, **settings))
