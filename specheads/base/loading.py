@@ -27,6 +27,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.base.gguf import located
 from specheads.base.masks import refuse_attention
 from specheads.base.reading import reading, refuse_mismatch
+from specheads.base.settings import refuse_ignored
 from specheads.base.sharding import Sharding
 from specheads.core.errors import InputError, first_line
 from specheads.core.machine import computes_bfloat16
@@ -96,6 +97,7 @@ def load_config(source: str, *, revision: str) -> PreTrainedConfig:
     """Load the config.json of a base's folder or Hub id; code that comes with it never runs.
 
     Code named in `auto_map` is ignored if transformers has its own class, else the base is refused.
+    So is a setting that transformers ignores and that changes logits: see settings.py.
     """
     with reading("config.json", source):
         if Path(source).is_file():
@@ -110,6 +112,7 @@ def load_config(source: str, *, revision: str) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         if code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             _refuse_code(source, "config.json", f"model_type is {kind!r:.80}")
+        refuse_ignored(config, settings)
         return config
 
 

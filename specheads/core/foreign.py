@@ -76,7 +76,7 @@ def refuse_unused(
     fixed, known = fixed or {}, BOOKKEEPING.union(used, harmless)
     wrong: list[str] = []
     for name, value in (item for section in sections for item in section.items()):
-        shown = f"{name if name.isidentifier() else repr(name):.60}={value!r:.60}"
+        shown = f"{_shown(name):.60}={value!r:.60}"
         if value is None or "dropout" in name:
             continue
         if name in fixed:
@@ -95,6 +95,11 @@ def refuse_unused(
 def is_neutral(value: Any) -> bool:
     """Return whether a value turns its setting off: null, false or empty."""
     return value is None or value is False or value in ("", [], {})
+
+
+def _shown(name: str) -> str:
+    """Return a name, quoted if it is not one of a setting."""
+    return name if name.replace(".", "_").isidentifier() else repr(name)
 
 
 def _is_all(value: Any, only: Any) -> bool:

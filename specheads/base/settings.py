@@ -1,0 +1,126 @@
+"""Settings of a base's config.json that transformers ignores: refused if they change its logits.
+
+transformers stores settings that it does not know, and computes without them. Settings that shape
+tensors need no check, because the weights must match config.json exactly. `sliding_window` needs
+none either: many configs have one that their architecture ignored in training too.
+"""
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from specheads.core.foreign import refuse_unused
+
+COMPUTES = re.compile(
+    "attn|attention|layer_types|rope|rotary|alibi|position_emb|sink|clip|residual|softcap|scal[ei]"
+    "|multiplier|logit|norm|eps|hidden_act|activation|act_fn|glu|rout|topk|expert|scoring|n_group"
+)
+"""Names of settings that change what is computed, without a tensor of their own."""
+
+TRAINING = re.compile("drop|loss|jitter|init_|output_|flash|fp32|implementation|head_dim|fuse")
+"""Names of settings that change training or speed only, or the shape of a tensor."""
+
+ROPE = {"rope_scaling", "rope_theta", "rope_parameters", "partial_rotary_factor"}
+"""Settings that transformers moves into `rope_parameters`."""
+
+COMPUTED: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary": True, "scale_attn_weights": True},
+    "cohere2": {
+        "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj",
+        "use_gated_activation": True,
+    },
+    "deepseek_v2": {"scoring_func": "softmax"},
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "gptj": {"rotary": True, "scale_attn_weights": True},
+    "hunyuan_v1_dense": {"norm_type": "rms", "use_qk_norm": True, "use_rotary_pos_emb": True},
+    "llama": {"activation": "swiglu"},
+    "stablelm": {"rope_pct": 0.25},
+    "starcoder2": {
+        "activation_function": "gelu",
+        "norm_type": "layer_norm",
+        "scale_attn_weights": True,
+    },
+}
+"""Published settings that a class ignores, with the value that its code computes anyway."""
+
+NEUTRAL = {"factor": 1, "beta_fast": 32, "beta_slow": 1, "mscale": 1, "mscale_all_dim": 1}
+"""Parameters of a rotary embedding with the value that changes nothing."""
+
+QUOTED = r"[\"'](\w+)[\"']"
+
+REMEDY = (
+    "use a base whose class in transformers has them, or remove from config.json what has no effect"
+)
+
+
+def refuse_ignored(config: PreTrainedConfig, settings: dict[str, Any]) -> None:
+    """Refuse settings that the class of a base ignores and that would change its logits.
+
+    A setting passes if a known one with a similar name has the same value.
+
+    Args:
+        config: The config that transformers made.
+        settings: The content of config.json.
+
+    Raises:
+        InputError: There is one; the message names all of them.
+    """
+    code = _code(config)
+    known = {*re.findall(r"\w+", code)} | (
+        ROPE if hasattr(type(config), "rope_parameters") else set()
+    )
+    present = {name: value for name, value in settings.items() if name in known}
+    ignored = {
+        name: value
+        for name, value in settings.items()
+        if COMPUTES.search(name) and not TRAINING.search(name) and name not in known
+        # a factor of 1 changes nothing
+        if type(value) is bool
+        or not (value == 1 or any(_alike(name, one) and value == present[one] for one in present))
+    }
+    fixed = {"layer_types": "full_attention"} | COMPUTED.get(config.model_type, {})
+    ropes = _ignored_ropes(config, {*re.findall(QUOTED, code)})
+    refuse_unused(type(config).__name__, ignored, *ropes, used=(), fixed=fixed, remedy=REMEDY)
+    inner = getattr(config, "text_config", None)
+    if isinstance(inner, PreTrainedConfig) and isinstance(settings.get("text_config"), dict):
+        refuse_ignored(inner, settings["text_config"])
+
+
+def _code(config: PreTrainedConfig) -> str:
+    """Return the code of a config's class and of its model."""
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    classes = [one for cls in (type(config), model) if cls for one in cls.__mro__]
+    modules = {one.__module__ for one in classes}
+    own = [name for name in modules if name.startswith("transformers.models.")]
+    return "\n".join(inspect.getsource(sys.modules[name]) for name in own)
+
+
+def _alike(one: str, other: str) -> bool:
+    """Return whether one name has the words of the other, as `norm_eps` and `layer_norm_eps`."""
+    # words may be shortened: act and activation, tok and token
+    first, second = ({word[:3] for word in name.split("_")} for name in (one, other))
+    return first <= second or second <= first
+
+
+def _ignored_ropes(config: Any, known: set[str]) -> Iterator[dict[str, Any]]:
+    """Yield the parameters of each rotary embedding that no code reads: `known` is the model's."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [one for one in parameters.values() if isinstance(one, dict)]
+    for rope in nested or [parameters]:
+        kind = rope.get("rope_type", "default")
+        scaled = ROPE_INIT_FUNCTIONS.get(kind)
+        used = {"type", "rope_theta", "original_max_position_embeddings", *known} - {"rope_type"}
+        if scaled or kind == "default" or kind in known:
+            used.add("rope_type")
+        if scaled:
+            used.update(re.findall(QUOTED, inspect.getsource(scaled)))
+        # a model rotates a part of its heads only if its own code does
+        used -= {"partial_rotary_factor"} - known
+        rest = {name: value for name, value in rope.items() if name not in used}
+        yield {f"rope.{n}": value for n, value in rest.items() if value != NEUTRAL.get(n, 1)}
