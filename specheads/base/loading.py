@@ -27,7 +27,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.base.gguf import located
 from specheads.base.masks import refuse_attention
 from specheads.base.reading import reading, refuse_mismatch
-from specheads.base.settings import refuse_ignored
+from specheads.base.settings import honour_tokenizer, refuse_ignored
 from specheads.base.sharding import Sharding
 from specheads.core.errors import InputError, first_line
 from specheads.core.machine import computes_bfloat16
@@ -128,7 +128,10 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_tokenizer(source: str, *, revision: str) -> PreTrainedTokenizerBase | None:
-    """Load only the tokenizer of a base; None if the folder has no tokenizer files."""
+    """Load only the tokenizer of a base; None if the folder has no tokenizer files.
+
+    A setting of tokenizer_config.json that changes ids is honoured or refused: see settings.py.
+    """
     source = located(source)
     folder = Path(source)
     if folder.is_dir() and not any(any(folder.glob(name)) for name in TOKENIZER_FILES):
@@ -139,7 +142,10 @@ def load_tokenizer(source: str, *, revision: str) -> PreTrainedTokenizerBase | N
         name, code = settings.get("tokenizer_class"), settings.get("auto_map") or {}
         if (isinstance(code, list) or "AutoTokenizer" in code) and not _has_class(name):
             _refuse_code(source, "tokenizer_config.json", f"tokenizer_class is {name!r:.80}")
-        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        read = AutoTokenizer.from_pretrained
+        tokenizer = read(source, revision=revision, trust_remote_code=False)
+        honour_tokenizer(tokenizer, settings)
+        return tokenizer
 
 
 def _has_class(tokenizer: object) -> bool:

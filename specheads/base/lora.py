@@ -4,6 +4,7 @@ peft is imported on first use. See docs/train.md. Source: Hu et al. 2021, arXiv:
 """
 
 import hashlib
+import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -19,8 +21,27 @@ from transformers.pytorch_utils import Conv1D
 
 from specheads.base.reading import reason
 from specheads.core.errors import InputError
+from specheads.core.foreign import refuse_unused
 
-WEIGHTS = "adapter_model.safetensors"
+SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+HONOURED = (
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "fan_in_fan_out"),
+    *("target_modules", "exclude_modules", "target_parameters", "modules_to_save"),
+    *("layers_to_transform", "layers_pattern", "trainable_token_indices", "ensure_weight_tying"),
+    *("use_dora", "use_qalora", "qalora_group_size"),
+)
+"""Settings of an adapter that peft merges exactly; a test compares each with peft's own layers."""
+
+TRAINING = (
+    *("peft_type", "peft_version", "task_type", "inference_mode", "revision", "auto_mapping"),
+    *("megatron_config", "megatron_core", "runtime_config", "velora_config"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+)
+"""Settings that say how an adapter is stored or was trained; `merge` checks `megatron_config`."""
+
+STARTS = (True, False, "gaussian", "eva", "orthogonal")
+"""Initialisations of an adapter that leave the weights of the base unchanged, unlike pissa."""
 
 
 class Dropout(nn.Module):
@@ -220,23 +241,27 @@ def merge(model: PreTrainedModel, adapter: str | Path) -> None:
         # peft would also load a pickle
         if Path(adapter).is_dir() and not (Path(adapter) / WEIGHTS).is_file():
             raise ValueError(f"an adapter's folder needs {WEIGHTS}")
+        _refuse_settings(adapter)
         with _quiet():
             config: Any = PeftConfig.from_pretrained(str(adapter))
             # peft would import the module that megatron_core names
-            if config.peft_type != "LORA" or config.megatron_config:
-                raise ValueError(f"it is {config.peft_type} with code, or no LoRA")
+            if config.megatron_config:
+                raise ValueError("it has code")
             if config.r > (width := model.config.get_text_config().hidden_size):
                 raise ValueError(f"its rank {config.r:.4g} exceeds the base's width {width}")
             wrapped = get_peft_model(model, config)
             result = wrapped.load_adapter(str(adapter), "default")
         # peft loads the tensors that fit and ignores the rest
-        lacking = [name for name in result.missing_keys if "lora_" in name]
+        parts = ("lora_", "modules_to_save", "trainable_tokens")
+        lacking = [name for name in result.missing_keys if any(part in name for part in parts)]
         if strange := lacking + result.unexpected_keys:
             raise ValueError(f"its tensors do not match the base: {strange[0]}")
         # peft merges layer by layer, and would stop in between
         new = [value for name, value in wrapped.named_parameters() if "lora_" in name]
         if not all(value.isfinite().all() for value in new):
             raise ValueError("its weights are not finite")
+    except InputError:
+        raise
     except Exception as error:
         # a damaged folder can raise any error in peft
         if wrapped is not None:
@@ -247,6 +272,19 @@ def merge(model: PreTrainedModel, adapter: str | Path) -> None:
         ) from error
     wrapped.merge_and_unload(safe_merge=True)
     model.eval().requires_grad_(False)
+
+
+def _refuse_settings(adapter: str | Path) -> None:
+    """Refuse an adapter with settings that peft would drop or cannot merge."""
+    file = Path(adapter) / SETTINGS
+    place = file if file.is_file() else hf_hub_download(str(adapter), SETTINGS)
+    found = json.loads(Path(place).read_text(encoding="utf-8"))
+    if found["peft_type"] != "LORA":
+        raise ValueError(f"it is {found['peft_type']}, no LoRA")
+    start = found.pop("init_lora_weights", True)
+    changes = {} if start in STARTS else {"init_lora_weights": start}
+    remedy = "merge it with the code that trained it, and name the merged folder as base.model"
+    refuse_unused("base.adapter", found, changes, used=HONOURED, harmless=TRAINING, remedy=remedy)
 
 
 def fingerprint(adapter: Path) -> str:

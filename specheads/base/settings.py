@@ -1,18 +1,20 @@
-"""Settings of a base's config.json that transformers ignores: refused if they change its logits.
+"""Settings of a base and its tokenizer that transformers ignores: refused if they matter.
 
-transformers stores settings that it does not know, and computes without them. Settings that shape
-tensors need no check, because the weights must match config.json exactly. `sliding_window` needs
-none either: many configs have one that their architecture ignored in training too.
+transformers stores settings of config.json that it does not know, and computes without them.
+Settings that shape tensors need no check, because the weights must match config.json exactly.
+`sliding_window` needs none either: many configs have one that their architecture ignored in
+training too.
 """
 
 import inspect
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.foreign import refuse_unused
 
@@ -56,6 +58,12 @@ QUOTED = r"[\"'](\w+)[\"']"
 
 REMEDY = (
     "use a base whose class in transformers has them, or remove from config.json what has no effect"
+)
+
+
+TOKENIZER_REMEDY = (
+    "write the tokenizer again with save_pretrained so that its tokenizer.json has them, or remove "
+    "them from tokenizer_config.json"
 )
 
 
@@ -124,3 +132,46 @@ def _ignored_ropes(config: Any, known: set[str]) -> Iterator[dict[str, Any]]:
         used -= {"partial_rotary_factor"} - known
         rest = {name: value for name, value in rope.items() if name not in used}
         yield {f"rope.{n}": value for n, value in rest.items() if value != NEUTRAL.get(n, 1)}
+
+
+def honour_tokenizer(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> None:
+    """Honour or refuse the settings of tokenizer_config.json that change token ids.
+
+    With a tokenizer.json, transformers drops several of them. The token before a text is added
+    here. An end token needs nothing: a document ends with one anyway, and a prompt never does.
+
+    Args:
+        tokenizer: The tokenizer that transformers made; it is changed in place.
+        settings: The content of tokenizer_config.json.
+
+    Raises:
+        InputError: A setting is not honoured; the message names all of them.
+    """
+    bos, vocabulary = tokenizer.bos_token_id, tokenizer.get_vocab()
+    wrong: dict[str, Any] = {}
+    if settings.get("add_bos_token") is True and tokenizer("a")["input_ids"][:1] != [bos]:
+        if bos is None or not tokenizer.is_fast:
+            wrong["add_bos_token"] = True
+        else:
+            cast(Any, tokenizer).add_bos_token = True
+    if settings.get("add_prefix_space") is True and tokenizer.tokenize("a") == ["a"]:
+        wrong["add_prefix_space"] = True
+    if settings.get("do_lower_case") is True and tokenizer.tokenize("A") != tokenizer.tokenize("a"):
+        wrong["do_lower_case"] = True
+    for place, token in (settings.get("added_tokens_decoder") or {}).items():
+        if vocabulary.get(_content(token)) != int(place):
+            wrong[f"added_tokens_decoder.{place}"] = _content(token)
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        tokens = settings.get(name) or []
+        tokens = tokens.values() if isinstance(tokens, dict) else tokens
+        if missing := [_content(one) for one in tokens if _content(one) not in vocabulary]:
+            wrong[name] = missing
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict) and "default" not in templates:
+        wrong["chat_template"] = [*templates]
+    refuse_unused("the tokenizer", wrong, used=(), remedy=TOKENIZER_REMEDY)
+
+
+def _content(token: Any) -> str:
+    """Return the text of a token, which may be a dictionary with its properties."""
+    return token["content"] if isinstance(token, dict) else token

@@ -315,7 +315,6 @@ def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
         adapter_says(r=10**9),
         adapter_says(lora_alpha="x"),
         adapter_says(target_modules="(("),
-        adapter_says(layer_replication=[[0, 9]]),
         adapter_says(megatron_config={"layers": 1}, megatron_core="transformers.models"),
     ],
 )
