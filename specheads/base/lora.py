@@ -28,7 +28,7 @@ SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HONOURED = (
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "fan_in_fan_out"),
     *("target_modules", "exclude_modules", "target_parameters", "modules_to_save"),
-    *("layers_to_transform", "layers_pattern", "trainable_token_indices", "ensure_weight_tying"),
+    *("layers_to_transform", "layers_pattern", "trainable_token_indices"),
     *("use_dora", "use_qalora", "qalora_group_size"),
 )
 """Settings of an adapter that peft merges exactly; a test compares each with peft's own layers."""
@@ -38,7 +38,7 @@ TRAINING = (
     *("megatron_config", "megatron_core", "runtime_config", "velora_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 )
-"""Settings that say how an adapter is stored or was trained; `merge` checks `megatron_config`."""
+"""Settings of how an adapter is stored or was trained; `merge` checks `megatron_config`."""
 
 STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Initialisations of an adapter that leave the weights of the base unchanged, unlike pissa."""
@@ -257,7 +257,8 @@ def merge(model: PreTrainedModel, adapter: str | Path) -> None:
         if strange := lacking + result.unexpected_keys:
             raise ValueError(f"its tensors do not match the base: {strange[0]}")
         # peft merges layer by layer, and would stop in between
-        new = [value for name, value in wrapped.named_parameters() if "lora_" in name]
+        named = wrapped.named_parameters()
+        new = [value for name, value in named if any(part in name for part in parts)]
         if not all(value.isfinite().all() for value in new):
             raise ValueError("its weights are not finite")
     except InputError:

@@ -102,7 +102,7 @@ def refuse_ignored(config: PreTrainedConfig, settings: dict[str, Any]) -> None:
 
 def _code(config: PreTrainedConfig) -> str:
     """Return the code of a config's class and of its model."""
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     classes = [one for cls in (type(config), model) if cls for one in cls.__mro__]
     modules = {one.__module__ for one in classes}
     own = [name for name in modules if name.startswith("transformers.models.")]

@@ -39,9 +39,10 @@ have those of its base."""
 
 SPECULATORS = (
     *("transformer_layer_config", "speculators_config"),
-    *("speculators_model_type", "speculators_version"),
+    *("speculators_model_type", "speculators_version", "verifier"),
+    *("algorithm", "default_proposal_method", "proposal_methods"),
 )
-"""Settings of vllm-project/speculators that say which layout a folder has, and how to serve it."""
+"""Settings of vllm-project/speculators that name the layout of a folder and how it is served."""
 
 MOST = 8
 """Number of settings that a message names."""

@@ -76,7 +76,7 @@ def test_a_setting_that_transformers_ignores_is_refused_and_its_neutral_value_pa
 QUIET = pytest.mark.filterwarnings("ignore")
 """peft warns about names of transformers, and about biases that it trains."""
 
-TARGETS = {"target_modules": ["q_proj", "k_proj"]}
+TARGETS: dict[str, Any] = {"target_modules": ["q_proj", "k_proj"]}
 
 
 def adapter_folder(folder: Path, **settings: Any) -> torch.Tensor:

@@ -74,6 +74,7 @@ WINDOW = {"sliding_window": 2048, "layer_types": ["sliding_attention"]}
         ("peagle", INNER, WINDOW, WINDOW | {"layer_types": ["full_attention"]}),
         ("peagle", INNER, {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 1.0}),
         ("mtp_mimo", "", {"use_sliding_window": True}, {"max_window_layers": 2}),
+        ("peagle", "speculators_config", {"planted_setting": 3}, {"algorithm": "peagle"}),
         ("mtp_speculators", INNER, {"final_logit_softcapping": 30.0}, {"num_labels": None}),
         ("dflash_z_lab", "", WINDOW, {"num_target_layers": 9}),
         ("dflash_z_lab", DFLASH, {"projector_type": "domino"}, {"projector_type": "dflash"}),

@@ -300,7 +300,7 @@ def interpret(
     refuse_unused(
         "eagle3",
         config,
-        config.get("transformer_layer_config", {}),
+        *(config.get(name, {}) for name in SPECULATORS[:2]),
         nested,
         used=(*LAYERS, *SPECULATORS, *SAME, *MASKS, *USED),
         fixed=PLAIN | {"target_hidden_size": settings["hidden_size"]} | full_attention(settings),

@@ -202,6 +202,7 @@ def interpret(
     refuse_unused(
         "mtp",
         *parts,
+        config.get(SPECULATORS[1], {}),
         used=(*LAYERS, *SPECULATORS, "text_config"),
         fixed=PLAIN | full_attention(settings),
         # the module applies one layer again and again, and experts have other tensors

@@ -218,12 +218,8 @@ def _mix(queries: Tensor, past: Tensor, visible: Tensor, path: Tensor) -> Tensor
     return (mixed + torch.einsum("bhgtl,bhtld->bhgtd", alone, own_values)).flatten(1, 2)
 
 
-WINDOW = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
-"""Settings of public configs that give layers a window; no head has one."""
-
-
 def full_attention(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the only values of `WINDOW` with which all layers of a config have full attention."""
+    """Return the only values of settings of windows with which all layers have full attention."""
     kinds = settings.get("layer_types")
     if kinds and set(kinds) == {"full_attention"}:
         return {}

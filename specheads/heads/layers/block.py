@@ -346,7 +346,7 @@ def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
     refuse_unused(
         "dspark" if markov else "dflash",
         config,
-        *(config.get(name, {}) for name in (SPECULATORS[0], "dflash_config")),
+        *(config.get(name, {}) for name in (*SPECULATORS[:2], "dflash_config")),
         {"rope_type": rope["rope_scaling"].get("rope_type")},
         used=(*LAYERS, *SPECULATORS, *USED),
         fixed=PLAIN_SETTINGS
