@@ -390,6 +390,9 @@ def _acceptance(results: Results) -> Rows:
 def _cost(results: Results) -> Rows:
     speed = results.speed
     rows: Rows = [("speed-up over the base alone", speedup(speed))]
+    if speed and (alone := speed.head_alone):
+        text = with_interval(alone.ratio, alone.interval)
+        rows.append(("speed-up of the head alone, without prompt lookup", text))
     if speed:
         rates = f"{speed.base_tokens_per_second:.1f}, {speed.tokens_per_second:.1f}"
         step = speed.step_overhead

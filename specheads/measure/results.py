@@ -190,6 +190,8 @@ class Speed:
     draft_milliseconds: float | None = None
     repetitions: int | None = None
     peak_gib: float | None = None
+    head_alone: Gain | None = None
+    """Speed-up of the head's own tree without prompt lookup, where lookup took part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -12,6 +13,7 @@ from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
 from specheads.core.machine import peak_gib, synchronise
 from specheads.decoding.sampling import GREEDY
+from specheads.decoding.trees.hybrid import own_tree
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.generation import GenerationSettings, generate_with
 from specheads.measure.results import Gain, Speed
@@ -119,10 +121,17 @@ def measure_speed(
 
     Times cover the prompt and all new tokens; `step_overhead` covers decode steps only, and
     `draft_milliseconds` is the median drafting time of a step, greedy and for one row. Intervals
-    are over batches.
+    are over batches. A tree with prompt lookup is also timed without it.
     """
-    methods = {"drafted": lambda unit: time_generate(base, drafter, unit, generation)}
+    trees = {"drafted": generation.tree}
+    if generation.tree is not None and (own := own_tree(generation.tree)) is not generation.tree:
+        trees |= {"head alone": own} if own.depth else {}
+    methods = {
+        name: partial(time_generate, base, drafter, generation=replace(generation, tree=tree))
+        for name, tree in trees.items()
+    }
     timings = time_in_turns(base, methods, prompts, generation, repetitions=repetitions)
+    head_alone = timings.get("head alone")
     # the device finishes each part of a step before the next begins
     one = replace(generation, sampling=GREEDY, stop_at_eos=False)
     out = generate_with(base, drafter, prompts[:1], one, timed=True)
@@ -132,6 +141,7 @@ def measure_speed(
         draft_milliseconds=1e3 * statistics.median(drafted),
         repetitions=repetitions,
         peak_gib=peak_gib(base.device),
+        head_alone=paired_speed(head_alone, timings[None]) if head_alone else None,
     )
 
 

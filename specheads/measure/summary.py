@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from specheads.measure.results import IDENTICAL, WRONG, Interval, Lossless, Results
+from specheads.measure.results import IDENTICAL, WRONG, Interval, Lossless, Results, Speed
 
 SummaryRows = list[tuple[str, str]]
 
@@ -55,6 +55,8 @@ def _gain(results: Results) -> str:
         return "Speed was not measured."
     ratio, (low, high) = speed.speedup, speed.interval
     measured = f"{ratio:.2f}x the speed of the base alone (95 % interval {low:.2f} to {high:.2f})"
+    if results.settings.copied_tokens:
+        measured += f"; {_lookup_share(speed)}"
     why = f"a step gives {online.tokens_per_forward:.2f} tokens"
     if speed.step_overhead is not None:
         why += f" and takes {speed.step_overhead:.2f} times as long as a step of the base alone"
@@ -68,6 +70,17 @@ def _gain(results: Results) -> str:
             f"Speculation may pay on this machine, but the interval includes 1: {measured}; {why}."
         )
     return f"Speculation pays on this machine: {measured}; {why}."
+
+
+def _lookup_share(speed: Speed) -> str:
+    """Return what the head gives alone, and what it gives together with prompt lookup."""
+    if (alone := speed.head_alone) is None:
+        return f"prompt lookup alone {speed.speedup:.2f}x, as the head's drafts do not pay here"
+    low, high = alone.interval
+    return (
+        f"head alone {alone.ratio:.2f}x ({low:.2f} to {high:.2f}), with prompt lookup "
+        f"{speed.speedup:.2f}x"
+    )
 
 
 def _figure(value: float, interval: Interval, form: str = ".3f") -> str:
@@ -127,6 +140,9 @@ def _against_base(results: Results) -> SummaryRows:
             ("tokens per second, with head", f"{speed.tokens_per_second:.1f}"),
             ("speed-up", _figure(speed.speedup, speed.interval)),
         ]
+        if alone := speed.head_alone:
+            text = _figure(alone.ratio, alone.interval)
+            rows.append(("speed-up of the head alone, without prompt lookup", text))
         if speed.step_overhead is not None:
             rows.append(("time of a step over the base's", f"{speed.step_overhead:.3f}"))
     return rows

@@ -14,14 +14,23 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
-from specheads.core.files import to_json
+from specheads.core.files import from_json, to_json
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import HybridTree
 from specheads.measure import generation, offline, online, plots, report, speed, summary
 from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import Continuations, GenerationSettings
 from specheads.measure.offline import replay
-from specheads.measure.results import Candidate, Lossless, OnlineSections, PhaseRate, Results, read
+from specheads.measure.results import (
+    Candidate,
+    Gain,
+    Lossless,
+    OnlineSections,
+    PhaseRate,
+    Results,
+    read,
+)
 from specheads.runs.provenance import Provenance
 from tests import tiny
 from tests.results import bare
@@ -325,11 +334,37 @@ def test_speed_has_rates_ratio_and_step_times():
     assert (section.peak_gib or 0) > 0
 
 
+@pytest.mark.parametrize("inner", [policies.chain(2), policies.NOTHING], ids=["head", "no head"])
+def test_speed_and_verdict_tell_head_and_prompt_lookup_apart(inner, monkeypatch):
+    def fake(base, drafter, unit, generation):
+        del base, unit
+        seconds = 2.0 if drafter is None else 0.5 if generation.tree.copied else 1.25
+        return speed.Timing(seconds, seconds, 10, 10, 11)
+
+    monkeypatch.setattr(speed, "time_generate", fake)
+    how = GenerationSettings(max_new_tokens=9, tree=HybridTree(inner, 3))
+    section = speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), how)
+    settings = replace(results().settings, copied_tokens=3)
+    made = replace(results(), settings=settings, speed=section)
+    assert section.speedup == 4.0
+    if inner is policies.NOTHING:
+        assert section.head_alone is None
+        assert "; prompt lookup alone 4.00x, as the head's" in summary.verdict(made)
+    else:
+        assert section.head_alone == Gain(ratio=1.6, interval=(1.6, 1.6))
+        told = "; head alone 1.60x (1.60 to 1.60), with prompt lookup 4.00x; "
+        assert told in summary.verdict(made)
+        assert "speed-up of the head alone, without prompt lookup" in dict(summary.summary(made))
+    assert from_json(Results, to_json(made)).speed == section
+    plain = replace(how, tree=policies.chain(2))
+    assert speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), plain).head_alone is None
+
+
 def test_repetitions_alternate_the_order_and_warm_up_is_not_timed(monkeypatch):
     calls = []
 
-    def fake(base, drafter, unit, how):
-        del base, how
+    def fake(base, drafter, unit, generation):
+        del base, generation
         calls.append((drafter is not None, len(unit)))
         seconds = 50.0 if len(calls) <= 2 else 1.0 if drafter else 2.0
         return speed.Timing(seconds, seconds, 10, 10 * len(unit), 11)
