@@ -34,6 +34,7 @@ from transformers import DynamicCache
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
+from specheads.core.features import Committed
 from specheads.core.files import dumps, to_json
 from specheads.core.machine import dtype_name
 from specheads.core.tree import TokenTree
@@ -46,7 +47,6 @@ from specheads.decoding.trees import policies
 from specheads.heads.load import build_for, drafter_of
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.generation import GenerationSettings
-from specheads.measure.oracle import Oracle
 from specheads.measure.tune_cost import fit, time_steps
 from specheads.runs.provenance import nearby, provenance
 
@@ -86,6 +86,24 @@ class Bench:
         with self.base.device:
             head = build_for(head_settings(kind, self.base, self.draft_tokens), self.base)
         return drafter_of(head, self.base)
+
+
+class Planted(Drafter):
+    """Drafts tokens in the order of their ids, in no time."""
+
+    def __init__(self, depth: int, vocab_size: int, device: torch.device) -> None:
+        self.depth = depth
+        self.logits = -torch.arange(vocab_size, device=device, dtype=torch.float32)
+
+    def begin(self, committed: Committed, memory: Any) -> tuple[Tensor, None]:
+        """Draft after the root."""
+        del memory
+        return self.logits.expand(len(committed.counts), 1, -1), None
+
+    def extend(self, state: None, tokens: Tensor, parents: Tensor) -> tuple[Tensor, None]:
+        """Draft after every node."""
+        del state, parents
+        return self.logits.expand(*tokens.shape, -1), None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -202,14 +220,13 @@ def compiled(bench: Bench) -> list[dict[str, Any]]:
 def stepper(
     bench: Bench, prompt: list[int], nodes: int, base: FrozenBase | None = None
 ) -> Callable[[], Any]:
-    """Return what takes one step with drafts that are never right."""
+    """Return what takes one step with drafts that are hardly ever right."""
     base = base or bench.base
     # a tree of at most four levels: a chain, and siblings all along it
     paths = [(0,) * depth + (rank,) for rank in range(nodes) for depth in range(4)]
     policy = policies.Static(sorted(paths[: nodes - 1]), "caterpillar")
-    oracle = Oracle([prompt], policy.depth, base.vocab_size, rate=0.0, device=base.device)
     room = len(prompt) + 2 * nodes + 2 * (WARM_UP + bench.turns + 1)
-    drafter = oracle if policy.depth else None
+    drafter = Planted(policy.depth, base.vocab_size, base.device) if policy.depth else None
     state, _ = loop.start(base, drafter, [prompt], room)
     return lambda: loop.step(base, drafter, policy, accept.match_rule, state)
 
@@ -257,13 +274,13 @@ def batch_row(bench: Bench, size: int) -> dict[str, Any]:
     base = bench.base
     prompts = [bench.prompt(64, seed) for seed in range(size)]
     how: dict[str, Any] = {"max_new_tokens": bench.new_tokens, "stop_at_eos": False}
-    oracle = Oracle(prompts, 3, base.vocab_size, device=base.device)
+    planted = Planted(3, base.vocab_size, base.device)
 
     def alone() -> Decoding:
         return generate(base, None, prompts, **how)
 
     def drafted() -> Decoding:
-        return generate(base, oracle, prompts, acceptance=planted_rule(base), **how)
+        return generate(base, planted, prompts, acceptance=planted_rule(base), **how)
 
     alone()
     forwards = sum(drafted().forwards)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 
 from specheads.base.model import FrozenBase
 from specheads.config import data_dir
-from specheads.measure.oracle import Oracle
+from tests.oracle import Oracle
 
 CPU = torch.device("cpu")
 VOCAB = 61

@@ -21,7 +21,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
-from specheads.measure.oracle import Oracle
+from tests.oracle import Oracle
 
 DOCS = Path(__file__).parents[2] / "docs" / "bases.md"
 PROMPT = list(range(3, 11))

@@ -19,8 +19,8 @@ from specheads.base.model import FrozenBase
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.heads.load import Head, build_for
-from specheads.measure.oracle import Oracle
 from tests import tiny
+from tests.oracle import Oracle
 
 # a warning of torch about its own compiler
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -16,8 +16,8 @@ from specheads.core.tree import TokenTree
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.measure.oracle import Oracle
 from tests import tiny
+from tests.oracle import Oracle
 
 PARENTS = [-1, 0, 0, 2, 1, 2, 5, 3, 5, 6, 8]
 """Siblings at every level, and paths whose nodes are not adjacent."""

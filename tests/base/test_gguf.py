@@ -19,9 +19,9 @@ from specheads.core import machine
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.heads.load import build_for, fit
-from specheads.measure.oracle import Oracle
 from tests.base import gguf_file
 from tests.base.test_loading import refused
+from tests.oracle import Oracle
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from specheads.decoding.loop import BASE_ORIGIN, Origin
 from specheads.decoding.sampling import GREEDY
 from specheads.decoding.trees.policies import chain
 from specheads.heads.load import build_for
-from specheads.measure.oracle import Oracle
+from tests.oracle import Oracle
 
 BASE_FOLDER = data_dir("recipes") / "tiny_code" / "base"
 ASKED = "def add(first, second):\n"

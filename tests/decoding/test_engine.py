@@ -24,9 +24,9 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.decoding.trees.policies import Sampled
 from specheads.heads.load import build_for, fit
-from specheads.measure.oracle import TextPositions
 from tests import tiny
 from tests.decoding.test_detokenize import PIECES, tokenizer
+from tests.oracle import TextPositions
 
 Arm = tuple[Drafter | None, policies.TreePolicy | None]
 NEW = 14

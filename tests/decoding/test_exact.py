@@ -14,8 +14,8 @@ from specheads.core.tree import TokenTree
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees.policies import TreePolicy
-from specheads.measure.oracle import TextPositions
 from tests import tiny
+from tests.oracle import TextPositions
 
 
 class RandomTrees(TreePolicy):

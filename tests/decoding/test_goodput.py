@@ -31,8 +31,8 @@ from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.heads.load import build_for, kinds
-from specheads.measure.oracle import Oracle
 from tests import tiny
+from tests.oracle import Oracle
 
 
 def chains(depth: int, copied: Sequence[int] = (0,)) -> list[Draft]:

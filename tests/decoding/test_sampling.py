@@ -21,10 +21,10 @@ from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.policies import Product, Sampled
-from specheads.measure.oracle import Oracle
 from tests import tiny
 from tests.decoding.markov import Markov
 from tests.decoding.test_exact import RandomTrees
+from tests.oracle import Oracle
 
 SETTINGS = {
     "plain": Sampling(temperature=0.9),

@@ -35,11 +35,11 @@ from specheads.decoding.trees import policies
 from specheads.export import custom_generate as plugin
 from specheads.export.custom_generate import hub_files
 from specheads.heads.load import build, load_head
-from specheads.measure.oracle import Oracle
 from tests import tiny
 from tests.decoding.test_detokenize import tokenizer
 from tests.export.hub_server import HubServer
 from tests.heads.test_heads import KINDS, make
+from tests.oracle import Oracle
 from tests.test_wheel import ROOT, installed, run, wheel
 from tests.tuned import tree, tuned
 

@@ -16,8 +16,8 @@ from specheads.base.forward import answer
 from specheads.base.model import FrozenBase
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
-from specheads.measure.oracle import Oracle
 from tests import tiny
+from tests.oracle import Oracle
 
 pytestmark = pytest.mark.gpu
 

@@ -16,10 +16,10 @@ from specheads.decoding.request import Request
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, join_copied
 from specheads.heads.layers.attention import Slots
-from specheads.measure.oracle import Oracle
 from specheads.training.plan.shapes import PeakMemory
 from tests import tiny
 from tests.heads.test_heads import CASES, make, told
+from tests.oracle import Oracle
 
 LENGTHS = torch.tensor([5, 9, 3, 7])
 """Positions that each row has committed before the rows move."""

@@ -5,8 +5,8 @@ import torch
 from specheads.core.drafter import Features
 from specheads.core.features import Committed
 from specheads.decoding.generate import generate
-from specheads.measure.oracle import Oracle
 from tests import tiny
+from tests.oracle import Oracle
 
 
 def test_oracle_is_right_at_its_rate_and_depths_agree():

@@ -1,4 +1,4 @@
-"""A drafter that knows the text: for benchmarks and tests of the loop only."""
+"""A drafter that knows the text."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specheads.core.drafter import Drafter, refuse_scattering
-from specheads.core.errors import InputError
 from specheads.core.features import Committed
 
 
@@ -51,8 +50,6 @@ class Oracle(Drafter):
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not 0 <= rate <= 1:
-            raise InputError(f"an oracle's rate must be in [0, 1], got {rate}")
         self.depth, self.vocab_size = depth, vocab_size
         self.num_handed_out = 0
         # the last draft may reach past the end of the text
