@@ -47,7 +47,7 @@ from specheads.decoding.trees import policies
 from specheads.heads.load import build_for, drafter_of
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.generation import GenerationSettings
-from specheads.measure.tune_cost import fit, time_steps
+from specheads.measure.tune import fit, time_steps
 from specheads.runs.provenance import nearby, provenance
 
 ROOT = Path(__file__).resolve().parents[1]

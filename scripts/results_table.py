@@ -307,7 +307,9 @@ def rivals(file: Path) -> str:
             over = (with_interval(gain.ratio, gain.interval) if gain else "" for gain in gains)
             rows.append((*what, rate(row.online), speedup(row.speed), *over))
     how, made = compared.settings, compared.provenance
-    common = f"{compared.prompts.count} prompts of {how.max_new_tokens} new tokens, {how.dtype}"
+    common = (
+        f"{compared.prompts.count} prompts of {how['max_new_tokens']} new tokens, {how['dtype']}"
+    )
     origin = f"{made.hardware}, commit {_commit(made.git)}"
     return f"{common}; {origin}.\n\n{table(RIVALS_HEADER, rows)}"
 
@@ -336,7 +338,7 @@ def heads(compared: Mapping[str, Any]) -> str:
     common = (
         f" with each kind of head in turn: {tokens:,} training tokens, depth {chain.head.depth}, "
         f"{chain.prompts.count} prompts{of_trees}, "
-        f"{chain.settings.dtype}; {chain.provenance.hardware},"
+        f"{chain.settings['dtype']}; {chain.provenance.hardware},"
     )
     pairs = ratios(greedy, [*chain.heads], "forward")
     told = f"{pairs.title}, chain, T=0:\n\n{table(pairs.header, pairs.rows)}"
@@ -383,7 +385,8 @@ def _acceptance(results: Results) -> Rows:
         text = f"{same.identical} of {same.compared} prompts{tie}"
         rows.append(("identical to the base alone", text))
     if replay := results.replay:
-        rows.append(("offline replay equals decoding, chain", "yes" if replay.equal else "no"))
+        name = f"offline replay equals decoding, {replay.get('tree', 'chain')}"
+        rows.append((name, "yes" if replay["equal"] else "no"))
     return rows
 
 

@@ -37,7 +37,7 @@ from specheads.measure.compare import compare_methods, condition, tables
 from specheads.measure.evaluation import head_summary, subject
 from specheads.measure.generation import Continuations, write_alone
 from specheads.measure.methods import COPIED_TOKENS, SINKS, WINDOW, make_methods
-from specheads.measure.results import CompareSettings, Comparison
+from specheads.measure.results import Comparison
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import nearby
 
@@ -144,19 +144,19 @@ def _compare(
         **subject(base, next(iter(heads.values())), prompts),
         heads={name: head_summary(head) for name, head in heads.items()},
         conditions=conditions,
-        settings=CompareSettings(
-            max_new_tokens=evaluation.max_new_tokens,
-            draft_model=nearby(settings.draft_model),
-            draft_depth=settings.draft_depth,
-            copied_tokens=COPIED_TOKENS,
-            max_ngram=MAX_NGRAM,
-            sinks=SINKS,
-            window=WINDOW,
-            dtype=dtype_name(base.dtype),
-            device=base.device.type,
-            seed=evaluated.seed,
-            coupled=evaluation.coupled,
-        ),
+        settings={
+            "max_new_tokens": evaluation.max_new_tokens,
+            "draft_model": nearby(settings.draft_model),
+            "draft_depth": settings.draft_depth,
+            "copied_tokens": COPIED_TOKENS,
+            "max_ngram": MAX_NGRAM,
+            "sinks": SINKS,
+            "window": WINDOW,
+            "dtype": dtype_name(base.dtype),
+            "device": base.device.type,
+            "seed": evaluated.seed,
+            "coupled": evaluation.coupled,
+        },
     )
 
 

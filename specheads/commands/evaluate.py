@@ -35,7 +35,7 @@ from specheads.measure.evaluation import draft_vocabulary, evaluate_head
 from specheads.measure.generation import GenerationSettings
 from specheads.measure.quality import compare_quality, measure_quality, quality_windows
 from specheads.measure.results import Results
-from specheads.measure.tune import TUNE_PROMPTS, choose_tree, decoded_context
+from specheads.measure.tune import choose_tree
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 
@@ -199,15 +199,9 @@ def tree_for(
     """Return the tree of the settings, and the measurements that chose it, if there are any."""
     if (tree := fixed_tree(settings, head.depth)) is not None:
         return tree, None
-    return choose_tree(
-        base,
-        head,
-        settings.data,
-        generation,
-        decoded_context(prompts, generation.max_new_tokens),
-        prompt_tokens=settings.evaluation.prompt_tokens,
-        num_prompts=min(TUNE_PROMPTS, settings.evaluation.num_prompts),
-    )
+    lengths = {"prompt_tokens": settings.evaluation.prompt_tokens}
+    lengths["num_prompts"] = settings.evaluation.num_prompts
+    return choose_tree(base, head, settings.data, generation, prompts, **lengths)
 
 
 def fixed_tree(settings: SettingsWithEvaluation, head_depth: int) -> TreePolicy | None:

@@ -125,11 +125,8 @@ def _loads(settings: Simulate, cost: StepCost) -> dict[str, list[Arrival]]:
     if settings.arrivals:
         return {Path(settings.arrivals).name: read_arrivals(settings.arrivals)}
     lengths = {"prompt_tokens": settings.prompt_tokens, "new_tokens": settings.new_tokens}
-    mean_part = sum(settings.parts) / len(settings.parts)
     rates = settings.rates or simulation.default_rates(
-        cost, **lengths, max_batch=settings.max_batch, mean_part=mean_part
+        cost, **lengths, max_batch=settings.max_batch
     )
-    how = {"parts": settings.parts, "seed": settings.seed}
-    return {
-        f"{rate:.15g}": poisson(rate, settings.num_requests, **lengths, **how) for rate in rates
-    }
+    number, seed = settings.num_requests, settings.seed
+    return {f"{rate:.15g}": poisson(rate, number, **lengths, seed=seed) for rate in rates}

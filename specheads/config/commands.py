@@ -29,10 +29,8 @@ from specheads.core.ranges import (
     PositiveInt,
     PrintableText,
     Probability,
-    Rule,
     Temperature,
     TreeSize,
-    Weight,
     one_of,
 )
 from specheads.data.settings import Data
@@ -219,11 +217,6 @@ class Simulate(PromptLength, HasSeed, HasOut, HasHead, HasRun):
     rates: list[PositiveFloat] = field(default_factory=list)
     """Loads in requests per second, simulated one by one. Empty is five loads around the capacity
     of the base alone."""
-
-    parts: Annotated[list[Weight], Rule(any, "one of them above 0")] = field(
-        default_factory=lambda: [1.0]
-    )
-    """Factors of the rate in consecutive periods of equal length: [0.2,2,0.2] rises and falls."""
 
     arrivals: PathOrId = ""
     """Recorded load, in place of rates: a .jsonl file of seconds, prompt_tokens, new_tokens."""

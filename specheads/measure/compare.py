@@ -9,7 +9,7 @@ from specheads.measure.counts import paired_gain
 from specheads.measure.generation import Continuations, GenerationSettings
 from specheads.measure.methods import DraftMethod, Method
 from specheads.measure.online import online_sections
-from specheads.measure.results import Comparison, Condition, Gain, MethodResults
+from specheads.measure.results import Comparison, Condition, Gain, Lossless, MethodResults
 from specheads.measure.speed import paired_speed, summarise, time_in_turns
 from specheads.measure.summary import divergence_note
 from specheads.measure.tables import ConsoleTable, with_interval
@@ -44,12 +44,14 @@ def compare_methods(
         speed = replace(summarise(timings[None], timings[name]), repetitions=repetitions)
         # above temperature zero, transformers writes another sample
         comparable = generation.sampling.temperature == 0 or isinstance(method, DraftMethod)
-        sections = online_sections(base, decoded[name], texts, generation, comparable=comparable)
+        online, lossless, degenerate = online_sections(
+            base, decoded[name], texts, generation, comparable=comparable
+        )
         others = [other for other in methods if other != name]
         rows[name] = MethodResults(
-            online=sections.online,
-            lossless=sections.lossless,
-            degenerate=sections.degenerate,
+            online=online,
+            lossless=lossless,
+            degenerate=degenerate,
             tree=method.tree.name,
             num_nodes=method.tree.num_nodes,
             speed=speed,
@@ -62,16 +64,7 @@ def compare_methods(
 
 # --- tables ------------------------------------------------------------------------------------
 
-COLUMNS = (
-    "drafter",
-    "tokens per second",
-    "speed-up",
-    "fastest over it",
-    "tokens per forward",
-    "without loops",
-    "step, ms",
-    "text of the base",
-)
+COLUMNS = ("drafter", "tokens per second", "speed-up", "fastest over it", "tokens per forward")
 
 
 def tables(comparison: Comparison) -> Iterator[ConsoleTable]:
@@ -96,17 +89,14 @@ def table(condition: Condition) -> ConsoleTable:
             with_interval(row.speed.speedup, row.speed.interval),
             _over(rows[first].over, name),
             with_interval(row.online.tokens_per_forward, row.online.interval),
-            _without_loops(row),
-            _step(row.speed.step_milliseconds),
-            _text(row),
+            _text(row.lossless),
         )
         for name, row in rows.items()
     ]
-    speed = rows[first].speed
-    alone, step = f"{speed.base_tokens_per_second:.1f}", _step(speed.base_step_milliseconds)
-    lines.append(("base alone", alone, "1.00", "", "1.00", "", step, ""))
+    alone = f"{rows[first].speed.base_tokens_per_second:.1f}"
+    lines.append(("base alone", alone, "1.00", "", "1.00", ""))
     title = f"drafters at temperature {condition.temperature:g}, batch {batch}"
-    return ConsoleTable(title, lines, COLUMNS)
+    return ConsoleTable(title, lines, (*COLUMNS, "text of the base"))
 
 
 def ratios(condition: Condition, names: list[str], unit: str) -> ConsoleTable:
@@ -125,17 +115,7 @@ def _over(over: Mapping[str, Gain], other: str) -> str:
     return with_interval(gain.ratio, gain.interval) if gain else ""
 
 
-def _without_loops(row: MethodResults) -> str:
-    rest = row.degenerate.without
-    return with_interval(rest.tokens_per_forward, rest.interval) if rest else "none left"
-
-
-def _step(milliseconds: float | None) -> str:
-    return "no second step" if milliseconds is None else f"{milliseconds:.2f}"
-
-
-def _text(row: MethodResults) -> str:
-    same = row.lossless
+def _text(same: Lossless) -> str:
     if not same.compared:
         return "other draws"
     return f"{same.identical} of {same.compared}{divergence_note(same)}"

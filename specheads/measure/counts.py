@@ -1,7 +1,8 @@
 """Counts of drafts while decoding, and rates with intervals from them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float64
@@ -99,6 +100,16 @@ def conditional_acceptance(counts: Sequence[DepthCounts]) -> list[DepthRate]:
     return rates
 
 
+def sections(counts: Sequence[DepthCounts]) -> dict[str, Any]:
+    """Return the fields that the sections `offline` and `online` share."""
+    total = DepthCounts.total(counts, len(counts[0].offered))
+    return asdict(rate(counts)) | {
+        "per_depth": total.per_depth(),
+        "forwards": total.forwards,
+        "conditional_acceptance": conditional_acceptance(counts),
+    }
+
+
 def paired_gain(ours: Sequence[DepthCounts], theirs: Sequence[DepthCounts]) -> Gain:
     """Return the ratio of our tokens per forward to theirs on the same prompts.
 
@@ -110,22 +121,19 @@ def paired_gain(ours: Sequence[DepthCounts], theirs: Sequence[DepthCounts]) -> G
         if one.forwards and other.forwards
     ]
     rows = [(a.new_tokens, a.forwards, b.new_tokens, b.forwards) for a, b in pairs]
-    values = _by_source(rows, [one.source for one, _ in pairs])
-    ratios = [
-        sums[:, 0] / sums[:, 1] / (sums[:, 2] / sums[:, 3])
-        for sums in (values.sum(0, keepdim=True), _resampled_sums(values))
-    ]
-    return Gain(ratio=ratios[0].item(), interval=_middle(ratios[1]))
+    sums = _resampled_sums(rows, [one.source for one, _ in pairs])
+    new_tokens, forwards, others, their_forwards = map(sum, zip(*rows, strict=True))
+    return Gain(
+        ratio=new_tokens / forwards / (others / their_forwards),
+        interval=_middle(sums[:, 0] / sums[:, 1] / (sums[:, 2] / sums[:, 3])),
+    )
 
 
 def bootstrap_interval(
     numerators: Sequence[int | float],
     denominators: Sequence[int | float],
     sources: Sequence[str] = (),
-    *,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> tuple[float, float]:
+) -> Interval:
     """Return the 95 % bootstrap interval of `sum(numerators) / sum(denominators)`.
 
     A resample draws as many sources as there are, with replacement, and takes all prompts of a
@@ -141,18 +149,8 @@ def bootstrap_interval(
             f"an interval needs a prompt with a positive denominator, got {len(rows)} prompts "
             "without one; add prompts, or raise max_new_tokens"
         )
-    values = _by_source([row[:2] for row in kept], [source for *_, source in kept])
-    sums = _resampled_sums(values, resamples, seed)
+    sums = _resampled_sums([row[:2] for row in kept], [source for *_, source in kept])
     return _middle(sums[:, 0] / sums[:, 1])
-
-
-def _by_source(
-    rows: Sequence[Sequence[int | float]], sources: Sequence[str]
-) -> Float64[Tensor, "source column"]:
-    """Return the sums of the rows of each source."""
-    places, values = number_sources(sources), torch.tensor(rows, dtype=torch.float64)
-    out = values.new_zeros(max(places) + 1, values.shape[1])
-    return out.index_add_(0, torch.tensor(places), values)
 
 
 def number_sources(sources: Sequence[str]) -> list[int]:
@@ -166,16 +164,16 @@ def number_sources(sources: Sequence[str]) -> list[int]:
 
 
 def _resampled_sums(
-    values: Float64[Tensor, "source column"], resamples: int = 2000, seed: int = 0
+    rows: Sequence[Sequence[int | float]], sources: Sequence[str]
 ) -> Float64[Tensor, "resample column"]:
-    """Return the column sums of bootstrap resamples of the sources."""
-    count = len(values)
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(count, (resamples, count), generator=generator)
+    """Return the column sums of 2,000 bootstrap resamples of the sources."""
+    places, values = torch.tensor(number_sources(sources)), torch.tensor(rows, dtype=torch.float64)
+    count = int(places.max()) + 1
+    values = values.new_zeros(count, values.shape[1]).index_add_(0, places, values)
+    drawn = torch.randint(count, (2000, count), generator=torch.Generator().manual_seed(0))
     # how often each source was drawn: (resamples, sources), so the sums are one small product
-    weights = torch.zeros(resamples, count, dtype=torch.float64)
-    weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
-    return weights @ values
+    weights = values.new_zeros(drawn.shape)
+    return weights.scatter_add_(1, drawn, torch.ones_like(weights)) @ values
 
 
 def _middle(values: Float64[Tensor, " resample"]) -> Interval:

@@ -16,6 +16,7 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.tuned import Tuned
 from specheads.heads.load import load_head
+from specheads.measure import results
 from specheads.measure.generation import (
     Continuations,
     GenerationSettings,
@@ -23,19 +24,9 @@ from specheads.measure.generation import (
     write_alone,
 )
 from specheads.measure.offline import measure_offline
-from specheads.measure.online import lossless_in_float32, measure_drafting, measure_online
-from specheads.measure.results import (
-    BaseSummary,
-    DraftVocabulary,
-    EvaluationSettings,
-    HeadSummary,
-    PhaseRate,
-    PromptSummary,
-    Replay,
-    Results,
-)
+from specheads.measure.online import measure_online
+from specheads.measure.results import Results
 from specheads.measure.speed import measure_speed
-from specheads.measure.tune import candidates
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import nearby, provenance
 
@@ -66,35 +57,25 @@ def evaluate_head(
         phases: Folders of the head at the end of each phase, named after the phase.
     """
     tree = generation.tree or policies.chain(head.depth)
-    sampling, own, chain = generation.sampling, own_tree(tree), replace(generation, tree=None)
+    sampling, own = generation.sampling, own_tree(tree)
+    chain = replace(generation, tree=None, acceptance="match", batch_size=8)
     tokens = [prompt.tokens for prompt in prompts.prompts]
-    texts = Continuations(
-        tokens,
-        write_alone(base, tokens, replace(generation, batch_size=8)),
-        [prompt.category for prompt in prompts.prompts],
-    )
+    categories = [prompt.category for prompt in prompts.prompts]
+    texts = Continuations(tokens, write_alone(base, tokens, chain), categories)
     found: dict[str, Any] = {}
-    # such text has to equal that of the base alone
-    matched = sampling.temperature == 0 or generation.acceptance == "match"
-    if matched:
+    if generation.matched:
         found["offline"] = measure_offline(base, head, texts, generation)
     if mode != "offline":
-        online = measure_online(base, head, texts, generation)
-        lossless = online.lossless
-        if matched:
-            found["replay"] = _replay(base, head, texts, chain)
-            wide = lossless_in_float32(base, head, texts, generation)
-            lossless = replace(lossless, float32=wide)
-        found |= {"online": online.online, "degenerate": online.degenerate, "lossless": lossless}
+        online, lossless, degenerate = measure_online(base, head, texts, generation)
+        found["replay"] = _replay(found.get("offline"), online, tree)
+        found |= {"online": online, "degenerate": degenerate, "lossless": lossless}
         found["texts"] = decode_texts(base, head, prompts.prompts, generation)
-        if sampling.temperature > 0:
-            found["drafting"] = measure_drafting(base, head, texts, generation)
     if mode == "all":
         timed = tokens[:speed_prompts]
         found["speed"] = measure_speed(base, head, timed, generation, repetitions=repetitions)
     return Results(
         **subject(base, head, prompts),
-        settings=EvaluationSettings(
+        settings=results.EvaluationSettings(
             **asdict(sampling),
             max_new_tokens=generation.max_new_tokens,
             batch_size=generation.batch_size,
@@ -109,7 +90,7 @@ def evaluate_head(
             device=base.device.type,
         ),
         draft_vocabulary=draft_vocabulary(head, None),
-        tree_candidates=candidates(tuned) if tuned else [],
+        tree_candidates=tuned.tried if tuned else [],
         tuned=tuned,
         phases=[_phase(base, folder, texts, chain) for folder in phases],
         **found,
@@ -121,14 +102,14 @@ def subject(base: FrozenBase, head: Head, prompts: PromptSet) -> dict[str, Any]:
     given = prompts.prompts
     return {
         "head": head_summary(head),
-        "base": BaseSummary(
+        "base": results.BaseSummary(
             name=nearby(base.name),
             revision=base.revision,
             adapter=nearby(base.adapter),
             fingerprint=base.fingerprint,
             parameters=base.num_parameters,
         ),
-        "prompts": PromptSummary(
+        "prompts": results.PromptSummary(
             name=prompts.name,
             version=prompts.version,
             count=len(given),
@@ -139,40 +120,37 @@ def subject(base: FrozenBase, head: Head, prompts: PromptSet) -> dict[str, Any]:
     }
 
 
-def head_summary(head: Head) -> HeadSummary:
+def head_summary(head: Head) -> results.HeadSummary:
     """Return the kind and size of a head."""
     parameters = sum(parameter.numel() for parameter in head.parameters())
-    return HeadSummary(kind=head.kind, depth=head.depth, parameters=parameters)
+    return results.HeadSummary(kind=head.kind, depth=head.depth, parameters=parameters)
 
 
-def draft_vocabulary(head: Head, run: RunDirectory | None) -> DraftVocabulary:
+def draft_vocabulary(head: Head, run: RunDirectory | None) -> results.DraftVocabulary:
     """Return how many tokens the head can draft, and their share of its training text."""
     if head.draft_ids is None:
-        return DraftVocabulary(size=head.vocab_size, coverage=1.0)
+        return results.DraftVocabulary(size=head.vocab_size, coverage=1.0)
     known = read_json(run.provenance) if run is not None else {}
     counted = known.get("draft_vocabulary") or {"size": head.drafted_size, "coverage": None}
-    return from_json(DraftVocabulary, counted, "provenance.json")
+    return from_json(results.DraftVocabulary, counted, "provenance.json")
 
 
 def _replay(
-    base: FrozenBase, head: Head, texts: Continuations, chain: GenerationSettings
-) -> Replay:
-    """Compare the offline replay of a chain with the same chain decoded."""
-    chain = replace(chain, acceptance="match", batch_size=8)
-    measured = (
-        measure_offline(base, head, texts, chain),
-        measure_online(base, head, texts, chain).online,
-    )
+    offline: results.Offline | None, online: results.Online, tree: policies.TreePolicy
+) -> dict[str, Any] | None:
+    """Compare replay and decoding; None if the replayed tree is another one."""
+    if offline is None or offline.replayed != tree.name:
+        return None
     names = ("forwards", "per_depth", "tokens_per_forward")
-    offline, online = ({name: to_json(one)[name] for name in names} for one in measured)
-    return Replay(offline=offline, online=online, equal=offline == online)
+    pair = [{name: to_json(one)[name] for name in names} for one in (offline, online)]
+    return {"tree": tree.name, "offline": pair[0], "online": pair[1], "equal": pair[0] == pair[1]}
 
 
 def _phase(
     base: FrozenBase, folder: Path, texts: Continuations, chain: GenerationSettings
-) -> PhaseRate:
+) -> results.PhaseRate:
     """Replay a chain with the head at the end of a phase."""
     rate = measure_offline(base, load_head(folder, base, force=True), texts, chain)
-    return PhaseRate(
+    return results.PhaseRate(
         phase=folder.name, tokens_per_forward=rate.tokens_per_forward, interval=rate.interval
     )

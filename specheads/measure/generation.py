@@ -44,6 +44,11 @@ class GenerationSettings:
     sources: tuple[str, ...] = ()
     """Document that each prompt was cut from; intervals resample documents. Empty: its own."""
 
+    @property
+    def matched(self) -> bool:
+        """Whether the text must equal that of the base alone; rejection samples another one."""
+        return self.sampling.temperature == 0 or self.acceptance == "match"
+
     def sources_of(self, prompts: Sequence[object]) -> Sequence[str]:
         """Return the sources of the first prompts, or of all."""
         return self.sources[: len(prompts)] or [""] * len(prompts)
@@ -55,8 +60,6 @@ def generate_with(
     prompts: Sequence[list[int]],
     generation: GenerationSettings,
     sampling: Sampling | Sequence[Sampling] | None = None,
-    *,
-    timed: bool = False,
 ) -> Decoding:
     """Call `generate`; without a drafter the tree and the acceptance rule have no effect."""
     return generate(
@@ -69,7 +72,6 @@ def generate_with(
         acceptance=generation.acceptance if drafter is not None else "match",
         stop_at_eos=generation.stop_at_eos,
         coupled=generation.coupled,
-        timed=timed,
     )
 
 

@@ -9,7 +9,6 @@ docs/losslessness.md.
 """
 
 from collections.abc import Sequence, Set
-from dataclasses import asdict, dataclass
 from itertools import islice
 
 import torch
@@ -20,11 +19,11 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
 from specheads.decoding.coupling import with_noise
-from specheads.decoding.prompt_lookup import LookupIndex, PromptLookup, common_prefix_length
+from specheads.decoding.prompt_lookup import LookupIndex, common_prefix_length
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, each_prompt
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import HybridTree, lookup_for, own_tree
-from specheads.measure.counts import DepthCounts, conditional_acceptance, rate
+from specheads.decoding.trees.hybrid import HybridTree, own_tree
+from specheads.measure.counts import DepthCounts, sections
 from specheads.measure.generation import Continuations, GenerationSettings
 from specheads.measure.results import Offline
 from specheads.runs.progress import bar
@@ -176,76 +175,64 @@ def measure_offline(
         guess_ranks(base, head, *pair, width=width, sampling=one, coupled=generation.coupled)
         for pair, one in bar(list(each), "offline", generation.progress)
     ]
-    counts = replay_texts(base, tree, ranks, pairs, generation.sources_of(pairs))
-    total = DepthCounts.total(counts, tree.depth)
-    return Offline(
-        **asdict(rate(counts)),
-        per_depth=total.per_depth(),
-        top_k_accuracy=top_k_accuracy(torch.cat(ranks)),
-        forwards=total.forwards,
-        replayed=tree.name,
-        conditional_acceptance=conditional_acceptance(counts),
-    )
+    rows = zip(ranks, generation.sources_of(pairs), pairs, strict=True)
+    counts = [replay(one, tree, source, pair) for one, source, pair in rows]
+    accuracy = top_k_accuracy(torch.cat(ranks))
+    return Offline(**sections(counts), top_k_accuracy=accuracy, replayed=tree.name)
 
 
 # --- replay ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """Prompt-lookup tokens at each possible root of a text, compared with the text."""
-
-    right: list[int]
-    """Leading tokens that equal the text."""
-    length: list[int]
-    """Tokens that prompt lookup proposes."""
-    matched: list[int]
-    """Length of the n-gram that prompt lookup found earlier in the text."""
-    size: int
-    """New nodes that a tree has for prompt-lookup tokens."""
+Copied = Sequence[tuple[int, int, int]]
+"""For each root of a text what prompt lookup proposes: the number of its leading tokens that equal
+the text, the number of its tokens, and the length of the n-gram that it found earlier."""
 
 
-def copied(lookup: PromptLookup, prompt: list[int], continuation: list[int], size: int) -> Copied:
-    """Return what prompt lookup proposes at each root of a stored text: see `guess_ranks`."""
-    text = LookupIndex(prompt, max_ngram=lookup.max_ngram)
-    found = Copied([], [], [], size)
+def copied(prompt: list[int], continuation: list[int], size: int) -> Copied:
+    """Return what prompt lookup of `size` tokens proposes at each root: see `guess_ranks`."""
+    text, found = LookupIndex(prompt), []
     for place in range(len(continuation) - 1):
         text.extend(continuation[place : place + 1])
-        matched, guessed = text.find(lookup.depth)
-        found.right.append(common_prefix_length(guessed, islice(continuation, place + 1, None)))
-        found.length.append(len(guessed))
-        found.matched.append(matched)
+        matched, guessed = text.find(size)
+        right = common_prefix_length(guessed, islice(continuation, place + 1, None))
+        found.append((right, len(guessed), matched))
     return found
 
 
 def replay(
     ranks: Int[Tensor, "drafted depth"],
-    tree: policies.Static,
+    tree: policies.TreePolicy,
     source: str = "",
-    copies: Copied | None = None,
+    text: tuple[list[int], list[int]] = ([], []),
 ) -> DepthCounts:
     """Walk one stored continuation as the loop would and return the loop's integers.
 
     The first token comes from reading the prompt and is no forward. If `room` tokens remain after
     the root, a forward gives at most that many. The last of them is always the base's own, so at
     most `room - 1` drafts count as accepted; `generation.decode_prompts` counts in the same way.
-    With `copies` the prompt-lookup path joins the tree as in `trees.hybrid`.
+    In a `HybridTree` the tokens that prompt lookup finds in the text, a prompt and its
+    continuation, join the head's own tree.
 
     The integers are exact except at ties: reading a text at once and token by token round
     differently, so the two best guesses may swap.
     """
-    paths, inner = {(), *tree.paths}, {path[:-1] for path in tree.paths}
-    counts = DepthCounts.zeros(tree.depth + (copies.size if copies else 0), source)
+    own, size = fixed_tree(tree), tree.size if isinstance(tree, HybridTree) else 0
+    assert own is not None
+    copies = copied(*text, tree.copied) if size else []
+    paths, inner = {(), *own.paths}, {path[:-1] for path in own.paths}
+    counts = DepthCounts.zeros(own.depth + size, source)
     rows: list[list[int]] = ranks.tolist()
     anchor = 0
     while anchor < len(rows):
         room = len(rows) - anchor
-        path = accepted_path(paths, rows[anchor][: min(room - 1, tree.depth)])
+        path = accepted_path(paths, rows[anchor][: min(room - 1, own.depth)])
         kept, beyond = len(path), path in inner
-        if copies is not None:
+        if size:
             # the copied path shares nodes with the tree, and adds up to `size` nodes
-            reach = min(copies.length[anchor], kept + copies.size)
-            right = min(copies.right[anchor], reach, room - 1)
+            right, length, _ = copies[anchor]
+            reach = min(length, kept + size)
+            right = min(right, reach, room - 1)
             if right >= kept:
                 beyond = reach > right or (right == kept and beyond)
                 kept = right
@@ -269,23 +256,3 @@ def fixed_tree(tree: policies.TreePolicy) -> policies.Static | None:
     """Return the head's own tree if it is the same in every step, else None."""
     own = own_tree(tree)
     return own if isinstance(own, policies.Static) and not own.confidence else None
-
-
-def replay_texts(
-    base: FrozenBase,
-    tree: policies.TreePolicy,
-    ranks: Sequence[Int[Tensor, "drafted depth"]],
-    texts: Sequence[tuple[list[int], list[int]]],
-    sources: Sequence[str] = (),
-) -> list[DepthCounts]:
-    """Return the counts of each text with a fixed tree, with or without prompt-lookup tokens.
-
-    `texts` are prompts with the base's continuations, `ranks` the output of `guess_ranks` on them.
-    """
-    own, copies = fixed_tree(tree), [None] * len(texts)
-    assert own is not None
-    if isinstance(tree, HybridTree):
-        lookup = lookup_for(tree, base)
-        copies = [copied(lookup, *text, tree.size) for text in texts]
-    rows = zip(ranks, sources or [""] * len(texts), copies, strict=True)
-    return [replay(one, own, source, copy) for one, source, copy in rows]

@@ -1,111 +1,45 @@
-"""Online measurement: decode with a drafter, count, and compare with the base alone."""
+"""Online measurement: decode with a drafter, count, and compare with the base alone.
+
+Text that differs from the base's own is a tie in rounding, or wrong.
+"""
 
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import asdict, replace
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
 from specheads.base.model import FrozenBase
-from specheads.core.drafter import Drafter, Head
-from specheads.core.errors import InputError
-from specheads.core.machine import refuse_bytes
+from specheads.core.drafter import Drafter
+from specheads.core.machine import dtype_name
 from specheads.core.texts import loops
-from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import own_tree
-from specheads.decoding.trees.policies import Sampled
-from specheads.heads.load import drafter_of
-from specheads.measure.counts import DepthCounts, conditional_acceptance, paired_gain, rate
-from specheads.measure.exactness import compare_texts
-from specheads.measure.generation import (
-    Continuations,
-    Decoded,
-    GenerationSettings,
-    decode_prompts,
-    write_alone,
-)
+from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, each_prompt
+from specheads.measure.counts import DepthCounts, rate, sections
+from specheads.measure.generation import Continuations, Decoded, GenerationSettings, decode_prompts
 from specheads.measure.results import (
+    IDENTICAL,
+    TIED,
+    WRONG,
     CategoryRate,
     Degenerate,
-    Drafting,
     Lossless,
     Online,
-    OnlineSections,
 )
 
-FLOAT32_PROMPTS = 4
-"""Prompts of the comparison in float32."""
+SLACK = 4
+"""Roundings between two tied scores: two logits, each computed in two ways."""
+
+TextTriples = Sequence[tuple[list[int], list[int], list[int]]]
+"""Prompts, their new tokens with a drafter, and those of the base alone."""
 
 
 def measure_online(
     base: FrozenBase, drafter: Drafter, texts: Continuations, generation: GenerationSettings
-) -> OnlineSections:
+) -> tuple[Online, Lossless, Degenerate]:
     """Return the sections `online`, `lossless` and `degenerate` of results.json."""
     decoded = decode_prompts(base, drafter, texts.prompts, generation)
-    # rejection samples from the base's distribution, but not the same tokens
-    comparable = generation.sampling.temperature == 0 or generation.acceptance == "match"
-    return online_sections(base, decoded, texts, generation, comparable=comparable)
-
-
-def lossless_in_float32(
-    base: FrozenBase, head: Head, texts: Continuations, generation: GenerationSettings
-) -> Lossless | None:
-    """Return the `lossless` section of the first prompts with the base in float32.
-
-    None if the base has float32 precision already, if it is sharded or quantised, or if memory has
-    no room for a copy.
-    """
-    if base.dtype.itemsize >= 4 or base.sharding or getattr(base.model, "hf_quantizer", None):
-        return None
-    try:
-        refuse_bytes(4 * base.num_parameters, base.device, "the base in float32", "take a part")
-    except InputError:
-        return None
-    wide = FrozenBase(deepcopy(base.model).float(), base.tokenizer, name=base.name)
-    few = texts.prompts[:FLOAT32_PROMPTS]
-    texts = Continuations(few, write_alone(wide, few, generation))
-    return measure_online(wide, drafter_of(head, wide), texts, generation).lossless
-
-
-def measure_drafting(
-    base: FrozenBase, drafter: Drafter, texts: Continuations, generation: GenerationSettings
-) -> dict[str, Drafting]:
-    """Return the `drafting` section of results.json: three ways to draft on the same prompts.
-
-    Coupled drafts see the noise that the base samples with, uncoupled ones do not. Rejection
-    tests one sampled token per level, at as many levels as the head's own tree has. If the tree
-    itself is `Sampled`, rejection tests that tree, and the other two draft a chain as deep. A tree
-    that drafts nothing has no ways.
-    """
-    tree = tested = generation.tree or policies.chain(drafter.depth)
-    if not tree.depth:
-        return {}
-    if isinstance(tree, Sampled):
-        tree = policies.chain(tree.depth)
-    else:
-        tested = Sampled((1,) * own_tree(tree).depth)
-    guessed = replace(generation, tree=tree, acceptance="match")
-    ways = {
-        "coupled": replace(guessed, coupled=True),
-        "uncoupled": replace(guessed, coupled=False),
-        "rejection": replace(guessed, tree=tested, acceptance="rejection", coupled=False),
-    }
-    found: dict[str, Drafting] = {}
-    coupled: list[DepthCounts] = []
-    for name, way in ways.items():
-        assert way.tree is not None
-        decoded = decode_prompts(base, drafter, texts.prompts, way)
-        counts = [one.counts for one in decoded]
-        coupled = coupled or counts
-        # rejection samples from the base's distribution, but not the same tokens
-        compared = texts.alone if way.acceptance == "match" else []
-        found[name] = Drafting(
-            **asdict(rate(counts)),
-            tree=way.tree.name,
-            num_nodes=way.tree.num_nodes,
-            compared=len(compared),
-            identical=sum(one.tokens == text for one, text in zip(decoded, compared, strict=False)),
-            gain_of_coupled=None if name == "coupled" else paired_gain(coupled, counts),
-        )
-    return found
+    return online_sections(base, decoded, texts, generation, comparable=generation.matched)
 
 
 def online_sections(
@@ -115,40 +49,29 @@ def online_sections(
     generation: GenerationSettings,
     *,
     comparable: bool,
-) -> OnlineSections:
+) -> tuple[Online, Lossless, Degenerate]:
     """Return the sections for decoded texts: see `measure_online`.
 
     Texts that are not `comparable` are other samples from the same distribution.
     """
-    counts = [one.counts for one in decoded]
-    total = DepthCounts.total(counts, len(counts[0].offered))
+    counts, groups = [one.counts for one in decoded], dict[str, list[DepthCounts]]()
+    for name, one in zip(texts.categories, counts, strict=bool(texts.categories)):
+        groups.setdefault(name, []).append(one)
+    shared, new_tokens = sections(counts), sum(one.new_tokens for one in counts)
     online = Online(
-        **asdict(rate(counts)),
-        tokens_per_forward_without_bonus=sum(total.accepted) / total.forwards,
-        per_depth=total.per_depth(),
-        by_category=_by_category(counts, texts.categories),
-        forwards=total.forwards,
-        new_tokens=total.new_tokens,
-        conditional_acceptance=conditional_acceptance(counts),
+        **shared,
+        tokens_per_forward_without_bonus=(new_tokens - shared["forwards"]) / shared["forwards"],
+        by_category={
+            name: CategoryRate(**asdict(rate(group)), count=len(group))
+            for name, group in sorted(groups.items())
+            if any(one.forwards for one in group)
+        },
+        new_tokens=new_tokens,
     )
     tokens = [one.tokens for one in decoded]
     triples = list(zip(texts.prompts, tokens, texts.alone, strict=True))
-    return OnlineSections(
-        online=online,
-        lossless=compare_texts(base, triples if comparable else [], generation.sampling),
-        degenerate=degenerate(counts, texts.alone),
-    )
-
-
-def _by_category(counts: list[DepthCounts], categories: Sequence[str]) -> dict[str, CategoryRate]:
-    groups: dict[str, list[DepthCounts]] = {}
-    for name, one in zip(categories, counts, strict=bool(categories)):
-        groups.setdefault(name, []).append(one)
-    return {
-        name: CategoryRate(**asdict(rate(group)), count=len(group))
-        for name, group in sorted(groups.items())
-        if any(one.forwards for one in group)
-    }
+    lossless = compare_texts(base, triples if comparable else [], generation.sampling)
+    return online, lossless, degenerate(counts, texts.alone)
 
 
 def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> Degenerate:
@@ -166,3 +89,92 @@ def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> Degenerate:
         without=rate(rest) if any(one.forwards for one in rest) else None,
         only=rate(flagged) if flagged else None,
     )
+
+
+# --- the same text? ----------------------------------------------------------------------------
+
+
+def compare_texts(base: FrozenBase, texts: TextTriples, sampling: Sampling = GREEDY) -> Lossless:
+    """Return the `lossless` section: speculative texts compared with those of the base alone.
+
+    At the first divergence the base reads the text before it, at once and token by token. If the
+    scores of the two tokens differ by no more than the rounding that this shows, they are a tie.
+    Otherwise the base distinguishes them, and decoding is wrong. Scores are logits after
+    temperature and penalty plus the base's noise, without cuts.
+    """
+    found = [
+        first_divergence(base, *text, one)
+        for text, one in zip(texts, each_prompt(sampling, len(texts)), strict=True)
+        if text[1] != text[2]
+    ]
+    tied = sum(abs(ulps) <= SLACK * rounding for _, ulps, rounding in found)
+    verdict = WRONG if tied < len(found) else TIED if found else IDENTICAL
+    gap, ulps, rounding = map(max, zip(*found, strict=True)) if found else (None, None, None)
+    return Lossless(
+        compared=len(texts),
+        identical=len(texts) - len(found),
+        first_divergence_logit_gap=gap,
+        first_divergence_ulps=ulps,
+        rounding_ulps=rounding,
+        tied=tied,
+        wrong=len(found) - tied,
+        verdict=verdict if texts else "",
+        dtype=dtype_name(base.dtype),
+    )
+
+
+def first_divergence(
+    base: FrozenBase, prompt: list[int], mine: list[int], theirs: list[int], sampling: Sampling
+) -> tuple[float, float, float]:
+    """Return how close the scores are where two different texts diverge.
+
+    Returns:
+        The score of the base's own token minus that of the other; the same in units of the spacing
+        of the logits' dtype at their size; and, in these units and at least 1, the difference
+        between the base's scores read at once and token by token.
+    """
+    place = first_difference(mine, theirs)
+    text = prompt + theirs[:place]
+    whole, stepwise = _read(base, text)
+    scores, others = (_scores(logits, text, sampling) for logits in (whole, stepwise))
+    if place < min(len(mine), len(theirs)):
+        pair = [theirs[place], mine[place]]
+    else:
+        # one text ends early, so there are no two tokens: compare the base's two best
+        pair = scores.topk(2).indices.tolist()
+    best, other = scores[pair].tolist()
+    _, exponent = torch.frexp(whole[pair].float().abs().max())
+    spacing = 2.0 ** (int(exponent) - 1) * torch.finfo(whole.dtype).eps
+    spacing /= sampling.temperature or 1.0
+    rounding = (scores - others).abs().nan_to_num(0.0).max().item()
+    return best - other, (best - other) / spacing, max(rounding / spacing, 1.0)
+
+
+def first_difference(mine: list[int], theirs: list[int]) -> int:
+    """Return the first position at which two texts differ, or at which the shorter one ends."""
+    shorter = min(len(mine), len(theirs))
+    return next((place for place in range(shorter) if mine[place] != theirs[place]), shorter)
+
+
+@torch.inference_mode()
+def _read(base: FrozenBase, text: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the logits after a text, read at once and with its last token after a cache."""
+    tokens = torch.tensor([text], device=base.device)
+    whole = base.logits_of(base.read(tokens).hidden[0, -1])
+    if len(text) == 1:
+        return whole, whole
+    cache = base.cache(1, len(text))
+    base.prefill(tokens[:, :-1], cache, [len(text) - 1])
+    return whole, base.prefill(tokens[:, -1:], cache, [1])[0][0]
+
+
+def _scores(
+    logits: Float[Tensor, " vocab"], text: list[int], sampling: Sampling
+) -> Float[Tensor, " vocab"]:
+    """Return the scores whose largest the base chooses, with no token cut."""
+    uncut = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
+    tokens = torch.tensor([text], device=logits.device)
+    length = torch.tensor([len(text) - 1], device=logits.device)
+    rows = SamplingState([uncut], length, tokens, len(logits), dtype=logits.dtype)
+    scores = rows.scores(logits[None, None], tokens[:, None, -1:])
+    return (scores + rows.level_noise(0) if rows.draws else scores)[0, 0]

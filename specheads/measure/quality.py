@@ -13,7 +13,7 @@ from specheads.data.prompts import held_out
 from specheads.data.settings import Data
 from specheads.data.tokenise import UnansweredError, tokenised
 from specheads.measure.counts import bootstrap_interval
-from specheads.measure.results import BaseQuality, QualityChange, TextQuality
+from specheads.measure.results import TextQuality
 from specheads.runs.progress import bar
 
 NUM_WINDOWS = 64
@@ -59,18 +59,16 @@ def measure_quality(
     return out
 
 
-def compare_quality(before: Scores, after: Scores) -> BaseQuality:
+def compare_quality(before: Scores, after: Scores) -> dict[str, TextQuality]:
     """Return the `base_quality` section of results.json.
 
-    `change` is the difference on the same windows in nats per token; above zero the base has
-    become worse.
+    `change` is the difference on the same windows; above zero the cross entropy has become worse.
     """
-    added = [late - early for (early, *_), (late, *_) in zip(before, after, strict=True)]
-    tokens = [number for *_, number in before]
-    change = QualityChange(
-        cross_entropy=sum(added) / sum(tokens), interval=bootstrap_interval(added, tokens)
-    )
-    return BaseQuality(before=_summary(before), after=_summary(after), change=change)
+    change = [
+        (late - early, now - then, number)
+        for (early, then, number), (late, now, _) in zip(before, after, strict=True)
+    ]
+    return {"before": _summary(before), "after": _summary(after), "change": _summary(change)}
 
 
 def _summary(scores: Scores) -> TextQuality:
@@ -80,6 +78,4 @@ def _summary(scores: Scores) -> TextQuality:
         cross_entropy_interval=bootstrap_interval(nats, tokens),
         accuracy=sum(right) / sum(tokens),
         accuracy_interval=bootstrap_interval(right, tokens),
-        windows=len(tokens),
-        tokens=sum(tokens),
     )

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import cache
 from math import sqrt
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -28,11 +28,9 @@ from specheads.measure.summary import (
     candidate_rows,
     category_rows,
     depth_rows,
-    drafts,
     pays,
     summary,
     verdict,
-    wrong,
 )
 from specheads.measure.tables import ConsoleTable
 
@@ -54,20 +52,17 @@ def write_report(folder: Path, results: Results, history: Sequence[Mapping[str, 
     rows of metrics.jsonl; it is empty if the head was not trained here.
     """
     folder, drawn = writable_folder(folder), figures(results, history)
-    stale = {"texts.json", *(f"{name}.png" for name in TITLES)}
-    for name, figure in drawn.items():
-        write_atomic(folder / f"{name}.png", png(figure))
-        stale.discard(f"{name}.png")
-    page = folder / "report.html"
-    write_atomic(page, render(results, drawn))
+    files: dict[str, str | bytes] = {f"{name}.png": png(figure) for name, figure in drawn.items()}
+    files["report.html"] = render(results, drawn)
     if results.texts:
         texts = {"schema": 1, "texts": [asdict(one) for one in results.texts]}
-        write_atomic(folder / "texts.json", json.dumps(texts) + "\n")
-        stale.discard("texts.json")
-    write_atomic(folder / "results.json", dumps(results))
-    for name in stale:
+        files["texts.json"] = json.dumps(texts) + "\n"
+    files["results.json"] = dumps(results)
+    for name, content in files.items():
+        write_atomic(folder / name, content)
+    for name in {"texts.json", *(f"{name}.png" for name in TITLES)} - files.keys():
         (folder / name).unlink(missing_ok=True)
-    return page
+    return folder / "report.html"
 
 
 def show(results: Results, console: Console | None = None, page: Path | None = None) -> None:
@@ -152,11 +147,8 @@ def _visible(letter: str) -> str:
 
 def _mood(results: Results) -> str:
     """Return whether speculation pays: yes, no or maybe."""
-    if not drafts(results) or wrong(results):
-        return "no"
-    if not results.speed or results.speed.interval[0] <= 1.0 < results.speed.speedup:
-        return "maybe"
-    return "yes" if pays(results) else "no"
+    is_sure = results.speed and results.speed.interval[0] > 1.0
+    return ("yes" if is_sure else "maybe") if pays(results) else "no"
 
 
 # --- the first screen --------------------------------------------------------------------------
@@ -177,43 +169,36 @@ def wilson(successes: int, trials: int) -> Interval:
     return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
-class Headline(NamedTuple):
-    """One figure of the first screen with its 95 % interval."""
+def headlines(results: Results) -> list[dict[str, Any]]:
+    """Return the three most important of the measured figures, or fewer.
 
-    name: str
-    shown: str
-    value: float
-    interval: Interval
-    meaning: str
-    is_share: bool = False
-    """Whether the value is in [0, 1] and shown in percent; otherwise 1 means no gain."""
-
-
-def headlines(results: Results) -> list[Headline]:
-    """Return the three most important of the measured figures, or fewer."""
-    found = []
+    Each has `name`, `shown`, `value`, `interval` and `meaning`. A value that `is_share` is in
+    [0, 1] and shown in percent; otherwise 1 means no gain.
+    """
+    found: list[tuple[str, str, float, Interval, str, bool]] = []
     if speed := results.speed:
         shown = f"{speed.speedup:.2f}×"  # noqa: RUF001
         meaning = "Time of the base alone over that with the head, for the same text."
-        found.append(Headline("speed-up", shown, speed.speedup, speed.interval, meaning))
+        found.append(("speed-up", shown, speed.speedup, speed.interval, meaning, False))
     if rate := results.online or results.offline:
         name = "tokens per forward" if results.online else "tokens per forward, replayed"
         meaning = "Tokens from one forward of the base. The base alone gives 1."
         value = rate.tokens_per_forward
-        found.append(Headline(name, f"{value:.2f}", value, rate.interval, meaning))
+        found.append((name, f"{value:.2f}", value, rate.interval, meaning, False))
     if (same := results.lossless) and same.compared:
-        name, shown = "texts identical to the base alone", f"{same.identical} of {same.compared}"
+        shown, share = f"{same.identical} of {same.compared}", same.identical / same.compared
         meaning = "Token for token; rounding may separate two texts at a tie."
         interval = wilson(same.identical, same.compared)
-        share = same.identical / same.compared
-        found.append(Headline(name, shown, share, interval, meaning, is_share=True))
+        name = "texts identical to the base alone"
+        found.append((name, shown, share, interval, meaning, True))
     if rate and rate.conditional_acceptance:
         # drafts of one text depend on each other, so the interval is over prompts
         first, counts = rate.conditional_acceptance[0], rate.per_depth[0]
-        name, shown = "first drafts accepted", f"{first.rate:.0%}"
         meaning = f"At depth 1: {counts.accepted:,} of {counts.offered:,}."
-        found.append(Headline(name, shown, first.rate, first.interval, meaning, is_share=True))
-    return found[:3]
+        name, shown = "first drafts accepted", f"{first.rate:.0%}"
+        found.append((name, shown, first.rate, first.interval, meaning, True))
+    names = "name", "shown", "value", "interval", "meaning", "is_share"
+    return [dict(zip(names, one, strict=True)) for one in found[:3]]
 
 
 # --- decoded texts -----------------------------------------------------------------------------
@@ -256,13 +241,8 @@ def _legend(origins: Sequence[Origin]) -> list[tuple[str, str, int, float]]:
 
 def _step(step: TextStep) -> dict[str, Any]:
     """Return a step for the script of the page."""
-    return {
-        "tokens": [visible(token).translate(SIGNS) for token in step.tokens],
-        "parents": step.parents,
-        "path": step.path,
-        "bonus": visible(step.bonus).translate(SIGNS),
-        "num_copied": step.num_copied,
-    }
+    tokens = [visible(token).translate(SIGNS) for token in (*step.tokens, step.bonus)]
+    return asdict(step) | {"tokens": tokens[:-1], "bonus": tokens[-1]}
 
 
 # --- plots inside the page ---------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from specheads.core.files import from_json, read_json
-from specheads.decoding.trees.tuned import Tuned
+from specheads.decoding.trees.tuned import Tried, Tuned
 from specheads.runs.provenance import Provenance
 
 T = TypeVar("T")
@@ -48,17 +48,6 @@ class Gain:
 
     ratio: float
     interval: Interval
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drafting(Rate):
-    """One way to draft above temperature zero."""
-
-    tree: str
-    num_nodes: int
-    compared: int
-    identical: int
-    gain_of_coupled: Gain | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +176,6 @@ class Speed:
     base_step_milliseconds: float | None
     new_tokens: int
     forwards: int
-    draft_milliseconds: float | None = None
     repetitions: int | None = None
     peak_gib: float | None = None
     head_alone: Gain | None = None
@@ -196,7 +184,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lossless:
-    """Speculative text compared with that of the base alone: see `measure.exactness`."""
+    """Speculative text compared with that of the base alone: see `measure.online.compare_texts`."""
 
     compared: int
     identical: int
@@ -207,7 +195,6 @@ class Lossless:
     wrong: int = 0
     verdict: str = ""
     dtype: str = ""
-    float32: "Lossless | None" = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,25 +209,6 @@ class Degenerate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OnlineSections:
-    """The three sections that decoding gives without a clock."""
-
-    online: Online
-    lossless: Lossless
-    degenerate: Degenerate
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replay:
-    """The replay of a chain compared with the same chain decoded."""
-
-    offline: dict[str, Any]
-    online: dict[str, Any]
-    equal: bool
-    """Whether both have the same `forwards`, `per_depth` and `tokens_per_forward`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DraftVocabulary:
     """Number of tokens that the head can draft, and their share of its training text."""
 
@@ -249,45 +217,13 @@ class DraftVocabulary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """A tree that was timed: see `Tried` in decoding/trees/tuned.py."""
-
-    tree: str
-    num_nodes: int
-    depth: int
-    tokens_per_forward: float
-    step_overhead: float
-    speedup: float
-    chosen: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TextQuality:
-    """How well a base predicts held-out text."""
+    """How well a base predicts held-out text, or the change through an adapter."""
 
     cross_entropy: float
     cross_entropy_interval: Interval
     accuracy: float
     accuracy_interval: Interval
-    windows: int
-    tokens: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QualityChange:
-    """Change of the cross entropy through an adapter, paired by window."""
-
-    cross_entropy: float
-    interval: Interval
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BaseQuality:
-    """The base's own quality before and after joint training."""
-
-    before: TextQuality
-    after: TextQuality
-    change: QualityChange
 
 
 # --- texts.json --------------------------------------------------------------------------------
@@ -340,11 +276,12 @@ class Results:
     speed: Speed | None = None
     lossless: Lossless | None = None
     degenerate: Degenerate | None = None
-    replay: Replay | None = None
-    drafting: dict[str, Drafting] = field(default_factory=dict)
-    tree_candidates: list[Candidate] = field(default_factory=list)
+    replay: dict[str, Any] | None = None
+    """The tree replayed (`offline`) and decoded (`online`), and whether both are `equal`."""
+    tree_candidates: list[Tried] = field(default_factory=list)
     phases: list[PhaseRate] = field(default_factory=list)
-    base_quality: BaseQuality | None = None
+    base_quality: dict[str, TextQuality] | None = None
+    """The base's own quality `before` and `after` joint training, and the `change`."""
     texts: Annotated[list[DecodedText], OWN_FILE] = field(default_factory=list)
     tuned: Annotated[Tuned | None, OWN_FILE] = None
     provenance: Provenance
@@ -354,26 +291,12 @@ class Results:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CompareSettings:
-    """Settings of a comparison."""
-
-    max_new_tokens: int
-    draft_model: str
-    draft_depth: int
-    copied_tokens: int
-    max_ngram: int
-    sinks: int
-    window: int
-    dtype: str
-    device: str
-    seed: int
-    coupled: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MethodResults(OnlineSections):
+class MethodResults:
     """One method of a comparison."""
 
+    online: Online
+    lossless: Lossless
+    degenerate: Degenerate
     tree: str
     num_nodes: int
     speed: Speed
@@ -405,7 +328,7 @@ class Comparison:
     heads: dict[str, HeadSummary]
     base: BaseSummary
     prompts: PromptSummary
-    settings: CompareSettings
+    settings: dict[str, Any]
     conditions: list[Condition]
     provenance: Provenance
 

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -45,26 +44,10 @@ class Arrival:
 
 
 def poisson(
-    rate: float,
-    number: int,
-    *,
-    prompt_tokens: int,
-    new_tokens: int,
-    parts: Sequence[float] = (1.0,),
-    seed: int = 0,
+    rate: float, number: int, *, prompt_tokens: int, new_tokens: int, seed: int = 0
 ) -> list[Arrival]:
-    """Return `number` requests of a Poisson process of `rate` requests per second.
-
-    `parts` are factors of the rate in consecutive periods of equal length. Together they last until
-    all requests have arrived: (0.2, 2, 0.2) rises and falls.
-    """
-    # times of a process of rate one, mapped to where the integral of the given rate is the same
-    passed = np.random.default_rng(seed).exponential(size=number).cumsum()
-    part = number / rate / sum(parts)
-    ends = np.cumsum(np.array(parts) * rate * part)
-    rounds, rest = np.divmod(passed, ends[-1])
-    points = np.concatenate([[0.0], ends])
-    times = rounds * part * len(parts) + np.interp(rest, points, part * np.arange(len(points)))
+    """Return `number` requests of a Poisson process of `rate` requests per second."""
+    times = np.random.default_rng(seed).exponential(size=number).cumsum() / rate
     return [Arrival(time, prompt_tokens, new_tokens) for time in times.tolist()]
 
 
@@ -83,14 +66,14 @@ def read_arrivals(path: str | Path) -> list[Arrival]:
 
 
 def default_rates(
-    cost: StepCost, prompt_tokens: int, new_tokens: int, max_batch: int, mean_part: float
+    cost: StepCost, prompt_tokens: int, new_tokens: int, max_batch: int
 ) -> list[float]:
     """Return five loads, from a quarter of what the base alone can serve to more than that."""
     step = cost.seconds(max_batch, prompt_tokens + new_tokens / 2, 1, 0)
     # share of a request in the system's time
     seconds = cost.verify.seconds(prompt_tokens, 0) + new_tokens * step / max_batch
     # three digits, as they are shown
-    return [float(f"{share / seconds / mean_part:.3g}") for share in SHARES]
+    return [float(f"{share / seconds:.3g}") for share in SHARES]
 
 
 # --- the server --------------------------------------------------------------------------------
@@ -131,21 +114,8 @@ class Served:
         self.tokens += min(accepted + 1, self.room)
 
 
-class SimulatedStep(NamedTuple):
-    """A step of some rows together."""
-
-    began: float
-    seconds: float
-    batch: int
-    depth: int
-
-
-class Simulation(NamedTuple):
-    """The events of a simulation."""
-
-    served: list[Served]
-    """All requests in order of arrival."""
-    steps: list[SimulatedStep]
+Step = tuple[float, float, int, int]
+"""A step of some rows together: when it began, its seconds, the rows, and the drafted depth."""
 
 
 def simulate(
@@ -155,8 +125,8 @@ def simulate(
     *,
     max_batch: int = 1,
     depth: int | None = None,
-) -> Simulation:
-    """Serve all requests, first come, first served.
+) -> tuple[list[Served], list[Step]]:
+    """Serve all requests, first come, first served; return them in order of arrival, and the steps.
 
     A turn admits the requests that have arrived and fit, reads prompts of similar length together,
     and takes a step of all rows.
@@ -169,8 +139,8 @@ def simulate(
         depth: Depth of the chain of every step; None chooses by goodput.
     """
     pairs = zip(arrivals, right, strict=True)
-    found = Simulation([Served(*pair, policy.new_rates()) for pair in pairs], [])
-    waiting, rows, clock = deque(found.served), list[Served](), 0.0
+    served, steps = [Served(*pair, policy.new_rates()) for pair in pairs], list[Step]()
+    waiting, rows, clock = deque(served), list[Served](), 0.0
     while waiting or rows:
         if not rows:
             clock = max(clock, waiting[0].arrival.seconds)
@@ -191,13 +161,13 @@ def simulate(
         place = best_draft(policy.cost, policy.drafts, known) if depth is None else depth
         draft, context = policy.drafts[place], max(row.length for row in rows)
         seconds = policy.cost.seconds(len(rows), context, draft.nodes, draft.depth)
-        found.steps.append(SimulatedStep(clock, seconds, len(rows), draft.depth))
+        steps.append((clock, seconds, len(rows), draft.depth))
         clock += seconds
         for row in rows:
             row.take(draft, observed=depth is None)
             row.finished = clock
         rows = [row for row in rows if row.room]
-    return found
+    return served, steps
 
 
 def sampled_lengths(rates: Sequence[float], seed: Sequence[int], new_tokens: int) -> list[int]:
@@ -212,20 +182,11 @@ def sampled_lengths(rates: Sequence[float], seed: Sequence[int], new_tokens: int
 # --- load.json ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seconds:
-    """Distribution of seconds over requests."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Seconds":
-        """Return the distribution of these values."""
-        p50, p90, p99 = np.percentile(values, [50, 90, 99]).tolist()
-        return cls(mean=float(np.mean(values)), p50=p50, p90=p90, p99=p99)
+def distribution(values: Sequence[float]) -> dict[str, float]:
+    """Return mean and percentiles of these values."""
+    shares = 50, 90, 99
+    found = zip(shares, np.percentile(values, shares).tolist(), strict=True)
+    return {"mean": float(np.mean(values))} | {f"p{share}": value for share, value in found}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,10 +197,10 @@ class LoadRow:
     """Requests per second, or the name of the recording."""
     draft: str
     """none, a fixed depth, or goodput."""
-    latency: Seconds
-    """From a request's arrival to its last token."""
-    first_token: Seconds
-    """From a request's arrival to its first token."""
+    latency: dict[str, float]
+    """Seconds from a request's arrival to its last token."""
+    first_token: dict[str, float]
+    """Seconds from a request's arrival to its first token."""
     tokens_per_second: float
     """New tokens of all requests over the time from the first arrival to the last token."""
     mean_depth: float
@@ -260,18 +221,17 @@ class LoadResults:
     rows: list[LoadRow]
 
 
-def summarise(load: str, draft: str, found: Simulation) -> LoadRow:
+def summarise(load: str, draft: str, served: Sequence[Served], steps: Sequence[Step]) -> LoadRow:
     """Return the figures of a simulation."""
-    served, steps = found.served, found.steps
     seconds = max(one.finished for one in served) - served[0].arrival.seconds
-    rows = sum(one.batch for one in steps)
+    rows = sum(batch for *_, batch, _ in steps)
     return LoadRow(
         load=load,
         draft=draft,
-        latency=Seconds.of([one.finished - one.arrival.seconds for one in served]),
-        first_token=Seconds.of([one.first - one.arrival.seconds for one in served]),
+        latency=distribution([one.finished - one.arrival.seconds for one in served]),
+        first_token=distribution([one.first - one.arrival.seconds for one in served]),
         tokens_per_second=sum(one.tokens for one in served) / seconds,
-        mean_depth=sum(one.batch * one.depth for one in steps) / max(rows, 1),
+        mean_depth=sum(batch * depth for *_, batch, depth in steps) / max(rows, 1),
     )
 
 
@@ -280,8 +240,7 @@ def table(load: LoadResults) -> ConsoleTable:
     columns = "load", "draft", "mean", "p50", "p90", "p99", "first token", "tokens/s", "depth"
     lines = []
     for row in load.rows:
-        one = row.latency
-        times = one.mean, one.p50, one.p90, one.p99, row.first_token.mean
+        times = *row.latency.values(), row.first_token["mean"]
         rates = f"{row.tokens_per_second:.4g}", f"{row.mean_depth:.2f}"
         lines.append((row.load, row.draft, *(f"{value:.3g}" for value in times), *rates))
     title = f"seconds of requests by load (requests/s), simulated; times {load.times}"
@@ -322,7 +281,7 @@ def simulate_loads(
         ]
         for draft, depth in {**ways, "goodput": None}.items():
             found = simulate(policy, arrivals, right, max_batch=max_batch, depth=depth)
-            rows.append(summarise(load, draft, found))
+            rows.append(summarise(load, draft, *found))
     return LoadResults(times=times, rates=rates, max_batch=max_batch, seed=seed, rows=rows)
 
 

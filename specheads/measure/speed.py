@@ -12,7 +12,6 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
 from specheads.core.machine import peak_gib, synchronise
-from specheads.decoding.sampling import GREEDY
 from specheads.decoding.trees.hybrid import own_tree
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.generation import GenerationSettings, generate_with
@@ -119,8 +118,7 @@ def measure_speed(
 ) -> Speed:
     """Return the `speed` section of results.json: see `time_in_turns`.
 
-    Times cover the prompt and all new tokens; `step_overhead` covers decode steps only, and
-    `draft_milliseconds` is the median drafting time of a step, greedy and for one row. Intervals
+    Times cover the prompt and all new tokens; `step_overhead` covers decode steps only. Intervals
     are over batches. A tree with prompt lookup is also timed without it.
     """
     trees = {"drafted": generation.tree}
@@ -132,13 +130,8 @@ def measure_speed(
     }
     timings = time_in_turns(base, methods, prompts, generation, repetitions=repetitions)
     head_alone = timings.get("head alone")
-    # the device finishes each part of a step before the next begins
-    one = replace(generation, sampling=GREEDY, stop_at_eos=False)
-    out = generate_with(base, drafter, prompts[:1], one, timed=True)
-    drafted = [step.times.drafted - step.times.began for step in out.steps[0]]
     return replace(
         summarise(timings[None], timings["drafted"]),
-        draft_milliseconds=1e3 * statistics.median(drafted),
         repetitions=repetitions,
         peak_gib=peak_gib(base.device),
         head_alone=paired_speed(head_alone, timings[None]) if head_alone else None,

@@ -1,6 +1,6 @@
 """Results in words and rows of words: for the report, the console and the model card."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from specheads.measure.results import IDENTICAL, WRONG, Interval, Lossless, Results, Speed
 
@@ -14,8 +14,7 @@ def drafts(results: Results) -> bool:
 
 def wrong(results: Results) -> bool:
     """Return whether a text differs from the base's own by more than rounding explains."""
-    same = results.lossless
-    return bool(same) and WRONG in (same.verdict, same.float32.verdict if same.float32 else "")
+    return results.lossless is not None and results.lossless.verdict == WRONG
 
 
 def pays(results: Results) -> bool:
@@ -37,8 +36,7 @@ def verdict(results: Results) -> str:
 
 def divergence_note(lossless: Lossless) -> str:
     """Return the note after the number of identical texts: why the others differ."""
-    own = "" if lossless.verdict in ("", IDENTICAL) else f", {lossless.verdict}"
-    return own + (f"; float32: {lossless.float32.verdict}" if lossless.float32 else "")
+    return "" if lossless.verdict in ("", IDENTICAL) else f", {lossless.verdict}"
 
 
 def _gain(results: Results) -> str:
@@ -90,74 +88,61 @@ def _figure(value: float, interval: Interval, form: str = ".3f") -> str:
 
 def summary(results: Results) -> SummaryRows:
     """Return the main table of the report: names and figures."""
+    return [*_subject(results), *_acceptance(results), *_against_base(results)]
+
+
+def _subject(results: Results) -> Iterator[tuple[str, str]]:
     head, base, settings = results.head, results.base, results.settings
     adapter = f" + {base.adapter}" if base.adapter else ""
-    rows = [
-        ("head", f"{head.kind}, depth {head.depth}, {head.parameters:,} parameters"),
-        ("base", f"{base.name}{adapter}, {base.parameters:,} parameters"),
-        ("prompts", f"{results.prompts.count} of {results.prompts.name}"),
-        ("tree", f"{settings.tree}, {settings.num_nodes} nodes"),
-    ]
+    yield "head", f"{head.kind}, depth {head.depth}, {head.parameters:,} parameters"
+    yield "base", f"{base.name}{adapter}, {base.parameters:,} parameters"
+    yield "prompts", f"{results.prompts.count} of {results.prompts.name}"
+    yield "tree", f"{settings.tree}, {settings.num_nodes} nodes"
     if settings.temperature:
         kept = "lossless" if settings.lossless else "LOSSY: not the base's own distribution"
-        text = f"temperature {settings.temperature:g}, acceptance {settings.acceptance} ({kept})"
-        rows.append(("sampling", text))
+        rule = f"acceptance {settings.acceptance} ({kept})"
+        yield "sampling", f"temperature {settings.temperature:g}, {rule}"
     if (drafted := results.draft_vocabulary) and (share := drafted.coverage) != 1.0:
         known = "" if share is None else f", {share:.1%} of the training text"
-        rows.append(("draft vocabulary", f"{drafted.size:,} tokens{known}"))
+        yield "draft vocabulary", f"{drafted.size:,} tokens{known}"
+
+
+def _acceptance(results: Results) -> Iterator[tuple[str, str]]:
     for name, rate in (("offline", results.offline), ("online", results.online)):
         if rate:
-            text = _figure(rate.tokens_per_forward, rate.interval)
-            rows.append((f"tokens per forward, {name}", text))
-    for name, found in results.drafting.items():
-        text = _figure(found.tokens_per_forward, found.interval)
-        if gain := found.gain_of_coupled:
-            text += f"; coupled over it {_figure(gain.ratio, gain.interval)}"
-        label = f"tokens per forward, {name} {found.tree} of {found.num_nodes} nodes"
-        rows.append((label, text))
+            yield f"tokens per forward, {name}", _figure(rate.tokens_per_forward, rate.interval)
     for phase in results.phases:
         name = f"tokens per forward after phase {phase.phase}"
-        rows.append((name, f"{phase.tokens_per_forward:.3f}"))
-    return [*rows, *_base_quality(results), *_against_base(results)]
+        yield name, f"{phase.tokens_per_forward:.3f}"
+    names = {"before": "nats per token, base", "after": "nats per token, base + adapter"}
+    names["change"] = "change of the base's nats per token"
+    for key, found in (results.base_quality or {}).items():
+        form = "+" if key == "change" else ""
+        text = _figure(found.cross_entropy, found.cross_entropy_interval, f"{form}.4f")
+        yield names[key], f"{text}; {found.accuracy:{form}.1%} right"
 
 
-def _against_base(results: Results) -> SummaryRows:
-    """Return the rows that compare text and speed with those of the base alone."""
-    rows, loops, same = [], results.degenerate, results.lossless
-    if loops:
-        rows.append(("prompts whose text loops", f"{loops.flagged}"))
+def _against_base(results: Results) -> Iterator[tuple[str, str]]:
+    """Yield the rows that compare text and speed with those of the base alone."""
+    if loops := results.degenerate:
+        yield "prompts whose text loops", f"{loops.flagged}"
         if loops.flagged and (rest := loops.without):
-            text = _figure(rest.tokens_per_forward, rest.interval)
-            rows.append(("tokens per forward without those", text))
-    if same and same.compared:
+            rate = _figure(rest.tokens_per_forward, rest.interval)
+            yield "tokens per forward without those", rate
+    if (same := results.lossless) and same.compared:
         text = f"{same.identical} of {same.compared} prompts{divergence_note(same)}"
         if (gap := same.first_divergence_logit_gap) is not None:
             text += f"; largest logit gap at a first difference {gap:.2g}"
-        rows.append(("identical to the base alone", text))
+        yield "identical to the base alone", text
     if speed := results.speed:
-        rows += [
-            ("tokens per second, base alone", f"{speed.base_tokens_per_second:.1f}"),
-            ("tokens per second, with head", f"{speed.tokens_per_second:.1f}"),
-            ("speed-up", _figure(speed.speedup, speed.interval)),
-        ]
+        yield "tokens per second, base alone", f"{speed.base_tokens_per_second:.1f}"
+        yield "tokens per second, with head", f"{speed.tokens_per_second:.1f}"
+        yield "speed-up", _figure(speed.speedup, speed.interval)
         if alone := speed.head_alone:
             text = _figure(alone.ratio, alone.interval)
-            rows.append(("speed-up of the head alone, without prompt lookup", text))
+            yield "speed-up of the head alone, without prompt lookup", text
         if speed.step_overhead is not None:
-            rows.append(("time of a step over the base's", f"{speed.step_overhead:.3f}"))
-    return rows
-
-
-def _base_quality(results: Results) -> SummaryRows:
-    """Return the rows about the base's own quality, before and after joint training."""
-    if not (section := results.base_quality):
-        return []
-    rows = []
-    for found, name in ((section.before, "base"), (section.after, "base + adapter")):
-        text = _figure(found.cross_entropy, found.cross_entropy_interval, ".4f")
-        rows.append((f"nats per token, {name}", f"{text}; {found.accuracy:.1%} right"))
-    change = _figure(section.change.cross_entropy, section.change.interval, "+.4f")
-    return [*rows, ("change of the base's nats per token", change)]
+            yield "time of a step over the base's", f"{speed.step_overhead:.3f}"
 
 
 def depth_rows(results: Results) -> list[list[str]]:

@@ -1,43 +1,31 @@
 """Choose a draft tree for this machine: fit step times, predict, time the best, choose."""
 
+import statistics
+import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from itertools import product
-from statistics import fmean, median
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Any
+
+import torch
 
 from specheads.base.model import FrozenBase
-from specheads.core.drafter import Head
+from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
+from specheads.core.machine import synchronise
 from specheads.data.prompts import PromptSet
 from specheads.data.settings import Data
-from specheads.decoding.cost import StepCost
-from specheads.decoding.prompt_lookup import PromptLookup
-from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import HybridTree, own_tree
-from specheads.decoding.trees.tuned import (
-    AcceptanceRates,
-    CostError,
-    Machine,
-    Tried,
-    Tuned,
-    TunedTree,
-)
+from specheads.decoding import accept, loop
+from specheads.decoding.cost import ForwardCost, StepCost
+from specheads.decoding.trees import policies, tuned
+from specheads.decoding.trees.hybrid import HybridTree, beside_lookup, own_tree
+from specheads.decoding.trees.tuned import CostError, Tried, Tuned, TunedTree
+from specheads.measure import tune_trees
 from specheads.measure.counts import DepthCounts, rate
 from specheads.measure.generation import GenerationSettings, decode_prompts
-from specheads.measure.offline import copied, fixed_tree, replay, replay_texts
-from specheads.measure.results import Candidate
+from specheads.measure.offline import copied, fixed_tree, replay
 from specheads.measure.tables import ConsoleTable, with_interval
-from specheads.measure.tune_cost import TreeMethod, fit, room, time_steps
-from specheads.measure.tune_trees import (
-    TuningText,
-    TuningTexts,
-    candidate_trees,
-    match_rates,
-    predict,
-    stopping_chains,
-    validation_prompts,
-    write_texts,
-)
+from specheads.measure.tune_trees import TuningTexts, validation_prompts, write_texts
 from specheads.runs.progress import bar
 
 COPIED = (4, 10)
@@ -60,6 +48,15 @@ TUNE_PROMPTS = 24
 
 QUICK_NODES = 16
 """Nodes of the largest tree when an evaluation chooses, root included."""
+
+ALONE: dict[str, Any] = {"tree": "none", "num_nodes": 1, "depth": 0} | dict.fromkeys(
+    ("tokens_per_forward", "step_overhead", "speedup"), 1.0
+)
+"""The base alone, as in `Tried`."""
+
+BURST = 4
+"""Consecutive steps of one method. The first is not timed: other methods have filled the caches
+before it."""
 
 
 def tune_head(
@@ -110,156 +107,156 @@ def choose(
     A head's tree has at most `max_nodes` nodes, root included. A quick choice takes fewer steps,
     among trees that can be replayed.
     """
+    tuning = Tuning(base, head, generation, max_nodes)
     grown = [text.ranks for one in texts for text in one.grown]
-    trees = candidate_trees(grown, head.depth, max_nodes)
-    cost, error = measure_cost(base, head, texts, trees, batches, generation, 3 if quick else 5)
-    tried, chosen, rounds = [], [], 6 if quick else 8
+    trees = tune_trees.candidate_trees(grown, head.depth, max_nodes)
+    cost, error = tuning.measure_cost(texts, trees, batches, rounds=3 if quick else 5)
+    tried, chosen = list[Tried](), list[TunedTree]()
     for one in texts:
-        stops = None if quick else stopping_chains(base, head, one.grown, cost, one.context)
+        stop = None if quick else tune_trees.stopping_chain(base, head, one, cost)
         for batch in batches:
-            found = finalists(head, one, trees, cost, batch, max_nodes, stops)
-            found = [tree for tree in found if one.context + room(tree.depth) <= base.max_length]
-            rows, tree = time_finals(base, head, found, one, batch, generation, rounds)
+            found = tuning.finalists(one, trees, cost, batch, stop, grown=not quick)
+            rows, tree = tuning.time_finals(found, one, batch, rounds=6 if quick else 8)
             tried += rows
             chosen.append(tree)
     # rates are those of a chain's steps: other positions, which accepted drafts skip, are easier
     every = [text for one in texts for text in (*one.grown, *one.judged)]
     counts = [replay(text.ranks, policies.chain(head.depth)) for text in every]
     size = max(COPIED)
-    lookup = PromptLookup(base.vocab_size, size, device=base.device)
-    copies = [copied(lookup, text.prompt, text.continuation, size) for text in every]
-    rates = DepthCounts.total(counts, head.depth).levels()
+    copies = [copied(text.prompt, text.continuation, size) for text in every]
     return Tuned(
-        machine=Machine.of(base.device, base.dtype),
+        machine=tuned.Machine.of(base.device, base.dtype),
         base=base.fingerprint,
         cost=cost,
         cost_error=error,
-        acceptance=AcceptanceRates(per_depth=rates, matches=match_rates(copies)),
+        acceptance=tuned.AcceptanceRates(
+            per_depth=DepthCounts.total(counts, head.depth).levels(),
+            matches=tune_trees.match_rates(copies, size),
+        ),
         trees=chosen,
         tried=tried,
         new_tokens=generation.max_new_tokens,
     )
 
 
-def measure_cost(
-    base: FrozenBase,
-    head: Head,
-    texts: Sequence[TuningTexts],
-    trees: Sequence[policies.Static],
-    batches: Sequence[int],
-    generation: GenerationSettings,
-    rounds: int,
-) -> tuple[StepCost, CostError]:
-    """Time chains and trees of several sizes at every batch size and context; fit costs to it."""
-    sizes = {one.num_nodes: one for one in trees if one.name == "tree"}
-    grid = [one for one in trees if one.name == "chain"]
-    grid += [sizes[size] for size in GRID if size in sizes]
-    methods: list[TreeMethod] = []
-    prompts: list[list[list[int]]] = []
-    # all batch sizes and contexts in turns, because a machine changes its pace within minutes
-    for one, batch in product(texts, batches):
-        for tree in (policies.NOTHING, *grid):
-            if batch * tree.num_nodes <= MOST_TOKENS:
-                methods.append((head if tree.depth else None, tree))
-                prompts.append(one.rows(batch))
-    return fit(time_steps(base, methods, prompts, generation=generation, rounds=rounds))
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What is tuned, and the conditions of decoding."""
 
+    base: FrozenBase
+    head: Head
+    generation: GenerationSettings
+    max_nodes: int
 
-# --- finals ------------------------------------------------------------------------------------
+    def measure_cost(
+        self,
+        texts: Sequence[TuningTexts],
+        trees: Sequence[policies.Static],
+        batches: Sequence[int],
+        rounds: int,
+    ) -> tuple[StepCost, CostError]:
+        """Time chains and some trees at every batch size and context; fit costs to it."""
+        sizes = {one.num_nodes: one for one in trees if one.name == "tree"}
+        grid = [policies.NOTHING, *(one for one in trees if one.name == "chain")]
+        grid += [sizes[size] for size in GRID if size in sizes]
+        # all batch sizes and contexts in turns, because a machine changes its pace within minutes
+        work = [
+            ((self.head if tree.depth else None, tree), one.rows(batch))
+            for one, batch, tree in product(texts, batches, grid)
+            if batch * tree.num_nodes <= MOST_TOKENS
+        ]
+        methods, rows = zip(*work, strict=True)
+        return fit(time_steps(self.base, methods, rows, generation=self.generation, rounds=rounds))
 
+    def finalists(
+        self,
+        texts: TuningTexts,
+        trees: Sequence[policies.Static],
+        cost: StepCost,
+        batch: int,
+        stop: policies.Static | None,
+        *,
+        grown: bool,
+    ) -> list[policies.TreePolicy]:
+        """Return the trees to time at a batch size, as far as the context has room for them.
 
-def finalists(
-    head: Head,
-    texts: TuningTexts,
-    trees: Sequence[policies.Static],
-    cost: StepCost,
-    batch: int,
-    max_nodes: int,
-    stops: Sequence[policies.TreePolicy] | None,
-) -> list[policies.TreePolicy]:
-    """Return the trees to time at a batch size.
+        These are the best of the trees by prediction, two of another size, the best chain, the
+        chain that stops early and, if `grown`, a best-first tree about as large. Tree, chain and
+        best-first tree are also tried with prompt-lookup tokens.
+        """
+        depth, branch = self.head.depth, min(4, self.head.drafted_size or 4)
+        ranks = [one.ranks for one in texts.judged]
+        speedups = {
+            tree: tune_trees.predict(tree, ranks, cost, batch, texts.context) for tree in trees
+        }
+        ordered = sorted(trees, key=lambda tree: -speedups[tree])
+        first, chain = ordered[0], next(tree for tree in ordered if tree.name == "chain")
+        others = [tree for tree in ordered if abs(tree.num_nodes - first.num_nodes) > 1]
+        plain: list[policies.TreePolicy] = [first, chain]
+        if grown and branch > 1:
+            most = min(self.max_nodes, 1 + branch + (depth - 1) * 4 * branch)
+            nodes = min(max(first.num_nodes, depth + 3), most)
+            plain.append(policies.BestFirst(nodes, depth, 4, branch))
+        joined = [HybridTree(tree, size) for tree in dict.fromkeys(plain) for size in COPIED]
+        short = [stop] if stop and stop.num_nodes <= self.max_nodes else []
+        found = dict.fromkeys([*plain, *others[:2], *short, *joined])
+        longest = self.base.max_length - texts.context
+        return [tree for tree in found if room(tree.depth) <= longest]
 
-    These are the best of the trees by prediction, two of another size and the best chain, and
-    unless `stops` is None a best-first tree about as large and the chains that stop early. Tree,
-    chain and best-first tree are also tried with prompt-lookup tokens.
-    """
-    ranks = [one.ranks for one in texts.judged]
-    speedups = {tree: predict(tree, ranks, cost, batch, texts.context) for tree in trees}
-    ordered = sorted(trees, key=lambda tree: -speedups[tree])
-    first, chain = ordered[0], next(tree for tree in ordered if tree.name == "chain")
-    others = [tree for tree in ordered if abs(tree.num_nodes - first.num_nodes) > 1]
-    plain: list[policies.TreePolicy] = [first, chain]
-    branch = min(4, head.drafted_size or 4)
-    if stops is not None and branch > 1:
-        most = min(max_nodes, 1 + branch + (head.depth - 1) * 4 * branch)
-        nodes = min(max(first.num_nodes, head.depth + 3), most)
-        plain.append(policies.BestFirst(nodes, head.depth, 4, branch))
-    joined = [HybridTree(tree, size) for tree in dict.fromkeys(plain) for size in COPIED]
-    short = [tree for tree in stops or () if tree.num_nodes <= max_nodes]
-    return [*dict.fromkeys([*plain, *others[:2], *short, *joined])]
+    def time_finals(
+        self, trees: Sequence[policies.TreePolicy], texts: TuningTexts, batch: int, rounds: int
+    ) -> tuple[list[Tried], TunedTree]:
+        """Time trees and the base alone, count tokens on held-out texts; return all and the best.
 
-
-def time_finals(
-    base: FrozenBase,
-    head: Head,
-    trees: Sequence[policies.TreePolicy],
-    texts: TuningTexts,
-    batch: int,
-    generation: GenerationSettings,
-    rounds: int,
-) -> tuple[list[Tried], TunedTree]:
-    """Time trees and the base alone, count tokens on held-out texts; return all and the fastest."""
-    methods: list[TreeMethod] = [(None, policies.NOTHING), *((head, tree) for tree in trees)]
-    # steps with prompt-lookup tokens take longer, and their number differs from text to text
-    turns, points = max(1, rounds // batch), []
-    for turn in bar(range(turns), "step times", generation.progress):
-        rows = [texts.rows(batch, turn * batch)] * len(methods)
-        quiet = replace(generation, progress=False)
-        points.append(time_steps(base, methods, rows, generation=quiet, rounds=rounds // turns))
-    seconds = [fmean(one.seconds for one in column) for column in zip(*points, strict=True)]
-    tried: list[Tried] = []
-    rates: dict[policies.TreePolicy, list[float]] = {}
-    for (drafter, tree), step in zip(methods, seconds, strict=True):
-        overhead, tokens, interval = step / seconds[0], 1.0, list[float]()
-        if drafter is not None:
-            each = _counts(base, head, tree, texts.judged, generation)
+        Steps with prompt-lookup tokens take longer, and their number differs from text to text, so
+        each turn continues other texts.
+        """
+        methods: list[TreeMethod] = [(None, policies.NOTHING)]
+        methods += [(self.head, tree) for tree in trees]
+        turns, points = max(1, rounds // batch), []
+        quiet = replace(self.generation, progress=False)
+        for turn in bar(range(turns), "step times", self.generation.progress):
+            rows = [texts.rows(batch, turn * batch)] * len(methods)
+            points.append(
+                time_steps(self.base, methods, rows, generation=quiet, rounds=rounds // turns)
+            )
+        seconds = [
+            statistics.fmean(one.seconds for one in column) for column in zip(*points, strict=True)
+        ]
+        place: dict[str, Any] = {"batch": batch, "context": texts.context}
+        tried = [Tried(**place, **ALONE)]
+        rates: dict[policies.TreePolicy, list[float]] = {}
+        for tree, step in zip(trees, seconds[1:], strict=True):
+            overhead, each = step / seconds[0], self.counts(tree, texts)
             counts = DepthCounts.total(each, tree.depth)
-            tokens, rates[tree] = counts.tokens_per_forward, counts.levels()
-            interval = [bound / overhead for bound in rate(each).interval]
-        tried.append(
-            Tried(
-                batch=batch,
-                context=texts.context,
+            rates[tree] = counts.levels()
+            row = Tried(
+                **place,
                 tree=tree.name,
                 num_nodes=tree.num_nodes,
                 depth=tree.depth,
-                tokens_per_forward=tokens,
+                tokens_per_forward=counts.tokens_per_forward,
                 step_overhead=overhead,
-                speedup=tokens / overhead,
-                interval=interval,
+                speedup=counts.tokens_per_forward / overhead,
+                interval=[bound / overhead for bound in rate(each).interval],
             )
-        )
-    fastest = max(range(len(tried)), key=lambda place: tried[place].speedup)
-    tried[fastest] = replace(tried[fastest], chosen=True)
-    tree = methods[fastest][1]
-    return tried, _tuned_tree(tried[fastest], tree, rates.get(own_tree(tree), []))
+            tried.append(row)
+        fastest = max(range(len(tried)), key=lambda index: tried[index].speedup)
+        tried[fastest] = replace(tried[fastest], chosen=True)
+        tree = methods[fastest][1]
+        return tried, _tuned_tree(tried[fastest], tree, rates.get(own_tree(tree), []))
 
-
-def _counts(
-    base: FrozenBase,
-    head: Head,
-    tree: policies.TreePolicy,
-    texts: Sequence[TuningText],
-    generation: GenerationSettings,
-) -> list[DepthCounts]:
-    """Return the counts of each text: by replay if the tree is fixed, else decoded."""
-    sources = tuple(one.source for one in texts)
-    if fixed_tree(tree) is not None:
-        pairs = [(one.prompt, one.continuation) for one in texts]
-        return replay_texts(base, tree, [one.ranks for one in texts], pairs, sources)
-    generation = replace(generation, tree=tree, batch_size=8, sources=sources)
-    decoded = decode_prompts(base, head, [one.prompt for one in texts], generation)
-    return [one.counts for one in decoded]
+    def counts(self, tree: policies.TreePolicy, texts: TuningTexts) -> list[DepthCounts]:
+        """Return the counts of each judged text: by replay if the tree is fixed, else decoded."""
+        if fixed_tree(tree) is not None:
+            return [
+                replay(one.ranks, tree, one.source, (one.prompt, one.continuation))
+                for one in texts.judged
+            ]
+        sources = tuple(one.source for one in texts.judged)
+        generation = replace(self.generation, tree=tree, batch_size=8, sources=sources)
+        prompts = [one.prompt for one in texts.judged]
+        return [one.counts for one in decode_prompts(self.base, self.head, prompts, generation)]
 
 
 def _tuned_tree(row: Tried, tree: policies.TreePolicy, rates: list[float]) -> TunedTree:
@@ -284,21 +281,12 @@ def _tuned_tree(row: Tried, tree: policies.TreePolicy, rates: list[float]) -> Tu
     return replace(chosen, paths=paths, confidence=own.confidence, stop=own.estimate)
 
 
-# --- the tree of an evaluation -----------------------------------------------------------------
-
-
-def decoded_context(prompts: PromptSet, max_new_tokens: int) -> int:
-    """Return the context length of a typical text of an evaluation, half of it decoded."""
-    lengths = [len(prompt.tokens) for prompt in prompts.prompts]
-    return round(median(lengths) + max_new_tokens / 2)
-
-
 def choose_tree(
     base: FrozenBase,
     head: Head,
     corpus: Data,
     generation: GenerationSettings,
-    context: int,
+    prompts: PromptSet,
     *,
     prompt_tokens: int,
     num_prompts: int,
@@ -306,31 +294,28 @@ def choose_tree(
     """Return the tree of `tree=tuned` for an evaluation: the tuned tree, or one chosen now.
 
     The tuned tree is used if `specheads tune` measured it on a machine like this one and the
-    evaluation is greedy. It is the tree of this batch size and context for all steps, so that it
-    can be replayed. Otherwise a tree is chosen now with fewer steps and this sampling, on
-    validation prompts of a corpus, and the measurements are returned as well.
+    evaluation is greedy. It is the tree of this batch size, and of the context of a typical text
+    that is half decoded, for all steps, so that it can be replayed. Otherwise a tree is chosen now
+    with fewer steps and this sampling, on validation prompts of a corpus, and the measurements are
+    returned as well.
     """
     sampling, batch = generation.sampling, generation.batch_size
+    lengths = [len(prompt.tokens) for prompt in prompts.prompts]
+    context = round(statistics.median(lengths) + generation.max_new_tokens / 2)
     if head.tuned and head.tuned.fits(base.device, base.dtype) and sampling.temperature == 0:
         return head.tuned.best(batch, context).policy(), None
-    longest, seed = base.max_length // 2, sampling.seed
-    prompts = validation_prompts(
-        corpus, base, prompt_tokens, num_prompts, longest=longest, seed=seed
+    number, longest = min(TUNE_PROMPTS, num_prompts), base.max_length // 2
+    found = validation_prompts(
+        corpus, base, prompt_tokens, number, longest=longest, seed=sampling.seed
     )
     generation = replace(generation, max_new_tokens=TUNING_TOKENS, sources=())
     context = max(min(context, base.max_length - room(head.depth)), 1)
-    texts = write_texts(base, head, prompts, context, generation)
-    tuned = choose(base, head, [texts], [batch], generation, QUICK_NODES, quick=True)
-    return tuned.trees[0].policy(), tuned
+    texts = write_texts(base, head, found, context, generation)
+    made = choose(base, head, [texts], [batch], generation, QUICK_NODES, quick=True)
+    return made.trees[0].policy(), made
 
 
-def candidates(tuned: Tuned) -> list[Candidate]:
-    """Return the timed trees as in results.json."""
-    names = [item.name for item in fields(Candidate)]
-    return [Candidate(**{name: getattr(row, name) for name in names}) for row in tuned.tried]
-
-
-def table(tuned: Tuned) -> ConsoleTable:
+def table(found: Tuned) -> ConsoleTable:
     """Return the timed trees as a table for the console."""
     rows = [
         (
@@ -342,12 +327,167 @@ def table(tuned: Tuned) -> ConsoleTable:
             f"{one.step_overhead:.2f}",
             with_interval(one.speedup, one.interval),
         )
-        for one in tuned.tried
+        for one in found.tried
     ]
     columns = ("batch", "context", "tree (* chosen)", "nodes", "tokens per forward", "step")
-    error = tuned.cost_error
+    error = found.cost_error
     title = (
         f"ways to draft, timed; costs fitted to {error.points} times are off by "
         f"{error.median:.1%} (median), {error.largest:.1%} (largest)"
     )
     return ConsoleTable(title, rows, (*columns, "speed-up"))
+
+
+# --- step times --------------------------------------------------------------------------------
+
+TreeMethod = tuple[Drafter | None, policies.TreePolicy]
+"""A drafter, None for the base alone, and its tree; a hybrid tree adds prompt lookup."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A measured step time."""
+
+    batch: int
+    context: int | float
+    nodes: int
+    depth: int
+    verify: float
+    """Seconds of everything but drafting."""
+    draft: float
+    """Seconds of drafting; zero without a draft."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole step."""
+        return self.verify + self.draft
+
+
+@torch.inference_mode()
+def time_steps(
+    base: FrozenBase,
+    methods: Sequence[TreeMethod],
+    prompts: Sequence[list[list[int]]],
+    *,
+    generation: GenerationSettings,
+    rounds: int = 8,
+) -> list[Point]:
+    """Return the step time of each method, all of its rows decoding together.
+
+    Methods take turns, a burst of steps each: a slow phase of the machine then slows all of them.
+    Each method continues `prompts` of its own. The trimmed mean of its steps counts.
+    """
+    methods = [(one and beside_lookup(one, tree, base), tree) for one, tree in methods]
+    deepest = max(tree.depth for _, tree in methods)
+    widest = max(tree.num_nodes for _, tree in methods)
+    lengths = [max(map(len, rows)) for rows in prompts]
+    longest, burst = max(lengths), BURST * (deepest + 1)
+    if longest + room(deepest) > base.max_length:
+        raise InputError(
+            f"step times need room for {room(deepest)} tokens after {longest}, and the base has "
+            f"room for {base.max_length}; lower contexts"
+        )
+    # methods start again from their prompts when the context is full
+    bursts = min((base.max_length - longest - 2 * deepest - 2) // burst, rounds)
+    beyond = (bursts + 1) * burst + widest
+    times: list[list[tuple[float, float]]] = [[] for _ in methods]
+    states: list[loop.DecodingState] = []
+    for turn in bar(range(rounds), "step times", generation.progress):
+        if turn % bursts == 0:
+            states = [
+                loop.start(
+                    base,
+                    drafter,
+                    rows,
+                    length + beyond,
+                    [generation.sampling] * len(rows),
+                    coupled=generation.coupled,
+                )[0]
+                for (drafter, _), rows, length in zip(methods, prompts, lengths, strict=True)
+            ]
+        # the order rotates, so that no method always follows the slowest one
+        for place in [*range(turn % len(methods), len(methods)), *range(turn % len(methods))]:
+            steps = [_time_step(base, *methods[place], states[place]) for _ in range(BURST)]
+            times[place] += steps[1:]
+    return [
+        Point(
+            batch=len(rows),
+            # the context of a step in the middle, at the usual pace
+            context=length + bursts * BURST / 2,
+            nodes=tree.num_nodes,
+            depth=tree.depth,
+            verify=trimmed_mean([whole - draft for whole, draft in each]),
+            draft=trimmed_mean([draft for _, draft in each]) if tree.depth else 0.0,
+        )
+        for (_, tree), rows, length, each in zip(methods, prompts, lengths, times, strict=True)
+    ]
+
+
+def room(depth: int) -> int:
+    """Return the tokens after a context: a burst of steps with this depth, and a last tree."""
+    return (BURST + 2) * (depth + 1)
+
+
+def _time_step(
+    base: FrozenBase, drafter: Drafter | None, tree: policies.TreePolicy, state: loop.DecodingState
+) -> tuple[float, float]:
+    """Return the seconds of one step, and those of its draft."""
+    synchronise(base.device)
+    began = time.perf_counter()
+    taken = loop.step(base, drafter, tree, accept.match_rule, state, timed=True)
+    synchronise(base.device)
+    return time.perf_counter() - began, taken[0].times.drafted - began
+
+
+def trimmed_mean(seconds: Sequence[float]) -> float:
+    """Return the mean without the slowest and the fastest fifth.
+
+    A median would describe one kind of step only if a method stops early or copies in some steps.
+    """
+    ordered = sorted(seconds)
+    cut = len(ordered) // 5
+    return statistics.fmean(ordered[cut : len(ordered) - cut])
+
+
+def fit(points: Sequence[Point]) -> tuple[StepCost, CostError]:
+    """Return the linear cost with the least squared relative error, and its error."""
+    verify = [(1, one.batch * one.nodes, one.batch * one.context) for one in points]
+    drafted = [one for one in points if one.depth]
+    draft = [
+        (one.depth, one.batch * (one.nodes - 1), one.depth * one.batch * one.context)
+        for one in drafted
+    ]
+    cost = StepCost(
+        verify=_least_squares(verify, [one.verify for one in points]),
+        draft=_least_squares(draft, [one.draft for one in drafted]),
+    )
+    errors = [
+        abs(cost.seconds(one.batch, one.context, one.nodes, one.depth) / one.seconds - 1)
+        for one in points
+    ]
+    median, largest = statistics.median(errors), max(errors)
+    return cost, CostError(points=len(points), median=median, largest=largest)
+
+
+def _least_squares(
+    work: Sequence[tuple[int | float, ...]], seconds: Sequence[float]
+) -> ForwardCost:
+    """Return the non-negative coefficients of `work` with the least squared relative error.
+
+    Every subset of non-zero coefficients is tried, which is exact.
+    """
+    scaled = torch.tensor(work, dtype=torch.float64).view(-1, 3)
+    scaled = scaled / torch.tensor(seconds, dtype=torch.float64)[:, None]
+    ones = torch.ones(len(scaled), 1, dtype=torch.float64)
+    best, least = torch.zeros(3, dtype=torch.float64), float("inf")
+    for chosen in [one for count in (1, 2, 3) for one in combinations(range(3), count)]:
+        columns = scaled[:, chosen]
+        # seconds per token and per step differ by orders of magnitude, so scale the columns
+        sizes = columns.norm(dim=0).clamp(min=1e-300)
+        found = torch.linalg.lstsq(columns / sizes, ones, driver="gelsd").solution[:, 0]
+        missed = (columns / sizes @ found - 1).square().sum().item()
+        if (found >= 0).all() and missed < least - 1e-12:
+            least, best = missed, torch.zeros_like(best)
+            best[[*chosen]] = found / sizes
+    fixed, token, context = best.tolist()
+    return ForwardCost(fixed=fixed, token=token, context=context)

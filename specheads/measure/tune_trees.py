@@ -1,8 +1,8 @@
 """Texts to tune on, and candidate trees from the acceptance that is measured on them.
 
 Trees are built from rank rates (Sequoia) and from the rank paths that the base's own text follows.
-Chains may stop early, by a threshold on a probability: the head's own, or one learned from traces
-(Mamou et al. 2024, arXiv:2405.04304, DISCO). Acceptance is replayed exactly; step times are fitted.
+A chain may stop early, by a threshold on a probability that is learned from traces (Mamou et al.
+2024, arXiv:2405.04304, DISCO). Acceptance is replayed exactly; step times are fitted.
 """
 
 import heapq
@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -171,30 +170,31 @@ def positional(shares: Mapping[RankPath, float], depth: int) -> list[float]:
     return rates
 
 
-def match_rates(copies: Sequence[Copied]) -> list[MatchRates]:
+def match_rates(copies: Sequence[Copied], size: int) -> list[MatchRates]:
     """Return how often prompt lookup finds n-grams of each length, and is right then.
 
-    The positions are the steps of a loop that copies in every step and skips what it accepts. A
-    mean over all positions would count repetitive text too often.
+    The positions are the steps of a loop that copies `size` tokens in every step and skips what it
+    accepts. A mean over all positions would count repetitive text too often.
     """
-    size, steps = copies[0].size, 0
-    found = [DepthCounts.zeros(size) for _ in range(MAX_NGRAM)]
+    steps, found = 0, [DepthCounts.zeros(size) for _ in range(MAX_NGRAM)]
     for one in copies:
         place = 0
-        while place < len(one.right):
-            right, length = min(one.right[place], size), min(one.length[place], size)
-            if one.matched[place]:
+        while place < len(one):
+            right, length, matched = one[place]
+            right = min(right, size)
+            if matched:
                 # tokens after the end of the text are unknown
-                rejected = right < min(length, len(one.right) - place)
-                found[one.matched[place] - 1].add(right, drafted_beyond=rejected)
+                rejected = right < min(length, size, len(one) - place)
+                found[matched - 1].add(right, drafted_beyond=rejected)
             steps += 1
             place += 1 + right
-    out = []
-    for one in found:
-        pairs = zip(one.accepted, one.offered, strict=True)
-        rates = [accepted / max(offered, 1) for accepted, offered in pairs]
-        out.append(MatchRates(share=one.forwards / max(steps, 1), rates=rates))
-    return out
+    return [
+        MatchRates(
+            share=one.forwards / max(steps, 1),
+            rates=[a / max(b, 1) for a, b in zip(one.accepted, one.offered, strict=True)],
+        )
+        for one in found
+    ]
 
 
 # --- building trees ----------------------------------------------------------------------------
@@ -253,13 +253,12 @@ def candidate_trees(ranks: Sequence[Tensor], depth: int, max_nodes: int) -> list
     """
     shares = path_shares(ranks)
     rates = positional(shares, depth)
-    trees = [policies.chain(length) for length in range(1, min(depth, max_nodes - 1) + 1)]
+    chains = [policies.chain(length) for length in range(1, min(depth, max_nodes - 1) + 1)]
+    distinct = {chain.paths: chain for chain in chains}
     for size in [*(one for one in SIZES if one < max_nodes), max_nodes]:
         for paths in most_followed(shares, rates, size, depth), sequoia(rates, size, depth):
-            trees.append(policies.Static(paths, "tree"))
-    distinct: dict[tuple[RankPath, ...], policies.Static] = {}
-    for tree in trees:
-        distinct.setdefault(tree.paths, tree)
+            tree = policies.Static(paths, "tree")
+            distinct.setdefault(tree.paths, tree)
     return [tree for tree in distinct.values() if tree.depth]
 
 
@@ -283,25 +282,21 @@ def predict(
 # --- chains that stop early --------------------------------------------------------------------
 
 
-class Trace(NamedTuple):
-    """Greedy drafts of a chain along one text, with axes (position, depth)."""
-
-    log_probs: Tensor
-    entropies: Tensor
-    right: Tensor
-    """Whether the best guess is the base's token, given the text before it."""
+Trace = tuple[Tensor, Tensor, Tensor]
+"""Greedy drafts of a chain along one text, with axes (position, depth): their log probabilities,
+the entropies, and whether the best guess is the base's token, given the text before it."""
 
 
-def stopping_chains(
-    base: FrozenBase, head: Head, texts: Sequence[TuningText], cost: StepCost, context: int
-) -> list[policies.TreePolicy]:
-    """Return chains that stop by the head's own and by a learned probability, if that pays."""
-    long = [one for one in texts if len(one.continuation) > head.depth]
-    traces = [trace(base, head, one.prompt, one.continuation) for one in long]
-    if not traces:
-        return []
-    found = [best_stop(traces, one, cost, context) for one in (None, learn(traces))]
-    return [one for one in found if one]
+def stopping_chain(
+    base: FrozenBase, head: Head, texts: TuningTexts, cost: StepCost
+) -> policies.Static | None:
+    """Return the chain that stops by a learned probability; None if no stop pays."""
+    traces = [
+        trace(base, head, one.prompt, one.continuation)
+        for one in texts.grown
+        if len(one.continuation) > head.depth
+    ]
+    return best_stop(traces, learn(traces), cost, texts.context) if traces else None
 
 
 @torch.inference_mode()
@@ -315,7 +310,8 @@ def trace(base: FrozenBase, head: Head, prompt: list[int], continuation: list[in
         logs = head.logits(state[0, first : first + count], level).double().log_softmax(-1)
         guess, labels = logs.max(-1), text[0, first + 2 + level :][:count]
         columns.append((guess.values, entropy(logs), head.to_tokens(guess.indices) == labels))
-    return Trace(*(torch.stack(one, dim=1).cpu() for one in zip(*columns, strict=True)))
+    log_probs, entropies, right = (torch.stack(one, 1).cpu() for one in zip(*columns, strict=True))
+    return log_probs, entropies, right
 
 
 def learn(traces: Sequence[Trace]) -> Estimate:
@@ -343,43 +339,31 @@ def learn(traces: Sequence[Trace]) -> Estimate:
 
 
 def best_stop(
-    traces: Sequence[Trace], estimate: Estimate | None, cost: StepCost, context: int | float
+    traces: Sequence[Trace], estimate: Estimate, cost: StepCost, context: int | float
 ) -> policies.Static | None:
     """Return the chain with the threshold of most tokens per second; None for no threshold.
 
     Replay is exact: a chain that stops is a shorter chain.
     """
-    depth = traces[0].right.shape[1]
+    depth = traces[0][-1].shape[1]
     seconds = [cost.seconds(1, context, drafted + 1, drafted) for drafted in range(depth + 1)]
-    rates = {one: _rate(traces, one, estimate, seconds) for one in (0.0, *THRESHOLDS)}
+    rates = dict.fromkeys((0.0, *THRESHOLDS), 0.0)
+    for confidence in rates:
+        tokens, taken = 0, 0.0
+        for log_probs, entropies, found in traces:
+            chances = estimate(log_probs, entropies, torch.arange(depth))
+            continues = (chances >= confidence)[:, :-1].int().cumprod(1).sum(1)
+            lengths = (1 + continues).tolist()
+            right = found.int().cumprod(1).sum(1).tolist()
+            place = 0
+            while place < len(lengths):
+                accepted = min(right[place], lengths[place])
+                taken += seconds[lengths[place]]
+                tokens += accepted + 1
+                place += accepted + 1
+        rates[confidence] = tokens / taken
     confidence = max(rates, key=lambda one: rates[one])
     if rates[confidence] < LEAST_GAIN * rates[0.0]:
         return None
     paths = [(0,) * length for length in range(1, depth + 1)]
-    name = "threshold" if estimate is None else "learned stop"
-    return policies.Static(paths, name, confidence, estimate)
-
-
-def _rate(
-    traces: Sequence[Trace], confidence: float, estimate: Estimate | None, seconds: Sequence[float]
-) -> float:
-    """Return tokens per second of a chain that stops below this confidence.
-
-    `seconds` are those of a step by the number of drafted tokens.
-    """
-    tokens, taken = 0, 0.0
-    for one in traces:
-        chances = one.log_probs.exp()
-        if estimate is not None:
-            levels = torch.arange(chances.shape[1])
-            chances = estimate(one.log_probs, one.entropies, levels)
-        continues = (chances >= confidence)[:, :-1].int().cumprod(1).sum(1)
-        lengths = (1 + continues).tolist()
-        right = one.right.int().cumprod(1).sum(1).tolist()
-        place = 0
-        while place < len(lengths):
-            accepted = min(right[place], lengths[place])
-            taken += seconds[lengths[place]]
-            tokens += accepted + 1
-            place += accepted + 1
-    return tokens / taken
+    return policies.Static(paths, "learned stop", confidence, estimate)

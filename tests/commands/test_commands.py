@@ -88,7 +88,7 @@ def test_results_are_lossless_and_replay_equals_decoding(finished: tuple[Path, s
     results = json.loads((finished[0] / "runs/smoke/report/results.json").read_text())
     lossless = results["lossless"]
     assert (lossless["verdict"], lossless["compared"], lossless["wrong"]) == ("identical", 2, 0)
-    assert lossless["first_divergence_logit_gap"] is lossless["float32"] is None
+    assert lossless["first_divergence_logit_gap"] is None
     assert results["replay"]["equal"] is True
     assert [row["phase"] for row in results["phases"]] == ["corpus", "distilled"]
     assert results["prompts"]["count"] == 2
@@ -159,27 +159,17 @@ def test_evaluate_keeps_the_settings_of_the_run_except_overrides(
     assert results["online"]["tokens_per_forward"] >= 1.0
 
 
-def test_sampling_reports_coupled_uncoupled_and_rejection(
-    finished: tuple[Path, str], here: Callable[..., None], capsys: pytest.CaptureFixture[str]
+def test_replay_of_sampled_text_equals_decoding(
+    finished: tuple[Path, str], here: Callable[..., None]
 ):
     here(
         "evaluate", "run=runs/smoke", "tree=chain", "temperature=0.7", "num_prompts=2",
         "max_new_tokens=8", "mode=online", "base.dtype=float64", "out=drawn",
     )  # fmt: skip
     results = json.loads((finished[0] / "drawn" / "results.json").read_text())
-    ways = results["drafting"]
-    assert list(ways) == ["coupled", "uncoupled", "rejection"]
-    assert ways["coupled"]["tokens_per_forward"] == results["online"]["tokens_per_forward"]
-    assert [ways[name]["identical"] for name in ways] == [2, 2, 0]
-    assert ways["coupled"]["gain_of_coupled"] is None
-    assert ways["rejection"]["gain_of_coupled"]["ratio"] > 0
     # in float64 the replay of the base's text gives the same counts as decoding
     assert results["replay"]["equal"] is True
     assert results["offline"]["forwards"] == results["online"]["forwards"]
-    page = (finished[0] / "drawn" / "report.html").read_text()
-    for text in (capsys.readouterr().out, page):
-        for name, tree in (("coupled", "chain"), ("uncoupled", "chain"), ("rejection", "sampled")):
-            assert f"tokens per forward, {name} {tree} of 4 nodes" in text
 
 
 def test_evaluate_measures_a_run_on_its_own_base_in_another_way(

@@ -50,7 +50,7 @@ def test_loads_are_simulated_printed_and_written(head: Path, capsys: Any):
         for draft in ("none", "depth 2", "goodput")
     ]
     alone, _, goodput = load.rows[:3]
-    assert goodput.latency.mean < alone.latency.mean
+    assert goodput.latency["mean"] < alone.latency["mean"]
 
 
 def test_python_returns_the_content_of_load_json(head: Path, tmp_path: Path):
@@ -60,7 +60,7 @@ def test_python_returns_the_content_of_load_json(head: Path, tmp_path: Path):
     # from a quarter of what the base alone can serve to more than that
     alone = [row for row in load.rows if row.draft == "none"]
     assert len(alone) == 5
-    waits = [row.first_token.mean for row in alone]
+    waits = [row.first_token["mean"] for row in alone]
     assert waits == sorted(waits)
     # the highest load exceeds the capacity
     assert alone[-1].tokens_per_second < 12 * float(alone[-1].load)
@@ -73,7 +73,7 @@ def test_recorded_loads_are_replayed(head: Path, tmp_path: Path):
     load = specheads.simulate(overrides=[f"head={head}", f"arrivals={arrivals}", "acceptance=[1]"])
     by_draft = {row.draft: row for row in load.rows}
     assert by_draft["none"].load == "load.jsonl"
-    assert by_draft["depth 1"].latency.mean < by_draft["none"].latency.mean
+    assert by_draft["depth 1"].latency["mean"] < by_draft["none"].latency["mean"]
 
 
 def test_computed_times_are_marked_as_computed(tmp_path: Path, capsys: Any):
@@ -95,8 +95,6 @@ def test_computed_times_are_marked_as_computed(tmp_path: Path, capsys: Any):
         (["head={head}", "arrivals=nowhere.jsonl"], "nowhere.jsonl"),
         (["head={head}", "hardware=h100"], "computed times need hardware.parameters"),
         (["head={head}", "acceptance=[1.5]"], "at most 1"),
-        (["head={head}", "parts=[0]"], "one of them above 0"),
-        (["head={head}", "parts=[]"], "one of them above 0"),
         (["head={head}", "arrivals=a.jsonl", "rates=[2]"], "replaces rates, .* leave one"),
     ],
 )

@@ -69,7 +69,7 @@ def test_the_smoke_recipe_trains_distils_evaluates_and_loads(
     assert results is not None
     assert_lossless(results)
     assert results.replay is not None
-    assert results.replay.equal
+    assert results.replay["equal"]
     assert results.speed is not None
     assert results.speed.base_tokens_per_second > 0
     base = specheads.FrozenBase.load(SHIPPED, dtype="float32", device=str(device))
@@ -93,7 +93,6 @@ def test_a_head_is_evaluated_at_a_temperature(base: specheads.FrozenBase, head: 
     asked = [*SMALL, "mode=online", "temperature=0.8"]
     found = specheads.evaluate(overrides=asked, base=base, head=head)
     assert_lossless(found)
-    assert list(found.drafting) == ["coupled", "uncoupled", "rejection"]
 
 
 def test_a_head_is_compared_with_copied_text(base: specheads.FrozenBase, head: Head) -> None:

@@ -20,7 +20,7 @@ from specheads.measure import speed
 from specheads.measure.compare import compare_methods, condition, ratios, table, tables
 from specheads.measure.generation import Continuations, GenerationSettings
 from specheads.measure.methods import DraftMethod, TransformersMethod
-from specheads.measure.results import CompareSettings, Comparison, MethodResults
+from specheads.measure.results import Comparison, MethodResults
 from tests import results as tests_results
 from tests import tiny
 
@@ -53,18 +53,7 @@ def comparison(drafters: dict[str, MethodResults]) -> Comparison:
         heads={"head": bare.head, "hybrid": bare.head},
         base=bare.base,
         prompts=bare.prompts,
-        settings=CompareSettings(
-            max_new_tokens=10,
-            draft_model="",
-            draft_depth=4,
-            copied_tokens=10,
-            max_ngram=3,
-            sinks=4,
-            window=60,
-            dtype="float64",
-            device="cpu",
-            seed=0,
-        ),
+        settings={},
         conditions=[condition(drafters, 0.0, 3), condition(drafters, 1.0, 3)],
         provenance=bare.provenance,
     )

@@ -123,17 +123,13 @@ def test_interval_has_its_nominal_coverage():
     hits = 0
     for _ in range(200):
         tokens = 15 + 3 * torch.randn(40, generator=generator, dtype=torch.float64)
-        low, high = bootstrap_interval(tokens.tolist(), [10.0] * 40, resamples=400)
+        low, high = bootstrap_interval(tokens.tolist(), [10.0] * 40)
         hits += low <= 1.5 <= high
     assert 180 <= hits <= 198
 
 
-def test_equal_prompts_have_a_zero_interval_and_seeds_repeat():
+def test_equal_prompts_have_a_zero_interval():
     assert bootstrap_interval([3, 3, 3], [2, 2, 2]) == (1.5, 1.5)
-    tokens, forwards = list(range(10, 40)), [10] * 30
-    first = bootstrap_interval(tokens, forwards, seed=3)
-    assert first == bootstrap_interval(tokens, forwards, seed=3)
-    assert first != bootstrap_interval(tokens, forwards, seed=4)
 
 
 def test_prompts_without_a_forward_are_skipped():

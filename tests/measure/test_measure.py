@@ -18,15 +18,16 @@ from specheads.core.files import from_json, to_json
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree
+from specheads.decoding.trees.tuned import Tried
 from specheads.measure import generation, offline, online, plots, report, speed, summary
 from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import Continuations, GenerationSettings
 from specheads.measure.offline import replay
 from specheads.measure.results import (
-    Candidate,
+    Degenerate,
     Gain,
     Lossless,
-    OnlineSections,
+    Online,
     PhaseRate,
     Results,
     read,
@@ -259,19 +260,18 @@ def test_dynamic_tree_is_replayed_as_a_chain():
 # --- online ------------------------------------------------------------------------------------
 
 
-def measure(categories: Sequence[str] = (), **settings: Any) -> OnlineSections:
+def measure(categories: Sequence[str] = (), **settings: Any) -> tuple[Online, Lossless, Degenerate]:
     how = GenerationSettings(max_new_tokens=tiny.NEW_TOKENS, batch_size=3, **settings)
     texts = replace(written(), categories=categories)
     return online.measure_online(tiny.base(), Habit(0.5), texts, how)
 
 
 def test_speculative_text_equals_the_base_alone():
-    sections = measure(tree=TREE)
-    assert sections.lossless == Lossless(
+    section, lossless, _ = measure(tree=TREE)
+    assert lossless == Lossless(
         compared=3, identical=3, first_divergence_logit_gap=None, verdict="identical",
         dtype="float64",
     )  # fmt: skip
-    section = sections.online
     low, high = section.interval
     assert 1.0 < low <= section.tokens_per_forward <= high
     assert section.tokens_per_forward_without_bonus == pytest.approx(section.tokens_per_forward - 1)
@@ -279,7 +279,7 @@ def test_speculative_text_equals_the_base_alone():
 
 
 def test_only_matched_samples_are_compared_with_the_base_alone():
-    def sample(seed: int, acceptance: str) -> OnlineSections:
+    def sample(seed: int, acceptance: str) -> tuple[Online, Lossless, Degenerate]:
         how = GenerationSettings(
             max_new_tokens=16, batch_size=2, sampling=Sampling(temperature=1.0, seed=seed)
         )
@@ -288,16 +288,16 @@ def test_only_matched_samples_are_compared_with_the_base_alone():
         texts = Continuations(tiny.prompts(), plain)
         return online.measure_online(tiny.base(), Habit(0.5), texts, how)
 
-    sections = sample(3, "match")
-    assert sections.lossless.compared == sections.lossless.identical == 3
-    assert sections.online.new_tokens == 3 * 15
-    assert sections.online == sample(3, "match").online
-    assert sections.online != sample(4, "match").online
-    assert sample(3, "rejection").lossless.compared == 0
+    section, lossless, _ = sample(3, "match")
+    assert lossless.compared == lossless.identical == 3
+    assert section.new_tokens == 3 * 15
+    assert section == sample(3, "match")[0]
+    assert section != sample(4, "match")[0]
+    assert sample(3, "rejection")[1].compared == 0
 
 
 def test_rates_by_category():
-    section = measure(categories=["prose", "code", "prose"]).online
+    section, *_ = measure(categories=["prose", "code", "prose"])
     counts = online_counts(Habit(0.5))
     assert list(section.by_category) == ["code", "prose"]
     assert section.by_category["code"].tokens_per_forward == counts[1].tokens_per_forward
@@ -328,7 +328,7 @@ def test_speed_has_rates_ratio_and_step_times():
     assert section.speedup == pytest.approx(ratio), "both write the same tokens"
     assert section.interval[0] <= section.speedup <= section.interval[1]
     assert (section.step_overhead or 0) > 0
-    assert 0 < (section.draft_milliseconds or 0) < (section.step_milliseconds or 0)
+    assert (section.step_milliseconds or 0) > 0
     assert section.new_tokens == 36
     assert section.forwards < 33
     assert (section.peak_gib or 0) > 0
@@ -429,7 +429,7 @@ HISTORY = [
 ]
 
 
-ALONE = Candidate(
+ALONE = Tried(
     tree="none", num_nodes=1, depth=0, tokens_per_forward=1.0, step_overhead=1.0, speedup=1.0
 )
 TIMED = [
@@ -442,12 +442,10 @@ def sections(tree: policies.TreePolicy) -> dict[str, Any]:
     """Return the sections of a measured head."""
     head, texts = Habit(0.5), written(16)
     how = GenerationSettings(max_new_tokens=16, tree=tree)
-    found = online.measure_online(tiny.base(), head, texts, how)
-    return {
+    names = "online", "lossless", "degenerate"
+    found = zip(names, online.measure_online(tiny.base(), head, texts, how), strict=True)
+    return dict(found) | {
         "offline": offline.measure_offline(tiny.base(), head, texts, how),
-        "online": found.online,
-        "lossless": found.lossless,
-        "degenerate": found.degenerate,
         "speed": speed.measure_speed(tiny.base(), head, texts.prompts, how, repetitions=1),
     }
 
@@ -573,16 +571,13 @@ def test_verdict_states_whether_speculation_pays(speedup, low, high, word):
     assert summary.pays(with_speed(speedup, low, high)) == (speedup > 1)
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_wrong_decoding_comes_first_in_the_verdict(tmp_path: Path, wide: bool):
+def test_wrong_decoding_comes_first_in_the_verdict(tmp_path: Path):
     parted = Lossless(compared=3, identical=1, first_divergence_logit_gap=3.2, verdict="wrong")
-    tied = replace(parted, verdict="parted at a tie", float32=parted)
-    made = replace(with_speed(1.4, 1.3, 1.5), lossless=tied if wide else parted)
+    made = replace(with_speed(1.4, 1.3, 1.5), lossless=parted)
     assert summary.verdict(made).startswith("Decoding is wrong: ")
     assert not summary.pays(made)
     told = dict(summary.summary(made))["identical to the base alone"]
-    assert told.startswith("1 of 3 prompts, ")
-    assert "wrong" in told
+    assert told.startswith("1 of 3 prompts, wrong")
     assert 'class="verdict no"' in report.write_report(tmp_path, made, []).read_text()
     none = Lossless(compared=0, identical=0, first_divergence_logit_gap=None)
     drawn = replace(made, lossless=none)

@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.measure.quality import compare_quality, measure_quality
-from specheads.measure.results import QualityChange
 from specheads.measure.summary import summary
 from tests import tiny
 from tests.results import bare
@@ -29,14 +28,13 @@ def test_quality_scores_each_window_by_itself():
 
 def test_quality_has_token_means_and_a_paired_change():
     section = compare_quality([(6.0, 1, 3), (2.0, 1, 1)], [(7.5, 2, 3), (2.5, 1, 1)])
-    assert section.before.cross_entropy == 2.0
-    assert section.before.accuracy == 0.5
-    assert section.after.cross_entropy == 2.5
-    assert section.after.accuracy == 0.75
+    before, after, change = section["before"], section["after"], section["change"]
+    assert (before.cross_entropy, before.accuracy) == (2.0, 0.5)
+    assert (after.cross_entropy, after.accuracy) == (2.5, 0.75)
     # both windows became worse by half a nat per token, so the interval has no width
-    assert section.change == QualityChange(cross_entropy=0.5, interval=(0.5, 0.5))
-    assert section.before.windows == 2
-    low, high = section.before.accuracy_interval
+    assert (change.cross_entropy, change.cross_entropy_interval) == (0.5, (0.5, 0.5))
+    assert change.accuracy == 0.25
+    low, high = before.accuracy_interval
     assert low < 0.5 < high
 
 

@@ -25,7 +25,7 @@ from specheads.measure.generation import (
     write_alone,
 )
 from specheads.measure.methods import DraftMethod
-from specheads.measure.offline import anchor_mask, copied, guess_ranks, measure_offline, replay
+from specheads.measure.offline import anchor_mask, guess_ranks, measure_offline, replay
 from specheads.measure.online import measure_online
 from specheads.measure.tune_trees import most_followed
 from tests import tiny
@@ -72,11 +72,9 @@ def decoded(drafter: Drafter, tree: policies.TreePolicy) -> list[DepthCounts]:
     return [one.counts for one in found]
 
 
-def replayed(
-    ranks: list[torch.Tensor], tree: policies.Static, drafter: PromptLookup, size: int
-) -> list[DepthCounts]:
+def replayed(ranks: list[torch.Tensor], tree: policies.Static) -> list[DepthCounts]:
     return [
-        replay(rows, tree, copies=copied(drafter, prompt, text, size))
+        replay(rows, HybridTree(tree, SIZE), text=(prompt, text))
         for rows, prompt, text in zip(ranks, prompts(), alone(), strict=True)
     ]
 
@@ -92,7 +90,7 @@ def test_replay_of_trees_and_hybrids_gives_the_loops_integers(name: str, tree: p
     plain = [replay(rows, tree) for rows in ranks]
     assert plain == decoded(drafter, tree)
     copying = lookup(SIZE + tree.depth)
-    found = replayed(ranks, tree, copying, SIZE)
+    found = replayed(ranks, tree)
     for trim in (False, True):
         assert found == decoded(Hybrid(drafter, copying), HybridTree(tree, SIZE, trim=trim))
     if name == "habit":
@@ -102,7 +100,7 @@ def test_replay_of_trees_and_hybrids_gives_the_loops_integers(name: str, tree: p
 
 def test_replay_of_prompt_lookup_gives_the_loops_integers():
     ranks = [torch.zeros(len(text) - 1, 0, dtype=torch.long) for text in alone()]
-    found = replayed(ranks, policies.NOTHING, lookup(SIZE), SIZE)
+    found = replayed(ranks, policies.NOTHING)
     assert found == decoded(lookup(SIZE), Lookup(SIZE))
     assert sum(sum(one.accepted) for one in found) > 0
 
@@ -112,7 +110,7 @@ def test_hybrid_has_the_same_counts_offline_and_online(inner: policies.Static):
     drafter, texts = head("habit"), Continuations(prompts(), alone())
     how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=HybridTree(inner, SIZE), batch_size=3)
     offline = measure_offline(tiny.base(), drafter, texts, how)
-    online = measure_online(tiny.base(), drafter, texts, how).online
+    online = measure_online(tiny.base(), drafter, texts, how)[0]
     assert offline.replayed == f"{inner.name}+lookup"
     for name in ("forwards", "per_depth", "tokens_per_forward", "conditional_acceptance"):
         assert getattr(offline, name) == getattr(online, name)
@@ -243,30 +241,28 @@ class Shifted(Habit):
 def measured(drafter: Head):
     base, how = tiny.base(), GenerationSettings(max_new_tokens=30, tree=CHAIN)
     texts = Continuations(tiny.prompts(), write_alone(base, tiny.prompts(), how))
-    return measure_offline(base, drafter, texts, how), measure_online(base, drafter, texts, how)
+    return measure_offline(base, drafter, texts, how), *measure_online(base, drafter, texts, how)
 
 
 def test_shifted_drafts_lower_every_rate_and_change_no_text():
     right, wrong = measured(Habit(0.0, DEPTH)), measured(Shifted())
-    for good, bad in ((right[0], wrong[0]), (right[1].online, wrong[1].online)):
+    for good, bad in ((right[0], wrong[0]), (right[1], wrong[1])):
         assert bad.tokens_per_forward < 0.8 * good.tokens_per_forward
         assert bad.conditional_acceptance[0].rate < 0.5 * good.conditional_acceptance[0].rate
         assert bad.conditional_acceptance[0].interval[1] < good.conditional_acceptance[0].rate
     assert wrong[0].top_k_accuracy[0][0] < 0.5 * right[0].top_k_accuracy[0][0]
-    assert wrong[1].online.tokens_per_forward_without_bonus < 0.3
+    assert wrong[1].tokens_per_forward_without_bonus < 0.3
     # a bad drafter costs time and never changes a token
-    assert right[1].lossless.verdict == wrong[1].lossless.verdict == "identical"
+    assert right[2].verdict == wrong[2].verdict == "identical"
 
 
 @pytest.mark.parametrize("where", ["online", "offline"])
 def test_replay_differs_if_only_one_side_is_shifted(where: str):
-    offline, online = measured(Shifted(online=where == "online", offline=where == "offline"))
-    assert offline.per_depth != online.online.per_depth
-    assert offline.forwards != online.online.forwards
-    offline, online = measured(Shifted())
-    assert (offline.forwards, offline.per_depth) == (
-        online.online.forwards, online.online.per_depth,
-    )  # fmt: skip
+    offline, online, *_ = measured(Shifted(online=where == "online", offline=where == "offline"))
+    assert offline.per_depth != online.per_depth
+    assert offline.forwards != online.forwards
+    offline, online, *_ = measured(Shifted())
+    assert (offline.forwards, offline.per_depth) == (online.forwards, online.per_depth)
 
 
 def test_comparison_shows_shifted_drafts():

@@ -156,19 +156,19 @@ def test_visible_replaces_hidden_characters_only():
 
 
 def test_first_screen_has_three_figures_with_intervals(page: str):
-    assert [one.name for one in headlines(results())] == [
+    assert [one["name"] for one in headlines(results())] == [
         "speed-up", "tokens per forward", "texts identical to the base alone",
     ]  # fmt: skip
     assert page.count("95 % interval") == 3 + 1, "and the verdict's"
     for one in headlines(results()):
-        low, high = one.interval
-        assert low <= one.value <= high
+        low, high = one["interval"]
+        assert low <= one["value"] <= high
     # drafts of one text depend on each other, so prompts are resampled
     (*_, first) = headlines(replace(results(), speed=None))
     online = results().online
     assert online is not None
-    assert first.name == "first drafts accepted"
-    assert first.interval == online.conditional_acceptance[0].interval
+    assert first["name"] == "first drafts accepted"
+    assert first["interval"] == online.conditional_acceptance[0].interval
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from specheads.base.model import FrozenBase
 from specheads.config import compose
 from specheads.core.errors import InputError
-from specheads.data.prompts import Prompt
+from specheads.data.prompts import Prompt, PromptSet
 from specheads.data.settings import Data
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.generate import generate
@@ -26,8 +26,8 @@ from specheads.decoding.trees.tuned import Machine, MatchRates
 from specheads.heads.load import build_for, drafter_of
 from specheads.measure import tune as tuning
 from specheads.measure.generation import GenerationSettings
-from specheads.measure.offline import Copied, guess_ranks
-from specheads.measure.tune_cost import Point, fit, time_steps, trimmed_mean
+from specheads.measure.offline import guess_ranks
+from specheads.measure.tune import Point, fit, time_steps, trimmed_mean
 from specheads.measure.tune_trees import (
     Trace,
     TuningText,
@@ -158,12 +158,12 @@ def test_match_rates_count_steps_up_to_the_end_of_text():
     #  length   3  3  3  0  3    (nothing to copy) and at 4 (one token remains, so tokens after it
     #  right    2  1  0  0  1    are unknown)
     #  matched  2  3  3  0  1
-    found = Copied([2, 1, 0, 0, 1], [3, 3, 3, 0, 3], [2, 3, 3, 0, 1], size=3)
-    one, two, three = match_rates([found])
+    found = list(zip([2, 1, 0, 0, 1], [3, 3, 3, 0, 3], [2, 3, 3, 0, 1], strict=True))
+    one, two, three = match_rates([found], 3)
     assert one == MatchRates(share=1 / 3, rates=[1.0, 0.0, 0.0])
     assert two == MatchRates(share=1 / 3, rates=[1.0, 1.0, 0.0])
     assert three == MatchRates(share=0.0, rates=[0.0] * 3)
-    assert match_rates([Copied([], [], [], 1)]) == [MatchRates(share=0.0, rates=[0.0])] * 3
+    assert match_rates([[]], 1) == [MatchRates(share=0.0, rates=[0.0])] * 3
 
 
 def made_up(length: int = 300) -> Trace:
@@ -171,19 +171,18 @@ def made_up(length: int = 300) -> Trace:
     generator = torch.Generator().manual_seed(0)
     probs = torch.rand(length, 4, generator=generator, dtype=torch.float64).clamp(1e-3)
     right = torch.rand(length, 4, generator=generator) < probs**2
-    return Trace(probs.log(), torch.full_like(probs, 0.3), right)
+    return probs.log(), torch.full_like(probs, 0.3), right
 
 
 def test_early_stop_is_learned_and_pays_if_levels_cost_time():
     dear = replace(PLANTED, draft=ForwardCost(fixed=8e-3, token=0.0, context=0.0))
     estimate = learn([made_up()])
     assert estimate.log_prob > 0.5
-    for one in (None, estimate):
-        stop = best_stop([made_up()], one, dear, 64)
-        assert stop is not None
-        assert stop.confidence > 0
-        assert stop.estimate is one
-        assert best_stop([made_up()], one, FREE, 64) is None
+    stop = best_stop([made_up()], estimate, dear, 64)
+    assert stop is not None
+    assert stop.confidence > 0
+    assert stop.estimate is estimate
+    assert best_stop([made_up()], estimate, FREE, 64) is None
 
 
 def test_trace_equals_the_drafts_of_a_chain():
@@ -192,7 +191,7 @@ def test_trace_equals_the_drafts_of_a_chain():
     prompt, said = tiny.prompts()[0], tiny.continuations()[0]
     found = trace(base, head, prompt, said)
     ranks = guess_ranks(base, head, prompt, said)
-    assert torch.equal(found.right, ranks[: len(said) - head.depth] == 0)
+    assert torch.equal(found[-1], ranks[: len(said) - head.depth] == 0)
     assert isinstance(learn([found]), Estimate)
 
 
@@ -446,15 +445,17 @@ def test_evaluation_chooses_a_tree_for_its_own_settings(
     drawn = Sampling(temperature=0.7, top_p=0.9, seed=3)
     how = GenerationSettings(max_new_tokens=9, sampling=drawn, coupled=False, batch_size=2)
 
-    def tree(context: int, how: GenerationSettings) -> Any:
+    def tree(length: int, how: GenerationSettings) -> Any:
         corpus = Data(source="jsonl", path=str(tmp_path))
+        asking = PromptSet("", "", [Prompt([0] * length, "", "")])
         lengths = {"prompt_tokens": 8, "num_prompts": 3}
-        return tuning.choose_tree(base, head, corpus, how, context, **lengths)
+        return tuning.choose_tree(base, head, corpus, how, asking, **lengths)
 
-    assert tree(72, how) == (policies.NOTHING, planted(tuned_tree(kind="none")))
+    assert tree(68, how) == (policies.NOTHING, planted(tuned_tree(kind="none")))
+    # half of the nine new tokens
     assert asked == [([72], [2], drawn, False)]
     # the tuned tree is used for greedy decoding, and no text exceeds the context
     head.tuned = planted(machine=Machine.of(base.device, base.dtype))
     assert tree(10**6, how)[0] is policies.NOTHING
-    assert tree(72, replace(how, sampling=Sampling()))[0].num_nodes == 3
+    assert tree(68, replace(how, sampling=Sampling()))[0].num_nodes == 3
     assert [contexts for contexts, *_ in asked[1:]] == [[base.max_length - 18]]

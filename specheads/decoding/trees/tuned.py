@@ -179,8 +179,8 @@ class TunedTree:
 class Tried:
     """A tree whose decoding was timed."""
 
-    batch: int
-    context: int
+    batch: int = 1
+    context: int = 0
     tree: str
     num_nodes: int
     depth: int
