@@ -5,20 +5,19 @@
     python scripts/bench_decode.py --parts steps batch --out FILE  some parts; keep the numbers
 
 Parts
-    steps     a step over n nodes, eager and compiled, against bare forwards of the model
+    steps     a step over n nodes against bare forwards of the model
+    compiled  the same with compiled graphs, against eager
     batch     tokens/s of the base alone and with planted drafts, by batch
     drafts    the time of drafting chains, for heads with random weights
     alone     milliseconds per token of the base alone and of transformers' generate
     engine    tokens/s of the engine over a paged cache: alone, with a head, with goodput
-    profile   the operators of a step and of a bare forward
 
-Sides of a comparison take turns, so that a machine that slows down slows both. Ratios carry 95 %
-bootstrap intervals over turns. `scripts/gpu.py` runs the same parts at the sizes of a GPU.
+Sides of a comparison take turns; ratios carry 95 % bootstrap intervals over turns.
+`scripts/gpu.py` runs the same parts at the sizes of a GPU.
 """
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,7 +28,6 @@ from typing import Any
 import torch
 from bench_train import SHAPES, head_settings, load_base, seconds_of
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
 from specheads.base.model import FrozenBase
@@ -40,7 +38,7 @@ from specheads.core.machine import dtype_name
 from specheads.core.tree import TokenTree
 from specheads.decoding import accept, loop
 from specheads.decoding.engine import Engine
-from specheads.decoding.generate import Decoding, generate
+from specheads.decoding.generate import generate
 from specheads.decoding.goodput import Goodput
 from specheads.decoding.request import Request
 from specheads.decoding.trees import policies
@@ -116,31 +114,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--dtype", default="auto")
     add("--threads", type=int, default=0, help="of the processor; 0 leaves torch's choice")
     add("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
-    add("--context", type=int, default=64, help="tokens of a prompt")
-    add("--new-tokens", type=int, default=48)
-    add("--turns", type=int, default=12, help="how often each side is timed")
-    add("--nodes", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="of the trees timed")
-    add("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    for name in ("context", "new_tokens", "turns"):
+        add(f"--{name.replace('_', '-')}", type=int, default=usual[name].default)
+    for name in ("nodes", "batches"):
+        add(f"--{name}", type=int, nargs="+", default=usual[name].default)
     add("--out", type=Path, help="JSON file for the numbers")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads or torch.get_num_threads())
     base = load_base(options.base, options.device, options.dtype)
     sizes = {name: value for name, value in vars(options).items() if name in usual}
     bench = Bench(**sizes | {"base": base, "compiled_nodes": options.nodes})
-    results: dict[str, Any] = {
-        "schema": 2,
-        "base": nearby(base.name),
-        "parameters": base.num_parameters,
-        "dtype": dtype_name(base.dtype),
-        "device": base.device.type,
-        **sizes,
-        "base_loaded_from": options.base,
-        **to_json(provenance()),
-    }
+    results: dict[str, Any] = {"schema": 2, "parameters": base.num_parameters, **sizes}
+    results |= {"base": nearby(base.name), "dtype": dtype_name(base.dtype)}
+    results |= {"device": base.device.type, **to_json(provenance())}
     for name in options.parts:
         results[name] = PARTS[name](bench)
-        sys.stdout.write(f"{name}\n{dumps(results[name])}")
-        sys.stdout.flush()
+        print(f"{name}\n{dumps(results[name])}", end="", flush=True)
     if options.out:
         options.out.write_text(dumps(results), encoding="utf-8")
     return 0
@@ -173,14 +162,13 @@ def steps(bench: Bench) -> list[dict[str, Any]]:
             crop()
 
     times = take_turns(base.device, sides, bench.turns, forget)
-    floor, alone = bandwidth_floor(base, len(prompt)), times["bare 1"]
+    alone = times["bare 1"]
     return [
         {
             "nodes": nodes,
             "context": len(prompt),
             "step_milliseconds": 1e3 * statistics.median(taken),
             "bare_milliseconds": 1e3 * statistics.median(alone),
-            "floor_milliseconds": None if floor is None else 1e3 * floor,
             "over_bare_forward": statistics.median(taken) / statistics.median(alone),
             "interval": list(bootstrap_interval(taken, alone)),
             "over_bare_forward_of_n": statistics.median(taken) / statistics.median(equal),
@@ -246,45 +234,16 @@ def bare_forward(
     return forward, lambda: cache.crop(-nodes)
 
 
-def bandwidth_floor(base: FrozenBase, slots: int) -> float | None:
-    """Return the seconds that reading the weights and the cache once takes, on a GPU."""
-    if base.device.type != "cuda":
-        return None
-    # an untied embedding is looked up, not read
-    weights = base.num_parameters - base.embedding.numel() * (not base.config.tie_word_embeddings)
-    return (weights * base.dtype.itemsize + slots * base.slot_bytes) / copy_bandwidth(base.device)
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Return bytes read and written per second in a large copy on a device."""
-    size = 2**30 if device.type == "cuda" else 2**24
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    target.copy_(source)
-    return 20 * size / seconds_of(device, lambda: [target.copy_(source) for _ in range(10)])
-
-
-def batch(bench: Bench) -> list[dict[str, Any]]:
-    """Return tokens/s by batch: of the base alone, and with planted drafts."""
-    return [batch_row(bench, size) for size in bench.batches]
-
-
 def batch_row(bench: Bench, size: int) -> dict[str, Any]:
     """Return tokens/s of a batch; the first call of each way is not timed."""
-    base = bench.base
+    base, tokens = bench.base, size * bench.new_tokens
     prompts = [bench.prompt(64, seed) for seed in range(size)]
     how: dict[str, Any] = {"max_new_tokens": bench.new_tokens, "stop_at_eos": False}
-    planted = Planted(3, base.vocab_size, base.device)
-
-    def alone() -> Decoding:
-        return generate(base, None, prompts, **how)
-
-    def drafted() -> Decoding:
-        return generate(base, planted, prompts, acceptance=planted_rule(base), **how)
-
+    alone = partial(generate, base, None, prompts, **how)
+    planted, rule = Planted(3, base.vocab_size, base.device), planted_rule(base)
+    drafted = partial(generate, base, planted, prompts, acceptance=rule, **how)
     alone()
     forwards = sum(drafted().forwards)
-    tokens = size * bench.new_tokens
     return {
         "batch": size,
         "new_tokens": bench.new_tokens,
@@ -311,11 +270,6 @@ def planted_rule(base: FrozenBase) -> Any:
         return accept.Verdict(path, count, best)
 
     return rule
-
-
-def drafts(bench: Bench) -> dict[str, dict[str, Any]]:
-    """Return the time of drafting chains of every depth, by kind of head."""
-    return {kind: draft_times(bench, kind) for kind in bench.heads}
 
 
 def draft_times(bench: Bench, kind: str) -> dict[str, Any]:
@@ -347,20 +301,18 @@ def alone(bench: Bench) -> dict[str, dict[str, float]]:
     """Return milliseconds per token of the base alone: our loop, and transformers' generate."""
     base, found = bench.base, {}
     graphs = FrozenBase(base.model, compile=True, owned=False)
+    static = {"cache_implementation": "static"}
     arms: dict[str, Callable[[int], Any]] = {
         "base_compiled": partial(_ours, bench, graphs),
         # transformers compiles a static cache by itself
-        "transformers_static_compiled": partial(
-            _transformers, bench, cache_implementation="static"
-        ),
+        "transformers_static_compiled": partial(_transformers, bench, **static),
         "base_eager": partial(_ours, bench, base),
         "transformers_eager": partial(_transformers, bench),
     }
     for name, run in arms.items():
-        found[name] = {
-            "first_call_seconds": seconds_of(base.device, partial(run, bench.new_tokens))
-        }
-        print(f"{name}: first call {found[name]['first_call_seconds']:.1f} s", flush=True)
+        seconds = seconds_of(base.device, partial(run, bench.new_tokens))
+        print(f"{name}: first call {seconds:.1f} s", flush=True)
+        found[name] = {"first_call_seconds": seconds}
     short, long = bench.new_tokens // 3, bench.new_tokens
     times: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(3):
@@ -379,15 +331,9 @@ def _ours(bench: Bench, base: FrozenBase, count: int) -> Any:
 
 def _transformers(bench: Bench, count: int, **how: Any) -> Any:
     tokens = torch.tensor([bench.prompt()], device=bench.base.device)
-    return bench.base.model.generate(  # pyright: ignore[reportCallIssue]
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=count,
-        min_new_tokens=count,
-        do_sample=False,
-        pad_token_id=0,
-        **how,
-    )
+    how |= {"attention_mask": torch.ones_like(tokens), "do_sample": False, "pad_token_id": 0}
+    how |= {"max_new_tokens": count, "min_new_tokens": count}
+    return bench.base.model.generate(tokens, **how)  # pyright: ignore[reportCallIssue]
 
 
 def engine(bench: Bench) -> list[dict[str, Any]]:
@@ -462,44 +408,13 @@ def _run_engine(
     }
 
 
-@torch.inference_mode()
-def profiles(bench: Bench) -> dict[str, Any]:
-    """Return the operators that take most time in a step and in a bare forward of one token."""
-    prompt, nodes = bench.prompt(), max(one for one in bench.nodes if one <= 32)
-    bare, crop = bare_forward(bench.base, prompt, 1)
-    step = stepper(bench, prompt, nodes)
-    for act in (bare, crop, step):
-        act()
-    found = {"bare": _profiled(bench.base.device, bare)}
-    return found | {f"step_{nodes}": _profiled(bench.base.device, step)}
-
-
-def _profiled(device: torch.device, act: Callable[[], Any]) -> dict[str, Any]:
-    """Return wall and device milliseconds of a call, and its fifteen most expensive kernels."""
-    cuda = device.type == "cuda"
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=kinds) as run:
-        wall = seconds_of(device, act)
-    name = "self_device_time_total" if cuda else "self_cpu_time_total"
-    events = [event for event in run.key_averages() if not cuda or "CUDA" in str(event.device_type)]
-    events.sort(key=lambda event: getattr(event, name), reverse=True)
-    most = [[one.key[:120], getattr(one, name) / 1e3, one.count] for one in events[:15]]
-    return {
-        "wall_milliseconds": 1e3 * wall,
-        "device_milliseconds": sum(getattr(event, name) for event in events) / 1e3,
-        "calls": sum(event.count for event in events),
-        "most": most,
-    }
-
-
 PARTS: dict[str, Callable[[Bench], Any]] = {
     "steps": steps,
     "compiled": compiled,
-    "batch": batch,
-    "drafts": drafts,
+    "batch": lambda bench: [batch_row(bench, size) for size in bench.batches],
+    "drafts": lambda bench: {kind: draft_times(bench, kind) for kind in bench.heads},
     "alone": alone,
     "engine": engine,
-    "profile": profiles,
 }
 
 

@@ -2,15 +2,13 @@ r"""Serve with a real engine, with a head and without, and compare its counts wi
 
     python scripts/bench_serve.py --head runs/x/head --out serve.json \
         --sets humaneval=HumanEval.jsonl.gz mt_bench=question.jsonl gsm8k=test.jsonl
-    python scripts/bench_serve.py --head ... --sets gsm8k=... --limit 4 --new-tokens 32 --batch 1
     python scripts/bench_serve.py --engine llama_cpp --head ... --sets gsm8k=... --depths 1,3
 
 `make vllm` and `make llama_cpp` install the engines. This script exports the head and starts the
 servers with the command lines that the export prints: the base alone and the chains of --depths,
-one server each. They take turns on the same prompts, one batch at a time, in rotating order,
-because the speed of a machine drifts. Every prompt is a user message in the base's chat template,
-decoding is greedy, and a text ends at the base's end tokens. The prefix cache is off. Speed covers
-whole requests, prompts included.
+one server each. They take turns on the same prompts, one batch at a time, in rotating order.
+Every prompt is a user message in the base's chat template, decoding is greedy, and a text ends at
+the base's end tokens. The prefix cache is off. Speed covers whole requests, prompts included.
 
 Intervals are 95 % bootstraps over batches (prompts at batch 1), paired by batch. A forward of vLLM
 is one that verified a draft. The replay is our own, with the same head and chain on the texts that
@@ -28,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -40,6 +39,7 @@ from weakref import finalize
 
 import httpx2
 import torch
+from torch import Tensor
 
 from specheads.base.gguf import file_of
 from specheads.base.model import FrozenBase
@@ -91,29 +91,22 @@ runpy.run_path(script, run_name="__main__")
 class Server:
     """An engine's HTTP server in a process of its own, which ends with this process.
 
-    Args:
-        command: Command line of the server, without host and port.
-        log: File for its output.
-        environment: Further environment variables.
+    `command` has no host and no port, and `log` gets the output.
     """
 
-    def __init__(
-        self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, command: Sequence[str], log: Path, environment: Any = None) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         self.log, self.forwards = log, 0
         command = [*command, "--host", "127.0.0.1", "--port", port]
+        variables = os.environ | (environment or {})
         with log.open("w") as out:
-            self.process = subprocess.Popen(
-                command, stdout=out, stderr=out, env={**os.environ, **(environment or {})}
-            )
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=variables)
         self.close = finalize(self, _end, self.process)
         # without the environment's proxies, which do not reach this machine's own servers
-        self.client = httpx2.Client(
-            base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_SECONDS, trust_env=False
-        )
+        place = f"http://127.0.0.1:{port}"
+        self.client = httpx2.Client(base_url=place, timeout=TIMEOUT_SECONDS, trust_env=False)
         self._wait()
 
     def _wait(self) -> None:
@@ -128,17 +121,14 @@ class Server:
         output = self.log.read_text(encoding="utf-8", errors="replace")[-2000:]
         raise SystemExit(f"error: the server did not start; {self.log} ends with {output}")
 
-    def ask(
-        self, prompts: Sequence[list[int]], max_tokens: int, *, ignore_eos: bool = False
-    ) -> dict[str, Any]:
+    def ask(self, prompts: Sequence[list[int]], limit: int, *, ignore_eos: bool = False) -> Any:
         """Send all prompts at once; the server needs as many slots.
 
-        Returns:
-            `seconds`, `tokens` of each text, and `counters` of drafts since the server's start.
+        Returns `seconds`, `tokens` of each text, and `counters` of drafts since the server's start.
         """
         start = time.perf_counter()
         with ThreadPoolExecutor(len(prompts)) as pool:
-            tokens = list(pool.map(lambda ids: self.complete(ids, max_tokens, ignore_eos), prompts))
+            tokens = list(pool.map(lambda ids: self.complete(ids, limit, ignore_eos), prompts))
         seconds = time.perf_counter() - start
         return {"seconds": seconds, "tokens": tokens, "counters": self.counters()}
 
@@ -167,9 +157,9 @@ class VllmServer(Server):
 
     def complete(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> list[int]:
         """Return the new tokens of one prompt, drawn greedily."""
-        job = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": ignore_eos}
-        told = job | {"model": "base", "temperature": 0.0, "return_token_ids": True}
-        return self.request("/v1/completions", told).json()["choices"][0]["token_ids"]
+        job = {"model": "base", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
+        job |= {"ignore_eos": ignore_eos, "return_token_ids": True}
+        return self.request("/v1/completions", job).json()["choices"][0]["token_ids"]
 
     @property
     def versions(self) -> dict[str, str]:
@@ -183,11 +173,11 @@ class LlamaServer(Server):
     def complete(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> list[int]:
         """Return the new tokens of one prompt, drawn greedily."""
         job = {"prompt": prompt, "n_predict": max_tokens, "ignore_eos": ignore_eos}
-        told = job | {"temperature": 0.0, "return_tokens": True, "cache_prompt": False}
-        answer = self.request("/completion", told).json()
+        job |= {"temperature": 0.0, "return_tokens": True, "cache_prompt": False}
+        answer = self.request("/completion", job).json()
         # the forward of the prompt gives the first token of a text, accepted drafts need none
-        self.forwards += len(answer["tokens"]) - 1
-        self.forwards -= answer["timings"].get("draft_n_accepted", 0)
+        accepted = answer["timings"].get("draft_n_accepted", 0)
+        self.forwards += len(answer["tokens"]) - 1 - accepted
         return answer["tokens"]
 
     def counters(self) -> dict[str, Any]:
@@ -209,16 +199,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def convert(
     arguments: Sequence[str], outtype: str, *, pre_tokenizer: str = "", built: Path = BUILT
 ) -> None:
-    """Convert a folder to GGUF with llama.cpp's own converter.
+    """Convert a folder to GGUF by llama.cpp's `convert_hf_to_gguf.py` and its arguments.
 
-    Args:
-        arguments: Arguments of `convert_hf_to_gguf.py`.
-        outtype: Precision of the weights.
-        pre_tokenizer: Rule that splits text, if the converter does not know the tokenizer.
-        built: Folder that `make llama_cpp` fills.
-
-    Raises:
-        SystemExit: The converter failed; the message ends with its output.
+    `pre_tokenizer` is the rule that splits text, if the converter does not know the tokenizer.
     """
     script = built / SOURCES / "convert_hf_to_gguf.py"
     done = subprocess.run(
@@ -252,9 +235,6 @@ class Turn:
 Arms = dict[int, list[Turn]]
 """Turns of each method, by depth."""
 
-Ranks = Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]
-"""Returns `guess_ranks` of a prompt and its continuation."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve, count, time and replay set after set; return the exit code."""
@@ -277,11 +257,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prompts = [prompt.tokens for prompt in found.prompts]
             arms = _measure(engines, prompts, batch, f"{name}, batch {batch}", options)
             made = rows(ranks, name, batch, prompts, arms)
-            sys.stdout.write("".join(f"{line(row)}\n" for row in made))
-            sys.stdout.flush()
+            print(*map(line, made), sep="\n", flush=True)
             served["rows"] += made
-            if options.out:
-                options.out.write_text(dumps(served), encoding="utf-8")
+            options.out.write_text(dumps(served), encoding="utf-8")
     for engine in engines.values():
         engine.close()
     return 0
@@ -301,21 +279,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="bfloat16", help="precision of the replay and of vLLM")
     add("--eager", action="store_true", help="vLLM does not compile its models")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    add("--cache-gib", type=int, default=1, help="memory of each engine for keys and values")
     add("--vllm-python", default=".venv-vllm/bin/python", help="interpreter that has vLLM")
-    add("--llama-cpp", type=Path, default=BUILT, help="folder that `make llama_cpp` fills")
     add("--gguf", type=Path, help="file that llama.cpp serves; default: the file of --base")
     add("--outtype", default="f16", help="precision of the head's weights for llama.cpp")
-    add("--out", type=Path, help="JSON file for the numbers")
+    add("--out", type=Path, default=Path("serve.json"), help="JSON file for the numbers")
     options = parser.parse_args(arguments)
     named = (one.partition("=") for one in options.sets)
     options.sets = {name: file or name for name, _, file in named}
-    if options.engine == "llama_cpp":
-        options.gguf = options.gguf or file_of(options.base)
-        if options.gguf is None:
-            raise SystemExit(
-                f"error: llama.cpp serves GGUF files, {options.base} is none; name --gguf"
-            )
+    if options.engine == "llama_cpp" and not (options.gguf or file_of(options.base)):
+        raise SystemExit(f"error: llama.cpp serves GGUF files, {options.base} is none; name --gguf")
+    options.gguf = options.gguf or file_of(options.base)
     return options
 
 
@@ -359,8 +332,7 @@ def _started(
 
 
 def _log(options: argparse.Namespace, depth: int) -> Path:
-    log = options.out or Path("serve.json")
-    return log.with_name(f"{log.stem}.{depth}.log")
+    return options.out.with_name(f"{options.out.stem}.{depth}.log")
 
 
 def _vllm(line: str, model: str, room: int, options: argparse.Namespace) -> dict[int, VllmServer]:
@@ -376,13 +348,13 @@ def _vllm(line: str, model: str, room: int, options: argparse.Namespace) -> dict
     told += ["--enforce-eager"] if options.eager else []
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: options.threads]))
     environment = dict(word.split("=", 1) for word in words[:first]) | {
-        "VLLM_CPU_KVCACHE_SPACE": str(options.cache_gib),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         "VLLM_LOGGING_LEVEL": "WARNING",
         "OMP_NUM_THREADS": str(options.threads),
         "PYTHONPATH": "",
     }
-    engines: dict[int, VllmServer] = {}
+    engines = {}
     for depth in (ALONE, *options.depths):
         config = json.dumps(drafts | {"num_speculative_tokens": depth})
         chains = ["--speculative-config", config] if depth != ALONE else []
@@ -390,18 +362,16 @@ def _vllm(line: str, model: str, room: int, options: argparse.Namespace) -> dict
     return engines
 
 
-def _llama_cpp(
-    lines: Sequence[str], room: int, options: argparse.Namespace
-) -> dict[int, LlamaServer]:
+def _llama_cpp(lines: Sequence[str], room: int, options: Any) -> dict[int, LlamaServer]:
     """Convert an export, and start llama.cpp's server alone and with each chain."""
     conversion, serving = (shlex.split(line) for line in lines)
-    convert(conversion[2:], options.outtype, built=options.llama_cpp)
+    convert(conversion[2:], options.outtype)
     slots, threads = max(options.batch), str(options.threads)
     told = [*("--threads", threads, "--threads-batch", threads, "--cache-ram", "0", "--metrics")]
     told += ["--parallel", str(slots), "--ctx-size", str(room * slots)]
-    base = [str(options.llama_cpp / LLAMA_SERVER), "-m", str(options.gguf)]
+    base = [str(BUILT / LLAMA_SERVER), "-m", str(options.gguf)]
     count = serving.index("--spec-draft-n-max") + 1
-    engines: dict[int, LlamaServer] = {}
+    engines = {}
     for depth in (ALONE, *options.depths):
         drafts = [*serving[serving.index("-md") : count], str(depth), *serving[count + 1 :]]
         chains = drafts if depth != ALONE else []
@@ -409,68 +379,39 @@ def _llama_cpp(
     return engines
 
 
-def about(
-    base: FrozenBase,
-    head: Head,
-    sets: Mapping[str, PromptSet],
-    versions: dict[str, str],
-    options: argparse.Namespace,
-) -> dict[str, Any]:
+def about(base: FrozenBase, head: Head, sets: Any, versions: Any, options: Any) -> dict[str, Any]:
     """Return the file that this script writes, without rows."""
-    return {
-        "schema": 2,
-        "base": nearby(base.name),
-        "fingerprint": base.fingerprint,
-        "head": nearby(options.head),
-        "kind": head.kind,
-        "depth": head.depth,
-        # precision of the replay and of vLLM; llama.cpp's is that of its GGUF files
-        "dtype": options.dtype,
-        "eager": options.eager,
-        "new_tokens": options.new_tokens,
-        "prompts": {
-            name: {
-                "version": found.version,
-                "count": len(found.prompts),
-                "tokens": statistics.mean(len(prompt.tokens) for prompt in found.prompts),
-            }
-            for name, found in sets.items()
-        },
-        "engine": versions,
-        "instructions": instructions(),
-        "provenance": to_json(provenance()),
-        "rows": [],
+    told = {name: getattr(options, name) for name in ("dtype", "eager", "new_tokens")}
+    prompts = {
+        name: {
+            "version": found.version,
+            "count": len(found.prompts),
+            "tokens": statistics.mean(len(prompt.tokens) for prompt in found.prompts),
+        }
+        for name, found in sets.items()
     }
+    # dtype is that of the replay and of vLLM; llama.cpp's is that of its GGUF files
+    subject = {"base": nearby(base.name), "fingerprint": base.fingerprint}
+    subject |= {"head": nearby(options.head), "kind": head.kind, "depth": head.depth}
+    made = {"instructions": instructions(), "provenance": to_json(provenance())}
+    rest = {"prompts": prompts, "engine": versions, **made, "rows": []}
+    return {"schema": 2, **subject, **told, **rest}
 
 
-def _measure(
-    engines: Mapping[int, Server],
-    prompts: list[list[int]],
-    batch: int,
-    label: str,
-    options: argparse.Namespace,
-) -> Arms:
+def _measure(engines: Any, prompts: list[list[int]], batch: int, label: str, options: Any) -> Arms:
     """Run every batch of a prompt set on the engines in turns."""
-    batches = batches_of(prompts, batch)
+    # the remaining prompts fill no batch and are left out
+    batches = [prompts[at : at + batch] for at in range(0, len(prompts) - batch + 1, batch)]
     seen = {depth: one.ask(batches[-1], WARM_UP)["counters"] for depth, one in engines.items()}
     turns: Arms = {depth: [] for depth in engines}
-    for number, some in enumerate(bar(batches, label, shown=True)):
-        for depth in order([*engines], number):
+    order = deque(engines)
+    for some in bar(batches, label, shown=True):
+        for depth in order:
             answer = engines[depth].ask(some, options.new_tokens)
             turns[depth].append(turn(answer, seen[depth]))
             seen[depth] = answer["counters"]
+        order.rotate(-1)
     return turns
-
-
-def batches_of(prompts: list[list[int]], batch: int) -> list[list[list[int]]]:
-    """Return full batches; the remaining prompts are left out."""
-    return [prompts[at : at + batch] for at in range(0, len(prompts) - batch + 1, batch)]
-
-
-def order(arms: list[int], number: int) -> list[int]:
-    """Return the methods, rotated by a number."""
-    first = number % len(arms)
-    return arms[first:] + arms[:first]
 
 
 def turn(answer: Mapping[str, Any], before: Mapping[str, Any]) -> Turn:
@@ -490,49 +431,45 @@ def turn(answer: Mapping[str, Any], before: Mapping[str, Any]) -> Turn:
 
 
 def rows(
-    ranks: Ranks, name: str, batch: int, prompts: Sequence[list[int]], arms: Arms
+    ranks: Callable[..., Tensor],
+    name: str,
+    batch: int,
+    prompts: Sequence[list[int]],
+    arms: Arms,
 ) -> list[dict[str, Any]]:
-    """Return a row for each depth."""
-    found = []
-    for depth in [one for one in arms if one != ALONE]:
-        texts = [text for turn in arms[depth] for text in turn.tokens]
+    """Return a row for each depth: what engine and replay counted, and the speed."""
+    found, alone = [], arms[ALONE]
+    for depth, drafted in arms.items():
+        if depth == ALONE:
+            continue
+        texts, theirs = ([one for turn in arm for one in turn.tokens] for arm in (drafted, alone))
         # prompts outside full batches have no text
         pairs = zip(prompts, texts, strict=False)
         known = [ranks(tuple(prompt), tuple(text)) for prompt, text in pairs]
-        replayed = [replay(one[:, :depth], chain(depth)) for one in known]
-        found.append(row(name, batch, arms[ALONE], arms[depth], replayed))
+        counts = [replay(one[:, :depth], chain(depth)) for one in known]
+        total = DepthCounts.total(counts, depth)
+        gain, counted = speedup(alone, drafted), _counted(drafted)
+        row = {
+            "prompts": name,
+            "batch": batch,
+            "depth": depth,
+            "count": len(texts),
+            "identical": sum(one == other for one, other in zip(texts, theirs, strict=True)),
+            "speedup": gain,
+            "alone_tokens_per_second": _rate(alone),
+            "tokens_per_second": _rate(drafted),
+            # time of a forward with the head over that of a token of the base alone
+            "forward_overhead": counted["tokens_per_forward"] / gain["ratio"],
+            "served": counted,
+            "replay": asdict(rate(counts))
+            | {"forwards": total.forwards, "accepted": total.accepted},
+        }
+        found.append(row)
     return found
 
 
-def row(
-    name: str,
-    batch: int,
-    alone: Sequence[Turn],
-    drafted: Sequence[Turn],
-    replayed: Sequence[DepthCounts],
-) -> dict[str, Any]:
-    """Return one method compared with the base alone: what engine and replay counted, and speed."""
-    arms = (alone, drafted)
-    texts = [[text for turn in turns for text in turn.tokens] for turns in arms]
-    speeds = [
-        sum(turn.new_tokens for turn in turns) / sum(turn.seconds for turn in turns)
-        for turns in arms
-    ]
-    gain, counted = speedup(alone, drafted), _counted(drafted)
-    return {
-        "prompts": name,
-        "batch": batch,
-        "depth": len(counted["accepted"]),
-        "count": len(texts[0]),
-        "identical": sum(own == other for own, other in zip(*texts, strict=True)),
-        "speedup": gain,
-        "alone_tokens_per_second": speeds[0],
-        "tokens_per_second": speeds[1],
-        # time of a forward with the head over that of a token of the base alone
-        "forward_overhead": counted["tokens_per_forward"] / gain["ratio"],
-        "served": counted,
-        "replay": _replayed(replayed),
-    }
+def _rate(turns: Sequence[Turn]) -> float:
+    return sum(turn.new_tokens for turn in turns) / sum(turn.seconds for turn in turns)
 
 
 def speedup(alone: Sequence[Turn], drafted: Sequence[Turn]) -> dict[str, Any]:
@@ -556,25 +493,15 @@ def _counted(turns: Sequence[Turn]) -> dict[str, Any]:
     }
 
 
-def _replayed(counts: Sequence[DepthCounts]) -> dict[str, Any]:
-    total = DepthCounts.total(counts, len(counts[0].accepted))
-    return asdict(rate(counts)) | {"forwards": total.forwards, "accepted": total.accepted}
-
-
 def line(row: Mapping[str, Any]) -> str:
     """Return a row in words."""
     gain, served, replayed = row["speedup"], row["served"], row["replay"]
     faster = with_interval(gain["ratio"], gain["interval"])
-    engine, own = (
-        with_interval(one["tokens_per_forward"], one["interval"]) for one in (served, replayed)
-    )
+    engine, own = (f"{one['tokens_per_forward']:.2f}" for one in (served, replayed))
     return (
-        f"{row['prompts']}, batch {row['batch']}, chain of {row['depth']}: {faster} "
-        f"of the engine alone, {row['tokens_per_second']:.1f} against "
-        f"{row['alone_tokens_per_second']:.1f} tokens/s; "
-        f"{engine} tokens per forward, in replay {own}; "
-        f"{served['forwards']} forwards, {replayed['forwards']} in replay; "
-        f"{row['identical']} of {row['count']} texts identical"
+        f"{row['prompts']}, batch {row['batch']}, chain of {row['depth']}: {faster} of the engine "
+        f"alone ({row['alone_tokens_per_second']:.1f} tokens/s); {engine} tokens per forward, in "
+        f"replay {own}; {row['identical']} of {row['count']} texts identical"
     )
 
 

@@ -10,7 +10,7 @@ optimizers take the gradients. The floor is that of specheads/training/cost.py: 
 one forward of the base without logits, of the head's forward and backward, and of the vocabulary
 where labels count, at the rate at which this machine multiplies large matrices of that dtype.
 Steps and the measuring of that rate take turns, so that a machine that slows down slows both;
-ratios carry 95 % bootstrap intervals over turns. Parts are those of a step under torch's profiler.
+ratios carry 95 % bootstrap intervals over turns.
 
 --plain adds the step as one would write it without this library: the base's logits at every
 position, those of all depths at once, and autograd. It takes turns with the other two.
@@ -19,7 +19,6 @@ position, those of all depths at once, and autograd. It takes turns with the oth
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -31,7 +30,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
 from specheads.base.model import FrozenBase
@@ -41,6 +39,7 @@ from specheads.core.machine import dtype_name, peak_gib, synchronise
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for
 from specheads.measure.counts import bootstrap_interval
+from specheads.measure.tables import with_interval
 from specheads.runs.provenance import nearby, provenance
 from specheads.training.cost import matmul_rate, step_flops
 from specheads.training.depth_loss import Targets, depth_loss
@@ -56,32 +55,17 @@ BASES = {
 }
 """What --bases names besides shapes."""
 
-EIGHT: dict[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
-ENDLESS: dict[str, Any] = {
-    "max_position_embeddings": 65536,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+ENDLESS: dict[str, Any] = {"max_position_embeddings": 65536}
+ENDLESS |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 """A context for every benchmark, and no token that ends a text."""
-
+EIGHT: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 14336, **ENDLESS}
+EIGHT |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, **ENDLESS}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 SHAPES: dict[str, Any] = {
-    "llama-8b": LlamaConfig(**EIGHT, num_hidden_layers=32, vocab_size=128_256, **ENDLESS),
-    "granite-8b": GraniteConfig(**EIGHT, num_hidden_layers=36, vocab_size=49_152, **ENDLESS),
-    "tiny": LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-        **ENDLESS,
-    ),
+    "llama-8b": LlamaConfig(**EIGHT, num_hidden_layers=32, vocab_size=128_256),
+    "granite-8b": GraniteConfig(**EIGHT, num_hidden_layers=36, vocab_size=49_152),
+    "tiny": LlamaConfig(**SMALL, num_hidden_layers=2, vocab_size=512),
 }
 """Bases with random weights: only their speed means anything."""
 
@@ -95,8 +79,6 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 MUON = {"eagle3": 0.01}
 """Heads whose recipes train by Muon, and its learning rate."""
-
-PARTS = ("base", "head", "loss", "backward", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,40 +95,33 @@ class Bench:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is asked for; return the exit code."""
-    options = _parse(arguments)
-    torch.set_num_threads(options.threads or torch.get_num_threads())
-    rows = []
-    for name in options.bases:
-        base = load_base(name, options.device, options.dtype)
-        for kind in options.heads:
-            rows.append({"base": name} | measure(bench_of(base, kind, options), options))
-            _show(rows[-1])
-        del base
-    table = {"schema": 1, "threads": torch.get_num_threads(), "rows": rows}
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(table | {"provenance": to_json(provenance())}, indent=1)
-        options.out.write_text(text + "\n", encoding="utf-8")
-    return 0
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--bases", nargs="+", default=[*BASES], help=f"{', '.join([*BASES, *SHAPES])}, or a folder")
     add("--heads", nargs="+", default=["mlp_speculator", "eagle3"], choices=[*HEADS])
     add("--device", default="auto", help="where, as base.device")
     add("--dtype", default="auto", help="of the base, as base.dtype")
-    add("--batch-size", type=int, default=4, help="sequences of a step")
+    add("--batch-size", type=int, default=4, help="sequences of a step, three documents in each")
     add("--sequence-length", type=int, default=512, help="tokens of each")
-    add("--document-length", type=int, default=171, help="tokens of the documents packed there")
-    add("--draft-tokens", type=int, default=0, help="of heads that draft a part of the vocabulary")
-    add("--loss", default="soft_cross_entropy", help="as schedule.phases.NAME.loss")
     add("--turns", type=int, default=8, help="steps timed, after two that are not")
     add("--threads", type=int, default=0, help="of the processor; 0 is torch's own choice")
-    add("--plain", action="store_true", help="beside it the step without this library")
+    add("--plain", action="store_true", help="next to it the step without this library")
     add("--out", type=Path, help="JSON file for the numbers")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads or torch.get_num_threads())
+    rows = []
+    for name in options.bases:
+        base = load_base(name, options.device, options.dtype)
+        for kind in options.heads:
+            bench = bench_of(base, kind, options.batch_size, options.sequence_length)
+            rows.append({"base": name} | measure(bench, options.turns, plain=options.plain))
+            _show(rows[-1])
+        del base
+    table = {"schema": 1, "threads": torch.get_num_threads(), "rows": rows}
+    if options.out:
+        text = json.dumps(table | {"provenance": to_json(provenance())}, indent=1)
+        options.out.write_text(text + "\n", encoding="utf-8")
+    return 0
 
 
 def load_base(name: str, device: str = "auto", dtype: str = "auto") -> FrozenBase:
@@ -177,18 +152,19 @@ def head_settings(kind: str, base: FrozenBase, draft_tokens: int = 0) -> dict[st
     return made
 
 
-def bench_of(base: FrozenBase, kind: str, options: argparse.Namespace) -> Bench:
+def bench_of(
+    base: FrozenBase, kind: str, batch_size: int, length: int, draft_tokens: int = 0
+) -> Bench:
     """Build a head of this kind, a batch of random packed tokens, and the trainer's own step."""
     torch.manual_seed(0)
-    made = head_settings(kind, base, options.draft_tokens)
+    made = head_settings(kind, base, draft_tokens)
     # tokens as they are counted in no text: any are as good
     counts = torch.arange(base.vocab_size) if "draft_tokens" in made else None
     # the initial weights of a large head are drawn in seconds on a GPU, and in a minute on a CPU
     with base.device:
         head = build_for(made, base, counts)
-    shape = (options.batch_size, options.sequence_length)
-    drafted = made.get("draft_tokens", base.vocab_size)
-    documents = torch.arange(shape[1]) // options.document_length
+    shape, drafted = (batch_size, length), made.get("draft_tokens", base.vocab_size)
+    documents = torch.arange(length) // -(-length // 3)
     batch = TokenBatch(
         torch.randint(base.vocab_size - drafted, base.vocab_size, shape),
         torch.ones(shape, dtype=torch.bool),
@@ -197,17 +173,15 @@ def bench_of(base: FrozenBase, kind: str, options: argparse.Namespace) -> Bench:
     phase = Phase(
         text="corpus",
         steps=1000,
-        batch_size=shape[0],
-        sequence_length=shape[1],
-        loss=options.loss,
+        batch_size=batch_size,
+        sequence_length=length,
+        loss="soft_cross_entropy",
         learning_rate=1e-4,
     )
     muon = MUON.get(kind, 0.0)
     schedule = Schedule(phases={"corpus": phase}, muon_learning_rate=muon)
-    bf16 = base.dtype == torch.bfloat16
-    accelerator = Accelerator(
-        cpu=base.device.type == "cpu", mixed_precision="bf16" if bf16 else "no"
-    )
+    precision = "bf16" if base.dtype == torch.bfloat16 else "no"
+    accelerator = Accelerator(cpu=base.device.type == "cpu", mixed_precision=precision)
     teacher = Teacher(base, head, None, 0)
     stepper = Stepper(teacher, schedule, accelerator, 0)
     where = placed(schedule)[0]
@@ -215,48 +189,47 @@ def bench_of(base: FrozenBase, kind: str, options: argparse.Namespace) -> Bench:
     return Bench(base, head, batch, where, stepper, muon)
 
 
-def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
+def measure(bench: Bench, turns: int, *, plain: bool) -> dict[str, Any]:
     """Return the step's peak memory, its time against the floor, and the plain step's time."""
     base, device = bench.base, bench.base.device
     peak = _peak_of_a_step(bench)
     flops = step_flops(base, bench.head, bench.batch, bench.phase.settings)
     times, floors = [], []
-    for turn in range(2 + options.turns):
+    for turn in range(2 + turns):
         rate = matmul_rate(device, base.dtype)
         seconds = seconds_of(device, lambda: bench.stepper.step(bench.batch, bench.phase, 0))
         if turn >= 2:
             floors.append(flops.total / rate)
             times.append(seconds)
-    step = statistics.median(times)
-    tokens = bench.batch.tokens.numel()
+    step, floor = statistics.median(times), statistics.median(floors)
     row = {
         "head": bench.head.kind,
         "model": nearby(base.name),
         "dtype": dtype_name(base.dtype),
         "device": device.type,
         "shape": list(bench.batch.tokens.shape),
-        "document_length": options.document_length,
-        "loss": options.loss,
         "flops": asdict(flops),
         "step_seconds": step,
-        "floor_seconds": statistics.median(floors),
-        "over_floor": step / statistics.median(floors),
+        "floor_seconds": floor,
+        "over_floor": step / floor,
         "interval": list(bootstrap_interval(times, floors)),
-        "mfu": statistics.median(floors) / step,
-        "tokens_per_second": tokens / step,
+        "mfu": floor / step,
+        "tokens_per_second": bench.batch.tokens.numel() / step,
         "peak_gib": peak,
-        "parts": _parts(bench),
     }
-    return row | (plain_against_step(bench, options.turns) if options.plain else {})
+    return row | (plain_against_step(bench, turns) if plain else {})
 
 
 def plain_against_step(bench: Bench, turns: int) -> dict[str, Any]:
-    """Return how many times longer the plain step takes; they take turns, after two of warm-up."""
+    """Return how many times longer the plain step takes, in turns; None if memory is too small."""
     device, plain = bench.base.device, _plain(bench)
     times: list[tuple[float, float]] = []
-    for _ in range(2 + turns):
-        own = seconds_of(device, lambda: bench.stepper.step(bench.batch, bench.phase, 0))
-        times.append((seconds_of(device, plain), own))
+    try:
+        for _ in range(2 + turns):
+            own = seconds_of(device, lambda: bench.stepper.step(bench.batch, bench.phase, 0))
+            times.append((seconds_of(device, plain), own))
+    except torch.OutOfMemoryError:
+        return {"plain_over_step": None}
     theirs, ours = zip(*times[2:], strict=True)
     return {
         "plain_over_step": statistics.median(theirs) / statistics.median(ours),
@@ -271,20 +244,6 @@ def _peak_of_a_step(bench: Bench) -> float:
         torch.cuda.reset_peak_memory_stats()
     bench.stepper.step(bench.batch, bench.phase, 0)
     return peak_gib(bench.base.device)
-
-
-def _parts(bench: Bench) -> dict[str, float]:
-    """Return the share of each part in a step under the profiler."""
-    cuda = bench.base.device.type == "cuda"
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=kinds) as profiled:
-        whole = seconds_of(
-            bench.base.device, lambda: bench.stepper.step(bench.batch, bench.phase, 0)
-        )
-    name = "device_time_total" if cuda else "cpu_time_total"
-    found = {event.key: getattr(event, name) for event in profiled.key_averages()}
-    shares = {part: found.get(part, 0.0) / 1e6 / whole for part in PARTS}
-    return shares | {"other": 1.0 - sum(shares.values())}
 
 
 def _plain(bench: Bench) -> Callable[[], object]:
@@ -386,19 +345,15 @@ def seconds_of(device: torch.device, act: Callable[[], object]) -> float:
 
 
 def _show(row: dict[str, Any]) -> None:
-    low, high = row["interval"]
-    parts = "  ".join(f"{name} {share:.0%}" for name, share in row["parts"].items())
-    lines = [
+    over = with_interval(row["over_floor"], row["interval"])
+    text = (
         f"{row['base']} {row['head']}: {row['tokens_per_second']:,.0f} tokens/s, "
-        f"{row['over_floor']:.2f} [{low:.2f}, {high:.2f}] times the floor, MFU {row['mfu']:.2f}, "
-        f"peak {row['peak_gib']:.2f} GiB",
-        f"  {parts}",
-    ]
-    if "plain_over_step" in row:
-        low, high = row["plain_interval"]
-        lines.append(f"  without this library {row['plain_over_step']:.2f} [{low:.2f}, {high:.2f}]")
-    sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
+        f"{over} times the floor, MFU {row['mfu']:.2f}, peak {row['peak_gib']:.2f} GiB"
+    )
+    if row.get("plain_over_step"):
+        plain = with_interval(row["plain_over_step"], row["plain_interval"])
+        text += f"; without this library {plain} times as long"
+    print(text, flush=True)
 
 
 if __name__ == "__main__":

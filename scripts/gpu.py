@@ -30,7 +30,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,80 +43,43 @@ the quickstart takes about four minutes; what a stage does not use goes to the l
 TRAINED = ("eagle3", "mlp_speculator", "dflash")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """The sizes of all stages."""
+    """The sizes of all stages: those of a measurement, or with other values of a rehearsal."""
 
-    decode_base: str
-    train_bases: tuple[str, ...]
-    context: int
-    nodes: tuple[int, ...]
-    compiled_nodes: tuple[int, ...]
-    batches: tuple[int, ...]
-    new_tokens: int
-    turns: int
-    sequences: int
-    sequence_length: int
-    drafted_vocabulary: int
-    loss_rows: int
-    contexts: tuple[int, ...]
-    engine_batches: tuple[int, ...]
-    engine_steps: int
+    decode_base: str = "llama-8b"
+    train_bases: tuple[str, ...] = ("llama-8b", "granite-8b")
+    context: int = 512
+    nodes: tuple[int, ...] = (1, 8, 16, 32, 64)
+    compiled_nodes: tuple[int, ...] = (1, 32)
+    batches: tuple[int, ...] = (1, 8, 32, 64)
+    new_tokens: int = 48
+    turns: int = 12
+    sequences: int = 4
+    sequence_length: int = 2048
+    draft_tokens: int = 32_000
+    loss_rows: int = 8192
+    contexts: tuple[int, ...] = (512, 4096)
+    engine_batches: tuple[int, ...] = (1, 8, 32, 128)
+    engine_steps: int = 16
 
 
-FULL = Sizes(
-    decode_base="llama-8b",
-    train_bases=("llama-8b", "granite-8b"),
-    context=512,
-    nodes=(1, 8, 16, 32, 64),
-    compiled_nodes=(1, 32),
-    batches=(1, 8, 32, 64),
-    new_tokens=48,
-    turns=12,
-    sequences=4,
-    sequence_length=2048,
-    drafted_vocabulary=32_000,
-    loss_rows=8192,
-    contexts=(512, 4096),
-    engine_batches=(1, 8, 32, 128),
-    engine_steps=16,
-)
 TINY = Sizes(
-    decode_base="tiny",
-    train_bases=("tiny",),
-    context=24,
-    nodes=(1, 4),
-    compiled_nodes=(2,),
-    batches=(1, 2),
-    new_tokens=6,
-    turns=2,
-    sequences=2,
-    sequence_length=32,
-    drafted_vocabulary=64,
-    loss_rows=32,
-    contexts=(16, 40),
-    engine_batches=(1, 2),
-    engine_steps=3,
+    **{"decode_base": "tiny", "train_bases": ("tiny",), "context": 24, "nodes": (1, 4)},
+    **{"compiled_nodes": (2,), "batches": (1, 2), "new_tokens": 6, "turns": 2, "sequences": 2},
+    **{"sequence_length": 32, "draft_tokens": 64, "loss_rows": 32, "contexts": (16, 40)},
+    **{"engine_batches": (1, 2), "engine_steps": 3},
 )
+PHASE = "schedule.phases.distilled"
 TINY_QUICKSTART = (
     # the tiny base has no chat template
-    "data=python_stdlib",
-    "evaluation.prompts=python_stdlib",
-    "evaluation.prompt_tokens=32",
-    "data.max_documents=40",
-    "schedule.phases.distilled.steps=2",
-    "schedule.phases.distilled.sequence_length=128",
-    "schedule.phases.distilled.distill.num_samples=16",
-    "schedule.phases.distilled.distill.new_tokens=8",
-    "schedule.phases.distilled.distill.batch_size=16",
-    "head.draft_tokens=256",
-    "tree=chain",
-    "validation.prompts=2",
-    "validation.new_tokens=8",
-    "evaluation.num_prompts=2",
-    "evaluation.max_new_tokens=8",
-    "evaluation.speed_prompts=1",
-    "evaluation.repeats=1",
+    *("data=python_stdlib", "data.max_documents=40", "head.draft_tokens=256", "tree=chain"),
+    *("validation.prompts=2", "validation.new_tokens=8", f"{PHASE}.steps=2"),
+    *(f"{PHASE}.sequence_length=128", f"{PHASE}.distill.num_samples=16"),
+    *(f"{PHASE}.distill.new_tokens=8", f"{PHASE}.distill.batch_size=16"),
+    *("evaluation.prompts=python_stdlib", "evaluation.prompt_tokens=32"),
+    *("evaluation.num_prompts=2", "evaluation.max_new_tokens=8"),
+    *("evaluation.speed_prompts=1", "evaluation.repeats=1"),
 )
 TINY_TESTS = "test_losses or (test_decoding and mlp_speculator)"
 
@@ -125,15 +88,20 @@ class Report:
     """The JSON file of one stage, rewritten after every number."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        from specheads.core.files import to_json
+        from specheads.runs.provenance import provenance
+
         self.options, self.began = options, time.monotonic()
-        self.file = options.out / f"{options.stage}.json"
-        self.sizes = TINY if options.tiny else FULL
+        self.sizes = TINY if options.tiny else Sizes()
         self.values: dict[str, Any] = {}
         self.summary: list[list[str]] = []
         """Rows of the table: what was measured, the value, the aim."""
         self.failed: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
-        self._provenance: dict[str, Any] = {}
+        self.provenance = to_json(provenance())
+        if options.commit:
+            # a copy of the files alone does not know its commit
+            self.provenance["git"] = {"commit": options.commit, "dirty": False}
 
     @property
     def seconds_left(self) -> float:
@@ -169,26 +137,13 @@ class Report:
 
     def write(self) -> None:
         """Write the file: whole or not at all."""
-        from specheads.core.files import dumps, to_json, write_atomic
-        from specheads.runs.provenance import provenance
+        from specheads.core.files import dumps, write_atomic
 
-        self._provenance = self._provenance or to_json(provenance())
-        if self.options.commit:
-            # a copy of the files alone does not know its commit
-            self._provenance["git"] = {"commit": self.options.commit, "dirty": False}
-        found = {
-            "schema": 1,
-            "stage": self.options.stage,
-            "device": self.options.device,
-            "tiny": self.options.tiny,
-            "seconds": time.monotonic() - self.began,
-            "summary": self.summary,
-            "failed": self.failed,
-            "skipped": self.skipped,
-            "values": self.values,
-            "provenance": self._provenance,
-        }
-        write_atomic(self.file, dumps(found))
+        asked = {name: getattr(self.options, name) for name in ("stage", "device", "tiny")}
+        names = ("summary", "failed", "skipped", "values", "provenance")
+        found = {"schema": 1, **asked, "seconds": time.monotonic() - self.began}
+        found |= {name: getattr(self, name) for name in names}
+        write_atomic(self.options.out / f"{self.options.stage}.json", dumps(found))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -204,11 +159,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             return 2
     if options.stage:
-        return _run_stage(options)
+        report = Report(options)
+        report.write()
+        STAGES[options.stage](report)
+        report.write()
+        return int(bool(report.failed))
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         failed = _run_stages(options, scratch)
-    _print_table(options.out, options.stages)
+    from results_table import gpu
+
+    print(gpu(options.out))
     return int(bool(failed))
 
 
@@ -228,6 +189,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--stage", choices=[*SHARES], help=argparse.SUPPRESS)
     add("--seconds", type=float, default=float("inf"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    options.words = sys.argv[1:] if arguments is None else arguments
     if options.minutes <= 0:
         parser.error(f"--minutes must be above 0, got {options.minutes:g}; 8 is the default")
     options.stages = [stage for stage in SHARES if stage in options.stages]
@@ -253,13 +215,8 @@ def _run_stages(options: argparse.Namespace, scratch: str) -> list[str]:
 
 def _stage_process(stage: str, options: argparse.Namespace, seconds: float) -> bool:
     """Run a stage in a process group of its own, and stop the group when its time is over."""
-    command = [
-        *(sys.executable, str(Path(__file__).resolve()), "--stage", stage),
-        *("--out", str(options.out), "--device", options.device, "--model", options.model),
-        *("--commit", options.commit, "--seconds", f"{seconds:.1f}"),
-        *(["--tiny"] if options.tiny else []),
-        *(["--overrides", *options.overrides] if options.overrides else []),
-    ]
+    command = [sys.executable, str(Path(__file__).resolve()), *options.words]
+    command += ["--stage", stage, "--seconds", f"{seconds:.1f}"]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
@@ -288,32 +245,6 @@ def _stage_process(stage: str, options: argparse.Namespace, seconds: float) -> b
             process.wait()
 
 
-def _run_stage(options: argparse.Namespace) -> int:
-    report = Report(options)
-    report.write()
-    STAGES[options.stage](report)
-    report.write()
-    return int(bool(report.failed))
-
-
-def _print_table(folder: Path, stages: Sequence[str]) -> None:
-    """Print what every stage measured, what failed and what was skipped."""
-    from results_table import gpu_rows
-
-    rows: list[tuple[str, str, str, str]] = [("stage", "what", "measured", "aim")]
-    for stage in stages:
-        file = folder / f"{stage}.json"
-        if not file.is_file():
-            rows.append((stage, "no result", f"see {stage}.log", ""))
-            continue
-        found = json.loads(file.read_text(encoding="utf-8"))
-        rows += [(stage, *row) for row in gpu_rows(found)]
-    widths = [max(len(row[place]) for row in rows) for place in range(3)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        print("  ".join([*cells, row[3]]).rstrip())
-
-
 def free_memory() -> None:
     """Give back what earlier parts left on the GPU."""
     import torch
@@ -331,6 +262,7 @@ def tests(report: Report) -> None:
     import pytest
 
     counts: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "failures": [], "reasons": []}
+    report.values["tests"] = counts
 
     class Counter:
         def pytest_runtest_logreport(self, report: Any) -> None:
@@ -342,27 +274,17 @@ def tests(report: Report) -> None:
                     counts["reasons"].append(f"{report.nodeid}: {report.longrepr[2]}")
                 write()
 
-    def write() -> None:
-        report.values["tests"] = counts
-        report.write()
-
-    workers = 8 if report.options.device == "cuda" else 2
-    selected = ["-k", TINY_TESTS] if report.options.tiny else []
-    code = pytest.main(
-        [
-            *("-m", "gpu", "--device", report.options.device, "-q", "-n", str(workers)),
-            *("-p", "no:cacheprovider", "-p", "no:benchmark", *selected, str(ROOT / "tests/gpu")),
-        ],
-        plugins=[Counter()],
-    )
+    write, device = report.write, report.options.device
+    words = ["-m", "gpu", "--device", device, "-q", "-n", "8" if device == "cuda" else "2"]
+    words += ["-p", "no:cacheprovider", "-p", "no:benchmark", str(ROOT / "tests/gpu")]
+    words += ["-k", TINY_TESTS] if report.options.tiny else []
+    code = pytest.main(words, plugins=[Counter()])
     if code != 0:
         report.failed["pytest"] = f"exit code {int(code)}, {counts['failed']} tests failed"
-    total = counts["passed"] + counts["failed"] + counts["skipped"]
-    report.row(
-        "gpu tests",
-        f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped",
-        f"all {total} pass",
-    )
+    names = ("passed", "failed", "skipped")
+    total = sum(counts[name] for name in names)
+    text = ", ".join(f"{counts[name]} {name}" for name in names)
+    report.row("gpu tests", text, f"all {total} pass")
 
 
 # --------------------------------------------------------------------------------------- decode
@@ -373,17 +295,9 @@ def bench_of(report: Report) -> Any:
     from bench_decode import Bench
     from bench_train import load_base
 
-    sizes = report.sizes
-    return Bench(
-        load_base(sizes.decode_base, report.options.device),
-        context=sizes.context,
-        nodes=sizes.nodes,
-        compiled_nodes=sizes.compiled_nodes,
-        batches=sizes.batches,
-        new_tokens=sizes.new_tokens,
-        turns=sizes.turns,
-        draft_tokens=sizes.drafted_vocabulary,
-    )
+    sizes = asdict(report.sizes)
+    known = {name: sizes[name] for name in Bench.__dataclass_fields__ if name in sizes}
+    return Bench(load_base(report.sizes.decode_base, report.options.device), **known)
 
 
 def decode(report: Report) -> None:
@@ -393,7 +307,6 @@ def decode(report: Report) -> None:
     from specheads.measure.tables import with_interval
 
     bench = bench_of(report)
-    report.part("machine", machine, bench.base)
     for row in report.part("steps", bench_decode.steps, bench) or []:
         aim = "at most 1.15" if row["nodes"] == 32 else ""
         ratio = with_interval(row["over_bare_forward"], row["interval"])
@@ -410,7 +323,6 @@ def decode(report: Report) -> None:
             first, more = found["milliseconds_by_depth"][0], found["milliseconds_per_level"]
             text = f"{first:.2f} ms for 1 level, {more:.3f} for each further one"
             report.row(f"drafting with {kind}, depth {found['depth']}", text)
-    report.part("profile", bench_decode.profiles, bench, seconds=5)
     if alone := report.part("alone", bench_decode.alone, bench, seconds=30):
         each = {name: row["milliseconds_per_token"] for name, row in alone.items()}
         ratio = each["transformers_static_compiled"] / each["base_compiled"]
@@ -422,18 +334,6 @@ def decode(report: Report) -> None:
         aim = "at most 1.15" if row["nodes"] == 32 else ""
         over = f"{row['over_compiled_step_of_1']:.3f}"
         report.row(f"compiled step over {row['nodes']} nodes / over 1", over, aim)
-
-
-def machine(base: Any) -> dict[str, float]:
-    """Return the copy bandwidth in GB/s and the rate of large products in TFLOP/s."""
-    from bench_decode import copy_bandwidth
-
-    from specheads.training.cost import matmul_rate
-
-    return {
-        "copy_gb_per_second": copy_bandwidth(base.device) / 1e9,
-        "matmul_tflops": matmul_rate(base.device, base.dtype) / 1e12,
-    }
 
 
 # ---------------------------------------------------------------------------------------- train
@@ -452,9 +352,12 @@ def train(report: Report) -> None:
                 _train_rows(report, f"{name}, {kind}", kind, row)
         if name == report.sizes.train_bases[0]:
             rows = report.sizes.loss_rows
-            loss = report.part("loss", bench_train.loss_memory, base, rows, seconds=8)
-            if loss is not None:
-                _loss_rows(report, loss)
+            loss = report.part("loss", bench_train.loss_memory, base, rows, seconds=8) or {}
+            for arm in ("fused", "dense") if loss else ():
+                seconds, gib = loss[f"{arm}_seconds"], loss.get(f"{arm}_gib")
+                memory = "" if gib is None else f", {gib:.2f} GiB more at the peak"
+                text = "out of memory" if seconds is None else f"{1e3 * seconds:.1f} ms{memory}"
+                report.row(f"{arm} loss at a vocabulary of {loss['vocab']:,}", text)
         del base
         free_memory()
 
@@ -462,59 +365,33 @@ def train(report: Report) -> None:
 def _train_rows(report: Report, what: str, kind: str, row: Mapping[str, Any]) -> None:
     from specheads.measure.tables import with_interval
 
-    aims = {"eagle3": "at least 0.45", "mlp_speculator": "at least 0.50"}
+    aims = {"eagle3": "MFU at least 0.45", "mlp_speculator": "MFU at least 0.50"}
     rate = f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.2f}"
-    report.row(what, rate, f"MFU {aims[kind]}" if kind in aims else "")
+    report.row(what, rate, aims.get(kind, ""))
     measured, planned = row["peak_gib"], row["planned_gib"]
     memory = f"{measured:.1f} GiB measured, {planned:.1f} planned"
     # on a CPU the peak is that of the process, with all libraries
     if report.options.device == "cuda":
         memory += f" ({planned / measured - 1:+.0%})"
     report.row(f"{what}: peak memory", memory, "within 15 %")
-    plain = row.get("plain_over_step")
-    if plain is not None:
-        report.row(f"{what}: plain step / step", with_interval(plain, row["plain_interval"]))
-    else:
-        report.row(f"{what}: plain step / step", row["plain_error"])
-
-
-def _loss_rows(report: Report, loss: Mapping[str, Any]) -> None:
-    for name in ("fused", "dense"):
-        seconds, gib = loss[f"{name}_seconds"], loss.get(f"{name}_gib")
-        memory = "" if gib is None else f", {gib:.2f} GiB more at the peak"
-        text = "out of memory" if seconds is None else f"{1e3 * seconds:.1f} ms{memory}"
-        report.row(f"{name} loss at a vocabulary of {loss['vocab']:,}", text)
+    plain = row["plain_over_step"]
+    text = "out of memory" if plain is None else with_interval(plain, row["plain_interval"])
+    report.row(f"{what}: plain step / step", text)
 
 
 def train_row(report: Report, base: Any, kind: str) -> dict[str, Any]:
-    """Return what a training step takes: time, MFU, parts, and memory beside the plan's."""
+    """Return what a training step takes: time, MFU, and memory beside the plan's."""
     import bench_train
-    import torch
 
     sizes = report.sizes
-    options = argparse.Namespace(
-        batch_size=sizes.sequences,
-        sequence_length=sizes.sequence_length,
-        document_length=-(-sizes.sequence_length // 3),
-        draft_tokens=sizes.drafted_vocabulary,
-        loss="soft_cross_entropy",
-        turns=sizes.turns,
-        plain=False,
-    )
-    bench = bench_train.bench_of(base, kind, options)
-    row = bench_train.measure(bench, options)
-    row["planned_gib"] = planned_gib(base, bench)
-    try:
-        row |= bench_train.plain_against_step(bench, max(2, sizes.turns // 2))
-    except torch.OutOfMemoryError:
-        row["plain_error"] = "out of memory"
-    return row
+    shape = sizes.sequences, sizes.sequence_length
+    bench = bench_train.bench_of(base, kind, *shape, sizes.draft_tokens)
+    row = bench_train.measure(bench, sizes.turns, plain=True)
+    return row | {"planned_gib": planned_gib(base, bench)}
 
 
 def planned_gib(base: Any, bench: Any) -> float:
     """Return the peak memory in GiB that `dry_run` plans for such a step, from shapes alone."""
-    from dataclasses import asdict
-
     from specheads.commands._dry_run import setup_of
     from specheads.config import compose
     from specheads.training.plan.whole import plan
@@ -523,18 +400,14 @@ def planned_gib(base: Any, bench: Any) -> float:
     head = {name: value for name, value in asdict(bench.head.config).items() if value != {}}
     with tempfile.TemporaryDirectory() as folder:
         base.config.save_pretrained(folder)
-        settings = compose.settings_of(
-            "train",
-            [
-                *("recipe=smoke", f"head={bench.head.kind}", "~schedule.phases.distilled"),
-                *(f"base.model={folder}", f"base.device={base.device.type}"),
-                f"base.dtype={str(base.dtype).removeprefix('torch.')}",
-                f"schedule.phases.corpus.batch_size={rows}",
-                f"schedule.phases.corpus.sequence_length={length}",
-                f"schedule.phases.corpus.loss={bench.phase.settings.loss}",
-                f"schedule.muon_learning_rate={bench.muon_learning_rate}",
-            ],
-        )
+        corpus = "schedule.phases.corpus"
+        words = ["recipe=smoke", f"head={bench.head.kind}", "~schedule.phases.distilled"]
+        words += [f"base.model={folder}", f"base.device={base.device.type}"]
+        words += [f"base.dtype={str(base.dtype).removeprefix('torch.')}"]
+        words += [f"{corpus}.batch_size={rows}", f"{corpus}.sequence_length={length}"]
+        words += [f"{corpus}.loss={bench.phase.settings.loss}"]
+        words += [f"schedule.muon_learning_rate={bench.muon_learning_rate}"]
+        settings = compose.settings_of("train", words)
         settings.head = {"kind": bench.head.kind, **head}
         return plan(setup_of(settings), bench.stepper.accelerator)["peak_bytes"] / 2**30
 
@@ -547,29 +420,20 @@ def smollm2(report: Report) -> None:
     from specheads.measure.tables import with_interval
 
     options = report.options
-    tiny = TINY_QUICKSTART if options.tiny else ()
     model = str(ROOT / "recipes/tiny_code/base") if options.tiny else options.model
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            *(sys.executable, "-m", "specheads", "train", "recipe=smollm2", f"base.model={model}"),
-            *(f"base.device={options.device}", f"run_dir={folder}/run", "tracker=jsonl", *tiny),
-            *options.overrides,
-        ]
+        words = ["train", "recipe=smollm2", f"base.model={model}", f"base.device={options.device}"]
+        words += [f"run_dir={folder}/run", "tracker=jsonl", *options.overrides]
+        words += TINY_QUICKSTART if options.tiny else ()
         began = time.monotonic()
-        code = subprocess.run(command, check=False).returncode
+        code = subprocess.run([sys.executable, "-m", "specheads", *words], check=False).returncode
         seconds = time.monotonic() - began
         results = Path(folder, "run/report/results.json")
         if code != 0 or not results.is_file():
             report.failed["quickstart"] = f"exit code {code}"
             return
         found = json.loads(results.read_text(encoding="utf-8"))
-        metrics = Path(folder, "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        report.values |= {
-            "seconds": seconds,
-            "overrides": options.overrides,
-            "results": found,
-            "metrics": [json.loads(line) for line in metrics][-3:],
-        }
+        report.values |= {"seconds": seconds, "overrides": options.overrides, "results": found}
     speed, online = found["speed"], found["online"]
     report.row("quickstart", f"{seconds / 60:.1f} minutes")
     speedup = with_interval(speed["speedup"], speed["interval"])

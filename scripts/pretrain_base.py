@@ -38,15 +38,8 @@ from specheads.core.files import atomic_folder, write_atomic
 from specheads.core.machine import computes_bfloat16
 
 END = "<|endoftext|>"
-SHAPE = {
-    "vocab_size": 8192,
-    "layers": 6,
-    "width": 256,
-    "heads": 4,
-    "kv_heads": 2,
-    "mlp_width": 688,
-    "context": 2048,
-}
+SHAPE = {"vocab_size": 8192, "layers": 6, "width": 256, "heads": 4, "kv_heads": 2}
+SHAPE |= {"mlp_width": 688, "context": 2048}
 HELD_OUT_SHARE = 0.02
 
 
@@ -156,9 +149,9 @@ def train(options: argparse.Namespace) -> None:
 
 def refuse_other_settings(work: Path, options: argparse.Namespace) -> None:
     """Raise ValueError where the unfinished run in this folder was begun with other settings."""
-    if not (work / "settings.json").is_file():
+    if not (file := work / "settings.json").is_file():
         return
-    begun = json.loads((work / "settings.json").read_text(encoding="utf-8"))
+    begun = json.loads(file.read_text(encoding="utf-8"))
     for name, value in json.loads(json.dumps(vars(options), default=str)).items():
         if begun.get(name) != value:
             raise ValueError(
@@ -203,12 +196,8 @@ def base_of(options: argparse.Namespace, texts: Dataset) -> tuple[Any, Any]:
     lines: Any = texts[texts.column_names[0]]
     trained.train_from_iterator(lines, options.vocab_size, special_tokens=[END])
     end: Any = trained.token_to_id(END)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=trained._tokenizer,
-        bos_token=END,
-        eos_token=END,
-        model_max_length=options.context,
-    )
+    how = {"bos_token": END, "eos_token": END, "model_max_length": options.context}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, **how)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
@@ -219,9 +208,7 @@ def base_of(options: argparse.Namespace, texts: Dataset) -> tuple[Any, Any]:
         head_dim=width // heads,
         max_position_embeddings=options.context,
         tie_word_embeddings=True,
-        bos_token_id=end,
-        eos_token_id=end,
-        pad_token_id=None,
+        **{"bos_token_id": end, "eos_token_id": end, "pad_token_id": None},
     )
     return LlamaForCausalLM(config), tokenizer
 

@@ -35,54 +35,18 @@ from specheads.export.layouts import engine_module, engines
 from specheads.export.layouts._shared import Layout
 from specheads.heads.load import kinds
 from specheads.measure.compare import ratios
-from specheads.measure.results import Comparison, Condition, Rate, Results, Speed, read
+from specheads.measure.results import Comparison, Gain, Rate, Results, Speed, read
 from specheads.measure.tables import with_interval
 from specheads.runs.provenance import Git, Provenance
 
 ROOT = Path(__file__).resolve().parents[1]
-HEADER = ("recipe", "base", "head", "tokens per forward", "speed-up", "hardware")
-WORTH_HEADER = ("head", "prompts", "tokens per forward", "speed-up over the base alone")
 CONDITIONS = "One request at a time, temperature 0. Brackets are 95 % intervals over prompts."
-QUICKSTART = "smollm2"
-"""Recipe of the quickstart."""
-PUBLISHED = "smollm2_long"
-"""Recipe of the head that is part of this repository."""
+QUICKSTART, PUBLISHED = "smollm2", "smollm2_long"
+"""Recipes of the quickstart, and of the head that is part of this repository."""
 SETS = {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mt_bench": "MT-Bench"}
 """Names of the public prompt sets that the published head was measured on."""
-HEADS_HEADER = (
-    "head",
-    "parameters",
-    "training tokens/s",
-    "peak GiB",
-    "chain, T=0",
-    "chain, T=1",
-    "tuned tree, T=0",
-    "speed-up, tuned tree",
-)
-SETS_HEADER = ("set", "T", "prompts", "tree", "tokens per forward", "speed-up", "identical")
-WAYS_HEADER = ("set", "T", "way", "tokens per forward", "speed-up", "hybrid over it")
-RIVALS_HEADER = (
-    *("head", "kind", "parameters", "T", "tokens per forward", "speed-up"),
-    *("first over it, tokens/s", "first over it, tokens per forward"),
-)
-SERVED_HEADER = (
-    *(
-        "set",
-        "batch",
-        "chain",
-        "tokens per forward",
-        "in our replay",
-        "tokens/s alone",
-        "with head",
-    ),
-    *("speed-up over it alone", "identical"),
-)
-ENGINES = {"vllm": "vLLM"}
-"""What is called another name than its package."""
-GPU_HEADER = ("what", "measured", "aim")
 GPU_STAGES = ("tests", "decode", "train", "smollm2", "engine")
-NOT_YET = "not yet run"
-NOT_MEASURED = "not measured"
+NOT_YET, NOT_MEASURED = "not yet run", "not measured"
 Rows = list[tuple[str, ...]]
 
 
@@ -111,34 +75,37 @@ def render(root: Path) -> dict[Path, str]:
     Raises:
         ValueError: A file is missing, or has no block, or more than one.
     """
-    folders = sorted(path.parent for path in root.glob("recipes/*/recipe.yaml"))
+    recipes, compared = root / "recipes", []
+    folders = sorted(path.parent for path in recipes.glob("*/recipe.yaml"))
     measured = {folder.name: read(Results, folder / "results.json") for folder in folders}
-    blocks = {folder / "README.md": {"results": card(measured[folder.name])} for folder in folders}
+    blocks: dict[Path, dict[str, str]] = {}
     for folder in folders:
+        found = blocks[folder / "README.md"] = {"results": card(measured[folder.name])}
         if further := sorted(folder.glob("*/results.json")):
-            blocks[folder / "README.md"]["sets"] = sets(further)
+            found["sets"] = sets(further)
         if beside := sorted(folder.glob("*/compare.json")):
-            blocks[folder / "README.md"]["ways"] = ways(beside)
+            found["ways"] = ways(beside)
         if (file := folder / "serve.json").is_file():
-            blocks[folder / "README.md"]["served"] = served(json.loads(file.read_text("utf-8")))
+            found["served"] = served(_json(file))
         for name in ("speculators", "ablations"):
             if (file := folder / f"{name}.json").is_file():
-                blocks[folder / "README.md"][name] = rivals(file)
-    compared = [
-        json.loads(file.read_text(encoding="utf-8"))
-        for folder in folders
-        if (file := folder / "heads.json").is_file()
-    ]
-    blocks[root / "recipes" / "README.md"] = {
+                found[name] = rivals(file)
+        if (file := folder / "heads.json").is_file():
+            compared.append(heads(_json(file)))
+    blocks[recipes / "README.md"] = {
         "results": overview(measured),
-        "heads": "\n\n".join(map(heads, compared)) or NOT_YET,
+        "heads": "\n\n".join(compared) or NOT_YET,
     }
-    if (measured_on_gpu := root / "recipes" / "gpu").is_dir():
-        blocks[measured_on_gpu / "README.md"] = {"gpu": gpu(measured_on_gpu)}
+    if (recipes / "gpu").is_dir():
+        blocks[recipes / "gpu" / "README.md"] = {"gpu": gpu(recipes / "gpu")}
     if (page := root / "docs" / "export_matrix.md").is_file():
         blocks[page] = {"matrix": matrix()}
-    blocks[root / "README.md"] = {"results": worth(root)}
+    blocks[root / "README.md"] = {"results": worth(recipes)}
     return {file: _replace(file, wanted) for file, wanted in blocks.items()}
+
+
+def _json(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _replace(file: Path, blocks: Mapping[str, str]) -> str:
@@ -163,29 +130,30 @@ def overview(measured: Mapping[str, Results | None]) -> str:
             rows.append((link, *_planned(name), NOT_YET, NOT_YET, ""))
             continue
         shown = (base_name(results.base.name), f"`{results.head.kind}`")
-        figures = rate(results.online), speedup(results.speed)
-        rows.append((link, *shown, *figures, str(results.provenance.hardware)))
-    return table(HEADER, rows)
+        hardware = str(results.provenance.hardware)
+        rows.append((link, *shown, rate(results.online), speedup(results.speed), hardware))
+    return table(("recipe", "base", "head", "tokens per forward", "speed-up", "hardware"), rows)
 
 
-def worth(root: Path) -> str:
+def worth(recipes: Path) -> str:
     """Return the table of what the quickstart's head and the published head are worth.
 
     One row per measurement that the tree holds, at batch 1 and temperature zero. Of the chains
     that vLLM served, the table shows the one whose smallest speed-up is largest.
     """
-    recipes, rows, hardware = root / "recipes", [], set()
-    for file in (recipes / QUICKSTART / "results.json", *_sets(recipes / PUBLISHED)):
+    rows, hardware = list[tuple[str, ...]](), set()
+    quick = recipes / QUICKSTART / "results.json"
+    for file in (quick, *(recipes / PUBLISHED / name / "results.json" for name in SETS)):
         if (results := read(Results, file)) is None:
             continue
-        quick = file.parent.name == QUICKSTART
-        what = "`make quickstart`" if quick else "published head"
-        named = f"{results.prompts.count} held-out prompts" if quick else SETS[file.parent.name]
-        figures = rate(results.online), speedup(results.speed)
-        rows.append((_card(what, QUICKSTART if quick else PUBLISHED), named, *figures))
+        what = _card("published head", PUBLISHED), SETS.get(file.parent.name, "")
+        if file == quick:
+            count = f"{results.prompts.count} held-out prompts"
+            what = _card("`make quickstart`", QUICKSTART), count
+        rows.append((*what, rate(results.online), speedup(results.speed)))
         hardware.add(str(results.provenance.hardware))
     if (file := recipes / PUBLISHED / "serve.json").is_file():
-        measured = json.loads(file.read_text(encoding="utf-8"))
+        measured = _json(file)
         single = [row for row in measured["rows"] if row["batch"] == 1]
         depth = max(
             {row["depth"] for row in single},
@@ -194,19 +162,13 @@ def worth(root: Path) -> str:
         engine = f"published head in vLLM {measured['engine']['vllm']}, chain of {depth}"
         for row in single:
             if row["depth"] == depth:
-                what = _card(engine, PUBLISHED), SETS[row["prompts"]]
-                rate_there = figure(row["served"], "tokens_per_forward")
-                rows.append((*what, rate_there, figure(row["speedup"], "ratio")))
+                figures = figure(row["served"], "tokens_per_forward"), figure(row["speedup"])
+                rows.append((_card(engine, PUBLISHED), SETS[row["prompts"]], *figures))
         hardware.add(str(from_json(Provenance, measured["provenance"]).hardware))
     if not rows:
         return NOT_YET
-    machines = "; ".join(sorted(hardware))
-    return f"{table(WORTH_HEADER, rows)}\n\n{CONDITIONS} Hardware: {machines}."
-
-
-def _sets(folder: Path) -> list[Path]:
-    """Return the results of a recipe on public prompt sets."""
-    return [folder / name / "results.json" for name in SETS]
+    header = ("head", "prompts", "tokens per forward", "speed-up over the base alone")
+    return f"{table(header, rows)}\n\n{CONDITIONS} Hardware: {'; '.join(sorted(hardware))}."
 
 
 def _card(text: str, recipe: str) -> str:
@@ -230,10 +192,11 @@ def sets(files: Sequence[Path]) -> str:
         assert results is not None
         how, same = results.settings, results.lossless
         what = file.parent.name, f"{how.temperature:g}", str(results.prompts.count)
-        figures = rate(results.online), speedup(results.speed)
         identical = f"{same.identical} of {same.compared}" if same else NOT_MEASURED
-        rows.append((*what, f"{how.tree}, {how.num_nodes} nodes", *figures, identical))
-    return table(SETS_HEADER, rows)
+        figures = rate(results.online), speedup(results.speed), identical
+        rows.append((*what, f"{how.tree}, {how.num_nodes} nodes", *figures))
+    header = ("set", "T", "prompts", "tree", "tokens per forward", "speed-up", "identical")
+    return table(header, rows)
 
 
 def ways(files: Sequence[Path]) -> str:
@@ -247,10 +210,10 @@ def ways(files: Sequence[Path]) -> str:
             both = condition.drafters.get("hybrid")
             for name in condition.ranking:
                 row = condition.drafters[name]
-                gain = both.over.get(name) if both else None
-                over = with_interval(gain.ratio, gain.interval) if gain else ""
+                over = gain(both.over.get(name) if both else None)
                 rows.append((*what, name, rate(row.online), speedup(row.speed), over))
-    return table(WAYS_HEADER, rows)
+    header = ("set", "T", "way", "tokens per forward", "speed-up", "hybrid over it")
+    return table(header, rows)
 
 
 def served(measured: Mapping[str, Any]) -> str:
@@ -260,29 +223,35 @@ def served(measured: Mapping[str, Any]) -> str:
             *(row["prompts"], str(row["batch"]), str(row["depth"])),
             *(figure(row[counted], "tokens_per_forward") for counted in ("served", "replay")),
             *(f"{row[speed]:.1f}" for speed in ("alone_tokens_per_second", "tokens_per_second")),
-            figure(row["speedup"], "ratio"),
+            figure(row["speedup"]),
             f"{row['identical']} of {row['count']}",
         )
         for row in measured["rows"]
     ]
     made, engine = from_json(Provenance, measured["provenance"]), measured["engine"]
-    versions = ", ".join(f"{ENGINES.get(name, name)} {engine[name]}" for name in engine)
-    origin = f"{versions}, {measured['dtype']}"
-    return (
-        f"{origin}, {measured['new_tokens']} new tokens, T=0; {made.hardware}, commit "
-        f"{_commit(made.git)}.\n\n{table(SERVED_HEADER, rows)}"
+    versions = ", ".join(f"{name} {engine[name]}" for name in engine).replace("vllm", "vLLM")
+    length = f"{measured['dtype']}, {measured['new_tokens']} new tokens, T=0"
+    header = (
+        *("set", "batch", "chain", "tokens per forward", "in our replay", "tokens/s alone"),
+        *("with head", "speed-up over it alone", "identical"),
     )
+    return f"{versions}, {length}; {_machine(made)}.\n\n{table(header, rows)}"
+
+
+def _machine(made: Provenance) -> str:
+    return f"{made.hardware}, commit {_commit(made.git)}"
 
 
 def gpu(folder: Path) -> str:
     """Return the tables of scripts/gpu.py, one for each JSON file, stage after stage."""
     tables = []
     for file in [file for stage in GPU_STAGES for file in sorted(folder.glob(f"{stage}*.json"))]:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = _json(file)
         made = from_json(Provenance, found["provenance"])
         versions = ", ".join(f"{name} {made.versions[name]}" for name in ("torch", "transformers"))
         origin = f"{made.hardware}, {versions}, commit {_commit(made.git)}"
-        tables.append(f"**{file.stem}**: {origin}.\n\n{table(GPU_HEADER, gpu_rows(found))}")
+        rows = table(("what", "measured", "aim"), gpu_rows(found))
+        tables.append(f"**{file.stem}**: {origin}.\n\n{rows}")
     return "\n\n".join(tables) or NOT_YET
 
 
@@ -303,60 +272,48 @@ def rivals(file: Path) -> str:
         for name in condition.ranking:
             row, head = condition.drafters[name], compared.heads[name]
             what = name, f"`{head.kind}`", f"{head.parameters:,}", f"{condition.temperature:g}"
-            gains = (found.get(name) for found in (first.over, first.accepted_over))
-            over = (with_interval(gain.ratio, gain.interval) if gain else "" for gain in gains)
+            over = (gain(found.get(name)) for found in (first.over, first.accepted_over))
             rows.append((*what, rate(row.online), speedup(row.speed), *over))
-    how, made = compared.settings, compared.provenance
-    common = (
-        f"{compared.prompts.count} prompts of {how['max_new_tokens']} new tokens, {how['dtype']}"
+    how = compared.settings
+    length = f"{how['max_new_tokens']} new tokens, {how['dtype']}"
+    origin = f"{compared.prompts.count} prompts of {length}; {_machine(compared.provenance)}"
+    header = (
+        *("head", "kind", "parameters", "T", "tokens per forward", "speed-up"),
+        *("first over it, tokens/s", "first over it, tokens per forward"),
     )
-    origin = f"{made.hardware}, commit {_commit(made.git)}"
-    return f"{common}; {origin}.\n\n{table(RIVALS_HEADER, rows)}"
+    return f"{origin}.\n\n{table(header, rows)}"
 
 
 def heads(compared: Mapping[str, Any]) -> str:
     """Return the tables of all kinds of head on one recipe, and what they have in common."""
     chain = from_json(Comparison, compared["chain"])
     tuned = from_json(Comparison, compared["tuned"]) if compared.get("tuned") else None
-    greedy, drawn = chain.conditions
+    greedy, drawn = (one.drafters for one in chain.conditions)
     rows: Rows = []
-    for kind in sorted(chain.heads, key=lambda kind: _reached(greedy, kind).tokens_per_forward):
-        training = compared["training"][kind]
-        rows.append(
-            (
-                f"`{kind}`",
-                f"{chain.heads[kind].parameters:,}",
-                f"{training['tokens_per_second']:,.0f}",
-                f"{training['peak_gib']:.2f}",
-                rate(_reached(greedy, kind)),
-                rate(_reached(drawn, kind)),
-                *_by_the_clock(tuned, kind),
-            )
-        )
+    for kind in sorted(chain.heads, key=lambda kind: greedy[kind].online.tokens_per_forward):
+        training, parameters = compared["training"][kind], chain.heads[kind].parameters
+        figures = f"{training['tokens_per_second']:,.0f}", f"{training['peak_gib']:.2f}"
+        rates = rate(greedy[kind].online), rate(drawn[kind].online)
+        own = NOT_MEASURED, NOT_MEASURED
+        if tuned:
+            row = tuned.conditions[0].drafters[kind]
+            own = f"{rate(row.online)}, {row.num_nodes} nodes", speedup(row.speed)
+        rows.append((f"`{kind}`", f"{parameters:,}", *figures, *rates, *own))
     tokens = next(iter(compared["training"].values()))["tokens"]
     of_trees = f", {tuned.prompts.count} of the tuned trees" if tuned else ""
-    common = (
-        f" with each kind of head in turn: {tokens:,} training tokens, depth {chain.head.depth}, "
-        f"{chain.prompts.count} prompts{of_trees}, "
-        f"{chain.settings['dtype']}; {chain.provenance.hardware},"
-    )
-    pairs = ratios(greedy, [*chain.heads], "forward")
-    told = f"{pairs.title}, chain, T=0:\n\n{table(pairs.header, pairs.rows)}"
     made = chain.provenance
-    origin = f"torch {made.versions['torch']}, commit {_commit(made.git)}"
-    return f"`{compared['recipe']}`{common} {origin}.\n\n{table(HEADS_HEADER, rows)}\n\n{told}"
-
-
-def _reached(condition: Condition, kind: str) -> Rate:
-    return condition.drafters[kind].online
-
-
-def _by_the_clock(tuned: Comparison | None, kind: str) -> tuple[str, str]:
-    """Return what a head's own tree reached, and how much faster than the base alone."""
-    if tuned is None:
-        return NOT_MEASURED, NOT_MEASURED
-    row = tuned.drafters[kind]
-    return f"{rate(row.online)}, {row.num_nodes} nodes", speedup(row.speed)
+    common = (
+        f"`{compared['recipe']}` with each kind of head in turn: {tokens:,} training tokens, depth "
+        f"{chain.head.depth}, {chain.prompts.count} prompts{of_trees}, {chain.settings['dtype']}; "
+        f"{made.hardware}, torch {made.versions['torch']}, commit {_commit(made.git)}"
+    )
+    header = (
+        *("head", "parameters", "training tokens/s", "peak GiB", "chain, T=0", "chain, T=1"),
+        *("tuned tree, T=0", "speed-up, tuned tree"),
+    )
+    pairs = ratios(chain.conditions[0], [*chain.heads], "forward")
+    told = f"{pairs.title}, chain, T=0:\n\n{table(pairs.header, pairs.rows)}"
+    return f"{common}.\n\n{table(header, rows)}\n\n{told}"
 
 
 def base_name(name: str) -> str:
@@ -391,12 +348,11 @@ def _acceptance(results: Results) -> Rows:
 
 
 def _cost(results: Results) -> Rows:
-    speed = results.speed
-    rows: Rows = [("speed-up over the base alone", speedup(speed))]
-    if speed and (alone := speed.head_alone):
-        text = with_interval(alone.ratio, alone.interval)
-        rows.append(("speed-up of the head alone, without prompt lookup", text))
-    if speed:
+    rows: Rows = [("speed-up over the base alone", speedup(results.speed))]
+    if speed := results.speed:
+        if speed.head_alone:
+            name = "speed-up of the head alone, without prompt lookup"
+            rows.append((name, gain(speed.head_alone)))
         rates = f"{speed.base_tokens_per_second:.1f}, {speed.tokens_per_second:.1f}"
         step = speed.step_overhead
         rows += [
@@ -444,9 +400,14 @@ def speedup(speed: Speed | None) -> str:
     return with_interval(speed.speedup, speed.interval) if speed else NOT_MEASURED
 
 
-def figure(section: Mapping[str, Any], name: str) -> str:
+def figure(section: Mapping[str, Any], name: str = "ratio") -> str:
     """Return a number of a section of JSON and its interval."""
     return with_interval(section[name], section["interval"])
+
+
+def gain(found: Gain | None) -> str:
+    """Return a ratio and its interval, if it was measured."""
+    return with_interval(found.ratio, found.interval) if found else ""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

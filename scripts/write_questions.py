@@ -37,15 +37,16 @@ ATTEMPTS = 10
 def main() -> None:
     """Write a file of questions atomically."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--base", required=True, help="folder, Hub id or package:NAME")
-    parser.add_argument("--out", required=True, type=Path, help="JSON lines to write")
-    parser.add_argument("--num", type=int, default=2000, help="questions (default: 2000)")
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--top-p", type=float, default=0.95)
-    parser.add_argument("--new-tokens", type=int, default=160, help="of the longest question")
-    parser.add_argument("--batch", type=int, default=32, help="written together (default: 32)")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--seed", type=int, default=0)
+    add = parser.add_argument
+    add("--base", required=True, help="folder, Hub id or package:NAME")
+    add("--out", required=True, type=Path, help="JSON lines to write")
+    add("--num", type=int, default=2000, help="questions (default: 2000)")
+    add("--temperature", type=float, default=0.8)
+    add("--top-p", type=float, default=0.95)
+    add("--new-tokens", type=int, default=160, help="of the longest question")
+    add("--batch", type=int, default=32, help="written together (default: 32)")
+    add("--dtype", default="auto")
+    add("--seed", type=int, default=0)
     options = parser.parse_args()
     try:
         writable_folder(options.out.parent)
@@ -75,15 +76,11 @@ def questions(base: FrozenBase, options: argparse.Namespace) -> Iterator[str]:
     special, numbers = added_ids(base.tokenizer), count()
 
     def pull() -> GenerationRequest | None:
-        number = next(numbers)
-        sampling = Sampling(
-            temperature=options.temperature, top_p=options.top_p, seed=options.seed + number
-        )
-        return (
-            GenerationRequest(number, opening, room, sampling)
-            if number < ATTEMPTS * options.num
-            else None
-        )
+        if (number := next(numbers)) >= ATTEMPTS * options.num:
+            return None
+        how = {"temperature": options.temperature, "top_p": options.top_p}
+        sampling = Sampling(**how, seed=options.seed + number)
+        return GenerationRequest(number, opening, room, sampling)
 
     seen: set[str] = set()
     settings = Distill(num_samples=options.num, batch_size=options.batch)

@@ -33,10 +33,17 @@ from specheads.decoding.draft_model import refuse_vocabulary
 from specheads.decoding.prompt_lookup import MAX_NGRAM
 from specheads.decoding.trees.hybrid import own_tree
 from specheads.heads.load import load_head
-from specheads.measure.compare import compare_methods, condition, tables
+from specheads.measure.compare import (
+    COPIED_TOKENS,
+    SINKS,
+    WINDOW,
+    compare_methods,
+    condition,
+    make_methods,
+    tables,
+)
 from specheads.measure.evaluation import head_summary, subject
 from specheads.measure.generation import Continuations, write_alone
-from specheads.measure.methods import COPIED_TOKENS, SINKS, WINDOW, make_methods
 from specheads.measure.results import Comparison
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import nearby

@@ -1,18 +1,259 @@
-"""Compare methods on the same prompts, in one process, in turns: see docs/compare.md."""
+"""Compare methods on the same prompts, in one process, in turns: see docs/compare.md.
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+The methods are heads, baselines without training, and transformers.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from specheads.base.loading import without_generation_config
 from specheads.base.model import FrozenBase
-from specheads.measure.counts import paired_gain
-from specheads.measure.generation import Continuations, GenerationSettings
-from specheads.measure.methods import DraftMethod, Method
+from specheads.core.drafter import Drafter, Head
+from specheads.core.machine import synchronise
+from specheads.decoding.draft_model import DraftModel, Streaming
+from specheads.decoding.prompt_lookup import PromptLookup
+from specheads.decoding.sampling import Sampling, each_prompt
+from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import HybridTree, Lookup
+from specheads.measure.counts import DepthCounts, paired_gain
+from specheads.measure.generation import Continuations, Decoded, GenerationSettings, decode_prompts
 from specheads.measure.online import online_sections
 from specheads.measure.results import Comparison, Condition, Gain, Lossless, MethodResults
-from specheads.measure.speed import paired_speed, summarise, time_in_turns
+from specheads.measure.speed import Timing, paired_speed, summarise, time_generate, time_in_turns
 from specheads.measure.summary import divergence_note
 from specheads.measure.tables import ConsoleTable, with_interval
+
+COPIED_TOKENS = 10
+"""Tokens that prompt lookup copies at most, alone and in the tree of the hybrid."""
+
+SINKS = 4
+"""First tokens of a text that streaming attends to."""
+
+WINDOW = 60
+"""Recent tokens that streaming attends to."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMethod:
+    """A drafter with a tree in our loop."""
+
+    drafter: Drafter
+    tree: policies.TreePolicy
+    batches: bool = True
+
+    def decode(
+        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
+    ) -> list[Decoded]:
+        """Decode every prompt and count its forwards."""
+        return decode_prompts(base, self.drafter, prompts, replace(generation, tree=self.tree))
+
+    def time(
+        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
+    ) -> Timing:
+        """Decode prompts together once and time it."""
+        return time_generate(base, self.drafter, prompts, replace(generation, tree=self.tree))
+
+
+def make_methods(
+    names: Sequence[str],
+    base: FrozenBase,
+    heads: Mapping[str, Head],
+    trees: Mapping[str, policies.TreePolicy],
+    draft_model: FrozenBase | None = None,
+    draft_depth: int = 4,
+    window: int = WINDOW,
+) -> "dict[str, Method]":
+    """Return the methods with these names; `head` and `hybrid` give one for each head.
+
+    Args:
+        names: Names of methods.
+        base: The base.
+        heads: Heads by name; a single head is called `head`.
+        trees: Each head's own tree, without prompt-lookup tokens.
+        draft_model: The draft model, if a method needs it.
+        draft_depth: Tokens that streaming and the draft model draft.
+        window: Recent tokens that streaming attends to.
+    """
+    methods: dict[str, Method] = {}
+    for name in names:
+        if name == "head":
+            methods |= {called: DraftMethod(head, trees[called]) for called, head in heads.items()}
+        elif name == "hybrid":
+            for called, head in heads.items():
+                label = "hybrid" if called == "head" else f"{called}_hybrid"
+                methods[label] = DraftMethod(head, HybridTree(trees[called], COPIED_TOKENS))
+        else:
+            methods[name] = _untrained(name, base, draft_model, draft_depth, window)
+    return methods
+
+
+def _untrained(
+    name: str, base: FrozenBase, draft_model: FrozenBase | None, draft_depth: int, window: int
+) -> "Method":
+    match name:
+        case "prompt_lookup":
+            lookup = PromptLookup(base.vocab_size, COPIED_TOKENS, device=base.device)
+            return DraftMethod(lookup, Lookup(COPIED_TOKENS))
+        case "streaming":
+            drafter = Streaming(base, draft_depth, sinks=SINKS, window=window)
+            return DraftMethod(drafter, policies.chain(draft_depth))
+        case "transformers":
+            return TransformersMethod()
+        case "transformers_lookup":
+            return TransformersMethod(copied_tokens=COPIED_TOKENS)
+    assert draft_model is not None
+    if name == "transformers_assisted":
+        return TransformersMethod(assistant=draft_model.model)
+    drafter = DraftModel(draft_model, draft_depth, base)
+    return DraftMethod(drafter, policies.chain(draft_depth))
+
+
+# --- transformers' own generation --------------------------------------------------------------
+
+
+class TransformersMethod:
+    """Decode with transformers' `generate`, alone, with a draft model or with prompt lookup.
+
+    Alone it takes a whole batch. When it drafts it takes one prompt at a time, because transformers
+    cannot batch there. Above temperature zero its text is another sample.
+    """
+
+    tree = policies.NOTHING
+
+    def __init__(self, assistant: PreTrainedModel | None = None, copied_tokens: int = 0) -> None:
+        self.assistant, self.copied_tokens = assistant, copied_tokens
+        self.batches = assistant is None and not copied_tokens
+
+    def decode(
+        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
+    ) -> list[Decoded]:
+        """Decode every prompt and count its forwards after the one that reads the prompt."""
+        texts: list[list[int]] = []
+        steps: list[list[tuple[int, int]]] = []
+        for call in self._calls(base, prompts, generation):
+            texts += call.texts
+            if self.batches:
+                # each forward after the first gives every text a token
+                steps += [[(1, 1)] * (len(text) - 1) for text in call.texts]
+            else:
+                steps.append(list(zip(call.read[1:], call.given[2:], strict=True)))
+        depth = max((read - 1 for one in steps for read, _ in one), default=0)
+        out = []
+        for text, one, source in zip(texts, steps, generation.sources_of(prompts), strict=True):
+            counts = DepthCounts.zeros(depth, source)
+            for read, given in one:
+                counts.add(given - 1, drafted_beyond=read > given)
+            out.append(Decoded(text, counts))
+        return out
+
+    def time(
+        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
+    ) -> Timing:
+        """Decode prompts once and time it: together, or one by one if it cannot batch."""
+        calls = list(self._calls(base, prompts, generation))
+        return Timing(
+            seconds=sum(one.seconds for one in calls),
+            step_seconds=sum(one.ended[-1] - one.ended[1] for one in calls),
+            num_steps=sum(len(one.read) - 1 for one in calls),
+            new_tokens=sum(len(text) for one in calls for text in one.texts),
+            forwards=sum(len(one.texts) * (len(one.read) - 1) for one in calls),
+        )
+
+    def _calls(
+        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
+    ) -> "Iterator[_Call]":
+        """Decode every prompt; yield one call after the other."""
+        seeds = each_prompt(generation.sampling, len(prompts))
+        size = generation.batch_size if self.batches else 1
+        for first in range(0, len(prompts), size):
+            yield self._call(base, prompts[first : first + size], generation, seeds[first])
+
+    def _call(
+        self,
+        base: FrozenBase,
+        prompts: list[list[int]],
+        generation: GenerationSettings,
+        sampling: Sampling,
+    ) -> "_Call":
+        width = max(map(len, prompts))
+        padded = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        ends, drawn = base.eos_ids if generation.stop_at_eos else (), sampling.temperature > 0
+        cuts = {name: getattr(sampling, name) for name in CUTS} if drawn else {}
+        config = GenerationConfig(
+            max_new_tokens=generation.max_new_tokens,
+            do_sample=drawn,
+            repetition_penalty=sampling.repetition_penalty,
+            eos_token_id=list(ends) or None,
+            pad_token_id=ends[0] if ends else 0,
+            prompt_lookup_num_tokens=self.copied_tokens or None,
+            **cuts,
+        )
+        call = _Call()
+        hook = base.model.register_forward_pre_hook(call.before, with_kwargs=True)
+        synchronise(base.device)
+        start = time.perf_counter()
+        try:
+            with torch.random.fork_rng(), torch.inference_mode():
+                torch.manual_seed(sampling.seed)
+                with without_generation_config(base.model):
+                    out: Any = base.model.generate(  # pyright: ignore[reportCallIssue]
+                        torch.tensor(padded, device=base.device),
+                        attention_mask=torch.tensor(mask, device=base.device),
+                        generation_config=config,
+                        streamer=call,
+                        assistant_model=self.assistant,
+                    )
+        finally:
+            hook.remove()
+        synchronise(base.device)
+        call.seconds = time.perf_counter() - start
+        for row in out[:, width:].tolist():
+            length = next((place for place, token in enumerate(row, 1) if token in ends), len(row))
+            call.texts.append(row[:length])
+        return call
+
+
+CUTS = ("temperature", "top_k", "top_p", "min_p")
+
+Method = DraftMethod | TransformersMethod
+
+
+@dataclass(slots=True)
+class _Call(BaseStreamer):
+    """One call of `generate`, and the base's forwards in it."""
+
+    seconds: float = 0.0
+    texts: list[list[int]] = field(default_factory=list)
+    """New tokens of each prompt, cut after the first end-of-text token."""
+    read: list[int] = field(default_factory=list)
+    """Tokens of a row that each forward read."""
+    given: list[int] = field(default_factory=list)
+    """Tokens of the prompt, followed by those that each forward gave."""
+    ended: list[float] = field(default_factory=list)
+    """Times at which they were given."""
+
+    def before(self, _: Any, __: Any, inputs: dict[str, Any]) -> None:
+        """Record what a forward reads."""
+        self.read.append(inputs["input_ids"].shape[1])
+
+    def put(self, value: torch.Tensor) -> None:
+        """Record what a forward gave."""
+        self.given.append(value.numel())
+        self.ended.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Record nothing."""
+
+
+# --- the comparison ----------------------------------------------------------------------------
 
 
 def condition(rows: dict[str, MethodResults], temperature: float, batch_size: int) -> Condition:

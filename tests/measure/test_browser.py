@@ -106,12 +106,6 @@ def test_page_fits_the_screen_and_wide_tables_scroll(watched: Watched):
         assert any(moved)
 
 
-def test_headlines_are_on_the_first_screen(watched: Watched):
-    box = watched.page.locator(".headline").last.bounding_box()
-    assert box is not None
-    assert box["y"] + box["height"] <= 844
-
-
 def test_click_draws_the_tree_of_a_step(watched: Watched):
     page, text = watched.page, watched.page.locator(".text").first
     steps = hybrid()[2][0].steps

@@ -9,17 +9,22 @@ import pytest
 from transformers import GenerationConfig
 
 from specheads.commands._call import call
-from specheads.commands.compare import method_names
 from specheads.core.files import dumps
 from specheads.decoding.generate import generate
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
-from specheads.measure import speed
-from specheads.measure.compare import compare_methods, condition, ratios, table, tables
+from specheads.measure.compare import (
+    DraftMethod,
+    TransformersMethod,
+    compare_methods,
+    condition,
+    ratios,
+    table,
+    tables,
+)
 from specheads.measure.generation import Continuations, GenerationSettings
-from specheads.measure.methods import DraftMethod, TransformersMethod
 from specheads.measure.results import Comparison, MethodResults
 from tests import results as tests_results
 from tests import tiny
@@ -73,32 +78,6 @@ def test_methods_get_the_same_prompts_and_write_the_same_text():
         measured, key=lambda name: -measured[name].speed.tokens_per_second
     )
     assert shown.rows[-1][0] == "base alone"
-
-
-def test_each_repetition_starts_with_another_method(monkeypatch: pytest.MonkeyPatch):
-    begun: list[str] = []
-    true_time = speed.time_generate
-
-    def note(base, drafter, *rest, **settings):
-        begun.append(type(drafter).__name__)
-        return true_time(base, drafter, *rest, **settings)
-
-    for place in ("speed", "methods"):
-        monkeypatch.setattr(f"specheads.measure.{place}.time_generate", note)
-    how = GenerationSettings(max_new_tokens=6)
-    compare_methods(tiny.base(), methods(), written(6), how, speed_prompts=1, repetitions=2)
-    order = ["NoneType", "Oracle", "PromptLookup", "Hybrid"]
-    # once as a warm-up, then in turns
-    assert begun == order + order + order[1:] + order[:1]
-
-
-def test_draft_model_methods_need_a_draft_model():
-    assert method_names([], "") == [
-        "head", "prompt_lookup", "hybrid", "streaming", "transformers", "transformers_lookup",
-    ]  # fmt: skip
-    more = {*method_names([], "x")} - {*method_names([], "")}
-    assert more == {"draft_model", "transformers_assisted"}
-    assert method_names(["hybrid", "head"], "") == ["hybrid", "head"]
 
 
 @pytest.mark.parametrize(

@@ -26,64 +26,6 @@ def test_a_forward_offers_every_depth_up_to_the_first_rejection():
     assert counts.per_depth()[2] == Depth(offered=2, accepted=1)
 
 
-def test_tokens_per_forward_count_the_base_s_own_token():
-    counts = DepthCounts(forwards=4, offered=[4, 2], accepted=[2, 1])
-    assert (counts.new_tokens, counts.tokens_per_forward) == (7, 1.75)
-    assert DepthCounts(7, [], []).tokens_per_forward == 1.0
-
-
-def test_rate_without_forwards_raises_with_a_remedy():
-    with pytest.raises(ValueError, match="raise max_new_tokens, or choose"):
-        _ = DepthCounts.zeros(2).tokens_per_forward
-
-
-def test_counts_add_up_by_depth():
-    total = DepthCounts.total([DepthCounts(2, [2, 1], [1, 0]), DepthCounts(3, [3, 3], [3, 2])], 2)
-    assert total == DepthCounts(5, [5, 4], [4, 2])
-
-
-@pytest.mark.parametrize(
-    ("rates", "length"),
-    [
-        ([], 1.0),
-        ([0.0, 1.0, 1.0], 1.0),
-        ([1.0, 1.0, 1.0], 4.0),
-        ([0.5, 0.5], 1.75),
-        # half of the text easy at .9, half hard at .3: conditional rates
-        ([0.6, 0.75, 0.84, 0.878571], 2.7601),
-    ],
-)
-def test_expected_tokens_match_the_published_formula(rates, length):
-    assert expected_tokens(rates)[-1] == pytest.approx(length, abs=5e-4)
-
-
-def test_conditional_rates_give_the_length_and_mean_rates_do_not():
-    # half of the forwards easy at .9, half hard at .3, drafts independent
-    generator = torch.Generator().manual_seed(0)
-    rate = torch.tensor([0.9, 0.3]).repeat(10_000)[:, None]
-    right = torch.rand(20_000, 4, generator=generator) < rate
-    counts = DepthCounts.zeros(4)
-    for accepted in right.long().cumprod(1).sum(1).tolist():
-        counts.add(accepted, drafted_beyond=accepted < 4)
-    rates = [taken / of for taken, of in zip(counts.accepted, counts.offered, strict=True)]
-    assert expected_tokens(rates)[-1] == pytest.approx(counts.tokens_per_forward)
-    assert counts.tokens_per_forward == pytest.approx(2.7601, abs=0.03)
-    assert expected_tokens(right.double().mean(0).tolist())[-1] == pytest.approx(2.3056, abs=0.03)
-
-
-@pytest.mark.parametrize(
-    ("rate", "lengths"),
-    [
-        (0.8, (1.8, 2.44, 2.952, 3.362, 3.689, 4.161, 4.571, 4.887)),
-        (0.7, (1.7, 2.19, 2.533, 2.773, 2.941, 3.141, 3.267, 3.326)),
-    ],
-)
-def test_lengths_match_leviathans_table(rate, lengths):
-    depths = (1, 2, 3, 4, 5, 7, 10, 16)
-    found = [expected_tokens([rate] * depth)[-1] for depth in depths]
-    assert found == pytest.approx(lengths, abs=1e-3)
-
-
 def test_prompts_of_one_source_are_resampled_together():
     # four sources of five equal prompts: 4 independent samples, not 20
     tokens = [value for value in (10, 14, 22, 30) for _ in range(5)]
@@ -108,14 +50,6 @@ def test_conditional_acceptance_has_an_interval_per_depth():
     assert (first.rate, second.rate) == (8 / 20, 4 / 8)
     assert first.interval == (0.2, 0.6)
     assert second.interval == (0.5, 0.5)
-
-
-def test_interval_contains_the_ratio_and_narrows_with_more_prompts():
-    few = bootstrap_interval([10, 20, 12, 18], [10, 10, 10, 10])
-    many = bootstrap_interval([10, 20, 12, 18] * 25, [10] * 100)
-    assert few[0] < 1.5 < few[1]
-    assert many[0] < 1.5 < many[1]
-    assert many[1] - many[0] < 0.35 * (few[1] - few[0])
 
 
 def test_interval_has_its_nominal_coverage():
@@ -153,13 +87,6 @@ def test_paired_gain_cancels_the_difficulty_of_prompts():
     assert high - low < 0.1 * (alone[1] - alone[0])
     same = paired_gain(ours, ours)
     assert (same.ratio, same.interval) == (1.0, (1.0, 1.0))
-
-
-def test_texts_of_one_token_are_skipped_in_a_gain():
-    one, none = DepthCounts(5, [], [5]), DepthCounts.zeros(1)
-    other = DepthCounts(10, [], [0])
-    assert paired_gain([one, none], [other, none]) == paired_gain([one], [other])
-    assert paired_gain([one], [other]).ratio == 2.0
 
 
 @pytest.mark.parametrize("period", [1, 16])

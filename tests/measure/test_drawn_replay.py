@@ -12,12 +12,11 @@ from specheads.decoding.trees import policies
 from specheads.heads.load import build_for, kinds
 from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import (
-    Continuations,
     GenerationSettings,
     decode_prompts,
     write_alone,
 )
-from specheads.measure.offline import guess_ranks, measure_offline, replay
+from specheads.measure.offline import guess_ranks, replay
 from tests import tiny
 from tests.measure.test_measure import Habit
 
@@ -134,14 +133,3 @@ def test_other_seed_gives_other_integers(asked: str):
     # the noise of another seed gives fewer accepted drafts
     right, wrong = (DepthCounts.total(one, DEPTH) for one in (right, wrong))
     assert right.tokens_per_forward > wrong.tokens_per_forward
-
-
-def test_offline_section_uses_a_seed_per_prompt():
-    asked, base = "warm", tiny.base()
-    texts = Continuations(tiny.prompts(), written(asked))
-    for coupled in (True, False):
-        drawn = how(asked, coupled=coupled, tree=TREE)
-        decoded = decode_prompts(base, head("habit"), tiny.prompts(), drawn)
-        section = measure_offline(base, head("habit"), texts, drawn)
-        total = DepthCounts.total([one.counts for one in decoded], DEPTH)
-        assert (section.forwards, section.per_depth) == (total.forwards, total.per_depth())

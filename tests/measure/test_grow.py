@@ -1,6 +1,5 @@
 """The best tree of a size: the likeliest paths, Sequoia's values and exhaustive search agree."""
 
-import itertools
 import random
 
 import pytest
@@ -63,13 +62,6 @@ def test_best_tree_equals_exhaustive_search(size):
         if wanted is not None:
             assert worth(grown, rates) == pytest.approx(wanted, rel=1e-12)
         assert closed(grown)
-
-
-def test_values_are_concave_in_nodes():
-    values = [worth(sequoia(RATES, size, 5), RATES) for size in range(1, 30)]
-    gains = [after - before for before, after in itertools.pairwise(values)]
-    assert all(gain > 0 for gain in gains)
-    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(gains))
 
 
 def test_followed_paths_precede_rates():

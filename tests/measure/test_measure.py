@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.tuned import Tried
-from specheads.measure import generation, offline, online, plots, report, speed, summary
+from specheads.measure import generation, offline, online, report, speed, summary
 from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import Continuations, GenerationSettings
 from specheads.measure.offline import replay
@@ -32,7 +32,6 @@ from specheads.measure.results import (
     Results,
     read,
 )
-from specheads.runs.provenance import Provenance
 from tests import tiny
 from tests.results import bare
 
@@ -138,14 +137,6 @@ def test_replay_of_a_static_tree_gives_the_loops_integers(noise):
     assert replayed(head, TREE, alone()) == online_counts(head, TREE)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 5, 6, 11])
-def test_replay_and_loop_agree_at_every_token_limit(limit):
-    head = Habit(0.5)
-    replay = replayed(head, policies.chain(DEPTH), alone(limit))
-    assert replay == online_counts(head, max_new_tokens=limit)
-    assert [one.new_tokens for one in replay] == [limit - 1] * 3
-
-
 @pytest.mark.parametrize("policy", [policies.chain(DEPTH), TREE], ids=["chain", "tree"])
 def test_replay_and_loop_agree_at_end_of_text(policy, monkeypatch):
     ends = alone()[0][17], alone()[2][9]
@@ -155,23 +146,6 @@ def test_replay_and_loop_agree_at_end_of_text(policy, monkeypatch):
     assert min(map(len, texts)) < tiny.NEW_TOKENS
     head = Habit(0.5)
     assert replayed(head, policy, texts) == online_counts(head, policy)
-
-
-def test_counts_do_not_depend_on_the_batch_size(monkeypatch):
-    monkeypatch.setattr(FrozenBase, "eos_ids", (alone()[0][17],))
-    head = Habit(1.0)
-    singly = online_counts(head, TREE, batch_size=1)
-    assert online_counts(head, TREE, batch_size=3) == singly
-    assert online_counts(head, TREE, batch_size=2) == singly
-
-
-def test_forwards_and_accepted_drafts_add_up_to_the_new_tokens():
-    for limit in (5, 17):
-        how = GenerationSettings(tree=TREE, max_new_tokens=limit)
-        for one in generation.decode_prompts(tiny.base(), Habit(0.5), tiny.prompts(), how):
-            assert len(one.tokens) == limit
-            assert one.counts.new_tokens == limit - 1
-            assert one.counts.offered[0] == one.counts.forwards
 
 
 def test_tree_offers_a_depth_only_below_the_accepted_path():
@@ -218,45 +192,6 @@ def test_offline_logits_end_with_the_last_label():
         assert torch.equal(logits[level], state[:, : 19 - level])
 
 
-def test_short_text_raises_with_the_needed_length():
-    text = torch.tensor([[1, 2, 3, 4, 5]])
-    with pytest.raises(ValueError, match=r"5 tokens is too short to score 4 .* at least 6"):
-        offline.offline_logits(Habit(), tiny.base().read(text), text)
-
-
-def test_ranks_do_not_depend_on_the_chunk_size(monkeypatch):
-    head, prompt, text = Habit(2.0), tiny.prompts()[0], alone()[0]
-    whole = offline.guess_ranks(tiny.base(), head, prompt, text)
-    monkeypatch.setattr(offline, "CHUNK", 7)
-    assert torch.equal(whole, offline.guess_ranks(tiny.base(), head, prompt, text))
-
-
-def test_ranks_are_indices_in_the_sorted_guesses():
-    head, prompt, text = Habit(2.0), tiny.prompts()[0], alone()[0]
-    ranks = offline.guess_ranks(tiny.base(), head, prompt, text, width=6)
-    tokens = torch.tensor([prompt + text])
-    logits = offline.offline_logits(head, tiny.base().read(tokens), tokens)
-    for level in range(DEPTH):
-        order = logits[level][0, len(prompt) - 1 :].argsort(dim=-1, descending=True, stable=True)
-        answers = torch.tensor(text[1 + level :])
-        place = (order == answers[:, None]).int().argmax(-1).clamp(max=6)
-        assert ranks[: len(place), level].tolist() == place.tolist()
-        assert ranks[len(place) :, level].tolist() == [-1] * level
-
-
-def test_top_k_accuracy_skips_labels_after_the_text():
-    ranks = torch.tensor([[0, 2], [1, 0], [5, -1]])
-    accuracy = offline.top_k_accuracy(ranks, top=3)
-    assert accuracy == [[1 / 3, 2 / 3, 2 / 3], [1 / 2, 1 / 2, 1.0]]
-
-
-def test_dynamic_tree_is_replayed_as_a_chain():
-    how = GenerationSettings(max_new_tokens=tiny.NEW_TOKENS, tree=policies.BestFirst(6, 3))
-    section = offline.measure_offline(tiny.base(), Habit(), written(), how)
-    assert section.replayed == "chain"
-    assert len(section.per_depth) == DEPTH
-
-
 # --- online ------------------------------------------------------------------------------------
 
 
@@ -264,36 +199,6 @@ def measure(categories: Sequence[str] = (), **settings: Any) -> tuple[Online, Lo
     how = GenerationSettings(max_new_tokens=tiny.NEW_TOKENS, batch_size=3, **settings)
     texts = replace(written(), categories=categories)
     return online.measure_online(tiny.base(), Habit(0.5), texts, how)
-
-
-def test_speculative_text_equals_the_base_alone():
-    section, lossless, _ = measure(tree=TREE)
-    assert lossless == Lossless(
-        compared=3, identical=3, first_divergence_logit_gap=None, verdict="identical",
-        dtype="float64",
-    )  # fmt: skip
-    low, high = section.interval
-    assert 1.0 < low <= section.tokens_per_forward <= high
-    assert section.tokens_per_forward_without_bonus == pytest.approx(section.tokens_per_forward - 1)
-    assert section.new_tokens == 3 * (tiny.NEW_TOKENS - 1)
-
-
-def test_only_matched_samples_are_compared_with_the_base_alone():
-    def sample(seed: int, acceptance: str) -> tuple[Online, Lossless, Degenerate]:
-        how = GenerationSettings(
-            max_new_tokens=16, batch_size=2, sampling=Sampling(temperature=1.0, seed=seed)
-        )
-        plain = generation.write_alone(tiny.base(), tiny.prompts(), how)
-        how = replace(how, tree=TREE, acceptance=acceptance)
-        texts = Continuations(tiny.prompts(), plain)
-        return online.measure_online(tiny.base(), Habit(0.5), texts, how)
-
-    section, lossless, _ = sample(3, "match")
-    assert lossless.compared == lossless.identical == 3
-    assert section.new_tokens == 3 * 15
-    assert section == sample(3, "match")[0]
-    assert section != sample(4, "match")[0]
-    assert sample(3, "rejection")[1].compared == 0
 
 
 def test_rates_by_category():
@@ -380,25 +285,6 @@ def test_repetitions_alternate_the_order_and_warm_up_is_not_timed(monkeypatch):
     assert section.base_tokens_per_second == 30 / 4
 
 
-def test_texts_of_one_forward_have_no_step_time(monkeypatch):
-    usual, how = results(), GenerationSettings(max_new_tokens=9)
-    monkeypatch.setattr(FrozenBase, "eos_ids", tuple(range(tiny.VOCAB)))
-    section = speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), how, repetitions=1)
-    assert section.speedup > 0
-    assert section.new_tokens == 3
-    assert (section.step_overhead, section.step_milliseconds) == (None, None)
-    made = replace(usual, speed=section)
-    assert "the base alone" in summary.verdict(made)
-    assert "times as long" not in summary.verdict(made)
-    assert "time of a step over the base's" not in dict(summary.summary(made))
-
-
-def test_speed_needs_three_new_tokens():
-    how = GenerationSettings(max_new_tokens=2)
-    with pytest.raises(ValueError, match="3 new tokens at least"):
-        speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), how)
-
-
 # --- report ------------------------------------------------------------------------------------
 
 CONTRACT = {
@@ -473,11 +359,6 @@ def test_sections_have_every_key_of_the_contract():
     assert all(keys <= {*stored[section]} for section, keys in CONTRACT.items() if keys)
 
 
-def test_offline_and_online_sections_agree():
-    for key in ("tokens_per_forward", "per_depth", "interval", "forwards"):
-        assert getattr(results().offline, key) == getattr(results().online, key)
-
-
 def test_report_folder_is_complete_and_has_no_stale_files(tmp_path):
     (tmp_path / "report").mkdir()
     for name in ("texts.json", "learning.png", "compare.json"):
@@ -506,57 +387,6 @@ def test_page_loads_nothing_and_escapes_names(tmp_path):
     assert "after phase corpus" in page
 
 
-def test_report_without_drafts_shows_the_offline_acceptance_of_a_chain(tmp_path):
-    made = replace(
-        bare(settings={"tree": "none", "num_nodes": 1}),
-        **sections(policies.NOTHING),
-        tree_candidates=[replace(one, chosen=one is ALONE) for one in TIMED],
-    )
-    page = report.write_report(tmp_path, made, HISTORY).read_text()
-    assert "no way to draft (1 were timed) was faster than the base alone" in page
-    assert 'class="verdict no"' in page
-    stored = to_json(made)
-    assert stored["online"]["tokens_per_forward"] == 1.0
-    assert stored["lossless"]["verdict"] == "identical"
-    assert len(stored["offline"]["per_depth"]) == DEPTH
-    assert read(Results, tmp_path / "results.json") == made
-
-
-def test_validation_adds_plots_and_changes_the_loss_plot():
-    rows = [
-        {"step": step, "phase": "corpus", "tokens": 32 * step, "hours": step / 100}
-        | {"validation/loss": 60 / step, "validation/accept/depth_0": step / 60}
-        for step in (20, 40)
-    ]
-    plain, found = (
-        {name: plots.png(figure) for name, figure in plots.figures(results(), history).items()}
-        for history in (HISTORY, [*HISTORY, *rows])
-    )
-    assert set(found) - set(plain) == {"validation", "learning"}
-    assert found["loss"] != plain["loss"]
-    assert found["acceptance"] == plain["acceptance"]
-
-
-def test_offline_report_without_history_has_no_speed_and_no_loss_plot(tmp_path):
-    bare_offline = replace(results(), online=None, speed=None, lossless=None, degenerate=None)
-    page = report.write_report(tmp_path, bare_offline, []).read_text()
-    assert "Speed was not measured." in page
-    assert not any((tmp_path / name).exists() for name in ("speed.png", "loss.png"))
-    assert (tmp_path / "acceptance.png").exists()
-
-
-def test_failed_write_keeps_the_old_report(tmp_path):
-    report.write_report(tmp_path, results(), HISTORY)
-    before = (tmp_path / "results.json").read_bytes()
-    made = Provenance()
-    made.versions["when"] = cast(str, object())
-    unwritable = replace(results(), provenance=made)
-    with pytest.raises(ValueError, match="Unable to serialize"):
-        report.write_report(tmp_path, unwritable, HISTORY)
-    assert (tmp_path / "results.json").read_bytes() == before
-    assert not list(tmp_path.glob(".*partial"))
-
-
 @pytest.mark.parametrize(
     ("speedup", "low", "high", "word"),
     [(0.93, 0.9, 0.97, "does not pay"), (1.04, 0.98, 1.1, "may pay"), (1.4, 1.3, 1.5, "pays")],
@@ -582,3 +412,29 @@ def test_wrong_decoding_comes_first_in_the_verdict(tmp_path: Path):
     none = Lossless(compared=0, identical=0, first_divergence_logit_gap=None)
     drawn = replace(made, lossless=none)
     assert "identical to the base alone" not in dict(summary.summary(drawn))
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 6, 11])
+def test_replay_and_loop_agree_at_every_token_limit(limit):
+    head = Habit(0.5)
+    replay = replayed(head, policies.chain(DEPTH), alone(limit))
+    assert replay == online_counts(head, max_new_tokens=limit)
+    assert [one.new_tokens for one in replay] == [limit - 1] * 3
+
+
+def test_only_matched_samples_are_compared_with_the_base_alone():
+    def sample(seed: int, acceptance: str) -> tuple[Online, Lossless, Degenerate]:
+        how = GenerationSettings(
+            max_new_tokens=16, batch_size=2, sampling=Sampling(temperature=1.0, seed=seed)
+        )
+        plain = generation.write_alone(tiny.base(), tiny.prompts(), how)
+        how = replace(how, tree=TREE, acceptance=acceptance)
+        texts = Continuations(tiny.prompts(), plain)
+        return online.measure_online(tiny.base(), Habit(0.5), texts, how)
+
+    section, lossless, _ = sample(3, "match")
+    assert lossless.compared == lossless.identical == 3
+    assert section.new_tokens == 3 * 15
+    assert section == sample(3, "match")[0]
+    assert section != sample(4, "match")[0]
+    assert sample(3, "rejection")[1].compared == 0

@@ -14,7 +14,7 @@ from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.prompt_lookup import PromptLookup
-from specheads.measure import methods
+from specheads.measure import compare as methods
 from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import GenerationSettings, write_alone
 from tests import tiny

@@ -1,15 +1,11 @@
 """The base's own quality on windows of text, and its change."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.measure.quality import compare_quality, measure_quality
-from specheads.measure.summary import summary
 from tests import tiny
-from tests.results import bare
 
 
 def test_quality_scores_each_window_by_itself():
@@ -36,16 +32,3 @@ def test_quality_has_token_means_and_a_paired_change():
     assert change.accuracy == 0.25
     low, high = before.accuracy_interval
     assert low < 0.5 < high
-
-
-def test_report_shows_base_quality():
-    results = replace(
-        bare(base={"name": "b", "parameters": 20, "adapter": "runs/x/adapter"}),
-        base_quality=compare_quality([(6.0, 1, 3)], [(6.3, 2, 3)]),
-    )
-    rows = dict(summary(results))
-    assert rows["base"] == "b + runs/x/adapter, 20 parameters"
-    assert rows["nats per token, base"] == "2.0000 (2.0000 to 2.0000); 33.3% right"
-    assert rows["nats per token, base + adapter"].startswith("2.1000")
-    assert rows["change of the base's nats per token"].startswith("+0.1000")
-    assert "nats per token, base" not in dict(summary(replace(results, base_quality=None)))

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from specheads.core.errors import InputError
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.goodput import Goodput
-from specheads.decoding.trees import policies
 from specheads.heads.load import build_for
 from specheads.measure.simulate import (
     Arrival,
@@ -65,24 +63,6 @@ def test_mean_wait_matches_m_d_1(load):
     assert np.mean(waits) == pytest.approx(theory, rel=0.03)
 
 
-def test_littles_law_holds():
-    arrivals = poisson(9.0, 4000, prompt_tokens=30, new_tokens=20, seed=1)
-    served, steps = run(linear(0.02, 1e-3), arrivals, max_batch=8, depth=2)
-    span = max(one.finished for one in served)
-    rate = len(arrivals) / span
-    times = np.random.default_rng(0).uniform(0, span, 20_000)[:, None]
-    for begins, name in (("arrival", "all"), ("first", "served")):
-        starts = np.array(
-            [one.arrival.seconds if begins == "arrival" else one.first for one in served]
-        )
-        ends = np.array([one.finished for one in served])
-        present = np.mean([((starts <= time) & (time < ends)).sum() for time in times[:, 0]])
-        assert present == pytest.approx(rate * np.mean(ends - starts), rel=0.03), name
-    # a request takes steps, or waits for the prompts of others
-    in_steps = sum(batch * seconds for _, seconds, batch, _ in steps)
-    assert in_steps <= sum(one.finished - one.first for one in served) * (1 + 1e-9)
-
-
 def test_events_follow_the_engine():
     #  0.0  A arrives, its prompt takes until 2.0, its steps until 4.0
     #  3.0  B arrives; its prompt takes from 4.0 to 6.0, steps of both until 8.0 and 10.0
@@ -100,22 +80,6 @@ def test_right_drafts_are_replayed_by_position():
     (served,), steps = run(linear(1.0), arrivals, right, depth=2)
     assert (len(steps), served.tokens) == (4, 8)
     assert len(run(linear(1.0), arrivals, right, depth=0)[1]) == 7
-
-
-def test_each_tree_has_its_own_accepted_lengths():
-    #  one row uses the tree, whose drafts are all right; two rows use the base alone
-    wide = policies.Static([(0,), (1,), (0, 0)])
-    policy = Goodput(linear(1.0, 0.2), [0.1], others=[(wide, [0.9, 0.9])])
-    _, steps = simulate(policy, [Arrival(0.0, 1, 7)], [[[0] * 7, [2] * 7]])
-    assert [(depth, seconds) for _, seconds, _, depth in steps] == [(2, pytest.approx(2.06))] * 2
-
-
-def test_sampled_lengths_have_their_rates():
-    found = np.array([sampled_lengths(RATES, (2, number), 500) for number in range(40)])
-    reached = [(found >= level).mean() for level in range(5)]
-    rates = [more / less for less, more in pairwise(reached)]
-    assert rates == pytest.approx(RATES, abs=0.02)
-    assert sampled_lengths(RATES, (2, 3), 50) != sampled_lengths(RATES, (3, 3), 50)
 
 
 @pytest.mark.parametrize(
@@ -141,32 +105,6 @@ def test_goodput_beats_every_fixed_depth_under_varying_load(seed):
     assert speed >= 0.999 * max(one for _, one in fixed)
 
 
-def test_goodput_with_wrong_drafts_is_the_base_alone():
-    arrivals = poisson(3.0, 200, prompt_tokens=20, new_tokens=30)
-    goodput, alone = (
-        run(linear(0.02, 1e-3), arrivals, rates=[0.0] * 3, max_batch=8, depth=depth)
-        for depth in (None, 0)
-    )
-    assert [one.finished for one in goodput[0]] == [one.finished for one in alone[0]]
-    assert {depth for *_, depth in goodput[1]} == {0}
-
-
-def test_goodput_adapts_to_easy_requests():
-    # a level takes a tenth of a base step: a rate of 0.3 pays for one level, a rate of 1 for all
-    arrivals = [Arrival(0.0, 5, 300)]
-    depths = [depth for *_, depth in run(linear(0.02), arrivals, [3] * 300, [0.3] * 3)[1]]
-    assert (depths[0], depths[-5]) == (1, 3)
-
-
-def test_arrivals_have_their_rate_and_follow_from_the_seed():
-    arrivals = poisson(10.0, 60_000, prompt_tokens=1, new_tokens=1, seed=4)
-    assert arrivals[-1].seconds == pytest.approx(6000, rel=0.03)
-    ours, same, other = (
-        poisson(2.0, 50, prompt_tokens=1, new_tokens=1, seed=seed) for seed in (1, 1, 2)
-    )
-    assert ours == same != other
-
-
 def test_recorded_arrivals_are_read_and_errors_name_the_line(tmp_path: Path):
     file = tmp_path / "load.jsonl"
     late, early = {"seconds": 2, "prompt_tokens": 3, "new_tokens": 4}, {"seconds": 0.5}
@@ -176,25 +114,6 @@ def test_recorded_arrivals_are_read_and_errors_name_the_line(tmp_path: Path):
         file.write_text(json.dumps(wrong))
         with pytest.raises(InputError, match=r"_tokens in line 1 of .* must be a whole number"):
             read_arrivals(file)
-
-
-def test_figures_of_a_load_add_up():
-    arrivals = poisson(1.0, 300, prompt_tokens=10, new_tokens=11)
-    row = summarise("1", "none", *run(linear(0.01), arrivals, max_batch=4, depth=0))
-    assert row.latency["mean"] >= 0.1
-    assert row.latency["p50"] <= row.latency["p90"] <= row.latency["p99"]
-    assert row.first_token["mean"] < row.latency["mean"]
-    # eleven tokens each: one comes with the prompt, and each step takes 10 ms
-    span = arrivals[-1].seconds - arrivals[0].seconds
-    assert row.tokens_per_second == pytest.approx(300 * 11 / span, rel=0.01)
-
-
-def test_rows_are_read_up_to_the_longest():
-    # 3 rows, their first token from their prompts and one more from a step
-    arrivals = [Arrival(0.0, length - 1, 2) for length in (300, 200, 900)]
-    cost = linear(1.0, context=1.0, share=0.0)
-    _, steps = run(cost, arrivals, [0, 0], max_batch=3, depth=0)
-    assert steps[0][1] == 1.0 + 3 * 900
 
 
 # --- machines that one does not have -------------------------------------------------------------
@@ -220,24 +139,6 @@ def test_forward_reads_weights_and_context_and_computes_tokens():
     assert cost.seconds(1000, 0) == pytest.approx(16e9 / 2e12 + 16e9 * 1000 / 312e12)
 
 
-def test_window_as_long_as_the_text_costs_as_much_as_the_base():
-    cost = a100(window=0)
-    assert cost.seconds(4, 1000, 2, 1) == pytest.approx(
-        cost.seconds(4, 1000, 2, 0) + cost.seconds(4, 1000, 1, 0)
-    )
-    assert a100(window=1000).seconds(4, 1000, 3, 2) == cost.seconds(4, 1000, 3, 2)
-
-
-def test_block_costs_one_forward_at_any_depth():
-    cost = a100(1e9, draft_position_bytes=0, levels=7)
-    drafts = [
-        cost.seconds(1, 100, nodes, depth) - cost.seconds(1, 100, nodes, 0)
-        for nodes, depth in ((2, 1), (8, 7), (30, 7))
-    ]
-    # all slots of the block are computed
-    assert drafts == pytest.approx([2e9 / 2e12 + 7 * 2e9 / 312e12] * 3)
-
-
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "medusa"])
 def test_sizes_count_own_parameters_once(kind: str):
     base = tiny.base()
@@ -252,15 +153,3 @@ def test_windowed_drafts_gain_from_batches_only_in_long_texts():
     long, short = ([ratio(a100(), batch, at) for batch in (32, 64, 128)] for at in (32_000, 100))
     assert long[0] > long[1] > long[2]
     assert short[0] <= short[1] <= short[2]
-
-
-def test_break_even_context_falls_with_the_batch_size():
-    # a drafter with all weights needs keys to outweigh them, and a batch has more keys
-    tokens = 1 + 0.8 + 0.8**2 + 0.8**3
-
-    def first(batch: int) -> int:
-        return next(at for at in range(0, 400_000, 50) if ratio(a100(), batch, at) < tokens)
-
-    found = [first(batch) for batch in (1, 4, 16, 64, 128, 256)]
-    assert found == sorted(found, reverse=True)
-    assert found[0] != found[-1]

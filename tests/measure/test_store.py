@@ -2,18 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from specheads.core.errors import InputError
 from specheads.core.files import to_json
-from specheads.export.card import read_summary
 from specheads.heads.load import build
 from specheads.measure.evaluation import draft_vocabulary
 from specheads.measure.results import Results, read
 from specheads.runs.directory import RunDirectory
-from tests import tiny
 from tests.results import bare
 
 WHOLE = to_json(bare(speed={"base_tokens_per_second": 1.0, "tokens_per_second": 2.0, "speedup": 2.0,
@@ -95,14 +92,3 @@ def test_broken_provenance_raises_one_line(tmp_path: Path, how: str):
     with pytest.raises(InputError, match="provenance") as caught:
         draft_vocabulary(head, run)
     assert "\n" not in str(caught.value)
-    if how == "wrong":
-        return
-    settings: dict[str, Any] = dict.fromkeys(
-        ("seed", "base", "head", "init", "data", "schedule", "tree", "evaluation"), 0
-    ) | {
-        "base": {"model": "x", "adapter": ""},
-        "data": {"source": "files", "path": "a"},
-        "schedule": {"phases": {}},
-    }
-    with pytest.raises(InputError, match="provenance"):
-        read_summary(run, settings, tiny.base())

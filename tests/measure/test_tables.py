@@ -70,8 +70,3 @@ def test_table_that_does_not_fit_becomes_a_list():
         "offered: 6 / 12",
         "  top 1: 0.045",
     ]
-
-
-def test_brackets_are_not_parsed_as_style():
-    text = printed(ConsoleTable("title", [["base", "[/] of [bold]mine"]]), 60)
-    assert "[/] of [bold]mine" in text

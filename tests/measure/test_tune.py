@@ -27,7 +27,7 @@ from specheads.heads.load import build_for, drafter_of
 from specheads.measure import tune as tuning
 from specheads.measure.generation import GenerationSettings
 from specheads.measure.offline import guess_ranks
-from specheads.measure.tune import Point, fit, time_steps, trimmed_mean
+from specheads.measure.tune import Point, fit, time_steps
 from specheads.measure.tune_trees import (
     Trace,
     TuningText,
@@ -36,8 +36,6 @@ from specheads.measure.tune_trees import (
     candidate_trees,
     learn,
     match_rates,
-    path_shares,
-    positional,
     predict,
     trace,
     write_texts,
@@ -83,21 +81,6 @@ def test_planted_cost_model_is_recovered(noise: float):
     assert error.largest < 0.05
 
 
-def test_costs_are_not_negative():
-    flat = StepCost(
-        verify=ForwardCost(fixed=1e-2, token=0.0, context=0.0),
-        draft=ForwardCost(fixed=0.0, token=1e-4, context=0.0),
-    )
-    cost, _ = fit(points(flat, 0.02))
-    assert min(coefficients(cost)) >= 0
-    assert cost.verify.fixed == pytest.approx(1e-2, rel=0.02)
-
-
-def test_trimmed_mean_drops_outliers():
-    assert trimmed_mean([1.0, 1.1, 0.9, 1.0, 50.0]) == pytest.approx(1.0, abs=0.05)
-    assert trimmed_mean([2.0]) == 2.0
-
-
 def texts(rates: tuple[float, ...], places: int = 400) -> list[torch.Tensor]:
     """Return ranks of texts with these rates at any depth."""
     generator = random.Random(1)
@@ -123,11 +106,6 @@ def pick(
     return max(speedups.items(), key=lambda one: one[1])
 
 
-def test_wrong_drafts_never_pay_and_free_verification_pays_for_large_trees():
-    assert pick(texts((0.0,)), PLANTED)[1] < 1.0
-    assert pick(texts((0.4, 0.2, 0.1, 0.05, 0.05)), FREE)[0].num_nodes > 32
-
-
 def test_costly_nodes_choose_smaller_trees_and_costly_steps_larger_ones():
     ranks = texts((0.4, 0.2, 0.1, 0.05, 0.05))
 
@@ -143,14 +121,6 @@ def test_costly_nodes_choose_smaller_trees_and_costly_steps_larger_ones():
     for sizes in ([nodes(fixed, 1e-3) for fixed in (1e-3, 1e-2, 1e-1, 1.0)], by_context):
         assert all(later >= earlier for earlier, later in pairwise(sizes))
         assert sizes[-1] > sizes[0]
-
-
-def test_acceptance_by_path_and_rank():
-    ranks = [torch.tensor([[0, 1], [0, 0], [8, 0], [0, -1], [1, -1]])]
-    shares = path_shares(ranks)
-    assert shares == {(0,): 0.6, (1,): 0.2, (0, 0): 0.2, (0, 1): 0.2}
-    # five positions, and four reached the second depth; tokens after the end count as wrong
-    assert positional(shares, 2) == pytest.approx([4 / 9, 2 / 9])
 
 
 def test_match_rates_count_steps_up_to_the_end_of_text():
@@ -307,14 +277,6 @@ def test_fastest_method_is_chosen_and_the_base_alone_is_timed(machine, quick: bo
         assert (name in names) == (not quick)
 
 
-def test_base_alone_is_chosen_if_nothing_pays(machine):
-    machine(5.0)
-    found = tuned_here(1.0)
-    assert [tree.kind for tree in found.trees] == ["none"]
-    assert [row.tree for row in found.tried if row.chosen] == ["none"]
-    assert found.trees[0].policy() is policies.NOTHING
-
-
 def test_repetitive_text_chooses_prompt_lookup(machine):
     """The head then drafts with them."""
     machine(0.0)
@@ -335,21 +297,6 @@ def test_repetitive_text_chooses_prompt_lookup(machine):
     out = generate(base, head, twice, max_new_tokens=20)
     assert out.tokens == generate(base, None, twice, max_new_tokens=20).tokens
     assert any(step.num_copied for row in out.steps for step in row)
-
-
-def test_choice_depends_on_temperature_and_coupling(machine):
-    machine(0.05)
-    how = GenerationSettings(max_new_tokens=40, sampling=Sampling(temperature=2.0, seed=2))
-    seen, unseen = (tuned_here(0.5, how=replace(how, coupled=one)) for one in (True, False))
-    assert seen.acceptance.per_depth[0] > unseen.acceptance.per_depth[0]
-    assert seen.trees[0].tokens_per_forward > unseen.trees[0].tokens_per_forward
-
-
-def test_single_text_builds_and_judges_trees():
-    how = GenerationSettings(max_new_tokens=8)
-    found = write_texts(tiny.base(), Habit(), prompts()[:1], 12, how)
-    assert found.grown == found.judged
-    assert [len(row) for row in found.rows(3)] == [12] * 3
 
 
 def test_prompts_are_whole_and_near_the_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -412,17 +359,6 @@ def test_texts_of_one_source_either_build_or_judge_trees():
     assert [one.prompt for one in single.judged] == rows[1::2]
 
 
-def test_methods_are_timed_on_as_many_texts_as_rounds(machine):
-    base, head, how = tiny.base(), Habit(1.0), GenerationSettings(max_new_tokens=8)
-    texts = write_texts(base, head, prompts(tiny.prompts() * 4), 30, how)
-    for batch, turns in ((1, 6), (2, 3), (16, 1)):
-        timed = machine(0.05)
-        tuning.choose(base, head, [texts], [batch], how, 16, quick=True)
-        # the first call times the grid of the cost fit
-        assert [rounds for rounds, _ in timed[1:]] == [6 // turns] * turns
-        assert [row for _, rows in timed[1:] for row in rows] == texts.rows(turns * batch)
-
-
 # --- what an evaluation asks for ----------------------------------------------------------------
 
 
@@ -459,3 +395,11 @@ def test_evaluation_chooses_a_tree_for_its_own_settings(
     assert tree(10**6, how)[0] is policies.NOTHING
     assert tree(68, replace(how, sampling=Sampling()))[0].num_nodes == 3
     assert [contexts for contexts, *_ in asked[1:]] == [[base.max_length - 18]]
+
+
+def test_base_alone_is_chosen_if_nothing_pays(machine):
+    machine(5.0)
+    found = tuned_here(1.0)
+    assert [tree.kind for tree in found.trees] == ["none"]
+    assert [row.tree for row in found.tried if row.chosen] == ["none"]
+    assert found.trees[0].policy() is policies.NOTHING

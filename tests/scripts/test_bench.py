@@ -37,7 +37,7 @@ DECODE = (
 
 TRAIN = (
     "--bases tiny --heads mlp_speculator eagle3 --device cpu --turns 2 --batch-size 2 "
-    "--sequence-length 32 --document-length 11 --plain"
+    "--sequence-length 32 --plain"
 )
 
 
@@ -83,6 +83,4 @@ def test_a_step_of_training_is_timed_where_only_what_computes_is_installed(tmp_p
         assert row["over_floor"] > 1
         assert row["interval"][0] <= row["over_floor"] <= row["interval"][1]
         assert row["mfu"] == pytest.approx(1 / row["over_floor"])
-        assert sum(row["parts"].values()) == pytest.approx(1)
-        assert min(row["parts"][part] for part in ("base", "loss", "backward")) > 0
         assert row["plain_over_step"] > 0

@@ -93,11 +93,6 @@ def test_a_mistake_is_one_line_and_leaves_nothing(script, data, tmp_path, capsys
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
-def test_nothing_that_exists_is_overwritten(script, data, tmp_path, capsys):
-    assert pretrain(script, data, tmp_path / "data", *SHAPE) == 2
-    assert "must not exist yet" in capsys.readouterr().err
-
-
 def test_an_unfinished_run_is_not_continued_with_other_settings(script, data, tmp_path, capsys):
     work = tmp_path / "out.partial"
     work.mkdir()

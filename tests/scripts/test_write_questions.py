@@ -121,18 +121,3 @@ def test_a_base_that_writes_no_question_is_given_up_in_one_line(
     (line,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error")]
     assert "wrote 0 different ones in 20 texts, asked for 2; raise --new-tokens" in line
     assert not (tmp_path / "a.jsonl").exists()
-
-
-def test_a_base_without_a_template_is_refused(
-    script: ModuleType,
-    base: FrozenBase,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    assert base.tokenizer is not None
-    base.tokenizer.chat_template = None
-    with pytest.raises(SystemExit) as left:
-        run(script, monkeypatch, tmp_path / "a.jsonl")
-    assert left.value.code == 2
-    assert "need a tokenizer with a chat template" in capsys.readouterr().err
