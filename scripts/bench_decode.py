@@ -45,7 +45,6 @@ from specheads.decoding.trees import policies
 from specheads.heads.load import build_for, drafter_of
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.generation import GenerationSettings
-from specheads.measure.tune import fit, time_steps
 from specheads.runs.provenance import nearby, provenance
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -345,6 +344,9 @@ def engine(bench: Bench) -> list[dict[str, Any]]:
 
 def step_cost(bench: Bench, head: Any, context: int, batches: Sequence[int]) -> dict[str, Any]:
     """Return the fitted cost of steps by batch and nodes: what goodput chooses by."""
+    # it needs datasets, which the other parts do without
+    from specheads.measure.tune import fit, time_steps
+
     ways, prompts = [], []
     for size in batches:
         for depth in range(head.depth + 1):

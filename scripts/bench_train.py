@@ -39,7 +39,6 @@ from specheads.core.machine import dtype_name, peak_gib, synchronise
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for
 from specheads.measure.counts import bootstrap_interval
-from specheads.measure.tables import with_interval
 from specheads.runs.provenance import nearby, provenance
 from specheads.training.cost import matmul_rate, step_flops
 from specheads.training.depth_loss import Targets, depth_loss
@@ -345,6 +344,9 @@ def seconds_of(device: torch.device, act: Callable[[], object]) -> float:
 
 
 def _show(row: dict[str, Any]) -> None:
+    # it needs rich, which what only measures does without
+    from specheads.measure.tables import with_interval
+
     over = with_interval(row["over_floor"], row["interval"])
     text = (
         f"{row['base']} {row['head']}: {row['tokens_per_second']:,.0f} tokens/s, "

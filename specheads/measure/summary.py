@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from specheads.measure.results import IDENTICAL, WRONG, Interval, Lossless, Results, Speed
+from specheads.measure.results import IDENTICAL, WRONG, Interval, Lossless, Results
 
 SummaryRows = list[tuple[str, str]]
 
@@ -53,8 +53,11 @@ def _gain(results: Results) -> str:
         return "Speed was not measured."
     ratio, (low, high) = speed.speedup, speed.interval
     measured = f"{ratio:.2f}x the speed of the base alone (95 % interval {low:.2f} to {high:.2f})"
-    if results.settings.copied_tokens:
-        measured += f"; {_lookup_share(speed)}"
+    if alone := speed.head_alone:
+        own = f"{alone.ratio:.2f}x ({alone.interval[0]:.2f} to {alone.interval[1]:.2f})"
+        measured += f"; head alone {own}, with prompt lookup {ratio:.2f}x"
+    elif results.settings.tree == "none+lookup":
+        measured += "; by prompt lookup alone, as the head's drafts do not pay here"
     why = f"a step gives {online.tokens_per_forward:.2f} tokens"
     if speed.step_overhead is not None:
         why += f" and takes {speed.step_overhead:.2f} times as long as a step of the base alone"
@@ -68,17 +71,6 @@ def _gain(results: Results) -> str:
             f"Speculation may pay on this machine, but the interval includes 1: {measured}; {why}."
         )
     return f"Speculation pays on this machine: {measured}; {why}."
-
-
-def _lookup_share(speed: Speed) -> str:
-    """Return what the head gives alone, and what it gives together with prompt lookup."""
-    if (alone := speed.head_alone) is None:
-        return f"prompt lookup alone {speed.speedup:.2f}x, as the head's drafts do not pay here"
-    low, high = alone.interval
-    return (
-        f"head alone {alone.ratio:.2f}x ({low:.2f} to {high:.2f}), with prompt lookup "
-        f"{speed.speedup:.2f}x"
-    )
 
 
 def _figure(value: float, interval: Interval, form: str = ".3f") -> str:

@@ -249,12 +249,12 @@ def test_speed_and_verdict_tell_head_and_prompt_lookup_apart(inner, monkeypatch)
     monkeypatch.setattr(speed, "time_generate", fake)
     how = GenerationSettings(max_new_tokens=9, tree=HybridTree(inner, 3))
     section = speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), how)
-    settings = replace(results().settings, copied_tokens=3)
+    settings = replace(results().settings, copied_tokens=3, tree=f"{inner.name}+lookup")
     made = replace(results(), settings=settings, speed=section)
     assert section.speedup == 4.0
     if inner is policies.NOTHING:
         assert section.head_alone is None
-        assert "; prompt lookup alone 4.00x, as the head's" in summary.verdict(made)
+        assert "; by prompt lookup alone, as the head's" in summary.verdict(made)
     else:
         assert section.head_alone == Gain(ratio=1.6, interval=(1.6, 1.6))
         told = "; head alone 1.60x (1.60 to 1.60), with prompt lookup 4.00x; "
@@ -374,17 +374,6 @@ def test_report_folder_is_complete_and_has_no_stale_files(tmp_path):
         picture = path.read_bytes()
         assert picture.startswith(b"\x89PNG")
         assert len(picture) > 5000
-
-
-def test_page_loads_nothing_and_escapes_names(tmp_path):
-    page = report.write_report(tmp_path, results(), HISTORY).read_text()
-    assert page.count("<svg") == 3
-    # only a header of the page and a namespace name contain http
-    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
-    assert "&lt;habit&gt;" in page
-    assert "<habit>" not in page
-    assert page.count('<tr class="chosen">') == 1
-    assert "after phase corpus" in page
 
 
 @pytest.mark.parametrize(

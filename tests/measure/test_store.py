@@ -22,11 +22,7 @@ WHOLE = to_json(bare(speed={"base_tokens_per_second": 1.0, "tokens_per_second": 
     ("section", "name", "value", "told"),
     [
         ("head", "depth", "three", r"value of head\.depth .*integer.*, got 'three'"),
-        ("head", "depth", True, r"value of head\.depth .*integer.*, got True"),
         ("head", "depth", None, r"value of head\.depth .*integer.*, got None"),
-        ("head", "depth", 1.5, r"value of head\.depth .*integer"),
-        ("speed", "speedup", [2.0], r"value of speed\.speedup .*number"),
-        ("speed", "interval", 3, r"value of speed\.interval .*array"),
         ("speed", "interval", [1.0], r"value of speed\.interval\.1 .*, got nothing"),
         ("speed", "interval", ["a", "b"], r"value of speed\.interval\.0 .*number"),
         ("provenance", "hardware", 3, r"value of provenance\.hardware .*object"),

@@ -10,7 +10,6 @@ from rich.console import Console
 from specheads.measure import report, summary
 from specheads.measure.compare import condition, table
 from specheads.measure.results import Results, read
-from specheads.measure.tables import ConsoleTable
 
 RESULTS = Path(__file__).parents[2] / "recipes" / "tiny_code" / "results.json"
 NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
@@ -53,20 +52,3 @@ def test_comparison_shows_every_figure_at_any_width(width: int):
     assert figures(text) == figures(" ".join([found.title, *cells]))
     assert "\u2026" not in text
     assert all(len(line) <= width for line in text.splitlines())
-
-
-def test_table_that_does_not_fit_becomes_a_list():
-    rows = [["1", "12 / 345", "0.123"], ["2", "6 / 12", "0.045"]]
-    wide = ConsoleTable("by depth", rows, ["depth", "accepted / offered", "top 1"])
-    assert "12 / 345" in printed(wide, 80)
-    assert printed(wide, 20).splitlines() == [
-        "by depth",
-        "depth 1",
-        "  accepted / ",
-        "offered: 12 / 345",
-        "  top 1: 0.123",
-        "depth 2",
-        "  accepted / ",
-        "offered: 6 / 12",
-        "  top 1: 0.045",
-    ]

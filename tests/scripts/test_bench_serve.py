@@ -1,7 +1,4 @@
-"""bench_serve.py without vLLM: its servers, the order of turns, and the numbers of a row.
-
-tests/export/test_vllm.py and test_llama_cpp.py run the real engines.
-"""
+"""bench_serve.py without vLLM: tests/export/test_vllm.py and test_llama_cpp.py run the engines."""
 
 import json
 import shlex
