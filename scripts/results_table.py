@@ -11,7 +11,7 @@ Only the text between `<!-- NAME -->` and `<!-- /NAME -->` is written:
                         ways          */compare.json of `specheads compare`, one row per drafter
                         served        serve.json of scripts/bench_serve.py
                         speculators   speculators.json, heads trained by another library
-                        ablations     ablations.json of `scripts/bench_heads.py --ablate`
+                        ablations     ablations.json, heads that differ in one setting
     recipes/README.md   results       results.json of every recipe
                         heads         heads.json of scripts/bench_heads.py
     recipes/gpu         gpu           *.json of scripts/gpu.py
