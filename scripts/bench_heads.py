@@ -1,14 +1,31 @@
-"""Train every kind of head on the same text, and compare them.
+"""Train heads that differ in one setting, or another library's head, and compare them.
 
     python scripts/bench_heads.py                        every kind, into runs/heads
     python scripts/bench_heads.py --kinds medusa eagle3 --set schedule.phases.distilled.steps=50
     python scripts/bench_heads.py --record               and update recipes/README.md
+    python scripts/bench_heads.py --ablate               the recipe's own head and its ablations
+    python scripts/bench_heads.py --ablate as_it_is hard_labels --record    the recipe's card
+
+    make speculators                                     an environment with that library
+    .venv-speculators/bin/python scripts/bench_heads.py --speculators runs/smollm2 --out runs/theirs
+    specheads compare heads=[runs/smollm2,runs/theirs] drafters=[head] out=runs/against_theirs
 
 Every part is a command of `specheads` (`train`, `compare`) in its own process. Finished parts are
 not repeated, so an interrupted call resumes. All heads share text, generated text, optimizers,
-steps, depth and prompts. Training speed is read from the log of each run, so nothing else should
-run at the same time.
+steps, depth and prompts, except for the setting of an ablation. Training speed is read from the log
+of each run, so nothing else should run at the same time.
+
+--speculators trains the EAGLE-3 of the speculators library on the training text of a run. Model,
+loss, optimizers, learning rates, clipping and document layout are those of speculators, with the
+defaults of its command line (--set changes them). The base's forward, the order of batches, the
+loss mask, the draft vocabulary and the depth are those of the run. OUT is the folder that
+speculators saves, which `load_head` reads, with the training settings in training.json.
+Differences to speculators: each batch of the run is read once; the first labels of a document are
+left out if some depths cannot predict them within it; weights are saved in float32.
 """
+
+# speculators is in no environment of ours
+# pyright: reportMissingImports=false
 
 import argparse
 import json
@@ -16,12 +33,39 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from specheads.core.files import to_json
+import torch
+from rich.progress import Progress
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from specheads.base.model import FrozenBase
+from specheads.commands._library import read_run
+from specheads.config import Train
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.core.features import Features, document_lengths
+from specheads.core.files import atomic_folder, to_json
+from specheads.core.machine import dtype_name
+from specheads.core.texts import derive_seed
+from specheads.data.packing import TokenBatch
+from specheads.heads.load import build, build_for, load_head
 from specheads.measure.results import Comparison, read
+from specheads.runs.directory import RunDirectory, as_json
+from specheads.runs.progress import progress
+from specheads.runs.provenance import nearby, provenance
+from specheads.training.objective import drawn_labels, early_enough, in_chains
+from specheads.training.plan.trial import automatic
+from specheads.training.processes import accelerator_of_environment, load_base
+from specheads.training.schedule import placed
+from specheads.training.texts import PhaseTexts
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPARED = {
@@ -32,72 +76,181 @@ COMPARED = {
 """Overrides of `specheads compare` by output folder: the same chain for all heads, and the tuned
 tree of each head with one prompt at a time."""
 
+PHASE = "schedule.phases.distilled"
+CORPUS = "schedule.phases.corpus"
+
+ABLATIONS: dict[str, list[str]] = {
+    "as_it_is": [],
+    "hard_labels": [f"{PHASE}.loss=cross_entropy"],
+    "total_variation": [f"{PHASE}.loss=total_variation"],
+    "lk_hybrid": [f"{PHASE}.loss=lk_hybrid"],
+    "answers_only": [f"{PHASE}.answers_only=true"],
+    "depth_1": ["head.depth=1"],
+    "depth_5": ["head.depth=5"],
+    "layers_1": ["head.num_layers=1"],
+    "layers_4": ["head.num_layers=4"],
+    "half_width": ["head.exit_dim=576"],
+    "drafts_1024": ["head.draft_tokens=1024"],
+    "drafts_all": ["head.draft_tokens=0"],
+    # a part of the 256 answers, for as many training tokens
+    "text_10": [f"{PHASE}.distill.num_samples=26", f"{PHASE}.distill.folder="],
+    "text_30": [f"{PHASE}.distill.num_samples=77", f"{PHASE}.distill.folder="],
+    "corpus_alone": [
+        *("data=python_stdlib", "schedule=corpus_only", f"~{PHASE}", "head.draft_tokens=0"),
+        *(f"{CORPUS}.{name}" for name in ("steps=100", "batch_size=3", "sequence_length=512")),
+        *(f"{CORPUS}.{name}" for name in ("learning_rate=2e-3", "loss=soft_cross_entropy")),
+    ],
+    # both phases, so twice the tokens of the others
+    "corpus_first": ["init={out}/corpus_alone/head"],
+}
+"""Overrides of recipe smollm2 by the name of the run."""
+
 OWN = {kind: ["head.num_layers=1"] for kind in ("dflash", "dspark")}
 """Further overrides of some kinds: their published five layers cost more than a small base."""
+
+MOST_APART = 0.01
+"""Largest divergence in nats of the logits that speculators computes; bfloat16 gives a tenth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The parts of a run that decide what is learned."""
+
+    settings: Train
+    base: FrozenBase
+    texts: PhaseTexts
+    head: Head
+    """Head of the run, for its draft vocabulary and depth."""
+    dtype: torch.dtype
+    """Precision of the head."""
+    layers: tuple[int, ...]
+    """Layers of the base that the head reads."""
+
+    def read(self, batch: TokenBatch) -> tuple[Features, Tensor]:
+        """Return features, and the input of the base's last norm, which speculators normalises."""
+        streams: list[Tensor] = []
+        norm: Any = self.base.model.base_model.norm
+        hook = norm.register_forward_pre_hook(lambda _, given: streams.append(given[0]))
+        try:
+            return self.base.read(batch.tokens, self.layers, batch.document_ids), streams.pop()
+        finally:
+            hook.remove()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train and compare; return the exit code."""
     options = _parse(arguments)
-    runs = {kind: options.out / kind for kind in options.kinds}
-    for run in runs.values():
-        if code := _train(run, options):
+    if options.speculators:
+        try:
+            sys.stdout.write(train_speculators(options))
+        except InputError as error:
+            sys.stderr.write(f"error: {error}\n")
+            return 2
+        return 0
+    changes = _changes(options)
+    runs = {name: options.out / name for name in changes}
+    for name, run in runs.items():
+        if code := _train(run, changes[name], options):
             return code
-    table: dict[str, Any] = {"schema": 2, "recipe": options.recipe}
-    table["training"] = {kind: trained(run) for kind, run in runs.items()}
+    if options.ablate is not None:
+        return _ablated(list(runs.values()), options)
+    training = {kind: trained(run) for kind, run in runs.items()}
+    table: dict[str, Any] = {"schema": 2, "recipe": options.recipe, "training": training}
     for name, asked in COMPARED.items():
-        file = options.out / name / "compare.json"
-        if not file.is_file():
-            heads = f"heads=[{','.join(map(str, runs.values()))}]"
-            words = [heads, f"out={file.parent}", "drafters=[head]", *asked, *options.measure]
-            if code := _run("compare", *words)[0]:
-                return code
-        table[name] = to_json(read(Comparison, file))
-    out = options.out / "heads.json"
-    out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {out}")
-    if options.record:
-        (ROOT / "recipes" / options.recipe / out.name).write_bytes(out.read_bytes())
-        subprocess.check_call([sys.executable, str(ROOT / "scripts" / "results_table.py")])
+        if code := _compare(options.out / name, list(runs.values()), [*asked, *options.measure]):
+            return code
+        table[name] = to_json(read(Comparison, options.out / name / "compare.json"))
+        text = json.dumps(table, indent=1) + "\n"
+        (options.out / "heads.json").write_text(text, encoding="utf-8")
+        print(f"wrote {options.out / 'heads.json'}")
+        if options.record:
+            _record(text, options.recipe, "heads.json")
     return 0
+
+
+def _ablated(runs: list[Path], options: argparse.Namespace) -> int:
+    """Compare the ablations, each as a chain of its own depth."""
+    out = options.out / "ablations"
+    asked = [*COMPARED["chain"], "temperatures=[0]", *options.measure]
+    if (code := _compare(out, runs, asked)) == 0 and options.record:
+        text = (out / "compare.json").read_text(encoding="utf-8")
+        _record(text, options.recipe, "ablations.json")
+    return code
+
+
+def _record(text: str, recipe: str, name: str) -> None:
+    """Write results into the folder of the recipe, and update its tables."""
+    (ROOT / "recipes" / recipe / name).write_text(text, encoding="utf-8")
+    subprocess.check_call([sys.executable, str(ROOT / "scripts" / "results_table.py")])
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add, found = parser.add_argument, sorted((ROOT / "configs" / "head").glob("*.yaml"))
-    kinds = [path.stem for path in found]
-    add("--kinds", nargs="+", choices=kinds, default=kinds, help="default: all")
-    add("--recipe", default="smollm2", help="recipe to change")
-    add("--out", type=Path, default=ROOT / "runs" / "heads", help="run folder")
-    add("--text", type=Path, help="generated text; default: OUT/text")
-    add("--set", nargs="*", default=[], help="further overrides for training")
-    add("--measure", nargs="*", default=[], help="further overrides for comparing")
-    add("--record", action="store_true", help="write the table of the recipes")
+    found = sorted(path.stem for path in (ROOT / "configs" / "head").glob("*.yaml"))
+    parser.add_argument("--kinds", nargs="+", choices=found, default=found, help="default: all")
+    parser.add_argument(
+        "--ablate",
+        nargs="*",
+        choices=[*ABLATIONS],
+        help="ablations, not kinds; default: all",
+    )
+    parser.add_argument("--speculators", type=Path, metavar="RUN", help="their head, not ours")
+    parser.add_argument("--recipe", default="smollm2", help="recipe to change")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "heads", help="run folder")
+    parser.add_argument("--text", type=Path, help="generated text; default: OUT/text")
+    parser.add_argument("--set", nargs="*", default=[], help="further overrides for training")
+    parser.add_argument("--measure", nargs="*", default=[], help="further overrides for comparing")
+    parser.add_argument("--record", action="store_true", help="write the tables of the recipes")
     return parser.parse_args(arguments)
 
 
-def _train(run: Path, options: argparse.Namespace) -> int:
-    """Train one head, unless it is finished; write the peak memory of its process."""
+def _changes(options: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the overrides of each run."""
+    if options.ablate is None:
+        return {kind: [f"head={kind}", *OWN.get(kind, [])] for kind in options.kinds}
+    names = options.ablate or [*ABLATIONS]
+    return {name: [one.format(out=options.out) for one in ABLATIONS[name]] for name in names}
+
+
+def _train(run: Path, changes: list[str], options: argparse.Namespace) -> int:
+    """Train one head, unless it is finished; write the time and the peak memory of its process."""
     if (run / "training.json").is_file():
         return 0
     text = (options.text or options.out / "text").resolve()
-    asked = [f"recipe={options.recipe}", f"name={run.name}", f"run_dir={run}", f"head={run.name}"]
-    asked += [f"schedule.phases.distilled.distill.folder={text}", "evaluate_after=false"]
-    asked += [*OWN.get(run.name, []), *options.set]
-    code, peak_gib = _run("train", *asked)
+    code, seconds, peak_gib = _run(
+        "train",
+        f"recipe={options.recipe}",
+        f"name={run.name}",
+        f"run_dir={run}",
+        f"{PHASE}.distill.folder={text}",
+        "evaluate_after=false",
+        *changes,
+        *options.set,
+    )
     if code == 0:
-        (run / "training.json").write_text(json.dumps({"peak_gib": peak_gib}), encoding="utf-8")
+        costs = {"seconds": seconds, "peak_gib": peak_gib}
+        (run / "training.json").write_text(json.dumps(costs) + "\n", encoding="utf-8")
     return code
 
 
-def _run(*words: str) -> tuple[int, float]:
-    """Run one command of specheads; return its exit code, and its peak memory in GiB."""
+def _compare(out: Path, runs: list[Path], asked: list[str]) -> int:
+    """Compare the heads, unless that is finished."""
+    if (out / "compare.json").is_file():
+        return 0
+    heads = f"heads=[{','.join(map(str, runs))}]"
+    return _run("compare", heads, f"out={out}", "drafters=[head]", *asked)[0]
+
+
+def _run(*words: str) -> tuple[int, float, float]:
+    """Run one command of specheads; return its exit code, seconds, and peak memory in GiB."""
     print(f"\n$ specheads {' '.join(words)}", flush=True)
+    start = time.perf_counter()
     child = subprocess.Popen([sys.executable, "-m", "specheads", *words])
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     # kibibytes on Linux, bytes on macOS
-    return child.returncode, usage.ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+    unit = 2**30 if sys.platform == "darwin" else 2**20
+    return child.returncode, time.perf_counter() - start, usage.ru_maxrss / unit
 
 
 def trained(run: Path) -> dict[str, Any]:
@@ -109,6 +262,221 @@ def trained(run: Path) -> dict[str, Any]:
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in steps[1:]),
         "peak_gib": json.loads((run / "training.json").read_text(encoding="utf-8"))["peak_gib"],
     }
+
+
+def train_speculators(options: argparse.Namespace) -> str:
+    """Train the speculators model on the text of the run, save it, and return a summary."""
+    if find_spec("speculators") is None:
+        raise InputError("speculators must be installed where this runs; make speculators does it")
+    if options.out.exists():
+        raise InputError(f"--out must be a new folder, and {options.out} exists; remove it")
+    source = opened(options.speculators)
+    trainer, chosen = made(source, options.set)
+    rows: list[dict[str, float]] = []
+    with progress(shown=True) as bar:
+        task = bar.add_task("speculators", total=trainer.config.max_steps, numbers="")
+        for batch, labels in lessons(source, bar):
+            began = time.perf_counter()
+            if not rows:
+                refuse_misread(source, trainer.model, batch)
+            sizes = {"tokens": batch.tokens.numel(), "labels": int(labels.sum())}
+            said = step(trainer, collated(source, batch, labels), sizes["labels"])
+            rows.append(said | sizes | {"seconds": time.perf_counter() - began})
+            bar.update(task, advance=1, numbers=f"loss {said['loss']:.3f}")
+    told = summary(rows, source.settings.log_every) | {
+        "run": nearby(str(options.run)),
+        "base": source.base.fingerprint,
+        "speculators": {"version": metadata.version("speculators")} | chosen,
+        "provenance": asdict(provenance()),
+    }
+    with atomic_folder(options.out) as folder:
+        trainer.model.save_pretrained(folder)
+        (folder / "training.json").write_text(as_json(told), encoding="utf-8")
+    return f"wrote {options.out} after {len(rows)} steps, at a loss of {rows[-1]['loss']:.3f}\n"
+
+
+def opened(place: Path) -> Source:
+    """Open a run, finished or not; missing text is generated first."""
+    run = RunDirectory(place)
+    if not run.config.is_file():
+        raise InputError(
+            f"--speculators must be a run's folder, and {place} has no config.yaml; name one"
+        )
+    settings: Any = read_run(run.config, Train)
+    if automatic(settings.schedule) or any(one.joint for one in settings.schedule.phases.values()):
+        raise InputError(f"choose a run without joint phase or batch_size=auto: {place} has one")
+    accelerator = accelerator_of_environment(settings.base.dtype)
+    base = load_base(asdict(settings.base), accelerator)
+    if not hasattr(base.model.base_model, "norm"):
+        raise InputError(f"a base needs model.norm, got {base.name}; choose another")
+    texts = PhaseTexts(
+        settings.schedule.phases,
+        settings.data,
+        base,
+        run.text,
+        accelerator,
+        lambda _: None,
+        settings.seed,
+    )
+    is_trained, counts = run.head.is_dir(), None
+    if settings.head.get("draft_tokens") and not is_trained:
+        counts = texts.count_tokens(lambda: None)
+    head = load_head(run.head) if is_trained else build_for(settings.head, base, counts)
+    dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+    # that of ours which reads as speculators' does, where the base is not too shallow for that
+    reader = head if head.kind == "eagle3" else build({"kind": "eagle3"}, width=16, vocab_size=16)
+    reader.choose_aux_layers(base.num_layers)
+    return Source(settings, base, texts, head, dtype, reader.aux_layers)
+
+
+def lessons(source: Source, bar: Progress) -> Iterator[tuple[TokenBatch, Tensor]]:
+    """Yield the batch of each step of the run, and its labels."""
+    head, seed = source.head, source.settings.seed
+    for phase in (one for one in placed(source.settings.schedule) if one.settings.steps):
+        chains = in_chains(head, phase.settings)
+        text = source.texts.open(phase.settings, bar, lambda: None)
+        for number, (batch, _) in zip(range(phase.first, phase.end), text.batches(), strict=False):
+            loss_mask = batch.loss_mask
+            if not chains:
+                loss_mask = drawn_labels(batch, head, phase.settings, derive_seed(seed, number))
+            yield batch, early_enough(loss_mask, batch.document_ids, head.depth)
+
+
+def collated(source: Source, batch: TokenBatch, labels: Tensor) -> Iterator[dict[str, Any]]:
+    """Yield each row with labels, its documents packed as by the loader of speculators."""
+    from speculators.models.eagle3.data import shift_batch
+    from speculators.train.data import CollateFn
+
+    features, last = source.read(batch.to(source.base.device))
+    assert features.aux is not None
+    places = features.places().expand(labels.shape)
+    for row in range(len(labels)):
+        # its mask marks the token before the predicted one, ours the predicted one
+        columns = (batch.tokens[row], features.aux[row], last[row], labels[row].roll(-1))
+        lengths = document_lengths(places[row : row + 1])
+        parts = zip(*(column.cpu().split(lengths) for column in columns), strict=True)
+        if samples := [_sample(*part) for part in parts if part[-1].any()]:
+            sizes = sum(len(one["input_ids"]) - 1 for one in samples), source.base.width
+            yield CollateFn(*sizes, len(source.layers), source.dtype, shift_batch)(samples)
+
+
+def _sample(*columns: Tensor) -> dict[str, Tensor]:
+    """Return a document as the dataset of speculators does, up to its last label."""
+    time = int(columns[-1].nonzero()[-1]) + 1
+    names = ("input_ids", "hidden_states", "verifier_last_hidden_states", "loss_mask")
+    sample = {name: column[:time] for name, column in zip(names, columns, strict=True)}
+    return sample | {"lengths": torch.tensor([time]), "position_ids": torch.arange(time)}
+
+
+def made(source: Source, words: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """Return the trainer of a new speculators model, and its settings."""
+    from speculators.models.eagle3 import Eagle3DraftModel
+    from speculators.train.cli import build_draft_model, set_seed
+    from speculators.train.trainer import Trainer, TrainerConfig
+
+    config = _config(source, words)
+    flat = config.flatten()
+    set_seed(flat["seed"])
+    d2t, t2d = source.head.draft_maps()
+    asked = argparse.Namespace(**flat)
+    model = build_draft_model(asked, Eagle3DraftModel, t2d, d2t, source.head.drafted_size)
+    known = {name: flat[name] for name in TrainerConfig._fields if name in flat}
+    call, _ = Eagle3DraftModel.get_trainer_kwargs(**flat)
+    known |= {"hidden_states_dtype": source.dtype, "num_epochs": 1, "train_call_kwargs": call}
+
+    class Here(Trainer):
+        """Trains on the device of the base, not on the first accelerator."""
+
+        def setup_trainer(self) -> None:
+            self.local_rank = source.base.device
+
+    told = ("draft", "loss", "optimizer", "scheduler")
+    # it needs only the length of the data, and stops at max_steps
+    trainer = Here(model.train(), TrainerConfig(**known), range(flat["max_steps"]))
+    return trainer, {name: getattr(config, name).model_dump() for name in told}
+
+
+def _config(source: Source, words: Sequence[str]) -> Any:
+    """Return the settings of `speculators train`: defaults, those of the run, and --set."""
+    from speculators.train.config import TrainConfig
+    from speculators.train.config.schema import CONFIG_DESTS
+
+    chosen = {name: value for name, _, value in (word.partition("=") for word in words)}
+    ours: dict[str, Any] = {
+        "verifier_name_or_path": source.base.place,
+        "target_layer_ids": [*source.layers],
+        "mask_token_id": 0,
+        # the defaults are kernels for GPUs
+        "draft_attn_impl": "sdpa",
+        "loss_implementation": "eager",
+        "hidden_states_dtype": dtype_name(source.dtype),
+        # its default is a window of 2,048 positions, which `load_head` refuses
+        "full_attention_indices": [*range(int(chosen.get("num_layers", 1)))],
+        "ttt_steps": source.head.depth,
+        "max_steps": sum(one.steps for one in source.settings.schedule.phases.values()),
+        "seed": source.settings.seed,
+    }
+    if unknown := sorted(chosen.keys() - (CONFIG_DESTS - ours.keys())):
+        raise InputError(
+            f"--set must be a setting of speculators, got {unknown[0]!r}; leave it out"
+        )
+    try:
+        return TrainConfig.from_flat(ours | chosen)
+    except ValueError as error:
+        raise InputError(f"speculators refuses --set: {' '.join(str(error).split())}") from error
+
+
+def step(trainer: Any, rows: Iterable[Mapping[str, Any]], labels: int) -> dict[str, float]:
+    """Make one optimizer step as Trainer.train_epoch does; return what it logs.
+
+    That one needs an accelerator's clock. Rows follow one another: by the share of their labels
+    their means make the mean of all, and no row's attention has to leave out the others.
+    """
+    from speculators.train.utils import normalize_counted_metrics
+
+    device, dtype = trainer.local_rank, trainer.config.hidden_states_dtype
+    logged = {"learning_rate": trainer.optimizers[0].param_groups[0]["lr"], "loss": 0.0}
+    trainer._optimizers_zero_grad()
+    for row in rows:
+        inputs = {name: one.to(device) for name, one in row.items() if isinstance(one, Tensor)}
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+            _, loss, metrics = trainer.model(**inputs, **trainer.config.train_call_kwargs)
+        share = int(row["loss_mask"].sum()) / labels
+        (loss * share).backward()
+        means = normalize_counted_metrics({name: one.item() for name, one in metrics.items()})
+        logged |= {name: logged.get(name, 0.0) + share * mean for name, mean in means.items()}
+    torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+    trainer._optimizers_step()
+    trainer._schedulers_step()
+    return logged
+
+
+@torch.no_grad()
+def refuse_misread(source: Source, model: Any, batch: TokenBatch) -> None:
+    """Refuse a base whose logits differ from those that speculators computes."""
+    row = next(batch.parts(len(batch.tokens)))
+    features, last = source.read(row.to(source.base.device))
+    own = source.base.projection.rows(source.head.draft_ids)(features.hidden).float()
+    theirs = model.verifier_lm_head(model.verifier_norm(last.float()))
+    said, wanted = (one.log_softmax(-1).flatten(0, 1) for one in (theirs, own))
+    apart = F.kl_div(said, wanted, log_target=True, reduction="batchmean")
+    if not apart <= MOST_APART:
+        raise InputError(
+            f"speculators must compute the logits of the base, and those of {source.base.name} "
+            f"differ by {apart:.3g} nats; choose a base that does not scale or cap its logits"
+        )
+
+
+def summary(rows: Sequence[Mapping[str, float]], every: int) -> dict[str, Any]:
+    """Return the totals of all steps, and the means of each `every` of them."""
+    totals = {name: sum(row[name] for row in rows) for name in ("tokens", "labels", "seconds")}
+    totals["tokens_per_second"] = totals["tokens"] / totals["seconds"]
+    curve = []
+    for first in range(0, len(rows), every):
+        some = rows[first : first + every]
+        means = {name: sum(row.get(name, 0.0) for row in some) / len(some) for name in some[0]}
+        curve.append({"step": first + len(some)} | means)
+    return {"schema": 1, "steps": len(rows)} | totals | {"curve": curve}
 
 
 if __name__ == "__main__":

@@ -4,10 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+from specheads.config import compose
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "bench_heads.py"
@@ -22,6 +26,57 @@ def test_how_a_head_was_trained_is_read_from_its_log(script: ModuleType, tmp_pat
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     trained = {"tokens": 1600, "tokens_per_second": 100.0, "peak_gib": 1.25}
     assert script.trained(tmp_path) == trained
+
+
+def test_an_ablation_is_the_recipe_but_for_what_it_names(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def trained(name: str) -> dict[str, Any]:
+        options = script._parse(["--ablate", name, "--out", str(tmp_path)])
+        said: list[str] = []
+
+        def failing(_: str, *words: str) -> tuple[int, float, float]:
+            said.extend(words)
+            return 1, 0.0, 0.0
+
+        monkeypatch.setattr(script, "_run", failing)
+        assert script._train(tmp_path / name, script._changes(options)[name], options) == 1
+        settings = asdict(compose.settings_of("train", said))
+        del settings["name"], settings["run_dir"]
+        return settings
+
+    def changed(one: Any, other: Any, path: str = "") -> set[str]:
+        if not isinstance(one, dict) or one.keys() != other.keys():
+            return {path.removeprefix(".")} if one != other else set()
+        return {found for key in one for found in changed(one[key], other[key], f"{path}.{key}")}
+
+    phase, as_it_is = "schedule.phases.distilled", trained("as_it_is")
+    assert as_it_is["schedule"]["phases"]["distilled"]["distill"]["folder"] == str(
+        tmp_path / "text"
+    )
+    text = [f"{phase}.distill.folder", f"{phase}.distill.num_samples"]
+    found = {name: sorted(changed(as_it_is, trained(name))) for name in script.ABLATIONS}
+    assert found == {
+        "as_it_is": [],
+        "hard_labels": [f"{phase}.loss"],
+        "total_variation": [f"{phase}.loss"],
+        "lk_hybrid": [f"{phase}.loss"],
+        "answers_only": [f"{phase}.answers_only"],
+        "depth_1": ["head.depth"],
+        "depth_5": ["head.depth"],
+        "layers_1": ["head.num_layers"],
+        "layers_4": ["head.num_layers"],
+        "half_width": ["head.exit_dim"],
+        "drafts_1024": ["head.draft_tokens"],
+        "drafts_all": ["head.draft_tokens"],
+        "text_10": text,
+        "text_30": text,
+        "corpus_alone": ["data.source", "head.draft_tokens", "schedule.phases"],
+        "corpus_first": ["init"],
+    }
+    assert trained("corpus_first")["init"] == str(tmp_path / "corpus_alone" / "head")
+    one = script._parse(["--ablate"])
+    assert [*script._changes(one)] == [*script.ABLATIONS]
 
 
 @pytest.mark.slow

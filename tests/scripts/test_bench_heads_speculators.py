@@ -1,0 +1,197 @@
+"""The bench of speculators' EAGLE-3: what needs none of it, and in its environment training itself.
+
+`make speculators` makes that. There their training must be, label for label, what our own head of
+the same weights learns: so documents are shifted, masked and placed alike, and the same streams of
+the base are read.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specheads.config import compose
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.decoding.generate import generate
+from specheads.heads.load import load_head
+from specheads.runs.progress import progress
+from specheads.training.objective import Objective
+from tests import tiny
+
+
+def with_speculators(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that needs it; its libraries warn where they are imported."""
+    return pytest.mark.speculators(pytest.mark.filterwarnings("ignore")(test))
+
+
+def begun(folder: Path, *overrides: str, architecture: str = "llama") -> Path:
+    """Return a run yet to train: two steps on code in whole rows, others on answers, by twos."""
+    base = tiny.saved(folder / "base", architecture, num_hidden_layers=8)
+    tensors = load_file(base / "model.safetensors")
+    # as it was made its weights are ones, and to norm twice is to norm once
+    tensors["model.norm.weight"].uniform_(0.2, 2.0)
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    asked = [
+        *("recipe=smoke", f"base.model={base}", "base.dtype=float32", "head=eagle3"),
+        *("head.depth=3", "schedule.phases.corpus.steps=2", "data.max_documents=20"),
+        *("schedule.phases.distilled.sequence_length=150", "log_every=4", *overrides),
+    ]
+    (folder / "run").mkdir()
+    settings = compose.settings_of("train", asked)
+    (folder / "run" / "config.yaml").write_text(compose.as_yaml(settings))
+    return folder / "run"
+
+
+def last_of(script: ModuleType, source: Any) -> tuple[Any, Tensor]:
+    """Return what the last step of a run reads, and which labels it counts."""
+    with progress(shown=False) as bar:
+        *_, last = script.lessons(source, bar)
+    return last
+
+
+def randomised(model: Any, folder: Path, base: Any) -> Head:
+    """Give a model of theirs weights that none could do without; return it as a head of ours."""
+    for value in model.parameters():
+        value.data += 0.1 * torch.randn_like(value) * value.requires_grad
+    model.save_pretrained(folder)
+    return load_head(folder, base)
+
+
+@with_speculators
+@pytest.mark.parametrize("draft_tokens", [0, 300])
+def test_it_trains_the_logits_that_our_head_of_the_same_weights_trains(
+    script: ModuleType, tmp_path: Path, draft_tokens: int
+):
+    source = script.opened(begun(tmp_path, f"head.draft_tokens={draft_tokens}"))
+    base, trainer = source.base, script.made(source, [])[0]
+    head = randomised(trainer.model, tmp_path / "theirs", base)
+    assert (head.kind, head.depth, head.aux_layers) == ("eagle3", 3, (2, 4, 5))
+    assert head.drafted_size == (draft_tokens or base.vocab_size)
+    batch, labels = last_of(script, source)
+    # documents are next to each other; the loss covers answers
+    assert 0 < int(labels.sum()) <= int(batch.loss_mask.sum()) < batch.tokens.numel() // 2
+    assert int(batch.document_ids.max()) == 2
+
+    said: list[Tensor] = []
+    aims: list[Tensor] = []
+    trainer.model.lm_head.register_forward_hook(lambda *called: said.append(called[2][0]))
+    trainer.model.verifier_lm_head.register_forward_hook(lambda *c: aims.append(c[2][0]))
+    drafted, wanted = [], []
+    with torch.no_grad():
+        for row in script.collated(source, batch, labels):
+            row.pop("error_records")
+            trainer.model(**row, **trainer.config.train_call_kwargs)
+            at = row["loss_mask"][0].nonzero()[:, 0]
+            drafted.append(torch.stack([said[level][at - level] for level in range(3)]))
+            wanted.append(aims[0][at])
+            said.clear()
+            aims.clear()
+        features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
+        rows, at = labels.nonzero(as_tuple=True)
+        states = enumerate(head.states(features, batch.tokens))
+        ours = [head.logits(state[rows, at - 2 - level], level) for level, state in states]
+        own = base.projection.rows(head.draft_ids)(features.hidden[rows, at - 1])
+    torch.testing.assert_close(torch.cat(drafted, 1), torch.stack(ours), rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.cat(wanted), own, rtol=0, atol=1e-4)
+
+
+@with_speculators
+def test_a_step_descends_the_loss_that_ours_has_of_the_same_labels(
+    script: ModuleType, tmp_path: Path
+):
+    source = script.opened(begun(tmp_path))
+    trainer, chosen = script.made(source, [])
+    head = randomised(trainer.model, tmp_path / "theirs", source.base).train()
+    batch, labels = last_of(script, source)
+    features = source.base.read(batch.tokens, head.aux_layers, batch.document_ids)
+    phase = replace(source.settings.schedule.phases["distilled"], loss="kl", decay=1.0)
+    logits_of = source.base.projection
+    ours = Objective(head)(features, batch.tokens, labels, logits_of, phase)
+    logged = script.step(trainer, script.collated(source, batch, labels), int(labels.sum()))
+    assert chosen["loss"]["loss_fn"] == "kl_div"
+    assert logged["loss"] == pytest.approx(float(ours.total), rel=1e-4)
+    by_depth = [logged[f"loss_{level}"] for level in range(3)]
+    assert by_depth == pytest.approx(ours.by_depth.tolist(), rel=1e-4)
+
+
+@with_speculators
+def test_it_trains_on_a_run_s_own_text_and_its_folder_drafts_here(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run, out = begun(tmp_path, "schedule.phases.distilled.steps=38"), tmp_path / "theirs"
+    assert script.main(["--speculators", str(run), "--out", str(out), "--set", "lr=3e-3"]) == 0
+    assert f"wrote {out} after 40 steps" in capsys.readouterr().out
+    assert len(list((run / "text").glob("shard-*.parquet"))) == 1
+    told = json.loads((out / "training.json").read_text())
+    assert (told["steps"], told["tokens"]) == (40, 2 * 2 * 128 + 38 * 4 * 150)
+    assert [point["step"] for point in told["curve"]] == [*range(4, 41, 4)]
+    assert told["curve"][-1]["loss"] < 0.9 * told["curve"][1]["loss"]
+    theirs = told["speculators"]
+    assert (theirs["version"], theirs["optimizer"]["optimizer"]) == ("0.9.0", "muon")
+    assert theirs["optimizer"]["muon_lr"] == 3e-3
+    source = script.opened(run)
+    head = load_head(out, source.base)
+    prompts = [[5, 6, 7, 8], [40, 3, 9]]
+    alone = generate(source.base, None, prompts, max_new_tokens=12, stop_at_eos=False)
+    drafted = generate(source.base, head, prompts, max_new_tokens=12, stop_at_eos=False)
+    assert drafted.tokens == alone.tokens
+
+
+@with_speculators
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ttt_steps=5"], "no run, got 'ttt_steps'"),
+        (["steps=5"], "no run, got 'steps'"),
+        (["lr=fast"], "optimizer.lr Input should be a valid number"),
+    ],
+)
+def test_settings_that_it_has_not_are_refused(
+    script: ModuleType, tmp_path: Path, words: list[str], message: str
+):
+    source = script.opened(begun(tmp_path))
+    with pytest.raises(InputError, match=message):
+        script.made(source, words)
+
+
+@with_speculators
+def test_a_base_that_scales_its_logits_is_refused(script: ModuleType, tmp_path: Path):
+    source = script.opened(begun(tmp_path, architecture="granite"))
+    trainer, _ = script.made(source, [])
+    batch, _ = last_of(script, source)
+    with pytest.raises(InputError, match="nats away; choose one that neither scales nor caps"):
+        script.refuse_misread(source, trainer.model, batch)
+
+
+def test_what_cannot_be_is_told_in_a_line(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    def told(run: Path, out: Path) -> str:
+        assert script.main(["--speculators", str(run), "--out", str(out)]) == 2
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(script, "find_spec", lambda _: None)
+    assert told(tmp_path, tmp_path / "out").startswith("error: speculators must be installed")
+    monkeypatch.setattr(script, "find_spec", str)
+    assert told(tmp_path, tmp_path) == (
+        f"error: --out must be a new folder, and {tmp_path} exists; remove it\n"
+    )
+    assert "has no config.yaml; name one" in told(tmp_path, tmp_path / "out")
+
+
+def test_a_point_of_the_curve_is_the_mean_of_some_steps(script: ModuleType):
+    rows = [{"loss": float(n), "tokens": 4, "labels": 2, "seconds": 0.5} for n in (5, 3, 2)]
+    told = script.summary(rows, 2)
+    assert (told["steps"], told["tokens"], told["tokens_per_second"]) == (3, 12, 8.0)
+    assert [(one["step"], one["loss"]) for one in told["curve"]] == [(2, 4.0), (3, 2.0)]
