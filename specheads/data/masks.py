@@ -63,7 +63,7 @@ def wrong_mask(
         # a token may begin in the prompt and contain the begin of the answer
         cut = answer.text.removesuffix(written)
         is_cut = bool(written) and cut != last and last.endswith(cut)
-        if not is_cut and written not in (answer.text, _read(tokenizer, answer.text)):
+        if not is_cut and written != answer.text and written != _read(tokenizer, answer):
             return f"it counts {_cut(written)} for the answer {_cut(answer.text)}"
         if is_open and tokens[stop - 1] not in added:
             return f"it counts {_cut(written)}, and then what opens no turn"
@@ -97,10 +97,13 @@ def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-def _read(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Return a text as the tokenizer reads it; it may normalise text."""
-    ids: Any = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return decoded(tokenizer, ids)
+def _read(tokenizer: PreTrainedTokenizerBase, answer: Answer) -> str:
+    """Return an answer as the tokenizer reads it after its prompt; it may normalise text."""
+    before, whole = (
+        decoded(tokenizer, tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        for text in (answer.opening, answer.opening + answer.text)
+    )
+    return whole.removeprefix(before)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
