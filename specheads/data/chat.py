@@ -151,7 +151,7 @@ class Template:
                 thought = parts.get("thought")
                 reasoning = {"reasoning_content": thought} if thought else {}
                 return {"role": "assistant", "content": parts["content"]} | reasoning
-        text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
         return {"role": "assistant", "content": text}
 
     def next_prompt(

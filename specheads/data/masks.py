@@ -94,7 +94,7 @@ def squeezed(text: str) -> str:
 
 def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Return the text of token ids, with special tokens."""
-    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
 
 def _read(tokenizer: PreTrainedTokenizerBase, answer: Answer) -> str:
