@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from specheads.base.selfcheck import check, check_exact
 from specheads.base.sharding import Sharding
 from specheads.core.machine import refuse_bytes
 from specheads.core.weight_layout import for_few_rows
+from specheads.data.chat import end_ids
 
 
 class FrozenBase(Forwards):
@@ -140,9 +142,17 @@ class FrozenBase(Forwards):
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text; empty if the base names none."""
+        """Tokens that end a text, by the generation config and by the chat template; may be empty.
+
+        Every way to generate text with this base stops at them.
+        """
         ids = (self.model.generation_config or self.config).eos_token_id
-        return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (ids,)
+        known = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
+        return tuple(dict.fromkeys([*known, *self._turn_ends]))
+
+    @cached_property
+    def _turn_ends(self) -> tuple[int, ...]:
+        return end_ids(self.tokenizer)
 
     @property
     def embedding(self) -> Tensor:

@@ -84,7 +84,7 @@ def run(settings: Chat, overrides: Sequence[str]) -> None:
                 _show_both(console, answer, Answer(base, prompt, None, None, limit, one))
             else:
                 _show(console, answer)
-            dialogue.answered([*prompt, *answer.stream.tokens], answer.text)
+            dialogue.answered(prompt, answer.stream.tokens)
 
 
 def _load(settings: Chat, overrides: Sequence[str]) -> tuple[FrozenBase, Head]:
@@ -127,10 +127,11 @@ class Dialogue:
             return self._template.prompt(self._open)
         return self._template.next_prompt(self._tokens, self._open)
 
-    def answered(self, tokens: list[int], text: str) -> None:
-        """Add an answer; `tokens` are its prompt and its tokens."""
-        self._messages = [*self._open, {"role": "assistant", "content": text}]
-        self._tokens = tokens
+    def answered(self, prompt: list[int], tokens: list[int]) -> None:
+        """Add the tokens of an answer to the conversation."""
+        if self._template:
+            self._messages = [*self._open, self._template.message(tokens)]
+            self._tokens = [*prompt, *tokens]
 
 
 @dataclass

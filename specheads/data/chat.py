@@ -7,7 +7,9 @@ See docs/data.md.
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,7 +21,7 @@ from specheads.core.errors import InputError
 from specheads.data.conversations import Message, first_answer
 from specheads.data.encode import encoding
 from specheads.data.files import located
-from specheads.data.masks import TAG, marked, squeezed, wrong_mask
+from specheads.data.masks import Answer, decoded, marked, says_all, squeezed, wrong_mask
 
 Messages = Sequence[Message]
 Tools = Sequence[dict[str, Any]] | None
@@ -39,10 +41,8 @@ MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ASKED, ANSWERED, THOUGHT = "\ue000", "\ue001", "\ue002"
 """Placeholders for a question, an answer and its thought in a probe; no text contains them."""
 
-INLINE = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
-"""An answer whose content begins with its thought."""
-
 ASK: Message = {"role": "user", "content": ASKED}
+ANSWER: Message = {"role": "assistant", "content": ANSWERED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,11 @@ class _Ending:
     """How a template ends an answer."""
 
     token: str
-    """The token that the base writes; empty if it writes the token that opens the next turn."""
-    closing: str
+    """The token with which the base ends its turn."""
+    closing: str = ""
     """What the template adds after it at the end of a conversation, without outer whitespace."""
+    is_next: bool = False
+    """Whether the token opens the next turn, so the last answer of a conversation lacks it."""
 
 
 class Template:
@@ -97,7 +99,6 @@ class Template:
                 f"{type(tokenizer).__name__} does not; save it with a tokenizer.json"
             )
         self._tokenizer = tokenizer
-        self._shapes: dict[tuple[bool, bool, bool], str] = {}
 
     @property
     def fingerprint(self) -> str:
@@ -141,63 +142,67 @@ class Template:
         """Return the token ids before an answer: they end with a generation prompt."""
         return self.read(self.text(messages, tools, ask=True))[0]
 
+    def message(self, tokens: Sequence[int]) -> Message:
+        """Return an answer's tokens as a message, with its thought apart from its content."""
+        written = decoded(self._tokenizer, tokens)
+        for form in self._forms:
+            if found := form.fullmatch(written):
+                parts = found.groupdict()
+                thought = parts.get("thought")
+                reasoning = {"reasoning_content": thought} if thought else {}
+                return {"role": "assistant", "content": parts["content"]} | reasoning
+        text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return {"role": "assistant", "content": text}
+
     def next_prompt(
         self, tokens: Sequence[int], messages: Messages, tools: Tools = None
     ) -> list[int]:
         """Append the next messages to a prompt and the base's answer, `tokens`.
 
-        The answer keeps its ids, and gets its end token if it was cut off. `messages` is the whole
-        conversation, with the answer as text. If the template changes the answer, for example
-        removes its thoughts, the conversation is rendered again and does not begin with `tokens`.
+        `messages` is the whole conversation, with the answer as `message` returns it. Where the
+        template keeps the answer, it keeps its ids, and its end becomes that of the template. If
+        the template changes the answer, for example removes its thought, the conversation is
+        rendered again and does not begin with `tokens`.
         """
         last = max(place for place, one in enumerate(messages) if one["role"] == "assistant")
-        before = self.text(messages[:last], tools, ask=True)
+        probe = [*messages[:last], messages[last] | ANSWER, *messages[last + 1 :]]
+        _, is_written, rest = self.text(probe, tools, ask=True).rpartition(ANSWERED)
         after = self.text(messages, tools, ask=True)
-        stand_in = [*messages[:last], {"role": "assistant", "content": ANSWERED}]
-        probed = self.text([*stand_in, *messages[last + 1 :]], tools, ask=True)
-        answer = squeezed(messages[last]["content"])
-        kept = after.startswith(before) and squeezed(after[len(before) :]).startswith(answer)
-        if not kept or ANSWERED not in probed or messages[last].get("tool_calls"):
-            return self.read(after)[0]
-        # read together with the end token, because some tokenizers treat a text's begin specially
-        rest = self.read(probed.rpartition(ANSWERED)[2])[0]
+        size = len(tokens) if is_written else 0
+        # the template writes the end of the answer again
+        while squeezed(decoded(self._tokenizer, tokens[:size]) + rest) != squeezed(after):
+            if not size or tokens[size - 1] not in self._special_ids:
+                return self.read(after)[0]
+            size -= 1
+        return [*tokens[:size], *self.read(rest)[0]]
+
+    @property
+    def end_id(self) -> int:
+        """Token id with which the base ends its turn."""
         reader: Any = self._tokenizer
-        end = reader.convert_tokens_to_ids(self._ending.token) if self._ending.token else None
-        size = rest.index(end) + 1 if end in rest else 1
-        if end not in rest or tokens[-1] not in (end, reader.eos_token_id):
-            # the base may have written a part of the end
-            last = [list(tokens[-many:]) == rest[:many] for many in range(1, size + 1)]
-            size = max((many for many, is_written in enumerate(last, 1) if is_written), default=0)
-        return [*tokens, *rest[size:]]
+        return int(reader.convert_tokens_to_ids(self._ending.token))
 
     def _turn(self, messages: Messages, tools: Tools) -> _Turn:
         """Find the text of the last message, which the assistant wrote, and its prompt."""
         prompt, whole = self.text(messages[:-1], tools, ask=True), self.text(messages, tools)
         shown = f"the prompt:\n{prompt}\nwith its answer:\n{whole}"
-        is_same = whole.startswith(prompt)
-        plain = "" if is_same else self.text(messages[:-1], tools)
-        begin = len(prompt) if is_same else self._begin(plain, prompt, whole)
-        if (mark := self._mark(messages, tools)) is not None:
-            answer = squeezed(messages[-1]["content"].rpartition("</think>")[2])
-            plain = self.text(messages[:-1], tools).rstrip().removesuffix(self._ending.closing)
-            opened = 0 if begin is None else _shared(plain, whole)
-            if mark < opened or answer not in squeezed(whole[mark:]):
-                raise InputError(
-                    "the generation markers of a chat template must begin where the generation "
-                    "prompt ends (move them, or remove them from the template)",
-                    f"{shown}\nthe markers begin at:\n{whole[mark:] if mark >= 0 else 'nowhere'}",
-                    fault="is rendered otherwise",
-                )
-            # the markers may contain the header, and may leave out the name of a channel
-            if begin is None or (begin < mark and not (is_same and squeezed(whole[begin:mark]))):
-                begin = mark
-        elif begin is None:
+        if whole.startswith(prompt):
+            begin = len(prompt)
+            # after a tool's result a prompt may lack the header of an answer
+            if self._header and whole.startswith(self._header, begin):
+                begin += len(self._header)
+        else:
+            plain = self.text(messages[:-1], tools)
+            # generation markers may contain the header, or leave out what is no answer
+            found = self._begin(plain, prompt, whole), self._mark(plain, whole, messages, tools)
+            begin = max((place for place in found if place is not None), default=None)
+        if begin is None:
             written = self._anywhere(messages[-1], tools)
             if not written or not whole.endswith(written):
                 raise InputError(
                     "a chat template must begin a conversation with an answer as it begins the "
                     "prompt for it, else the mask is unstable (give the tokenizer a template with "
-                    "{% generation %} markers)",
+                    "{% generation %} markers around its answers)",
                     shown,
                     fault="is rendered otherwise",
                 )
@@ -234,9 +239,8 @@ class Template:
     @cached_property
     def _opener(self) -> str:
         """Text of the token that opens a thought; empty if the template writes no thoughts."""
-        probe = {"role": "assistant", "content": ANSWERED, "reasoning_content": THOUGHT}
-        inline = {"role": "assistant", "content": f"<think>{THOUGHT}</think>{ANSWERED}"}
-        for answer in (probe, inline):
+        inline = {"content": f"<think>{THOUGHT}</think>{ANSWERED}"}
+        for answer in (ANSWER | {"reasoning_content": THOUGHT}, ANSWER | inline):
             before, found, _ = self.text([ASK, answer]).partition(THOUGHT)
             if found:
                 return ["", *self._pieces.findall(before)][-1]
@@ -248,7 +252,7 @@ class Template:
         The answer is empty if it has no end.
         """
         ending = self._ending
-        if not ending.token:
+        if ending.is_next:
             return written, ""
         ended = written.rstrip().removesuffix(ending.closing).rstrip()
         # calls may have an end of their own
@@ -268,7 +272,7 @@ class Template:
         loss_mask = np.zeros(len(ids), bool)
         for turn in turns:
             begin, end = len(turn.prompt), len(turn.prompt) + len(turn.answer)
-            if not self._ending.token and (header := self._headers.match(text, end)):
+            if self._ending.is_next and (header := self._headers.match(text, end)):
                 end = header.end()
             # a token that begins in the prompt is not the base's; the end token may contain the
             # line break after it
@@ -280,46 +284,72 @@ class Template:
     def refuse_wrong_mask(self, sample: Sample, answers: Messages, tools: Tools = None) -> None:
         """Refuse a sample whose loss mask does not cover exactly these answers and their ends.
 
-        The check is independent of how the mask was made: it decodes the tokens.
+        The check decodes the tokens, and renders each answer again after another question.
         """
-        fault = wrong_mask(
-            self._tokenizer,
-            sample.tokens,
-            sample.loss_mask,
-            [(one, self._expected(one, tools)) for one in answers],
-            end=self._ending.token,
-            opening=self._opening,
-        )
-        if fault:
+        expected = [self._alone(one, tools) for one in answers]
+        for one, answer in zip(expected, answers, strict=True):
+            if not says_all(one.text, answer):
+                called = [call["function"]["name"] for call in answer.get("tool_calls", ())]
+                wanted = " and calls ".join([f"{answer['content']!r:.60}", *called])
+                raise InputError(
+                    "the tokenizer's chat template must write all of an answer, inside its {% "
+                    "generation %} markers if it has them (give the tokenizer one that does)",
+                    sample.text,
+                    fault=f"has one of which it writes {one.text!r:.60}: {wanted}",
+                )
+            if squeezed(answer.get("reasoning_content", "")) not in squeezed(one.text):
+                warnings.warn(
+                    "the tokenizer's chat template leaves out the reasoning of answers, which is "
+                    "not learned; for a model that thinks, give it a template that writes "
+                    "reasoning_content",
+                    stacklevel=2,
+                )
+        is_next = self._ending.is_next
+        read = self._tokenizer, sample.tokens, sample.loss_mask
+        if fault := wrong_mask(*read, expected, is_next=is_next):
             raise InputError(
                 "the mask must count the assistant's answers and nothing else (or fix the "
                 "tokenizer's chat template; the text below has what is counted in brackets)",
-                marked(self._tokenizer, sample.tokens, sample.loss_mask),
+                marked(*read),
                 fault=f"has a text in which {fault}",
             )
 
-    def _expected(self, message: Message, tools: Tools) -> str:
-        """Return an answer as the template writes it after any question; empty if it has calls."""
-        if message.get("tool_calls"):
-            return ""
-        thought, content = message.get("reasoning_content", ""), message["content"]
-        inline = None if thought else INLINE.match(content)
-        shape = bool(thought), bool(inline), bool(tools)
-        if shape not in self._shapes:
-            probe: Message = {"role": "assistant", "content": ANSWERED}
-            if inline:
-                probe["content"] = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWERED}"
-            if thought:
-                probe["reasoning_content"] = THOUGHT
-            self._shapes[shape] = self._turn([ASK, probe], tools).answer
-        if inline:
-            thought, content = inline.groups()
-        return self._shapes[shape].replace(THOUGHT, thought).replace(ANSWERED, content)
+    def _alone(self, message: Message, tools: Tools) -> Answer:
+        """Return an answer as the template writes it after any question."""
+        turn = self._turn([ASK, message], tools)
+        after = turn.prompt.rpartition(ASKED)[2]
+        cut = _shared(after, self._asked)
+        # a token is not cut
+        pieces = (one.start() for one in self._pieces.finditer(after) if cut < one.end())
+        return Answer(after[min(cut, next(pieces, cut)) :] or after, turn.answer)
+
+    @cached_property
+    def _asked(self) -> str:
+        """What the template adds after a question."""
+        return self.text([ASK]).rpartition(ASKED)[2]
+
+    @cached_property
+    def _forms(self) -> list[re.Pattern[str]]:
+        """What the base writes, up to whitespace: a thought and an answer, or an answer alone."""
+        forms = []
+        for probe in (ANSWER | {"reasoning_content": THOUGHT}, ANSWER):
+            with suppress(InputError):
+                head, _, tail = self._turn([ASK, probe], None).answer.partition(ANSWERED)
+                if (THOUGHT in head) == ("reasoning_content" in probe):
+                    begin = r"\s*".join(map(re.escape, head.split()))
+                    begin = begin.replace(THOUGHT, r"\s*(?P<thought>.*?)\s*")
+                    ends = self._tokens.findall(tail)
+                    # the base may have written a part of the end, or another end
+                    end = "".join(f"(?:{re.escape(one)}" for one in ends) + ")?" * len(ends)
+                    other = "|".join(map(re.escape, self._special))
+                    form = rf"\s*{begin}\s*(?P<content>.*?)\s*{end}(?:{other})?\s*"
+                    forms.append(re.compile(form, re.DOTALL))
+        return forms
 
     @cached_property
     def _ending(self) -> _Ending:
         """How the template ends an answer: the same after the last answer and between turns."""
-        answered: Messages = [ASK, {"role": "assistant", "content": ANSWERED}]
+        answered: Messages = [ASK, ANSWER]
         whole = self.text(answered)
         if ANSWERED not in whole:
             raise InputError(
@@ -342,7 +372,7 @@ class Template:
             and header
             and header[0].strip() not in self.text([ASK], ask=True).rpartition(ASKED)[2]
         ):
-            return _Ending("", "")
+            return _Ending(header[0].strip(), is_next=True)
         raise InputError(
             "a chat template must end an answer with a special token, which the base writes to end "
             f"its turn, this tokenizer's adds {after[-40:]!r}; write {{{{ eos_token }}}} after "
@@ -350,11 +380,10 @@ class Template:
         )
 
     @cached_property
-    def _opening(self) -> str:
-        """Text before an answer to the user: the generation prompt if there is one."""
-        plain = self.text([ASK])
-        prompt = self._turn([ASK, {"role": "assistant", "content": ANSWERED}], None).prompt
-        return prompt[_shared(plain, prompt) :] or prompt.rpartition(ASKED)[2]
+    def _header(self) -> str:
+        """The generation prompt after a question; empty if the template has none."""
+        plain, prompt = self.text([ASK]), self.text([ASK], ask=True)
+        return prompt[_shared(plain, prompt) :]
 
     @cached_property
     def _added(self) -> dict[str, bool]:
@@ -368,6 +397,11 @@ class Template:
         return tuple(text for text, is_special in self._added.items() if is_special)
 
     @cached_property
+    def _special_ids(self) -> set[int]:
+        reader: Any = self._tokenizer
+        return set(reader.convert_tokens_to_ids(list(self._special)))
+
+    @cached_property
     def _tokens(self) -> re.Pattern[str]:
         """Matches an added token."""
         # the longest first; without any it matches nothing
@@ -376,17 +410,14 @@ class Template:
 
     @cached_property
     def _pieces(self) -> re.Pattern[str]:
-        return re.compile(f"{TAG}|{self._tokens.pattern}")
+        return re.compile(f"</?think>|{self._tokens.pattern}")
 
     @cached_property
     def _headers(self) -> re.Pattern[str]:
         return re.compile(rf"\s*(?:{self._tokens.pattern})")
 
-    def _mark(self, messages: Messages, tools: Tools) -> int | None:
-        """Return the character at which the last marked text begins.
-
-        It is -1 if nothing is marked, and None if the template has no generation markers.
-        """
+    def _mark(self, plain: str, whole: str, messages: Messages, tools: Tools) -> int | None:
+        """Return the character at which the markers of the last answer begin, None without any."""
         if not MARKER.search(self._source(tools)):
             return None
         read: Any = self._apply(
@@ -396,8 +427,12 @@ class Template:
             return_dict=True,
             tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
         )
+        first = _shared(plain.rstrip().removesuffix(self._ending.closing), whole)
         begins = np.flatnonzero(np.diff(read["assistant_masks"], prepend=0) == 1)
-        return read["offset_mapping"][begins[-1]][0] if len(begins) else -1
+        places = [read["offset_mapping"][begin][0] for begin in begins]
+        # markers around a header do not show where the answer begins
+        place = next((place for place in places if place >= first), first)
+        return place if whole[first:place].strip() else None
 
     def text(self, messages: Messages, tools: Tools = None, *, ask: bool = False) -> str:
         """Render messages as text; with `ask` it ends with a generation prompt."""
@@ -409,21 +444,41 @@ class Template:
         return f"{CLOCK}{source}" if "strftime_now" in source else source
 
     def _apply(self, messages: Messages, tools: Tools, **choices: Any) -> Any:
+        if self._in_parts:
+            messages = [one | {"content": _parts(one["content"])} for one in messages]
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) if tools else None,
-                chat_template=self._source(tools),
-                date_string=DATE,
-                **choices,
-            )
+            return self._rendered(messages, tools, **choices)
         except Exception as error:
-            # a template is a program and can raise anything
+            # some templates read arguments as JSON text; a template is a program and can raise
+            # anything
+            with suppress(Exception):
+                if any(one.get("tool_calls") for one in messages):
+                    return self._rendered(list(map(_with_text, messages)), tools, **choices)
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InputError(
                 f"the tokenizer's chat template must take the messages of a row: {reason:.200}",
                 fault="has others",
             ) from error
+
+    def _rendered(self, messages: Messages, tools: Tools, **choices: Any) -> Any:
+        return self._tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) if tools else None,
+            chat_template=self._source(tools),
+            date_string=DATE,
+            **choices,
+        )
+
+    @cached_property
+    def _in_parts(self) -> bool:
+        """Whether the template reads content as parts only, as some of vision models do."""
+
+        def is_read(content: Any) -> bool:
+            with suppress(Exception):
+                return ASKED in self._rendered([ASK | {"content": content}], None, tokenize=False)
+            return False
+
+        return not is_read(ASKED) and is_read(_parts(ASKED))
 
     def read(self, text: str) -> tuple[list[int], np.ndarray]:
         """Return the token ids of rendered text, and the (begin, end) character of each."""
@@ -437,3 +492,25 @@ def _shared(one: str, other: str) -> int:
     """Return how many characters two texts begin with in common."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}]
+
+
+def _with_text(message: Message) -> Message:
+    """Return a message whose tool calls have their arguments as JSON text."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    texts = [json.dumps(one["arguments"], ensure_ascii=False) for one in functions]
+    calls = [
+        call | {"function": one | {"arguments": text}}
+        for call, one, text in zip(message.get("tool_calls", ()), functions, texts, strict=True)
+    ]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def end_ids(tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Return the token that ends a turn in a tokenizer's chat template, if there is one."""
+    with suppress(InputError):
+        return () if tokenizer is None else (Template(tokenizer).end_id,)
+    return ()

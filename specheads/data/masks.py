@@ -1,7 +1,10 @@
 """Loss masks of conversations: check them against the answers, and show them to people."""
 
+import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -9,9 +12,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 OPENING_TOKENS = 32
 """Tokens before an answer that are decoded: no template opens an answer with more."""
-
-TAG = r"</?think>"
-"""Tags that templates write around thoughts, also around empty ones."""
 
 OPEN, CLOSE = "⟦", "⟧"
 """Brackets around tokens in the loss, for output without colour."""
@@ -23,20 +23,29 @@ def added_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {*known.all_special_ids, *known.added_tokens_decoder}
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer as a template writes it."""
+
+    opening: str
+    """Text of the generation prompt before it."""
+    text: str
+    """Includes the end token."""
+
+
 def wrong_mask(
     tokenizer: PreTrainedTokenizerBase,
     tokens: Sequence[int],
     loss_mask: Sequence[bool],
-    answers: Sequence[tuple[dict[str, Any], str]],
+    answers: Sequence[Answer],
     *,
-    end: str,
-    opening: str,
+    is_next: bool,
 ) -> str:
     """Return why a loss mask is wrong, as a phrase ("it counts nothing"); empty if it is right.
 
-    The mask must count these answers in their order, each as its template writes it (the second
-    text), `end` included. If `end` is empty, the token that opens the next turn ends an answer. An
-    answer follows `opening` or an added token, such as the one that closes a tool's result.
+    The mask must count exactly these answers in their order. With `is_next` an answer also has the
+    token that opens the next turn, if there is one. An answer follows its generation prompt, or an
+    added token that is not part of it, such as the one that closes a tool's result.
     """
     spans = list(_spans(loss_mask))
     if not any(loss_mask):
@@ -46,45 +55,76 @@ def wrong_mask(
     if len(spans) != len(answers):
         return f"it counts {len(spans)} stretches, and there are {len(answers)} answers"
     added = added_ids(tokenizer)
-    for (begin, stop), (answer, expected) in zip(spans, answers, strict=True):
-        is_ended = tokens[stop - 1] in added
-        body = _text(tokenizer, tokens[begin : stop - is_ended])
-        whole = _text(tokenizer, tokens[begin:stop])
-        if not is_ended and (end or stop < len(tokens)):
-            return f"it counts {_cut(whole)}, which does not end with {end or 'a special token'}"
-        before = _text(tokenizer, tokens[max(0, begin - OPENING_TOKENS) : begin])
-        is_opened = opening and squeezed(before).endswith(squeezed(opening))
-        if not is_opened and (not begin or tokens[begin - 1] not in added):
-            return f"it counts {_cut(body)}, which follows {_cut(before[-40:])}"
-        if not any(_matches(tokenizer, text, answer, expected) for text in (whole, body)):
-            called = [call["function"]["name"] for call in answer.get("tool_calls", ())]
-            written = answer.get("reasoning_content", "") + answer["content"]
-            wanted = " and calls ".join([_cut(written), *called])
-            return f"it counts {_cut(body)} for the answer {wanted}"
+    for (begin, stop), answer in zip(spans, answers, strict=True):
+        # some tokenizers decode the first token of a text in another way
+        first, is_open = max(0, begin - OPENING_TOKENS), is_next and stop < len(tokens)
+        before, last = (decoded(tokenizer, tokens[at:begin]) for at in (first, begin - 1))
+        written = decoded(tokenizer, tokens[first : stop - is_open]).removeprefix(before)
+        # a token may begin in the prompt and contain the begin of the answer
+        cut = answer.text.removesuffix(written)
+        is_cut = bool(written) and cut != last and last.endswith(cut)
+        if not is_cut and written != answer.text and written != _read(tokenizer, answer):
+            return f"it counts {_cut(written)} for the answer {_cut(answer.text)}"
+        if is_open and tokens[stop - 1] not in added:
+            return f"it counts {_cut(written)}, and then what opens no turn"
+        is_added = tokens[begin - 1] in added and last not in answer.opening
+        if not is_added and not squeezed(before).endswith(squeezed(answer.opening)):
+            return f"it counts {_cut(written)}, which follows {_cut(before[-40:])}"
     return ""
 
 
+def says_all(text: str, answer: dict[str, Any]) -> bool:
+    """Return whether a text has an answer, and the name and the arguments of each of its calls.
+
+    A template may remove the thought, and may write arguments as JSON, XML or Python.
+    """
+    text, calls = squeezed(text), [call["function"] for call in answer.get("tool_calls", ())]
+    names = Counter(squeezed(call["name"]) for call in calls)
+    parts = [answer["content"].rpartition("</think>")[2]]
+    parts += [part for call in calls for part in _leaves(call["arguments"])]
+    return all(text.count(name) >= count for name, count in names.items()) and all(
+        any(squeezed(form) in text for form in _forms(part)) for part in parts
+    )
+
+
 def squeezed(text: str) -> str:
-    """Return a text without whitespace and thinking tags, which templates add and remove."""
-    return re.sub(rf"\s|{TAG}", "", text)
+    """Return a text without whitespace, which templates add and remove."""
+    return re.sub(r"\s", "", text)
 
 
-def _matches(
-    tokenizer: PreTrainedTokenizerBase, text: str, answer: dict[str, Any], expected: str
-) -> bool:
-    read = squeezed(text)
-    if calls := answer.get("tool_calls"):
-        place = 0
-        for part in (answer["content"], *(call["function"]["name"] for call in calls)):
-            place = read.find(squeezed(part), place)
-            if place < 0:
-                return False
-        return True
-    if read != squeezed(expected):
-        # a tokenizer may normalise text
-        ids: Any = tokenizer(expected, add_special_tokens=False, verbose=False)["input_ids"]
-        return read == squeezed(_text(tokenizer, ids))
-    return True
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Return the text of token ids, with special tokens."""
+    return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+
+def _read(tokenizer: PreTrainedTokenizerBase, answer: Answer) -> str:
+    """Return an answer as the tokenizer reads it after its prompt; it may normalise text."""
+    before, whole = (
+        decoded(tokenizer, tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        for text in (answer.opening, answer.opening + answer.text)
+    )
+    return whole.removeprefix(before)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the keys and the values in nested JSON."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from _leaves(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner)
+    else:
+        yield value
+
+
+def _forms(value: Any) -> list[str]:
+    """Return the ways in which a template may write a value."""
+    if isinstance(value, str):
+        escaped = (json.dumps(value), json.dumps(value, ensure_ascii=False), repr(value))
+        return [value, *(form[1:-1] for form in escaped)]
+    return [str(value), json.dumps(value)]
 
 
 def _spans(loss_mask: Sequence[bool]) -> Iterator[tuple[int, int]]:
@@ -94,10 +134,6 @@ def _spans(loss_mask: Sequence[bool]) -> Iterator[tuple[int, int]]:
         begin, place = place, place + len(list(run))
         if is_counted:
             yield begin, place
-
-
-def _text(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
-    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def _cut(text: str) -> str:

@@ -99,7 +99,7 @@ def test_dialogue_uses_the_chat_template_and_keeps_earlier_tokens(
     first = dialogue.ask("one?")
     assert tokenizer.decode(first) == f"<system>be brief{end}<user>one?{end}<assistant>"
     answer = tokenizer("two").input_ids
-    dialogue.answered([*first, *answer], "two")
+    dialogue.answered(first, answer)
     dialogue.ask("too long to be answered?")
     second = dialogue.ask("three?")
     assert second[: len(first) + len(answer)] == [*first, *answer]

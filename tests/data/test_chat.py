@@ -397,13 +397,13 @@ def test_normalising_tokenizer_is_accepted():
 @pytest.mark.parametrize(
     ("family", "case", "told"),
     [
-        ("smollm2", CALLING, "counts '' for the answer '' and calls sun"),
+        ("smollm2", CALLING, "writes '<.im_end.>': '' and calls sun"),
         ("granite3_3", CALLING, "and calls sun"),
         ("gemma3", CALLING, "must take the messages of a row: Conversation roles must"),
         (
             "llama3_1",
             [CALLING[0], CALLING[1] | {"content": "Let me see."}],
-            "for the answer 'Let me",
+            "writes .*: 'Let me see.' and calls sun",
         ),
         ("mistral_nemo", [*SINGLE, ("assistant", "More.")], "roles must alternate"),
         ("smollm2", SINGLE[:1], "needs an answer of the assistant .*; line 3 lacks one"),
@@ -458,9 +458,15 @@ def with_template(source: str) -> Template:
             HEADER.replace("'\n'", "'<|im_start|>'")
             + "{% generation %}" + SAID + "{{ '\n' }}{% endgeneration %}"
         ),
+        # the answer begins behind the prompt, and markers elsewhere change nothing
+        marked(HEADER + SAID + "{% generation %}{{ '\n' }}{% endgeneration %}"),
+        marked(
+            HEADER + "{% if loop.last %}" + SAID + "{% else %}{% generation %}" + SAID
+            + "{% endgeneration %}{% endif %}\n"
+        ),
     ],
 )  # fmt: skip
-def test_generation_markers_decide_the_mask_with_the_end_token(source: str):
+def test_prompts_and_generation_markers_decide_the_mask_with_the_end_token(source: str):
     (one,) = with_template(source).samples(said(MULTI))
     counted = [token for token, is_in in zip(one.tokens, one.loss_mask, strict=True) if is_in]
     text = with_template(source)._tokenizer.decode(counted)
@@ -470,23 +476,15 @@ def test_generation_markers_decide_the_mask_with_the_end_token(source: str):
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        (marked(HEADER + SAID + "{% generation %}{{ '\n' }}{% endgeneration %}"), "must begin"),
-        (
-            marked(
-                HEADER + "{% if loop.last %}" + SAID + "{% else %}{% generation %}" + SAID
-                + "{% endgeneration %}{% endif %}\n"
-            ),
-            "must begin where",
-        ),
         (
             marked(HEADER + SAID, ASKS.replace("assistant\n", "bot\n")),
             "the mask is unstable",
         ),
         (marked(HEADER + "{{ m.content }}\n"), "must end an answer with a special token"),
         (marked(HEADER + "{{ '<|im_end|>' }}"), "leaves them out"),
-        (marked(HEADER + "{{ m.content | upper + '<|im_end|>' }}"), "counts 'HELLO.' for the"),
+        (marked(HEADER + "{{ m.content | upper + '<|im_end|>' }}"), "writes 'HELLO"),
     ],
-    ids=["beginning", "last", "unstable", "endless", "silent", "loud"],
+    ids=["unstable", "endless", "silent", "loud"],
 )  # fmt: skip
 def test_template_without_a_stable_mask_is_refused_with_details(source: str, told: str):
     with pytest.raises(InputError, match=told) as caught:

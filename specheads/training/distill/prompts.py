@@ -108,22 +108,15 @@ class Conversations:
         rows: Conversations as JSON, which takes a tenth of the memory of Python objects: `messages`
             and optional `tools`.
         template: Chat template of the base.
-        decode: Decodes token ids without special tokens.
         seed: Seed of the order.
     """
 
     conversations = True
     longest = 0
 
-    def __init__(
-        self,
-        rows: Sequence[str],
-        template: Template,
-        decode: Callable[[list[int]], str],
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, rows: Sequence[str], template: Template, seed: int = 0) -> None:
         assert rows
-        self._rows, self._template, self._decode, self._seed = rows, template, decode, seed
+        self._rows, self._template, self._seed = rows, template, seed
         digest = hashlib.sha256("\n".join([*rows, ""]).encode()).hexdigest()[:32]
         self.fingerprint = f"{digest} {template.fingerprint}"
 
@@ -142,7 +135,7 @@ class Conversations:
             return None
         messages: list[Any] = []
         for part, answer in zip(turns, answers, strict=False):
-            messages += [*part, {"role": "assistant", "content": self._decode(answer)}]
+            messages += [*part, self._template.message(answer)]
         return self._template.next_prompt(tokens, [*messages, *turns[turn]], tools)
 
     def _turns(self, number: int) -> tuple[list[list[Any]], Any]:
@@ -192,7 +185,7 @@ def prompt_source(data: Data, base: FrozenBase, settings: Distill, seed: int) ->
             f"self-distilled text needs a tokenizer, but the base {base.name} has none; add one"
         )
     if rows := list(_conversations(data, seed)):
-        return Conversations(rows, Template(tokenizer), decoder(base), seed)
+        return Conversations(rows, Template(tokenizer), seed)
     documents = tokenised(data, "train", tokenizer, seed)
     return Continuations(documents, settings.prompt_tokens, settings.new_tokens, seed)
 

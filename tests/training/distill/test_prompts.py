@@ -56,6 +56,9 @@ class Letters(Template):
         said = "".join(f"{one['role'][0]}{one['content']}" for one in messages)
         return [ord(letter) for letter in f"{said}a"]
 
+    def message(self, tokens) -> dict[str, str]:
+        return say("assistant", "".join(map(chr, tokens)))
+
     def next_prompt(self, tokens, messages, tools=None, where="") -> list[int]:
         assert (tools, where) == (None, "")
         assert messages[-2]["role"] == "assistant"
@@ -68,11 +71,10 @@ def say(role: str, content: str) -> dict[str, str]:
 
 def spoken(messages: list[dict[str, str]], answers: int) -> list[str]:
     """Return the prompts of all turns; the base's answers are A, B, C."""
-    decode = lambda ids: "".join(map(chr, ids))  # noqa: E731
-    asked = Conversations([json.dumps({"messages": messages})], Letters(), decode)
+    asked = Conversations([json.dumps({"messages": messages})], Letters())
     tokens, said, given = asked.first(0), [], []
     for number in range(answers):
-        said.append(decode(tokens))
+        said.append("".join(map(chr, tokens)))
         given.append([ord("A") + number])
         following = asked.following(0, tokens + given[-1], given)
         if following is None:
@@ -101,4 +103,4 @@ def test_conversation_ends_before_a_tool_message():
 
 def test_conversation_without_user_has_no_prompt():
     rows = [json.dumps({"messages": [say("system", "s")]})]
-    assert Conversations(rows, Letters(), str).first(0) == []
+    assert Conversations(rows, Letters()).first(0) == []
