@@ -139,13 +139,9 @@ def _pair(
     ask = next((name for name in ASKS if name in given), "")
     answer = next((name for name in ANSWERS if name in given), "")
     if not ask or (is_answered and not answer):
-        raise InputError(
-            "a conversation is a row with messages, or conversations, or a question and its answer "
-            "(as instruction and output)"
-            if is_answered
-            else "a prompt is a row with prompt, turns, messages or a question",
-            fault=f"has {names(given) if given else 'empty columns only'}",
-        )
+        rule = "a row needs messages or conversations, or prompt, turns or a question"
+        rule += " with its answer (as instruction and output)" * is_answered
+        raise InputError(rule, fault=f"has {names(given) if given else 'empty columns only'}")
     columns = [ask, *(name for name in CONTEXTS if name in given and name != ask)]
     asked, said = given[ask], given.get(answer)
     if isinstance(asked, list):
@@ -253,13 +249,12 @@ def _calls(value: Any) -> list[dict[str, Any]]:
 
 
 def _tools(column: str, value: Any) -> list[dict[str, Any]] | None:
-    if not (tools := _parsed(value)):
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    tools = _parsed(value)
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise InputError("tools must be a list of JSON schemas", fault=f"has {value!r:.60}")
-    if column == "functions":
-        tools = [{"type": "function", "function": tool} for tool in tools]
-    return tools
+    if tools and column == "functions":
+        return [{"type": "function", "function": tool} for tool in tools]
+    return tools or None
 
 
 def _one(given: Mapping[str, Any], keys: Iterable[str]) -> Any:
