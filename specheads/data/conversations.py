@@ -226,19 +226,15 @@ def _calls(value: Any) -> list[dict[str, Any]]:
     calls, value = [], _parsed(value)
     for call in value if isinstance(value, list) else [value]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        given = function.get("arguments") if isinstance(function, Mapping) else None
+        # a call without arguments is published as null, as "null" or as empty text
+        arguments = {} if _is_empty(given) or _parsed(given) is None else _parsed(given)
+        is_named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+        if not is_named or not isinstance(arguments, Mapping):
             raise InputError(
                 "tool_calls must be a list of objects with function, and that with name and "
-                "arguments",
-                fault=f"has {call!r:.60}",
-            )
-        # a call without arguments is published as null, as "null" or as empty text
-        arguments = function.get("arguments")
-        arguments = {} if _is_empty(arguments) else _parsed(arguments)
-        if not isinstance(arguments := {} if arguments is None else arguments, Mapping):
-            raise InputError(
-                "arguments of a tool call must be an object or its JSON",
-                fault=f"has {function.get('arguments')!r:.60}",
+                "arguments (an object, or its JSON)",
+                fault=f"has {(given if is_named else call)!r:.60}",
             )
         _refuse_unread(function, {"id", "type", "name", "arguments"})
         if function is not call:

@@ -2,62 +2,17 @@
 
 import ast
 import hashlib
+import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from specheads.data.files import Rows
 
-KINDS = {
-    "write": (
-        "Write a Python function with this signature and docstring:\n\n{stub}",
-        "Implement the following Python function.\n\n{stub}",
-        "Please complete this function. Reply with the whole function.\n\n{stub}",
-        "I need the body of this Python function:\n\n{stub}\n\nIts docstring says what it does.",
-    ),
-    "explain": (
-        "Explain what this Python code does:\n\n{code}",
-        "What does this function do, step by step?\n\n{code}",
-        "Explain this code to somebody who is new to Python.\n\n{code}",
-        "Describe in a few sentences the purpose of `{name}`:\n\n{code}",
-    ),
-    "test": (
-        "Write a unit test for this function:\n\n{code}",
-        "Write tests with pytest for `{name}`.\n\n{code}",
-        "How would you test this code? Give the tests.\n\n{code}",
-        "Write a unittest.TestCase that covers the edge cases of this function:\n\n{code}",
-    ),
-    "continue": (
-        "Continue this Python code:\n\n{start}",
-        "Complete the function that begins like this:\n\n{start}",
-        "Finish this code. Reply with what follows only.\n\n{start}",
-        "Here is the first half of `{name}`. Write the second half.\n\n{start}",
-    ),
-    "document": (
-        "Write a docstring for this function:\n\n{bare}",
-        "Add a docstring to this Python code, with its arguments and what it returns.\n\n{bare}",
-        "Document this function:\n\n{bare}",
-    ),
-    "annotate": (
-        "Add type annotations to this function:\n\n{code}",
-        "Rewrite this Python code with type hints.\n\n{code}",
-    ),
-    "rename": (
-        "Rename the variables of this function so that it reads better:\n\n{code}",
-        "Improve the names in this code, and change nothing else.\n\n{code}",
-    ),
-    "fix": (
-        "There is a bug in this function. Find it and fix it.\n\n{broken}",
-        "This code gives wrong results. What is wrong with it?\n\n{broken}",
-    ),
-    "module": (
-        "What does a Python module with this docstring and these names do?\n\n{outline}",
-        "Here is an outline of a Python module. Summarise what it is for.\n\n{outline}",
-        "When would you use this module? Give a short example.\n\n{outline}",
-    ),
-}
-"""Wordings of each kind of instruction."""
+WORDINGS = Path(__file__).with_suffix(".json")
 
 ONE_OF = ("document", "annotate", "rename", "fix")
 """Every function gets one of these kinds, and all of the others that fit it."""
@@ -160,16 +115,22 @@ def _outline(tree: ast.Module) -> str:
 
 def _questions(texts: Texts) -> Iterator[tuple[str, str]]:
     """Yield the kind and the message of each instruction; a hash of the code chooses wordings."""
-    fits = [kind for kind in KINDS if texts.get(NEEDS.get(kind, "code"))]
+    kinds = wordings()
+    fits = [kind for kind in kinds if texts.get(NEEDS.get(kind, "code"))]
     rest = [kind for kind in fits if kind in ONE_OF]
     fenced = {
         name: text if name == "name" else f"```python\n{text}\n```" for name, text in texts.items()
     }
     for kind in fits:
         if kind not in ONE_OF or kind == rest[_number(texts["code"]) % len(rest)]:
-            wordings = KINDS[kind]
-            wording = wordings[_number(kind + "".join(texts.values())) % len(wordings)]
-            yield kind, wording.format(**fenced)
+            place = _number(kind + "".join(texts.values())) % len(kinds[kind])
+            yield kind, kinds[kind][place].format(**fenced)
+
+
+@cache
+def wordings() -> dict[str, list[str]]:
+    """Return the wordings of each kind of instruction."""
+    return json.loads(WORDINGS.read_text(encoding="utf-8"))
 
 
 def _broken(code: str) -> str:

@@ -202,7 +202,7 @@ def test_parquet_reads_as_json_lines_do(tmp_path, calls: list[dict[str, Any]], k
         ({"messages": [HI, HELLO | {"tool_calls": [3]}]}, "list of objects with function.* has 3"),
         (
             {"messages": [HI, HELLO | {"tool_calls": [{"name": "f", "arguments": "{"}]}]},
-            "arguments of a tool call must be an object",
+            r"arguments \(an object, or its JSON\); .* has '{'",
         ),
     ],
 )

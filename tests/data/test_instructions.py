@@ -4,7 +4,7 @@ import pytest
 
 from specheads.core.errors import InputError
 from specheads.data import files
-from specheads.data.instructions import KINDS, instructions
+from specheads.data.instructions import instructions, wordings
 from specheads.data.prompts import held_out, load_prompts
 from specheads.data.settings import Data
 from specheads.data.sources import read, split_of
@@ -90,7 +90,7 @@ def test_functions_in_prompts_are_not_in_training_files():
 def test_instruction_prompts_have_kinds_and_use_the_template(tokenizer, chat_tokenizer):
     plain = load_prompts("stdlib_instructions", tokenizer, num_prompts=60)
     kinds = {prompt.category for prompt in plain.prompts}
-    assert kinds <= set(KINDS)
+    assert kinds <= set(wordings())
     assert len(kinds) > 3
     chat = load_prompts("stdlib_instructions", chat_tokenizer, num_prompts=60)
     texts = [f"<user>{prompt.text}<assistant>" for prompt in plain.prompts]
