@@ -84,16 +84,6 @@ def test_missing_path_is_refused(tmp_path, monkeypatch, source, path):
         load(source, path=path)
 
 
-def test_unreachable_hub_is_refused_in_one_line(monkeypatch):
-    def unreachable(*_, **__):
-        raise ConnectionError("no route\nmore lines")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(InputError, match=r"'a/b' from the Hub: no route; .* a local file") as told:
-        load("hub", path="a/b")
-    assert "\n" not in str(told.value)
-
-
 def test_hub_data_set_with_max_documents_is_streamed(monkeypatch):
     asked = {}
 
