@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -83,7 +83,10 @@ class Features:
     ) -> "Features":
         """Merge the tensors of several features; a tensor that any of them lacks is left out."""
         columns = ([getattr(one, name) for one in pieces] for name in ("hidden", "aux", "tokens"))
-        return cls(*(None if any(one is None for one in each) else merge(each) for each in columns))
+        found: list[Any] = [
+            None if any(one is None for one in each) else merge(each) for each in columns
+        ]
+        return cls(*found)
 
     @classmethod
     def consecutive(cls, pieces: Sequence["Features"]) -> "Features":

@@ -225,7 +225,7 @@ def _calls(value: Any) -> list[dict[str, Any]]:
     """Return tool calls with their arguments as objects, which templates write as JSON."""
     calls, value = [], _parsed(value)
     for call in value if isinstance(value, list) else [value]:
-        function = call.get("function", call) if isinstance(call, Mapping) else None
+        function: Any = call.get("function", call) if isinstance(call, Mapping) else None
         given = function.get("arguments") if isinstance(function, Mapping) else None
         # a call without arguments is published as null, as "null" or as empty text
         arguments = {} if _is_empty(given) or _parsed(given) is None else _parsed(given)

@@ -50,7 +50,8 @@ class Documents:
     @cached_property
     def lengths(self) -> np.ndarray:
         """Number of tokens of each document."""
-        return pc.list_value_length(self._tokens).to_numpy()[self._order]
+        lengths: Any = pc.call_function("list_value_length", [self._tokens])
+        return lengths.to_numpy()[self._order]
 
     def tokens(self, number: int) -> np.ndarray:
         """Return the token ids of a document: (time,) int32, read-only."""

@@ -155,7 +155,7 @@ def _is_answered(one: Located) -> bool:
 def _texts(tokenizer: PreTrainedTokenizerBase, batch: list[Located]) -> list[Encoded]:
     """Return the documents of texts, each with the end token."""
     found = token_ids(tokenizer, [row["text"] for _, _, row in batch])
-    end = tokenizer.eos_token_id
+    end: Any = tokenizer.eos_token_id
     return [
         # some tokenizers add the end token themselves
         (split, ids if ids[-1:] == [end] else [*ids, end], None)
