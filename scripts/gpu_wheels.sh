@@ -24,7 +24,6 @@ names=(
     gguf
     httpx2 httpcore2 truststore idna
     pydantic pydantic_core annotated-types typing-inspection typing_extensions
-    fastokens
     beartype
 )
 source_only=antlr4-python3-runtime

@@ -1,9 +1,9 @@
 """Features: what the frozen base gives a drafter."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -75,30 +75,27 @@ class Features:
         return self._picked(index)
 
     def _picked(self, index: Tensor | tuple[Tensor, ...]) -> "Features":
-        aux = None if self.aux is None else self.aux[index]
-        return Features(
-            self.hidden[index], aux, None if self.tokens is None else self.tokens[index]
-        )
+        return Features.merged([self], lambda values: values[0][index])
+
+    @classmethod
+    def merged(
+        cls, pieces: Sequence["Features"], merge: Callable[[list[Tensor]], Tensor]
+    ) -> "Features":
+        """Merge the tensors of several features; a tensor that any of them lacks is left out."""
+        columns = ([getattr(one, name) for one in pieces] for name in ("hidden", "aux", "tokens"))
+        found: list[Any] = [
+            None if any(one is None for one in each) else merge(each) for each in columns
+        ]
+        return cls(*found)
 
     @classmethod
     def consecutive(cls, pieces: Sequence["Features"]) -> "Features":
         """Return the features of consecutive positions of the same rows as one."""
-        aux = [piece.aux for piece in pieces if piece.aux is not None]
-        tokens = [piece.tokens for piece in pieces if piece.tokens is not None]
-        return cls(
-            torch.cat([piece.hidden for piece in pieces], dim=1),
-            torch.cat(aux, dim=1) if aux else None,
-            torch.cat(tokens, dim=1) if tokens else None,
-        )
+        return cls.merged(pieces, lambda values: torch.cat(values, dim=1))
 
     def join(self, other: "Features") -> "Features":
         """Concatenate two batches; shorter rows are padded on the right."""
-
-        def both(own: Tensor | None, new: Tensor | None) -> Tensor | None:
-            return None if own is None or new is None else stack_rows(own, new)
-
-        hidden = stack_rows(self.hidden, other.hidden)
-        return Features(hidden, both(self.aux, other.aux), both(self.tokens, other.tokens))
+        return Features.merged([self, other], lambda values: stack_rows(*values))
 
 
 @dataclass(frozen=True, slots=True)

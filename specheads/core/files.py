@@ -95,7 +95,16 @@ def sole_writer(
     """
     try:
         made = [one for one in (folder, *folder.parents) if not one.exists()]
-        held = _acquire(folder / lock, wait)
+        held = FileLock(folder / lock)
+        while not held.is_locked:
+            folder.mkdir(parents=True, exist_ok=True)
+            # another process may create the folder and remove it again
+            with suppress(FileNotFoundError):
+                _acquire(held, folder / lock, wait)
+        # on a file system without locks, the content of the file belongs to filelock
+        if isinstance(held, FileLock):
+            holder = {"pid": os.getpid(), "host": socket.gethostname()}
+            (folder / lock).write_text(json.dumps(holder))
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise
@@ -112,31 +121,18 @@ def sole_writer(
                 one.rmdir()
 
 
-def _acquire(path: Path, wait: Callable[[str], object] | None) -> FileLock:
-    """Acquire a lock; the file then contains our process id and host."""
-    held, waits = FileLock(path), False
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            held.acquire(blocking=waits)
-        except FileNotFoundError:
-            # another process created the folder and removed it again
-            continue
-        except Timeout:
-            holder = path.read_text(errors="replace").strip() if path.is_file() else ""
-            if wait is None:
-                raise InputError(
-                    f"one process at a time may write {path.parent}, and another does "
-                    f"({holder or 'it just started'}); wait for it, stop it, or choose another "
-                    "folder"
-                ) from None
-            wait(holder)
-            waits = True
-        else:
-            # on a file system without locks, the content of the file belongs to filelock
-            if isinstance(held, FileLock):
-                path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
-            return held
+def _acquire(held: Any, path: Path, wait: Callable[[str], object] | None) -> None:
+    try:
+        held.acquire(blocking=False)
+    except Timeout:
+        holder = path.read_text(errors="replace").strip() if path.is_file() else ""
+        if wait is None:
+            raise InputError(
+                f"one process at a time may write {path.parent}, and another does "
+                f"({holder or 'it just started'}); wait for it, stop it, or choose another folder"
+            ) from None
+        wait(holder)
+        held.acquire()
 
 
 @contextmanager
@@ -167,25 +163,20 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return a small JSON object from an untrusted folder.
 
     Raises:
-        ValueError: The file is a link to another folder, too large or deep, or not a JSON object.
+        InputError: The file is a link to another folder, too large or deep, or not a JSON object.
     """
+    refuse_outside(file)
     try:
-        refuse_outside(file)
-        if (size := file.stat().st_size) > MAX_SETTINGS_BYTES:
-            raise InputError(
-                f"{file} must have at most {MAX_SETTINGS_BYTES} bytes, got {size}; keep only "
-                "settings"
-            )
-        value = json.loads(file.read_bytes())
-    except InputError:
-        raise
+        size = file.stat().st_size
+        value = json.loads(file.read_bytes()) if size <= MAX_SETTINGS_BYTES else None
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"{file} is not readable JSON: {first_line(error)}; fix it, or download it again"
         ) from error
     if not isinstance(value, dict):
         raise InputError(
-            f"{file} must be a JSON object, got a {type(value).__name__}; download it again"
+            f"{file} must be a JSON object, got a {type(value).__name__} in {size} bytes (of "
+            f"at most {MAX_SETTINGS_BYTES} bytes); keep only settings, or download it again"
         )
     return value
 
@@ -231,20 +222,17 @@ def writable_folder(path: str | Path) -> Path:
     Raises:
         ValueError: It is a file or below one, its name is too long, or it is not writable.
     """
-    place = local_path(path)
+    place, reason = local_path(path), ""
     try:
         place = place.resolve()
-        # incomplete files have longer names
-        reason = "its name is too long" if len(os.fsencode(place.name)) > 240 else ""
         nearest = next(one for one in (place, *place.parents) if one.exists())
+        # incomplete files have longer names
+        if len(os.fsencode(place.name)) > 240:
+            reason = "its name is too long"
+        elif not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            reason = f"{nearest} is {'not writable' if nearest.is_dir() else 'a file'}"
     except (OSError, RuntimeError, ValueError) as error:
-        raise InputError(
-            f"a folder to write to is needed, got {str(path)!r:.80}: {error}"
-        ) from error
-    if not nearest.is_dir():
-        reason = f"{nearest} is a file"
-    elif not os.access(nearest, os.W_OK | os.X_OK):
-        reason = f"{nearest} is not writable"
+        reason = str(error)
     if reason:
         raise InputError(
             f"a folder to write to is needed, got {str(path)!r:.80}: {reason}; name another"

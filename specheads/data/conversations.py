@@ -139,13 +139,9 @@ def _pair(
     ask = next((name for name in ASKS if name in given), "")
     answer = next((name for name in ANSWERS if name in given), "")
     if not ask or (is_answered and not answer):
-        raise InputError(
-            "a conversation is a row with messages, or conversations, or a question and its answer "
-            "(as instruction and output)"
-            if is_answered
-            else "a prompt is a row with prompt, turns, messages or a question",
-            fault=f"has {names(given) if given else 'empty columns only'}",
-        )
+        rule = "a row needs messages or conversations, or prompt, turns or a question"
+        rule += " with its answer (as instruction and output)" * is_answered
+        raise InputError(rule, fault=f"has {names(given) if given else 'empty columns only'}")
     columns = [ask, *(name for name in CONTEXTS if name in given and name != ask)]
     asked, said = given[ask], given.get(answer)
     if isinstance(asked, list):
@@ -229,20 +225,16 @@ def _calls(value: Any) -> list[dict[str, Any]]:
     """Return tool calls with their arguments as objects, which templates write as JSON."""
     calls, value = [], _parsed(value)
     for call in value if isinstance(value, list) else [value]:
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        function: Any = call.get("function", call) if isinstance(call, Mapping) else None
+        given = function.get("arguments") if isinstance(function, Mapping) else None
+        # a call without arguments is published as null, as "null" or as empty text
+        arguments = {} if _is_empty(given) or _parsed(given) is None else _parsed(given)
+        is_named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+        if not is_named or not isinstance(arguments, Mapping):
             raise InputError(
                 "tool_calls must be a list of objects with function, and that with name and "
-                "arguments",
-                fault=f"has {call!r:.60}",
-            )
-        # a call without arguments is published as null, as "null" or as empty text
-        arguments = function.get("arguments")
-        arguments = {} if _is_empty(arguments) else _parsed(arguments)
-        if not isinstance(arguments := {} if arguments is None else arguments, Mapping):
-            raise InputError(
-                "arguments of a tool call must be an object or its JSON",
-                fault=f"has {function.get('arguments')!r:.60}",
+                "arguments (an object, or its JSON)",
+                fault=f"has {(given if is_named else call)!r:.60}",
             )
         _refuse_unread(function, {"id", "type", "name", "arguments"})
         if function is not call:
@@ -253,13 +245,12 @@ def _calls(value: Any) -> list[dict[str, Any]]:
 
 
 def _tools(column: str, value: Any) -> list[dict[str, Any]] | None:
-    if not (tools := _parsed(value)):
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    tools = _parsed(value)
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise InputError("tools must be a list of JSON schemas", fault=f"has {value!r:.60}")
-    if column == "functions":
-        tools = [{"type": "function", "function": tool} for tool in tools]
-    return tools
+    if tools and column == "functions":
+        return [{"type": "function", "function": tool} for tool in tools]
+    return tools or None
 
 
 def _one(given: Mapping[str, Any], keys: Iterable[str]) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
@@ -22,32 +23,21 @@ class Documents:
 
     Args:
         table: One row a document: `tokens` (int32) and maybe `loss_mask` (uint8), lists of the same
-            length. Without a loss mask every token is in the loss.
+            length. Without a loss mask, or with null, every token is in the loss.
         order: Row of each document. A row may come several times or never; None takes all rows.
     """
 
     def __init__(self, table: pa.Table, order: np.ndarray | None = None) -> None:
-        self._table = table
-        # one entry a record batch: combining them would copy what is memory-mapped
-        batches = table.to_batches()
-        self._chunks = [
-            {
-                name: (column.values.to_numpy(), column.offsets.to_numpy())
-                for name, column in zip(batch.schema.names, batch.columns, strict=True)
-                if name in ("tokens", "loss_mask") and not column.null_count
-            }
-            for batch in batches
-        ]
-        self._begins = np.cumsum([0, *(len(batch) for batch in batches)])
+        self._table, self._tokens = table, table["tokens"]
+        self._masks = table["loss_mask"] if "loss_mask" in table.column_names else None
         self._order = np.arange(table.num_rows) if order is None else order
 
     @classmethod
     def joined(cls, parts: "Sequence[Documents]", chosen: np.ndarray) -> "Documents":
         """Return chosen documents of several parts without a copy; the numbers go through all."""
-        # a part without a loss mask has null there
-        table = pa.concat_tables([part._table for part in parts], promote_options="default")
         first = np.cumsum([0, *(part._table.num_rows for part in parts)])
         orders = [part._order + begin for part, begin in zip(parts, first, strict=False)]
+        table = pa.concat_tables([part._table for part in parts])
         return cls(table, np.concatenate(orders)[chosen])
 
     def whole(self) -> "Documents":
@@ -60,20 +50,19 @@ class Documents:
     @cached_property
     def lengths(self) -> np.ndarray:
         """Number of tokens of each document."""
-        parts = [np.diff(chunk["tokens"][1]) for chunk in self._chunks]
-        return np.concatenate([np.zeros(0, np.int64), *parts])[self._order]
+        lengths: Any = pc.call_function("list_value_length", [self._tokens])
+        return lengths.to_numpy()[self._order]
 
     def tokens(self, number: int) -> np.ndarray:
         """Return the token ids of a document: (time,) int32, read-only."""
-        tokens = self._piece(number, "tokens")
-        assert tokens is not None
-        return tokens
+        return self._tokens[int(self._order[number])].values.to_numpy()
 
     def loss_mask(self, number: int) -> np.ndarray:
         """Return which tokens of a document are in the loss: (time,) bool."""
-        if (loss_mask := self._piece(number, "loss_mask")) is None:
+        mask = None if self._masks is None else self._masks[int(self._order[number])]
+        if mask is None or not mask.is_valid:
             return np.ones(self.lengths[number], np.bool_)
-        return loss_mask.astype(np.bool_)
+        return mask.values.to_numpy().astype(np.bool_)
 
     def identity(self) -> str:
         """Return the number of documents and tokens, and a sum of up to 1000 documents."""
@@ -81,15 +70,6 @@ class Documents:
         for number in np.linspace(0, len(self) - 1, min(len(self), 1000), dtype=int).tolist():
             checksum = zlib.crc32(self.tokens(number).tobytes(), checksum)
         return f"{len(self):,} documents, {int(self.lengths.sum()):,} tokens, sum {checksum:08x}"
-
-    def _piece(self, number: int, name: str) -> np.ndarray | None:
-        row = int(self._order[number])
-        place = int(np.searchsorted(self._begins, row, side="right")) - 1
-        if name not in self._chunks[place]:
-            return None
-        values, ends = self._chunks[place][name]
-        row -= int(self._begins[place])
-        return values[ends[row] : ends[row + 1]]
 
 
 def cut_windows(

@@ -1,77 +1,13 @@
-"""Texts to token ids: by the tokenizer, or by fastokens while it agrees with the tokenizer."""
+"""Texts to token ids, and the identity of a tokenizer."""
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
-
-try:
-    import fastokens
-except ImportError:
-    # it has no wheel for some platforms
-    fastokens = None
-
-COMPARED_EVERY = 50
-"""One in so many texts is compared with the tokenizer, and so is the first text of a call."""
-
-Encode = Callable[[Sequence[str]], list[np.ndarray]]
-
-
-class DisagreementError(Exception):
-    """fastokens read a text differently from the tokenizer, or failed on it."""
-
-
-def encoder(tokenizer: PreTrainedTokenizerBase, *, is_fast: bool = True) -> Encode:
-    """Return a function from texts to token ids, with the tokenizer's special tokens.
-
-    fastokens reads code about 20 times as fast, but it is another implementation. All added tokens
-    and a sample of the texts are compared with the tokenizer. Without fastokens, or with
-    `is_fast=False`, the tokenizer reads everything.
-
-    Raises:
-        DisagreementError: The two differ, here or on a call: start again with `is_fast=False`.
-    """
-
-    def plain(texts: Sequence[str]) -> list[np.ndarray]:
-        found = token_ids(tokenizer, list(texts)) if texts else []
-        return [np.asarray(ids, np.int32) for ids in found]
-
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if fastokens is None or backend is None or not is_fast:
-        return plain
-    # the last call of the tokenizer decides these two, and documents are never truncated
-    rules = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
-    added = list(cast(Any, tokenizer).get_added_vocab())
-    try:
-        fast: Any = fastokens.Tokenizer.from_json_str(json.dumps(rules))
-    # it can fail in any way on rules that it does not know
-    except Exception as error:
-        raise DisagreementError(str(error)) from error
-
-    def compared(texts: Sequence[str], every: int = 0) -> list[np.ndarray]:
-        try:
-            ids, ends = fast.encode_batch_flat(list(texts), add_special_tokens=True)
-        except Exception as error:
-            raise DisagreementError(str(error)) from error
-        # every id is below 2**31
-        found = np.split(np.frombuffer(ids, np.int32), np.frombuffer(ends, np.int64)[1:-1])
-        step = every or COMPARED_EVERY
-        for text, wanted, read in zip(
-            texts[::step], plain(texts[::step]), found[::step], strict=True
-        ):
-            if not np.array_equal(wanted, read):
-                raise DisagreementError(f"{text!r:.60}")
-        return found
-
-    tried = ["", " ", *added, *(f"a{token}b {token} \n{token}1" for token in added), "".join(added)]
-    compared(tried, every=1)
-    return compared
 
 
 def token_ids(
@@ -83,14 +19,11 @@ def token_ids(
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the token ids of a text to continue, without an end token."""
-    whole, plain = (
-        token_ids(tokenizer, text, add_special_tokens=special) for special in (True, False)
-    )
-    ends = range(len(plain), len(whole) + 1)
+    ids, (_, closing) = token_ids(tokenizer, text), affixes(tokenizer)
     # what the tokenizer adds after a text is no part of a prompt
-    end = next((end for end in ends if whole[end - len(plain) : end] == plain), len(whole))
-    ids = whole[:end]
-    while plain and ids[-1:] == [tokenizer.eos_token_id]:
+    if closing and ids[-len(closing) :] == closing:
+        ids = ids[: -len(closing)]
+    while text and ids[-1:] == [tokenizer.eos_token_id]:
         ids.pop()
     return ids
 

@@ -1,6 +1,5 @@
-"""Local files of text or rows: find them by a path, and read them piece by piece."""
+"""Local files of text or rows: find them by a path, and read them row by row."""
 
-import codecs
 import gzip
 import json
 import os
@@ -8,9 +7,8 @@ import sysconfig
 import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from glob import has_magic
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,14 +16,14 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, first_line
 from specheads.core.files import local_path
 
 Row = dict[str, Any]
 Rows = Iterator[tuple[str, Row]]
 """Each row with its location ("line 3 of a.jsonl"), which error messages name."""
 
-JSONL, PARQUET, TXT = (".jsonl", ".jsonl.gz", ".json", ".json.gz"), (".parquet",), (".txt",)
+JSONL, PARQUET = (".jsonl", ".jsonl.gz", ".json", ".json.gz"), (".parquet",)
 
 STDLIB_LEFT_OUT = {
     *("site-packages", "dist-packages", "test", "tests"),
@@ -42,14 +40,8 @@ MAX_LINE = 2**25
 PASSAGE_CHARACTERS = 8000
 """A long text is cut at the first blank line after this many characters."""
 
-SNIFFED_BYTES = 2**16
-"""Bytes that decide whether a file is UTF-8."""
-
 TABLE_ROWS = 256
 """Rows of a table in memory at a time."""
-
-GZIP = b"\x1f\x8b"
-"""First bytes of a gzip file, whatever its name."""
 
 SHOWN = 5
 """Rows shown for each reason, and reasons shown, if rows cannot be used."""
@@ -88,18 +80,14 @@ class BadRows:
         if self._counts[error.rule] <= SHOWN:
             self._first[error.rule].append(error)
 
-    def __bool__(self) -> bool:
-        return bool(self._counts)
-
     def report(self, name: str, choice: str) -> None:
         """Raise with all bad rows of a source if the choice is "stop", or warn if it is "drop"."""
-        if not self:
+        if not self._counts:
             return
-        common = self._counts.most_common()
-        reasons = [
-            f"{rule} ({count:,}: {_places(self._first[rule])})" for rule, count in common[:SHOWN]
-        ]
-        reasons += [f"and {len(common) - SHOWN} more reasons"] * (len(common) > SHOWN)
+        common = self._counts.most_common(SHOWN)
+        reasons = [f"{rule} ({count:,}: {_places(self._first[rule])})" for rule, count in common]
+        if more := len(self._counts) - len(common):
+            reasons.append(f"and {more} more reasons")
         total = self._counts.total()
         rows = "1 row" if total == 1 else f"{total:,} rows"
         line = f"{rows} of {name} cannot be used: {'; '.join(reasons)}"
@@ -136,74 +124,49 @@ def stdlib_files() -> list[Path]:
     return sorted(found)
 
 
-def folder_files(path: str, patterns: Iterable[str]) -> list[Path]:
-    """Return the files below a folder that match one of the globs, without hidden files."""
-    root = local_path(path)
-    if not path or not root.is_dir():
-        raise InputError(f"source 'files' needs a folder of text files, got path {path!r}")
-    patterns = tuple(patterns) or ("**/*",)
-    if not (found := {file for pattern in patterns for file in _glob(root, pattern)}):
-        named = " or ".join(map(repr, patterns))
-        raise InputError(f"no file below {path} matches {named}; change patterns")
-    return [
-        file
-        for file in sorted(found)
-        if not any(part.startswith(".") for part in file.relative_to(root).parts)
-    ]
+def find(path: str, suffixes: tuple[str, ...], patterns: Sequence[str] = ()) -> list[Path]:
+    """Return the files that a path stands for: a file, a folder or a glob.
 
-
-def find(source: str, path: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files that a path stands for: a file, a folder or a glob."""
-    place, found = local_path(path), list[Path]()
-    if path and place.is_dir():
-        found = [file for file in place.rglob("*") if file.name.endswith(suffixes)]
-    elif path and place.is_file():
-        found = [place]
-    elif has_magic(path):
-        found = _glob(Path(place.anchor or "."), str(place.relative_to(place.anchor)))
-    if not (files := sorted(file for file in found if file.is_file())):
-        fault = "has none" if place.exists() else "is not there"
-        raise InputError(
-            f"source {source!r} needs a file, a folder or a glob that holds "
-            f"{' or '.join(suffixes)} files, and {path!r} {fault}; name another path"
-        )
-    return files
-
-
-def _glob(root: Path, pattern: str) -> list[Path]:
+    A folder stands for its files that match a pattern and a suffix and are not hidden.
+    """
+    place = local_path(path)
+    found, fault = list[Path](), "has none" if place.exists() else "is not there"
     try:
-        return [file for file in root.glob(pattern) if file.is_file()]
+        if place.is_file():
+            found = [place]
+        elif place.is_dir():
+            for file in chain.from_iterable(map(place.glob, patterns or ["**/*"])):
+                is_hidden = any(part.startswith(".") for part in file.relative_to(place).parts)
+                if file.name.endswith(suffixes) and not is_hidden:
+                    found.append(file)
+        else:
+            root = Path(place.anchor or ".")
+            found = list(root.glob(str(place.relative_to(place.anchor))))
     # pathlib reports bad patterns by many exception types
     except (IndexError, NotImplementedError, OSError, ValueError) as error:
+        fault = f"is no such glob ({first_line(error):.120})"
+    if not (files := sorted({file for file in found if file.is_file()})):
+        wanted = " or ".join(patterns or filter(None, suffixes)) or "some"
         raise InputError(
-            f"a pattern must be a glob below {root}, as **/*.txt, got {pattern!r:.80}: "
-            f"{first_and_last_line(error):.120}"
-        ) from error
+            f"a source needs a file, a folder or a glob that holds {wanted:.200} files, and "
+            f"{path!r:.200} {fault}; change the path, or data.patterns"
+        )
+    return files
 
 
 # text
 
 
-def stdlib_texts(files: Iterable[Path]) -> Rows:
-    """Yield the standard library's files that have enough text."""
-    for where, row in whole_files(files):
-        if len(row["text"]) >= STDLIB_MIN_CHARACTERS:
-            yield where, row
-
-
-def whole_files(files: Iterable[Path]) -> Rows:
-    """Yield every UTF-8 file as one document; skip files that are not UTF-8."""
+def whole_files(files: Iterable[Path], min_characters: int = 0) -> Rows:
+    """Yield every UTF-8 file as one document; skip files that are shorter or not UTF-8."""
     for file in files:
-        try:
-            with file.open("rb") as stream:
-                # incremental: the last character may be cut
-                codecs.getincrementaldecoder("utf-8")().decode(stream.read(SNIFFED_BYTES))
-            text = file.read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError:
-            continue
-        except OSError as error:
-            raise InputError(f"cannot read {file}: {error.strerror}; change patterns") from error
-        yield str(file), {"text": text}
+        with _readable(file):
+            try:
+                text = file.read_text(encoding="utf-8-sig")
+            except UnicodeDecodeError:
+                continue
+        if len(text) >= min_characters:
+            yield str(file), {"text": text}
 
 
 def passages(files: Iterable[Path]) -> Rows:
@@ -248,24 +211,12 @@ def rows_of(
 
 
 def _table_rows(file: Path, column: str) -> Rows:
-    try:
-        with pq.ParquetFile(file) as table:
-            columns = [column] if column in table.schema_arrow.names else None
-            number = 0
-            for batch in table.iter_batches(TABLE_ROWS, columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"row {number} of {file}", without_nulls(row)
-    except UnicodeDecodeError as error:
-        # parquet readers do not check text before it is decoded here
-        raise InputError(
-            f"a corpus must be UTF-8 text, parquet {file} is not: {error}; convert it"
-        ) from error
-    except (OSError, pa.ArrowException) as error:
-        raise InputError(
-            f"cannot read {str(file)!r} as parquet: {first_and_last_line(error)}; write or "
-            "download it again"
-        ) from error
+    with _readable(file, "parquet"), pq.ParquetFile(file) as table:
+        columns = [column] if column in table.schema_arrow.names else None
+        batches = table.iter_batches(TABLE_ROWS, columns=columns)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for number, row in enumerate(rows, start=1):
+            yield f"row {number} of {file}", without_nulls(row)
 
 
 def without_nulls(row: Row) -> Row:
@@ -282,30 +233,50 @@ def _without_nulls(value: Any) -> Any:
 def read_jsonl(file: Path, refuse: Callable[[InputError], object] = fail) -> Rows:
     """Yield the rows of a JSON lines file, or of a file with one JSON list of objects.
 
-    Gzip files are read too, and blank lines are skipped. Only one line is in memory at a time, and
-    of a line that is too long only its first `MAX_LINE` characters. `datasets` cannot replace this
-    parser: it names no line, converts text such as dates, and adds null to objects in lists.
+    Gzip files are read too, and blank lines are skipped. Only one line is in memory at a time.
+    `datasets` cannot replace this parser: it names no line, converts text such as dates, and adds
+    null to objects in lists.
     """
     with _readable(file):
-        with file.open("rb") as stream:
-            is_packed = stream.read(2) == GZIP
+        with file.open("rb") as binary:
+            is_packed = binary.read(2) == b"\x1f\x8b"
         reading: Any = gzip.open if is_packed else open
         with reading(file, mode="rt", encoding="utf-8-sig") as stream:
-            yield from parse(_lines(stream, file), str(file), refuse)
+            lines = _lines(stream, file)
+            first = next(lines, None)
+            if first is None:
+                raise InputError(f"{file} holds no row; give one JSON object a line")
+            lines = chain([first], lines)
+            if first[1].lstrip().startswith("["):
+                with located(f"the list in {file}"):
+                    values = _value("".join(line for _, line in lines))
+                lines = ((f"row {n}", json.dumps(one)) for n, one in enumerate(values, start=1))
+            for place, line in lines:
+                try:
+                    with located(f"{place} of {file}"):
+                        row = _value(line)
+                        if not isinstance(row, dict):
+                            kind = type(row).__name__
+                            raise InputError(ROW_RULE, fault=f"is a {kind}, {row!r:.40}")
+                except InputError as error:
+                    refuse(error)
+                else:
+                    yield f"{place} of {file}", row
 
 
 @contextmanager
-def _readable(file: Path) -> Iterator[None]:
+def _readable(file: Path, kind: str = "UTF-8") -> Iterator[None]:
     try:
         yield
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, pa.ArrowException) as error:
         raise InputError(
-            f"text and rows must be in a readable UTF-8 file, and {file} is not: {error}; make it "
-            "readable, or write it again"
+            f"text and rows must be in a readable {kind} file, and {file} is not: "
+            f"{first_line(error)}; make it readable, or write it again"
         ) from error
 
 
-def _lines(stream: Any, file: Path) -> Iterator[str]:
+def _lines(stream: Any, file: Path) -> Iterator[tuple[str, str]]:
+    """Yield the number and the text of each line that is not blank."""
     number = 0
     while line := stream.readline(MAX_LINE):
         number += 1
@@ -314,33 +285,8 @@ def _lines(stream: Any, file: Path) -> Iterator[str]:
                 f"a line holds at most {MAX_LINE:,} characters, line {number} of {file} has more; "
                 "write one JSON object a line, or cut the text"
             )
-        yield line
-
-
-def parse(lines: Iterable[str], name: str, refuse: Callable[[InputError], object] = fail) -> Rows:
-    """Yield the rows of JSON lines; error messages call the text by `name`."""
-    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-    first = next(numbered, None)
-    if first is None:
-        raise InputError(f"{name} holds no row; give one JSON object a line")
-    numbered = chain([first], numbered)
-    is_list = first[1].lstrip().startswith("[")
-    if is_list:
-        with located(f"the list in {name}"):
-            values = _value("".join(line for _, line in numbered))
-        rows = ((f"row {place} of {name}", value) for place, value in enumerate(values, start=1))
-    else:
-        rows = ((f"line {number} of {name}", line) for number, line in numbered)
-    for where, value in rows:
-        try:
-            with located(where):
-                row = value if is_list else _value(value)
-                if not isinstance(row, dict):
-                    raise InputError(ROW_RULE, fault=f"is a {type(row).__name__}, {row!r:.40}")
-        except InputError as error:
-            refuse(error)
-        else:
-            yield where, row
+        if line.strip():
+            yield f"line {number}", line
 
 
 ROW_RULE = "a .jsonl file has one JSON object a line"
@@ -363,9 +309,3 @@ def _value(text: str) -> Any:
 def names(keys: Iterable[str]) -> str:
     """Return the keys of a row in one line of at most 100 characters."""
     return f"{' '.join(', '.join(keys).split()) or 'no key':.100}"
-
-
-def first_and_last_line(error: BaseException) -> str:
-    """Return the first and the last line of an error, in one line."""
-    lines = str(error.__cause__ or error).split("\n")
-    return " ".join(dict.fromkeys([lines[0], lines[-1]])).strip() or type(error).__name__

@@ -2,65 +2,23 @@
 
 import ast
 import hashlib
+import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from specheads.data.files import Row, Rows
+from specheads.data.files import Rows
 
-KINDS = {
-    "write": (
-        "Write a Python function with this signature and docstring:\n\n{stub}",
-        "Implement the following Python function.\n\n{stub}",
-        "Please complete this function. Reply with the whole function.\n\n{stub}",
-        "I need the body of this Python function:\n\n{stub}\n\nIts docstring says what it does.",
-    ),
-    "explain": (
-        "Explain what this Python code does:\n\n{code}",
-        "What does this function do, step by step?\n\n{code}",
-        "Explain this code to somebody who is new to Python.\n\n{code}",
-        "Describe in a few sentences the purpose of `{name}`:\n\n{code}",
-    ),
-    "test": (
-        "Write a unit test for this function:\n\n{code}",
-        "Write tests with pytest for `{name}`.\n\n{code}",
-        "How would you test this code? Give the tests.\n\n{code}",
-        "Write a unittest.TestCase that covers the edge cases of this function:\n\n{code}",
-    ),
-    "continue": (
-        "Continue this Python code:\n\n{start}",
-        "Complete the function that begins like this:\n\n{start}",
-        "Finish this code. Reply with what follows only.\n\n{start}",
-        "Here is the first half of `{name}`. Write the second half.\n\n{start}",
-    ),
-    "document": (
-        "Write a docstring for this function:\n\n{bare}",
-        "Add a docstring to this Python code, with its arguments and what it returns.\n\n{bare}",
-        "Document this function:\n\n{bare}",
-    ),
-    "annotate": (
-        "Add type annotations to this function:\n\n{code}",
-        "Rewrite this Python code with type hints.\n\n{code}",
-    ),
-    "rename": (
-        "Rename the variables of this function so that it reads better:\n\n{code}",
-        "Improve the names in this code, and change nothing else.\n\n{code}",
-    ),
-    "fix": (
-        "There is a bug in this function. Find it and fix it.\n\n{broken}",
-        "This code gives wrong results. What is wrong with it?\n\n{broken}",
-    ),
-    "module": (
-        "What does a Python module with this docstring and these names do?\n\n{outline}",
-        "Here is an outline of a Python module. Summarise what it is for.\n\n{outline}",
-        "When would you use this module? Give a short example.\n\n{outline}",
-    ),
-}
-"""Wordings of each kind of instruction."""
+WORDINGS = Path(__file__).with_suffix(".json")
 
-ALWAYS, ONE_OF = ("write", "explain", "test", "continue"), ("document", "annotate", "rename", "fix")
-"""Every function gets all of the first kinds that fit it, and one of the second."""
+ONE_OF = ("document", "annotate", "rename", "fix")
+"""Every function gets one of these kinds, and all of the others that fit it."""
+
+NEEDS = {"write": "stub", "document": "bare", "fix": "broken", "module": "outline"}
+"""The text that a kind needs; the others need `code`."""
 
 LINES = range(5, 61)
 """Number of lines of a function, including its docstring."""
@@ -72,9 +30,9 @@ BUGS = ((" == ", " != "), (" < ", " <= "), (" > ", " >= "), (" and ", " or "), (
 """Right operators, and the wrong ones of a broken function."""
 
 
-Function = dict[str, str]
+Texts = dict[str, str]
 """Texts about a function: `name`, `code`, `stub` (signature and docstring), `bare` (without the
-docstring), `start` (the first half) and `broken`; those that do not apply are empty."""
+docstring), `start` (the first half) and `broken`. A module has only an `outline`."""
 
 
 def instructions(files: Rows, split_of: Callable[[str], str]) -> Rows:
@@ -84,42 +42,33 @@ def instructions(files: Rows, split_of: Callable[[str], str]) -> Rows:
     in several files is used once, and not at all if the files are in different splits. Each message
     comes once. `category` is the kind of instruction.
     """
-    found: dict[str, tuple[str, str, Function]] = {}
+    found: dict[str, tuple[str, str, Texts]] = {}
     shared: set[str] = set()
-    asked: set[str] = set()
-    outlines: list[tuple[str, str, str]] = []
+    outlines: list[tuple[str, str, Texts]] = []
     for where, row in files:
         text, split = row["text"], split_of(row["text"])
-        if (tree := _parsed(text)) is None:
+        try:
+            tree = ast.parse(text)
+        # some files of the standard library are not valid in this version
+        except (SyntaxError, ValueError, RecursionError):
             continue
         if outline := _outline(tree):
-            outlines.append((where, split, outline))
-        for function in _functions(text, tree):
-            code = function["code"]
-            if found.setdefault(code, (where, split, function))[1] != split:
-                shared.add(code)
-    rows = [
-        (where, _row("module", split, {"outline": outline})) for where, split, outline in outlines
-    ]
-    for code, (where, split, function) in found.items():
-        if code not in shared:
-            rows += ((f"{function['name']} of {where}", row) for row in _rows(function, split))
-    for where, row in rows:
-        content = row["messages"][0]["content"]
-        if content not in asked:
-            asked.add(content)
-            yield where, row
+            outlines.append((where, split, {"outline": outline}))
+        for texts in _functions(text, tree):
+            place = f"{texts['name']} of {where}"
+            if found.setdefault(texts["code"], (place, split, texts))[1] != split:
+                shared.add(texts["code"])
+    asked: set[str] = set()
+    functions = [one for code, one in found.items() if code not in shared]
+    for where, split, texts in outlines + functions:
+        for kind, content in _questions(texts):
+            if content not in asked:
+                asked.add(content)
+                messages = [{"role": "user", "content": content}]
+                yield where, {"messages": messages, "tools": None, "category": kind, "split": split}
 
 
-def _parsed(text: str) -> ast.Module | None:
-    try:
-        return ast.parse(text)
-    # some files of the standard library are not valid in this version
-    except (SyntaxError, ValueError, RecursionError):
-        return None
-
-
-def _functions(text: str, tree: ast.Module) -> Iterator[Function]:
+def _functions(text: str, tree: ast.Module) -> Iterator[Texts]:
     lines = text.splitlines()
     for node in _statements(tree.body):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -130,22 +79,17 @@ def _functions(text: str, tree: ast.Module) -> Iterator[Function]:
             continue
         code = textwrap.dedent("\n".join(lines[first - 1 : last]))
         half = code.splitlines()
-        docstring = ast.get_docstring(node) or ""
-        texts = {
-            "name": node.name,
-            "code": code,
-            "stub": "",
-            "bare": "",
+        docstring, stub, bare = ast.get_docstring(node) or "", "", ""
+        if docstring and len(node.body) > 1:
+            begin, end = node.body[0].lineno, node.body[0].end_lineno or 0
+            bare = textwrap.dedent("\n".join([*lines[first - 1 : begin - 1], *lines[end:last]]))
+            if len(docstring) >= DOCSTRING_CHARACTERS:
+                stub = textwrap.dedent("\n".join(lines[first - 1 : end]))
+        yield {
+            **{"name": node.name, "code": code, "stub": stub, "bare": bare},
             "start": "\n".join(half[: (len(half) + 1) // 2]),
             "broken": _broken(code),
         }
-        if docstring and len(node.body) > 1:
-            begin, end = node.body[0].lineno, node.body[0].end_lineno or 0
-            rest = [*lines[first - 1 : begin - 1], *lines[end:last]]
-            texts["bare"] = textwrap.dedent("\n".join(rest))
-            if len(docstring) >= DOCSTRING_CHARACTERS:
-                texts["stub"] = textwrap.dedent("\n".join(lines[first - 1 : end]))
-        yield texts
 
 
 def _statements(body: list[Any]) -> Iterator[ast.AST]:
@@ -158,8 +102,6 @@ def _statements(body: list[Any]) -> Iterator[ast.AST]:
 
 def _outline(tree: ast.Module) -> str:
     """Return a module's docstring and public names; empty if it has no docstring."""
-    if not (docstring := ast.get_docstring(tree)):
-        return ""
     kinds = {ast.FunctionDef: "def", ast.AsyncFunctionDef: "def", ast.ClassDef: "class"}
     names = [
         f"{kinds[type(node)]} {node.name}"
@@ -167,29 +109,28 @@ def _outline(tree: ast.Module) -> str:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         and not node.name.startswith("_")
     ]
-    return "\n".join([docstring[:800], "", *names[:30]]) if names else ""
+    docstring = ast.get_docstring(tree)
+    return "\n".join([docstring[:800], "", *names[:30]]) if docstring and names else ""
 
 
-def _rows(texts: Function, split: str) -> Iterator[Row]:
-    needs = {"write": "stub", "document": "bare", "fix": "broken"}
-    fits = [kind for kind in (*ALWAYS, *ONE_OF) if texts[needs.get(kind, "code")]]
+def _questions(texts: Texts) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the message of each instruction; a hash of the code chooses wordings."""
+    kinds = wordings()
+    fits = [kind for kind in kinds if texts.get(NEEDS.get(kind, "code"))]
     rest = [kind for kind in fits if kind in ONE_OF]
-    chosen = rest[_number(texts["code"]) % len(rest)]
-    for kind in fits:
-        if kind in ALWAYS or kind == chosen:
-            yield _row(kind, split, texts)
-
-
-def _row(kind: str, split: str, texts: dict[str, str]) -> Row:
-    """Return a conversation; a hash of the code chooses the wording."""
-    wordings = KINDS[kind]
-    wording = wordings[_number(kind + "".join(texts.values())) % len(wordings)]
     fenced = {
         name: text if name == "name" else f"```python\n{text}\n```" for name, text in texts.items()
     }
-    content = wording.format(**fenced)
-    messages = [{"role": "user", "content": content}]
-    return {"messages": messages, "tools": None, "category": kind, "split": split}
+    for kind in fits:
+        if kind not in ONE_OF or kind == rest[_number(texts["code"]) % len(rest)]:
+            place = _number(kind + "".join(texts.values())) % len(kinds[kind])
+            yield kind, kinds[kind][place].format(**fenced)
+
+
+@cache
+def wordings() -> dict[str, list[str]]:
+    """Return the wordings of each kind of instruction."""
+    return json.loads(WORDINGS.read_text(encoding="utf-8"))
 
 
 def _broken(code: str) -> str:

@@ -140,30 +140,15 @@ def _cut(text: str) -> str:
     return f"{text!r:.60}"
 
 
-def pieces(
-    tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], loss_mask: Iterable[bool]
-) -> Iterator[tuple[str, bool, bool]]:
-    """Yield runs of a text: (text, whether it is in the loss, whether it is a special token).
-
-    Runs are decoded one by one, so a character whose bytes are in two runs shows as unknown.
-    """
-    special = added_ids(tokenizer)
-    numbered = enumerate(zip(tokens, loss_mask, strict=True))
-    # special tokens are runs of their own
-    alike = groupby(numbered, lambda one: (bool(one[1][1]), one[0] if one[1][0] in special else -1))
-    for (is_counted, alone), run in alike:
-        ids = [int(token) for _, (token, _) in run]
-        yield str(tokenizer.decode(ids)), is_counted, alone >= 0
-
-
 def marked(
     tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], loss_mask: Iterable[bool]
 ) -> str:
-    """Return a text with brackets around every run of tokens in the loss."""
-    out, inside = [], False
-    for text, is_counted, _ in pieces(tokenizer, tokens, loss_mask):
-        if is_counted != inside:
-            out.append(OPEN if is_counted else CLOSE)
-        out.append(text)
-        inside = is_counted
-    return "".join([*out, CLOSE if inside else ""])
+    """Return a text with brackets around every run of tokens in the loss.
+
+    Runs are decoded one by one, so a character whose bytes are in two runs shows as unknown.
+    """
+    out = ""
+    for is_counted, run in groupby(zip(tokens, loss_mask, strict=True), lambda one: bool(one[1])):
+        text = str(tokenizer.decode([int(token) for token, _ in run]))
+        out += f"{OPEN}{text}{CLOSE}" if is_counted else text
+    return out

@@ -3,11 +3,10 @@
 See docs/data.md.
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, repeat
 from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
@@ -91,8 +90,7 @@ class PackedText:
     Args:
         documents: Text and its loss mask.
         sequence_length: Tokens in a row. 0 takes the longest document's length.
-        batch_size: Rows of a batch over all processes. A list gives the first batches their sizes;
-            the last size stays.
+        batch_size: Rows of a batch over all processes.
         packing: best_fit, stream or none: see docs/data.md.
         padding_id: Token that fills rows; it is never in the loss.
         seed: Seed of the orders.
@@ -108,7 +106,7 @@ class PackedText:
         documents: Documents,
         *,
         sequence_length: int,
-        batch_size: int | Sequence[int],
+        batch_size: int,
         packing: str = "best_fit",
         padding_id: int = 0,
         seed: int = 0,
@@ -117,22 +115,19 @@ class PackedText:
     ) -> None:
         self._documents, self._packing, self._padding_id = documents, packing, padding_id
         self.length = sequence_length or int(documents.lengths.max(initial=1))
-        self._sizes = [batch_size] if isinstance(batch_size, int) else [*batch_size]
-        self._seed = seed
+        self._batch_size, self._seed = batch_size, seed
         self._rank, self._world_size = rank, world_size
         self._epoch, self._rows = -1, self._layout(0)
         self.rows_per_epoch = len(self._rows)
-        if self.rows_per_epoch < (rows := self._sizes[-1]):
+        if self.rows_per_epoch < batch_size:
             raise InputError(
-                f"a batch of {rows} x {self.length} tokens needs as many rows, and "
+                f"a batch of {batch_size} x {self.length} tokens needs as many rows, and "
                 f"{len(documents)} documents of {documents.lengths.sum()} tokens fill "
                 f"{self.rows_per_epoch}; give more text, or lower the batch size or the sequence "
                 "length"
             )
         if not any(
-            self._documents.loss_mask(document)[start:stop].any()
-            for row in range(self.rows_per_epoch)
-            for document, start, stop in self._rows.pieces(row)
+            self.batch(range(row, row + 1)).loss_mask.any() for row in range(len(self._rows))
         ):
             raise InputError(
                 f"training needs tokens in the loss, and {self.rows_per_epoch} rows of "
@@ -143,11 +138,15 @@ class PackedText:
     @property
     def summary(self) -> str:
         """Sizes, padding, cut documents and tokens left out, for people."""
-        padding, cut, left_out = waste(self._rows, self._documents.lengths, self.length)
+        rows, lengths = self._rows, self._documents.lengths
+        packed, total = int(rows.lengths.sum()), int(lengths.sum())
+        whole = np.count_nonzero(rows.lengths == lengths[rows.documents])
+        padding = 1 - packed / (len(rows) * self.length)
+        cut = 1 - whole / np.count_nonzero(lengths)
         return (
-            f"{len(self._documents):,} documents in {len(self._rows):,} rows of {self.length:,} "
-            f"tokens, {padding:.1%} padding, {cut:.1%} of documents cut, {left_out:.1%} of tokens "
-            "left out"
+            f"{len(lengths):,} documents in {len(rows):,} rows of {self.length:,} tokens, "
+            f"{padding:.1%} padding, {cut:.1%} of documents cut, {1 - packed / total:.1%} of "
+            "tokens left out"
         )
 
     def batches(
@@ -155,10 +154,8 @@ class PackedText:
     ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield batches without end, each with the cursor that continues after it."""
         sample = 0 if cursor is None else cursor["sample"]
-        # skip the sizes of the batches before the cursor
-        first = bisect_right([*accumulate(self._sizes[:-1])], sample)
-        for size in chain(self._sizes[first:], repeat(self._sizes[-1])):
-            rows = range(sample, sample + size)
+        while True:
+            rows = range(sample, sample + self._batch_size)
             sample = rows.stop
             yield self.batch(share(rows, self._rank, self._world_size)), {"sample": sample}
 
@@ -226,21 +223,6 @@ class Layout:
             yield int(self.documents[at]), start, start + int(self.lengths[at])
 
 
-def waste(rows: Layout, lengths: np.ndarray, length: int) -> tuple[float, float, float]:
-    """Return which fractions packing wastes.
-
-    They are the rows' tokens that are padding, documents that are not whole in one row, and the
-    documents' tokens that are in no row.
-    """
-    packed, total = int(rows.lengths.sum()), int(lengths.sum())
-    whole = np.count_nonzero(rows.lengths == lengths[rows.documents])
-    return (
-        1 - packed / max(len(rows) * length, 1),
-        1 - whole / max(np.count_nonzero(lengths), 1),
-        1 - packed / max(total, 1),
-    )
-
-
 def one_a_row(lengths: np.ndarray, length: int) -> Layout:
     """Give each document its own row; drop tokens after the row's end."""
     (documents,) = np.nonzero(lengths)
@@ -301,28 +283,27 @@ def _fit(lengths: np.ndarray, length: int) -> np.ndarray:
 
     num_rows = at = 0
     sizes, counts = np.unique(lengths, return_counts=True)
-    for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        left = count
+    for size, left in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while left:
             place = bisect_left(rooms, size)
-            room = rooms[place] if place < len(rooms) else length
-            # a row that takes one piece becomes the fullest, so it takes as many as fit
-            each = room // size
             if place < len(rooms):
+                room = rooms[place]
                 rows = by_room[room].pop()
                 if not by_room[room]:
                     rooms.pop(place)
             else:
-                rows = np.arange(num_rows, num_rows + -(-left // each))
+                room = length
+                rows = np.arange(num_rows, num_rows + -(-left // (room // size)))
                 num_rows += len(rows)
+            # a row that takes one piece becomes the fullest, so it takes as many as fit
+            each = room // size
             whole = min(len(rows), left // each)
-            parts = [(rows[:whole], each)]
-            if whole < len(rows) and (some := left - whole * each) and some < each:
-                parts.append((rows[whole : whole + 1], some))
-            for taken, times in parts:
+            some = left % each if whole < len(rows) else 0
+            for taken, times in ((rows[:whole], each), (rows[whole : whole + 1], some)):
                 placed = len(taken) * times
                 found[at : at + placed] = np.repeat(taken, times)
                 at, left = at + placed, left - placed
-                keep(room - times * size, taken)
-            keep(room, rows[sum(len(taken) for taken, _ in parts) :])
+                if times:
+                    keep(room - times * size, taken)
+            keep(room, rows[whole + (some > 0) :])
     return found

@@ -5,24 +5,23 @@ import json
 import random
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
-from urllib.request import urlopen
+from typing import Any, TypeVar
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
 from specheads.core.files import local_path
 from specheads.data.chat import Template
-from specheads.data.conversations import FORMS, Conversation, first_answer, question
+from specheads.data.conversations import Conversation, first_answer, question
 from specheads.data.documents import cut_windows
 from specheads.data.encode import prompt_ids
-from specheads.data.files import JSONL, PARQUET, SHOWN, located, parse, rows_of
-from specheads.data.settings import NO_PATH, Data
-from specheads.data.sources import load_from_hub, read
+from specheads.data.files import JSONL, PARQUET, SHOWN, located, rows_of
+from specheads.data.settings import NO_PATH, Data, Source
+from specheads.data.sources import hub_rows, read
 from specheads.data.tokenise import EmptySplitError, tokenised
 
 T = TypeVar("T")
@@ -58,12 +57,12 @@ class PromptSet:
 
 
 ON_HUB = {
-    "humaneval": {"path": "openai/openai_humaneval", "split": "test"},
-    "mbpp": {"path": "google-research-datasets/mbpp", "name": "full", "split": "test"},
-    "gsm8k": {"path": "openai/gsm8k", "name": "main", "split": "test"},
-    "mt_bench": {"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"},
+    "humaneval": Source(source="hub", path="openai/openai_humaneval", split="test"),
+    "mbpp": Source(source="hub", path="google-research-datasets/mbpp", config="full", split="test"),
+    "gsm8k": Source(source="hub", path="openai/gsm8k", config="main", split="test"),
+    "mt_bench": Source(source="hub", path="HuggingFaceH4/mt_bench_prompts"),
 }
-"""Public sets by name: arguments of `load_dataset`. A local file in the same format works too."""
+"""Public sets by name. A local file in the same format works too."""
 
 SPEC_BENCH = (
     "https://raw.githubusercontent.com/hemingkx/Spec-Bench/fd2c1cd7d2201ef71db4c5f4e455008f017967bf/"
@@ -153,50 +152,27 @@ def held_out(
     Raises:
         InputError: The split has no text of that length and no conversation.
     """
-    found, empty = list[Prompt](), None
+    found = list[Prompt]()
     talks, texts = corpus.divided()
-    try:
+    with suppress(EmptySplitError):
         if texts:
-            found += _windows(texts, split, tokenizer, prompt_tokens, num_prompts, seed)
-    except EmptySplitError as error:
-        empty = error
+            documents = tokenised(texts, split, tokenizer, seed)
+            windows = cut_windows(documents, tokenizer, prompt_tokens, seed)
+            found += [
+                Prompt(ids, texts.source, str(tokenizer.decode(ids)), f"document {number}")
+                for number, ids in islice(windows, num_prompts)
+            ]
     if talks:
         for where, row in _some(list(read(talks, split, seed)), num_prompts, seed):
-            messages = row["messages"]
-            if all(message["role"] == "user" for message in messages):
-                # turns also work for a base without a chat template
-                asked = {"turns": [messages[0]["content"]], "category": row.get("category")}
-            else:
-                # a greeting before the question is not an answer
-                asked = {**row, "messages": messages[: first_answer(messages)]}
+            # a greeting before the question is not an answer
+            asked = {**row, "messages": row["messages"][: first_answer(row["messages"])]}
             found += row_prompts(asked, where, tokenizer, all_turns=False)
     if not found:
-        raise empty or EmptySplitError(
-            f"no conversation of {corpus.source} is held out for {split}; give more of them"
+        raise InputError(
+            f"no conversation and no text of {prompt_tokens} tokens of {corpus.source} is held "
+            f"out for {split}; give more of them, or lower prompt_tokens"
         )
     return _some(found, num_prompts, seed)
-
-
-def _windows(
-    corpus: Data,
-    split: str,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_tokens: int,
-    num_prompts: int,
-    seed: int,
-) -> list[Prompt]:
-    documents = tokenised(corpus, split, tokenizer, seed)
-    windows = islice(cut_windows(documents, tokenizer, prompt_tokens, seed), num_prompts)
-    found = [
-        Prompt(ids, corpus.source, str(tokenizer.decode(ids)), f"document {number}")
-        for number, ids in windows
-    ]
-    if not found:
-        raise EmptySplitError(
-            f"no document of {corpus.source} held out for {split} has {prompt_tokens} tokens; "
-            "lower prompt_tokens"
-        )
-    return found
 
 
 def _some(items: list[T], most: int, seed: int) -> list[T]:
@@ -209,21 +185,13 @@ def _some(items: list[T], most: int, seed: int) -> list[T]:
 def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each row with its location, which error messages name."""
     if name == "spec_bench":
-        try:
-            with urlopen(SPEC_BENCH, timeout=30) as answer:
-                text = answer.read().decode()
-        except (HTTPException, OSError, UnicodeDecodeError) as error:
-            raise InputError(
-                f"cannot reach {SPEC_BENCH}: {error}; pass a local .jsonl file instead"
-            ) from error
-        yield from parse(text.split("\n"), name)
+        yield from hub_rows(Source(source="hub", path="json", patterns=[SPEC_BENCH]), 0)
     elif name in ON_HUB:
-        for place, row in enumerate(load_from_hub(**ON_HUB[name]), start=1):
-            yield f"row {place} of {name}", row
-    elif not name.endswith((*JSONL, *PARQUET)):
-        raise InputError(f"prompts must be {', '.join(NAMES)} or a .jsonl file; got {name!r}")
-    elif not local_path(name).is_file():
-        raise InputError(f"prompts must be a file that exists, got {name!r}")
+        yield from hub_rows(ON_HUB[name], 0)
+    elif not name.endswith((*JSONL, *PARQUET)) or not local_path(name).is_file():
+        raise InputError(
+            f"prompts must be {', '.join(NAMES)} or a .jsonl file that exists; got {name!r}"
+        )
     else:
         yield from rows_of([local_path(name)])
 
@@ -232,41 +200,34 @@ def row_prompts(
     row: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenizerBase, *, all_turns: bool
 ) -> Iterator[Prompt]:
     """Yield the prompts of a row; error messages name its location."""
-    category, turns = str(row.get("category") or ""), row.get("turns")
-    if isinstance(prompt := row.get("prompt"), list) and all(map(_is_text, prompt)):
+    turns, prompt = row.get("turns"), row.get("prompt")
+    if isinstance(prompt, list) and all(isinstance(turn, str) for turn in prompt):
         # MT-bench's name for turns on the Hub
         turns = prompt
     with located(where):
         if turns is None:
-            asked = question(row)
-            yield _prompt(asked, tokenizer, category, where, _form(row, asked))
+            yield _prompt(question(row), row, where, tokenizer)
             return
         if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
             raise InputError("turns must be a list of texts that are not empty", fault="has others")
         rest = {name: value for name, value in row.items() if value is not turns}
         for last in range(len(turns) if all_turns else 1):
-            asked = question({**rest, "instruction": "\n\n".join(turns[: last + 1])})
-            yield _prompt(asked, tokenizer, category, where, "question")
+            asked = {**rest, "instruction": "\n\n".join(turns[: last + 1])}
+            yield _prompt(question(asked), asked, where, tokenizer)
 
 
-def _is_text(value: Any) -> TypeGuard[str]:
+def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _form(row: Mapping[str, Any], asked: Conversation) -> str:
-    """Return "text" to continue, a "question", or "messages"."""
-    if len(asked.messages) > 1 or asked.tools or any(map(row.get, FORMS)):
-        return "messages"
-    text = asked.messages[0]["content"]
-    is_text = any(row.get(name) == text and mark not in row for name, mark in CONTINUED.items())
-    return "text" if is_text else "question"
-
-
 def _prompt(
-    asked: Conversation, tokenizer: PreTrainedTokenizerBase, category: str, where: str, form: str
+    asked: Conversation, row: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenizerBase
 ) -> Prompt:
-    if form == "text" or (form == "question" and tokenizer.chat_template is None):
-        text = asked.messages[0]["content"]
+    """Return a prompt: text to continue, or a question or messages in the chat template."""
+    text = asked.messages[0]["content"]
+    needs_template = len(asked.messages) > 1 or asked.tools
+    continues = any(row.get(name) == text and mark not in row for name, mark in CONTINUED.items())
+    if not needs_template and (continues or tokenizer.chat_template is None):
         ids = prompt_ids(tokenizer, text)
     else:
         ids = Template(tokenizer).prompt(asked.messages, asked.tools)
@@ -276,4 +237,4 @@ def _prompt(
             "a prompt needs a token, and must not end with the end token",
             fault=f"gives {ids[-1:] or 'no token'}",
         )
-    return Prompt(ids, category, text, where)
+    return Prompt(ids, str(row.get("category") or ""), text, where)

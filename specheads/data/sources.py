@@ -2,35 +2,25 @@
 
 import hashlib
 import json
-from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, first_line
 from specheads.core.files import HUB_ID, local_path
 from specheads.data import files as local
 from specheads.data.conversations import conversation
-from specheads.data.files import (
-    BadRows,
-    Row,
-    Rows,
-    first_and_last_line,
-    located,
-    names,
-    without_nulls,
-)
+from specheads.data.files import BadRows, Row, Rows, located, names, without_nulls
 from specheads.data.instructions import instructions
 from specheads.data.settings import NO_PATH, Data, Source
 
 SPLITS = ("train", "validation", "prompts")
 
 SUFFIXES = {
-    **{"text": local.TXT, "jsonl": local.JSONL, "parquet": local.PARQUET},
+    **{"files": ("",), "text": (".txt",), "jsonl": local.JSONL, "parquet": local.PARQUET},
     "chat": (*local.JSONL, *local.PARQUET),
 }
 
@@ -85,13 +75,10 @@ def _document(source: Source, row: Row, where: str) -> Row:
     if source.source not in ("jsonl", "parquet", "hub"):
         return row
     with located(where):
-        if source.column not in row:
+        if not isinstance(text := row.get(source.column, ...), str | None):
             # tables leave out nulls
-            raise InputError(f"a row needs the column {source.column!r}", fault=f"has {names(row)}")
-        text = row[source.column]
-        if not isinstance(text, str | None):
-            kind = type(text).__name__
-            raise InputError(f"column {source.column!r} must hold text", fault=f"holds {kind}")
+            found = type(text).__name__ if source.column in row else names(row)
+            raise InputError(f"a row must hold text in {source.column!r}", fault=f"has {found}")
     return {"text": text}
 
 
@@ -104,24 +91,17 @@ def _split_key(row: Row) -> str:
 
 
 def refuse_unreadable(data: Data) -> None:
-    """Refuse local files that do not exist, cannot be read, or begin with a bad row.
-
-    Then all bad rows of the source are reported. Hub data sets are skipped.
-    """
+    """Refuse local files that do not exist, cannot be read, or have no row that can be used."""
     for source in data.parts:
         if source.path and _files(source):
-            whole, bad = replace(source, max_documents=0), BadRows()
-            next(read_all(whole, 0, bad), None)
-            if bad and source.bad_rows == "stop":
-                deque(read_all(whole), maxlen=0)
+            next(read_all(replace(source, max_documents=0)), None)
 
 
 def identity(source: Source, seed: int) -> dict[str, Any]:
     """Return what decides a source's rows: settings, files, and their sizes and dates."""
+    chosen = {item.name: getattr(source, item.name) for item in fields(Source)}
     stats = [(file, file.stat()) for file in _files(source)]
-    settings = asdict(source)
-    settings = {name: settings[name] for name in settings if name not in ("weight", "sources")}
-    return settings | {
+    return chosen | {
         "seed": seed if source.max_documents else 0,
         "files": [[str(file.absolute()), one.st_size, one.st_mtime_ns] for file, one in stats],
     }
@@ -132,12 +112,10 @@ def _files(source: Source) -> list[Path]:
     kind, path = source.source, source.path
     if kind in NO_PATH:
         return local.stdlib_files()
-    if kind == "files":
-        return local.folder_files(path, source.patterns)
     is_id = HUB_ID.fullmatch(path) and not path.endswith(SUFFIXES["chat"])
     if kind == "hub" or (kind == "chat" and is_id and not local_path(path).exists()):
         return []
-    return local.find(kind, path, SUFFIXES[kind])
+    return local.find(path, SUFFIXES[kind], source.patterns)
 
 
 def _rows(source: Source, seed: int, bad: BadRows) -> Rows:
@@ -145,9 +123,9 @@ def _rows(source: Source, seed: int, bad: BadRows) -> Rows:
     files = _files(source)
     match source.source:
         case "python_stdlib":
-            return local.stdlib_texts(files)
+            return local.whole_files(files, local.STDLIB_MIN_CHARACTERS)
         case "stdlib_instructions":
-            return instructions(local.stdlib_texts(files), split_of)
+            return instructions(local.whole_files(files, local.STDLIB_MIN_CHARACTERS), split_of)
         case "files":
             return local.whole_files(files)
         case "text":
@@ -172,43 +150,32 @@ def _sample(source: Source, seed: int, bad: BadRows) -> Rows:
 # data sets of the Hub
 
 
-def load_from_hub(path: str, **choices: Any) -> Any:
-    """Call `datasets.load_dataset`; every failure is an `InputError` of one line."""
-    # slow to import, and few commands need it
-    import datasets
-
-    with _reachable(path):
-        return datasets.load_dataset(path, **choices)
-
-
 def hub_rows(source: Source, seed: int) -> Rows:
     """Yield the rows of a data set's split; stream it if `max_documents` is set.
 
-    A stream is shuffled in a buffer by the seed.
+    A stream is shuffled in a buffer by the seed. Every failure is an `InputError` of one line.
     """
+    # slow to import, and few commands need it
+    import datasets
+
     most = source.max_documents
-    rows = load_from_hub(
-        source.path,
-        name=source.config or None,
-        revision=source.revision,
-        split=source.split,
-        data_files=list(source.patterns) or None,
-        streaming=most > 0,
-    )
-    if most:
-        rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER).take(most)
-    with _reachable(source.path):
+    try:
+        rows: Any = datasets.load_dataset(
+            source.path,
+            name=source.config or None,
+            revision=source.revision,
+            split=source.split,
+            data_files=list(source.patterns) or None,
+            streaming=most > 0,
+        )
+        if most:
+            rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER).take(most)
         for number, row in enumerate(rows, start=1):
             yield f"row {number} of dataset {source.path}", without_nulls(row)
-
-
-@contextmanager
-def _reachable(path: str) -> Iterator[None]:
-    try:
-        yield
     except Exception as error:
         # the network, the Hub and the readers of each format have their own exceptions
         raise InputError(
-            f"cannot load {path!r:.80} from the Hub: {first_and_last_line(error)}; check the id, "
-            "data.split=, data.patterns= and the network, or pass a local file instead"
+            f"cannot load {source.path!r:.80} from the Hub: {first_line(error.__cause__ or error)};"
+            " check the id, data.split=, data.patterns= and the network, or pass a local file "
+            "instead"
         ) from error

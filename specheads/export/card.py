@@ -219,7 +219,7 @@ def _evaluations(about: Summary) -> Iterator[EvalResult]:
         low, high = section.interval
         yield EvalResult(
             task_type="text-generation",
-            dataset_type=known["path"] if known else prompts.name,
+            dataset_type=known.path if known else prompts.name,
             dataset_name=prompts.name,
             dataset_args={"prompts": prompts.count, "version": prompts.version},
             metric_type=metric,

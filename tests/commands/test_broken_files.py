@@ -177,7 +177,7 @@ def test_corpus_without_answers_needs_a_distilled_phase(how: str, refused: Any):
         ("folder.jsonl", "'folder.jsonl' has none"),
         ("some", "line 61 of some/b.jsonl is none"),
         ("some/*.jsonl", "line 61 of "),
-        ("table.parquet", "cannot read 'table.parquet' as parquet"),
+        ("table.parquet", "readable parquet file, and table.parquet is not"),
     ],
 )
 def test_path_without_conversations_is_refused(how: str, path: str, told: str, refused: Any):

@@ -91,7 +91,6 @@ def test_context_follows_its_question(row: dict[str, Any], asked: str):
         {"content": None, "function_call": {"name": "sun", "arguments": '{"city": "Rome"}'}},
         {"tool_calls": [{"function": ROME}], "function_call": None},
         {"tool_calls": json.dumps([{"function": ROME}])},
-        {"tool_calls": ROME},
         {"role": "function_call", "content": json.dumps(ROME)},
         {"role": "tool_call", "content": json.dumps([ROME])},
     ],
@@ -110,11 +109,9 @@ def test_ids_of_calls_and_names_are_kept():
 
 
 @pytest.mark.parametrize("empty", [..., None, "", "\n", "null", " null ", "{}", {}])
-@pytest.mark.parametrize("key", ["tool_calls", "function_call"])
-def test_call_without_arguments_has_an_empty_object(empty: Any, key: str):
+def test_call_without_arguments_has_an_empty_object(empty: Any):
     function = {"name": "sun"} | ({} if empty is ... else {"arguments": empty})
-    call = [{"function": function}] if key == "tool_calls" else function
-    found = read(HI, {"role": "assistant", "content": "", key: call}, YES, HELLO)
+    found = read(HI, {"role": "assistant", "content": "", "function_call": function}, YES, HELLO)
     assert found[1]["tool_calls"][0]["function"]["arguments"] == {}
 
 
@@ -178,23 +175,18 @@ def test_parquet_reads_as_json_lines_do(tmp_path, calls: list[dict[str, Any]], k
         ({}, "has empty columns only"),
         ({"text": "Hi?"}, "has text"),
         ({"instruction": "Hi?", "input": "x"}, "has instruction, input"),
-        ({"messages": None, "text": None}, "has empty columns only"),
         ({"messages": [HI, HELLO], "conversations": [HI]}, "neither: conversations "),
         ({"messages": [HI], "instruction": "a", "output": "b"}, "neither: instruction, output "),
-        ({"messages": []}, "has empty columns only"),
         ({"messages": "Hi?"}, "must be a list of objects"),
         ({"messages": ["Hi?"]}, "has 'Hi\\?' among them"),
         ({"messages": [{"content": "Hi?"}]}, "has None"),
         ({"messages": [{"role": "bot", "content": "Hi?"}]}, "one of system, user.* has 'bot'"),
-        ({"messages": [{"role": ["user"], "content": "Hi?"}]}, r"has \['user'\]"),
         ({"messages": [{"role": "user", "content": 3}]}, "parts with text .* has int"),
-        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "has an object"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "has image"),
         ({"messages": [{"role": "user", "content": ["Hi?"]}]}, "has str"),
         ({"messages": [{"role": "user", "content": " \n"}]}, "of the user must not be empty"),
         ({"messages": [HI, {"role": "assistant"}]}, "of the assistant must not be empty"),
         ({"messages": [BRIEF, HELLO]}, "needs a turn of the user; .* only assistant, system"),
-        ({"instruction": "Hi?", "output": ""}, "has instruction"),
         ({"instruction": 3, "output": "b"}, "instruction must be text"),
         ({"instruction": "a", "input": {"b": 1}, "output": "b"}, "input must be text"),
         ({"prompt": [HI], "completion": "Hello."}, "has 'Hello.' among them"),
@@ -202,7 +194,7 @@ def test_parquet_reads_as_json_lines_do(tmp_path, calls: list[dict[str, Any]], k
         ({"messages": [HI, HELLO | {"tool_calls": [3]}]}, "list of objects with function.* has 3"),
         (
             {"messages": [HI, HELLO | {"tool_calls": [{"name": "f", "arguments": "{"}]}]},
-            "arguments of a tool call must be an object",
+            r"arguments \(an object, or its JSON\); .* has '{'",
         ),
     ],
 )
@@ -230,9 +222,7 @@ PART = {"type": "text", "text": "Hello."}
         ({"messages": [HI, HELLO | {"weight": 0}]}, "weight"),
         ({"messages": [HI | {"train": True}, HELLO]}, "train"),
         ({"messages": [HI, HELLO | {"prefix": True}]}, "prefix"),
-        ({"messages": [HI, HELLO | {"mask": 1}]}, "mask"),
         ({"messages": [HI | {"images": ["a.png"]}, HELLO]}, "images"),
-        ({"messages": [HI, HELLO | {"audio": {"id": "x"}}]}, "audio"),
         ({"messages": [HI, HELLO | {"refusal": "No."}]}, "refusal"),
         ({"messages": [HI | {"tool_calls": [ROME]}, HELLO]}, "calls tools; .* user"),
         ({"messages": [HI | {"thinking": "hm"}, HELLO]}, "thinks .* user"),
@@ -241,7 +231,6 @@ PART = {"type": "text", "text": "Hello."}
         ({"messages": [HI, HELLO | {"tool_calls": [ROME], "function_call": ROME}]}, "tool_calls"),
         ({"messages": [HI, HELLO | {"function_call": ROME | {"parameters": [1]}}]}, "parameters"),
         ({"messages": [HI, HELLO | {"content": [PART | {"image": "a.png"}]}]}, "image"),
-        ({"messages": [HI, HELLO | {"content": [PART, {"type": "tool_use"}]}]}, "tool_use"),
         ({"messages": [HI, HELLO | {"content": [PART, {"type": "audio", "text": ""}]}]}, "audio"),
         ({"system": "Be long.", "messages": [BRIEF, HI, HELLO]}, "one system prompt"),
         (

@@ -1,20 +1,16 @@
 import ast
-from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from specheads.core.errors import InputError
 from specheads.data import files
-from specheads.data.instructions import KINDS, instructions
+from specheads.data.instructions import instructions, wordings
 from specheads.data.prompts import held_out, load_prompts
 from specheads.data.settings import Data
 from specheads.data.sources import read, split_of
 from specheads.data.tokenise import tokenised
 
-BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
 ASKED = Data(source="stdlib_instructions")
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 CODE = '''"""Numbers that are counted, with everything one needs for it."""
 
@@ -91,29 +87,21 @@ def test_functions_in_prompts_are_not_in_training_files():
 
 
 @pytest.mark.usefixtures("few")
-def test_instruction_prompts_have_kinds_and_use_the_template():
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
+def test_instruction_prompts_have_kinds_and_use_the_template(tokenizer, chat_tokenizer):
     plain = load_prompts("stdlib_instructions", tokenizer, num_prompts=60)
-    assert {prompt.category for prompt in plain.prompts} <= set(KINDS)
-    assert len({prompt.category for prompt in plain.prompts}) > 3
-    tokenizer.chat_template = CHAT
-    chat = load_prompts("stdlib_instructions", tokenizer, num_prompts=60)
-    assert [prompt.text for prompt in chat.prompts] == [
-        f"<user>{prompt.text}<assistant>" for prompt in plain.prompts
-    ]
+    kinds = {prompt.category for prompt in plain.prompts}
+    assert kinds <= set(wordings())
+    assert len(kinds) > 3
+    chat = load_prompts("stdlib_instructions", chat_tokenizer, num_prompts=60)
+    texts = [f"<user>{prompt.text}<assistant>" for prompt in plain.prompts]
+    assert [prompt.text for prompt in chat.prompts] == texts
 
 
 @pytest.mark.usefixtures("few")
-def test_corpus_phase_refuses_instructions_and_names_distill(monkeypatch, tmp_path):
-    monkeypatch.setenv("SPECHEADS_CACHE", str(tmp_path / "cache"))
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    tokenizer.chat_template = CHAT
-    with pytest.raises(
-        InputError, match=r"learns answers, and .* has no answer; .* distill"
-    ) as told:
-        tokenised(ASKED, "train", tokenizer)
-    assert "\n" not in str(told.value)
-    assert not (tmp_path / "cache").exists()
+def test_corpus_phase_refuses_instructions_and_names_distill(chat_tokenizer, cache_folder):
+    with pytest.raises(InputError, match=r"learns answers, and .* has no answer; .* distill"):
+        tokenised(ASKED, "train", chat_tokenizer)
+    assert not cache_folder.exists()
     # tuning on validation text uses the prompts instead
-    [window] = held_out(ASKED, "validation", tokenizer, 16, 1)
+    [window] = held_out(ASKED, "validation", chat_tokenizer, 16, 1)
     assert window.text.startswith("<user>")

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specheads.core.errors import InputError
-from specheads.data.files import MAX_LINE, read_jsonl
+from specheads.data.files import read_jsonl
 from specheads.data.prompts import load_prompts
 from specheads.data.settings import Data
 from specheads.data.sources import SPLITS, read, split_of
@@ -45,17 +44,10 @@ def refused(tokenizer, cache_folder: Path):
     return expect
 
 
-def texts(corpus: Data) -> list[str]:
-    return [row["text"] for split in SPLITS for _, row in read(corpus, split)]
-
-
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (
-            b'{"text": \n',
-            r"line 2 of .* is none, .*Expecting value.*char 10\): fix or remove the row",
-        ),
+        (b'{"text": \n', r"line 2 of .* is none, .*Expecting value.*: fix or remove the row"),
         (b'{"text": "cut', "line 2 of .*Unterminated string"),
         (b'{"text": "a\x00b"}\n', "line 2 of .*Invalid control character"),
         (b'{"text": "a\\ud800b"}\n', "line 2 of .*surrogates not allowed"),
@@ -113,15 +105,9 @@ def test_damaged_gzip_is_refused(tmp_path: Path, damage: str):
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("", "holds no row"),
         ("\n\n", "holds no row"),
-        (GOOD + '{"text": 3}\n', "column 'text' must hold text .*line 41 of .* holds int"),
-        (GOOD + '{"text": ["a"]}\n', "line 41 of .* holds list"),
-        (
-            '{"body": "a"}\n{"size": 1}\n',
-            "needs the column 'text' .2: line 1 of .* has body, line 2",
-        ),
-        (GOOD + '{"text": "half', "line 41 of .*Unterminated string"),
+        (GOOD + '{"text": 3}\n', "must hold text in 'text' .*line 41 of .* has int"),
+        ('{"body": "a"}\n{"size": 1}\n', "must hold text .* line 1 of .* has body, line 2"),
         ("\x00\x01\x02" * 99, "line 1 of .*Expecting value"),
     ],
 )
@@ -136,8 +122,9 @@ def test_files_may_differ_in_columns_and_dates_stay_text(tmp_path: Path):
     dates = "".join(f'{{"text": "2020-01-{day:02}"}}\n' for day in range(1, 29))
     (tmp_path / "a.jsonl").write_text(dates)
     (tmp_path / "b.jsonl").write_text(GOOD.replace("}", ', "more": 1}'))
-    found = texts(Data(source="jsonl", path=str(tmp_path)))
-    assert {text[:4] for text in found} == {"2020", "docu"}
+    data = Data(source="jsonl", path=str(tmp_path))
+    found = {row["text"][:4] for split in SPLITS for _, row in read(data, split)}
+    assert found == {"2020", "docu"}
 
 
 @pytest.mark.parametrize("damage", ["truncated", "other", "empty", "numbers", "no text"])
@@ -153,7 +140,7 @@ def test_damaged_parquet_is_refused(refused, tmp_path: Path, damage: str):
         parquet.write_table(pyarrow.table({"text": wrong}), file)
     else:
         file.write_bytes({"truncated": whole[:-30], "other": b"no table", "empty": b""}[damage])
-    told = {"numbers": "must hold text", "no text": "must be UTF-8 text"}.get(damage, "cannot read")
+    told = "must hold text" if damage == "numbers" else "must be in a readable parquet file"
     refused(told, of=file, source="parquet", path=str(file))
 
 
@@ -167,50 +154,32 @@ def test_too_long_line_is_refused(refused, tmp_path: Path):
             path=str(file))  # fmt: skip
 
 
-def test_only_the_beginning_of_a_too_long_line_is_read(tmp_path: Path):
-    file = tmp_path / "a.jsonl"
-    with file.open("wb") as stream:
-        # 1 GB of zeros, of which the disk holds nothing
-        stream.truncate(10**9)
-    tracemalloc.start()
-    with pytest.raises(InputError, match=r"line 1 of .* has more"):
-        list(read_jsonl(file))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    # its pieces, and these joined
-    assert peak < 2.5 * MAX_LINE
-
-
 @pytest.mark.parametrize(
     ("pattern", "told"),
     [
-        ("", "a glob below"),
-        ("**x", "a glob below"),
+        ("**x", "is no such glob"),
         ("x" * 300, "File name too long"),
-        ("*.rs", "no file below .* matches '\\*.rs'"),
+        ("*.rs", r"\*.rs files.* none"),
     ],
 )
 def test_pattern_without_match_is_refused(refused, tmp_path: Path, pattern: str, told: str):
     (tmp_path / "a.txt").write_text("text")
     refused(told, of=tmp_path, source="files", path=str(tmp_path), patterns=[pattern])
-
-
-def test_glob_of_folders_or_bad_glob_is_refused(refused, tmp_path: Path):
     (tmp_path / "a.jsonl").mkdir()
-    refused("needs a file, a folder or a glob", source="jsonl", path=str(tmp_path / "*"))
-    refused("a pattern must be a glob", source="jsonl", path=str(tmp_path / "**x"))
+    refused("a source needs|name too long", source="jsonl", path=str(tmp_path / pattern))
 
 
 def test_broken_hub_stream_is_refused_in_one_line(refused, monkeypatch: pytest.MonkeyPatch):
     def breaking():
         yield {"text": "a"}
-        raise pyarrow.ArrowInvalid("JSON parse error\nmore")
+        raise ConnectionError("no route\nmore")
 
     def answer(*_, **__):
         return datasets.IterableDataset.from_generator(breaking)
 
     monkeypatch.setattr(datasets, "load_dataset", answer)
-    refused("cannot load 'a/b' from the Hub", source="hub", path="a/b", max_documents=5)
+    told = "cannot load 'a/b' from the Hub: no route; .* or pass a local file"
+    refused(told, source="hub", path="a/b", max_documents=5)
 
 
 # prompts
@@ -221,8 +190,6 @@ def test_broken_hub_stream_is_refused_in_one_line(refused, monkeypatch: pytest.M
     [
         ("{{ raise_exception('no\nsystem role') }}", "no system role"),
         ("{% for", "unexpected"),
-        ("{{ messages.x.y }}", "has no attribute 'x'"),
-        ("{{ 1 + messages[0].content }}", "unsupported operand"),
         ("{{ 1 // 0 }}", "by zero"),
         ("", "needs a token, .*; line 1 of"),
     ],
@@ -241,21 +208,11 @@ def test_tokenizer_without_unknown_token_is_refused(tmp_path: Path):
     words = Tokenizer(models.WordLevel({"x": 0, "end": 1}))
     words.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
     narrow = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end")
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"prompt": "y"}\n')
-    with pytest.raises(InputError, match="a token for what is unknown"):
-        load_prompts(str(file), narrow, num_prompts=1)
-    with (
-        pytest.warns(UserWarning, match="fastokens does not read"),
-        pytest.raises(InputError, match="a token for what is unknown"),
-    ):
-        load_prompts("python_stdlib", narrow, num_prompts=1)
-    rows = tmp_path / "rows.jsonl"
+    rows = tmp_path / "a.jsonl"
     rows.write_text('{"text": "y"}\n')
-    with (
-        pytest.warns(UserWarning, match="fastokens does not read"),
-        pytest.raises(InputError, match="a token for what is unknown"),
-    ):
+    with pytest.raises(InputError, match="a token for what is unknown"):
+        load_prompts(str(rows), narrow, num_prompts=1)
+    with pytest.raises(InputError, match="a token for what is unknown"):
         tokenised(Data(source="jsonl", path=str(rows)), "train", narrow)
 
 
@@ -327,7 +284,7 @@ def test_many_reasons_are_shortened(chat_tokenizer, tmp_path):
 def test_bad_rows_of_text_are_told_together(refused, tokenizer, tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text(GOOD + '{"text": 3}\n{"body": "a"}\n{\n{"text": 4}\n')
-    told = r"4 rows of .*\(2: line 41 .*holds int, line 44\).*\(1: line 42 .*\(1: line 43 "
+    told = r"4 rows of .*\(3: line 41 .*has int, line 42, line 44\).*\(1: line 43 "
     refused(told, of=file, source="jsonl", path=str(file))
     with pytest.warns(UserWarning, match="4 rows of .* are left out"):
         found = tokenised(Data(source="jsonl", path=str(file), bad_rows="drop"), "train", tokenizer)

@@ -68,10 +68,8 @@ def test_prompt_file_is_read_in_order(tokenizer, tmp_path, name):
 def test_all_turns_gives_a_prompt_for_each_turn(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ROWS[1:2])
     found = load_prompts(path, tokenizer, num_prompts=10, all_turns=True)
-    assert [prompt.text for prompt in found.prompts] == [
-        "first question",
-        "first question\n\nsecond question",
-    ]
+    turns = ["first question", "first question\n\nsecond question"]
+    assert [prompt.text for prompt in found.prompts] == turns
 
 
 def test_chat_rows_use_the_template(chat_tokenizer, tokenizer, tmp_path):
@@ -125,7 +123,7 @@ def test_larger_set_is_sampled_by_the_seed(tokenizer, tmp_path):
     ("line", "message"),
     [
         ('{"prompt": " "}', "line 2 of .* has empty columns only"),
-        ('{"output": "x"}', "prompt, turns, messages or a question; line 2 of .* has empty"),
+        ('{"output": "x"}', "prompt, turns or a question; line 2 of .* has empty"),
         ('{"turns": []}', "turns must be a list .* line 2 of"),
         ('{"turns": ["a", " "]}', "turns must be a list .* line 2 of"),
         ('{"prompt": "a", "hint": "b"}', "neither: hint .* line 2 of"),
@@ -143,7 +141,7 @@ def test_row_without_prompt_is_refused_with_its_line(tokenizer, tmp_path, line, 
 def test_unknown_or_empty_prompts_are_refused(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"python_stdlib, stdlib_.*spec_bench, .* got 'human'"):
         load_prompts("human", tokenizer, num_prompts=1)
-    with pytest.raises(ValueError, match="must be a file that exists"):
+    with pytest.raises(ValueError, match=r"file that exists; got '.*/a.jsonl'"):
         load_prompts(str(tmp_path / "a.jsonl"), tokenizer, num_prompts=1)
     (tmp_path / "b.jsonl").touch()
     with pytest.raises(ValueError, match="holds no row"):
@@ -178,9 +176,7 @@ def test_prompt_never_holds_its_answer(chat_tokenizer, tmp_path, row, text):
 
 
 @pytest.mark.parametrize("template", ["$A {end}", "{pad} $A {end}", "$A {end} {end}", "$A {pad}"])
-@pytest.mark.parametrize(
-    "row", [{"prompt": "def f"}, {"turns": ["def f"]}, {"question": "def f"}, {"text": "def f"}]
-)
+@pytest.mark.parametrize("row", [{"prompt": "def f"}, {"turns": ["def f"]}, {"question": "def f"}])
 def test_prompt_has_no_end_token(tokenizer, tmp_path, template, row):
     end, pad, (plain, *rest) = "<|endoftext|>", "<|pad|>", tokenizer("def f")["input_ids"]
     single = template.format(end=end, pad=pad)
@@ -203,7 +199,7 @@ def test_end_token_at_the_end_of_a_text_or_of_a_template(chat_tokenizer, tokeniz
         load_prompts(path, chat_tokenizer, num_prompts=1)
 
 
-@pytest.mark.parametrize("longer", [[2], [1], [1, 4], [3, 4, 5], [1, 2, 3, 4]])
+@pytest.mark.parametrize("longer", [[2], [1, 2, 3, 4]])
 def test_too_long_prompts_are_named_or_skipped_and_counted(tokenizer, tmp_path, longer):
     rows = [{"prompt": "word " * (40 if line in longer else 4)} for line in range(1, 6)]
     found = load_prompts(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, num_prompts=5)

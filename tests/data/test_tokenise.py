@@ -3,7 +3,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -12,8 +11,7 @@ from transformers import AutoTokenizer
 
 from specheads.config import check
 from specheads.core.errors import InputError
-from specheads.data import encode, sources, tokenise
-from specheads.data.encode import encoder
+from specheads.data import sources, tokenise
 from specheads.data.prompts import held_out
 from specheads.data.settings import Data, WeightedSource
 from specheads.data.sources import SPLITS, read
@@ -42,17 +40,19 @@ def refuse_reading(*_: object, **__: object) -> None:
 # documents
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_documents_are_the_tokenizers_ids_with_the_end_token(tokenizer, tmp_path, split):
-    data = corpus(tmp_path)
-    found = tokenised(data, split, tokenizer)
-    texts = [row["text"] for _, row in read(data, split)]
-    assert len(found) == len(texts) > 0
-    for number, text in enumerate(texts):
-        wanted = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-        assert found.tokens(number).tolist() == wanted
-        assert found.loss_mask(number).all()
-    assert found.lengths.tolist() == [len(found.tokens(number)) for number in range(len(found))]
+def test_documents_are_the_tokenizers_ids_with_the_end_token(tokenizer, tmp_path):
+    data, total = corpus(tmp_path), 0
+    for split in SPLITS:
+        found = tokenised(data, split, tokenizer)
+        texts = [row["text"] for _, row in read(data, split)]
+        assert len(found) == len(texts)
+        for number, text in enumerate(texts):
+            wanted = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+            assert found.tokens(number).tolist() == wanted
+            assert found.lengths[number] == len(wanted)
+            assert found.loss_mask(number).all()
+        total += len(found)
+    assert total == len(TEXTS)
 
 
 def test_long_text_file_is_cut_at_blank_lines(tmp_path):
@@ -77,22 +77,17 @@ def test_second_start_reads_the_cache(tokenizer, tmp_path, monkeypatch):
     data = corpus(tmp_path)
     first = tokenised(data, "train", tokenizer)
     monkeypatch.setattr(tokenise, "read_all", refuse_reading)
-    monkeypatch.setattr(tokenise, "encoder", refuse_reading)
     again = tokenised(data, "train", AutoTokenizer.from_pretrained(BASE))
     assert contents(again) == contents(first)
     assert len(tokenised(data, "validation", tokenizer)) > 0
 
 
-@pytest.mark.parametrize("change", ["text", "column", "tokenizer", "seed", "bound"])
+@pytest.mark.parametrize("change", ["text", "tokenizer", "seed", "bound"])
 def test_changed_text_settings_or_tokenizer_is_tokenised_again(tokenizer, tmp_path, change):
-    bound = {"max_documents": 200}
-    first = tokenised(corpus(tmp_path, **bound), "train", tokenizer, 0)
-    seed, data = 0, corpus(tmp_path, **bound)
+    seed, data = 0, corpus(tmp_path, max_documents=200)
+    first = tokenised(data, "train", tokenizer, seed)
     if change == "text":
         write(tmp_path / "a.jsonl", [text.replace("f_", "g_") for text in TEXTS])
-    elif change == "column":
-        write(tmp_path / "a.jsonl", TEXTS[::-1], "body")
-        data = Data(source="jsonl", path=data.path, column="body", **cast(Any, bound))
     elif change == "tokenizer":
         tokenizer.add_tokens(["return"])
     elif change == "seed":
@@ -102,27 +97,22 @@ def test_changed_text_settings_or_tokenizer_is_tokenised_again(tokenizer, tmp_pa
     assert contents(tokenised(data, "train", tokenizer, seed)) != contents(first)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda texts: [*texts, "one more text"],
-        lambda texts: texts[:-1],
-        lambda texts: [texts[-1], *texts[1:-1], texts[0]],
-        lambda texts: [texts[0].replace("a", "b"), *texts[1:]],
-        lambda texts: [*texts[:-1], f"{texts[-1]} longer"],
-        lambda texts: [f"{text} again" for text in texts],
-    ],
-    ids=["added", "removed", "swapped", "changed", "longer", "replaced"],
-)
-def test_changed_documents_have_another_identity(tokenizer, tmp_path, change):
+def test_changed_documents_have_another_identity(tokenizer, tmp_path):
     def identity(texts: list[str]) -> str:
         data = Data(source="jsonl", path=write(tmp_path / "data.jsonl", texts))
         return tokenised(data, "train", tokenizer).identity()
 
     texts = [f"a text with the number {number}" for number in range(40)]
-    before = identity(texts)
-    assert identity(change(texts)) != before
-    assert identity(texts) == before
+    changed = [
+        [*texts, "one more text"],
+        texts[:-1],
+        [texts[-1], *texts[1:-1], texts[0]],
+        [texts[0].replace("a", "b"), *texts[1:]],
+        [*texts[:-1], f"{texts[-1]} longer"],
+    ]
+    found = [identity(one) for one in [texts, *changed, texts]]
+    assert found[0] == found[-1]
+    assert len(set(found)) == len(changed) + 1
 
 
 def _fill(data: Data, ready: Any) -> None:
@@ -182,54 +172,6 @@ def test_damaged_cache_is_refused_with_the_remedy(tokenizer, tmp_path, cache_fol
             tokenised(data, "train", tokenizer)
 
 
-# the faster tokenizer
-
-
-class Wrong:
-    """Reads as fastokens does, but for one text."""
-
-    def __init__(self, right: Any, text: str) -> None:
-        self.right, self.text = right, text
-
-    def encode_batch_flat(self, texts: list[str], add_special_tokens: bool) -> Any:
-        changed = ["x" if self.text and self.text in text else text for text in texts]
-        return self.right.encode_batch_flat(changed, add_special_tokens=add_special_tokens)
-
-
-def test_fast_encoder_agrees_on_special_tokens(tokenizer):
-    pytest.importorskip("fastokens")
-    texts = ["a<|endoftext|>b", "<|endoftext|><|pad|>\n", "", " ", "é\u0301한 \U0001f600"]
-    fast = encoder(tokenizer)
-    assert [ids.tolist() for ids in fast(texts)] == tokenizer(texts)["input_ids"]
-    plain = encoder(tokenizer, is_fast=False)
-    assert [ids.tolist() for ids in plain(texts)] == tokenizer(texts)["input_ids"]
-
-
-@pytest.mark.parametrize("text", ["<|endoftext|>", "f_3()", "f_299()"])
-def test_disagreement_falls_back_to_the_tokenizer(tokenizer, tmp_path, monkeypatch, text):
-    fastokens = pytest.importorskip("fastokens")
-    whole = fastokens.Tokenizer.from_json_str
-    monkeypatch.setattr(
-        encode,
-        "fastokens",
-        SimpleNamespace(
-            Tokenizer=SimpleNamespace(from_json_str=lambda rules: Wrong(whole(rules), text))
-        ),
-    )
-    monkeypatch.setattr(encode, "COMPARED_EVERY", 1)
-    with pytest.warns(UserWarning, match="fastokens does not read as the tokenizer does"):
-        found = tokenised(corpus(tmp_path), "train", tokenizer)
-    for number, (_, row) in enumerate(read(corpus(tmp_path), "train")):
-        assert found.tokens(number)[:-1].tolist() == tokenizer(row["text"])["input_ids"]
-
-
-def test_documents_are_the_same_without_fastokens(tokenizer, tmp_path, monkeypatch):
-    first = tokenised(corpus(tmp_path), "train", tokenizer)
-    monkeypatch.setattr(encode, "fastokens", None)
-    monkeypatch.setenv("SPECHEADS_CACHE", str(tmp_path / "other"))
-    assert contents(tokenised(corpus(tmp_path), "train", tokenizer)) == contents(first)
-
-
 # mixtures
 
 
@@ -251,7 +193,7 @@ def shares(found: Any, tokenizer: Any) -> dict[str, float]:
     return {name: count / sum(tokens.values()) for name, count in tokens.items()}
 
 
-@pytest.mark.parametrize(("long", "short"), [(1, 1), (3, 1), (1, 20), (1, 0)])
+@pytest.mark.parametrize(("long", "short"), [(3, 1), (1, 20), (1, 0)])
 def test_mixture_weights_are_fractions_of_tokens(tokenizer, tmp_path, long, short):
     found = tokenised(mixture(tmp_path, long=long, short=short), "train", tokenizer)
     measured = shares(found, tokenizer)
@@ -272,15 +214,9 @@ def test_small_source_of_a_mixture_repeats_evenly(tokenizer, tmp_path):
     ("data", "message"),
     [
         (Data(source="mixture"), "a mixture needs one of data.sources .* got none"),
-        ({"weight": 0.0}, "with a weight above 0, got a"),
         ({"weight": -1.0}, r"data\.sources\.a\.weight must be a number, at least 0"),
-        ({"source": "web"}, r"data\.sources\.a\.source must be one of"),
         ({"source": "mixture"}, r"data\.sources\.a\.source must be one of"),
         ({"path": ""}, r"data\.sources\.a\.source=jsonl needs data\.sources\.a\.path"),
-        (
-            Data(source="jsonl", path="x", sources={"a": WeightedSource(source="hub", path="b")}),
-            "data.sources needs data.source=mixture, got data.source=jsonl",
-        ),
     ],
     ids=str,
 )
@@ -299,7 +235,7 @@ def test_empty_source_of_a_mixture_is_refused(tokenizer, tmp_path):
         tokenised(data, "train", tokenizer)
     Path(data.sources["short"].path).write_text('{"text": " "}\n')
     with pytest.raises(
-        InputError, match=r"at least one document in its train split, jsonl .*short\.jsonl"
+        InputError, match=r"one document in its train split, and jsonl .*short\.jsonl has none"
     ):
         tokenised(data, "train", tokenizer)
 
@@ -342,23 +278,16 @@ def test_answers_are_in_the_loss_and_a_question_is_in_one_split(tokenizer, tmp_p
 
 
 @pytest.mark.usefixtures("chat")
-def test_mixture_of_conversations_and_text(tokenizer, tmp_path):
-    file = tmp_path / "talk.jsonl"
-    write_jsonl(file, [talk(number) for number in range(100)])
-    data = mixture(tmp_path, short=1)
-    data.sources["talk"] = WeightedSource(source="chat", path=str(file))
-    found = tokenised(data, "train", tokenizer)
-    counted = [float(found.loss_mask(number).mean()) for number in range(len(found))]
-    assert {share == 1.0 for share in counted} == {True, False}
-
-
-@pytest.mark.usefixtures("chat")
-def test_held_out_prompts_of_a_mixture_are_windows_and_questions(tokenizer, tmp_path, monkeypatch):
+def test_mixture_has_conversations_and_text(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "split_of", lambda _: "prompts")
     file = tmp_path / "talk.jsonl"
     write_jsonl(file, [talk(number) for number in range(9)])
     data = mixture(tmp_path, short=1)
     data.sources["talk"] = WeightedSource(source="chat", path=str(file))
+    counted = tokenised(data, "prompts", tokenizer)
+    masks = [counted.loss_mask(number).all() for number in range(len(counted))]
+    assert True in masks
+    assert False in masks
     found = held_out(data, "prompts", tokenizer, 8, 1000)
     assert sum("is it" in prompt.text for prompt in found) == 9
     assert len(found) > 9
