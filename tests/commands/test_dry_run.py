@@ -54,13 +54,12 @@ def test_corpus_of_questions_shows_prompts(command: list[str], overrides: list[s
     assert said.endswith("<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n\n")
 
 
-def test_every_token_of_plain_text_is_in_the_loss(overrides: list[str], capsys: Any):
+def test_plain_text_is_shown_in_the_loss(overrides: list[str], capsys: Any):
     text = "a sentence to learn " * 20
     rows = [json.dumps({"text": f"{text} {number}"}) for number in range(40)]
     Path("talks.jsonl").write_text("\n".join(rows), encoding="utf-8")
     call("train", [*overrides, "data.source=jsonl", "preview=1"])
     said = capsys.readouterr().out
-    assert "in the loss (100.0%)" in said
     assert f"⟦{text} " in said
 
 
