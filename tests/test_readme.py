@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -115,16 +114,6 @@ def test_the_makefile_has_every_target_that_a_page_names(page: Path):
     spoken = [shlex.split(line, comments=True) for line in lines if line.startswith("make ")]
     named = {word for words in spoken for word in words[1:] if "=" not in word}
     assert {"test"} <= named <= targets
-
-
-def test_every_extra_is_of_use():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    code = "".join(path.read_text() for path in ROOT.glob("specheads/**/*.py"))
-    for extra in extras.keys() - {"dev"}:
-        names = [re.split("[<>=[]", name)[0].replace("-", "_") for name in extras[extra]]
-        assert [name for name in names if name not in code] == [], extra
 
 
 def test_the_python_example_runs(

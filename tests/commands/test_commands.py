@@ -23,29 +23,20 @@ from specheads.runs.trackers import read_metrics
 from specheads.training.step import Stepper
 
 ROOT = Path(__file__).resolve().parents[2]
+Here = Callable[..., None]
+Refusal = Callable[..., str]
 SMALL = ["evaluation.num_prompts=2", "evaluation.max_new_tokens=8", "evaluation.speed_prompts=1"]
 
 
-def specheads_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    environment["PYTHONPATH"] = str(ROOT)
-    return subprocess.run(
-        [sys.executable, "-m", "specheads", *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Return a working folder with a finished smoke run, and the output of the run."""
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a working folder with a finished smoke run."""
     cwd = tmp_path_factory.mktemp("work")
-    done = specheads_command("train", "recipe=smoke", *SMALL, cwd=cwd)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "specheads", "train", "recipe=smoke", *SMALL]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return cwd, done.stdout
+    return cwd
 
 
 def results_of(folder: Path) -> Any:
@@ -53,9 +44,9 @@ def results_of(folder: Path) -> Any:
 
 
 @pytest.fixture
-def here(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def here(work: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
     """Return a function that runs a command in the folder of the finished run, in this process."""
-    monkeypatch.chdir(finished[0])
+    monkeypatch.chdir(work)
     monkeypatch.setenv("COLUMNS", "160")
 
     def run(command: str, *arguments: str) -> None:
@@ -65,8 +56,8 @@ def here(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Callabl
     return run
 
 
-def test_run_directory_has_the_files_of_the_contract(finished: tuple[Path, str]):
-    run = RunDirectory(finished[0] / "runs" / "smoke")
+def test_run_directory_has_the_files_of_the_contract(work: Path):
+    run = RunDirectory(work / "runs" / "smoke")
     assert sorted(item.name for item in run.path.iterdir()) == [
         "best", "checkpoints", "config.yaml", "head", "metrics.jsonl", "phases",
         "provenance.json", "report", "text",
@@ -88,8 +79,8 @@ def test_run_directory_has_the_files_of_the_contract(finished: tuple[Path, str])
     assert len(told["base_fingerprint"]) == 32
 
 
-def test_results_are_lossless_and_replay_equals_decoding(finished: tuple[Path, str]):
-    results = results_of(finished[0] / "runs/smoke/report")
+def test_results_are_lossless_and_replay_equals_decoding(work: Path):
+    results = results_of(work / "runs/smoke/report")
     lossless = results["lossless"]
     assert (lossless["verdict"], lossless["compared"], lossless["wrong"]) == ("identical", 2, 0)
     assert lossless["first_divergence_logit_gap"] is lossless["float32"] is None
@@ -100,10 +91,8 @@ def test_results_are_lossless_and_replay_equals_decoding(finished: tuple[Path, s
 
 
 @pytest.mark.usefixtures("here")
-def test_finished_run_is_refused_and_unchanged(
-    finished: tuple[Path, str], refusal: Callable[..., str]
-):
-    run = finished[0] / "runs" / "smoke"
+def test_finished_run_is_refused_and_unchanged(work: Path, refusal: Refusal):
+    run = work / "runs" / "smoke"
     before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
     said = refusal("train", "recipe=smoke", *SMALL)
     assert "a finished run is never overwritten" in said
@@ -111,11 +100,11 @@ def test_finished_run_is_refused_and_unchanged(
 
 
 def test_evaluate_keeps_the_settings_of_the_run_except_overrides(
-    finished: tuple[Path, str], here: Callable[..., None], refusal: Callable[..., str]
+    work: Path, here: Here, refusal: Refusal
 ):
     asked = "run=runs/smoke", "temperature=0.9", "num_prompts=1", "seed=5", "mode=online"
     here("evaluate", *asked, "tree=best_first", "base.dtype=float64", "out=warm")
-    results = results_of(finished[0] / "warm")
+    results = results_of(work / "warm")
     settings = results["settings"]
     assert (settings["temperature"], settings["seed"]) == (0.9, 5)
     assert (settings["tree"], settings["dtype"]) == ("best_first", "float64")
@@ -127,17 +116,17 @@ def test_evaluate_keeps_the_settings_of_the_run_except_overrides(
     for other in ("base=elsewhere", "base=smollm2_135m", "data.column=x", "data=chat data.path=x"):
         said = refusal("evaluate", *asked, *other.split(), "out=never")
         assert "measured on its own base and data, got " in said
-    assert not (finished[0] / "never").exists()
+    assert not (work / "never").exists()
 
 
 def test_sampling_reports_coupled_uncoupled_and_rejection(
-    finished: tuple[Path, str], here: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    work: Path, here: Here, capsys: pytest.CaptureFixture[str]
 ):
     here(
         "evaluate", "run=runs/smoke", "tree=chain", "temperature=0.7", "num_prompts=2",
         "max_new_tokens=8", "mode=online", "base.dtype=float64", "out=drawn",
     )  # fmt: skip
-    results = results_of(finished[0] / "drawn")
+    results = results_of(work / "drawn")
     ways = results["drafting"]
     assert list(ways) == ["coupled", "uncoupled", "rejection"]
     assert ways["coupled"]["tokens_per_forward"] == results["online"]["tokens_per_forward"]
@@ -147,14 +136,14 @@ def test_sampling_reports_coupled_uncoupled_and_rejection(
     # in float64 the replay of the base's text gives the same counts as decoding
     assert results["replay"]["equal"] is True
     assert results["offline"]["forwards"] == results["online"]["forwards"]
-    page = (finished[0] / "drawn" / "report.html").read_text()
+    page = (work / "drawn" / "report.html").read_text()
     for text in (capsys.readouterr().out, page):
         for name, tree in (("coupled", "chain"), ("uncoupled", "chain"), ("rejection", "sampled")):
             assert f"tokens per forward, {name} {tree} of 4 nodes" in text
 
 
 def test_interrupted_command_resumes_to_the_same_head(
-    finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     arguments = ["recipe=smoke", f"run_dir={tmp_path}/run", "evaluate_after=false"]
     step = Stepper.step
@@ -174,7 +163,7 @@ def test_interrupted_command_resumes_to_the_same_head(
     assert held.state["step"] == 8
     call("train", arguments)
     ours = load_file(tmp_path / "run" / "head" / "model.safetensors")
-    whole = load_file(finished[0] / "runs" / "smoke" / "head" / "model.safetensors")
+    whole = load_file(work / "runs" / "smoke" / "head" / "model.safetensors")
     for name, value in whole.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
     capsys.readouterr()
@@ -198,10 +187,8 @@ def test_a_dry_run_prints_settings_and_plan_as_two_documents_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_export_writes_a_folder_and_prints_the_serving_command(
-    finished: tuple[Path, str], here: Callable[..., None], capsys: Any
-):
-    cwd = finished[0]
+def test_export_writes_a_folder_and_prints_the_serving_command(work: Path, here: Here, capsys: Any):
+    cwd = work
     here("export", "run=runs/smoke", "engine=vllm", "out=served")
     (line,) = capsys.readouterr().out.splitlines()
     assert "vllm serve" in line
@@ -211,8 +198,8 @@ def test_export_writes_a_folder_and_prints_the_serving_command(
     assert specheads.load_head(cwd / "served").kind == "mlp_speculator"
 
 
-def test_training_starts_from_init(finished: tuple[Path, str], here: Callable[..., None]):
-    cwd = finished[0]
+def test_training_starts_from_init(work: Path, here: Here):
+    cwd = work
     here(
         "train", "recipe=smoke", "name=further", "init=runs/smoke/head", "evaluate_after=false",
         "schedule.phases.corpus.steps=2", "~schedule.phases.distilled",
@@ -224,9 +211,9 @@ def test_training_starts_from_init(finished: tuple[Path, str], here: Callable[..
 
 
 def test_compare_holds_the_head_of_a_run_against_what_needs_no_training(
-    finished: tuple[Path, str], here: Callable[..., None], capsys: Any
+    work: Path, here: Here, capsys: Any
 ):
-    run = finished[0] / "runs" / "smoke"
+    run = work / "runs" / "smoke"
     before = {file.name for file in (run / "report").iterdir()}
     here(
         "compare", "run=runs/smoke", "tree=chain", "num_prompts=2", "max_new_tokens=8",
@@ -256,9 +243,9 @@ def test_compare_holds_the_head_of_a_run_against_what_needs_no_training(
 
 
 def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
-    finished: tuple[Path, str], here: Callable[..., None], capsys: Any, tmp_path: Path
+    work: Path, here: Here, capsys: Any, tmp_path: Path
 ):
-    folder = finished[0] / "runs" / "smoke" / "head"
+    folder = work / "runs" / "smoke" / "head"
     small = ["max_nodes=6", "batch_sizes=[1]", "contexts=[24]", "num_prompts=4", "new_tokens=12"]
     try:
         here("tune", "run=runs/smoke", *small)
@@ -290,15 +277,15 @@ def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
 
 @pytest.mark.slow
 def test_compare_ranks_several_heads_at_several_temperatures_and_batches(
-    finished: tuple[Path, str], here: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    work: Path, here: Here, capsys: pytest.CaptureFixture[str]
 ):
-    shutil.copytree(finished[0] / "runs" / "smoke" / "head", finished[0] / "other")
+    shutil.copytree(work / "runs" / "smoke" / "head", work / "other")
     here(
         "compare", "heads=[runs/smoke,other]", "tree=chain", "num_prompts=2", "max_new_tokens=8",
         "drafters=[head]", "evaluation.speed_prompts=2", "evaluation.repeats=1", "out=several",
         "temperatures=[0,1]", "batch_sizes=[1,2]",
     )  # fmt: skip
-    found = json.loads((finished[0] / "several" / "compare.json").read_text())
+    found = json.loads((work / "several" / "compare.json").read_text())
     assert [*found["heads"]] == ["smoke", "other"]
     assert found["heads"]["smoke"] == found["heads"]["other"] == found["head"]
     told = [(one["temperature"], one["batch_size"]) for one in found["conditions"]]
@@ -313,11 +300,11 @@ def test_compare_ranks_several_heads_at_several_temperatures_and_batches(
 
 @pytest.mark.usefixtures("here")
 def test_compare_refuses_unfinished_runs_and_missing_draft_models(
-    finished: tuple[Path, str], refusal: Callable[..., str], tmp_path: Path
+    work: Path, refusal: Refusal, tmp_path: Path
 ):
-    shutil.copy(finished[0] / "runs" / "smoke" / "config.yaml", tmp_path)
+    shutil.copy(work / "runs" / "smoke" / "config.yaml", tmp_path)
     few = ["num_prompts=1", "max_new_tokens=4", "out=refused"]
     assert "only a finished run can be compared" in refusal("compare", f"run={tmp_path}", *few)
     asked = ["run=runs/smoke", "drafters=[draft_model]", "draft_model=no/such/folder"]
     assert "no/such/folder" in refusal("compare", *asked, *few)
-    assert not (finished[0] / "refused").exists()
+    assert not (work / "refused").exists()

@@ -68,29 +68,6 @@ def test_head_generates_the_same_text(
     assert shards(tmp_path / "drafted") == shards(tmp_path / "alone")
 
 
-@pytest.mark.slow
-def test_distilled_phase_trains_on_the_folder(
-    corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-):
-    monkeypatch.chdir(tmp_path)
-    call("distill", [*SMALL, *corpus, "out=text"])
-    shown = capsys.readouterr().out
-    assert "- kept: 6 texts" in shown
-    assert shown.rstrip().endswith("text: text")
-    stamps = {file: file.stat().st_mtime_ns for file in (tmp_path / "text").iterdir()}
-    phase = "schedule.phases.distilled"
-    call(
-        "train",
-        [
-            *("recipe=smoke", *corpus, "evaluate_after=false", f"{phase}.steps=1"),
-            *("schedule.phases.corpus.steps=1", f"{phase}.distill.num_samples=6"),
-            *(f"{phase}.distill.new_tokens=8", f"{phase}.distill.folder=text", "name=mine"),
-        ],
-    )
-    assert (tmp_path / "runs" / "mine" / "head" / "config.json").is_file()
-    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "text").iterdir()} == stamps
-
-
 def test_draft_tokens_are_counted_on_answers_if_there_are_only_prompts(tmp_path: Path):
     base = specheads.FrozenBase.load(data_dir("recipes") / "tiny_code" / "base", device="cpu")
     assert base.tokenizer is not None
