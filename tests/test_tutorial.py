@@ -100,19 +100,3 @@ def test_every_command_runs_and_the_last_one_is_what_export_prints(
     assert Path("text/report.md").exists()
     assert Path("runs/mine/head/tuned.json").exists()
     assert "bytes in all" in printed
-
-
-def test_it_shows_every_command_from_a_model_to_a_server():
-    named = [words[1] for line in lines() if (words := line.split())[0] == "specheads"]
-    way = ["train", "train", "distill", "train", "tune", "evaluate", "compare", "chat", "export"]
-    assert named == [*way, "export", "push"]
-    assert next(line.split()[2] for line in lines() if line.startswith("vllm")) == "$BASE"
-
-
-def test_every_number_of_its_table_is_in_the_page_it_links_to():
-    table = re.findall(r"^\| .* \| (.*) \| \[.*\]\((.*)\) \|$", PAGE.read_text(), re.MULTILINE)
-    assert len(table) >= 5
-    for told, source in table:
-        text = (PAGE.parent / source).read_text(encoding="utf-8")
-        missing = [one for one in re.findall(r"\d+(?:\.\d+)?", told) if one not in text]
-        assert missing == [], source

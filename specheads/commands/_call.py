@@ -1,6 +1,5 @@
 """One call of a command: compose its settings, run it, and report errors and interrupts."""
 
-import errno
 import os
 import signal
 import sys
@@ -8,17 +7,31 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
 
 from specheads.commands import _help
-from specheads.config import compose
-from specheads.core.errors import InputError, printable
+from specheads.config import Train, compose
+from specheads.core.errors import InputError, first_line, printable
+from specheads.runs.settings import read_settings
 
-NO_ROOM = ("No space left on device", "PytorchStreamWriter failed writing", "Disk quota exceeded")
-"""Messages of libraries for a full disk; not all of them raise an OSError."""
+T = TypeVar("T")
 
-NO_MEMORY = ("out of memory", "can't allocate memory", "Unable to allocate")
+NEEDS = (
+    (
+        "a disk must have room for the output",
+        ("No space left on device", "PytorchStreamWriter failed writing", "Disk quota exceeded"),
+        "free some space and run the same command to resume",
+    ),
+    (
+        "memory must hold the work",
+        ("MemoryError", "out of memory", "can't allocate memory", "Unable to allocate"),
+        "lower batch_size, sequence_length or the tree's nodes, or use a smaller base",
+    ),
+)
+"""Rules of the machine, words of the libraries' messages about them, and remedies."""
 
 MAX_DETAILS = 8000
 """Characters printed below the line of an error."""
@@ -37,11 +50,10 @@ def call(name: str, arguments: Sequence[str]) -> None:
         if {"-h", "--help"} & set(arguments):
             sys.stdout.write(_help.settings(name))
             return
-        overrides = compose.lengthen(name, arguments)
-        settings = compose.from_command_line(name, overrides)
+        settings = settings_for(compose.SCHEMAS[name], arguments)
         run = import_module(f"specheads.commands.{name}").run
         with interruptible():
-            run(settings, overrides)
+            run(settings)
     except KeyboardInterrupt:
         sys.stderr.write(
             "interrupted; run the same command to resume, or specheads evaluate run=DIR for a "
@@ -53,69 +65,72 @@ def call(name: str, arguments: Sequence[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
-        if line := _mistake(error):
-            sys.stderr.write(printable(line + _details(error)))
-            sys.exit(2)
-        sys.stderr.write(printable(_bug(error)))
-        sys.exit(1)
+        mistake = _mistake(error)
+        sys.stderr.write(printable(f"error: {mistake or _bug(error)}\n"))
+        sys.exit(2 if mistake else 1)
+
+
+def settings_for(kind: type[T], overrides: Sequence[str], **arguments: object) -> T:
+    """Return the checked settings of a command; those of a run start from the run's own.
+
+    Arguments that are not empty are overrides too.
+    """
+    words = [*overrides, *(f"{name}={value}" for name, value in arguments.items() if value)]
+    command = kind.__name__.lower()
+    settings = compose.settings_of(command, words)
+    if hasattr(settings, "base") and (run := run_of(settings)):
+        trained = read_run(Path(run, "config.yaml"), Train)
+        compose.take_run(settings, trained, compose.lengthen(command, words))
+    return settings
+
+
+def run_of(settings: Any) -> str:
+    """Return the run that settings name, or the first run among their heads; else empty."""
+    heads = [one for one in getattr(settings, "heads", ()) if Path(one, "config.yaml").is_file()]
+    return getattr(settings, "run", "") or next(iter(heads), "")
+
+
+def read_run(path: Path, schema: type) -> Any:
+    """Return the typed settings of a run's config.yaml."""
+    return compose.from_values(schema, read_settings(path), path)
 
 
 def _mistake(error: Exception) -> str:
     """Return one line about an error that the user can fix; empty for any other error."""
-    if isinstance(error, compose.MISTAKES):
-        return compose.message(error)
+    if isinstance(error, InputError):
+        return f"{error}\n{error.details[:MAX_DETAILS]}".rstrip("\n")
     chain = list(_chain(error))
-    texts = [str(one) for one in chain]
-    if any(words in text for text in texts for words in NO_ROOM):
-        return (
-            f"error: a disk must have room for the output, and is full: {_first_line(error)}; free "
-            "some space and run the same command to resume\n"
-        )
-    if isinstance(error, MemoryError) or any(word in text for text in texts for word in NO_MEMORY):
-        return (
-            f"error: memory must hold the work, and ran out: {_first_line(error)}; lower "
-            "batch_size, sequence_length or the tree's nodes, or use a smaller base\n"
-        )
+    texts = [f"{type(one).__name__}: {one}" for one in chain]
+    for rule, words, remedy in NEEDS:
+        if any(word in text for text in texts for word in words):
+            return f"{rule}, got {first_line(error)}; {remedy}"
     for one in chain:
-        if isinstance(one, OSError) and one.filename and one.errno in errno.errorcode:
+        if isinstance(one, OSError) and one.filename:
             return (
-                f"error: a file must exist and be accessible: {one.strerror}, "
-                f"{str(one.filename)[:200]!r}; check its name and its permissions\n"
+                f"a file must exist and be accessible: {one.strerror}, "
+                f"{str(one.filename)[:200]!r}; check its name and its permissions"
             )
     return ""
 
 
-def _details(error: Exception) -> str:
-    """Return the text to print below the line of an error."""
-    text = error.details.rstrip("\n") if isinstance(error, InputError) else ""
-    if (left := len(text) - MAX_DETAILS) > 0:
-        text = f"{text[:MAX_DETAILS]}\n[{left:,} more characters]"
-    return text and f"{text}\n"
-
-
 def _bug(error: Exception) -> str:
+    line = f"a bug of specheads: {type(error).__name__}: {first_line(error)}; please report it with"
     report = "".join(traceback.format_exception(error))
-    try:
-        with tempfile.NamedTemporaryFile(
+    with (
+        suppress(OSError),
+        tempfile.NamedTemporaryFile(
             "w", prefix="specheads-", suffix=".txt", delete=False, encoding="utf-8"
-        ) as file:
-            file.write(report)
-    except OSError:
-        return report
-    return (
-        f"error: a bug of specheads: {type(error).__name__}: {_first_line(error)}; please report "
-        f"it with its traceback in {file.name}\n"
-    )
+        ) as file,
+    ):
+        file.write(report)
+        return f"{line} its traceback in {file.name}"
+    return f"{line}\n{report}"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or ["no message"])[0][:300]
 
 
 @contextmanager

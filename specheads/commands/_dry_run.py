@@ -49,42 +49,30 @@ def show_plan(settings: Train) -> None:
 
 
 def show_examples(settings: Train) -> None:
-    """Print documents of the corpus with their loss mask; only the tokenizer is loaded."""
-    tokenizer, console = corpus_tokenizer(settings), _console()
+    """Print documents of the corpus with their loss mask, or prompts where it has no answers."""
+    tokenizer, seed = corpus_tokenizer(settings), settings.seed
     try:
-        documents = tokenised(settings.data, "train", tokenizer, settings.seed)
+        documents = tokenised(settings.data, "train", tokenizer, seed)
     except UnansweredError:
         if any(phase.distill is None for phase in settings.schedule.phases.values()):
             raise
-        show_prompts(settings, tokenizer)
+        show_prompts(settings)
         return
-    order = np.random.default_rng(settings.seed).permutation(len(documents))[: settings.preview]
-    console.print(f"{len(documents):,} documents; tokens in the loss are in {OPEN}{CLOSE}")
-    for place, number in enumerate(order.tolist(), start=1):
-        tokens, loss_mask = documents.tokens(number).tolist(), documents.loss_mask(number).tolist()
-        console.print(
-            f"\n--- {place} of {len(order)}: {len(tokens):,} tokens, {sum(loss_mask):,} in the "
-            f"loss ({sum(loss_mask) / max(len(tokens), 1):.1%})"
-        )
-        shown = marked(tokenizer, tokens[:MAX_TOKENS], loss_mask[:MAX_TOKENS])
-        console.print(printable(shown))
-        if len(tokens) > MAX_TOKENS:
-            console.print(f"... and {len(tokens) - MAX_TOKENS:,} more tokens")
+    order = np.random.default_rng(seed).permutation(len(documents))[: settings.preview].tolist()
+    rows = [(documents.tokens(one).tolist(), documents.loss_mask(one).tolist()) for one in order]
+    _show(tokenizer, f"{len(documents):,} documents; tokens in the loss are in {OPEN}{CLOSE}", rows)
 
 
-def show_prompts(settings: Train, tokenizer: PreTrainedTokenizerBase) -> None:
+def show_prompts(settings: Train) -> None:
     """Print prompts that the base will continue, in its chat template."""
-    console, length = _console(), distilled(settings.schedule).prompt_tokens
+    tokenizer, length = corpus_tokenizer(settings), distilled(settings.schedule).prompt_tokens
     prompts = held_out(settings.data, "train", tokenizer, length, settings.preview, settings.seed)
-    console.print("the base continues prompts such as these, and the head learns its text")
-    for place, prompt in enumerate(prompts, start=1):
-        console.print(f"\n--- {place} of {len(prompts)}: {len(prompt.tokens):,} tokens")
-        tokens = prompt.tokens[:MAX_TOKENS]
-        console.print(printable(marked(tokenizer, tokens, [False] * len(tokens))))
+    rows = [(prompt.tokens, [False] * len(prompt.tokens)) for prompt in prompts]
+    _show(tokenizer, "the base continues prompts such as these; the head learns its text", rows)
 
 
 def corpus_tokenizer(settings: Train) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the base; a corpus cannot be read without one."""
+    """Return the tokenizer of the base, without its weights."""
     tokenizer = load_tokenizer(settings.base.model, revision=settings.base.revision)
     if tokenizer is None:
         raise InputError(
@@ -93,5 +81,15 @@ def corpus_tokenizer(settings: Train) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _console() -> Console:
-    return Console(markup=False, highlight=False, soft_wrap=True)
+def _show(
+    tokenizer: PreTrainedTokenizerBase, title: str, rows: list[tuple[list[int], list[bool]]]
+) -> None:
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    console.print(title)
+    for place, (tokens, loss_mask) in enumerate(rows, start=1):
+        counts = f"{len(tokens):,} tokens, {sum(loss_mask):,} in the loss"
+        console.print(f"\n--- {place} of {len(rows)}: {counts}")
+        shown = marked(tokenizer, tokens[:MAX_TOKENS], loss_mask[:MAX_TOKENS])
+        console.print(printable(shown))
+        if len(tokens) > MAX_TOKENS:
+            console.print(f"... and {len(tokens) - MAX_TOKENS:,} more tokens")

@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from specheads.base.model import FrozenBase
 from specheads.base.selfcheck import check_exact
-from specheads.commands._library import head_of, load_base, objects, own
-from specheads.config import Chat, compose
-from specheads.core.drafter import Drafter, Head
+from specheads.commands._library import objects
+from specheads.config import Chat
+from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError, printable
 from specheads.data.chat import Template
 from specheads.data.conversations import Message
@@ -47,9 +47,9 @@ DEPTH_COLOURS = ("#7cc48d", "#4fb06b", "#2e9f55", "#1f8a6d", "#1a7f86")
 COPIED = "#c58af9"
 
 
-def run(settings: Chat, overrides: Sequence[str]) -> None:
+def run(settings: Chat) -> None:
     """Answer each line of standard input."""
-    base, head = _load(settings, overrides)
+    base, head = objects(settings)
     if base.tokenizer is None:
         raise InputError(f"a chat needs a base with a tokenizer, got {base.name!r}; add its files")
     if settings.side_by_side and base.dtype == torch.bfloat16 and not base.exact:
@@ -78,23 +78,13 @@ def run(settings: Chat, overrides: Sequence[str]) -> None:
                 prompt = dialogue.ask(text)
                 answer = Answer(base, prompt, head, tree, limit, one)
             except InputError as error:
-                sys.stderr.write(compose.message(error))
+                sys.stderr.write(f"error: {error}\n")
                 continue
             if settings.side_by_side:
                 _show_both(console, answer, Answer(base, prompt, None, None, limit, one))
             else:
                 _show(console, answer)
             dialogue.answered(prompt, answer.stream.tokens)
-
-
-def _load(settings: Chat, overrides: Sequence[str]) -> tuple[FrozenBase, Head]:
-    """Return the base that answers and the head that drafts."""
-    if not settings.run:
-        return objects(settings, None, None, "chat with")
-    made, trained = own(settings, overrides)
-    made.refuse_unfinished("used in a chat")
-    base = load_base(trained)
-    return base, head_of(made, base, force=settings.force)
 
 
 # --- questions and answers ---------------------------------------------------------------------

@@ -4,19 +4,16 @@ specheads distill recipe=tiny_code out=text num_samples=5000
 specheads distill recipe=conversations base.model=MODEL data.path=talks.jsonl out=text
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 
 from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
-from specheads.commands._library import settings_for
-from specheads.config import commands, compose
-from specheads.core.drafter import Head
+from specheads.commands._call import settings_for
+from specheads.config import commands
 from specheads.core.errors import InputError
 from specheads.core.files import writable_folder
 from specheads.data.sources import refuse_unreadable
@@ -27,19 +24,15 @@ from specheads.training.distill.report import Report, as_markdown
 from specheads.training.distill.run import EXTERNAL_ENGINES, refuse_sharded, write_folder
 from specheads.training.distill.texts import Job
 from specheads.training.processes import accelerator_of_environment, load_base, naming_lost
-from specheads.training.settings import Distill, distilled
+from specheads.training.settings import distilled
 
 
-def run(settings: commands.Distill, _: Sequence[str]) -> None:
+def run(settings: commands.Distill) -> None:
     """Generate the texts that are missing in the folder; the same command resumes."""
     if settings.dry_run:
-        texts = distilled(settings.schedule)
-        tokens = texts.num_samples * texts.new_tokens
-        plan = {"out": settings.out, "texts": texts.num_samples, "most_tokens_a_turn": tokens}
-        shown = yaml.safe_dump({"plan": plan}, sort_keys=False)
-        sys.stdout.write(f"{compose.as_yaml(settings)}---\n{shown}")
+        _dry_run.show_plan(settings)
     elif settings.preview:
-        _dry_run.show_prompts(settings, _dry_run.corpus_tokenizer(settings))
+        _dry_run.show_prompts(settings)
     elif report := distill(settings=settings):
         console = Console(markup=False, highlight=False)
         console.print(as_markdown(report), soft_wrap=True)
@@ -53,7 +46,6 @@ def distill(
     *,
     settings: commands.Distill | None = None,
     base: FrozenBase | None = None,
-    head: Head | None = None,
     out: str | Path = "",
 ) -> Report | None:
     """Generate text with the base of a recipe, into a folder; return a report.
@@ -61,17 +53,23 @@ def distill(
     Args:
         recipe: Name of the recipe.
         overrides: As on the command line: `["num_samples=5000", "engine=vllm"]`.
-        settings: Typed settings, in place of recipe and overrides.
+        settings: Checked settings, in place of the recipe, the overrides and `out`.
         base: The loaded base, in place of the one in the settings.
-        head: Drafts; it does not change the text.
         out: Folder of the text. A stopped call resumes.
 
     Returns:
         The report; None in every process but the first.
     """
-    words = [f"recipe={recipe}", *overrides] if recipe else list(overrides)
-    settings, _ = settings_for(commands.Distill, settings, words, out=out)
-    texts = _checked(settings, head)
+    settings = settings or settings_for(commands.Distill, overrides, recipe=recipe, out=out)
+    if not settings.out:
+        raise InputError("an output folder is needed, got none; add out=FOLDER")
+    texts = distilled(settings.schedule)
+    if settings.head_path:
+        if texts.engine != "local":
+            raise InputError(
+                f"a head can draft with engine=local only, got engine={texts.engine}; remove one"
+            )
+        texts = replace(texts, use_head="true")
     refuse_unreadable(settings.data)
     folder, accelerator = writable_folder(settings.out), accelerator_of_environment()
     if base is None:
@@ -80,8 +78,7 @@ def distill(
         named = settings.base if is_here else replace(settings.base, device="cpu")
         base = load_base(asdict(named), accelerator)
         refuse_sharded(base, texts, folder)
-    if head is None and settings.head_path:
-        head = load_head(settings.head_path, base)
+    head = load_head(settings.head_path, base) if settings.head_path else None
     prompts = prompt_source(settings.data, base, texts, settings.seed)
     job = Job(
         base=base,
@@ -96,16 +93,3 @@ def distill(
     )
     with progress(shown=accelerator.is_main_process) as bar:
         return write_folder(job, bar, lambda: None)
-
-
-def _checked(settings: commands.Distill, head: Head | None) -> Distill:
-    """Return the settings of the distilled phase; raise if they cannot be used."""
-    texts = distilled(settings.schedule)
-    if not settings.out:
-        raise InputError("an output folder is needed, got none; add out=FOLDER")
-    drafts = bool(settings.head_path) or head is not None
-    if drafts and texts.engine != "local":
-        raise InputError(
-            f"a head can draft with engine=local only, got engine={texts.engine}; remove one"
-        )
-    return replace(texts, use_head="true") if drafts else texts

@@ -10,15 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from specheads.base.model import FrozenBase
-from specheads.commands._library import (
-    Prompts,
-    SettingsWithEvaluation,
-    load_base,
-    objects,
-    own,
-    prompt_set,
-    settings_for,
-)
+from specheads.commands._call import settings_for
+from specheads.commands._library import SettingsWithEvaluation, load_base, objects, own
 from specheads.config import Evaluate, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -40,11 +33,11 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 
 
-def run(settings: Evaluate, overrides: Sequence[str]) -> None:
+def run(settings: Evaluate) -> None:
     """Evaluate a run, or any head on its base."""
-    if settings.head_path and not settings.run and not settings.out:
+    if settings.head_path and not settings.out:
         raise InputError("a head without a run needs out=FOLDER for its report")
-    results = evaluate(settings=settings, overrides=overrides)
+    results = evaluate(settings=settings)
     folder = Path(settings.out) if settings.out else RunDirectory(Path(settings.run)).report
     report.show(results, page=folder / "report.html")
 
@@ -55,8 +48,6 @@ def evaluate(
     *,
     settings: Evaluate | None = None,
     base: FrozenBase | None = None,
-    head: Head | None = None,
-    prompts: Prompts = None,
     out: str | Path = "",
 ) -> Results:
     """Measure the head of a run, or any head on its base.
@@ -64,35 +55,26 @@ def evaluate(
     Args:
         run: Directory of the run.
         overrides: As on the command line: `["tree=chain", "num_prompts=8"]`.
-        settings: Typed settings. For a run only the tree and what `overrides` names count.
+        settings: Checked settings, in place of the run, the overrides and `out`.
         base: The loaded base, in place of the one in the settings.
-        head: A loaded head; it is bound to the base.
-        prompts: Token ids, a name or a .jsonl file.
         out: Folder of the report. Without it the report and the card of the run are replaced.
     """
-    settings, words = settings_for(Evaluate, settings, overrides, head, run=run, out=out)
+    settings = settings or settings_for(Evaluate, overrides, run=run, out=out)
     if settings.out:
         writable_folder(settings.out)
     if settings.run:
-        made, trained = own(settings, words)
-        given = prompt_set(prompts, trained)
-        base = base or load_base(trained)
-        return measure_run(made, trained, base, settings.out, given, force=settings.force)
-    base, head = objects(settings, base, head, "evaluate")
-    results = _evaluate(base, head, settings, prompt_set(prompts, settings))
+        made, trained = own(settings)
+        base = base or load_base(settings)
+        return measure_run(made, trained, base, settings.out, force=settings.force)
+    base, head = objects(settings, base)
+    results = _evaluate(base, head, settings)
     if settings.out:
         report.write_report(Path(settings.out), results, [])
     return results
 
 
 def measure_run(
-    run: RunDirectory,
-    settings: Train,
-    base: FrozenBase,
-    out: str = "",
-    prompts: PromptSet | None = None,
-    *,
-    force: bool = False,
+    run: RunDirectory, settings: Train, base: FrozenBase, out: str = "", *, force: bool = False
 ) -> Results:
     """Evaluate a run and write its report, and its card unless `out` names another folder.
 
@@ -107,10 +89,9 @@ def measure_run(
         base.merge(run.adapter)
         quality = compare_quality(before, measure_quality(base, windows, progress=True))
     head = load_head(run.head, base, force=force)
+    phases = [run.phases / name for name in settings.schedule.phases]
     results = replace(
-        _evaluate(
-            base, head, settings, prompts, [run.phases / one for one in settings.schedule.phases]
-        ),
+        _evaluate(base, head, settings, phases),
         draft_vocabulary=draft_vocabulary(head, run),
         base_quality=quality,
     )
@@ -121,14 +102,10 @@ def measure_run(
 
 
 def _evaluate(
-    base: FrozenBase,
-    head: Head,
-    settings: SettingsWithEvaluation,
-    prompts: PromptSet | None,
-    phases: Sequence[Path] = (),
+    base: FrozenBase, head: Head, settings: SettingsWithEvaluation, phases: Sequence[Path] = ()
 ) -> Results:
     evaluation = settings.evaluation
-    prompts = usable_prompts(base, head.depth, settings, prompts)
+    prompts = usable_prompts(base, head.depth, settings)
     generation = generation_settings(settings, prompts)
     tree, tuned = tree_for(base, head, settings, prompts, generation)
     return evaluate_head(
@@ -148,25 +125,21 @@ def _evaluate(
 
 
 def usable_prompts(
-    base: FrozenBase,
-    head_depth: int,
-    settings: SettingsWithEvaluation,
-    prompts: PromptSet | None = None,
+    base: FrozenBase, head_depth: int, settings: SettingsWithEvaluation
 ) -> PromptSet:
     """Return the prompts of an evaluation; raise for one that would fail later."""
-    evaluation, tree = settings.evaluation, fixed_tree(settings, head_depth)
-    if base.tokenizer is None and (prompts is None or tree is None):
+    evaluation = settings.evaluation
+    fixed_tree(settings, head_depth)
+    if base.tokenizer is None:
         raise InputError(f"evaluation reads text: the base {base.name} needs a tokenizer")
-    if prompts is None:
-        assert base.tokenizer is not None
-        prompts = load_prompts(
-            evaluation.prompts,
-            base.tokenizer,
-            num_prompts=evaluation.num_prompts,
-            prompt_tokens=evaluation.prompt_tokens,
-            all_turns=evaluation.all_turns,
-            corpus=settings.data,
-        )
+    prompts = load_prompts(
+        evaluation.prompts,
+        base.tokenizer,
+        num_prompts=evaluation.num_prompts,
+        prompt_tokens=evaluation.prompt_tokens,
+        all_turns=evaluation.all_turns,
+        corpus=settings.data,
+    )
     return fitting(prompts, base.max_length - evaluation.max_new_tokens, evaluation.too_long)
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from rich.console import Console
 
 from specheads.base.model import FrozenBase
-from specheads.commands._library import head_of, load_base, objects, own, settings_for
+from specheads.commands._call import settings_for
+from specheads.commands._library import objects
 from specheads.config import Export
-from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.prompts import load_prompts
 from specheads.export.layouts import engine_module
@@ -34,9 +34,9 @@ class Exported:
     parity: Parity
 
 
-def run(settings: Export, overrides: Sequence[str]) -> None:
+def run(settings: Export) -> None:
     """Export the head of a run, or any head with its base."""
-    made = export(settings=settings, overrides=overrides)
+    made = export(settings=settings)
     accepted = " ".join(f"{one.accepted}/{one.offered}" for one in made.parity.per_depth)
     Console(stderr=True).print(
         f"{made.folder}: the export drafts as the head does, {accepted} accepted by depth, "
@@ -55,7 +55,6 @@ def export(
     *,
     settings: Export | None = None,
     base: FrozenBase | None = None,
-    head: Head | None = None,
 ) -> Exported:
     """Export a head for a serving engine, after a check that it drafts the same there.
 
@@ -66,36 +65,25 @@ def export(
         engine: A module of specheads/export/layouts.
         out: A new folder.
         overrides: As on the command line.
-        settings: Typed settings.
+        settings: Checked settings, in place of the arguments above.
         base: The loaded base, in place of the one in the settings.
-        head: A loaded head.
 
     Raises:
         InputError: The engine cannot serve the head, or the export drafts differently.
     """
-    settings, words = settings_for(
-        Export, settings, overrides, head, run=run, engine=engine, out=out
-    )
+    settings = settings or settings_for(Export, overrides, run=run, engine=engine, out=out)
     engine_module(settings.engine)
     if not settings.out:
         raise InputError("an export needs its own folder: add out=FOLDER")
-    place, prompts, corpus = Path(settings.out), "python_stdlib", None
-    if settings.run:
-        made, trained = own(settings, words)
-        made.refuse_unfinished("exported")
-        base, prompts, corpus = base or load_base(trained), trained.evaluation.prompts, trained.data
-        head = head_of(made, base, force=settings.force)
-    base, head = objects(settings, base, head, "export")
+    place = Path(settings.out)
+    base, head = objects(settings, base)
     if base.tokenizer is None:
         raise InputError(f"an export is checked on text, and {base.name} has no tokenizer; add one")
     found = load_prompts(
-        prompts,
-        base.tokenizer,
-        num_prompts=NUM_PROMPTS,
-        prompt_tokens=PROMPT_TOKENS,
-        corpus=corpus,
+        "python_stdlib", base.tokenizer, num_prompts=NUM_PROMPTS, prompt_tokens=PROMPT_TOKENS
     )
-    tokens = [prompt.tokens[:PROMPT_TOKENS] for prompt in found.prompts]
-    texts = gate_texts(head, base, settings.engine, place, tokens)
+    texts = gate_texts(
+        head, base, settings.engine, place, [prompt.tokens for prompt in found.prompts]
+    )
     serve, parity = export_head(head, base, settings.engine, place, texts)
     return Exported(place, serve, parity)

@@ -13,18 +13,15 @@ from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 
-from specheads.commands._library import read_run, settings_for
+from specheads.commands._call import read_run, settings_for
 from specheads.config import Push, Train
 from specheads.core.errors import InputError
 from specheads.core.files import HUB_ID
 from specheads.export import hub
 from specheads.runs.directory import RunDirectory
 
-GATES: dict[str, hub.Gate | None] = {"": None, "false": False, "auto": "auto", "manual": "manual"}
-"""Values of `gated=`."""
 
-
-def run(settings: Push, _: Sequence[str]) -> None:
+def run(settings: Push) -> None:
     """Push a run, and print its address, or the files of a dry run."""
     # progress bars would be printed before our error line
     disable_progress_bars()
@@ -51,12 +48,12 @@ def push(
         run: Directory of the run.
         repo: USER/NAME; created if it does not exist.
         overrides: As on the command line: `["licence=mit", "private=true"]`.
-        settings: Typed settings.
+        settings: Checked settings, in place of the arguments above.
         dry_run: Only return the files that would be uploaded.
     """
     # it would log every retry, with addresses that allow anybody to upload
     hub_logging.set_verbosity_error()
-    settings, _ = settings_for(Push, settings, overrides, run=run, repo=repo, dry_run=dry_run)
+    settings = settings or settings_for(Push, overrides, run=run, repo=repo, dry_run=dry_run)
     if not settings.run:
         raise InputError("name what to push: run=DIR")
     if not HUB_ID.fullmatch(settings.repo):
@@ -67,7 +64,6 @@ def push(
         asdict(read_run(made.config, Train)),
         settings.repo,
         private=settings.private,
-        gated=GATES[settings.gated.lower()],
         base_repo=settings.base_repo,
         licence=settings.licence,
         data_licence=settings.data_licence,

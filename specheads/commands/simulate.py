@@ -6,16 +6,16 @@ specheads simulate run=runs/smollm2 hardware=h100
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from specheads.commands._library import load_base, read_run, settings_for
+from specheads.commands._call import read_run, settings_for
+from specheads.commands._library import load_base
 from specheads.config import Simulate, Train
 from specheads.core.errors import InputError
-from specheads.core.files import dumps, local_path, read_json, writable_folder, write_atomic
+from specheads.core.files import dumps, read_json, writable_folder, write_atomic
 from specheads.decoding.cost import StepCost
 from specheads.decoding.goodput import Goodput
 from specheads.decoding.trees.tuned import FILE, Tuned
@@ -27,9 +27,9 @@ from specheads.runs.directory import RunDirectory
 MEASURED = "measured"
 
 
-def run(settings: Simulate, overrides: Sequence[str]) -> None:
+def run(settings: Simulate) -> None:
     """Simulate every load of the settings."""
-    load = simulate(settings=settings, overrides=overrides)
+    load = simulate(settings=settings)
     console = Console()
     console.print(simulation.table(load))
     if load.times != MEASURED:
@@ -51,7 +51,7 @@ def simulate(
     run's head, or computed: `["hardware=h100", "rates=[1,4,16]"]`. load.json is written into the
     run's report, or into `out`.
     """
-    settings, _ = settings_for(Simulate, settings, overrides, run=run, out=out)
+    settings = settings or settings_for(Simulate, overrides, run=run, out=out)
     folder, hardware = _folder(settings), settings.hardware
     is_measured = hardware.name == MEASURED
     tuned = None if settings.acceptance and not is_measured else _tuned(settings)
@@ -75,22 +75,14 @@ def simulate(
 
 def _folder(settings: Simulate) -> Path:
     """Return the folder of load.json."""
-    if settings.run and not settings.out:
-        return writable_folder(RunDirectory(local_path(settings.run)).report)
-    return writable_folder(settings.out or _head_folder(settings))
-
-
-def _head_folder(settings: Simulate) -> Path:
-    if settings.run:
-        return RunDirectory(local_path(settings.run)).head
-    if not settings.head_path:
-        raise InputError("name whose requests to simulate: run=DIR or head=PATH")
-    return local_path(settings.head_path)
+    if not settings.run:
+        raise InputError("name whose requests to simulate: run=DIR")
+    return writable_folder(settings.out or RunDirectory(Path(settings.run)).report)
 
 
 def _tuned(settings: Simulate) -> Tuned:
     """Return the measurements of `specheads tune` for the head."""
-    file = _head_folder(settings) / FILE
+    file = RunDirectory(Path(settings.run)).head / FILE
     if not file.is_file():
         raise InputError(
             f"a simulation needs measured times and acceptance, and {file} is not there; run "
@@ -100,24 +92,17 @@ def _tuned(settings: Simulate) -> Tuned:
 
 
 def _computed_cost(settings: Simulate) -> StepCost:
-    """Return computed step times; sizes that are not given are those of the run's base and head."""
-    given = {name: value for name, value in asdict(settings.hardware).items() if value}
-    given.pop("name")
-    known: dict[str, Any] = {}
-    if settings.run and not {"parameters", "draft_parameters"} <= given.keys():
-        made = RunDirectory(Path(settings.run))
-        base = load_base(read_run(made.config, Train))
-        known = simulation.sizes(base, load_head(made.head, base))
-        if "draft_parameters" in given:
-            known.pop("levels")
-    known |= given
-    for name in ("bandwidth", "flops", "parameters", "draft_parameters"):
-        if name not in known:
-            raise InputError(
-                f"computed times need hardware.{name}, got none; name run=DIR and a machine of "
-                f"configs/hardware/, or set hardware.{name}"
-            )
-    return simulation.computed_cost(**known)
+    """Return the step times of a run's base and head, computed for a machine."""
+    machine = settings.hardware
+    if not (machine.bandwidth and machine.flops):
+        raise InputError(
+            "computed times need hardware.bandwidth and hardware.flops, got none of "
+            f"{machine.name!r}; set them, or name a machine of configs/hardware/"
+        )
+    run = RunDirectory(Path(settings.run))
+    base = load_base(read_run(run.config, Train))
+    sizes = simulation.sizes(base, load_head(run.head, base))
+    return simulation.computed_cost(bandwidth=machine.bandwidth, flops=machine.flops, **sizes)
 
 
 def _loads(settings: Simulate, cost: StepCost) -> dict[str, list[Arrival]]:

@@ -18,8 +18,8 @@ from rich.console import Console
 from specheads.base import lora
 from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
-from specheads.commands._library import settings_for
-from specheads.commands.evaluate import fixed_tree, measure_run, usable_prompts
+from specheads.commands._call import settings_for
+from specheads.commands.evaluate import measure_run, usable_prompts
 from specheads.config import Train, compose
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -52,7 +52,7 @@ Announce = Callable[[str], None]
 """Prints one line of progress."""
 
 
-def run(settings: Train, _: Sequence[str]) -> None:
+def run(settings: Train) -> None:
     """Train a recipe; an unfinished run of the same name resumes."""
     if settings.dry_run:
         _dry_run.show_plan(settings)
@@ -79,12 +79,11 @@ def train(
     Args:
         recipe: Name of the recipe.
         overrides: As on the command line: `["name=mine", "head=medusa"]`.
-        settings: Typed settings, in place of recipe and overrides.
+        settings: Checked settings, in place of the recipe and the overrides.
         base: The loaded base, in place of the one in the settings.
         announce: Called with lines for people.
     """
-    words = [f"recipe={recipe}", *overrides] if recipe else list(overrides)
-    settings, _ = settings_for(Train, settings, words)
+    settings = settings or settings_for(Train, overrides, recipe=recipe)
     made = RunDirectory(Path(settings.run_dir))
     accelerator = accelerator_of_environment(settings.base.dtype)
     if automatic(settings.schedule):
@@ -122,9 +121,7 @@ def _train(
     Settings that would fail later raise before anything is written.
     """
     is_main, seed = accelerator.is_main_process, settings.seed
-    depth = _check_settings(settings)
-    base = base or load_base(asdict(settings.base), accelerator)
-    _check_base(settings, base, made, depth, readers(base.sharding, accelerator)["world_size"])
+    base = _checked_base(settings, made, accelerator, base)
     phases, data = settings.schedule.phases, settings.data
     texts = PhaseTexts(phases, data, base, made.text, accelerator, announce, seed)
     torch.manual_seed(seed)
@@ -163,21 +160,21 @@ def _train(
         on_all_processes(begin)
         chosen = asdict(settings.tracker) | {"name": settings.name, "tell": announce}
         tracker = Tracker(made.metrics, **chosen) if is_main else None
-        with closing(tracker) if tracker else nullcontext():
-            trainer.train(
-                base,
-                head,
-                settings.schedule,
-                texts.open,
-                made,
-                tracker,
-                accelerator,
-                seed=seed,
-                log_every=settings.log_every,
-                checkpoint_every=settings.checkpoint_every,
-                held_out=held_out,
-                cache=features,
-            )
+        held.enter_context(closing(tracker) if tracker else nullcontext())
+        trainer.train(
+            base,
+            head,
+            settings.schedule,
+            texts.open,
+            made,
+            tracker,
+            accelerator,
+            seed=seed,
+            log_every=settings.log_every,
+            checkpoint_every=settings.checkpoint_every,
+            held_out=held_out,
+            cache=features,
+        )
         if is_main:
             if settings.validation.keep == "best":
                 made.take_best(head)
@@ -210,28 +207,20 @@ def _settle_batches(
     return base
 
 
-def _check_settings(settings: Train) -> int:
-    """Check settings that do not need the loaded base; return the depth of the head."""
-    depth: int = configure(settings.head).depth
-    if settings.init:
-        depth = load_head(settings.init).depth
+def _checked_base(
+    settings: Train, made: RunDirectory, accelerator: Accelerator, base: FrozenBase | None
+) -> FrozenBase:
+    """Return the base; raise for settings that cannot be used, before anything is written."""
+    depth: int = (load_head(settings.init) if settings.init else configure(settings.head)).depth
     refuse_missing(settings.tracker.kind)
     refuse_unreadable(settings.data)
-    if settings.evaluate_after:
-        fixed_tree(settings, depth)
-    return depth
-
-
-def _check_base(
-    settings: Train, base: FrozenBase, made: RunDirectory, depth: int, processes: int
-) -> None:
-    """Raise for settings that do not fit the base, before anything is written."""
-    if base.tokenizer is None:
-        raise InputError(f"training needs a tokenizer, but the base {base.name} has none; add one")
-    if len(base.tokenizer) > base.vocab_size:
+    base = base or load_base(asdict(settings.base), accelerator)
+    processes = readers(base.sharding, accelerator)["world_size"]
+    if base.tokenizer is None or len(base.tokenizer) > base.vocab_size:
         raise InputError(
-            f"the tokenizer must belong to the base: it has {len(base.tokenizer)} tokens, the base "
-            f"{base.vocab_size}; use the tokenizer that the base was trained with"
+            "training needs the tokenizer that the base was trained with, and its vocabulary of "
+            f"{base.vocab_size} tokens, got {base.tokenizer and len(base.tokenizer)} for "
+            f"{base.name}; add its files"
         )
     joint, phases = adapter_settings(settings.schedule), settings.schedule.phases
     for name, phase in phases.items():
@@ -250,3 +239,4 @@ def _check_base(
         if joint:
             quality_windows(base, settings.data, settings.seed)
         usable_prompts(base, depth, settings)
+    return base

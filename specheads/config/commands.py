@@ -7,19 +7,16 @@ from specheads.config.parts import (
     Base,
     Evaluation,
     Hardware,
-    HasHead,
     HasOut,
     HasRun,
     HasSeed,
     HeadOnBase,
-    PromptLength,
     Sampling,
     Tracker,
     Tree,
 )
 from specheads.core.ranges import (
     AtLeastTwo,
-    Depth,
     DepthOrZero,
     FolderName,
     NonEmpty,
@@ -86,12 +83,16 @@ class Train(HasSeed):
 
 
 @dataclass(kw_only=True)
-class Distill(HasHead, HasOut, Train):
+class Distill(HasOut, Train):
     """`specheads distill`.
 
     Takes a recipe as `train` does. Only the base, the data and the settings of the first distilled
-    phase matter. `out` is the folder of the text; the head only drafts and does not change it.
+    phase matter. `out` is the folder of the text.
     """
+
+    head_path: PathOrId = ""
+    """Folder or Hub id of a head that drafts, which does not change the text; `head=` on the
+    command line."""
 
 
 @dataclass(kw_only=True)
@@ -130,9 +131,6 @@ class Push(HasRun):
 
     private: bool | None = None
     """Make the repository private. None keeps an existing one and makes a new one public."""
-
-    gated: Annotated[str, one_of("", "false", "False", "auto", "manual")] = ""
-    """Whether users must request access: false, auto or manual. Empty keeps the present state."""
 
     base_repo: PrintableText = ""
     """Hub id of the base. Empty is the base of the run, if it is a Hub id."""
@@ -180,9 +178,6 @@ class Compare(HasSeed, HasOut, HasRun):
     draft_model: PathOrId = ""
     """Folder or Hub id of a smaller model with the base's vocabulary. Empty is none."""
 
-    draft_depth: Depth = 4
-    """Tokens that streaming and draft_model draft, as a chain."""
-
 
 @dataclass(kw_only=True)
 class Tune(HasSeed, HeadOnBase):
@@ -209,10 +204,13 @@ class Tune(HasSeed, HeadOnBase):
 
 
 @dataclass(kw_only=True)
-class Simulate(PromptLength, HasSeed, HasOut, HasHead, HasRun):
-    """`specheads simulate`. Needs a tuned head, or computed times and acceptance."""
+class Simulate(HasSeed, HasOut, HasRun):
+    """`specheads simulate`. Needs a run with a tuned head, or computed times and acceptance."""
 
     hardware: Hardware
+
+    prompt_tokens: PositiveInt = 64
+    """Prompt tokens of each request, unless the load was recorded."""
 
     rates: list[PositiveFloat] = field(default_factory=list)
     """Loads in requests per second, simulated one by one. Empty is five loads around the capacity

@@ -98,16 +98,11 @@ class Sampling:
 
 
 @dataclass(kw_only=True)
-class PromptLength:
-    """Length of prompts."""
+class Evaluation(Sampling):
+    """Measurements after training and by `specheads evaluate`."""
 
     prompt_tokens: PositiveInt = 64
     """Tokens of a prompt that is cut from plain text. Questions keep their own length."""
-
-
-@dataclass(kw_only=True)
-class Evaluation(PromptLength, Sampling):
-    """Measurements after training and by `specheads evaluate`."""
 
     prompts: PathOrId = "python_stdlib"
     """Name of a prompt set, or a .jsonl file."""
@@ -161,23 +156,6 @@ class Hardware:
     """Dense floating-point operations per second in the precision of the weights. Zero with
     measured times only."""
 
-    parameters: NonNegativeFloat = 0.0
-    """Parameters of the base. Zero uses those of the run's base."""
-
-    draft_parameters: NonNegativeFloat = 0.0
-    """Parameters that drafting one level reads. Zero uses those of the run's head."""
-
-    position_bytes: NonNegativeInt = 0
-    """Bytes of keys and values of one position of the base, over all layers. Zero uses those of
-    the run's base."""
-
-    draft_position_bytes: NonNegativeInt = 0
-    """Bytes of keys and values of one position of the drafter. Zero for a drafter without a
-    cache."""
-
-    window: NonNegativeInt = 0
-    """Longest context that the drafter attends to (MagicDec). Zero is unlimited."""
-
 
 @dataclass(kw_only=True)
 class Tracker:
@@ -201,14 +179,6 @@ class HasRun:
 
 
 @dataclass(kw_only=True)
-class HasHead:
-    """A head."""
-
-    head_path: PathOrId = ""
-    """Folder or Hub id of a head; `head=` on the command line."""
-
-
-@dataclass(kw_only=True)
 class HasOut:
     """An output folder."""
 
@@ -225,10 +195,13 @@ class HasSeed:
 
 
 @dataclass(kw_only=True)
-class HeadOnBase(HasHead, HasRun):
+class HeadOnBase(HasRun):
     """The head of a run, or any head and its base."""
 
     base: Base
+
+    head_path: PathOrId = ""
+    """Folder or Hub id of a head; `head=` on the command line."""
 
     force: bool = False
     """Accept a head that was trained on other weights than the base's, such as a fine-tuned

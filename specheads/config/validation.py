@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from specheads.config.commands import Simulate
 from specheads.config.parts import Evaluation, Tree
 from specheads.core.errors import InputError
 from specheads.core.ranges import FolderName, check_fields, refuse
@@ -34,8 +33,11 @@ def check(settings: Any, where: str = "") -> None:
 
 def _check_together(settings: Any, where: str) -> None:
     """Refuse settings that contradict each other."""
-    if run := getattr(settings, "run", ""):
-        _check_one_head(run, getattr(settings, "head_path", ""))
+    if getattr(settings, "run", "") and getattr(settings, "head_path", ""):
+        raise InputError(
+            f"a run has its own head, got run={settings.run} and head={settings.head_path}; leave "
+            "one out"
+        )
     if isinstance(settings, Phase):
         _check_phase(where, settings)
     elif isinstance(settings, Schedule):
@@ -46,8 +48,6 @@ def _check_together(settings: Any, where: str) -> None:
         _check_source(where, settings)
     elif isinstance(settings, Validation):
         _check_validation(where, settings)
-    elif isinstance(settings, Simulate):
-        _check_simulate(settings)
     elif isinstance(settings, Evaluation):
         _check_evaluation(settings)
 
@@ -144,19 +144,6 @@ def _check_evaluation(settings: Evaluation) -> None:
             "evaluation.acceptance must be match for evaluation.mode=offline above temperature "
             f"zero, got {settings.acceptance}; set mode=online"
         )
-
-
-def _check_simulate(settings: Simulate) -> None:
-    if settings.arrivals and settings.rates:
-        raise InputError(
-            f"arrivals={settings.arrivals} replaces rates, got rates={settings.rates} too; leave "
-            "one out"
-        )
-
-
-def _check_one_head(run: str, head: str) -> None:
-    if head:
-        raise InputError(f"a run has its own head, got run={run} and head={head}; leave one out")
 
 
 def _check_one_adapter(phases: Mapping[str, Phase]) -> None:

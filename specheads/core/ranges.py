@@ -116,9 +116,6 @@ BOUNDS = {
 }
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
-RENAMED = {"rule": "acceptance", "taps": "aux_layers"}
-"""Old and new names of renamed settings."""
-
 
 def check_fields(
     settings: Any, where: str = "", together: Callable[[Any, str], None] = lambda *_: None
@@ -234,9 +231,3 @@ def _sections(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
     elif isinstance(value, Mapping):
         yield from ((f"{name}.{key}", one) for key, one in value.items() if is_dataclass(one))
-
-
-def new_name(text: str) -> str:
-    """Return a hint if a message quotes a renamed setting, else an empty text."""
-    quoted = (old for old in RENAMED if f".{old}'" in text or f"'{old}'" in text)
-    return "".join(f"; {old} is now {RENAMED[old]}" for old in quoted)

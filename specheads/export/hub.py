@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
@@ -30,8 +30,6 @@ from specheads.runs.directory import RunDirectory
 
 Contents = dict[str, bytes | Path]
 """Files by their path in the repository: their bytes, or the local file to read."""
-
-Gate = Literal["auto", "manual", False]
 
 RESULTS = "results.json"
 SETTINGS = "training.json"
@@ -67,7 +65,6 @@ def push_run(
     repo: str,
     *,
     private: bool | None = None,
-    gated: Gate | None = None,
     base_repo: str = "",
     licence: str = "unknown",
     data_licence: str = "",
@@ -82,7 +79,6 @@ def push_run(
         settings: The run's settings.
         repo: USER/NAME.
         private: Visibility; None keeps that of a repository and makes a new one public.
-        gated: Whether users must request access; None keeps the present state.
         base_repo: Hub id of the base, if the run loaded it from elsewhere.
         licence: Licence of the head.
         data_licence: Licence of the corpus.
@@ -124,7 +120,7 @@ def push_run(
         del results["provenance"]["command"]
         files[RESULTS] = _json(results)
     sizes = {path: _checked(path, content) for path, content in files.items()}
-    return Pushed(sizes, "" if dry_run else push(repo, files, private=private, gated=gated))
+    return Pushed(sizes, "" if dry_run else push(repo, files, private=private))
 
 
 def _checked(path: str, content: bytes | Path) -> int:
@@ -154,9 +150,7 @@ def _measured_base(run: RunDirectory, settings: Mapping[str, Any]) -> FrozenBase
     return base
 
 
-def push(
-    repo: str, files: Contents, *, private: bool | None = None, gated: Gate | None = None
-) -> str:
+def push(repo: str, files: Contents, *, private: bool | None = None) -> str:
     """Upload the files in one commit and return its address.
 
     Visibility is set before any file is uploaded, and a missing repository is created. Large files
@@ -168,8 +162,8 @@ def push(
     try:
         api = HfApi()
         api.create_repo(repo, private=private, exist_ok=True)
-        if private is not None or gated is not None:
-            api.update_repo_settings(repo, private=private, gated=gated)
+        if private is not None:
+            api.update_repo_settings(repo, private=private)
         present = api.list_repo_files(repo)
         _refuse_another_model(repo, files, present)
         # remove results of an earlier push, because they describe another head

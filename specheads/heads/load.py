@@ -30,7 +30,7 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
 from specheads.core.files import local_path, read_json
 from specheads.core.machine import host_bytes
-from specheads.core.ranges import hints, new_name, refuse
+from specheads.core.ranges import hints, refuse
 from specheads.core.weight_layout import for_few_rows
 from specheads.decoding.trees import tuned
 from specheads.heads.checkpoint import INDEX_SUFFIX, WEIGHT_FILES, fill, read_settings, read_tensors
@@ -60,7 +60,7 @@ def configure(settings: Mapping[str, Any]) -> Any:
     if unknown := sorted(set(values) - known):
         raise InputError(
             f"head {settings['kind']!r} does not have the setting {unknown[0]!r}; it has "
-            f"{', '.join(sorted(known))}{new_name(repr(unknown[0]))}"
+            f"{', '.join(sorted(known))}"
         )
     # before the dataclass is made, because tests check its annotations at runtime
     for name, hint in hints(module.Config).items():

@@ -39,6 +39,9 @@ SINKS = 4
 WINDOW = 60
 """Recent tokens that streaming attends to."""
 
+DRAFT_DEPTH = 4
+"""Tokens that streaming and the draft model draft, as a chain."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftMethod:
@@ -67,7 +70,7 @@ def make_methods(
     heads: Mapping[str, Head],
     trees: Mapping[str, policies.TreePolicy],
     draft_model: FrozenBase | None = None,
-    draft_depth: int = 4,
+    draft_depth: int = DRAFT_DEPTH,
     window: int = WINDOW,
 ) -> "dict[str, Method]":
     """Return the methods with these names; `head` and `hybrid` give one for each head.

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -332,7 +333,7 @@ def computed_cost(
     )
 
 
-def sizes(base: FrozenBase, head: Head) -> dict[str, int]:
+def sizes(base: FrozenBase, head: Head) -> dict[str, Any]:
     """Return the arguments of `computed_cost` that follow from a base and a head.
 
     A head whose levels share one projection reads all its parameters at each level, other heads
@@ -345,8 +346,8 @@ def sizes(base: FrozenBase, head: Head) -> dict[str, int]:
     # a concatenated projection borrows the base's columns and owns the others
     lent = 0 if is_own else len(weights[0]) * head.width
     return {
-        "parameters": base.num_parameters,
-        "draft_parameters": (own if is_shared else own // head.depth) + lent,
+        "parameters": float(base.num_parameters),
+        "draft_parameters": float((own if is_shared else own // head.depth) + lent),
         "position_bytes": base.slot_bytes // base.dtype.itemsize * WEIGHT_BYTES,
         "levels": head.depth if isinstance(head, BlockHead) else 1,
     }

@@ -133,7 +133,7 @@ def test_piped_lines_are_answered_in_plain_text(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_two_answers_in_bfloat16_are_decoded_exactly(dtype: str, monkeypatch: pytest.MonkeyPatch):
     base = FrozenBase.load(BASE_FOLDER, device="cpu", dtype=dtype)
-    monkeypatch.setattr(chat, "_load", lambda *_: (base, Oracle([[1]], 3, base.vocab_size)))
+    monkeypatch.setattr(chat, "objects", lambda _: (base, Oracle([[1]], 3, base.vocab_size)))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     call("chat", ["head=any", f"base={BASE_FOLDER}", "side_by_side=true", "tree.kind=chain"])
     assert base.exact == (dtype == "bfloat16")
@@ -155,4 +155,4 @@ def test_conversation_longer_than_the_context_is_refused(base: FrozenBase):
 
 
 def test_chat_without_a_base_is_refused(refusal: Any):
-    assert "name what to chat with: run=DIR, or head=PATH and base=PATH" in refusal("chat")
+    assert "name a run as run=DIR, or a head as head=PATH and base=PATH" in refusal("chat")

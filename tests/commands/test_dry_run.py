@@ -1,6 +1,8 @@
-"""`specheads train preview=N`: examples of the training text."""
+"""`specheads train preview=N`: examples of the training text, and broken conversations."""
 
+import gzip
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ def test_preview_shows_the_loss_mask_and_writes_no_run(overrides: list[str], cap
     assert not Path("runs").exists()
 
 
-# a phase that reads the corpus itself would be refused: tests/commands/test_broken_files.py
+# a phase that reads the corpus itself would be refused: see below
 @pytest.mark.parametrize("command", [["train", "~schedule.phases.corpus"], ["distill"]])
 def test_corpus_of_questions_shows_prompts(command: list[str], overrides: list[str], capsys: Any):
     Path("talks.jsonl").write_text(json.dumps({"messages": TALK["messages"][:1]}) + "\n")
@@ -54,13 +56,12 @@ def test_corpus_of_questions_shows_prompts(command: list[str], overrides: list[s
     assert said.endswith("<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n\n")
 
 
-def test_every_token_of_plain_text_is_in_the_loss(overrides: list[str], capsys: Any):
+def test_plain_text_is_shown_in_the_loss(overrides: list[str], capsys: Any):
     text = "a sentence to learn " * 20
     rows = [json.dumps({"text": f"{text} {number}"}) for number in range(40)]
     Path("talks.jsonl").write_text("\n".join(rows), encoding="utf-8")
     call("train", [*overrides, "data.source=jsonl", "preview=1"])
     said = capsys.readouterr().out
-    assert "in the loss (100.0%)" in said
     assert f"⟦{text} " in said
 
 
@@ -75,3 +76,44 @@ def test_wrong_loss_mask_prints_one_line_and_the_text(overrides: list[str], caps
     first, *below = capsys.readouterr().err.splitlines()
     assert first.startswith("error: 1 row of talks.jsonl cannot be used: the mask must count the ")
     assert below[-2:] == ["<|im_start|>assistant", "⟦HELLO.<|im_end|>⟧"]
+
+
+def rows(*last: dict[str, Any]) -> bytes:
+    """Return 60 conversations, and rows behind them."""
+    return "".join(json.dumps(row) + "\n" for row in [TALK] * 60 + list(last)).encode()
+
+
+ASKED = TALK["messages"][:1]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (rows()[:-20], "line 60 of talks.jsonl is none, "),
+        (b"", "talks.jsonl holds no row"),
+        (random.Random(0).randbytes(5000), "a readable UTF-8 file, and talks.jsonl is not"),
+        (gzip.compress(rows())[:-20], "talks.jsonl is not: Compressed file ended"),
+        (rows({"text": "plain"}), "line 61 of talks.jsonl has text"),
+        (rows({"messages": [{"role": "bot", "content": "Hi?"}]}), "talks.jsonl has 'bot'"),
+        (rows({"messages": ASKED}), "have the base answer it in a distilled phase"),
+        # what the assistant says first is no answer
+        (rows({"messages": TALK["messages"][::-1]}), "line 61 of talks.jsonl lacks one"),
+        (rows({"messages": [{"role": "user", "content": "\ud800"}]}), "line 61 of talks.jsonl is"),
+        (rows() + b"[" * 100_000 + b"]" * 100_000, "line 61 of talks.jsonl is none, "),
+        # control characters, and line breaks that only some readers know
+        (rows({"\x1b[2J\u2028\n": 1}), "has \\x1b[2J"),
+        (None, "'talks.jsonl' is not there"),
+    ],
+)
+def test_broken_conversations_get_one_line_and_leave_nothing(
+    content: bytes | None, told: str, overrides: list[str], refusal: Any
+):
+    Path("talks.jsonl").unlink()
+    if content is not None:
+        Path("talks.jsonl").write_bytes(content)
+    before = sorted(Path().rglob("*"))
+    said = refusal("train", *overrides, "preview=3")
+    assert told in said
+    assert said[:-1].isprintable()
+    assert len(said) < 500
+    assert sorted(Path().rglob("*")) == before

@@ -8,9 +8,11 @@ import pytest
 
 import specheads
 from specheads.commands._call import call
+from specheads.config import compose
 from specheads.core.files import dumps
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees.tuned import AcceptanceRates
+from specheads.heads.load import build_for
 from specheads.measure.results import read
 from specheads.measure.simulate import LoadResults
 from tests.tuned import tuned
@@ -24,25 +26,23 @@ TUNED = replace(
     acceptance=AcceptanceRates(per_depth=[0.8, 0.7]),
 )
 SMALL = ["num_requests=60", "new_tokens=12"]
-LLAMA = ["hardware.parameters=8e9", "hardware.draft_parameters=1e9", "acceptance=[0.8,0.7]"]
 
 
 @pytest.fixture
-def head(tmp_path: Path) -> Path:
-    """Return a head's folder, as far as a simulation reads it."""
-    folder = tmp_path / "head"
-    folder.mkdir()
-    (folder / "tuned.json").write_text(dumps(TUNED))
-    return folder
+def run(tmp_path: Path) -> Path:
+    """Return a run, as far as a simulation with measured times reads it."""
+    (tmp_path / "run" / "head").mkdir(parents=True)
+    (tmp_path / "run" / "head" / "tuned.json").write_text(dumps(TUNED))
+    return tmp_path / "run"
 
 
-def test_loads_are_simulated_printed_and_written(head: Path, capsys: Any):
-    call("simulate", [f"head={head}", "rates=[1,20.25,20.26,1]", "depths=[0,2,0]", *SMALL])
+def test_loads_are_simulated_printed_and_written(run: Path, capsys: Any):
+    call("simulate", [f"run={run}", "rates=[1,20.25,20.26,1]", "depths=[0,2,0]", *SMALL])
     shown = capsys.readouterr().out
     assert "goodput" in shown
     assert "measured" in shown
     assert "computed" not in shown
-    load = read(LoadResults, head / "load.json")
+    load = read(LoadResults, run / "report" / "load.json")
     assert load is not None
     assert [(row.load, row.draft) for row in load.rows] == [
         (rate, draft)
@@ -53,8 +53,8 @@ def test_loads_are_simulated_printed_and_written(head: Path, capsys: Any):
     assert goodput.latency["mean"] < alone.latency["mean"]
 
 
-def test_python_returns_the_content_of_load_json(head: Path, tmp_path: Path):
-    asked = [f"head={head}", *SMALL]
+def test_python_returns_the_content_of_load_json(run: Path, tmp_path: Path):
+    asked = [f"run={run}", *SMALL]
     load = specheads.simulate(overrides=asked, out=tmp_path / "out")
     assert read(LoadResults, tmp_path / "out" / "load.json") == load
     # from a quarter of what the base alone can serve to more than that
@@ -67,21 +67,25 @@ def test_python_returns_the_content_of_load_json(head: Path, tmp_path: Path):
     assert specheads.simulate(overrides=asked, out=tmp_path / "again") == load
 
 
-def test_recorded_loads_are_replayed(head: Path, tmp_path: Path):
+def test_recorded_loads_are_replayed(run: Path, tmp_path: Path):
     arrivals = tmp_path / "load.jsonl"
     arrivals.write_text('{"seconds": 0, "prompt_tokens": 4, "new_tokens": 7}')
-    load = specheads.simulate(overrides=[f"head={head}", f"arrivals={arrivals}", "acceptance=[1]"])
+    load = specheads.simulate(overrides=[f"run={run}", f"arrivals={arrivals}", "acceptance=[1]"])
     by_draft = {row.draft: row for row in load.rows}
     assert by_draft["none"].load == "load.jsonl"
     assert by_draft["depth 1"].latency["mean"] < by_draft["none"].latency["mean"]
 
 
 def test_computed_times_are_marked_as_computed(tmp_path: Path, capsys: Any):
-    call("simulate", ["hardware=h100", f"out={tmp_path}", *LLAMA, *SMALL])
+    settings = compose.settings_of("train", ["recipe=smoke"])
+    (tmp_path / "config.yaml").write_text(compose.as_yaml(settings))
+    base = specheads.FrozenBase.load(settings.base.model, device="cpu")
+    build_for(settings.head, base).save_pretrained(tmp_path / "head")
+    call("simulate", [f"run={tmp_path}", "hardware=h100", "acceptance=[0.8,0.7]", *SMALL])
     shown = " ".join(capsys.readouterr().out.split())
     assert "times computed for H100" in shown
     assert "not measured" in shown
-    load = read(LoadResults, tmp_path / "load.json")
+    load = read(LoadResults, tmp_path / "report" / "load.json")
     assert load is not None
     assert load.times == "computed for H100"
 
@@ -90,16 +94,17 @@ def test_computed_times_are_marked_as_computed(tmp_path: Path, capsys: Any):
     ("asked", "message"),
     [
         ([], "name whose requests to simulate"),
-        (["head=nowhere"], "run specheads tune first"),
-        (["head={head}", "depths=[3]"], "depths can be at most 2"),
-        (["head={head}", "arrivals=nowhere.jsonl"], "nowhere.jsonl"),
-        (["head={head}", "hardware=h100"], "computed times need hardware.parameters"),
-        (["head={head}", "acceptance=[1.5]"], "at most 1"),
-        (["head={head}", "arrivals=a.jsonl", "rates=[2]"], "replaces rates, .* leave one"),
+        (["run=nowhere"], "run specheads tune first"),
+        (["run={run}", "depths=[3]"], "depths can be at most 2"),
+        (["run={run}", "arrivals=nowhere.jsonl"], "nowhere.jsonl"),
+        (["run={run}", "hardware=h100"], "needs a config.yaml"),
+        (["run={run}", "hardware.name=mine"], "computed times need hardware.bandwidth"),
+        (["run={run}", "acceptance=[1.5]"], "at most 1"),
+        (["run={run}", "arrivals=a.jsonl", "rates=[2]"], "replaces rates, .* leave one"),
     ],
 )
-def test_a_mistake_is_one_line(asked: list[str], message: str, head: Path):
-    named = [one.format(head=head) for one in asked]
+def test_a_mistake_is_one_line(asked: list[str], message: str, run: Path):
+    named = [one.format(run=run) for one in asked]
     with pytest.raises(ValueError, match=message) as told:
         specheads.simulate(overrides=named)
     assert "\n" not in str(told.value)

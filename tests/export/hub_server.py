@@ -1,6 +1,6 @@
 """A local Hub server with the routes that huggingface_hub calls, in memory, over real HTTP.
 
-It implements tokens, private and gated repositories, large files by LFS, and atomic commits.
+It implements tokens, private repositories, large files by LFS, and atomic commits.
 """
 
 import base64
@@ -43,7 +43,6 @@ class Blob:
 @dataclass
 class Repository:
     private: bool
-    gated: Any = False
     commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
 
@@ -183,15 +182,13 @@ def _snapshot(repository: Repository, revision: str) -> tuple[str, dict[str, Blo
     return sha, repository.commits[sha]
 
 
-def _open(hub: HubServer, call: Call, *, write: bool = False, files: bool = False) -> Repository:
+def _open(hub: HubServer, call: Call, *, write: bool = False) -> Repository:
     """Return the repository of a request; refuse a user without the right to use it."""
     repository = hub.repositories.get(call.parts["repo"])
     if repository is None or (repository.private and call.user != OWNER):
         raise RefusedError(404 if call.user else 401, "Repository not found", "RepoNotFound")
     if write and call.user != OWNER:
         raise RefusedError(403 if call.user else 401, "no write access to this repository")
-    if files and repository.gated and call.user != OWNER:
-        raise RefusedError(403 if call.user else 401, "Access is restricted", "GatedRepo")
     return repository
 
 
@@ -234,7 +231,6 @@ def _validate(hub: HubServer, call: Call) -> Reply:
 
 def _settings(hub: HubServer, call: Call) -> Reply:
     repository, asked = _open(hub, call, write=True), call.json
-    repository.gated = asked.get("gated", repository.gated)
     if "visibility" in asked:
         repository.private = asked["visibility"] == "private"
     return _reply({})
@@ -308,7 +304,7 @@ def _commit(hub: HubServer, call: Call) -> Reply:
 def _info(hub: HubServer, call: Call) -> Reply:
     repository, repo = _open(hub, call), call.parts["repo"]
     sha, files = _snapshot(repository, call.parts.get("revision") or "main")
-    state = {"private": repository.private, "gated": repository.gated, "downloads": 0, "likes": 0}
+    state = {"private": repository.private, "gated": False, "downloads": 0, "likes": 0}
     siblings = [{"rfilename": path} for path in files]
     return _reply(
         {"id": repo, "modelId": repo, "sha": sha, "tags": [], "siblings": siblings, **state}
@@ -329,7 +325,7 @@ def _entry(path: str, blob: Blob) -> dict[str, Any]:
 
 
 def _resolve(hub: HubServer, call: Call) -> Reply:
-    repository = _open(hub, call, files=True)
+    repository = _open(hub, call)
     sha, files = _snapshot(repository, call.parts["revision"])
     headers = {"X-Repo-Commit": sha}
     if (blob := files.get(call.parts["file"])) is None:

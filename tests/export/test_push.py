@@ -13,7 +13,7 @@ import hydra
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
@@ -108,7 +108,7 @@ def publish(
     monkeypatch.setattr(FrozenBase, "load", lambda *_, **__: base)
 
     def push_run(**settings: Any) -> None:
-        push.run(Push(**{"run": str(run.path), "repo": REPO, **settings}), [])
+        push.run(Push(**{"run": str(run.path), "repo": REPO, **settings}))
 
     return push_run
 
@@ -305,21 +305,6 @@ def test_private_repository_is_visible_to_its_owner_only(publish, server, monkey
         specheads.load_head(REPO)
 
 
-def test_gated_repository_shows_its_card_and_protects_its_files(publish, server, monkeypatch):
-    publish(gated="manual")
-    requests = [line.split()[-1].rpartition("/")[0] for line in server.requests]
-    gate_set = server.requests.index(f"PUT /api/models/{REPO}/settings")
-    assert gate_set < requests.index(f"/api/models/{REPO}/commit")
-    monkeypatch.setenv("HF_TOKEN", server.stranger)
-    assert huggingface_hub.model_info(REPO).gated == "manual"
-    with pytest.raises(GatedRepoError):
-        huggingface_hub.hf_hub_download(REPO, "model.safetensors")
-    monkeypatch.setenv("HF_TOKEN", server.token)
-    publish(gated="false")
-    monkeypatch.setenv("HF_TOKEN", server.stranger)
-    assert specheads.load_head(REPO).kind == "medusa"
-
-
 def test_tuned_trees_are_uploaded_and_loaded(publish, server, run):
     tuned = made_up()
     (run.head / "tuned.json").write_text(dumps(tuned))
@@ -364,7 +349,7 @@ def test_interrupted_upload_leaves_the_old_or_the_new_content(
             server.repositories[REPO].commit("main", older)
         server.fail_at, server.loses_replies = len(refused) + 1, loses_replies
         try:
-            hub.push(REPO, files, gated="auto")
+            hub.push(REPO, files, private=True)
             break
         except ValueError as error:
             refused.append(str(error))
@@ -482,7 +467,6 @@ MISTAKES: dict[str, tuple[dict[str, str], str]] = {
     "odd repository": ({"repo": "ada/a--b"}, "ada/a--b"),
     "no name of the Hub": ({"repo": "ada/head.git"}, "repo must be USER/NAME as the Hub takes it"),
     "a long name": ({"repo": f"ada/{'x' * 300}"}, "repo must be USER/NAME as the Hub takes it"),
-    "gated": ({"gated": "perhaps"}, "gated must be one of '', false, False, auto, manual"),
     "base_repo": ({"base_repo": "../x"}, "base_repo must be USER/NAME"),
     "licence": ({"licence": "Not One!"}, "license"),
     "repository of another user": (
@@ -501,7 +485,7 @@ def test_wrong_setting_uploads_nothing(mistake, publish, server):
 
 @pytest.mark.usefixtures("owner")
 def test_command_prints_a_refusal_in_one_line(server, run, capsys):
-    arguments = [f"run={run.path}", f"repo={REPO}", "private=true", "gated=auto"]
+    arguments = [f"run={run.path}", f"repo={REPO}", "private=true"]
     server.fail_at = 9
     with pytest.raises(SystemExit) as left:
         call("push", arguments)
@@ -509,7 +493,7 @@ def test_command_prints_a_refusal_in_one_line(server, run, capsys):
     assert (left.value.code, printed.out) == (2, "")
     assert len(printed.err.splitlines()) == 1
     assert printed.err.startswith(f"error: {REPO} holds either all of this push or the")
-    assert (server.repositories[REPO].private, server.repositories[REPO].gated) == (True, "auto")
+    assert server.repositories[REPO].private
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])

@@ -9,7 +9,6 @@ import torch
 
 import specheads
 from specheads.config import data_dir
-from specheads.core.drafter import Head
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.export.layouts import find_layout
@@ -41,9 +40,13 @@ def base(device: torch.device) -> specheads.FrozenBase:
 
 
 @pytest.fixture(scope="module")
-def head(base: specheads.FrozenBase) -> Head:
+def head(base: specheads.FrozenBase, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the override that names an untrained head."""
     torch.manual_seed(0)
-    return build_for({"kind": "mlp_speculator", "depth": 3, "inner_dim": 32}, base).eval()
+    folder = tmp_path_factory.mktemp("head")
+    made = build_for({"kind": "mlp_speculator", "depth": 3, "inner_dim": 32}, base)
+    made.save_pretrained(folder)
+    return f"head={folder}"
 
 
 def assert_lossless(results: Results) -> None:
@@ -81,23 +84,26 @@ def test_the_smoke_recipe_trains_distils_evaluates_and_loads(
 
 
 @pytest.mark.parametrize("mode", ["online", "offline", "all"])
-def test_a_head_is_evaluated(mode: str, base: specheads.FrozenBase, head: Head) -> None:
-    found = specheads.evaluate(overrides=[*SMALL, f"mode={mode}"], base=base, head=head)
+def test_a_head_is_evaluated(mode: str, base: specheads.FrozenBase, head: str) -> None:
+    found = specheads.evaluate(overrides=[*SMALL, head, f"mode={mode}"], base=base)
     if mode != "offline":
         assert_lossless(found)
     assert found.offline is not None
     assert found.offline.forwards > 0
 
 
-def test_a_head_is_evaluated_at_a_temperature(base: specheads.FrozenBase, head: Head) -> None:
-    asked = [*SMALL, "mode=online", "temperature=0.8"]
-    found = specheads.evaluate(overrides=asked, base=base, head=head)
+def test_a_head_is_evaluated_at_a_temperature(base: specheads.FrozenBase, head: str) -> None:
+    asked = [*SMALL, head, "mode=online", "temperature=0.8"]
+    found = specheads.evaluate(overrides=asked, base=base)
     assert_lossless(found)
 
 
-def test_a_head_is_compared_with_copied_text(base: specheads.FrozenBase, head: Head) -> None:
-    asked = [*SMALL, "drafters=[head,prompt_lookup]"]
-    found = specheads.compare(overrides=asked, base=base, head=head)
+def test_a_head_is_compared_with_copied_text(
+    base: specheads.FrozenBase, head: str, tmp_path: Path
+) -> None:
+    heads = f"heads=[{head.partition('=')[2]}]"
+    asked = [*SMALL, heads, "drafters=[head,prompt_lookup]"]
+    found = specheads.compare(overrides=asked, base=base, out=tmp_path)
     assert list(found.drafters) == ["head", "prompt_lookup"]
     for method in found.drafters.values():
         assert method.lossless is not None
@@ -117,15 +123,15 @@ def test_every_head_is_saved_and_loaded(kind: str, device: torch.device, tmp_pat
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_head_distils_the_text_of_the_base_alone(
-    temperature: float, base: specheads.FrozenBase, head: Head, tmp_path: Path
+    temperature: float, base: specheads.FrozenBase, head: str, tmp_path: Path
 ) -> None:
     asked = [
         "recipe=smoke", "num_samples=6", "new_tokens=8", "batch_size=3", "data.max_documents=20",
         f"temperature={temperature}",
     ]  # fmt: skip
     tables = []
-    for name, drafter in (("alone", None), ("drafted", head)):
-        report = specheads.distill(overrides=asked, base=base, head=drafter, out=tmp_path / name)
+    for name, drafter in (("alone", []), ("drafted", [head])):
+        report = specheads.distill(overrides=[*asked, *drafter], base=base, out=tmp_path / name)
         assert report is not None
         assert report.requested == 6
         tables.append([pq.read_table(file) for file in sorted((tmp_path / name).glob("*.parquet"))])

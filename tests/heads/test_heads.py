@@ -459,8 +459,3 @@ def test_tokens_and_columns_convert_both_ways():
     head.choose_vocabulary(torch.tensor([0, 9, 0, 0, 7, 8]))
     assert head.to_drafted(torch.arange(6)).tolist() == [-1, 0, -1, -1, 1, 2]
     assert head.to_tokens(torch.arange(3)).tolist() == [1, 4, 5]
-
-
-def test_a_setting_by_its_old_name_is_refused_with_the_new_one():
-    with pytest.raises(ValueError, match="taps is now aux_layers"):
-        build({"kind": "eagle3", "taps": [1, 2]}, width=16, vocab_size=11)
