@@ -19,7 +19,7 @@ from specheads.decoding.loop import DecodingState, start, step
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request, Stream, alike
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import Hybrid, Lookup, beside_lookup
+from specheads.decoding.trees.hybrid import lookup_tree
 from specheads.decoding.trees.tuned import Tuned
 
 
@@ -45,7 +45,7 @@ def default_tree(drafter: Drafter, base: FrozenBase) -> policies.TreePolicy:
         if policy.depth or tuned.fits(base.device, base.dtype):
             return policy
     if isinstance(drafter, PromptLookup):
-        return Lookup(drafter.depth)
+        return lookup_tree(drafter.depth)
     return policies.chain(drafter.depth)
 
 
@@ -54,8 +54,8 @@ def drafted_by(
 ) -> tuple[Drafter | None, policies.TreePolicy]:
     """Return the drafter and the tree policy; refuse a tree that the drafter cannot draft.
 
-    A tree with copied text adds prompt lookup to the drafter. A tree that drafts nothing, the best
-    one for some tuned heads, needs no drafter, so that none has to store the text.
+    A tree that drafts nothing, the best one for some tuned heads, needs no drafter, so that none
+    has to store the text.
     """
     if drafter is None:
         return None, policies.NOTHING
@@ -64,11 +64,9 @@ def drafted_by(
         raise InputError(f"a tree is a TreePolicy, such as policies.chain(3), got {tree!r:.80}")
     if not policy.depth:
         return None, policy
-    drafter = beside_lookup(drafter, policy, base)
-    own = drafter.head if policy.copied and isinstance(drafter, Hybrid) else drafter
-    if policy.own_depth > own.depth:
+    if policy.own_depth > drafter.depth:
         raise InputError(
-            f"the tree has {policy.own_depth} levels but the head drafts {own.depth}; "
+            f"the tree has {policy.own_depth} levels but the head drafts {drafter.depth}; "
             "choose a shallower tree"
         )
     if 0 < drafter.drafted_size < policy.num_guesses:

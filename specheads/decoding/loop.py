@@ -21,6 +21,7 @@ from specheads.core.kernels import without_cudnn_attention
 from specheads.core.machine import synchronise
 from specheads.core.tree import TokenTree
 from specheads.decoding.accept import AcceptanceRule, Verdict
+from specheads.decoding.prompt_lookup import LookupText
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 from specheads.decoding.trees.policies import TreePolicy, root_only
 
@@ -129,6 +130,8 @@ def step(
     state.cache.commit([taken.path for taken in steps])
     state.committed = _committed(verified, verdict, steps)
     state.rows.advance(state.committed.next_tokens, state.cache.positions)
+    for text, taken in zip(state.rows.texts, steps, strict=True):
+        text.extend(taken.tokens)
     if unread is not None:
         state.committed = unread.then(state.committed)
     return steps
@@ -204,6 +207,8 @@ def start(
     # there is no draft yet: under every rule the first token is the base's own
     first = rows.choose(root, logits[:, None], root.ancestors())
     rows.advance(first, counts)
+    roots = first[:, 0].tolist()
+    rows.texts = [LookupText([*text, root]) for text, root in zip(prompts, roots, strict=True)]
     following = padded.roll(-1, dims=1).scatter(1, counts[:, None] - 1, first)
     committed = Committed(features, following, counts)
     if drafter is None or memory is None:
@@ -213,7 +218,7 @@ def start(
         with without_cudnn_attention(base.device):
             drafter.read(replace(committed, counts=counts - 1), memory)
         committed = committed.ending()
-    return DecodingState(cache, committed, memory, rows), first[:, 0].tolist()
+    return DecodingState(cache, committed, memory, rows), roots
 
 
 class Origin(NamedTuple):

@@ -20,10 +20,10 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
 from specheads.decoding.coupling import with_noise
-from specheads.decoding.prompt_lookup import LookupIndex, PromptLookup, common_prefix_length
+from specheads.decoding.prompt_lookup import LookupText, common_prefix_length
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, each_prompt
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import HybridTree, lookup_for, own_tree
+from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.measure.counts import DepthCounts, conditional_acceptance, rate
 from specheads.measure.generation import Continuations, GenerationSettings
 from specheads.measure.results import Offline
@@ -176,7 +176,7 @@ def measure_offline(
         guess_ranks(base, head, *pair, width=width, sampling=one, coupled=generation.coupled)
         for pair, one in bar(list(each), "offline", generation.progress)
     ]
-    counts = replay_texts(base, tree, ranks, pairs, generation.sources_of(pairs))
+    counts = replay_texts(tree, ranks, pairs, generation.sources_of(pairs))
     total = DepthCounts.total(counts, tree.depth)
     return Offline(
         **asdict(rate(counts)),
@@ -205,13 +205,13 @@ class Copied:
     """New nodes that a tree has for prompt-lookup tokens."""
 
 
-def copied(lookup: PromptLookup, prompt: list[int], continuation: list[int], size: int) -> Copied:
-    """Return what prompt lookup proposes at each root of a stored text: see `guess_ranks`."""
-    text = LookupIndex(prompt, max_ngram=lookup.max_ngram)
+def copied(prompt: list[int], continuation: list[int], most: int, size: int) -> Copied:
+    """Return the `most` tokens that prompt lookup proposes at each root: see `guess_ranks`."""
+    text = LookupText(prompt)
     found = Copied([], [], [], size)
     for place in range(len(continuation) - 1):
         text.extend(continuation[place : place + 1])
-        matched, guessed = text.find(lookup.depth)
+        matched, guessed = text.find(most)
         found.right.append(common_prefix_length(guessed, islice(continuation, place + 1, None)))
         found.length.append(len(guessed))
         found.matched.append(matched)
@@ -272,7 +272,6 @@ def fixed_tree(tree: policies.TreePolicy) -> policies.Static | None:
 
 
 def replay_texts(
-    base: FrozenBase,
     tree: policies.TreePolicy,
     ranks: Sequence[Int[Tensor, "drafted depth"]],
     texts: Sequence[tuple[list[int], list[int]]],
@@ -285,7 +284,6 @@ def replay_texts(
     own, copies = fixed_tree(tree), [None] * len(texts)
     assert own is not None
     if isinstance(tree, HybridTree):
-        lookup = lookup_for(tree, base)
-        copies = [copied(lookup, *text, tree.size) for text in texts]
+        copies = [copied(*text, tree.copied, tree.size) for text in texts]
     rows = zip(ranks, sources or [""] * len(texts), copies, strict=True)
     return [replay(one, own, source, copy) for one, source, copy in rows]

@@ -11,7 +11,6 @@ from specheads.core.errors import InputError
 from specheads.data.prompts import PromptSet
 from specheads.data.settings import Data
 from specheads.decoding.cost import StepCost
-from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.tuned import (
@@ -126,8 +125,7 @@ def choose(
     every = [text for one in texts for text in (*one.grown, *one.judged)]
     counts = [replay(text.ranks, policies.chain(head.depth)) for text in every]
     size = max(COPIED)
-    lookup = PromptLookup(base.vocab_size, size, device=base.device)
-    copies = [copied(lookup, text.prompt, text.continuation, size) for text in every]
+    copies = [copied(text.prompt, text.continuation, size, size) for text in every]
     rates = DepthCounts.total(counts, head.depth).levels()
     return Tuned(
         machine=Machine.of(base.device, base.dtype),
@@ -256,7 +254,7 @@ def _counts(
     sources = tuple(one.source for one in texts)
     if fixed_tree(tree) is not None:
         pairs = [(one.prompt, one.continuation) for one in texts]
-        return replay_texts(base, tree, [one.ranks for one in texts], pairs, sources)
+        return replay_texts(tree, [one.ranks for one in texts], pairs, sources)
     generation = replace(generation, tree=tree, batch_size=8, sources=sources)
     decoded = decode_prompts(base, head, [one.prompt for one in texts], generation)
     return [one.counts for one in decoded]

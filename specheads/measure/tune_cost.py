@@ -15,7 +15,6 @@ from specheads.core.machine import synchronise
 from specheads.decoding import accept, loop
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import beside_lookup
 from specheads.decoding.trees.tuned import CostError
 from specheads.measure.generation import GenerationSettings
 from specheads.runs.progress import bar
@@ -25,7 +24,7 @@ BURST = 4
 before it."""
 
 TreeMethod = tuple[Drafter | None, policies.TreePolicy]
-"""A drafter, None for the base alone, and its tree; a hybrid tree adds prompt lookup."""
+"""A drafter, None for the base alone, and its tree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +60,6 @@ def time_steps(
     Methods take turns, a burst of steps each: a slow phase of the machine then slows all of them.
     Each method continues `prompts` of its own. The trimmed mean of its steps counts.
     """
-    methods = [(one and beside_lookup(one, tree, base), tree) for one, tree in methods]
     deepest = max(tree.depth for _, tree in methods)
     widest = max(tree.num_nodes for _, tree in methods)
     lengths = [max(map(len, rows)) for rows in prompts]

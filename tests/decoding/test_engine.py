@@ -21,7 +21,7 @@ from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request, Stream
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
+from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.policies import Sampled
 from specheads.heads.load import build_for, fit
 from specheads.measure.oracle import TextPositions
@@ -53,9 +53,9 @@ ARMS: dict[str, Callable[[], Arm]] = {
     "beam": lambda: (head(kind="hydra_heads", prefix=True), policies.Beam(2, 3)),
     "draft model": lambda: (DraftModel(tiny.base(), 3, tiny.base()), policies.chain(3)),
     "window": lambda: (Streaming(tiny.base(), 2, sinks=2, window=9, max_nodes=16), TREE),
-    "lookup": lambda: (PromptLookup(tiny.VOCAB, 4), Lookup(4)),
+    "lookup": lambda: (PromptLookup(4), None),
     "hybrid": lambda: (
-        Hybrid(DraftModel(tiny.base(), 2, tiny.base()), PromptLookup(tiny.VOCAB, 4)),
+        DraftModel(tiny.base(), 2, tiny.base()),
         HybridTree(policies.chain(2), 3),
     ),
 }
@@ -229,10 +229,7 @@ then cancelled."""
 SERVERS: dict[str, Callable[[], Arm]] = {
     "base alone": lambda: (None, None),
     "beam": lambda: (tiny.oracle(2), policies.Beam(2, 2)),
-    "hybrid": lambda: (
-        Hybrid(tiny.oracle(2), PromptLookup(tiny.VOCAB, 4)),
-        HybridTree(policies.chain(2), 3),
-    ),
+    "hybrid": lambda: (tiny.oracle(2), HybridTree(policies.chain(2), 3)),
 }
 SERVED = {
     "num_blocks": st.sampled_from([7, 11, 16, 40]),

@@ -21,7 +21,7 @@ from specheads.decoding.generate import generate
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request
 from specheads.decoding.sampling import GREEDY, Sampling
-from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
+from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.decoding.trees.policies import Beam, BestFirst, Product, Sampled, Static, chain
 from specheads.heads.load import build_for
 from tests import tiny
@@ -198,9 +198,9 @@ def built() -> Iterator[Callable[[], int]]:
         (lambda: Beam(BIG, 2, top=BIG), "tree.beam"),
         (lambda: Static([(rank,) for rank in range(MAX_NODES)]), "tree.paths"),
         (lambda: HybridTree(chain(1), 10**6), "copied_tokens"),
-        (lambda: Lookup(10**6), "copied_tokens"),
-        (lambda: PromptLookup(61, max_ngram=BIG), "max_ngram"),
-        (lambda: PromptLookup(8, 0), "at least 1, got 0"),
+        (lambda: lookup_tree(10**6), "copied_tokens"),
+        (lambda: PromptLookup(BIG), "copied_tokens"),
+        (lambda: PromptLookup(0), "at least 1, got 0"),
         (lambda: Static([(0,), (0, 0, 0)]), "distinct, non-empty rank paths"),
         (lambda: Static([(0,), (0,)]), "distinct, non-empty rank paths"),
         (lambda: Static([()]), "distinct, non-empty rank paths"),
@@ -223,7 +223,7 @@ def test_a_tree_that_cannot_be_is_refused_before_it_is_built(make, setting, buil
 
 def test_the_largest_trees_are_taken():
     assert chain(200).num_nodes == 201
-    assert Lookup(MAX_NODES - 1).num_nodes == MAX_NODES
+    assert lookup_tree(MAX_NODES - 1).num_nodes == MAX_NODES
     assert Product([63, 64], 8).num_guesses == 64
     assert BestFirst(60, 8, beam=10, branch=10).num_guesses == 10
 
@@ -253,11 +253,9 @@ def test_guesses_are_counted_among_the_tokens_that_a_head_drafts():
     refused("9 guesses .* knows 8", lambda: Engine(tiny.base(), made, tree=Static([(8,)])))
 
 
-@pytest.mark.parametrize(
-    "drafter", [PromptLookup(61, 3), Hybrid(tiny.oracle(2), PromptLookup(61, 3))]
-)
-def test_a_drafter_of_copied_text_needs_its_own_trees(drafter):
-    refused("tree=HybridTree", lambda: generate(tiny.base(), drafter, [[1, 2]], tree=chain(2)))
+def test_prompt_lookup_needs_its_own_tree():
+    drafter = PromptLookup(3)
+    refused("lookup_tree", lambda: generate(tiny.base(), drafter, [[1, 2]], tree=chain(2)))
 
 
 # --- memory --------------------------------------------------------------------------------------

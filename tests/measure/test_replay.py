@@ -13,7 +13,7 @@ from specheads.decoding.coupling import over_vocabulary
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.sampling import Sampling, SamplingState, each_prompt
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
+from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.decoding.trees.policies import Sampled
 from specheads.heads.load import build_for, kinds
 from specheads.measure.compare import compare_methods
@@ -61,10 +61,6 @@ def alone() -> list[list[int]]:
     return write_alone(tiny.base(), prompts(), GenerationSettings(max_new_tokens=NEW_TOKENS))
 
 
-def lookup(depth: int) -> PromptLookup:
-    return PromptLookup(tiny.VOCAB, depth)
-
-
 def decoded(drafter: Drafter, tree: policies.TreePolicy) -> list[DepthCounts]:
     how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=tree, batch_size=3)
     found = decode_prompts(tiny.base(), drafter, prompts(), how)
@@ -72,11 +68,9 @@ def decoded(drafter: Drafter, tree: policies.TreePolicy) -> list[DepthCounts]:
     return [one.counts for one in found]
 
 
-def replayed(
-    ranks: list[torch.Tensor], tree: policies.Static, drafter: PromptLookup, size: int
-) -> list[DepthCounts]:
+def replayed(ranks: list[torch.Tensor], tree: policies.Static, size: int) -> list[DepthCounts]:
     return [
-        replay(rows, tree, copies=copied(drafter, prompt, text, size))
+        replay(rows, tree, copies=copied(prompt, text, size + tree.depth, size))
         for rows, prompt, text in zip(ranks, prompts(), alone(), strict=True)
     ]
 
@@ -91,10 +85,9 @@ def test_replay_of_trees_and_hybrids_gives_the_loops_integers(name: str, tree: p
     ]
     plain = [replay(rows, tree) for rows in ranks]
     assert plain == decoded(drafter, tree)
-    copying = lookup(SIZE + tree.depth)
-    found = replayed(ranks, tree, copying, SIZE)
+    found = replayed(ranks, tree, SIZE)
     for trim in (False, True):
-        assert found == decoded(Hybrid(drafter, copying), HybridTree(tree, SIZE, trim=trim))
+        assert found == decoded(drafter, HybridTree(tree, SIZE, trim=trim))
     if name == "habit":
         both, one = (DepthCounts.total(some, len(some[0].offered)) for some in (found, plain))
         assert both.tokens_per_forward > one.tokens_per_forward > 1
@@ -102,8 +95,8 @@ def test_replay_of_trees_and_hybrids_gives_the_loops_integers(name: str, tree: p
 
 def test_replay_of_prompt_lookup_gives_the_loops_integers():
     ranks = [torch.zeros(len(text) - 1, 0, dtype=torch.long) for text in alone()]
-    found = replayed(ranks, policies.NOTHING, lookup(SIZE), SIZE)
-    assert found == decoded(lookup(SIZE), Lookup(SIZE))
+    found = replayed(ranks, policies.NOTHING, SIZE)
+    assert found == decoded(PromptLookup(SIZE), lookup_tree(SIZE))
     assert sum(sum(one.accepted) for one in found) > 0
 
 

@@ -12,7 +12,6 @@ import pytest
 from specheads.core.errors import InputError
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.goodput import Goodput
-from specheads.decoding.trees import policies
 from specheads.heads.load import build_for
 from specheads.measure.simulate import (
     Arrival,
@@ -45,7 +44,7 @@ def run(
 ) -> Simulation:
     """Simulate a chain whose drafts are `right`, in each request, or sampled from the rates."""
     each = [
-        [[*right] if right else sampled_lengths(rates, (seed, number), one.new_tokens)]
+        [*right] if right else sampled_lengths(rates, (seed, number), one.new_tokens)
         for number, one in enumerate(arrivals)
     ]
     return simulate(Goodput(cost, rates), arrivals, each, **how)
@@ -100,14 +99,6 @@ def test_right_drafts_are_replayed_by_position():
     found = run(linear(1.0), arrivals, right, depth=2)
     assert (len(found.steps), found.served[0].tokens) == (4, 8)
     assert len(run(linear(1.0), arrivals, right, depth=0).steps) == 7
-
-
-def test_each_tree_has_its_own_accepted_lengths():
-    #  one row uses the tree, whose drafts are all right; two rows use the base alone
-    wide = policies.Static([(0,), (1,), (0, 0)])
-    policy = Goodput(linear(1.0, 0.2), [0.1], others=[(wide, [0.9, 0.9])])
-    found = simulate(policy, [Arrival(0.0, 1, 7)], [[[0] * 7, [2] * 7]])
-    assert [(one.depth, one.seconds) for one in found.steps] == [(2, pytest.approx(2.06))] * 2
 
 
 def test_sampled_lengths_have_their_rates():

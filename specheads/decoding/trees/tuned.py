@@ -158,16 +158,12 @@ class TunedTree:
 
     def policy(self) -> policies.TreePolicy:
         """Return the tree policy."""
-        own = self.own_policy()
-        return HybridTree(own, self.copied) if self.copied else own
-
-    def own_policy(self) -> policies.TreePolicy:
-        """Return the tree policy without copied text."""
+        own: policies.TreePolicy = policies.NOTHING
         if self.kind == "static":
-            return policies.Static(self.paths, "tuned", self.confidence, self.stop)
-        if self.kind == "best_first":
-            return policies.BestFirst(self.num_nodes, self.depth, self.beam, self.branch)
-        return policies.NOTHING
+            own = policies.Static(self.paths, "tuned", self.confidence, self.stop)
+        elif self.kind == "best_first":
+            own = policies.BestFirst(self.num_nodes, self.depth, self.beam, self.branch)
+        return HybridTree(own, self.copied) if self.copied else own
 
     def shape(self) -> "TunedTree":
         """Return the tree without its place and measurements, to compare it with others."""
@@ -249,9 +245,6 @@ class Tuned:
         trees = [tree.policy() for tree in self.trees]
         if all(tree.shape() == self.trees[0].shape() for tree in self.trees):
             return trees[0]
-        if any(tree.copied for tree in self.trees):
-            # prompt lookup must store the text of every step, also of those that copy nothing
-            trees = [HybridTree(one, 0) if one.depth and not one.copied else one for one in trees]
         return Adaptive(trees, self.trees)
 
 
