@@ -75,7 +75,7 @@ class Tree:
     """Children of every node of a product or sampled tree, level by level. Empty is one each."""
 
     confidence: ProbabilityBelowOne = 0.0
-    """A chain, static or sampled tree does not grow below a token with a lower probability; the
+    """A chain or a static tree does not grow below a token with a lower probability; the
     token itself is verified. Zero always grows."""
 
     paths: list[list[TokenRank]] = field(default_factory=list)

@@ -47,7 +47,7 @@ class DecodingStep:
     drafted: list[int]
     """Token of each node of the tree, the root first."""
     parents: list[int]
-    """Parent of each node, -1 for the root and for padding; steps may share the list."""
+    """Parent of each node, -1 for the root and for padding."""
     times: StepTimes = field(compare=False)
     """Times of the step, shared by the rows of a batch. Equal steps may differ in them."""
     num_copied: int = 0
@@ -145,20 +145,17 @@ def _now(base: FrozenBase, *, wait: bool) -> float:
 
 def _read(tree: TokenTree, verdict: Verdict) -> list[list[int]]:
     """Copy verdict and tree to the host: the only synchronisation of a step."""
-    parts = [verdict.count[:, None], verdict.bonus[:, None], tree.tokens, verdict.path]
-    if tree.shape is None:
-        parts.append(tree.parents)
-    return torch.cat(parts, dim=1).tolist()
+    ends = [verdict.count[:, None], verdict.bonus[:, None]]
+    return torch.cat([*ends, tree.tokens, tree.parents, verdict.path], dim=1).tolist()
 
 
 def _steps(read: list[list[int]], tree: TokenTree, times: StepTimes) -> list[DecodingStep]:
     """Return the step of each row from the values that `_read` returned."""
-    first = 2 + tree.tokens.shape[1]
+    size = tree.tokens.shape[1]
     steps = []
-    for row in read:
-        drafted, path = row[2:first], row[first : first + row[0]]
-        tokens = [*(drafted[node] for node in path[1:]), row[1]]
-        parents = row[2 - first :] if tree.shape is None else tree.shape.parent_list
+    for count, bonus, *row in read:
+        drafted, parents, path = row[:size], row[size : 2 * size], row[2 * size :][:count]
+        tokens = [*(drafted[node] for node in path[1:]), bonus]
         steps.append(DecodingStep(tokens, path, drafted, parents, times, tree.num_copied))
     return steps
 

@@ -106,7 +106,7 @@ class SamplingState:
     """Most levels of the next trees; None is the number of nodes. Noise is computed for this
     many positions at once."""
     texts: list[LookupText] = field(default_factory=list)
-    """Each row's text up to the root, on the host, for prompt lookup."""
+    """Each row's text up to the root, on the host, for prompt lookup; `loop` fills them in."""
     greedy: bool = field(init=False)
     """Whether every row is greedy."""
     draws: bool = field(init=False)
@@ -144,13 +144,12 @@ class SamplingState:
     def keep(self, rows: list[int]) -> "SamplingState":
         """Return the state of these rows."""
         index = torch.tensor(rows, device=self.lengths.device)
-        sampling, texts = ([one[row] for row in rows] for one in (self.sampling, self.texts))
         return replace(
             self,
-            sampling=sampling,
+            sampling=[self.sampling[row] for row in rows],
             lengths=self.lengths[index],
             text=self.text[index],
-            texts=texts,
+            texts=[self.texts[row] for row in rows if self.texts],
         )
 
     def join(self, other: "SamplingState") -> "SamplingState":

@@ -81,7 +81,7 @@ def verdict_of_nobody(tree: Any, verdict: Any) -> list[list[int]]:
     num_nodes = tree.tokens.shape[1]
     last = [0] if num_nodes == 1 else [0, num_nodes - 1]
     nodes, parents = [5] * num_nodes, [-1] * num_nodes
-    return [[1, 5, *nodes, 0, *parents], [len(last), 5, *nodes, *last, *parents]]
+    return [[1, 5, *nodes, *parents, 0], [len(last), 5, *nodes, *parents, *last]]
 
 
 @pytest.fixture(scope="module")
