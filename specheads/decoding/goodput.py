@@ -189,7 +189,7 @@ class Goodput(Choice):
             for depth, size in self.drafts
             if size
         ]
-        super().__init__("goodput", [*trees, *copying])
+        super().__init__("goodput", [*trees, *copying], self._best)
         self._rates: WeakKeyDictionary[RequestProgress, RequestRates] = WeakKeyDictionary()
 
     @classmethod
@@ -198,8 +198,8 @@ class Goodput(Choice):
         acceptance = tuned.acceptance
         return cls(tuned.cost, acceptance.per_depth, [one.rates for one in acceptance.matches])
 
-    def of_step(self, requests: Sequence[RequestProgress]) -> policies.TreePolicy:
-        """Return the tree with the most tokens per second for these requests."""
+    def _best(self, requests: Sequence[RequestProgress]) -> int:
+        """Return the index of the tree with the most tokens per second for these requests."""
         for request in requests:
             rates = self._rates.get(request)
             if rates is None:
@@ -213,7 +213,7 @@ class Goodput(Choice):
         place = best_draft(self.cost, self.drafts, rows)
         for _, rates in rows:
             rates.last_depth = self.drafts[place].depth
-        return self.trees[place]
+        return place
 
 
 def drafted_levels(step: DecodingStep) -> int:

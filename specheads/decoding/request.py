@@ -75,7 +75,6 @@ class Stream:
     """Output of one request. Iterating over it steps the engine, for all requests.
 
     Args:
-        number: Its index among all submitted requests.
         limit: New tokens that request and context allow.
         num_blocks: Blocks of the pool that it may need.
         advance: Steps the engine.
@@ -86,13 +85,12 @@ class Stream:
         self,
         request: Request,
         base: FrozenBase,
-        number: int,
         limit: int,
         num_blocks: int,
         advance: Callable[[], object],
         leave: Callable[["Stream"], None],
     ) -> None:
-        self.request, self.number, self.num_blocks = request, number, num_blocks
+        self.request, self.num_blocks = request, num_blocks
         self.steps: list[DecodingStep] = []
         """Steps of this request, without the prefill."""
         self.finish_reason: FinishReason | None = None

@@ -15,7 +15,6 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.tuned import (
     AcceptanceRates,
-    CostError,
     Machine,
     Tried,
     Tuned,
@@ -147,7 +146,7 @@ def measure_cost(
     batches: Sequence[int],
     generation: GenerationSettings,
     rounds: int,
-) -> tuple[StepCost, CostError]:
+) -> tuple[StepCost, dict[str, float]]:
     """Time chains and trees of several sizes at every batch size and context; fit costs to it."""
     sizes = {one.num_nodes: one for one in trees if one.name == "tree"}
     grid = [one for one in trees if one.name == "chain"]
@@ -345,7 +344,7 @@ def table(tuned: Tuned) -> ConsoleTable:
     columns = ("batch", "context", "tree (* chosen)", "nodes", "tokens per forward", "step")
     error = tuned.cost_error
     title = (
-        f"ways to draft, timed; costs fitted to {error.points} times are off by "
-        f"{error.median:.1%} (median), {error.largest:.1%} (largest)"
+        f"ways to draft, timed; costs fitted to {error['points']:.0f} times are off by "
+        f"{error['median']:.1%} (median), {error['largest']:.1%} (largest)"
     )
     return ConsoleTable(title, rows, (*columns, "speed-up"))

@@ -15,7 +15,6 @@ from specheads.core.machine import synchronise
 from specheads.decoding import accept, loop
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.tuned import CostError
 from specheads.measure.generation import GenerationSettings
 from specheads.runs.progress import bar
 
@@ -131,7 +130,7 @@ def trimmed_mean(seconds: Sequence[float]) -> float:
     return statistics.fmean(ordered[cut : len(ordered) - cut])
 
 
-def fit(points: Sequence[Point]) -> tuple[StepCost, CostError]:
+def fit(points: Sequence[Point]) -> tuple[StepCost, dict[str, float]]:
     """Return the linear cost with the least squared relative error, and its error."""
     verify = [(1, one.batch * one.nodes, one.batch * one.context) for one in points]
     drafted = [one for one in points if one.depth]
@@ -148,7 +147,7 @@ def fit(points: Sequence[Point]) -> tuple[StepCost, CostError]:
         for one in points
     ]
     median, largest = statistics.median(errors), max(errors)
-    return cost, CostError(points=len(points), median=median, largest=largest)
+    return cost, {"points": len(points), "median": median, "largest": largest}
 
 
 def _least_squares(

@@ -167,7 +167,7 @@ def test_a_bad_request_fails_alone(name):
     engine = Engine(tiny.base(), None)
     before = engine.submit(Request(prompt=PROMPT, max_new_tokens=6))
     engine.step()
-    state = engine.running, engine.waiting
+    state = [*engine.running], [*engine.waiting]
     refused(".", lambda: engine.submit(Request(**{"prompt": PROMPT, **BAD[name]})))
     assert (engine.running, engine.waiting) == state
     engine.run()

@@ -19,7 +19,7 @@ from specheads.decoding.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.hybrid import HybridTree
-from specheads.decoding.trees.tuned import Adaptive, Tuned
+from specheads.decoding.trees.tuned import Choice, Tuned
 from specheads.heads.load import build_for, drafter_of, load_head, resume_head
 from tests import tiny
 from tests.tuned import FORWARD, NEGATIVE, tree, tuned
@@ -136,7 +136,7 @@ def test_trees_follow_batch_and_context_while_decoding():
     head = drafter_of(build_for({"kind": "eagle3", "depth": 2}, base), base)
     wide = [[0], [1], [2], [0, 0]]
     head.tuned = tuned(tree(context=4, kind="none"), tree(context=64, paths=wide, num_nodes=5))
-    assert isinstance(Engine(base, head).tree, Adaptive)
+    assert isinstance(Engine(base, head).tree, Choice)
     out = generate(base, head, [[1, 2, 3]], max_new_tokens=40)
     nodes = [len(step.drafted) for step in out.steps[0]]
     assert (nodes[0], nodes[-1]) == (1, 5)
@@ -198,7 +198,7 @@ def drafts(out: Decoding) -> dict[int, list[int]]:
 def test_places_of_one_tree_have_one_policy_whatever_was_measured_of_it():
     found = tuned(tree(), tree(4, 512, interval=[1.0, 1.3], rates=[0.5]))
     assert isinstance(found.policy(), policies.Static)
-    assert isinstance(tuned(tree(), tree(4, paths=[[0]], num_nodes=2)).policy(), Adaptive)
+    assert isinstance(tuned(tree(), tree(4, paths=[[0]], num_nodes=2)).policy(), Choice)
 
 
 def test_the_nearest_batch_counts_first_and_then_the_nearest_context():
