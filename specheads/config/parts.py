@@ -39,9 +39,6 @@ class Base:
     device: PrintableText = "auto"
     """Torch device. auto is CUDA if there is a GPU, else the CPU."""
 
-    quantization: Annotated[str, one_of("none", "8bit", "4bit")] = "none"
-    """none, 8bit or 4bit: quantise the weights with bitsandbytes. CUDA only."""
-
     adapter: PathOrId = ""
     """Folder or Hub id of a LoRA adapter to merge into the base. Empty merges none."""
 

@@ -5,17 +5,13 @@ import functools
 import io
 import json
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from specheads.base import loading
 from specheads.base.loading import load_config
 from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
@@ -346,47 +342,3 @@ def test_the_default_dtype_depends_on_the_cpu(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has, raising=False)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", newest)
     assert FrozenBase.load(SHIPPED, device="cpu").dtype == wanted
-
-
-@pytest.mark.parametrize("bits", ["8bit", "4bit"])
-def test_quantisation_without_cuda_is_refused_before_loading(bits, monkeypatch):
-    monkeypatch.setattr(loading, "located", lambda _: pytest.fail("it was looked for"))
-    message = refused("package:absent_one", quantization=bits)
-    assert f"quantization={bits} needs CUDA and bitsandbytes, and cpu is the device" in message
-    monkeypatch.setattr(loading, "find_spec", lambda _: None)
-    with pytest.raises(InputError, match="needs CUDA and bitsandbytes"):
-        loading.quantisation(bits, torch.device("cuda"), torch.bfloat16)
-
-
-def test_bitsandbytes_computes_in_the_dtype_of_the_base(monkeypatch):
-    monkeypatch.setattr(loading, "find_spec", lambda name: ModuleSpec(name, None))
-    monkeypatch.setattr(BitsAndBytesConfig, "post_init", lambda _: None)
-    four, eight = (
-        loading.quantisation(bits, torch.device("cuda"), torch.bfloat16)
-        for bits in ("4bit", "8bit")
-    )
-    assert four is not None
-    assert eight is not None
-    assert (four.load_in_4bit, four.bnb_4bit_quant_type) == (True, "nf4")
-    assert four.bnb_4bit_compute_dtype is torch.bfloat16
-    assert (eight.load_in_4bit, eight.load_in_8bit) == (False, True)
-    assert "quantization must be one of none, 8bit, 4bit" in refused(SHIPPED, quantization="2bit")
-
-
-def test_quantisation_is_passed_to_transformers_with_the_device(monkeypatch):
-    asked, wanted = {}, SimpleNamespace()
-    loaded = AutoModelForCausalLM.from_config(tiny.config())
-    monkeypatch.setattr(loaded, "to", lambda _: pytest.fail("a quantised base cannot be moved"))
-
-    def read(_: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
-        asked.update(settings)
-        return loaded, {"mismatched_keys": [], "missing_keys": [], "unexpected_keys": []}
-
-    monkeypatch.setattr(loading, "quantisation", lambda *_: wanted)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
-    model, _ = loading.load_model(
-        str(SHIPPED), revision="main", dtype="float32", device="cpu", attention="sdpa"
-    )
-    assert model is loaded
-    assert asked["quantization_config"] is wanted
-    assert asked["device_map"] == {"": torch.device("cpu")}
