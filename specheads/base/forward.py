@@ -59,7 +59,11 @@ def _locked(forward: Forward) -> Forward:
     @wraps(forward)
     def guarded(self: "Forwards", *args: Any, **settings: Any) -> Any:
         with self._lock:
-            self._refuse_changed()
+            if self.model.training:
+                raise InputError(
+                    "a base must be in eval mode, and its model is in training mode; call "
+                    "model.eval(), or keep a copy to train"
+                )
             return forward(self, *args, **settings)
 
     return cast(Forward, guarded)
@@ -74,7 +78,7 @@ class Forwards:
 
     The model is not changed and must be in eval mode. See `FrozenBase` for arguments and errors.
     Several threads may share it if each has its own caches and engines; forwards run one at a time.
-    A compiled base serves only the first thread that calls it: torch.compile is tied to a thread.
+    A compiled base belongs to one thread, because torch.compile does.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -90,7 +94,7 @@ class Forwards:
         self._weights = 0
         """Number of times the weights moved; CUDA graphs depend on their addresses."""
         self._compiled_read: Callable[..., Any] | None = None
-        self._lock, self._owner = threading.RLock(), ""
+        self._lock = threading.RLock()
 
     @cached_property
     def max_length(self) -> int:
@@ -106,22 +110,6 @@ class Forwards:
     def dtype(self) -> torch.dtype:
         """Dtype of the model."""
         return self.model.dtype
-
-    def _refuse_changed(self) -> None:
-        """Refuse a model in training mode, and a compiled one in another thread."""
-        if self.model.training:
-            raise InputError(
-                "a base must be in eval mode, and its model is in training mode; call "
-                "model.eval(), or keep a copy to train"
-            )
-        if self._compiled_answer is not None or self.static:
-            here = threading.current_thread().name
-            self._owner = self._owner or here
-            if here != self._owner:
-                raise InputError(
-                    f"a compiled base serves one thread, {self._owner!r}, and {here!r} "
-                    "uses it too; load one per thread, or leave compile=true out"
-                )
 
     @property
     def static(self) -> bool:

@@ -49,26 +49,6 @@ def test_threads_that_share_a_base_get_the_results_of_each_alone():
     assert most == 1
 
 
-@pytest.mark.filterwarnings("ignore")  # a warning of torch about its own compiler
-def test_a_compiled_base_refuses_a_second_thread():
-    base = FrozenBase(copy.deepcopy(tiny.base().model), compile=True)
-    text = torch.tensor([[1, 2]])
-    base.read(text)
-    failed: list[Exception] = []
-
-    def use() -> None:
-        try:
-            base.read(text)
-        except InputError as error:
-            failed.append(error)
-
-    other = threading.Thread(target=use, name="second")
-    other.start()
-    other.join()
-    base.read(text)
-    assert "serves one thread, 'MainThread', and 'second' uses it too" in str(failed[0])
-
-
 def test_a_model_in_training_mode_is_refused_at_the_next_use():
     base, prompts = fresh(), tiny.prompts()
     engine = Engine(base)
