@@ -103,16 +103,12 @@ BROKEN: dict[str, tuple[Damage, str]] = {
     "no config": (remove(CONFIG), "config.json"),
     "cut config": (cut(CONFIG), "config.json"),
     "deep config": (write(CONFIG, DEEP), "config.json"),
-    "config that is a list": (write(CONFIG, b"[1]"), "config.json"),
-    "words for a number": (says(num_hidden_layers="3"), "config.json"),
-    "a negative width": (says(hidden_size=-32), "weights"),
     "an unknown activation": (says(hidden_act="nope"), "weights"),
     "a library that is not here": (
         says(quantization_config={"quant_method": "gptq", "bits": 4}),
         "weights",
     ),
     "a million layers": (says(num_hidden_layers=10**6), "num_hidden_layers .* 1 to 1024"),
-    "no context": (says(max_position_embeddings=0), "max_position_embeddings"),
     "cut weights": (cut(WEIGHTS), "weights .*SafetensorError"),
     "weights that are not numbers": (
         tensors(lambda held: held["model.norm.weight"].mul_(float("nan"))),
@@ -145,9 +141,6 @@ INDEX = "model.safetensors.index.json"
         remove("model-00002*"),
         cut("model-00002-of-00017.safetensors"),
         remove(INDEX),
-        cut(INDEX),
-        write(INDEX, b"[]"),
-        write(INDEX, b'{"metadata": {}, "weight_map": {"a": 1}}'),
         write(INDEX, b'{"metadata": {}, "weight_map": {"a": "../../../etc/passwd"}}'),
     ],
 )
@@ -157,28 +150,12 @@ def test_missing_shards_are_refused(damage, tmp_path):
     assert "whose weights it cannot read" in refused(tmp_path)
 
 
-def tokenizer(key: str, value: object = None) -> Damage:
-    """Return a function that changes or removes one part of tokenizer.json."""
-
-    def damage(folder: Path) -> None:
-        file = folder / "tokenizer.json"
-        held = json.loads(file.read_text())
-        held.pop(key)
-        file.write_text(json.dumps(held if value is None else {**held, key: value}))
-
-    return damage
-
-
 @pytest.mark.parametrize(
     "damage",
     [
         cut("tokenizer.json"),
-        write("tokenizer.json", b"{}"),
         write("tokenizer.json", DEEP),
-        tokenizer("model"),
-        tokenizer("model", 3),
         remove("tokenizer.json"),
-        cut("tokenizer_config.json"),
         write("tokenizer_config.json", b'{"tokenizer_class": 3}'),
     ],
 )
@@ -261,9 +238,7 @@ def test_code_of_a_base_does_not_run_if_transformers_has_the_class(tmp_path, mon
     ("name", "message"),
     [
         (SHIPPED / "config.json", "config.json' is a file; name its folder"),
-        ("a" * 300, "'aaa"),
         ("/" + "a/" * 3000, "'/a/"),
-        ("a\0b", r"'a\\x00b'"),
         ("a\nb", r"'a\\nb'"),
         ("", "got ''"),
     ],
@@ -297,11 +272,9 @@ def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
 @pytest.mark.parametrize(
     "damage",
     [
-        remove("adapter_config.json"),
         remove(ADAPTER),
         lambda folder: (folder / ADAPTER).rename(folder / "adapter_model.bin"),
         cut(ADAPTER),
-        each(lambda value: value[:1].clone()),
         each(lambda value: value * float("nan")),
         tensors(lambda held: held.popitem(), ADAPTER),
         tensors(lambda held: held.update(strange=torch.ones(2)), ADAPTER),
@@ -309,8 +282,6 @@ def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
         write("adapter_config.json", DEEP),
         adapter_says(peft_type="NOPE"),
         adapter_says(r=10**9),
-        adapter_says(lora_alpha="x"),
-        adapter_says(target_modules="(("),
         adapter_says(megatron_config={"layers": 1}, megatron_core="transformers.models"),
     ],
 )

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from specheads.base.forward import FINAL_NORMS
 from specheads.base.model import FrozenBase
-from specheads.base.projection import VocabularyProjection, projection_of
+from specheads.base.projection import projection_of
 from specheads.core.tree import chain
 from specheads.decoding.generate import generate
 from tests import tiny
@@ -134,22 +134,6 @@ def test_chunked_prefill_equals_prefill_in_one_forward(architecture, chunk):
     seen_next = base.verify(chain(root[:, None]), cache).logits[:, 0]
     assert root.tolist() == [said[0] for said in tiny.continuations(architecture)]
     assert seen_next.argmax(-1).tolist() == [said[1] for said in tiny.continuations(architecture)]
-
-
-def test_prefill_projects_only_the_last_token_of_each_row(monkeypatch):
-    base, shapes = tiny.base(), []
-    project = VocabularyProjection.__call__
-    monkeypatch.setattr(
-        VocabularyProjection,
-        "__call__",
-        lambda self, hidden: (shapes.append(hidden.shape), project(self, hidden))[1],
-    )
-    heard = []
-    handle = base.model.lm_head.register_forward_hook(lambda *call: heard.append(call))
-    base.prefill(torch.ones(2, 9, dtype=torch.long), base.cache(2, 9), [9, 4], chunk=4)
-    handle.remove()
-    assert shapes == [(2, base.width)]
-    assert heard == []
 
 
 def test_a_longrope_base_is_exact_up_to_its_original_context_and_refused_beyond():

@@ -12,9 +12,7 @@ from specheads.base.cache import KVCache, RowCache
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
 from specheads.core.tree import TokenTree
-from specheads.decoding.generate import generate
 from tests import tiny
-from tests.decoding.test_exact import RandomTrees
 
 
 def pool(num_blocks: int = 64, block_size: int = 4, *, layers: int = 3) -> BlockPool:
@@ -59,20 +57,6 @@ def test_paged_rows_equal_contiguous_rows_bit_for_bit(architecture, attention):
     for _ in range(2):
         paged = outputs(base, PagedKVCache(blocks, 3))
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(paged, rows, strict=True))
-
-
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_random_trees_over_blocks_equal_the_plain_base(architecture, monkeypatch):
-    base, policy, blocks = tiny.base(architecture), RandomTrees(), pool(90)
-    monkeypatch.setattr(base, "cache", lambda batch, _: PagedKVCache(blocks, batch))
-    out = generate(
-        base,
-        tiny.oracle(policy.depth, architecture),
-        tiny.prompts(),
-        max_new_tokens=tiny.NEW_TOKENS,
-        tree=policy,
-    )
-    assert out.tokens == tiny.continuations(architecture)
 
 
 def test_rows_own_only_the_blocks_of_their_committed_tokens():
@@ -125,47 +109,6 @@ class Written:
         assert (
             len(set(owned)) == len(owned) == self.cache.pool.num_blocks - self.cache.pool.num_free
         )
-
-
-def test_a_full_pool_raises_before_anything_changes():
-    blocks = pool(num_blocks=5)
-    rows = Written(blocks, 2)
-    rows.step([[0, 1, 2], [0, 1, 2, 3]], 6, first=0)
-    held = [list(row) for row in rows.cache.blocks]
-    with pytest.raises(PoolFullError, match="must have 8 free blocks, has 3 of 5"):
-        rows.cache.reserve(14)
-    assert rows.cache.blocks == held
-    assert blocks.num_free == 3
-    # a removed row makes room for the other
-    rows.keep([1])
-    rows.step([[0, 13]], 14, first=50)
-    rows.check()
-
-
-@pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_joined_rows_decode_as_if_alone(kind):
-    base, blocks = tiny.base(), pool()
-
-    def cache() -> RowCache:
-        return base.cache(1, 40) if kind == "contiguous" else PagedKVCache(blocks, 1)
-
-    def read(prompt: list[int], into: RowCache) -> Tensor:
-        return base.prefill(torch.tensor([prompt]), into, [len(prompt)])[0]
-
-    first, second, _ = tiny.prompts()
-    together, late = cache(), cache()
-    read(first, together)
-    read(second, late)
-    together.join(late)
-    assert together.row_lengths == [len(first), len(second)]
-    assert late.row_lengths == []
-    tree = random_tree(random.Random(4), rows=2, num_nodes=5)
-    logits = base.verify(tree, together).logits
-    for row, prompt in enumerate((first, second)):
-        alone = cache()
-        read(prompt, alone)
-        one = TokenTree(tree.tokens[row : row + 1], tree.parents[row : row + 1])
-        torch.testing.assert_close(base.verify(one, alone).logits[0], logits[row])
 
 
 def test_rows_over_different_pools_or_of_different_capacity_cannot_join():

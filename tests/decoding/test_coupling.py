@@ -9,7 +9,7 @@ from torch import Tensor
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed, Features
 from specheads.core.tree import TokenTree
-from specheads.decoding import accept, noise
+from specheads.decoding import noise
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 from specheads.decoding.trees import policies
@@ -113,28 +113,6 @@ def test_a_coupled_guess_is_right_at_the_computed_rate(seed, spread, vocab):
     assert least - 1e-12 <= wanted <= most + 1e-12
     # the best guess of a perfect drafter is still one token
     assert agreement(base, base) == pytest.approx(1.0)
-
-
-def test_noise_of_a_wrong_position_helps_no_more_than_a_draw_of_its_own():
-    base, draft = planted(2, 1.5, 61)
-    rows = many(8_000, 61)
-    late = replace(rows, lengths=rows.lengths + 1)
-    tree = grown(policies.chain(1), Laws(draft), late)
-    share = (chosen(rows, tree, base)[:, 0] == tree.tokens[:, 1]).double().mean()
-    independent = float((base.exp() * draft.exp()).sum())
-    assert abs(share - independent) < 4.5 * (independent * (1 - independent) / 8_000) ** 0.5
-    assert agreement(base, draft) > independent + 0.2
-
-
-def test_a_drafter_with_few_tokens_gets_their_noise():
-    base = planted(4, 0.0, 20)[0]
-    rows = many(5_000, 20)
-    part = Laws(base[6:14], first=6)
-    tree = grown(policies.chain(1), part, rows)
-    said = chosen(rows, tree, base)[:, 0]
-    inside = (said >= 6) & (said < 14)
-    assert inside.any()
-    assert torch.equal(tree.tokens[inside, 1], said[inside])
 
 
 @pytest.mark.parametrize(
@@ -271,18 +249,3 @@ def test_noise_is_made_once_for_draft_and_verification(monkeypatch):
     made.clear()
     generate(tiny.base(), Bigrams("llama", 3, 0.5), [[1, 2, 3]], max_new_tokens=6)
     assert made == []
-
-
-def test_the_rule_reads_noise_at_the_depth_of_each_node_without_a_known_tree_depth():
-    base = planted(3, 0.0, 11)[0]
-    rows = many(30, 11)
-    #  0 - 1 - 3    two children of the root, and one below the first
-    #    `- 2
-    parents = torch.tensor([-1, 0, 0, 1]).expand(30, -1)
-    tree = TokenTree(torch.tensor([0, 1, 2, 3]).expand(30, -1), parents)
-    logits = base.expand(30, 4, -1)
-    found = accept.match_rule(tree, logits, tree.ancestors(), rows)
-    drawn = [(base + one).argmax(-1) for one in expected(rows, 3)]
-    said = rows.choose(tree, logits, tree.ancestors())
-    assert torch.equal(said, torch.stack([drawn[0], drawn[1], drawn[1], drawn[2]], dim=1))
-    assert found.count.max() > 1

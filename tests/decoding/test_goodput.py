@@ -85,21 +85,6 @@ def test_depths_are_those_that_the_reference_computes_by_batch(rate, depths):
     assert [best_draft(TOY, CHAINS[:9], rows(batch, *[rate] * 8)) for batch in batches] == depths
 
 
-@pytest.mark.parametrize(
-    ("rate", "share", "speed", "depth"),
-    [(0.8, 0.05, 2.99, 8), (0.8, 0.4, 1.32, 2), (0.9, 0.05, 4.48, 11), (0.9, 0.2, 2.32, 7)],
-)
-def test_best_speeds_are_those_of_magicdec(rate, share, speed, depth):
-    # a base's forward over one token takes 1, over a chain of any length 1.05, and a draft `share`
-    cost = StepCost(
-        verify=ForwardCost(fixed=1.05, token=0.0, context=0.0),
-        draft=ForwardCost(fixed=share, token=0.0, context=0.0),
-    )
-    taken = rows(1, *[rate] * 11)
-    best = best_draft(cost, CHAINS, taken)
-    assert (best, round(goodput(cost, taken, best), 2)) == (depth, speed)
-
-
 COSTS = st.builds(
     linear, st.floats(1e-4, 1e-1), st.floats(1e-6, 1e-3), st.floats(0, 1e-6), st.floats(0.01, 0.9)
 )
@@ -428,9 +413,3 @@ def test_goodput_of_a_tuned_head_copies_where_that_was_measured():
     assert (policy.own_depth, policy.depth, policy.num_nodes) == (2, 12, 13)
     assert policy.drafts == [Draft(depth, size) for size in (0, 2, 4, 7, 10) for depth in (0, 1, 2)]
     assert [tree.depth for tree in policy.trees] == [sum(draft) for draft in policy.drafts]
-
-
-def test_a_chain_deeper_than_the_head_is_refused():
-    deep = Goodput(FREE, [0.5] * 9, [[0.5] * 2])
-    with pytest.raises(ValueError, match="the tree has 9 levels but the head drafts 3"):
-        Engine(tiny.base(), head("eagle3"), tree=deep)

@@ -65,20 +65,6 @@ def test_laws_are_those_that_transformers_samples_from(name):
     assert (law == 0).any() == (name != "plain")
 
 
-def test_rows_of_one_batch_may_ask_for_different_laws():
-    generator = torch.Generator().manual_seed(0)
-    chosen = [*SETTINGS.values(), GREEDY, *SETTINGS.values()]
-    texts = torch.randint(tiny.VOCAB, (9, 6), generator=generator)
-    logits = torch.randn(9, 3, tiny.VOCAB, generator=generator).double()
-    paths = torch.randint(tiny.VOCAB, (9, 3, 2), generator=generator)
-    together = rows(chosen, texts).probs(logits, paths)
-    for row, one in enumerate(chosen):
-        alone = rows([one], texts[row : row + 1]).probs(logits[row : row + 1], paths[row : row + 1])
-        assert torch.equal(together[row], alone[0])
-    assert torch.equal(together[4].argmax(-1), logits[4].argmax(-1))
-    assert together[4].max(-1).values.tolist() == [1.0] * 3
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_samples_do_not_depend_on_drafts_or_on_other_rows(dtype):
     chosen = [Sampling(temperature=1.0, seed=place) for place in range(6)]
@@ -121,16 +107,6 @@ def test_the_base_alone_draws_by_the_noise_of_each_position(name):
         found = noise.gumbel(noise.bits(seed, place, noise.TOKEN), tiny.VOCAB)
         assert token == int((law.log() + found).argmax())
         text.append(token)
-
-
-def test_a_request_s_samples_do_not_depend_on_other_rows():
-    chosen = [SETTINGS["plain"].of_prompt(place) for place in range(7)]
-    together = generate(tiny.base(), None, ragged(), max_new_tokens=10, sampling=chosen)
-    for row in (0, 4, 6):
-        alone = generate(
-            tiny.base(), None, [ragged()[row]], max_new_tokens=10, sampling=[chosen[row]]
-        )
-        assert alone.tokens == [together.tokens[row]]
 
 
 def test_equal_prompts_are_answered_differently_and_again_the_same():
