@@ -12,7 +12,9 @@ from specheads.base.forward import FINAL_NORMS
 from specheads.base.model import FrozenBase
 from specheads.base.projection import projection_of
 from specheads.core.tree import chain
+from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
+from specheads.decoding.request import Request
 from tests import tiny
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -223,3 +225,23 @@ def test_a_projection_scales_and_caps_like_its_base(config, scale, cap):
     torch.testing.assert_close(projection.rows(some)(hidden), wanted[:, some])
     assert projection.rows(some).tokens is some
     assert projection.rows(None) is projection
+
+
+def test_a_model_in_training_mode_is_refused_at_the_next_use():
+    base, prompts = FrozenBase(copy.deepcopy(tiny.base().model)), tiny.prompts()
+    engine = Engine(base)
+    stream = engine.submit(Request(prompt=prompts[0], max_new_tokens=4))
+    base.model.train()
+    for use in (
+        lambda: base.read(torch.tensor([[1, 2]])),
+        lambda: base.verify(chain(torch.tensor([[1, 2]])), base.cache(1, 4)),
+        lambda: generate(base, None, prompts, max_new_tokens=2),
+        engine.run,
+    ):
+        with pytest.raises(ValueError, match=r"training mode; call model\.eval\(\)"):
+            use()
+    assert stream.finish_reason == "failed"
+    base.model.eval()
+    assert generate(base, None, prompts, max_new_tokens=4).tokens == [
+        text[:4] for text in tiny.continuations()
+    ]
