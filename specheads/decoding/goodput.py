@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from specheads.decoding.cost import StepCost
@@ -15,7 +15,6 @@ from specheads.decoding.loop import DecodingStep
 from specheads.decoding.prompt_lookup import LookupText, common_prefix_length
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree
-from specheads.decoding.trees.policies import RequestProgress
 from specheads.decoding.trees.tuned import Choice, Tuned
 
 WEIGHT, RETURN = 0.05, 0.01
@@ -107,7 +106,8 @@ class RequestRates:
             self.match = self.copied[longest - 1] if longest else None
 
 
-Row = tuple[RequestProgress, RequestRates]
+Row = tuple[Any, RequestRates]
+"""A request, of which only `length` and `room` are read, and its rates."""
 
 
 def step_tokens(drafts: Sequence[Draft], rows: Sequence[Row]) -> list[float]:
@@ -130,7 +130,7 @@ def step_tokens(drafts: Sequence[Draft], rows: Sequence[Row]) -> list[float]:
     return [own[depth] + copied[size] - both[min(depth, size)] for depth, size in drafts]
 
 
-def _summed(rows: Sequence[tuple[RequestProgress, list[float]]]) -> list[float]:
+def _summed(rows: Sequence[tuple[Any, list[float]]]) -> list[float]:
     """Return the expected tokens of all rows by depth, each row limited by its room."""
     limited = [(tokens, max(row.room, 1) - 1) for row, tokens in rows]
     depths = range(len(rows[0][1]))
@@ -190,7 +190,7 @@ class Goodput(Choice):
             if size
         ]
         super().__init__("goodput", [*trees, *copying], self._best)
-        self._rates: WeakKeyDictionary[RequestProgress, RequestRates] = WeakKeyDictionary()
+        self._rates: WeakKeyDictionary[Any, RequestRates] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, tuned: Tuned) -> "Goodput":
@@ -198,7 +198,7 @@ class Goodput(Choice):
         acceptance = tuned.acceptance
         return cls(tuned.cost, acceptance.per_depth, [one.rates for one in acceptance.matches])
 
-    def _best(self, requests: Sequence[RequestProgress]) -> int:
+    def _best(self, requests: Sequence[Any]) -> int:
         """Return the index of the tree with the most tokens per second for these requests."""
         for request in requests:
             rates = self._rates.get(request)

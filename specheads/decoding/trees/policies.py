@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -17,31 +17,6 @@ from specheads.decoding.coupling import Coupled, over_vocabulary
 from specheads.decoding.noise import likeliest
 from specheads.decoding.sampling import SamplingState, Scores
 from specheads.decoding.trees.early_stop import Estimate, chances
-
-
-@runtime_checkable
-class RequestProgress(Protocol):
-    """A request with its text and its decoding steps so far."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of its text so far, with the prompt."""
-        ...
-
-    @property
-    def room(self) -> int:
-        """Largest number of further tokens."""
-        ...
-
-    @property
-    def all_tokens(self) -> list[int]:
-        """Its text so far."""
-        ...
-
-    @property
-    def steps(self) -> Sequence[Any]:
-        """Its decoding steps so far."""
-        ...
 
 
 class TreePolicy:
@@ -65,8 +40,8 @@ class TreePolicy:
         """
         return self.depth
 
-    def of_step(self, requests: Sequence[RequestProgress]) -> "TreePolicy":
-        """Return the policy for the next step of these requests; the default is this one.
+    def of_step(self, requests: Sequence[Any]) -> "TreePolicy":
+        """Return the policy for the next step of these streams; the default is this one.
 
         It must not be larger, deeper or wider than this one.
         """
@@ -133,10 +108,9 @@ def static_shape(paths: Sequence[Path], device: torch.device) -> Shape:
         width = 1 + max(path[-1] for path in here)
         places = [above[path[:-1]] for path in here]
         guesses = [place * width + path[-1] for place, path in zip(places, here, strict=True)]
-        rows = (places, guesses, inner, [places[node] for node in inner])
-        levels.append(
-            Level(*(torch.tensor(row, dtype=torch.long).to(device) for row in rows), width)
-        )
+        rows = places, guesses, inner, [places[node] for node in inner]
+        held = [torch.tensor(row, dtype=torch.long).to(device) for row in rows]
+        levels.append(Level(held[0], held[1], held[2], held[3], width))
         above = {here[node]: place for place, node in enumerate(inner)}
     reach = TokenTree(parents[None], parents[None]).ancestors()
     return Shape(parents.to(device), reach.to(device), levels)

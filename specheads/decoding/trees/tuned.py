@@ -30,7 +30,6 @@ from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.hybrid import HybridTree
-from specheads.decoding.trees.policies import RequestProgress
 
 FILE = "tuned.json"
 """Its name in a head's folder."""
@@ -49,7 +48,7 @@ class Choice(policies.TreePolicy):
         self,
         name: str,
         trees: Sequence[policies.TreePolicy],
-        choose: Callable[[Sequence[RequestProgress]], int],
+        choose: Callable[[Sequence[Any]], int],
     ) -> None:
         self.name, self.trees, self.choose = name, trees, choose
         for limit in ("num_nodes", "depth", "num_guesses", "copied"):
@@ -60,7 +59,7 @@ class Choice(policies.TreePolicy):
         """Levels of the deepest of the head's own trees."""
         return max(tree.own_depth for tree in self.trees)
 
-    def of_step(self, requests: Sequence[RequestProgress]) -> policies.TreePolicy:
+    def of_step(self, requests: Sequence[Any]) -> policies.TreePolicy:
         """Return the chosen tree."""
         return self.trees[self.choose(requests)]
 
@@ -236,7 +235,7 @@ class Tuned:
             return trees[0]
         return Choice("tuned", trees, self._nearest)
 
-    def _nearest(self, requests: Sequence[RequestProgress]) -> int:
+    def _nearest(self, requests: Sequence[Any]) -> int:
         """Return the index of the tree for these requests and their mean context."""
         context = sum(one.length for one in requests) / len(requests)
         return self.trees.index(self.best(len(requests), context))
