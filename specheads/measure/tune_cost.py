@@ -147,7 +147,7 @@ def fit(points: Sequence[Point]) -> tuple[StepCost, dict[str, float]]:
         for one in points
     ]
     median, largest = statistics.median(errors), max(errors)
-    return cost, {"points": len(points), "median": median, "largest": largest}
+    return cost, {"points": float(len(points)), "median": median, "largest": largest}
 
 
 def _least_squares(
