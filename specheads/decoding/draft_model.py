@@ -51,8 +51,6 @@ class DraftModel(Drafter):
     def __init__(
         self, model: FrozenBase, depth: int, base: FrozenBase, *, max_nodes: int = 128
     ) -> None:
-        if depth < 1:
-            raise InputError(f"a draft model needs a depth of at least 1, got {depth}")
         refuse_vocabulary(model, base)
         self.model, self.depth = model, depth
         self.max_nodes, self.chunk = max_nodes, 512

@@ -149,8 +149,6 @@ class Engine:
                 outside the vocabulary, it needs more blocks than the pool has, or it has stop
                 strings and the base has no tokenizer. The engine does not change.
         """
-        if not isinstance(request, Request):
-            raise InputError(f"submit takes a Request(prompt=...), got {request!r:.80}")
         length, size = len(request.prompt), len(self.base.embedding)
         if (largest := max(request.prompt)) >= size:
             raise InputError(

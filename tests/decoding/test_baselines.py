@@ -112,13 +112,14 @@ def test_the_most_recent_full_continuation_is_copied_else_the_longest():
     assert found.find(20) == (2, [1, 2, 7, 8, 3, 4, 7, 8, 5, 7, 8])
 
 
-def test_without_a_match_a_step_of_prompt_lookup_is_one_of_the_base_alone():
-    out = generate(tiny.base(), PromptLookup(4), [[1, 2, 3]], max_new_tokens=8)
-    text = [1, 2, 3, *out.tokens[0]]
+def test_a_step_of_prompt_lookup_drafts_the_longest_match_alone():
+    out = generate(tiny.base(), PromptLookup(4), [[1, 2, 3, 1]], max_new_tokens=30)
+    text, sizes = [1, 2, 3, 1, out.tokens[0][0]], []
     for step in out.steps[0]:
-        end = text.index(step.drafted[0]) if text.count(step.drafted[0]) == 1 else None
-        assert end is None or step.drafted == [text[end]]
-    assert min(len(step.drafted) for step in out.steps[0]) == 1
+        sizes.append(len(LookupText(text).find(4)[1]))
+        assert len(step.drafted) == 1 + sizes[-1]
+        text += step.tokens
+    assert min(sizes) == 0 < max(sizes)
 
 
 # --- draft models ------------------------------------------------------------------------------

@@ -177,8 +177,7 @@ def built() -> Iterator[Callable[[], int]]:
         (lambda: BestFirst(16, depth=3, beam=4, branch=2), "2 to 15 nodes, got 16"),
         (lambda: Beam(6, 2, top=5), "a beam needs a width from 1 to top"),
         (lambda: Product((2, 2), 8), r"set tree\.branches, tree\.num_nodes"),
-        (lambda: Sampled((2, 0)), "a child a node at least"),
-        (lambda: chain(2, confidence=1.0), "confidence must be at least 0"),
+        (lambda: Sampled((2, 0)), r"a number of tree\.branches must be at least 1"),
         (lambda: Streaming(tiny.base(), 3, sinks=0), "a window longer than its depth of 3"),
     ],
 )

@@ -147,10 +147,6 @@ class Static(TreePolicy):
                 "a static tree needs distinct, non-empty rank paths whose parents are in it too, "
                 f"got {orphans or ordered}"
             )
-        if not 0 <= confidence < 1:
-            raise InputError(
-                f"confidence must be at least 0, which never stops, and below 1, got {confidence}"
-            )
         self.name, self.paths = name, tuple(ordered)
         self.confidence, self.estimate = confidence, estimate
         self.num_nodes, self.depth = len(known), max(map(len, ordered), default=0)
@@ -328,10 +324,10 @@ class Product(TreePolicy):
 
     def __init__(self, branches: Sequence[int], num_nodes: int) -> None:
         most = sum(level_sizes(branches))
-        if min(branches, default=0) < 1 or not 2 <= num_nodes <= most:
+        if not 2 <= num_nodes <= most:
             raise InputError(
-                f"a product tree needs at least 1 branch for each level and 2 to {most} nodes, got "
-                f"{list(branches)} and {num_nodes}; set tree.branches, tree.num_nodes"
+                f"a product tree of branches {list(branches)} has 2 to {most} nodes, got "
+                f"{num_nodes}; set tree.branches, tree.num_nodes"
             )
         self.name = "product"
         self.branches, self.num_nodes, self.depth = tuple(branches), num_nodes, len(branches)
@@ -370,10 +366,6 @@ class Sampled(TreePolicy):
     """
 
     def __init__(self, branches: Sequence[int]) -> None:
-        if not branches or min(branches) < 1:
-            raise InputError(
-                f"a sampled tree needs a level, and a child a node at least, got {branches}"
-            )
         self.name, self.branches = "sampled", tuple(branches)
         self.num_nodes, self.depth = sum(level_sizes(branches)), len(branches)
         self.num_guesses = max(branches)
