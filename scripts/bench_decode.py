@@ -355,7 +355,7 @@ def step_cost(bench: Bench, head: Any, context: int, batches: Sequence[int]) -> 
     settings = GenerationSettings(max_new_tokens=1)
     points = time_steps(bench.base, ways, prompts, generation=settings, rounds=2)
     cost, error = fit(points)
-    return {"cost": cost, "error": asdict(error), "points": [asdict(point) for point in points]}
+    return {"cost": cost, "error": error, "points": [asdict(point) for point in points]}
 
 
 def engine_row(

@@ -8,7 +8,6 @@ import torch
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees.tuned import (
     AcceptanceRates,
-    CostError,
     Machine,
     MatchRates,
     Tuned,
@@ -31,7 +30,7 @@ def tuned(*trees: TunedTree, machine: Machine | None = None) -> Tuned:
         machine=machine or Machine.of(torch.device("cpu"), torch.float64),
         base="",
         cost=StepCost(verify=FORWARD, draft=FORWARD),
-        cost_error=CostError(points=9, median=0.01, largest=0.05),
+        cost_error={"points": 9, "median": 0.01, "largest": 0.05},
         acceptance=AcceptanceRates(per_depth=[0.5, 0.4]),
         trees=list(trees) or [tree()],
     )

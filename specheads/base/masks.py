@@ -34,20 +34,11 @@ def tree_mask(
     A node sees the last `window` positions, itself included; None is all of them. Positions follow
     the path, not the slots, so siblings have the same position.
     """
-    batch, num_nodes, _ = ancestors.shape
-    end = cache.extent(num_nodes)
-    if cache.shared_length is not None and window is None:
-        blocked = torch.zeros(batch, num_nodes, end, dtype=dtype, device=ancestors.device)
-        blocked[..., cache.shared_length :].masked_fill_(~ancestors, torch.finfo(dtype).min)
-        return blocked[:, None]
-    scratch = cache.scratch(num_nodes)
-    if cache.shared_length is not None:
-        committed = ancestors.new_ones(batch, num_nodes, cache.shared_length)
-        visible = torch.cat([committed, ancestors], dim=-1)
-    else:
-        slots = torch.arange(end, device=ancestors.device)
-        visible = (slots < cache.lengths[:, None])[:, None].repeat(1, num_nodes, 1)
-        visible.scatter_(-1, scratch[:, None].expand(-1, num_nodes, -1), ancestors)
+    num_nodes = ancestors.shape[1]
+    end, scratch = cache.extent(num_nodes), cache.scratch(num_nodes)
+    slots = torch.arange(end, device=ancestors.device)
+    visible = (slots < cache.lengths[:, None])[:, None].repeat(1, num_nodes, 1)
+    visible.scatter_(-1, scratch[:, None].expand(-1, num_nodes, -1), ancestors)
     if window is not None:
         own = cache.positions[:, None] + depths
         positions = cache.slot_positions(end).scatter(1, scratch, own)

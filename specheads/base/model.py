@@ -1,7 +1,6 @@
-"""The frozen base: load it, read text and verify trees with it, and release it unchanged."""
+"""The frozen base: load it, read text and verify trees with it."""
 
 import weakref
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -27,8 +26,6 @@ from specheads.data.chat import end_ids
 
 class FrozenBase(Forwards):
     """A causal language model of transformers, unmodified, in eval mode and without gradients.
-
-    `release`, or the end of a `with` block, restores the model.
 
     Args:
         model: Any causal LM whose attention takes a 4D mask and whose state is keys and values.
@@ -60,13 +57,10 @@ class FrozenBase(Forwards):
         """How its layers are sharded over processes; None if they are not."""
         self.place = name
         """Folder or Hub id that other programs can load; differs from the name for GGUF only."""
-        self._unfreeze = _freeze(model) if owned else None
         if owned:
-            try:
-                check(self)
-            except ValueError:
-                self.release()
-                raise
+            model.eval().requires_grad_(False)
+            for_few_rows(model)
+            check(self)
         if exact:
             check_exact(self, compile=compile)
         if compile and self.device.type == "cuda":
@@ -90,7 +84,6 @@ class FrozenBase(Forwards):
         dtype: str = "auto",
         device: str | Sharding = "auto",
         attention: str = "sdpa",
-        quantization: str = "none",
         adapter: str | Path = "",
         compile: bool = False,
         exact: bool = False,
@@ -107,7 +100,6 @@ class FrozenBase(Forwards):
             dtype=dtype,
             device=device,
             attention=attention,
-            quantization=quantization,
         )
         if adapter:
             lora.merge(loaded, adapter)
@@ -202,18 +194,6 @@ class FrozenBase(Forwards):
         what = f"a cache of {slots:.4g} tokens"
         refuse_bytes(slots * self.slot_bytes, self.device, what, remedy)
 
-    def release(self) -> None:
-        """Restore the model's modes, gradient flags and memory layout."""
-        if self._unfreeze is not None:
-            self._unfreeze()
-        self._unfreeze = None
-
-    def __enter__(self) -> "FrozenBase":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
-
 
 def _keep(spare: list[Slab], slab: Slab) -> None:
     """Keep the memory of the last freed cache."""
@@ -223,20 +203,3 @@ def _keep(spare: list[Slab], slab: Slab) -> None:
 def _placed(adapter: str | Path) -> str:
     """Return the resolved path of a folder, or a Hub id unchanged."""
     return str(Path(adapter).resolve() if adapter and Path(adapter).is_dir() else adapter)
-
-
-def _freeze(model: PreTrainedModel) -> Callable[[], None]:
-    """Set eval mode, no gradients and a fast memory layout; return a function that undoes it."""
-    training = {module: module.training for module in model.modules()}
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.eval().requires_grad_(False)
-    restore_layout = for_few_rows(model)
-
-    def undo() -> None:
-        for module, flag in training.items():
-            module.training = flag
-        for parameter in learning:
-            parameter.requires_grad_()
-        restore_layout()
-
-    return undo

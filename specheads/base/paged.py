@@ -4,7 +4,6 @@ See docs/tree_verification.md.
 """
 
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,28 +85,6 @@ def _gathered(held: Tensor, table: Tensor, end: int) -> Tensor:
     return picked.view(len(table), len(held), slots, held.shape[-1])[:, :, :end]
 
 
-class _PagedLayer(RowLayer):
-    """One layer of a batch of rows, over the pool's memory of that layer."""
-
-    def __init__(self, cache: "PagedKVCache", number: int) -> None:
-        super().__init__(cache)
-        self.number = number
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the pool allocates."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write new positions into each row's blocks; return the keys and values to read."""
-        cache: PagedKVCache = self.cache
-        new = key_states, value_states
-        keys, values = cache.pool.memory(self.number, new)
-        for held, states in zip((keys, values), new, strict=True):
-            held.flatten(1, 2)[:, cache.scratch_slots] = states.transpose(0, 1)
-        return _gathered(keys, cache.table, cache.end), _gathered(values, cache.table, cache.end)
-
-
 class PagedKVCache(RowCache):
     """Rows as tables of blocks: memory follows the text, and batches over one pool join uncopied.
 
@@ -119,9 +96,8 @@ class PagedKVCache(RowCache):
         self.pool = pool
         self.blocks: list[list[int]] = [[] for _ in range(batch)]
         """Each row's blocks, first slots first."""
-        super().__init__(
-            [_PagedLayer(self, layer) for layer in range(len(pool.held))], batch, pool.device
-        )
+        layers = [RowLayer(number) for number in range(len(pool.held))]
+        super().__init__(layers, batch, pool.device)
         self.table = torch.empty(0, 0, dtype=torch.long)
         """(batch, blocks) of the reserved forward; shorter rows are padded with the spare block."""
         self.scratch_slots = self.table
@@ -143,6 +119,13 @@ class PagedKVCache(RowCache):
         table = [(row + [spare] * (width - len(row)))[:width] for row in self.blocks]
         self.table = upload(table, self.device).view(len(table), width)
         self.scratch_slots = self._in_pool(self.scratch(length))
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a layer's new positions into each row's blocks; return the slots in use."""
+        held = self.pool.memory(layer, (keys, values))
+        for own, new in zip(held, (keys, values), strict=True):
+            own.flatten(1, 2)[:, self.scratch_slots] = new.transpose(0, 1)
+        return _gathered(held[0], self.table, self.end), _gathered(held[1], self.table, self.end)
 
     def _in_pool(self, slots: Tensor) -> Tensor:
         """Return the pool's slots for these slots (batch, length) of each row."""

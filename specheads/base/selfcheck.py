@@ -47,15 +47,8 @@ def check(base: Forwards) -> None:
         plain = model(input_ids=whole, use_cache=False, **last).logits[0, -4:]
         projected = projection(base.read(whole).hidden[:, -4:])[0]
         verified = base.verify(tree, cache).logits[0]
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except Exception as error:
+        # a model that does not know masks or positions can raise any error
         raise InputError(
             f"tree verification needs a base that takes a 4D mask and positions; {kind!r} "
             f"fails with {first_line(error)!r}; choose another base"

@@ -108,6 +108,8 @@ def _computed_cost(settings: Simulate) -> StepCost:
 def _loads(settings: Simulate, cost: StepCost) -> dict[str, list[Arrival]]:
     """Return the requests of each load by its name."""
     if settings.arrivals:
+        if settings.rates:
+            raise InputError("arrivals replaces rates, got both; leave one out")
         return {Path(settings.arrivals).name: read_arrivals(settings.arrivals)}
     lengths = {"prompt_tokens": settings.prompt_tokens, "new_tokens": settings.new_tokens}
     rates = settings.rates or simulation.default_rates(

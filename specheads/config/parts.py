@@ -39,9 +39,6 @@ class Base:
     device: PrintableText = "auto"
     """Torch device. auto is CUDA if there is a GPU, else the CPU."""
 
-    quantization: Annotated[str, one_of("none", "8bit", "4bit")] = "none"
-    """none, 8bit or 4bit: quantise the weights with bitsandbytes. CUDA only."""
-
     adapter: PathOrId = ""
     """Folder or Hub id of a LoRA adapter to merge into the base. Empty merges none."""
 
@@ -75,7 +72,7 @@ class Tree:
     """Children of every node of a product or sampled tree, level by level. Empty is one each."""
 
     confidence: ProbabilityBelowOne = 0.0
-    """A chain, static or sampled tree does not grow below a token with a lower probability; the
+    """A chain or a static tree does not grow below a token with a lower probability; the
     token itself is verified. Zero always grows."""
 
     paths: list[list[TokenRank]] = field(default_factory=list)

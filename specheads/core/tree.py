@@ -25,51 +25,6 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class TreeShape:
-    """Constants of all trees of one shape, on one device.
-
-    Every node is present, and node 0 is its own parent here.
-    """
-
-    parents: Int[Tensor, " node"]
-    reach: Bool[Tensor, "1 node node"]
-    """`TokenTree.ancestors`."""
-    above: Bool[Tensor, "1 node node"]
-    """The same without the root."""
-    nodes: Int[Tensor, " node"]
-    """The number of each node."""
-    depths: Int[Tensor, " node"]
-    """`TokenTree.depths`."""
-    walks: Int[Tensor, "node level"]
-    """For each node, the length of its path from the root, and then the nodes of that path."""
-    parent_list: list[int]
-    """`TokenTree.parents` on the host."""
-
-    @classmethod
-    def of(cls, parents: list[int], device: torch.device) -> "TreeShape":
-        """Return the shape of a tree whose nodes have these parents, the root's being -1."""
-        paths: list[list[int]] = []
-        for node, parent in enumerate(parents):
-            paths.append([*(paths[parent] if parent >= 0 else ()), node])
-        width = max(map(len, paths))
-        # entries after the end of a path are never read
-        walks = [[len(path), *path, *([path[-1]] * (width - len(path)))] for path in paths]
-        tensor = torch.tensor(parents)[None]
-        reach = TokenTree(tensor, tensor).ancestors()
-        above = reach.clone()
-        above[..., 0] = False
-        return cls(
-            tensor[0].clamp(min=0).to(device),
-            reach.to(device),
-            above.to(device),
-            torch.arange(len(parents)).to(device),
-            torch.tensor([len(path) - 1 for path in paths]).to(device),
-            torch.tensor(walks).to(device),
-            parents,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class TokenTree:
     """A batch of token trees, one per row, in topological order.
 
@@ -87,8 +42,6 @@ class TokenTree:
     """How children were sampled; None for a drafter's best guesses."""
     num_copied: int = 0
     """How many of the last nodes were copied from the text; the others were drafted."""
-    shape: TreeShape | None = None
-    """Shape of a tree that is the same in every step, with all nodes present."""
 
     def ancestors(self) -> Bool[Tensor, "batch node node"]:
         """Return `out[b, i, j]`: true if j is i itself or an ancestor of i.
@@ -96,8 +49,6 @@ class TokenTree:
         It is computed by squaring: k rounds find every path of up to 2**k edges, so a tree of n
         nodes takes log2(n) small products and no loop over nodes.
         """
-        if self.shape is not None:
-            return self.shape.reach.expand(len(self.tokens), -1, -1)
         if self.reach is not None:
             return self.reach
         num_nodes = self.parents.shape[1]
@@ -112,8 +63,6 @@ class TokenTree:
 
     def depths(self) -> Int[Tensor, "batch node"]:
         """Return the number of edges between each node and the root."""
-        if self.shape is not None:
-            return self.shape.depths.expand_as(self.tokens)
         return self.ancestors().sum(-1) - 1
 
 
@@ -172,6 +121,6 @@ def level_sizes(branches: Sequence[int]) -> list[int]:
     """Return the number of nodes of each level, given the number of children at each level."""
     sizes, total = [1], 1
     for branch in branches:
-        sizes.append(sizes[-1] * whole(branch, "a number of tree.branches"))
+        sizes.append(sizes[-1] * whole(branch, "a number of tree.branches", 1))
         total = refuse_nodes(total + sizes[-1], "tree.branches")
     return sizes

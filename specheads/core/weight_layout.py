@@ -4,8 +4,6 @@ See docs/tree_verification.md and recipes/LOG.md for what was measured.
 """
 
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -68,7 +66,7 @@ class PackedLinear(nn.Linear):
         return product(input, self.weight, self.bias)
 
 
-def for_few_rows(module: nn.Module) -> Callable[[], None]:
+def for_few_rows(module: nn.Module) -> None:
     """Change the layout of all linear layers on a CPU so that products of a few rows are fast.
 
     A decode step multiplies a few rows, one per tree node, by each matrix. torch's libraries are
@@ -78,7 +76,7 @@ def for_few_rows(module: nn.Module) -> Callable[[], None]:
     weights stay the same, so no other code is affected.
 
     Do not use this for trained parameters. A pack older than its matrix is ignored, except if the
-    matrix was changed through `.data`. Returns a function that undoes everything.
+    matrix was changed through `.data`.
     """
     layers = [
         layer
@@ -91,48 +89,28 @@ def for_few_rows(module: nn.Module) -> Callable[[], None]:
     packed = [layer for layer in layers if _packable(layer)]
     if sum(weight.nbytes for weight in {layer.weight for layer in packed}) > MOST:
         packed = []
-    undo = ExitStack()
-    undo.callback(pack(packed))
-    undo.callback(column_major([layer for layer in layers if layer not in packed]))
-    return undo.close
+    pack(packed)
+    column_major([layer for layer in layers if layer not in packed])
 
 
-def column_major(layers: list[nn.Linear]) -> Callable[[], None]:
-    """Make matrices column-major; return a function that restores their layout."""
+def column_major(layers: list[nn.Linear]) -> None:
+    """Make matrices column-major."""
     # a tied matrix is one parameter in several layers
-    before = {layer.weight: layer.weight.stride() for layer in layers}
-    for weight in before:
+    for weight in {layer.weight for layer in layers}:
         weight.data = weight.data.t().contiguous().t()
 
-    def undo() -> None:
-        for weight, stride in before.items():
-            if weight.stride() != stride:
-                own = weight.data.new_empty_strided(weight.shape, stride)
-                weight.data = own.copy_(weight.data)
 
-    return undo
-
-
-def pack(layers: list[nn.Linear]) -> Callable[[], None]:
-    """Add a packed copy of each matrix of `PACKED_BY`; return a function that removes it."""
-    plain = [layer for layer in layers if type(layer) is nn.Linear]
-    weights = {layer.weight for layer in layers}
-    for weight in weights:
+def pack(layers: list[nn.Linear]) -> None:
+    """Add a packed copy of each matrix of `PACKED_BY`."""
+    for weight in {layer.weight for layer in layers}:
         source, address = weight.detach(), weight.data_ptr()
         library = PACKED_BY[weight.dtype]
         if _pack_of(weight) is None:
             _PACKS[address] = _Pack(library, _packed(library, source), source, weight._version)
             weakref.finalize(weight, _PACKS.pop, address, None)
-    for layer in plain:
-        layer.__class__ = PackedLinear
-
-    def undo() -> None:
-        for weight in weights:
-            _PACKS.pop(weight.data_ptr(), None)
-        for layer in plain:
-            layer.__class__ = nn.Linear
-
-    return undo
+    for layer in layers:
+        if type(layer) is nn.Linear:
+            layer.__class__ = PackedLinear
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

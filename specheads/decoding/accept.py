@@ -42,13 +42,6 @@ def match(tree: TokenTree, chosen: Nodes, ancestors: Ancestors | None = None) ->
     """
     if tree.tokens.shape[1] == 1:
         return Verdict(torch.zeros_like(chosen), torch.ones_like(chosen[:, 0]), chosen[:, 0])
-    if (shape := tree.shape) is not None:
-        wrong = chosen.gather(1, shape.parents.expand_as(chosen)) != tree.tokens
-        refused = (shape.above & wrong[:, None]).any(-1)
-        # the kept nodes are one path, and parents come before children: the last one is its end
-        end = shape.nodes.masked_fill(refused, 0).amax(-1)
-        walk = shape.walks.index_select(0, end)
-        return Verdict(walk[:, 1:], walk[:, 0], chosen.gather(1, end[:, None])[:, 0])
     ancestors = tree.ancestors() if ancestors is None else ancestors
     right = chosen.gather(1, tree.parents.clamp(min=0)) == tree.tokens
     nodes = kept(tree, right, ancestors)
@@ -97,7 +90,7 @@ def walk(
     for width in tree.drawn.branches:
         below = above + size
         children = below + place[:, None] * width + torch.arange(width, device=rows.device)
-        # early stopping leaves out all children of a node or none
+        # all children of a node may be absent, or none
         tested = alive & (tree.parents[rows, children[:, 0]] >= 0)
         rank, remainder = _first_accepted(
             tree.tokens.gather(1, children),

@@ -1,7 +1,6 @@
 """Draft with a smaller language model, or with the base itself over a window of the text."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -34,14 +33,9 @@ class DraftModelCache:
     scatter = refuse_scattering
 
 
-class _Draft(NamedTuple):
-    """State of a draft."""
-
-    cache: KVCache
-    tree: TokenTree
-    """All levels that the model has read, without the root, which is committed."""
-    above: int
-    """First node of the level read last; -1 is the root."""
+Draft = tuple[KVCache, TokenTree, int]
+"""State of a draft: the cache, all levels that the model has read, without the root, which is
+committed, and the first node of the level read last; -1 is the root."""
 
 
 class DraftModel(Drafter):
@@ -57,8 +51,6 @@ class DraftModel(Drafter):
     def __init__(
         self, model: FrozenBase, depth: int, base: FrozenBase, *, max_nodes: int = 128
     ) -> None:
-        if depth < 1:
-            raise InputError(f"a draft model needs a depth of at least 1, got {depth}")
         refuse_vocabulary(model, base)
         self.model, self.depth = model, depth
         self.max_nodes, self.chunk = max_nodes, 512
@@ -71,7 +63,7 @@ class DraftModel(Drafter):
 
     def begin(
         self, committed: Committed, memory: DraftModelCache
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], _Draft]:
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], Draft]:
         """Read the committed tokens and the root in one forward."""
         read, tokens, cache = committed.features.tokens, committed.next_tokens, memory.cache
         assert read is not None
@@ -85,20 +77,20 @@ class DraftModel(Drafter):
         reading = reading[:, : max(counts)]
         logits, _ = self.model.prefill(reading, cache, counts, chunk=self.chunk)
         nothing = tokens[:, :0]
-        state = _Draft(cache, TokenTree(nothing, nothing), -1)
-        return logits[:, None, : self.vocab_size], state
+        return logits[:, None, : self.vocab_size], (cache, TokenTree(nothing, nothing), -1)
 
     def extend(
-        self, state: _Draft, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
-    ) -> tuple[Float[Tensor, "batch node vocab"], _Draft]:
+        self, state: Draft, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
+    ) -> tuple[Float[Tensor, "batch node vocab"], Draft]:
         """Read the tree so far and this level."""
-        above = state.tree.tokens.shape[1]
+        cache, read, above = state
+        first = read.tokens.shape[1]
         tree = TokenTree(
-            torch.cat([state.tree.tokens, tokens], dim=1),
-            torch.cat([state.tree.parents, state.above + parents], dim=1),
+            torch.cat([read.tokens, tokens], dim=1),
+            torch.cat([read.parents, above + parents], dim=1),
         )
-        logits = self.model.verify(tree, state.cache).logits[:, above:]
-        return logits[..., : self.vocab_size], _Draft(state.cache, tree, above)
+        logits = self.model.verify(tree, cache).logits[:, first:]
+        return logits[..., : self.vocab_size], (cache, tree, first)
 
 
 def refuse_vocabulary(model: FrozenBase, base: FrozenBase) -> None:

@@ -3,8 +3,6 @@
 See docs/serve.md.
 """
 
-import itertools
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +17,7 @@ from specheads.decoding.loop import DecodingState, start, step
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request, Stream, alike
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import Hybrid, Lookup, beside_lookup
+from specheads.decoding.trees.hybrid import lookup_tree
 from specheads.decoding.trees.tuned import Tuned
 
 
@@ -45,7 +43,7 @@ def default_tree(drafter: Drafter, base: FrozenBase) -> policies.TreePolicy:
         if policy.depth or tuned.fits(base.device, base.dtype):
             return policy
     if isinstance(drafter, PromptLookup):
-        return Lookup(drafter.depth)
+        return lookup_tree(drafter.depth)
     return policies.chain(drafter.depth)
 
 
@@ -54,8 +52,8 @@ def drafted_by(
 ) -> tuple[Drafter | None, policies.TreePolicy]:
     """Return the drafter and the tree policy; refuse a tree that the drafter cannot draft.
 
-    A tree with copied text adds prompt lookup to the drafter. A tree that drafts nothing, the best
-    one for some tuned heads, needs no drafter, so that none has to store the text.
+    A tree that drafts nothing, the best one for some tuned heads, needs no drafter, so that none
+    has to store the text.
     """
     if drafter is None:
         return None, policies.NOTHING
@@ -64,11 +62,9 @@ def drafted_by(
         raise InputError(f"a tree is a TreePolicy, such as policies.chain(3), got {tree!r:.80}")
     if not policy.depth:
         return None, policy
-    drafter = beside_lookup(drafter, policy, base)
-    own = drafter.head if policy.copied and isinstance(drafter, Hybrid) else drafter
-    if policy.own_depth > own.depth:
+    if policy.own_depth > drafter.depth:
         raise InputError(
-            f"the tree has {policy.own_depth} levels but the head drafts {own.depth}; "
+            f"the tree has {policy.own_depth} levels but the head drafts {drafter.depth}; "
             "choose a shallower tree"
         )
     if 0 < drafter.drafted_size < policy.num_guesses:
@@ -129,10 +125,10 @@ class Engine:
         # a row may exceed its limit by one draft, and its last step needs slots for a tree
         self._capacity = self.max_length + 2 * self.tree.num_nodes
         self.max_batch = max(1, min(self.max_batch, self._fitting()))
-        self._numbers = itertools.count()
-        self._waiting: deque[Stream] = deque()
-        self._streams: list[Stream] = []
-        """The requests of the rows of `_state`."""
+        self.waiting: list[Stream] = []
+        """Requests that wait, in order of submission."""
+        self.running: list[Stream] = []
+        """The requests of the rows of the batch, in order of the rows."""
         self._state: DecodingState | None = None
 
     def _fitting(self) -> int:
@@ -145,16 +141,6 @@ class Engine:
         node = (self.max_length + tree.num_nodes + logits) * number + tree.num_nodes
         return int(device_bytes(base.device) / (row + tree.num_nodes * node))
 
-    @property
-    def running(self) -> list[Stream]:
-        """Requests in the batch, in order of submission."""
-        return sorted(self._streams, key=lambda stream: stream.number)
-
-    @property
-    def waiting(self) -> list[Stream]:
-        """Requests that wait, in order of submission."""
-        return list(self._waiting)
-
     def submit(self, request: Request) -> Stream:
         """Append a request to the queue.
 
@@ -163,8 +149,6 @@ class Engine:
                 outside the vocabulary, it needs more blocks than the pool has, or it has stop
                 strings and the base has no tokenizer. The engine does not change.
         """
-        if not isinstance(request, Request):
-            raise InputError(f"submit takes a Request(prompt=...), got {request!r:.80}")
         length, size = len(request.prompt), len(self.base.embedding)
         if (largest := max(request.prompt)) >= size:
             raise InputError(
@@ -183,10 +167,9 @@ class Engine:
             )
         limit = min(request.max_new_tokens, self.max_length - length)
         needed = self._blocks(length + limit)
-        number = next(self._numbers)
-        stream = Stream(request, self.base, number, limit, needed, self.step, self.cancel)
+        stream = Stream(request, self.base, limit, needed, self.step, self.cancel)
         if stream.finish_reason is None:
-            self._waiting.append(stream)
+            self.waiting.append(stream)
         return stream
 
     def _blocks(self, length: int) -> int:
@@ -215,34 +198,34 @@ class Engine:
         """
         self._admit()
         if (state := self._state) is not None:
-            tree = self.tree.of_step(self._streams)
-            with self._failing(self._streams, state.cache):
+            tree = self.tree.of_step(self.running)
+            with self._failing(self.running, state.cache):
                 steps = step(
                     self.base, self.drafter, tree, self.acceptance, state, timed=self.timed
                 )
-                for stream, taken in zip(self._streams, steps, strict=True):
+                for stream, taken in zip(self.running, steps, strict=True):
                     stream.steps.append(taken)
                     stream.take(taken.tokens)
             self._let_go()
-        return bool(self._streams or self._waiting)
+        return bool(self.running or self.waiting)
 
     def cancel(self, stream: Stream) -> None:
         """Cancel a waiting or running request and release its memory; ignore one that is done."""
         if stream.finish_reason is None:
             stream.finish_reason = "cancelled"
-            if stream in self._waiting:
-                self._waiting.remove(stream)
+            if stream in self.waiting:
+                self.waiting.remove(stream)
             self._let_go()
 
     def _admit(self) -> None:
         """Move waiting requests that fit into the batch."""
         newcomers: list[Stream] = []
-        for stream in self._waiting:
-            served = [*self._streams, *newcomers]
+        for stream in self.waiting:
+            served = [*self.running, *newcomers]
             if len(served) == self.max_batch or not self._has_blocks([*served, stream]):
                 break
             newcomers.append(stream)
-        if self._waiting and not self._streams and not newcomers:
+        if self.waiting and not self.running and not newcomers:
             raise PoolFullError("others hold the pool's blocks; give an engine its own pool")
         for places in alike([len(stream.request.prompt) for stream in newcomers]):
             self._start([newcomers[place] for place in places])
@@ -251,7 +234,7 @@ class Engine:
     def _start(self, streams: list[Stream]) -> None:
         """Read the prompts of these waiting requests, decode their first tokens, and join them."""
         for stream in streams:
-            self._waiting.remove(stream)
+            self.waiting.remove(stream)
         prompts = [stream.request.prompt for stream in streams]
         sampling = [stream.request.sampling for stream in streams]
         with self._failing(streams):
@@ -268,11 +251,11 @@ class Engine:
             )
             for stream, token in zip(streams, first, strict=True):
                 stream.take([token])
-        self._streams += streams
+        self.running += streams
         if self._state is None:
             self._state = state
             return
-        with self._failing(self._streams, self._state.cache):
+        with self._failing(self.running, self._state.cache):
             self._state.join(state)
 
     def _cache(self, batch: int) -> RowCache:
@@ -312,15 +295,15 @@ class Engine:
         """Drop finished rows and release their memory."""
         if (state := self._state) is None:
             return
-        kept = [row for row, one in enumerate(self._streams) if one.finish_reason is None]
+        kept = [row for row, one in enumerate(self.running) if one.finish_reason is None]
         if not kept:
             state.cache.keep_rows([])
-            self._state, self._streams = None, []
-        elif len(kept) < len(self._streams):
+            self._state, self.running = None, []
+        elif len(kept) < len(self.running):
             kept = _closed_up(kept)
-            with self._failing(self._streams, state.cache):
+            with self._failing(self.running, state.cache):
                 state.keep(kept)
-            self._streams = [self._streams[row] for row in kept]
+            self.running = [self.running[row] for row in kept]
 
 
 def _closed_up(rows: list[int]) -> list[int]:

@@ -1,20 +1,20 @@
-"""Choose in each step the draft with the most tokens per second, or none.
+"""Choose in each step how many levels to draft and how many tokens to copy, or neither.
 
 Source: Liu et al. 2024, arXiv:2406.14066 (SmartSpec). See docs/serve.md.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from specheads.decoding.cost import StepCost
 from specheads.decoding.loop import DecodingStep
-from specheads.decoding.prompt_lookup import LookupIndex, common_prefix_length
+from specheads.decoding.prompt_lookup import LookupText, common_prefix_length
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree
-from specheads.decoding.trees.policies import RequestLength, RequestProgress
 from specheads.decoding.trees.tuned import Choice, Tuned
 
 WEIGHT, RETURN = 0.05, 0.01
@@ -55,19 +55,14 @@ def expected_tokens(rates: Iterable[float]) -> list[float]:
     return list(accumulate(accumulate(rates, mul), initial=1.0))
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """The size of a draft, which determines its cost and its expected tokens."""
 
     depth: int
-    """Levels that the drafter drafts."""
-    nodes: int
-    """Nodes of the drafter's tree, root included; one is no draft."""
+    """Levels of the drafter's chain."""
     copied: int = 0
-    """Nodes for copied text next to them. Copied tokens that the drafter's tree contains too leave
-    room for more; that is not counted."""
-    tree: int = 0
-    """Index into `RequestRates.own`; chains of all depths share their rates."""
+    """Nodes for copied text next to it. Copied tokens that are drafted too leave room for more;
+    that is not counted."""
 
 
 @dataclass(slots=True)
@@ -78,16 +73,16 @@ class RequestRates:
     1 - (1 - a)(1 - b).
     """
 
-    own: Sequence[MovingRates]
-    """Rates of each tree; a step updates those of its tree, and the others return to their seed."""
+    own: MovingRates
+    """Rates of drafted tokens."""
     copied: Sequence[MovingRates] = ()
     """Rates of copied tokens after a match of one, two, ... tokens."""
-    index: LookupIndex | None = None
+    text: LookupText = field(default_factory=LookupText)
     """The request's text, if text is copied."""
     num_steps: int = 0
     """Number of steps observed."""
-    last: Draft = Draft(0, 1)
-    """The draft of the last step."""
+    last_depth: int = 0
+    """Levels drafted in the last step."""
     match: MovingRates | None = None
     """Rates of the tokens to copy in the next step; None copies nothing."""
     to_copy: list[int] = field(default_factory=list)
@@ -97,30 +92,22 @@ class RequestRates:
         """Observe the new steps, and look for at most `size` tokens to copy."""
         for step in steps[self.num_steps :]:
             levels = drafted_levels(step)
-            self.note(levels, refused=levels < self.last.depth)
+            self.own.note(levels, refused=levels < self.last_depth)
             # copied tokens that were not drafted are compared with the text too
             if self.match:
                 right = common_prefix_length(self.to_copy, step.tokens)
                 refused = right < min(len(self.to_copy), len(step.tokens))
                 self.match.note(right, refused=refused)
-            if self.index is not None:
-                self.index.extend(step.tokens)
+            self.text.extend(step.tokens)
         self.num_steps = len(steps)
-        if self.index is not None:
-            matched, self.to_copy = self.index.find(size)
+        if self.copied:
+            matched, self.to_copy = self.text.find(size)
             longest = min(matched, len(self.copied))
             self.match = self.copied[longest - 1] if longest else None
 
-    def note(self, accepted: int, *, refused: bool) -> None:
-        """Update the rates of trees with a step's accepted levels and whether it refused one."""
-        for tree, rates in enumerate(self.own):
-            if tree == self.last.tree:
-                rates.note(accepted, refused=refused)
-            else:
-                rates.note(0, refused=False)
 
-
-Row = tuple[RequestLength, RequestRates]
+Row = tuple[Any, RequestRates]
+"""A request, of which only `length` and `room` are read, and its rates."""
 
 
 def step_tokens(drafts: Sequence[Draft], rows: Sequence[Row]) -> list[float]:
@@ -128,31 +115,22 @@ def step_tokens(drafts: Sequence[Draft], rows: Sequence[Row]) -> list[float]:
 
     A row yields at most as many tokens as its limit allows.
     """
-    trees = range(len(rows[0][1].own))
-    own = [_summed([(row, rates.own[tree].tokens) for row, rates in rows]) for tree in trees]
-    matches = [(row, rates, rates.match) for row, rates in rows if rates.match]
+    own = _summed([(row, rates.own.tokens) for row, rates in rows])
+    matches = [(row, rates.own, rates.match) for row, rates in rows if rates.match]
     if not matches:
-        return [own[draft.tree][draft.depth] for draft in drafts]
+        return [own[draft.depth] for draft in drafts]
     # expected tokens of either = of one + of the other - of both
     copied = _summed([(row, match.tokens) for row, _, match in matches])
-    both = [
-        _summed(
-            [
-                (row, expected_tokens(map(mul, rates.own[tree].rates, match.rates)))
-                for row, rates, match in matches
-            ]
-        )
-        for tree in trees
-    ]
-    return [
-        own[draft.tree][draft.depth]
-        + copied[draft.copied]
-        - both[draft.tree][min(draft.depth, draft.copied)]
-        for draft in drafts
-    ]
+    both = _summed(
+        [
+            (row, expected_tokens(map(mul, drafted.rates, match.rates)))
+            for row, drafted, match in matches
+        ]
+    )
+    return [own[depth] + copied[size] - both[min(depth, size)] for depth, size in drafts]
 
 
-def _summed(rows: Sequence[tuple[RequestLength, list[float]]]) -> list[float]:
+def _summed(rows: Sequence[tuple[Any, list[float]]]) -> list[float]:
     """Return the expected tokens of all rows by depth, each row limited by its room."""
     limited = [(tokens, max(row.room, 1) - 1) for row, tokens in rows]
     depths = range(len(rows[0][1]))
@@ -173,7 +151,7 @@ def best_draft(cost: StepCost, drafts: Sequence[Draft], rows: Sequence[Row]) -> 
     if not any(rates.match for _, rates in rows):
         drafts = [draft for draft in drafts if not draft.copied]
     goodput = [
-        tokens / cost.seconds(len(rows), context, draft.nodes, draft.depth, draft.copied)
+        tokens / cost.seconds(len(rows), context, draft.depth + 1, draft.depth, draft.copied)
         for tokens, draft in zip(step_tokens(drafts, rows), drafts, strict=True)
     ]
     # values that differ by rounding only are equal
@@ -184,80 +162,58 @@ def best_draft(cost: StepCost, drafts: Sequence[Draft], rows: Sequence[Row]) -> 
 class Goodput(Choice):
     """Chooses the draft with the highest goodput for the batch of each step, or no draft.
 
-    The candidates are chains of every depth from zero on and other trees, each without and with
-    copied text. Which requests have a match is known before the step. The rates of a request are
-    moving averages over its own steps. The choice never changes the decoded text.
+    The candidates are chains of every depth from zero on, each without and with copied text. Which
+    requests have a match is known before the step. The rates of a request are moving averages over
+    its own steps. The choice never changes the decoded text.
 
     Args:
         cost: Cost of a step on this machine.
         rates: Measured conditional acceptance rate of each depth, the start of every request.
         copied: Measured rates of copied text, one per token: after a match of one token, of two,
             and so on, up to the longest match that prompt lookup looks for.
-        others: More trees of drafted tokens to choose from, each with the conditional acceptance
-            rates of its levels.
     """
 
     def __init__(
-        self,
-        cost: StepCost,
-        rates: Sequence[float],
-        copied: Sequence[Sequence[float]] = (),
-        others: Sequence[tuple[policies.TreePolicy, Sequence[float]]] = (),
+        self, cost: StepCost, rates: Sequence[float], copied: Sequence[Sequence[float]] = ()
     ) -> None:
-        self.cost = cost
-        self.rates = [rates, *(known for _, known in others)]
+        self.cost, self.rates = cost, rates
         most = min(map(len, copied), default=0)
-        self.copied_rates = [known[:most] for known in copied]
-        trees = [*map(policies.chain, range(len(rates) + 1)), *(tree for tree, _ in others)]
-        # chains share the first rates
-        places = [0] * (len(rates) + 1) + [*range(1, len(others) + 1)]
-        pairs = zip(trees, places, strict=True)
-        drafts = [Draft(tree.depth, tree.num_nodes, tree=place) for tree, place in pairs]
+        self.copied_rates = [known[:most] for known in copied if most]
         sizes = [0, *(size for size in SIZES if size < most), most] if most else [0]
-        self.drafts = [replace(one, copied=size) for size in sizes for one in drafts]
-        if most:
-            # prompt lookup must store the text of every step, also of those that copy nothing
-            trees = [HybridTree(one, size) for size in sizes for one in trees]
-        super().__init__("goodput", trees)
-        self._rates: WeakKeyDictionary[RequestProgress, RequestRates] = WeakKeyDictionary()
+        depths = range(len(rates) + 1)
+        self.drafts = [Draft(depth, size) for size in sizes for depth in depths]
+        trees = [policies.chain(depth) for depth in depths]
+        # all look up equally many tokens, those whose rates are observed
+        copying = [
+            HybridTree(trees[depth], size, copied=len(rates) + most)
+            for depth, size in self.drafts
+            if size
+        ]
+        super().__init__("goodput", [*trees, *copying], self._best)
+        self._rates: WeakKeyDictionary[Any, RequestRates] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, tuned: Tuned) -> "Goodput":
-        """Return the policy for the measured times and rates of a head.
+        """Return the policy for the measured times and rates of a head."""
+        acceptance = tuned.acceptance
+        return cls(tuned.cost, acceptance.per_depth, [one.rates for one in acceptance.matches])
 
-        Its candidates are chains of every measured depth and the tuned branching trees of fixed
-        size, with copied text if that was measured.
-        """
-        others, shapes = [], []
-        for tree in tuned.trees:
-            shape = replace(tree, copied=0).shape()
-            branches = tree.num_nodes > tree.depth + 1 and not tree.confidence
-            if branches and len(tree.rates) == tree.depth and shape not in shapes:
-                shapes.append(shape)
-                others.append((tree.own_policy(), tree.rates))
-        copied = [one.rates for one in tuned.acceptance.matches]
-        return cls(tuned.cost, tuned.acceptance.per_depth, copied, others)
-
-    def new_rates(self) -> RequestRates:
-        """Return the rates of a new request."""
-        own, copied = ([*map(MovingRates, rates)] for rates in (self.rates, self.copied_rates))
-        return RequestRates(own, copied)
-
-    def of_step(self, requests: Sequence[RequestProgress]) -> policies.TreePolicy:
-        """Return the tree with the most tokens per second for these requests."""
+    def _best(self, requests: Sequence[Any]) -> int:
+        """Return the index of the tree with the most tokens per second for these requests."""
         for request in requests:
             rates = self._rates.get(request)
             if rates is None:
-                rates = self._rates[request] = self.new_rates()
+                copied = [*map(MovingRates, self.copied_rates)]
+                rates = RequestRates(MovingRates(self.rates), copied)
                 rates.num_steps = len(request.steps)
-                if self.copied_rates:
-                    rates.index = LookupIndex(request.all_tokens)
+                rates.text.extend(request.all_tokens)
+                self._rates[request] = rates
             rates.observe(request.steps, self.copied)
         rows = [(request, self._rates[request]) for request in requests]
         place = best_draft(self.cost, self.drafts, rows)
         for _, rates in rows:
-            rates.last = self.drafts[place]
-        return self.trees[place]
+            rates.last_depth = self.drafts[place].depth
+        return place
 
 
 def drafted_levels(step: DecodingStep) -> int:

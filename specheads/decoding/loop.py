@@ -21,6 +21,7 @@ from specheads.core.kernels import without_cudnn_attention
 from specheads.core.machine import synchronise
 from specheads.core.tree import TokenTree
 from specheads.decoding.accept import AcceptanceRule, Verdict
+from specheads.decoding.prompt_lookup import LookupText
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 from specheads.decoding.trees.policies import TreePolicy, root_only
 
@@ -46,7 +47,7 @@ class DecodingStep:
     drafted: list[int]
     """Token of each node of the tree, the root first."""
     parents: list[int]
-    """Parent of each node, -1 for the root and for padding; steps may share the list."""
+    """Parent of each node, -1 for the root and for padding."""
     times: StepTimes = field(compare=False)
     """Times of the step, shared by the rows of a batch. Equal steps may differ in them."""
     num_copied: int = 0
@@ -129,6 +130,8 @@ def step(
     state.cache.commit([taken.path for taken in steps])
     state.committed = _committed(verified, verdict, steps)
     state.rows.advance(state.committed.next_tokens, state.cache.positions)
+    for text, taken in zip(state.rows.texts, steps, strict=True):
+        text.extend(taken.tokens)
     if unread is not None:
         state.committed = unread.then(state.committed)
     return steps
@@ -142,20 +145,17 @@ def _now(base: FrozenBase, *, wait: bool) -> float:
 
 def _read(tree: TokenTree, verdict: Verdict) -> list[list[int]]:
     """Copy verdict and tree to the host: the only synchronisation of a step."""
-    parts = [verdict.count[:, None], verdict.bonus[:, None], tree.tokens, verdict.path]
-    if tree.shape is None:
-        parts.append(tree.parents)
-    return torch.cat(parts, dim=1).tolist()
+    ends = [verdict.count[:, None], verdict.bonus[:, None]]
+    return torch.cat([*ends, tree.tokens, tree.parents, verdict.path], dim=1).tolist()
 
 
 def _steps(read: list[list[int]], tree: TokenTree, times: StepTimes) -> list[DecodingStep]:
     """Return the step of each row from the values that `_read` returned."""
-    first = 2 + tree.tokens.shape[1]
+    size = tree.tokens.shape[1]
     steps = []
-    for row in read:
-        drafted, path = row[2:first], row[first : first + row[0]]
-        tokens = [*(drafted[node] for node in path[1:]), row[1]]
-        parents = row[2 - first :] if tree.shape is None else tree.shape.parent_list
+    for count, bonus, *row in read:
+        drafted, parents, path = row[:size], row[size : 2 * size], row[2 * size :][:count]
+        tokens = [*(drafted[node] for node in path[1:]), bonus]
         steps.append(DecodingStep(tokens, path, drafted, parents, times, tree.num_copied))
     return steps
 
@@ -204,6 +204,8 @@ def start(
     # there is no draft yet: under every rule the first token is the base's own
     first = rows.choose(root, logits[:, None], root.ancestors())
     rows.advance(first, counts)
+    roots = first[:, 0].tolist()
+    rows.texts = [LookupText([*text, root]) for text, root in zip(prompts, roots, strict=True)]
     following = padded.roll(-1, dims=1).scatter(1, counts[:, None] - 1, first)
     committed = Committed(features, following, counts)
     if drafter is None or memory is None:
@@ -213,7 +215,7 @@ def start(
         with without_cudnn_attention(base.device):
             drafter.read(replace(committed, counts=counts - 1), memory)
         committed = committed.ending()
-    return DecodingState(cache, committed, memory, rows), first[:, 0].tolist()
+    return DecodingState(cache, committed, memory, rows), roots
 
 
 class Origin(NamedTuple):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from specheads.base.model import FrozenBase
@@ -36,7 +35,7 @@ FULL, FULL_SPREAD = 512, 1.1
 and the largest ratio of prompt lengths in such a forward."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Request:
     """A prompt and how to continue it."""
 
@@ -55,27 +54,25 @@ class Request:
     """Tokens that end the text and are its last token; None uses the base's."""
 
     def __post_init__(self) -> None:
-        keep = partial(object.__setattr__, self)
-        keep("prompt", token_ids(self.prompt, "a prompt"))
+        self.prompt = token_ids(self.prompt, "a prompt")
         if not self.prompt:
             raise InputError("a prompt needs at least one token, got none")
-        keep("max_new_tokens", whole(self.max_new_tokens, "max_new_tokens"))
+        self.max_new_tokens = whole(self.max_new_tokens, "max_new_tokens")
         if not isinstance(self.sampling, Sampling):
             raise InputError(f"sampling must be a Sampling(...), got {self.sampling!r:.80}")
         if not isinstance(self.stop, tuple | list) or not all(
             isinstance(one, str) and one for one in self.stop
         ):
             raise InputError(f"stop must be a tuple of non-empty strings, got {self.stop!r:.80}")
-        keep("stop", tuple(self.stop))
+        self.stop = tuple(self.stop)
         if self.eos_ids is not None:
-            keep("eos_ids", tuple(token_ids(self.eos_ids, "eos_ids")))
+            self.eos_ids = tuple(token_ids(self.eos_ids, "eos_ids"))
 
 
 class Stream:
     """Output of one request. Iterating over it steps the engine, for all requests.
 
     Args:
-        number: Its index among all submitted requests.
         limit: New tokens that request and context allow.
         num_blocks: Blocks of the pool that it may need.
         advance: Steps the engine.
@@ -86,13 +83,12 @@ class Stream:
         self,
         request: Request,
         base: FrozenBase,
-        number: int,
         limit: int,
         num_blocks: int,
         advance: Callable[[], object],
         leave: Callable[["Stream"], None],
     ) -> None:
-        self.request, self.number, self.num_blocks = request, number, num_blocks
+        self.request, self.num_blocks = request, num_blocks
         self.steps: list[DecodingStep] = []
         """Steps of this request, without the prefill."""
         self.finish_reason: FinishReason | None = None

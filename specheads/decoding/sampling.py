@@ -33,6 +33,7 @@ from specheads.core.texts import derive_seed
 from specheads.core.tree import TokenTree
 from specheads.decoding import noise
 from specheads.decoding.noise import likeliest
+from specheads.decoding.prompt_lookup import LookupText
 
 Nodes = Int[Tensor, "batch node"]
 Scores = Float[Tensor, "batch node vocab"]
@@ -104,6 +105,8 @@ class SamplingState:
     depth: int | None = None
     """Most levels of the next trees; None is the number of nodes. Noise is computed for this
     many positions at once."""
+    texts: list[LookupText] = field(default_factory=list)
+    """Each row's text up to the root, on the host, for prompt lookup; `loop` fills them in."""
     greedy: bool = field(init=False)
     """Whether every row is greedy."""
     draws: bool = field(init=False)
@@ -141,14 +144,20 @@ class SamplingState:
     def keep(self, rows: list[int]) -> "SamplingState":
         """Return the state of these rows."""
         index = torch.tensor(rows, device=self.lengths.device)
-        sampling = [self.sampling[row] for row in rows]
-        return replace(self, sampling=sampling, lengths=self.lengths[index], text=self.text[index])
+        return replace(
+            self,
+            sampling=[self.sampling[row] for row in rows],
+            lengths=self.lengths[index],
+            text=self.text[index],
+            texts=[self.texts[row] for row in rows if self.texts],
+        )
 
     def join(self, other: "SamplingState") -> "SamplingState":
         """Return the state of both batches' rows; their texts must have the same width."""
         lengths = torch.cat([self.lengths, other.lengths])
         text = torch.cat([self.text, other.text])
-        return replace(self, sampling=self.sampling + other.sampling, lengths=lengths, text=text)
+        sampling, texts = self.sampling + other.sampling, self.texts + other.texts
+        return replace(self, sampling=sampling, lengths=lengths, text=text, texts=texts)
 
     def advance(self, tokens: Int[Tensor, "batch path"], lengths: Int[Tensor, " batch"]) -> None:
         """Append the tokens to each row, and move the roots to `lengths`."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from specheads.base.gguf import is_package
+from specheads.base.gguf import PACKAGE
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -69,7 +69,7 @@ class Summary:
     @property
     def our_base_place(self) -> str:
         """The base's name in code that uses specheads, which also finds packages."""
-        return self.base_name if is_package(self.base_name) else self.base_place
+        return self.base_name if self.base_name.startswith(PACKAGE) else self.base_place
 
 
 def read_summary(

@@ -21,7 +21,7 @@ from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import HybridTree, Lookup
+from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.measure.counts import DepthCounts, paired_gain
 from specheads.measure.generation import Continuations, Decoded, GenerationSettings, decode_prompts
 from specheads.measure.online import online_sections
@@ -102,8 +102,7 @@ def _untrained(
 ) -> "Method":
     match name:
         case "prompt_lookup":
-            lookup = PromptLookup(base.vocab_size, COPIED_TOKENS, device=base.device)
-            return DraftMethod(lookup, Lookup(COPIED_TOKENS))
+            return DraftMethod(PromptLookup(COPIED_TOKENS), lookup_tree(COPIED_TOKENS))
         case "streaming":
             drafter = Streaming(base, draft_depth, sinks=SINKS, window=window)
             return DraftMethod(drafter, policies.chain(draft_depth))

@@ -19,7 +19,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
 from specheads.decoding.coupling import with_noise
-from specheads.decoding.prompt_lookup import LookupIndex, common_prefix_length
+from specheads.decoding.prompt_lookup import LookupText, common_prefix_length
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, each_prompt
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
@@ -191,7 +191,7 @@ the text, the number of its tokens, and the length of the n-gram that it found e
 
 def copied(prompt: list[int], continuation: list[int], size: int) -> Copied:
     """Return what prompt lookup of `size` tokens proposes at each root: see `guess_ranks`."""
-    text, found = LookupIndex(prompt), []
+    text, found = LookupText(prompt), []
     for place in range(len(continuation) - 1):
         text.extend(continuation[place : place + 1])
         matched, guessed = text.find(size)

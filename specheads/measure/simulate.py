@@ -19,7 +19,7 @@ from specheads.core.files import local_path
 from specheads.core.ranges import NonNegativeFloat, PositiveInt, hints, refuse
 from specheads.data.files import read_jsonl
 from specheads.decoding.cost import ForwardCost, StepCost
-from specheads.decoding.goodput import Draft, Goodput, RequestRates, best_draft
+from specheads.decoding.goodput import Goodput, MovingRates, RequestRates, best_draft
 from specheads.decoding.request import alike
 from specheads.heads.layers.block import BlockHead
 from specheads.measure.tables import ConsoleTable
@@ -85,8 +85,8 @@ class Served:
     """A request in the server, with times in seconds."""
 
     arrival: Arrival
-    right: Sequence[Sequence[int]]
-    """For each tree, how many drafts are right after each new token."""
+    right: Sequence[int]
+    """How many drafts are right after each new token."""
     rates: RequestRates
     """Estimates for goodput."""
     first: float = 0.0
@@ -105,13 +105,12 @@ class Served:
         """Remaining new tokens."""
         return self.arrival.new_tokens - self.tokens
 
-    def take(self, draft: Draft, *, observed: bool) -> None:
-        """Add the tokens of a step."""
-        right = self.right[draft.tree][self.tokens - 1]
-        accepted = min(right, draft.depth)
+    def take(self, depth: int, *, observed: bool) -> None:
+        """Add the tokens of a step that drafted so many levels."""
+        right = self.right[self.tokens - 1]
+        accepted = min(right, depth)
         if observed:
-            self.rates.last = draft
-            self.rates.note(accepted, refused=right < draft.depth)
+            self.rates.own.note(accepted, refused=right < depth)
         self.tokens += min(accepted + 1, self.room)
 
 
@@ -122,7 +121,7 @@ Step = tuple[float, float, int, int]
 def simulate(
     policy: Goodput,
     arrivals: Sequence[Arrival],
-    right: Sequence[Sequence[Sequence[int]]],
+    right: Sequence[Sequence[int]],
     *,
     max_batch: int = 1,
     depth: int | None = None,
@@ -135,13 +134,14 @@ def simulate(
     Args:
         policy: Costs and drafts of the server.
         arrivals: Requests in order of time.
-        right: For each request and tree, how many drafts are right after each new token.
+        right: For each request, how many drafts are right after each new token.
         max_batch: Largest number of rows.
         depth: Depth of the chain of every step; None chooses by goodput.
     """
     pairs = zip(arrivals, right, strict=True)
-    served, steps = [Served(*pair, policy.new_rates()) for pair in pairs], list[Step]()
-    waiting, rows, clock = deque(served), list[Served](), 0.0
+    rates = policy.rates
+    served = [Served(*pair, RequestRates(MovingRates(rates))) for pair in pairs]
+    steps, waiting, rows, clock = list[Step](), deque(served), list[Served](), 0.0
     while waiting or rows:
         if not rows:
             clock = max(clock, waiting[0].arrival.seconds)
@@ -159,13 +159,14 @@ def simulate(
         if not rows:
             continue
         known = [(row, row.rates) for row in rows]
-        place = best_draft(policy.cost, policy.drafts, known) if depth is None else depth
-        draft, context = policy.drafts[place], max(row.length for row in rows)
-        seconds = policy.cost.seconds(len(rows), context, draft.nodes, draft.depth)
-        steps.append((clock, seconds, len(rows), draft.depth))
+        # without copied text a draft's index is its depth
+        drafted = best_draft(policy.cost, policy.drafts, known) if depth is None else depth
+        context = max(row.length for row in rows)
+        seconds = policy.cost.seconds(len(rows), context, drafted + 1, drafted)
+        steps.append((clock, seconds, len(rows), drafted))
         clock += seconds
         for row in rows:
-            row.take(draft, observed=depth is None)
+            row.take(drafted, observed=depth is None)
             row.finished = clock
         rows = [row for row in rows if row.room]
     return served, steps
@@ -267,7 +268,7 @@ def simulate_loads(
         max_batch: Largest number of rows.
         seed: Seed of the accepted drafts.
     """
-    rates = list(policy.rates[0])
+    rates = list(policy.rates)
     depths = list(dict.fromkeys(depths or [0, len(rates)]))
     if max(depths) > len(rates):
         raise InputError(
@@ -277,7 +278,7 @@ def simulate_loads(
     rows = []
     for load, arrivals in loads.items():
         right = [
-            [sampled_lengths(tree, (seed, number), one.new_tokens) for tree in policy.rates]
+            sampled_lengths(rates, (seed, number), one.new_tokens)
             for number, one in enumerate(arrivals)
         ]
         for draft, depth in {**ways, "goodput": None}.items():

@@ -18,8 +18,8 @@ from specheads.data.settings import Data
 from specheads.decoding import accept, loop
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees import policies, tuned
-from specheads.decoding.trees.hybrid import HybridTree, beside_lookup, own_tree
-from specheads.decoding.trees.tuned import CostError, Tried, Tuned, TunedTree
+from specheads.decoding.trees.hybrid import HybridTree, own_tree
+from specheads.decoding.trees.tuned import Tried, Tuned, TunedTree
 from specheads.measure import tune_trees
 from specheads.measure.counts import DepthCounts, rate
 from specheads.measure.generation import GenerationSettings, decode_prompts
@@ -154,7 +154,7 @@ class Tuning:
         trees: Sequence[policies.Static],
         batches: Sequence[int],
         rounds: int,
-    ) -> tuple[StepCost, CostError]:
+    ) -> tuple[StepCost, dict[str, float]]:
         """Time chains and some trees at every batch size and context; fit costs to it."""
         sizes = {one.num_nodes: one for one in trees if one.name == "tree"}
         grid = [policies.NOTHING, *(one for one in trees if one.name == "chain")]
@@ -332,8 +332,8 @@ def table(found: Tuned) -> ConsoleTable:
     columns = ("batch", "context", "tree (* chosen)", "nodes", "tokens per forward", "step")
     error = found.cost_error
     title = (
-        f"ways to draft, timed; costs fitted to {error.points} times are off by "
-        f"{error.median:.1%} (median), {error.largest:.1%} (largest)"
+        f"ways to draft, timed; costs fitted to {error['points']:.0f} times are off by "
+        f"{error['median']:.1%} (median), {error['largest']:.1%} (largest)"
     )
     return ConsoleTable(title, rows, (*columns, "speed-up"))
 
@@ -341,7 +341,7 @@ def table(found: Tuned) -> ConsoleTable:
 # --- step times --------------------------------------------------------------------------------
 
 TreeMethod = tuple[Drafter | None, policies.TreePolicy]
-"""A drafter, None for the base alone, and its tree; a hybrid tree adds prompt lookup."""
+"""A drafter, None for the base alone, and its tree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,7 +377,6 @@ def time_steps(
     Methods take turns, a burst of steps each: a slow phase of the machine then slows all of them.
     Each method continues `prompts` of its own. The trimmed mean of its steps counts.
     """
-    methods = [(one and beside_lookup(one, tree, base), tree) for one, tree in methods]
     deepest = max(tree.depth for _, tree in methods)
     widest = max(tree.num_nodes for _, tree in methods)
     lengths = [max(map(len, rows)) for rows in prompts]
@@ -449,7 +448,7 @@ def trimmed_mean(seconds: Sequence[float]) -> float:
     return statistics.fmean(ordered[cut : len(ordered) - cut])
 
 
-def fit(points: Sequence[Point]) -> tuple[StepCost, CostError]:
+def fit(points: Sequence[Point]) -> tuple[StepCost, dict[str, float]]:
     """Return the linear cost with the least squared relative error, and its error."""
     verify = [(1, one.batch * one.nodes, one.batch * one.context) for one in points]
     drafted = [one for one in points if one.depth]
@@ -466,7 +465,7 @@ def fit(points: Sequence[Point]) -> tuple[StepCost, CostError]:
         for one in points
     ]
     median, largest = statistics.median(errors), max(errors)
-    return cost, CostError(points=len(points), median=median, largest=largest)
+    return cost, {"points": float(len(points)), "median": median, "largest": largest}
 
 
 def _least_squares(

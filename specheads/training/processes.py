@@ -74,7 +74,7 @@ def load_base(choices: Mapping[str, Any], accelerator: Accelerator) -> FrozenBas
     """
     device = choices.get("device", "auto")
     if device == "auto":
-        sharding = sharding_of(accelerator, device, choices.get("quantization", "none"))
+        sharding = sharding_of(accelerator, device)
         device = sharding or str(accelerator.device)
     with _whole():
         base = FrozenBase.load(**{**choices, "device": device})
@@ -94,7 +94,7 @@ def readers(sharding: Sharding | None, accelerator: Accelerator) -> dict[str, in
     }
 
 
-def sharding_of(accelerator: Accelerator, device: str, quantization: str) -> Sharding | None:
+def sharding_of(accelerator: Accelerator, device: str) -> Sharding | None:
     """Return the sharding of a base; None if each process has all of it.
 
     Raises:
@@ -120,11 +120,6 @@ def sharding_of(accelerator: Accelerator, device: str, quantization: str) -> Sha
             "a base supports either FSDP2 (fsdp_version=2) or tensor parallelism (tp_size), but "
             "accelerate is configured for another sharding or for both; use "
             "configs/accelerate/fsdp2.yaml or tensor_parallel.yaml"
-        )
-    if quantization != "none":
-        raise InputError(
-            "a sharded base does not support quantization, got base.quantization="
-            f"{quantization}; set it to none, or use configs/accelerate/ddp_8gpu.yaml"
         )
     size = tensor if tensor > 1 else shard if shard > 1 else processes
     if processes % size:

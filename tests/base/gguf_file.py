@@ -49,14 +49,10 @@ def write(
     base: PreTrainedModel,
     *,
     architecture: str = "",
-    quantised: bool = False,
     fields: dict[str, Any] | None = None,
     tensors: dict[str, Tensor | None] | None = None,
 ) -> Path:
-    """Write a base as GGUF; `fields` and `tensors` replace entries, and None omits one.
-
-    Matrices whose row length is a multiple of 32 are quantised in Q8_0.
-    """
+    """Write a base as GGUF; `fields` and `tensors` replace entries, and None omits one."""
     kind, config = base.config.model_type, base.config
     sizes = {
         "block_count": config.num_hidden_layers,
@@ -79,12 +75,7 @@ def write(
     held = {name: value for name, value in _tensors(base).items() if value is not None}
     for name, value in (held | (tensors or {})).items():
         if value is not None:
-            numbers = value.detach().numpy()
-            if quantised and numbers.ndim == 2:
-                numbers = gguf.quantize(numbers, gguf.GGMLQuantizationType.Q8_0)
-                writer.add_tensor(name, numbers, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-            else:
-                writer.add_tensor(name, numbers)
+            writer.add_tensor(name, value.detach().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -8,7 +8,6 @@ import torch
 
 from specheads.base import document_attention
 from specheads.base.model import FrozenBase
-from specheads.core.features import Documents
 from tests import tiny
 from tests.packed import packed, texts
 
@@ -62,31 +61,3 @@ def test_gradients_equal_those_of_masked_attention(monkeypatch: pytest.MonkeyPat
     finally:
         weight.requires_grad_(False)
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-10)
-
-
-def test_the_cuda_kernel_gets_all_documents_in_one_call(monkeypatch: pytest.MonkeyPatch):
-    def by_bounds(query, key, value, bounds, bounds_of_keys, longest, longest_key, **settings):
-        assert settings == {"scale": 0.3, "window_size": (-1, 0)} | extra
-        assert torch.equal(bounds, bounds_of_keys)
-        lengths = bounds.diff().tolist()
-        assert longest == longest_key == max(lengths)
-        assert bounds.dtype == torch.int32
-        pieces = zip(*(one.split(lengths) for one in (query, key, value)), strict=True)
-        columns = ([one.transpose(0, 1)[None] for one in piece] for piece in pieces)
-        attend = torch.nn.functional.scaled_dot_product_attention
-        how = {"is_causal": True, "scale": 0.3, "enable_gqa": True}
-        return torch.cat([attend(*own, **how)[0].transpose(0, 1) for own in columns])
-
-    monkeypatch.setattr(document_attention, "varlen_attn", by_bounds)
-    extra = {"enable_gqa": True} if document_attention._HAS_ENABLE_GQA else {}
-    lengths = [2, 3, 1, 6]
-    query, key, value = (torch.randn(2, heads, 6, 4) for heads in (4, 2, 2))
-    bounds = torch.tensor([0, 2, 5, 6, 12], dtype=torch.int32)
-    token = document_attention._DOCUMENTS.set(Documents(lengths, bounds))
-    try:
-        wanted = document_attention._attend(query, key, value, 0.3)
-    finally:
-        document_attention._DOCUMENTS.reset(token)
-    query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
-    found = document_attention._flash(query, key, value, bounds, 6, 0.3)
-    torch.testing.assert_close(found, wanted.flatten(0, 1))

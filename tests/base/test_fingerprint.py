@@ -83,12 +83,3 @@ def test_a_merged_adapter_changes_the_fingerprint_but_not_the_tables(head_folder
         load_head(head_folder, base)
     assert of(model).partition("-")[0] == before.partition("-")[0]
     assert model.get_input_embeddings().weight is embedding
-
-
-def test_a_head_without_a_fingerprint_fits_any_base(head_folder, sibling):
-    config = head_folder / "config.json"
-    lines = config.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if "base_fingerprint" not in line]
-    assert len(kept) == len(lines) - 1
-    config.write_text("".join(kept))
-    assert load_head(head_folder, sibling).base_fingerprint == ""

@@ -15,7 +15,6 @@ import torch
 from specheads.base import gguf as bases
 from specheads.base.gguf import located
 from specheads.base.model import FrozenBase
-from specheads.core import machine
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.heads.load import build_for, fit
@@ -67,16 +66,6 @@ def test_a_gguf_base_equals_the_original_model(architecture, tied, tmp_path, cap
     assert log.startswith(f"dequantising small.gguf once: 0.00 GB of float32 in {base.place}\n")
     assert Path(base.place).parent == cache / "gguf"
     assert [one.name for one in (cache / "gguf").iterdir()] == [Path(base.place).name]
-
-
-def test_quantised_matrices_are_read_within_half_a_step(tmp_path):
-    model = gguf_file.model()
-    base = load(gguf_file.write(tmp_path / "eight.gguf", model, quantised=True))
-    weights = base.model.state_dict()
-    for name, value in model.state_dict().items():
-        # a block of 32 numbers shares a scale
-        assert (weights[name] - value).abs().max() <= value.abs().max() / 127
-    assert not torch.equal(weights["lm_head.weight"], model.lm_head.weight)
 
 
 def test_a_second_load_uses_the_cache_and_a_changed_file_is_converted_again(file, capsys, cache):
@@ -139,10 +128,7 @@ def put(content: bytes) -> Callable[[Path], object]:
 HEADER = "whose header it cannot read"
 BROKEN = {
     "absent": (lambda file: file.unlink(), "must be a file of this machine"),
-    "empty": (put(b""), HEADER),
-    "another kind": (put(b"PK\3\4" * 99), HEADER),
     "noise": (put(b"GGUF\3\0\0\0" + bytes(range(256)) * 9), HEADER),
-    "cut in its vocabulary": (cut(0.01), HEADER),
     "cut at the end": (cut(0.9999), HEADER),
     "architecture": (
         rewrite(architecture="starfish"),
@@ -169,10 +155,6 @@ BROKEN = {
         rewrite(tensors={"blk.1.ffn_up.weight": None}),
         "must match its config.json, .*: missing model.layers.1.mlp.up_proj.weight",
     ),
-    "another shape": (
-        rewrite(tensors={"blk.1.ffn_up.weight": torch.ones(32, 32)}),
-        "must match its config.json, .*: of another shape model.layers.1.mlp.up_proj.weight",
-    ),
 }
 
 
@@ -182,12 +164,6 @@ def test_a_broken_file_is_refused_in_one_line_and_leaves_no_files(name, file, ca
     damage(file)
     line = refused(file)
     assert re.search(told, line), line
-    assert left(cache) == []
-
-
-def test_too_little_memory_is_refused_before_writing(file, cache, monkeypatch):
-    monkeypatch.setattr(machine, "host_bytes", lambda: 1000)
-    assert "dequantising small.gguf must fit into the memory of cpu" in refused(file)
     assert left(cache) == []
 
 

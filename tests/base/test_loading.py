@@ -5,17 +5,13 @@ import functools
 import io
 import json
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from specheads.base import loading
 from specheads.base.loading import load_config
 from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
@@ -107,16 +103,12 @@ BROKEN: dict[str, tuple[Damage, str]] = {
     "no config": (remove(CONFIG), "config.json"),
     "cut config": (cut(CONFIG), "config.json"),
     "deep config": (write(CONFIG, DEEP), "config.json"),
-    "config that is a list": (write(CONFIG, b"[1]"), "config.json"),
-    "words for a number": (says(num_hidden_layers="3"), "config.json"),
-    "a negative width": (says(hidden_size=-32), "weights"),
     "an unknown activation": (says(hidden_act="nope"), "weights"),
     "a library that is not here": (
         says(quantization_config={"quant_method": "gptq", "bits": 4}),
         "weights",
     ),
     "a million layers": (says(num_hidden_layers=10**6), "num_hidden_layers .* 1 to 1024"),
-    "no context": (says(max_position_embeddings=0), "max_position_embeddings"),
     "cut weights": (cut(WEIGHTS), "weights .*SafetensorError"),
     "weights that are not numbers": (
         tensors(lambda held: held["model.norm.weight"].mul_(float("nan"))),
@@ -149,9 +141,6 @@ INDEX = "model.safetensors.index.json"
         remove("model-00002*"),
         cut("model-00002-of-00017.safetensors"),
         remove(INDEX),
-        cut(INDEX),
-        write(INDEX, b"[]"),
-        write(INDEX, b'{"metadata": {}, "weight_map": {"a": 1}}'),
         write(INDEX, b'{"metadata": {}, "weight_map": {"a": "../../../etc/passwd"}}'),
     ],
 )
@@ -161,28 +150,12 @@ def test_missing_shards_are_refused(damage, tmp_path):
     assert "whose weights it cannot read" in refused(tmp_path)
 
 
-def tokenizer(key: str, value: object = None) -> Damage:
-    """Return a function that changes or removes one part of tokenizer.json."""
-
-    def damage(folder: Path) -> None:
-        file = folder / "tokenizer.json"
-        held = json.loads(file.read_text())
-        held.pop(key)
-        file.write_text(json.dumps(held if value is None else {**held, key: value}))
-
-    return damage
-
-
 @pytest.mark.parametrize(
     "damage",
     [
         cut("tokenizer.json"),
-        write("tokenizer.json", b"{}"),
         write("tokenizer.json", DEEP),
-        tokenizer("model"),
-        tokenizer("model", 3),
         remove("tokenizer.json"),
-        cut("tokenizer_config.json"),
         write("tokenizer_config.json", b'{"tokenizer_class": 3}'),
     ],
 )
@@ -265,9 +238,7 @@ def test_code_of_a_base_does_not_run_if_transformers_has_the_class(tmp_path, mon
     ("name", "message"),
     [
         (SHIPPED / "config.json", "config.json' is a file; name its folder"),
-        ("a" * 300, "'aaa"),
         ("/" + "a/" * 3000, "'/a/"),
-        ("a\0b", r"'a\\x00b'"),
         ("a\nb", r"'a\\nb'"),
         ("", "got ''"),
     ],
@@ -301,11 +272,9 @@ def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
 @pytest.mark.parametrize(
     "damage",
     [
-        remove("adapter_config.json"),
         remove(ADAPTER),
         lambda folder: (folder / ADAPTER).rename(folder / "adapter_model.bin"),
         cut(ADAPTER),
-        each(lambda value: value[:1].clone()),
         each(lambda value: value * float("nan")),
         tensors(lambda held: held.popitem(), ADAPTER),
         tensors(lambda held: held.update(strange=torch.ones(2)), ADAPTER),
@@ -313,8 +282,6 @@ def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
         write("adapter_config.json", DEEP),
         adapter_says(peft_type="NOPE"),
         adapter_says(r=10**9),
-        adapter_says(lora_alpha="x"),
-        adapter_says(target_modules="(("),
         adapter_says(megatron_config={"layers": 1}, megatron_core="transformers.models"),
     ],
 )
@@ -346,47 +313,3 @@ def test_the_default_dtype_depends_on_the_cpu(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has, raising=False)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", newest)
     assert FrozenBase.load(SHIPPED, device="cpu").dtype == wanted
-
-
-@pytest.mark.parametrize("bits", ["8bit", "4bit"])
-def test_quantisation_without_cuda_is_refused_before_loading(bits, monkeypatch):
-    monkeypatch.setattr(loading, "located", lambda _: pytest.fail("it was looked for"))
-    message = refused("package:absent_one", quantization=bits)
-    assert f"quantization={bits} needs CUDA and bitsandbytes, and cpu is the device" in message
-    monkeypatch.setattr(loading, "find_spec", lambda _: None)
-    with pytest.raises(InputError, match="needs CUDA and bitsandbytes"):
-        loading.quantisation(bits, torch.device("cuda"), torch.bfloat16)
-
-
-def test_bitsandbytes_computes_in_the_dtype_of_the_base(monkeypatch):
-    monkeypatch.setattr(loading, "find_spec", lambda name: ModuleSpec(name, None))
-    monkeypatch.setattr(BitsAndBytesConfig, "post_init", lambda _: None)
-    four, eight = (
-        loading.quantisation(bits, torch.device("cuda"), torch.bfloat16)
-        for bits in ("4bit", "8bit")
-    )
-    assert four is not None
-    assert eight is not None
-    assert (four.load_in_4bit, four.bnb_4bit_quant_type) == (True, "nf4")
-    assert four.bnb_4bit_compute_dtype is torch.bfloat16
-    assert (eight.load_in_4bit, eight.load_in_8bit) == (False, True)
-    assert "quantization must be one of none, 8bit, 4bit" in refused(SHIPPED, quantization="2bit")
-
-
-def test_quantisation_is_passed_to_transformers_with_the_device(monkeypatch):
-    asked, wanted = {}, SimpleNamespace()
-    loaded = AutoModelForCausalLM.from_config(tiny.config())
-    monkeypatch.setattr(loaded, "to", lambda _: pytest.fail("a quantised base cannot be moved"))
-
-    def read(_: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
-        asked.update(settings)
-        return loaded, {"mismatched_keys": [], "missing_keys": [], "unexpected_keys": []}
-
-    monkeypatch.setattr(loading, "quantisation", lambda *_: wanted)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
-    model, _ = loading.load_model(
-        str(SHIPPED), revision="main", dtype="float32", device="cpu", attention="sdpa"
-    )
-    assert model is loaded
-    assert asked["quantization_config"] is wanted
-    assert asked["device_map"] == {"": torch.device("cpu")}

@@ -6,13 +6,15 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from specheads.base.forward import FINAL_NORMS
 from specheads.base.model import FrozenBase
-from specheads.base.projection import VocabularyProjection, projection_of
+from specheads.base.projection import projection_of
 from specheads.core.tree import chain
+from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
+from specheads.decoding.request import Request
 from tests import tiny
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -136,22 +138,6 @@ def test_chunked_prefill_equals_prefill_in_one_forward(architecture, chunk):
     assert seen_next.argmax(-1).tolist() == [said[1] for said in tiny.continuations(architecture)]
 
 
-def test_prefill_projects_only_the_last_token_of_each_row(monkeypatch):
-    base, shapes = tiny.base(), []
-    project = VocabularyProjection.__call__
-    monkeypatch.setattr(
-        VocabularyProjection,
-        "__call__",
-        lambda self, hidden: (shapes.append(hidden.shape), project(self, hidden))[1],
-    )
-    heard = []
-    handle = base.model.lm_head.register_forward_hook(lambda *call: heard.append(call))
-    base.prefill(torch.ones(2, 9, dtype=torch.long), base.cache(2, 9), [9, 4], chunk=4)
-    handle.remove()
-    assert shapes == [(2, base.width)]
-    assert heard == []
-
-
 def test_a_longrope_base_is_exact_up_to_its_original_context_and_refused_beyond():
     config = transformers.Phi3Config(
         vocab_size=61,
@@ -184,39 +170,21 @@ def test_a_longrope_base_is_exact_up_to_its_original_context_and_refused_beyond(
         generate(base, None, [prompt], max_new_tokens=25 - len(prompt))
 
 
-def strides(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    return {name: value.stride() for name, value in model.named_parameters()}
-
-
-def test_a_released_model_is_as_it_was():
+def test_a_base_is_frozen_and_keeps_its_values():
     model = AutoModelForCausalLM.from_config(tiny.config()).train()
-    model.lm_head.eval()
-    model.lm_head.weight.requires_grad_(False)
-    model.lm_head.weight.data = model.lm_head.weight.data.t().contiguous().t()
-    before, values = strides(model), copy.deepcopy(model.state_dict())
-    with FrozenBase(model) as base:
-        assert not any(module.training for module in model.modules())
-        assert not any(value.requires_grad for value in model.parameters())
-        assert strides(model) != before
-        generate(base, tiny.oracle(3), tiny.prompts(), max_new_tokens=8)
-    base.release()
-    assert strides(model) == before
+    values = copy.deepcopy(model.state_dict())
+    base = FrozenBase(model)
+    assert not any(module.training for module in model.modules())
+    assert not any(value.requires_grad for value in model.parameters())
+    generate(base, tiny.oracle(3), tiny.prompts(), max_new_tokens=8)
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
-    assert [module for module in model.modules() if not module.training] == [model.lm_head]
-    idle = [name for name, value in model.named_parameters() if not value.requires_grad]
-    assert idle == ["lm_head.weight"]
 
 
-def test_a_refused_model_is_restored():
+def test_a_model_whose_attention_counts_slots_is_refused():
     """ALiBi depends on the slot of the key, and siblings have different slots."""
     config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
-    model = AutoModelForCausalLM.from_config(config).train()
-    before = strides(model)
     with pytest.raises(ValueError, match="choose another base"):
-        FrozenBase(model)
-    assert model.training
-    assert all(value.requires_grad for value in model.parameters())
-    assert strides(model) == before
+        FrozenBase(AutoModelForCausalLM.from_config(config))
 
 
 @pytest.mark.parametrize("found", ["none", "pytorch_model.bin", "damaged"])
@@ -257,3 +225,23 @@ def test_a_projection_scales_and_caps_like_its_base(config, scale, cap):
     torch.testing.assert_close(projection.rows(some)(hidden), wanted[:, some])
     assert projection.rows(some).tokens is some
     assert projection.rows(None) is projection
+
+
+def test_a_model_in_training_mode_is_refused_at_the_next_use():
+    base, prompts = FrozenBase(copy.deepcopy(tiny.base().model)), tiny.prompts()
+    engine = Engine(base)
+    stream = engine.submit(Request(prompt=prompts[0], max_new_tokens=4))
+    base.model.train()
+    for use in (
+        lambda: base.read(torch.tensor([[1, 2]])),
+        lambda: base.verify(chain(torch.tensor([[1, 2]])), base.cache(1, 4)),
+        lambda: generate(base, None, prompts, max_new_tokens=2),
+        engine.run,
+    ):
+        with pytest.raises(ValueError, match=r"training mode; call model\.eval\(\)"):
+            use()
+    assert stream.finish_reason == "failed"
+    base.model.eval()
+    assert generate(base, None, prompts, max_new_tokens=4).tokens == [
+        text[:4] for text in tiny.continuations()
+    ]

@@ -4,17 +4,13 @@ import random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from specheads.base.cache import KVCache, RowCache
 from specheads.base.model import FrozenBase
-from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
+from specheads.base.paged import BlockPool, PagedKVCache
 from specheads.core.tree import TokenTree
-from specheads.decoding.generate import generate
 from tests import tiny
-from tests.decoding.test_exact import RandomTrees
 
 
 def pool(num_blocks: int = 64, block_size: int = 4, *, layers: int = 3) -> BlockPool:
@@ -61,20 +57,6 @@ def test_paged_rows_equal_contiguous_rows_bit_for_bit(architecture, attention):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(paged, rows, strict=True))
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_random_trees_over_blocks_equal_the_plain_base(architecture, monkeypatch):
-    base, policy, blocks = tiny.base(architecture), RandomTrees(), pool(90)
-    monkeypatch.setattr(base, "cache", lambda batch, _: PagedKVCache(blocks, batch))
-    out = generate(
-        base,
-        tiny.oracle(policy.depth, architecture),
-        tiny.prompts(),
-        max_new_tokens=tiny.NEW_TOKENS,
-        tree=policy,
-    )
-    assert out.tokens == tiny.continuations(architecture)
-
-
 def test_rows_own_only_the_blocks_of_their_committed_tokens():
     blocks = pool(num_blocks=12)
     cache = PagedKVCache(blocks, 3)
@@ -93,114 +75,8 @@ def test_rows_own_only_the_blocks_of_their_committed_tokens():
     assert blocks.num_free == 12
 
 
-class Written:
-    """A paged cache whose content can be read token by token."""
-
-    def __init__(self, blocks: BlockPool, rows: int) -> None:
-        self.cache, self.texts = PagedKVCache(blocks, rows), [[] for _ in range(rows)]
-
-    def step(self, paths: list[list[int]], num_nodes: int, first: int) -> None:
-        """Write nodes `first`, `first + 1`, ... in every row, all different; commit paths."""
-        self.cache.reserve(num_nodes)
-        rows = len(self.texts)
-        new = first + torch.arange(rows * num_nodes).view(rows, num_nodes)
-        states = new[:, None, :, None].double()
-        for layer in range(len(self.cache.layers)):
-            self.cache.update(states, -states, layer)
-        self.cache.commit(paths)
-        for row, path in enumerate(paths):
-            self.texts[row] = self.texts[row] + [int(new[row, node]) for node in path]
-
-    def keep(self, rows: list[int]) -> None:
-        self.cache.keep_rows(rows)
-        self.texts = [self.texts[row] for row in rows]
-
-    def check(self) -> None:
-        """Check that each row has its text, and that each block is free or has one owner."""
-        for keys, values in filter(None, self.cache.pool.held):
-            assert torch.equal(values, -keys)
-            for blocks, text in zip(self.cache.blocks, self.texts, strict=True):
-                assert keys[0, blocks].flatten()[: len(text)].tolist() == text
-        owned = [block for row in self.cache.blocks for block in row]
-        assert (
-            len(set(owned)) == len(owned) == self.cache.pool.num_blocks - self.cache.pool.num_free
-        )
-
-
-def test_a_full_pool_raises_before_anything_changes():
-    blocks = pool(num_blocks=5)
-    rows = Written(blocks, 2)
-    rows.step([[0, 1, 2], [0, 1, 2, 3]], 6, first=0)
-    held = [list(row) for row in rows.cache.blocks]
-    with pytest.raises(PoolFullError, match="must have 8 free blocks, has 3 of 5"):
-        rows.cache.reserve(14)
-    assert rows.cache.blocks == held
-    assert blocks.num_free == 3
-    # a removed row makes room for the other
-    rows.keep([1])
-    rows.step([[0, 13]], 14, first=50)
-    rows.check()
-
-
-@pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_joined_rows_decode_as_if_alone(kind):
-    base, blocks = tiny.base(), pool()
-
-    def cache() -> RowCache:
-        return base.cache(1, 40) if kind == "contiguous" else PagedKVCache(blocks, 1)
-
-    def read(prompt: list[int], into: RowCache) -> Tensor:
-        return base.prefill(torch.tensor([prompt]), into, [len(prompt)])[0]
-
-    first, second, _ = tiny.prompts()
-    together, late = cache(), cache()
-    read(first, together)
-    read(second, late)
-    together.join(late)
-    assert together.row_lengths == [len(first), len(second)]
-    assert late.row_lengths == []
-    tree = random_tree(random.Random(4), rows=2, num_nodes=5)
-    logits = base.verify(tree, together).logits
-    for row, prompt in enumerate((first, second)):
-        alone = cache()
-        read(prompt, alone)
-        one = TokenTree(tree.tokens[row : row + 1], tree.parents[row : row + 1])
-        torch.testing.assert_close(base.verify(one, alone).logits[0], logits[row])
-
-
 def test_rows_over_different_pools_or_of_different_capacity_cannot_join():
     with pytest.raises(ValueError, match="must use its pool"):
         PagedKVCache(pool(), 1).join(PagedKVCache(pool(), 1))
     with pytest.raises(ValueError, match="contiguous rows of 8 slots, got 9"):
         KVCache(1, 1, 8).join(KVCache(1, 1, 9))
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(0, 2**32))
-def test_every_block_is_free_after_random_requests(seed: int):
-    generator = random.Random(seed)
-    blocks = pool(40, generator.choice([1, 3, 4, 8]), layers=1)
-    rows, waiting, number = Written(blocks, 0), 20, 0
-    while waiting or rows.texts:
-        prompt = generator.randrange(1, 14)
-        while waiting and len(rows.texts) < 8 and blocks.blocks_for(prompt + 1) <= blocks.num_free:
-            waiting -= 1
-            new = Written(blocks, 1)
-            new.step([list(range(prompt))], prompt, first=number)
-            rows.cache.join(new.cache)
-            rows.texts += new.texts
-            number += prompt
-        rows.keep([row for row in range(len(rows.texts)) if generator.random() > 0.4])
-        num_nodes = generator.randrange(1, 6)
-        paths = [
-            sorted(generator.sample(range(num_nodes), generator.randrange(num_nodes + 1)))
-            for _ in rows.texts
-        ]
-        try:
-            if rows.texts:
-                rows.step(paths, num_nodes, first=number)
-        except PoolFullError:
-            rows.keep(list(range(len(rows.texts) // 2)))
-        number += 5 * len(rows.texts)
-        rows.check()
-    assert blocks.num_free == 40

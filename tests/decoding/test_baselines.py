@@ -17,22 +17,17 @@ from specheads.core.features import Committed
 from specheads.core.tree import TokenTree, chain
 from specheads.decoding.draft_model import DraftModel, Streaming, WindowCache
 from specheads.decoding.generate import generate
-from specheads.decoding.prompt_lookup import LookupIndex, PromptLookup, continuation
+from specheads.decoding.prompt_lookup import MAX_NGRAM, LookupText, PromptLookup
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup, join_copied
+from specheads.decoding.trees.hybrid import HybridTree, join_copied
 from tests import tiny
 
 TREE = policies.Static([(0,), (1,), (0, 0), (1, 0)])
 ARMS = (
-    "lookup", "lookup by default", "draft model, chain", "draft model, tree", "short window",
+    "lookup", "draft model, chain", "draft model, tree", "short window",
     "window, tree", "hybrid", "hybrid, trimmed",
 )  # fmt: skip
-
-
-def lookup(depth: int = 6) -> PromptLookup:
-    # single tokens match often in random text, and mostly wrongly
-    return PromptLookup(tiny.VOCAB, depth)
 
 
 def stranger(base: FrozenBase) -> FrozenBase:
@@ -44,9 +39,8 @@ def arm(name: str, architecture: str) -> tuple[Drafter, policies.TreePolicy | No
     base = tiny.base(architecture)
     match name:
         case "lookup":
-            return lookup(), Lookup(6)
-        case "lookup by default":
-            return lookup(), None
+            # single tokens match often in random text, and mostly wrongly
+            return PromptLookup(6), None
         case "draft model, chain":
             return DraftModel(stranger(base), 3, base), None
         case "draft model, tree":
@@ -56,8 +50,8 @@ def arm(name: str, architecture: str) -> tuple[Drafter, policies.TreePolicy | No
         case "window, tree":
             return Streaming(base, 2, sinks=3, window=12, max_nodes=16), TREE
         case _:
-            both = Hybrid(tiny.oracle(2, architecture), lookup())
-            return both, HybridTree(TREE, 4, trim=name == "hybrid, trimmed")
+            tree = HybridTree(TREE, 4, trim=name == "hybrid, trimmed")
+            return tiny.oracle(2, architecture), tree
 
 
 EVERYWHERE = ("lookup", "draft model, tree", "window, tree", "hybrid, trimmed")
@@ -89,69 +83,43 @@ def test_samples_are_those_of_the_base_alone_with_every_drafter(architecture, na
 # --- prompt lookup -----------------------------------------------------------------------------
 
 
-TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
-
-
-def naive(text: list[int], copied: int, max_ngram: int) -> list[int]:
+def naive(text: list[int], copied: int) -> tuple[int, list[int]]:
     """Return the same by loops over n-grams and places."""
-    for length in range(min(max_ngram, len(text) - 1), 0, -1):
+    for length in range(min(MAX_NGRAM, len(text) - 1), 0, -1):
         suffix = text[-length:]
         ends = [end for end in range(length, len(text)) if text[end - length : end] == suffix]
         if ends:
             best = max(ends, key=lambda end: (min(len(text) - end, copied), end))
-            return text[best : best + copied]
-    return []
+            return length, text[best : best + copied]
+    return 0, []
 
 
-@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=14), min_size=1, max_size=4))
-def test_lookup_of_ragged_rows_equals_a_search_by_loops(rows: list[list[int]]):
-    width = max(map(len, rows))
-    # tokens after a row's end are never read
-    text = torch.tensor([row + [1] * (width - len(row)) for row in rows])
-    lengths = torch.tensor([len(row) - 1 for row in rows])
-    found = continuation(text, lengths, 4, 3)
-    for row, copied in zip(rows, found.tolist(), strict=True):
-        drafted = [token for token in copied if token >= 0]
-        assert drafted == naive(row, 4, 3)
-        assert copied == drafted + [-1] * (4 - len(drafted))
-        # a draft is empty if the last token occurs nowhere else, and a substring otherwise
-        assert bool(drafted) == (row[-1] in row[:-1])
-        assert any(row[place : place + len(drafted)] == drafted for place in range(len(row)))
-
-
-def test_where_no_row_has_a_match_the_tree_is_the_root_alone():
-    features = tiny.base().read(torch.tensor([[9, 4, 6], [1, 2, 3]]))
-    following, count = torch.tensor([[4, 6, 8], [2, 3, 7]]), torch.tensor([3, 3])
-    tree = Lookup(4).grow(lookup(4), Committed(features, following, count), lookup(4).memory(2, 8))
-    assert tree.tokens.tolist() == [[8], [7]]
-
-
-@given(text=TEXT, told=st.integers(0, 40), copied=st.integers(1, 8), most=st.integers(1, 4))
-def test_the_index_on_the_host_finds_what_prompt_lookup_copies(
-    text: list[int], told: int, copied: int, most: int
-):
-    def on_device(longest: int) -> list[int]:
-        last = torch.tensor([len(text) - 1])
-        found = continuation(torch.tensor([text]), last, copied, longest)[0]
-        return [one for one in found.tolist() if one >= 0]
-
-    index = LookupIndex(text[:told], max_ngram=most)
-    index.extend(text[told:])
-    matched, following = index.find(copied)
-    assert following == on_device(most)
-    assert bool(matched) == bool(following)
-    # exactly as many tokens come before
-    if matched:
-        assert following == on_device(matched)
+@given(
+    text=st.lists(st.integers(0, 3), max_size=40), told=st.integers(0, 40), copied=st.integers(1, 8)
+)
+def test_prompt_lookup_equals_a_search_by_loops(text: list[int], told: int, copied: int):
+    found = LookupText(text[:told])
+    assert found.find(copied) == naive(text[:told], copied)
+    found.extend(text[told:])
+    assert found.find(copied) == naive(text, copied)
 
 
 def test_the_most_recent_full_continuation_is_copied_else_the_longest():
     # 7 8 occurs at 0, 4 and 8, and for the fourth time at the end
-    found = LookupIndex([7, 8, 1, 2, 7, 8, 3, 4, 7, 8, 5, 7, 8])
+    found = LookupText([7, 8, 1, 2, 7, 8, 3, 4, 7, 8, 5, 7, 8])
     assert found.find(3) == (2, [5, 7, 8])
     assert found.find(4) == (2, [3, 4, 7, 8])
     assert found.find(20) == (2, [1, 2, 7, 8, 3, 4, 7, 8, 5, 7, 8])
-    assert LookupIndex([]).find(3) == LookupIndex([1, 2, 3]).find(3) == (0, [])
+
+
+def test_a_step_of_prompt_lookup_drafts_the_longest_match_alone():
+    out = generate(tiny.base(), PromptLookup(4), [[1, 2, 3, 1]], max_new_tokens=30)
+    text, sizes = [1, 2, 3, 1, out.tokens[0][0]], []
+    for step in out.steps[0]:
+        sizes.append(len(LookupText(text).find(4)[1]))
+        assert len(step.drafted) == 1 + sizes[-1]
+        text += step.tokens
+    assert min(sizes) == 0 < max(sizes)
 
 
 # --- draft models ------------------------------------------------------------------------------
@@ -266,10 +234,10 @@ def test_the_window_keeps_sinks_and_the_last_tokens_and_never_grows():
 
 
 def test_a_window_shorter_than_the_copied_text_reads_all_of_it():
-    both = Hybrid(Streaming(tiny.base(), 2, sinks=2, window=4), lookup(12))
+    window = Streaming(tiny.base(), 2, sinks=2, window=4)
     prompts = [[7, 3, 11, 5, 2, 9, 7, 3, 11] * 3, [4, 8] * 5]
     how: dict[str, Any] = {"max_new_tokens": 60}
-    out = generate(tiny.base(), both, prompts, tree=HybridTree(policies.chain(2), 10), **how)
+    out = generate(tiny.base(), window, prompts, tree=HybridTree(policies.chain(2), 10), **how)
     assert max(len(step.tokens) for row in out.steps for step in row) > 5
     assert out.tokens == generate(tiny.base(), None, prompts, **how).tokens
 
@@ -357,6 +325,6 @@ def test_a_hybrid_accepts_tokens_of_both_parts():
     oracle = tiny.Oracle([rich + said], 2, tiny.VOCAB)
     alone = generate(base, oracle, [rich], **how)
     tree = HybridTree(policies.chain(2), 6)
-    hybrid = generate(base, Hybrid(oracle, lookup(8)), [rich], tree=tree, **how)
+    hybrid = generate(base, oracle, [rich], tree=tree, **how)
     assert hybrid.tokens == alone.tokens == [said]
     assert hybrid.forwards[0] <= alone.forwards[0]

@@ -1,7 +1,5 @@
 """Drafts that see the base's noise are accepted more often, and the text stays the same."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +7,6 @@ from torch import Tensor
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed, Features
 from specheads.core.tree import TokenTree
-from specheads.decoding import accept, noise
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 from specheads.decoding.trees import policies
@@ -50,12 +47,14 @@ class Bigrams(Markov):
         super().__init__(table + blur * error, depth)
 
 
-def many(count: int, vocab: int, chosen: Sampling = DRAWN, **how: bool) -> SamplingState:
+def many(
+    count: int, vocab: int, chosen: Sampling = DRAWN, *, coupled: bool = True
+) -> SamplingState:
     """Return rows of one text and a seed each."""
     each = [chosen.of_prompt(place) for place in range(count)]
     places = torch.full((count,), 4)
     text = torch.zeros(count, 8, dtype=torch.long)
-    return SamplingState(each, places, text, vocab, dtype=torch.float64, **how)
+    return SamplingState(each, places, text, vocab, dtype=torch.float64, coupled=coupled)
 
 
 def grown(policy: policies.TreePolicy, drafter: Drafter, rows: SamplingState) -> TokenTree:
@@ -113,28 +112,6 @@ def test_a_coupled_guess_is_right_at_the_computed_rate(seed, spread, vocab):
     assert least - 1e-12 <= wanted <= most + 1e-12
     # the best guess of a perfect drafter is still one token
     assert agreement(base, base) == pytest.approx(1.0)
-
-
-def test_noise_of_a_wrong_position_helps_no_more_than_a_draw_of_its_own():
-    base, draft = planted(2, 1.5, 61)
-    rows = many(8_000, 61)
-    late = replace(rows, lengths=rows.lengths + 1)
-    tree = grown(policies.chain(1), Laws(draft), late)
-    share = (chosen(rows, tree, base)[:, 0] == tree.tokens[:, 1]).double().mean()
-    independent = float((base.exp() * draft.exp()).sum())
-    assert abs(share - independent) < 4.5 * (independent * (1 - independent) / 8_000) ** 0.5
-    assert agreement(base, draft) > independent + 0.2
-
-
-def test_a_drafter_with_few_tokens_gets_their_noise():
-    base = planted(4, 0.0, 20)[0]
-    rows = many(5_000, 20)
-    part = Laws(base[6:14], first=6)
-    tree = grown(policies.chain(1), part, rows)
-    said = chosen(rows, tree, base)[:, 0]
-    inside = (said >= 6) & (said < 14)
-    assert inside.any()
-    assert torch.equal(tree.tokens[inside, 1], said[inside])
 
 
 @pytest.mark.parametrize(
@@ -215,74 +192,3 @@ def test_noise_of_a_wrong_position_changes_no_text_and_does_not_help(monkeypatch
     with_noise, without, wrong = (sum(one.forwards) for one in found)
     assert with_noise < 0.95 * without
     assert wrong > 1.05 * with_noise
-
-
-def noise_of(rows: SamplingState, levels: int) -> list[Tensor]:
-    return [rows.level_noise(level)[:, 0] for level in range(levels)]
-
-
-def expected(rows: SamplingState, levels: int) -> list[Tensor]:
-    """Return the noise as it follows from seeds and positions, without anything kept."""
-    seeds = torch.tensor([one.seed for one in rows.sampling])
-    drawing = torch.tensor([one.temperature > 0 for one in rows.sampling])[:, None]
-    return [
-        noise.gumbel(noise.bits(seeds, places, noise.TOKEN), rows.vocab_size) * drawing
-        for places in (rows.lengths + 1 + level for level in range(levels))
-    ]
-
-
-def assert_right(rows: SamplingState, levels: int) -> None:
-    for found, wanted in zip(noise_of(rows, levels), expected(rows, levels), strict=True):
-        assert torch.equal(found, wanted)
-
-
-def test_noise_is_that_of_seed_and_position_while_rows_advance_leave_and_join():
-    generator = torch.Generator().manual_seed(0)
-    one, other = many(4, 13), many(3, 13, Sampling(temperature=0.5, seed=9))
-    one.sampling[2] = GREEDY
-    one = replace(one, depth=3)
-    other = replace(other, depth=3, lengths=other.lengths + 3)
-    for turn in range(6):
-        for rows in (one, other):
-            assert_right(rows, 4)
-            steps = torch.randint(1, 5, rows.lengths.shape, generator=generator)
-            rows.advance(torch.zeros(len(steps), 4).long(), rows.lengths + steps)
-        if turn == 2:
-            one, other = one.keep([3, 0, 2]), other.keep([2, 1])
-        if turn == 4:
-            one, other = one.join(other), other.keep([0])
-    assert_right(one, 6)
-
-
-def test_noise_is_made_once_for_draft_and_verification(monkeypatch):
-    made: list[int] = []
-    right = noise.gumbel
-
-    def counting(keys: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-        made.append(keys.numel())
-        return right(keys, size, dtype)
-
-    monkeypatch.setattr(noise, "gumbel", counting)
-    out = generate(
-        tiny.base(), Bigrams("llama", 3, 0.5), [[1, 2, 3]], max_new_tokens=20, sampling=DRAWN
-    )
-    # the prompt's token, and in each step a token after the root and after each of three levels
-    assert made == [1] + [4] * out.forwards[0]
-    made.clear()
-    generate(tiny.base(), Bigrams("llama", 3, 0.5), [[1, 2, 3]], max_new_tokens=6)
-    assert made == []
-
-
-def test_the_rule_reads_noise_at_the_depth_of_each_node_without_a_known_tree_depth():
-    base = planted(3, 0.0, 11)[0]
-    rows = many(30, 11)
-    #  0 - 1 - 3    two children of the root, and one below the first
-    #    `- 2
-    parents = torch.tensor([-1, 0, 0, 1]).expand(30, -1)
-    tree = TokenTree(torch.tensor([0, 1, 2, 3]).expand(30, -1), parents)
-    logits = base.expand(30, 4, -1)
-    found = accept.match_rule(tree, logits, tree.ancestors(), rows)
-    drawn = [(base + one).argmax(-1) for one in expected(rows, 3)]
-    said = rows.choose(tree, logits, tree.ancestors())
-    assert torch.equal(said, torch.stack([drawn[0], drawn[1], drawn[1], drawn[2]], dim=1))
-    assert found.count.max() > 1

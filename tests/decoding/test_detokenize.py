@@ -7,7 +7,6 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from specheads.decoding.detokenize import TextStream, token_text
-from tests import tiny
 
 PIECES = [
     *(letter.encode() for letter in "abcdefghijklmnopqrstuvwxyz ABCDEF0123"),
@@ -96,12 +95,6 @@ def test_a_stop_string_cut_by_token_boundaries_ends_the_text_before_it():
 def test_of_two_stop_strings_the_one_completed_first_counts():
     assert written(ids(b"a", b"b", b"c"), ("abcd", "bc")).written == "a"
     assert written(ids(b"ab", b"c d"), ("b", "ab")).written == ""
-
-
-def test_an_end_of_text_token_has_no_text():
-    text = written([*ids(b"a"), END])
-    assert (text.written, text.settled()) == ("a", (2, 1))
-    assert len(tokenizer()) == tiny.VOCAB
 
 
 def test_each_token_has_a_text_of_its_own_or_a_name():

@@ -57,10 +57,6 @@ def test_the_limit_is_kept_to_the_token(new_tokens):
     assert out.forwards == [max(new_tokens - 1, 0)] * 3
 
 
-def test_no_prompts_give_no_answers():
-    assert alone([], max_new_tokens=5) == Decoding([], [], [])
-
-
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_row_ends_with_its_first_end_of_text_and_others_go_on(depth, monkeypatch):
     said = tiny.continuations()

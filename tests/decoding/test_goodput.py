@@ -1,4 +1,4 @@
-"""The depth with the most tokens per second: SmartSpec's and MagicDec's figures, and an engine."""
+"""Goodput chooses the levels to draft and the tokens to copy; the text stays the base's own."""
 
 import functools
 import math
@@ -23,24 +23,21 @@ from specheads.decoding.goodput import (
     MovingRates,
     RequestRates,
     best_draft,
+    drafted_levels,
     step_tokens,
 )
-from specheads.decoding.prompt_lookup import PromptLookup
+from specheads.decoding.loop import DecodingStep, StepTimes
+from specheads.decoding.prompt_lookup import LookupText, PromptLookup, common_prefix_length
 from specheads.decoding.request import Request, Stream
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
+from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.heads.load import build_for, kinds
 from tests import tiny
 from tests.oracle import Oracle
+from tests.tuned import MATCH, tuned
 
-
-def chains(depth: int, copied: Sequence[int] = (0,)) -> list[Draft]:
-    """Return chains of every depth from zero on, with each number of copied tokens."""
-    return [Draft(one, one + 1, size) for size in copied for one in range(depth + 1)]
-
-
-CHAIN = chains(8)
+CHAINS = [Draft(depth) for depth in range(12)]
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Standing:
     room: int = 1000
 
 
-def linear(fixed: float, token: float, context: float, share: float = 0.1) -> StepCost:
+def linear(fixed: float, token: float, context: float = 0.0, share: float = 0.1) -> StepCost:
     """Return a base's cost, and of one level of drafting that share of it."""
     drafted = ForwardCost(fixed=share * fixed, token=share * token, context=share * context)
     return StepCost(verify=ForwardCost(fixed=fixed, token=token, context=context), draft=drafted)
@@ -61,15 +58,21 @@ def goodput(cost: StepCost, group: list[Any], depth: int) -> float:
     """Return the tokens of all rows over the seconds of their step, computed independently."""
     context = sum(row.length for row, _ in group) / len(group)
     tokens = sum(
-        1 + sum(math.prod(known.own[0].rates[:k]) for k in range(1, depth + 1))
-        for _, known in group
+        1 + sum(math.prod(known.own.rates[:k]) for k in range(1, depth + 1)) for _, known in group
     )
     return tokens / cost.seconds(len(group), context, depth + 1, depth)
 
 
-def rows(batch: int, rate: float, context: int = 1000, depth: int = 8) -> list[Any]:
-    return [(Standing(context), RequestRates([MovingRates([rate] * depth)])) for _ in range(batch)]
+def rows(batch: int, *rates: float, context: int = 1000, room: int = 1000) -> list[Any]:
+    return [
+        (Standing(context, room), RequestRates(MovingRates(rates), [*map(MovingRates, COPIED)]))
+        for _ in range(batch)
+    ]
 
+
+COPIED = [[0.5, 0.5, 0.5], [0.5, 1.0, 1.0]]
+"""After a match of one token each copied token is right with probability 0.5; after a match of two
+only the first may be wrong."""
 
 TOY = linear(12e-3, 6e-5, 2e-8)
 
@@ -79,85 +82,27 @@ TOY = linear(12e-3, 6e-5, 2e-8)
 )
 def test_depths_are_those_that_the_reference_computes_by_batch(rate, depths):
     batches = 1, 8, 32, 128, 256
-    assert [best_draft(TOY, CHAIN, rows(batch, rate)) for batch in batches] == depths
+    assert [best_draft(TOY, CHAINS[:9], rows(batch, *[rate] * 8)) for batch in batches] == depths
 
 
-@pytest.mark.parametrize(
-    ("rate", "share", "speed", "depth"),
-    [
-        (0.8, 0.05, 2.99, 8),
-        (0.8, 0.1, 2.39, 6),
-        (0.8, 0.2, 1.82, 4),
-        (0.8, 0.4, 1.32, 2),
-        (0.9, 0.05, 4.48, 11),
-        (0.9, 0.1, 3.35, 10),
-        (0.9, 0.2, 2.32, 7),
-        (0.9, 0.4, 1.55, 4),
-    ],
-)
-def test_best_speeds_are_those_of_magicdec(rate, share, speed, depth):
-    # a base's forward over one token takes 1, over a chain of any length 1.05, and a draft `share`
-    cost = StepCost(
-        verify=ForwardCost(fixed=1.05, token=0.0, context=0.0),
-        draft=ForwardCost(fixed=share, token=0.0, context=0.0),
-    )
-    chain, taken = chains(11), rows(1, rate, depth=11)
-    best = best_draft(cost, chain, taken)
-    assert round(goodput(cost, taken, best), 2) == speed
-    assert best == depth
-
-
-RATE = st.floats(0, 0.99)
 COSTS = st.builds(
     linear, st.floats(1e-4, 1e-1), st.floats(1e-6, 1e-3), st.floats(0, 1e-6), st.floats(0.01, 0.9)
 )
+RATES = st.lists(st.floats(0, 0.99), min_size=3, max_size=3)
 
 
-@given(cost=COSTS, batch=st.integers(1, 300), context=st.integers(1, 10_000))
-def test_drafts_that_are_never_right_are_not_made(cost, batch, context):
-    assert best_draft(cost, CHAIN, rows(batch, 0.0, context)) == 0
-
-
-@given(cost=COSTS, batch=st.integers(1, 300), rates=st.lists(RATE, min_size=3, max_size=3))
+@given(cost=COSTS, batch=st.integers(1, 300), rates=st.one_of(st.just([0.0] * 3), RATES))
 def test_no_other_depth_has_a_higher_goodput(cost, batch, rates):
-    group = [(Standing(100), RequestRates([MovingRates(rates)])) for _ in range(batch)]
-    found = goodput(cost, group, best_draft(cost, CHAIN[:4], group))
+    group = rows(batch, *rates, context=100)
+    best = best_draft(cost, CHAINS[:4], group)
+    found = goodput(cost, group, best)
     assert found == pytest.approx(max(goodput(cost, group, one) for one in range(4)))
+    assert best == 0 or rates[0] > 0
 
 
 def test_a_request_that_takes_one_more_token_is_not_drafted_for():
-    known = RequestRates([MovingRates([0.9] * 8)])
-    assert best_draft(TOY, CHAIN, [(Standing(10, room=1), known)]) == 0
-    assert best_draft(TOY, CHAIN, [(Standing(10, room=4), known)]) == 3
-
-
-WIDE = Draft(2, 6, tree=1)
-"""A tree of six nodes in addition to chains."""
-
-
-def known(rate: float, wide: float, depth: int = 2) -> RequestRates:
-    return RequestRates([MovingRates([rate] * depth), MovingRates([wide] * depth)])
-
-
-def test_a_wide_tree_is_drafted_for_few_and_a_chain_for_many():
-    #  one row   chain of 2  1.96 / (1.3 + 0.22)  = 1.29    wide  2.44 / (1.6 + 0.25)  = 1.32
-    #  of eight  a chain of 1  12.8 / (2.6 + 0.18) = 4.60    none  8 / 1.8 = 4.44    wide  3.05
-    drafts, cost = [*chains(2), WIDE], linear(1.0, 0.1, 0.0)
-    group = [(Standing(10), known(0.6, 0.8))]
-    assert drafts[best_draft(cost, drafts, group)] == WIDE
-    assert drafts[best_draft(cost, drafts, 8 * group)] == Draft(1, 2)
-
-
-def test_only_the_rates_of_the_drafted_tree_are_updated():
-    one = known(0.4, 0.8)
-    one.last = WIDE
-    one.note(0, refused=True)
-    assert [each.rates for each in one.own] == [[0.4, 0.4], pytest.approx([0.76, 0.8])]
-    assert step_tokens([WIDE], [(Standing(100), one)]) == [pytest.approx(1 + 0.76 + 0.76 * 0.8)]
-    one.last = Draft(2, 3)
-    one.note(1, refused=True)
-    assert one.own[0].rates == pytest.approx([0.43, 0.38])
-    assert one.own[1].rates == pytest.approx([0.76 + 0.01 * 0.04, 0.8])
+    assert best_draft(TOY, CHAINS[:9], rows(1, *[0.9] * 8, room=1)) == 0
+    assert best_draft(TOY, CHAINS[:9], rows(1, *[0.9] * 8, room=4)) == 3
 
 
 def test_averages_follow_acceptance_and_return_to_the_seed_without_observations():
@@ -170,6 +115,78 @@ def test_averages_follow_acceptance_and_return_to_the_seed_without_observations(
     for _ in range(400):
         known.note(0, refused=False)
     assert known.rates == pytest.approx([0.5, 0.5, 0.5], abs=0.02)
+
+
+# --- copied text ---------------------------------------------------------------------------------
+
+FREE, DEAR = linear(1.0, 0.05), linear(1.0, 0.4)
+"""A level takes a tenth of the base's forward, 1 + 0.05 a node or 1 + 0.4 a node."""
+
+
+@pytest.mark.parametrize(
+    ("cost", "batch", "rate", "matched", "best"),
+    [
+        #               rate 0.5                                rate 0.9
+        #  none         1 / 1.05                      = 0.95    the same
+        #  depth 1      1.5 / (1.1 + 0.105)           = 1.24    1.9 / 1.205                  = 1.58
+        #  copies       (1 + 1.5) / (1.05 + 0.15)     = 2.08    the same
+        #  1 + copies   (1.5 + 1.5 - 0.25) / 1.355    = 2.03    (1.9 + 1.5 - 0.45) / 1.355   = 2.18
+        (FREE, 1, 0.5, 2, Draft(0, 3)),
+        (FREE, 1, 0.9, 2, Draft(1, 3)),
+        (FREE, 1, 0.9, 0, Draft(1)),
+        #          after one token                  after two
+        #  1       1.5 / (1.2 + 0.2)       = 1.07   the same
+        #  3       1.875 / (1.2 + 3 0.2)   = 1.04   2.5 / 1.8 = 1.39
+        (linear(1.0, 0.2), 1, 0.0, 1, Draft(0, 1)),
+        (linear(1.0, 0.2), 1, 0.0, 2, Draft(0, 3)),
+        #  alone   2.5 / (1.4 + 1.2)     = 0.96   none   1 / 1.4  = 0.71
+        #  of 16   40 / (7.4 + 19.2)     = 1.50   none   16 / 7.4 = 2.16
+        (DEAR, 1, 0.0, 2, Draft(0, 3)),
+        (DEAR, 16, 0.0, 2, Draft(0)),
+    ],
+)
+def test_as_much_is_copied_and_drafted_as_pays(cost, batch, rate, matched, best):
+    group = rows(batch, rate)
+    for _, known in group:
+        known.match = known.copied[matched - 1] if matched else None
+    drafts = [Draft(depth, size) for size in (0, 1, 3) for depth in (0, 1)]
+    assert drafts[best_draft(cost, drafts, group)] == best
+
+
+def test_tokens_of_both_are_those_of_either_and_as_many_as_there_is_room_for():
+    known = RequestRates(MovingRates([0.5, 0.5]), [MovingRates([0.4, 0.5, 0.5])])
+
+    def tokens(depth: int, copied: int, room: int) -> float:
+        return step_tokens([Draft(depth, copied)], [(Standing(100, room), known)])[0]
+
+    assert tokens(2, 3, 9) == tokens(2, 0, 9)
+    known.match = known.copied[0]
+    own, copied = [0.5, 0.25, 0.0], [0.4, 0.2, 0.1]
+    either = [1 - (1 - a) * (1 - b) for a, b in zip(own, copied, strict=True)]
+    assert tokens(2, 3, 9) == pytest.approx(1 + sum(either))
+    assert tokens(2, 3, 2) == pytest.approx(1 + either[0])
+    assert tokens(1, 3, 9) == pytest.approx(1 + either[0] + 0.2 + 0.1)
+    assert tokens(0, 3, 9) == pytest.approx(1.7)
+    assert tokens(2, 0, 9) == pytest.approx(1.75)
+    assert tokens(2, 3, 1) == tokens(2, 3, 0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("path", "copied", "own"),
+    [
+        # 0 - 1 - 2, of which 1 is copied too, and 3, 4 below it
+        ([0, 1, 3, 4], [1, 3], 1),
+        ([0, 1, 2], [1, 3], 2),
+        ([0], [1, 3], 0),
+        # the head's own nodes are not copied; one node of an untrimmed tree is not copied either
+        ([0, 3], [0, -1], 0),
+        ([0, 1], [], 1),
+    ],
+)
+def test_a_step_gives_the_accepted_levels_of_the_heads_own_tree(path, copied, own):
+    parents = [-1, 0, 1, *copied]
+    nodes, never = list(range(len(parents))), StepTimes(0.0, 0.0, 0.0)
+    assert drafted_levels(DecodingStep(path, path, nodes, parents, never, len(copied))) == own
 
 
 # --- in an engine --------------------------------------------------------------------------------
@@ -187,6 +204,10 @@ class Switching(policies.TreePolicy):
         self.name, self.num_nodes = "switching", largest.num_nodes
         self.depth = max(tree.depth for tree in self.trees)
         self.num_guesses = max(tree.num_guesses for tree in self.trees)
+
+    @property
+    def own_depth(self) -> int:
+        return max(tree.own_depth for tree in self.trees)
 
     def of_step(self, requests: Sequence[Any]) -> policies.TreePolicy:
         del requests
@@ -219,9 +240,9 @@ DRAFTERS: dict[str, Callable[[], tuple[Drafter, list[policies.TreePolicy]]]] = {
     "hydra_heads, prefix": lambda: (head("hydra_heads", prefix=True), TREES),
     "draft model": lambda: (DraftModel(tiny.base(), 3, tiny.base()), TREES),
     "window": lambda: (Streaming(tiny.base(), 3, sinks=2, window=9, max_nodes=16), TREES),
-    "lookup": lambda: (PromptLookup(tiny.VOCAB, 4), [Lookup(4), policies.NOTHING]),
+    "lookup": lambda: (PromptLookup(4), [lookup_tree(4), policies.NOTHING]),
     "hybrid": lambda: (
-        Hybrid(head("eagle3"), PromptLookup(tiny.VOCAB, 4)),
+        head("eagle3"),
         [HybridTree(policies.chain(3), 3), policies.NOTHING, policies.NOTHING],
     ),
 }
@@ -253,34 +274,75 @@ def alone() -> list[list[int]]:
     ]
 
 
-def served(engine: Engine) -> list[Stream]:
-    """Let requests come while others are decoded."""
+def served(drafter: Drafter, tree: policies.TreePolicy) -> list[Stream]:
+    """Let requests come while others are decoded, and check their texts."""
+    engine = Engine(tiny.base(), drafter, tree=tree, max_batch=3, max_length=90)
     late, streams = requests(), []
     while late or engine.step():
         if late:
             streams.append(engine.submit(late.pop(0)))
         engine.step()
         engine.step()
+    assert [stream.tokens for stream in streams] == alone()
     return streams
-
-
-def serve(engine: Engine) -> list[list[int]]:
-    return [stream.tokens for stream in served(engine)]
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_text_is_the_bases_own_whatever_tree_each_step_takes(name):
     drafter, trees = DRAFTERS[name]()
     policy = Switching(trees)
-    assert serve(Engine(tiny.base(), drafter, tree=policy, max_batch=3, max_length=90)) == alone()
+    served(drafter, policy)
     assert set(policy.turns) == set(range(len(trees)))
+
+
+class Recorded(Goodput):
+    """Goodput that records its choices."""
+
+    def of_step(self, requests: Any) -> Any:
+        chosen = super().of_step(requests)
+        self.chosen = [*getattr(self, "chosen", []), chosen]
+        return chosen
+
+
+def test_text_is_the_bases_own_whatever_goodput_chooses():
+    # one alone copies and drafts, three together do less of it, and averages move
+    policy = Recorded(linear(1.0, 0.11, share=0.02), [0.4] * 3, [[0.5, 0.8, 0.8]] * 3)
+    served(head("eagle3"), policy)
+    ways = {(one.own_depth > 0, one.copied > 0) for one in policy.chosen}
+    assert len(ways) == 4, ways
+
+
+class Eager(HybridTree):
+    """Copied text alone, and a head that reads in every step."""
+
+    @property
+    def own_depth(self) -> int:
+        return 1
+
+    def grow(self, drafter: Any, committed: Any, memory: Any, rows: Any = None) -> Any:
+        drafter.read(committed, memory)
+        return super().grow(drafter, committed, memory, rows)
+
+
+@pytest.mark.parametrize(("kind", "unread"), [("eagle3", 2), ("hydra_heads", 32)])
+def test_drafts_after_copied_text_alone_are_those_of_a_head_that_read_all(kind: str, unread: int):
+    whole, chain = HybridTree(policies.chain(3), 3), policies.chain(3)
+
+    def drafted(copies: policies.TreePolicy) -> list[list[list[int]]]:
+        drafter = head(kind)
+        drafter.most_unread = unread
+        trees = [whole, copies, copies, policies.NOTHING, chain, copies, whole]
+        streams = served(drafter, Switching(trees))
+        return [[one.drafted for one in stream.steps] for stream in streams]
+
+    lazy = drafted(lookup_tree(3))
+    assert lazy == drafted(Eager(policies.NOTHING, 3))
+    assert any(len(one) > 1 for steps in lazy for one in steps)
 
 
 def test_an_engine_drafts_deep_for_few_and_not_at_all_for_many():
     # drafting pays for one row; of eight rows every drafted token costs more than it brings
-    cost = linear(1.0, 0.4, 0.0, share=0.2)
-    policy = Goodput(cost, [0.9] * 3)
-    assert best_draft(cost, chains(3), rows(1, 0.9, depth=3)) == 3
+    policy = Goodput(linear(1.0, 0.4, share=0.2), [0.9] * 3)
     engine = Engine(tiny.base(), tiny.oracle(3), tree=policy, max_batch=8, max_length=80)
     single = engine.submit(Request(prompt=tiny.prompts()[0], max_new_tokens=8))
     engine.run()
@@ -295,26 +357,59 @@ def test_an_engine_drafts_deep_for_few_and_not_at_all_for_many():
 
 
 def test_an_engine_gives_up_drafts_that_are_refused_and_tries_them_again():
-    policy = Goodput(linear(1.0, 0.0, 0.0, share=0.1), [0.3])
+    policy = Goodput(linear(1.0, 0.0), [0.3])
     wrong = Oracle([tiny.prompts()[0] + [0] * 110], 1, tiny.VOCAB, rate=0.0)
     engine = Engine(tiny.base(), wrong, tree=policy, max_length=128)
     stream = engine.submit(Request(prompt=tiny.prompts()[0], max_new_tokens=100))
     engine.run()
     drafted = [len(step.drafted) - 1 for step in stream.steps]
     assert drafted[0] == 1
-    first_rest = drafted.index(0)
-    assert 1 in drafted[first_rest:]
+    assert 1 in drafted[drafted.index(0) :]
 
 
-def test_an_engine_drafts_a_wide_tree_for_one_and_a_chain_for_many():
-    cost = linear(1.0, 0.1, 0.0, share=0.02)
-    wide = policies.BestFirst(8, 3, 3, 3)
-    policy = Goodput(cost, [0.4] * 3, others=[(wide, [0.9] * 3)])
-    assert (policy.num_nodes, policy.depth, policy.num_guesses) == (8, 3, wide.num_guesses)
-    engine = Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=5, max_length=90)
-    streams = served(engine)
-    assert [stream.tokens for stream in streams] == alone()
-    assert len(streams[0].steps[0].drafted) == 8
-    together = served(Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=5))
-    sizes = {len(step.drafted) for stream in together for step in stream.steps}
-    assert sizes >= {2, 8}
+def test_an_engine_copies_for_few_and_not_for_many():
+    policy = Goodput(linear(1.0, 0.4, share=5.0), [0.1], [[0.7] * 4] * 3)
+    prompt = [1, 2, 3, 4, 5, 6, 7] * 3
+    engine = Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=8, max_length=80)
+    single = engine.submit(Request(prompt=prompt, max_new_tokens=12, eos_ids=()))
+    engine.run()
+    assert any(one.num_copied for one in single.steps)
+    many = [engine.submit(Request(prompt=prompt, max_new_tokens=12, eos_ids=())) for _ in range(8)]
+    engine.run()
+    assert {one.num_copied for stream in many for one in stream.steps} == {0}
+    assert {tuple(stream.tokens) for stream in many} == {tuple(single.tokens)}
+
+
+@pytest.mark.parametrize(("token", "copies"), [(0.01, True), (5.0, False)])
+def test_goodput_learns_how_often_copied_text_is_right_whether_it_copies_or_not(
+    token: float, copies: bool
+):
+    prompt, rates = [1, 2, 3, 4, 5, 6, 7] * 3, [[0.5] * 4] * 3
+    policy = Goodput(linear(1.0, token), [0.4] * 2, rates)
+    engine = Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=1, max_length=80)
+    stream = engine.submit(Request(prompt=prompt, max_new_tokens=30, eos_ids=()))
+    engine.run()
+    assert any(step.num_copied for step in stream.steps) == copies
+    expected = [MovingRates(one) for one in rates]
+    text = stream.all_tokens[: len(prompt) + 1]
+    # the observations of the last step are not needed
+    for said in [step.tokens for step in stream.steps[:-1]]:
+        matched, copied = LookupText(text).find(policy.copied)
+        right = common_prefix_length(copied, said)
+        if matched:
+            expected[matched - 1].note(right, refused=right < min(len(copied), len(said)))
+        text = text + said
+    known = policy._rates[stream]
+    assert [one.rates for one in known.copied] == [one.rates for one in expected]
+    assert known.copied[2].rates != rates[2]
+
+
+def test_goodput_of_a_tuned_head_copies_where_that_was_measured():
+    found = tuned()
+    plain = Goodput.of(found)
+    assert (plain.depth, plain.copied) == (2, 0)
+    found.acceptance.matches[:] = [MATCH] * 3
+    policy = Goodput.of(found)
+    assert (policy.own_depth, policy.depth, policy.num_nodes) == (2, 12, 13)
+    assert policy.drafts == [Draft(depth, size) for size in (0, 2, 4, 7, 10) for depth in (0, 1, 2)]
+    assert [tree.depth for tree in policy.trees] == [sum(draft) for draft in policy.drafts]

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from specheads import config
 from specheads.config import Tree
 from specheads.config.compose import settings_of
 from specheads.config.parts import TREES
-from specheads.core.errors import InputError
 from specheads.decoding.trees.named import fixed_policy
 from specheads.decoding.trees.policies import Beam, Static, TreePolicy
 
@@ -98,12 +96,6 @@ def widths(policy: TreePolicy) -> list[int]:
     return [policy.width] * policy.depth
 
 
-def test_all_published_trees_are_listed():
-    own = {"beam", "best_first", "chain", "product", "sampled", "static", "tuned"}
-    files = {file.stem for file in config.data_dir("configs").joinpath("tree").glob("*.yaml")}
-    assert files - own == {*PUBLISHED}
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_tree_has_its_project_s_levels(name: str):
     policy = preset(name, 16)
@@ -119,9 +111,3 @@ def test_a_published_medusa_tree_is_its_project_s_list_of_choices(name: str):
     policy = preset(f"medusa_{name}", 5)
     assert isinstance(policy, Static)
     assert {*policy.paths} == {*map(tuple, choices)}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_tree_deeper_than_the_head_is_refused(name: str):
-    with pytest.raises(InputError, match="as deep as the head, 2 levels, got"):
-        preset(name, 2)

@@ -10,7 +10,7 @@ from torch import Tensor
 from specheads.core.drafter import Drafter, Features
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
-from specheads.decoding.trees.policies import NOTHING, Beam, BestFirst, Static, TreePolicy, chain
+from specheads.decoding.trees.policies import Beam, BestFirst, Static, TreePolicy, chain
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MEDUSA_TREES = ("medusa_tree_mc_sim_7b_63", "medusa_tree_vicuna_7b_stage2")
@@ -97,19 +97,6 @@ def test_a_static_tree_takes_guesses_by_their_ranks():
     assert (policy.num_nodes, policy.depth) == (6, 2)
 
 
-def test_every_row_of_a_static_tree_follows_its_own_paths():
-    drafter = Walker(vocab=4, depth=3, batch=2)
-    policy = Static([(0,), (1,), (0, 1), (1, 0), (1, 1), (1, 1, 0)])
-    tree = grow(policy, drafter, [7, 8])
-    assert tree.tokens[:, 0].tolist() == [7, 8]
-    for row in range(2):
-        probs = drafter.path_probs(row)
-        for ranks, path in zip(policy.paths, paths_of(tree, row), strict=True):
-            for length, rank in enumerate(ranks, start=1):
-                siblings = [p for p in probs if p[:-1] == path[: length - 1] and len(p) == length]
-                assert sorted(siblings, key=probs.__getitem__)[-1 - rank] == path[:length]
-
-
 @pytest.mark.parametrize("case", MEDUSA_TREES)
 def test_medusas_own_code_grows_the_same_trees(case):
     io = load_file(GOLDEN / case / "io.safetensors")
@@ -126,12 +113,6 @@ def test_medusas_own_code_grows_the_same_trees(case):
 def test_a_static_tree_brings_the_ancestors_it_has(policy):
     tree = grow(policy, Walker(vocab=3, depth=3, batch=2), [0, 1])
     assert torch.equal(tree.ancestors(), TokenTree(tree.tokens, tree.parents).ancestors())
-
-
-def test_no_draft_is_the_root_alone():
-    tree = grow(NOTHING, Walker(vocab=3, depth=1), [5])
-    assert (tree.tokens.tolist(), tree.parents.tolist()) == ([[5]], [[-1]])
-    assert tree.ancestors().tolist() == [[[True]]]
 
 
 @pytest.mark.parametrize("num_nodes", range(2, 7))

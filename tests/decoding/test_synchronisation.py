@@ -21,10 +21,9 @@ from specheads.base.paged import BlockPool, PagedKVCache
 from specheads.core.drafter import Drafter
 from specheads.decoding import loop
 from specheads.decoding.accept import RULES, acceptance_rule
-from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import Hybrid, HybridTree
+from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.policies import Product, Sampled
 from specheads.heads.load import Head, build_for, kinds
 from tests import tiny
@@ -82,7 +81,7 @@ def verdict_of_nobody(tree: Any, verdict: Any) -> list[list[int]]:
     num_nodes = tree.tokens.shape[1]
     last = [0] if num_nodes == 1 else [0, num_nodes - 1]
     nodes, parents = [5] * num_nodes, [-1] * num_nodes
-    return [[1, 5, *nodes, 0, *parents], [len(last), 5, *nodes, *last, *parents]]
+    return [[1, 5, *nodes, *parents, 0], [len(last), 5, *nodes, *parents, *last]]
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +150,7 @@ def test_no_head_waits(base: FrozenBase, kind: str) -> None:
 
 
 def test_a_grafted_lookup_does_not_wait(base: FrozenBase) -> None:
-    both = Hybrid(head_on(base, "medusa"), PromptLookup(base.vocab_size, 4, device=META))
-    assert waits(base, both, HybridTree(policies.chain(3), 4, trim=False)) == []
+    assert waits(base, head_on(base, "medusa"), HybridTree(policies.chain(3), 4, trim=False)) == []
 
 
 def test_the_base_alone_does_not_wait(base: FrozenBase) -> None:

@@ -12,11 +12,10 @@ from specheads.decoding import loop
 from specheads.decoding.accept import acceptance_rule
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
-from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import Hybrid, HybridTree
+from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.policies import Product, Sampled
 from specheads.heads.load import build_for, kinds
 from tests import tiny
@@ -95,8 +94,8 @@ def test_every_acceptance_rule_is_greedy_at_temperature_zero(
 
 def test_a_tree_with_copied_tokens_gives_the_greedy_text(device: torch.device) -> None:
     base = base_on(device, FLOAT32)
-    both = Hybrid(trained.head("medusa", device), PromptLookup(tiny.VOCAB, 4, device=device))
-    out = greedy(base, both, tree=HybridTree(policies.chain(3), 4))
+    head = trained.head("medusa", device)
+    out = greedy(base, head, tree=HybridTree(policies.chain(3), 4))
     assert out.tokens == tiny.continuations("llama", FLOAT32, device)
 
 

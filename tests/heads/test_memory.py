@@ -11,10 +11,7 @@ from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
 from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.engine import Engine
-from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request
-from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import Hybrid, HybridTree, join_copied
 from specheads.heads.layers.attention import Slots
 from specheads.training.plan.shapes import PeakMemory
 from tests import tiny
@@ -25,31 +22,20 @@ LENGTHS = torch.tensor([5, 9, 3, 7])
 """Positions that each row has committed before the rows move."""
 
 
-def lookup() -> PromptLookup:
-    return PromptLookup(tiny.VOCAB, 4)
-
-
 def eagle3() -> Drafter:
     return make({"kind": "eagle3"}, tiny.base())
 
 
 BASELINES: dict[str, Callable[[], Drafter]] = {
-    "lookup": lookup,
     "draft model": lambda: DraftModel(tiny.base("gpt2"), 3, tiny.base()),
     "streaming": lambda: Streaming(tiny.base(), 3, sinks=2, window=6),
-    "hybrid": lambda: Hybrid(eagle3(), lookup()),
     # one text, since each row that begins is given the next
     "oracle": lambda: Oracle(tiny.continuations()[:1], 3, tiny.VOCAB),
 }
 
 
 def drafted(drafter: Drafter, committed: Committed, memory: Any) -> Tensor:
-    """Return the drafts after the root and after one node; with copied text, the tree."""
-    if isinstance(drafter, PromptLookup):
-        copied = drafter.copy(committed, memory)
-        return join_copied(policies.root_only(committed), copied, drafter.depth).tokens
-    if isinstance(drafter, Hybrid):
-        return HybridTree(policies.chain(2), 3, trim=False).grow(drafter, committed, memory).tokens
+    """Return the drafts after the root and after one node."""
     first, state = drafter.begin(committed, memory)
     node = torch.full((len(first), 1), 7)
     return torch.cat([first, drafter.extend(state, node, torch.zeros_like(node))[0]], dim=1)
@@ -57,7 +43,6 @@ def drafted(drafter: Drafter, committed: Committed, memory: Any) -> Tensor:
 
 def check_memory(drafter: Drafter) -> None:
     """Remove, reorder and join rows; each must draft what it drafts alone."""
-    # few different tokens, so that prompt lookup finds matches
     tokens = torch.randint(8, (4, 14), generator=torch.manual_seed(0))
     features = tiny.base().read(tokens, drafter.aux_layers)
 

@@ -14,7 +14,7 @@ from specheads.decoding.generate import generate
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
+from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.measure.compare import (
     DraftMethod,
     TransformersMethod,
@@ -36,11 +36,11 @@ def written(new_tokens: int, sampling: Sampling | None = None) -> Continuations:
 
 
 def methods() -> dict[str, DraftMethod]:
-    head, lookup = tiny.oracle(2), PromptLookup(tiny.VOCAB, 6)
+    head = tiny.oracle(2)
     return {
         "head": DraftMethod(head, policies.chain(2)),
-        "prompt_lookup": DraftMethod(lookup, Lookup(4)),
-        "hybrid": DraftMethod(Hybrid(head, lookup), HybridTree(policies.chain(2), 4)),
+        "prompt_lookup": DraftMethod(PromptLookup(4), lookup_tree(4)),
+        "hybrid": DraftMethod(head, HybridTree(policies.chain(2), 4)),
     }
 
 

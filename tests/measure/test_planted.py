@@ -13,7 +13,7 @@ from specheads.config.commands import DRAFTERS
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.decoding.draft_model import DraftModel, Streaming
-from specheads.decoding.prompt_lookup import PromptLookup
+from specheads.decoding.prompt_lookup import LookupText
 from specheads.measure import compare as methods
 from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import GenerationSettings, write_alone
@@ -51,13 +51,13 @@ class OneLate(Drafter):
 
 def plant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every method of a comparison draft the token after the right one."""
-    copy = PromptLookup.copy
+    find = LookupText.find
 
-    def late_copy(self: PromptLookup, committed: Committed, memory: Any) -> Tensor:
-        right = copy(self, committed, memory)
-        return torch.cat([right[:, 1:], torch.full_like(right[:, :1], -1)], dim=1)
+    def late_find(self: LookupText, copied: int) -> tuple[int, list[int]]:
+        matched, right = find(self, copied)
+        return matched, right[1:]
 
-    monkeypatch.setattr(PromptLookup, "copy", late_copy)
+    monkeypatch.setattr(LookupText, "find", late_find)
     for name, kind in (("DraftModel", DraftModel), ("Streaming", Streaming)):
         monkeypatch.setattr(methods, name, late(kind))
     for name in ("PromptLookupCandidateGenerator", "AssistedCandidateGenerator"):

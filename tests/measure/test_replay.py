@@ -12,7 +12,7 @@ from specheads.decoding.coupling import over_vocabulary
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.sampling import Sampling, SamplingState, each_prompt
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
+from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.decoding.trees.policies import Sampled
 from specheads.heads.load import build_for, kinds
 from specheads.measure.counts import DepthCounts, paired_gain
@@ -58,10 +58,6 @@ def alone() -> list[list[int]]:
     return write_alone(tiny.base(), prompts(), GenerationSettings(max_new_tokens=NEW_TOKENS))
 
 
-def lookup(depth: int) -> PromptLookup:
-    return PromptLookup(tiny.VOCAB, depth)
-
-
 def decoded(drafter: Drafter, tree: policies.TreePolicy) -> list[DepthCounts]:
     how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=tree, batch_size=3)
     found = decode_prompts(tiny.base(), drafter, prompts(), how)
@@ -86,10 +82,9 @@ def test_replay_of_trees_and_hybrids_gives_the_loops_integers(name: str, tree: p
     ]
     plain = [replay(rows, tree) for rows in ranks]
     assert plain == decoded(drafter, tree)
-    copying = lookup(SIZE + tree.depth)
     found = replayed(ranks, tree)
     for trim in (False, True):
-        assert found == decoded(Hybrid(drafter, copying), HybridTree(tree, SIZE, trim=trim))
+        assert found == decoded(drafter, HybridTree(tree, SIZE, trim=trim))
     if name == "habit":
         both, one = (DepthCounts.total(some, len(some[0].offered)) for some in (found, plain))
         assert both.tokens_per_forward > one.tokens_per_forward > 1
@@ -98,7 +93,7 @@ def test_replay_of_trees_and_hybrids_gives_the_loops_integers(name: str, tree: p
 def test_replay_of_prompt_lookup_gives_the_loops_integers():
     ranks = [torch.zeros(len(text) - 1, 0, dtype=torch.long) for text in alone()]
     found = replayed(ranks, policies.NOTHING)
-    assert found == decoded(lookup(SIZE), Lookup(SIZE))
+    assert found == decoded(PromptLookup(SIZE), lookup_tree(SIZE))
     assert sum(sum(one.accepted) for one in found) > 0
 
 

@@ -44,7 +44,7 @@ def run(
 ) -> tuple[list[Served], list[Step]]:
     """Simulate a chain whose drafts are `right`, in each request, or sampled from the rates."""
     each = [
-        [[*right] if right else sampled_lengths(rates, (seed, number), one.new_tokens)]
+        [*right] if right else sampled_lengths(rates, (seed, number), one.new_tokens)
         for number, one in enumerate(arrivals)
     ]
     return simulate(Goodput(cost, rates), arrivals, each, **how)

@@ -78,7 +78,7 @@ def coefficients(cost: StepCost) -> list[float]:
 def test_planted_cost_model_is_recovered(noise: float):
     cost, error = fit(points(PLANTED, noise))
     assert coefficients(cost) == pytest.approx(coefficients(PLANTED), rel=0.02)
-    assert error.largest < 0.05
+    assert error["largest"] < 0.05
 
 
 def texts(rates: tuple[float, ...], places: int = 400) -> list[torch.Tensor]:

@@ -6,9 +6,8 @@ from dataclasses import replace
 from specheads.base.model import FrozenBase
 from specheads.data.prompts import Prompt
 from specheads.decoding.generate import generate
-from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import Hybrid, HybridTree
+from specheads.decoding.trees.hybrid import HybridTree
 from specheads.measure.generation import GenerationSettings, decode_texts
 from specheads.measure.results import DecodedText, Results, TextStep
 from tests import tiny
@@ -42,11 +41,10 @@ def hybrid() -> tuple[list[Prompt], list[list[int]], list[DecodedText]]:
     rich.append(rich[0][1:])
     out = generate(tiny.base(), None, rich, max_new_tokens=NEW_TOKENS, stop_at_eos=False).tokens
     head = tiny.Oracle([one + said for one, said in zip(rich, out, strict=True)], 2, tiny.VOCAB)
-    lookup = PromptLookup(tiny.VOCAB, 8, device=base().device)
     tree = HybridTree(policies.Static([(0,), (1,), (0, 0), (0, 1)]), 4)
     how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=tree, stop_at_eos=False)
     prompts = [Prompt(one, "rich", "") for one in rich]
-    found = decode_texts(base(), Hybrid(head, lookup), prompts, how)
+    found = decode_texts(base(), head, prompts, how)
     return prompts, out, found
 
 

@@ -30,66 +30,37 @@ class Estimate:
         return (self.bias + self.level * level + weighed).sigmoid()
 
 
-class Stop:
-    """Which paths are continued: nothing is drafted below a token of low confidence.
+def chances(
+    drafter: Drafter,
+    estimate: Estimate | None,
+    logits: Float[Tensor, "batch level vocab"],
+    state: State,
+    drafted: Int[Tensor, "batch node"],
+    parents: Int[Tensor, " node"],
+    level: int,
+) -> Float[Tensor, "batch node"]:
+    """Return how likely each node of a level is to be accepted.
 
-    The token itself is still verified: dropping it would change the output's distribution
-    (docs/losslessness.md). Checking whether any path continues saves calls of the drafter and costs
-    one synchronisation per level on CUDA.
+    This is the estimate, or the token's probability under the drafter. A drafter with its own
+    estimate of acceptance uses that for its best guess; other guesses get it in proportion to their
+    probability.
 
-    The confidence is compared with the token's probability or with the estimate. A drafter with its
-    own estimate of acceptance uses that for its best guess; other guesses get it in proportion to
-    their probability.
+    Args:
+        drafter: The drafter.
+        estimate: Fitted estimate, if there is one.
+        logits: The drafter's logits for the level above.
+        state: The drafter's state after the level above.
+        drafted: Columns of the logits of this level's nodes.
+        parents: Parent of each node in the level above.
+        level: Number of drafted tokens above these nodes.
     """
-
-    def __init__(
-        self,
-        drafter: Drafter,
-        confidence: float,
-        batch: int,
-        device: torch.device,
-        estimate: Estimate | None = None,
-    ) -> None:
-        self.drafter, self.confidence, self.estimate = drafter, confidence, estimate
-        if confidence:
-            self.alive = torch.ones(batch, 1, dtype=torch.bool, device=device)
-            self.present = [self.alive]
-
-    def level(
-        self,
-        logits: Float[Tensor, "batch level vocab"],
-        state: State,
-        drafted: Int[Tensor, "batch node"],
-        parents: Int[Tensor, " node"],
-        inner: Tensor | None,
-    ) -> None:
-        """Update the paths with one level.
-
-        Args:
-            logits: The drafter's logits for the level above.
-            state: The drafter's state after the level above.
-            drafted: Columns of the logits of this level's nodes.
-            parents: Parent of each node.
-            inner: Nodes that the drafter reads next; None is all.
-        """
-        if self.confidence:
-            present = self.alive[:, parents]
-            logs = logits.log_softmax(-1)
-            chosen = logs[:, parents].gather(-1, drafted[..., None])[..., 0]
-            if self.estimate is not None:
-                entropies = entropy(logs)[:, parents]
-                chances = self.estimate(chosen, entropies, len(self.present) - 1)
-            elif (sure := self.drafter.confidence(state)) is not None:
-                chances = (chosen - logs.amax(-1)[:, parents]).exp() * sure[:, parents]
-            else:
-                chances = chosen.exp()
-            self.present.append(present)
-            alive = present & (chances >= self.confidence)
-            self.alive = alive if inner is None else alive[:, inner]
-
-    def everywhere(self) -> bool:
-        """Return whether all paths of all rows have stopped."""
-        return bool(self.confidence) and not self.alive.any()
+    logs = logits.log_softmax(-1)
+    chosen = logs[:, parents].gather(-1, drafted[..., None])[..., 0]
+    if estimate is not None:
+        return estimate(chosen, entropy(logs)[:, parents], level)
+    if (sure := drafter.confidence(state)) is not None:
+        return (chosen - logs.amax(-1)[:, parents]).exp() * sure[:, parents]
+    return chosen.exp()
 
 
 def entropy(log_probs: Float[Tensor, "*any vocab"]) -> Float[Tensor, "*any"]:

@@ -37,7 +37,7 @@ def fixed_policy(
         case "product":
             policy = policies.Product(branches, num_nodes)
         case "sampled":
-            policy = policies.Sampled(branches, confidence)
+            policy = policies.Sampled(branches)
         case _:
             raise InputError(f"tree.kind must be a kind of tree, got {kind!r}; see docs/tune.md")
     if policy.depth > head_depth:

@@ -2,108 +2,21 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from specheads.core.drafter import Drafter, State
 from specheads.core.errors import InputError, whole
 from specheads.core.features import Committed
-from specheads.core.tree import Drawn, TokenTree, TreeShape, from_paths, level_sizes, refuse_nodes
+from specheads.core.tree import Drawn, TokenTree, from_paths, level_sizes, refuse_nodes
 from specheads.decoding import noise
 from specheads.decoding.coupling import Coupled, over_vocabulary
 from specheads.decoding.noise import likeliest
 from specheads.decoding.sampling import SamplingState, Scores
-from specheads.decoding.trees.early_stop import Estimate, Stop
-
-
-@runtime_checkable
-class RequestLength(Protocol):
-    """The length of a request, as far as a tree policy needs it."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of its text so far, with the prompt."""
-        ...
-
-    @property
-    def room(self) -> int:
-        """Largest number of further tokens."""
-        ...
-
-
-@runtime_checkable
-class RequestProgress(RequestLength, Protocol):
-    """A request with its text and its decoding steps so far."""
-
-    @property
-    def all_tokens(self) -> list[int]:
-        """Its text so far."""
-        ...
-
-    @property
-    def steps(self) -> Sequence[Any]:
-        """Its decoding steps so far."""
-        ...
-
-
-Path = tuple[int, ...]
-
-
-class Level(NamedTuple):
-    """One level of a static tree; the drafter reads only nodes with children."""
-
-    parents: Int[Tensor, " node"]
-    """Each node's parent, as an index into the nodes of the level above that were read."""
-    guesses: Int[Tensor, " node"] | None
-    """Index of each node into the guesses of all parents; None if every guess is a node."""
-    inner: Int[Tensor, " node"] | None
-    """The nodes that are read; None is all."""
-    inner_parents: Int[Tensor, " node"]
-    """Parents of the nodes that are read."""
-    width: int
-    """Guesses taken after each parent."""
-
-
-class StaticShape(NamedTuple):
-    """A static tree without its tokens, on one device: a step uploads nothing."""
-
-    shape: TreeShape
-    parents: Int[Tensor, " node"]
-    """As `TokenTree.parents`."""
-    levels: list[Level]
-
-
-def static_shape(paths: Sequence[Path], device: torch.device) -> StaticShape:
-    """Return the shape of rank paths that are sorted by length and closed under prefixes."""
-    known = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}
-    parents = [-1] + [known[path[:-1]] for path in paths]
-    has_children = {path[:-1] for path in paths}
-    levels: list[Level] = []
-    above: dict[Path, int] = {(): 0}
-    for _, each in itertools.groupby(paths, len):
-        here = list(each)
-        inner = [place for place, path in enumerate(here) if path in has_children]
-        places = torch.tensor([above[path[:-1]] for path in here])
-        width = 1 + max(path[-1] for path in here)
-        guesses = places * width + torch.tensor([path[-1] for path in here])
-        every = guesses.tolist() == list(range(len(above) * width))
-        index = torch.tensor(inner, dtype=torch.long).to(device)
-        places = places.to(device)
-        levels.append(
-            Level(
-                places,
-                None if every else guesses.to(device),
-                None if len(inner) == len(here) else index,
-                places[index],
-                width,
-            )
-        )
-        above = {here[node]: place for place, node in enumerate(inner)}
-    return StaticShape(TreeShape.of(parents, device), torch.tensor(parents).to(device), levels)
+from specheads.decoding.trees.early_stop import Estimate, chances
 
 
 class TreePolicy:
@@ -127,8 +40,8 @@ class TreePolicy:
         """
         return self.depth
 
-    def of_step(self, requests: Sequence[RequestProgress]) -> "TreePolicy":
-        """Return the policy for the next step of these requests; the default is this one.
+    def of_step(self, requests: Sequence[Any]) -> "TreePolicy":
+        """Return the policy for the next step of these streams; the default is this one.
 
         It must not be larger, deeper or wider than this one.
         """
@@ -154,14 +67,64 @@ class TreePolicy:
         raise NotImplementedError
 
 
+Path = tuple[int, ...]
+
+
+class Level(NamedTuple):
+    """One level of a static tree; the drafter reads only nodes with children."""
+
+    parents: Int[Tensor, " node"]
+    """Each node's parent, as an index into the nodes of the level above that were read."""
+    guesses: Int[Tensor, " node"]
+    """Index of each node into the guesses of all parents."""
+    inner: Int[Tensor, " node"]
+    """The nodes that are read."""
+    inner_parents: Int[Tensor, " node"]
+    """Parents of the nodes that are read."""
+    width: int
+    """Guesses taken after each parent."""
+
+
+class Shape(NamedTuple):
+    """A static tree without its tokens, on one device: a step uploads nothing."""
+
+    parents: Int[Tensor, " node"]
+    """As `TokenTree.parents`."""
+    reach: Bool[Tensor, "1 node node"]
+    """As `TokenTree.ancestors`."""
+    levels: list[Level]
+
+
+def static_shape(paths: Sequence[Path], device: torch.device) -> Shape:
+    """Return the shape of rank paths that are sorted by length and closed under prefixes."""
+    known = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}
+    parents = torch.tensor([-1] + [known[path[:-1]] for path in paths])
+    has_children = {path[:-1] for path in paths}
+    levels: list[Level] = []
+    above: dict[Path, int] = {(): 0}
+    for _, each in itertools.groupby(paths, len):
+        here = list(each)
+        inner = [place for place, path in enumerate(here) if path in has_children]
+        width = 1 + max(path[-1] for path in here)
+        places = [above[path[:-1]] for path in here]
+        guesses = [place * width + path[-1] for place, path in zip(places, here, strict=True)]
+        rows = places, guesses, inner, [places[node] for node in inner]
+        held = [torch.tensor(row, dtype=torch.long).to(device) for row in rows]
+        levels.append(Level(held[0], held[1], held[2], held[3], width))
+        above = {here[node]: place for place, node in enumerate(inner)}
+    reach = TokenTree(parents[None], parents[None]).ancestors()
+    return Shape(parents.to(device), reach.to(device), levels)
+
+
 class Static(TreePolicy):
     """The same shape in every step: each path gives the ranks of the guesses along it.
 
     `((0,), (1,), (0, 0))` drafts the two best next tokens and the best token after the first.
 
-    Paths must be distinct and closed under prefixes. Drafting stops below a token whose probability
-    under the drafter, or whose `estimate`, is less than `confidence`; the token itself is verified.
-    Zero never stops. Reports call the tree `name`.
+    Paths must be distinct and closed under prefixes. Nothing is drafted below a token whose
+    probability under the drafter, or whose `estimate`, is less than `confidence`. The token itself
+    is verified: dropping it would change the output's distribution (docs/losslessness.md). Zero
+    never stops. Reports call the tree `name`.
 
     Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3; Mamou et al. 2024,
     arXiv:2405.04304, for stopping.
@@ -184,17 +147,13 @@ class Static(TreePolicy):
                 "a static tree needs distinct, non-empty rank paths whose parents are in it too, "
                 f"got {orphans or ordered}"
             )
-        if not 0 <= confidence < 1:
-            raise InputError(
-                f"confidence must be at least 0, which never stops, and below 1, got {confidence}"
-            )
         self.name, self.paths = name, tuple(ordered)
         self.confidence, self.estimate = confidence, estimate
         self.num_nodes, self.depth = len(known), max(map(len, ordered), default=0)
         self.num_guesses = 1 + max((path[-1] for path in ordered), default=0)
-        self._shapes: dict[torch.device, StaticShape] = {}
+        self._shapes: dict[torch.device, Shape] = {}
 
-    def shape(self, device: torch.device) -> StaticShape:
+    def shape(self, device: torch.device) -> Shape:
         """Return the shape on a device; it is copied there once."""
         if device not in self._shapes:
             self._shapes[device] = static_shape(self.paths, device)
@@ -204,30 +163,29 @@ class Static(TreePolicy):
         """Draft `num_nodes - 1` tokens by their ranks."""
         batch, shape = len(root), self.shape(root.device)
         drafted = [root]
-        stop = Stop(drafter, self.confidence, batch, root.device, self.estimate)
+        # nodes whose path has not stopped
+        present = [torch.ones_like(root, dtype=torch.bool)]
+        alive = present[0]
         for index, level in enumerate(shape.levels):
-            best = _best(logits, level.width).flatten(1)
-            best = best if level.guesses is None else best.index_select(1, level.guesses)
+            best = _best(logits, level.width).flatten(1).index_select(1, level.guesses)
             drafted.append(drafter.to_tokens(best))
-            stop.level(logits, state, best, level.parents, level.inner)
-            if index + 1 == self.depth or stop.everywhere():
+            if self.confidence:
+                present.append(alive[:, level.parents])
+                found = chances(drafter, self.estimate, logits, state, best, level.parents, index)
+                alive = (present[-1] & (found >= self.confidence)).index_select(1, level.inner)
+            # reading whether any path continues synchronises
+            if index + 1 == self.depth or (self.confidence and not alive.any()):
                 break
-            inner = drafted[-1]
-            inner = inner if level.inner is None else inner.index_select(1, level.inner)
+            inner = drafted[-1].index_select(1, level.inner)
             logits, state = drafter.extend(state, inner, level.inner_parents.expand(batch, -1))
-        return self.shaped(drafted, stop)
-
-    def shaped(self, drafted: list[Tensor], stop: Stop) -> TokenTree:
-        """Return the tree of the drafted levels from their tokens."""
         tokens = torch.cat(drafted, dim=1)
-        batch, size = tokens.shape
-        static = self.shape(tokens.device)
-        parents = static.parents[:size].expand(batch, -1)
-        if not stop.confidence:
-            return TokenTree(tokens, parents, shape=static.shape)
-        # an absent node may be an ancestor of another absent node, which has no effect
-        parents = parents.masked_fill(~torch.cat(stop.present, dim=1), -1)
-        return TokenTree(tokens, parents, static.shape.reach[:, :size, :size].expand(batch, -1, -1))
+        # fewer nodes if all paths have stopped
+        size = tokens.shape[1]
+        parents = shape.parents[:size].expand(batch, -1)
+        if self.confidence:
+            # an absent node may be an ancestor of another absent node, which has no effect
+            parents = parents.masked_fill(~torch.cat(present, dim=1), -1)
+        return TokenTree(tokens, parents, shape.reach[:, :size, :size].expand(batch, -1, -1))
 
 
 class BestFirst(TreePolicy):
@@ -366,10 +324,10 @@ class Product(TreePolicy):
 
     def __init__(self, branches: Sequence[int], num_nodes: int) -> None:
         most = sum(level_sizes(branches))
-        if min(branches, default=0) < 1 or not 2 <= num_nodes <= most:
+        if not 2 <= num_nodes <= most:
             raise InputError(
-                f"a product tree needs at least 1 branch for each level and 2 to {most} nodes, got "
-                f"{list(branches)} and {num_nodes}; set tree.branches, tree.num_nodes"
+                f"a product tree of branches {list(branches)} has 2 to {most} nodes, got "
+                f"{num_nodes}; set tree.branches, tree.num_nodes"
             )
         self.name = "product"
         self.branches, self.num_nodes, self.depth = tuple(branches), num_nodes, len(branches)
@@ -402,25 +360,14 @@ class Sampled(TreePolicy):
 
     `branches` is the number of children of every node of a level, from the root on; `(1, 1, 1)` is
     the chain of speculative sampling. The same sampling settings apply to drafter and base. Rows at
-    temperature zero get the drafter's best guesses. For `confidence` see `Static`.
+    temperature zero get the drafter's best guesses.
 
     Source: Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2024, arXiv:2402.12374.
     """
 
-    def __init__(self, branches: Sequence[int], confidence: float = 0.0) -> None:
-        if not branches or min(branches) < 1:
-            raise InputError(
-                f"a sampled tree needs a level, and a child a node at least, got {branches}"
-            )
-        level_sizes(branches)
-        self.name, self.branches, self.confidence = "sampled", tuple(branches), confidence
-        paths = [
-            path
-            for depth in range(1, len(branches) + 1)
-            for path in itertools.product(*map(range, branches[:depth]))
-        ]
-        self._static = Static(paths, confidence=confidence)
-        self.num_nodes, self.depth = self._static.num_nodes, self._static.depth
+    def __init__(self, branches: Sequence[int]) -> None:
+        self.name, self.branches = "sampled", tuple(branches)
+        self.num_nodes, self.depth = sum(level_sizes(branches)), len(branches)
         self.num_guesses = max(branches)
 
     def grow(
@@ -432,20 +379,23 @@ class Sampled(TreePolicy):
         drafted, probs = [committed.root()], []
         paths = drafted[0][..., None]
         batch, device = len(paths), paths.device
-        stop = Stop(drafter, self.confidence, batch, device)
+        nodes, above = [torch.full((1,), -1, device=device)], 0
         for level, width in enumerate(self.branches):
             logits = over_vocabulary(drafter, logits, rows.vocab_size)
             probs.append(rows.probs(logits, paths))
             drawn = _drawn(rows, logits, probs[-1], level, width).flatten(1)
             drafted.append(drawn)
-            parents = torch.arange(logits.shape[1], device=drawn.device).repeat_interleave(width)
-            stop.level(logits, state, drawn, parents, None)
-            if level + 1 == self.depth or stop.everywhere():
-                break
-            paths = torch.cat([paths[:, parents], drawn[..., None]], dim=-1)
-            logits, state = drafter.extend(state, drawn, parents.expand(batch, -1))
-        how = Drawn(self.branches[: len(probs)], torch.cat(probs, dim=1))
-        return replace(self._static.shaped(drafted, stop), drawn=how)
+            parents = torch.arange(logits.shape[1], device=device).repeat_interleave(width)
+            nodes.append(above + parents)
+            above += logits.shape[1]
+            if level + 1 < self.depth:
+                paths = torch.cat([paths[:, parents], drawn[..., None]], dim=-1)
+                logits, state = drafter.extend(state, drawn, parents.expand(batch, -1))
+        return TokenTree(
+            torch.cat(drafted, dim=1),
+            torch.cat(nodes).expand(batch, -1),
+            drawn=Drawn(self.branches, torch.cat(probs, dim=1)),
+        )
 
 
 def _drawn(

@@ -4,7 +4,7 @@ See docs/tune.md.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -30,7 +30,6 @@ from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.hybrid import HybridTree
-from specheads.decoding.trees.policies import RequestProgress
 
 FILE = "tuned.json"
 """Its name in a head's folder."""
@@ -39,10 +38,19 @@ SCHEMA = 1
 
 
 class Choice(policies.TreePolicy):
-    """Uses one of several trees in each step, which `of_step` returns."""
+    """Uses one of several trees in each step, the one whose index `choose` returns.
 
-    def __init__(self, name: str, trees: Sequence[policies.TreePolicy]) -> None:
-        self.name, self.trees = name, trees
+    Source: Chen et al. 2024, arXiv:2402.12374, for trees that depend on the machine; Together AI's
+    adaptive Sequoia, 2024, for trees that depend on the context.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        trees: Sequence[policies.TreePolicy],
+        choose: Callable[[Sequence[Any]], int],
+    ) -> None:
+        self.name, self.trees, self.choose = name, trees, choose
         for limit in ("num_nodes", "depth", "num_guesses", "copied"):
             setattr(self, limit, max(getattr(tree, limit) for tree in trees))
 
@@ -51,32 +59,15 @@ class Choice(policies.TreePolicy):
         """Levels of the deepest of the head's own trees."""
         return max(tree.own_depth for tree in self.trees)
 
+    def of_step(self, requests: Sequence[Any]) -> policies.TreePolicy:
+        """Return the chosen tree."""
+        return self.trees[self.choose(requests)]
+
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
         """Draft the last tree, for steps without an engine."""
         return self.trees[-1].grow(drafter, committed, memory, rows)
-
-
-class Adaptive(Choice):
-    """Uses the tuned tree nearest to the batch and context of each step.
-
-    Source: Chen et al. 2024, arXiv:2402.12374, for trees that depend on the machine; Together AI's
-    adaptive Sequoia, 2024, for trees that depend on the context.
-
-    Args:
-        trees: Trees to choose from.
-        tuned: The batch and context that each tree was chosen for.
-    """
-
-    def __init__(self, trees: Sequence[policies.TreePolicy], tuned: Sequence["TunedTree"]) -> None:
-        super().__init__("tuned", trees)
-        self.tuned = tuned
-
-    def of_step(self, requests: Sequence[RequestProgress]) -> policies.TreePolicy:
-        """Return the nearest tree."""
-        context = sum(one.length for one in requests) / len(requests)
-        return self.trees[nearest(self.tuned, len(requests), context)]
 
 
 # --- the file ----------------------------------------------------------------------------------
@@ -95,15 +86,6 @@ class Machine:
     def of(cls, device: torch.device, dtype: torch.dtype) -> "Machine":
         """Return the machine of a device and a dtype."""
         return cls(device=device.type, name=device_name(device), dtype=dtype_name(dtype))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostError:
-    """Relative errors of the fitted costs."""
-
-    points: int
-    median: float
-    largest: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,16 +140,12 @@ class TunedTree:
 
     def policy(self) -> policies.TreePolicy:
         """Return the tree policy."""
-        own = self.own_policy()
-        return HybridTree(own, self.copied) if self.copied else own
-
-    def own_policy(self) -> policies.TreePolicy:
-        """Return the tree policy without copied text."""
+        own: policies.TreePolicy = policies.NOTHING
         if self.kind == "static":
-            return policies.Static(self.paths, "tuned", self.confidence, self.stop)
-        if self.kind == "best_first":
-            return policies.BestFirst(self.num_nodes, self.depth, self.beam, self.branch)
-        return policies.NOTHING
+            own = policies.Static(self.paths, "tuned", self.confidence, self.stop)
+        elif self.kind == "best_first":
+            own = policies.BestFirst(self.num_nodes, self.depth, self.beam, self.branch)
+        return HybridTree(own, self.copied) if self.copied else own
 
     def shape(self) -> "TunedTree":
         """Return the tree without its place and measurements, to compare it with others."""
@@ -203,7 +181,8 @@ class Tuned:
     base: str
     """Fingerprint of the base."""
     cost: StepCost
-    cost_error: CostError
+    cost_error: dict[str, float]
+    """Relative errors of the fitted costs, median and largest, and the number of points."""
     acceptance: AcceptanceRates
     trees: Annotated[list[TunedTree], NonEmpty]
     tried: list[Tried] = field(default_factory=list)
@@ -241,28 +220,22 @@ class Tuned:
         return self.machine == Machine.of(device, dtype)
 
     def best(self, batch: int, context: int | float) -> TunedTree:
-        """Return the tree of the nearest batch and context, by ratio."""
-        return self.trees[nearest(self.trees, batch, context)]
+        """Return the tree of the nearest batch, then context, by ratio."""
+
+        def distance(tree: TunedTree) -> tuple[float, float]:
+            far = tree.batch / max(batch, 1), tree.context / max(context, 1)
+            return abs(math.log(far[0])), abs(math.log(far[1]))
+
+        return min(self.trees, key=distance)
 
     def policy(self) -> policies.TreePolicy:
         """Return the tree policy, which follows batch and context in each step."""
         trees = [tree.policy() for tree in self.trees]
         if all(tree.shape() == self.trees[0].shape() for tree in self.trees):
             return trees[0]
-        if any(tree.copied for tree in self.trees):
-            # prompt lookup must store the text of every step, also of those that copy nothing
-            trees = [HybridTree(one, 0) if one.depth and not one.copied else one for one in trees]
-        return Adaptive(trees, self.trees)
+        return Choice("tuned", trees, self._nearest)
 
-
-def nearest(trees: Sequence[TunedTree], batch: int, context: int | float) -> int:
-    """Return the index of the tree with the nearest batch, then context, by ratio."""
-
-    def distance(place: int) -> tuple[float, float]:
-        tree = trees[place]
-        return (
-            abs(math.log(tree.batch / max(batch, 1))),
-            abs(math.log(tree.context / max(context, 1))),
-        )
-
-    return min(range(len(trees)), key=distance)
+    def _nearest(self, requests: Sequence[Any]) -> int:
+        """Return the index of the tree for these requests and their mean context."""
+        context = sum(one.length for one in requests) / len(requests)
+        return self.trees.index(self.best(len(requests), context))

@@ -21,7 +21,6 @@ TOKEN_BYTES = 5
 LEVERS = (
     "a shorter sequence_length, or a lower scored_share",
     "base.dtype=bfloat16 (half the weights of a base in float32)",
-    "base.quantization=8bit or 4bit (on CUDA)",
     "head.draft_tokens (a smaller projection: less of weights, gradients, moments and loss)",
     "a smaller base",
 )
@@ -40,7 +39,7 @@ def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
     process = {"Python and libraries": held_bytes(torch.device("cpu"))}
     target = target_of(setup.base, accelerator)
     shapes, phases = Shapes(setup, target), placed(setup.schedule)
-    sharding = sharding_of(accelerator, setup.base["device"], setup.base["quantization"])
+    sharding = sharding_of(accelerator, setup.base["device"])
     shares = readers(sharding, accelerator)["world_size"]
     rows = {one.name: -(-one.settings.batch_size // shares) for one in phases}
     room = room_of(target.device) if target.is_here else None

