@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for
 from specheads.measure.counts import bootstrap_interval
 from specheads.runs.provenance import nearby, provenance
-from specheads.training.cost import matmul_rate, step_flops
+from specheads.training.cost import matmul_rate
 from specheads.training.depth_loss import Targets, depth_loss
 from specheads.training.schedule import PlacedPhase, placed
 from specheads.training.settings import Phase, Schedule
@@ -219,13 +219,13 @@ def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
     """Return the step's peak memory, its time against the floor, and the plain step's time."""
     base, device = bench.base, bench.base.device
     peak = _peak_of_a_step(bench)
-    flops = step_flops(base, bench.head, bench.batch, bench.phase.settings)
+    flops = bench.stepper.flops(bench.batch, bench.phase, 0)
     times, floors = [], []
     for turn in range(2 + options.turns):
         rate = matmul_rate(device, base.dtype)
         seconds = seconds_of(device, lambda: bench.stepper.step(bench.batch, bench.phase, 0))
         if turn >= 2:
-            floors.append(flops.total / rate)
+            floors.append(flops / rate)
             times.append(seconds)
     step = statistics.median(times)
     tokens = bench.batch.tokens.numel()
@@ -237,7 +237,7 @@ def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
         "shape": list(bench.batch.tokens.shape),
         "document_length": options.document_length,
         "loss": options.loss,
-        "flops": asdict(flops),
+        "flops": flops,
         "step_seconds": step,
         "floor_seconds": statistics.median(floors),
         "over_floor": step / statistics.median(floors),

@@ -15,7 +15,7 @@ from specheads.core.errors import InputError
 from specheads.core.machine import peak_gib
 from specheads.data.packing import TokenBatch
 from specheads.runs.trackers import Tracker
-from specheads.training.cost import matmul_rate, step_flops
+from specheads.training.cost import matmul_rate
 from specheads.training.schedule import PlacedPhase, Progressed
 from specheads.training.step import Stepper
 
@@ -51,7 +51,7 @@ class PhaseLog:
         self, batches: Iterable[tuple[TokenBatch, dict[str, Any]]]
     ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield the same batches and measure the time spent waiting for them."""
-        source = iter(batches)
+        source, device = iter(batches), self.teacher.base.device
         # FLOPs are known if the base is frozen and reads every batch
         is_known = self.phase.settings.joint is None and self.teacher.cache is None
         while True:
@@ -63,18 +63,11 @@ class PhaseLog:
             self.waited += time.perf_counter() - began
             if is_known and not self.full_speed_seconds:
                 self._count_time()
-                self.full_speed_seconds = self._estimated(item[0])
+                with _undrawn(device):
+                    flops = self.stepper.flops(item[0], self.phase, self.at.step)
+                self.full_speed_seconds = flops / _matmul_rate(device, self.teacher.base.dtype)
                 self.read = time.perf_counter()
             yield item
-
-    def _estimated(self, batch: TokenBatch) -> float:
-        """Return the seconds of a step's matrix products at full speed."""
-        base, head, settings = self.teacher.base, self.teacher.head, self.phase.settings
-        with _undrawn(base.device), self.stepper.accelerator.autocast():
-            # in the same parts as the step, so that it needs no more memory
-            parts = batch.parts(settings.accumulation_steps)
-            flops = sum(step_flops(base, head, part, settings).total for part in parts)
-        return flops / _matmul_rate(base.device, base.dtype)
 
     def step(
         self,

@@ -143,7 +143,7 @@ class Phase:
 
     batch_size: BatchSize = 0
     """Sequences of one step over all processes, so the number of processes does not change the
-    result. auto finds the largest that fits in memory and writes it into config.yaml."""
+    result. auto doubles it as long as it fits in memory, and writes it into config.yaml."""
 
     accumulation_steps: PositiveInt = 1
     """Micro-batches in which each process computes its share of a step: less memory, the same

@@ -2,19 +2,17 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specheads.base.gguf import located
 from specheads.base.loading import load_config
@@ -26,6 +24,7 @@ from specheads.data.settings import Data
 from specheads.heads.load import build, load_head
 from specheads.training import optimizers
 from specheads.training import schedule as schedules
+from specheads.training.cost import flop_counter
 from specheads.training.distill.engines.local import REFILL
 from specheads.training.objective import Objective, label_counts
 from specheads.training.schedule import PlacedPhase, row_tokens, text_tokens
@@ -37,11 +36,6 @@ LEARNED_BYTES = 4
 
 DOCUMENTS = 3
 """Assumed documents per row of best-fit packing."""
-
-MANY_ROWS = 64, 128
-"""Two step sizes whose difference gives the memory per row."""
-
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 Parts = dict[str, int]
 """Bytes of each part."""
@@ -80,53 +74,15 @@ class Setup:
         return TokenBatch(tokens, loss_mask, document_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Device and base of a planned run."""
-
-    device: torch.device
-    is_here: bool
-    """Whether this machine has the device."""
-    config: PreTrainedConfig
-    dtype: torch.dtype
-    has_weights: bool
-    """Whether the base's weights are on this machine."""
-
-
-def target_of(base: dict[str, Any], accelerator: Accelerator) -> Target:
-    """Return device and config of a base, which reads its config.json only."""
+def device_of(base: dict[str, Any], accelerator: Accelerator) -> torch.device:
+    """Return the device of a base, which this machine need not have."""
     name = str(accelerator.device) if base["device"] == "auto" else base["device"]
     try:
-        device = torch.device(name)
+        return torch.device(name)
     except RuntimeError as error:
         raise InputError(
             f"base.device must name a torch device, got {name!r:.80}; use cpu, cuda, or auto"
         ) from error
-    source = located(base["model"])
-    half = device.type != "cpu" and base["dtype"] == "auto"
-    dtype = "bfloat16" if half else base["dtype"].replace("auto", "float32")
-    return Target(
-        device,
-        _is_here(device),
-        load_config(source, revision=base["revision"]),
-        getattr(torch, dtype),
-        _has_weights(source, base["revision"]),
-    )
-
-
-def _is_here(device: torch.device) -> bool:
-    try:
-        return torch.empty(0, device=device).device.type != "meta"
-    except (AssertionError, ImportError, NotImplementedError, RuntimeError):
-        return False
-
-
-def _has_weights(source: str, revision: str) -> bool:
-    folder = Path(source)
-    if folder.is_dir():
-        return any(folder.glob("*.safetensors"))
-    found = (try_to_load_from_cache(source, name, revision=revision) for name in WEIGHTS)
-    return any(isinstance(one, str) for one in found)
 
 
 class Shapes:
@@ -135,67 +91,62 @@ class Shapes:
     The head computes in the base's dtype, as in mixed precision.
     """
 
-    def __init__(self, setup: Setup, target: Target) -> None:
-        self.setup = setup
+    def __init__(self, setup: Setup, device: torch.device) -> None:
+        self.setup, base = setup, setup.base
+        config = load_config(located(base["model"]), revision=base["revision"])
+        auto = "float32" if device.type == "cpu" else "bfloat16"
+        dtype = getattr(torch, base["dtype"].replace("auto", auto))
         init = load_head(setup.init) if setup.init else None
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                target.config,
-                dtype=target.dtype,
-                attn_implementation="sdpa",
-                trust_remote_code=False,
+                config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
             )
             # no checks of the attention: there are no values to compare
             self.base = FrozenBase(model.eval().requires_grad_(False), owned=False)
             sizes = {"width": self.base.width, "vocab_size": self.base.vocab_size}
             self.head = build(setup.head, **sizes) if init is None else init.to("meta")
-        self.head.to(target.dtype)
+        self.head.to(dtype)
         self.head.choose_aux_layers(self.base.num_layers)
         adapter = schedules.adapter_settings(setup.schedule)
         self.teacher = Teacher(self.base, self.head, adapter, setup.seed)
         self.objective = Objective(self.head.train())
         learned = [*self.head.parameters(), *self.teacher.parameters]
         self.learned = [one for one in learned if one.requires_grad]
+        self.row_flops: dict[str, float] = {}
+        """FLOPs of a sequence in a step of each phase."""
+
+        roles = optimizers.roles(self.head, setup.schedule, self.teacher.parameters)
+        # AdamW has two moments of a number, and Muon one
+        self.moments = LEARNED_BYTES * sum(
+            (1 if role == "hidden" else 2) * sum(one.numel() for one in parameters)
+            for role, parameters in roles.items()
+        )
+        """Bytes that the optimizers keep."""
+        numbers = self.head.state_dict().values()
+        self.saved_bytes = LEARNED_BYTES * sum(one.numel() for one in numbers)
+        """Bytes of the head."""
 
     def weights(self) -> Parts:
         """Return the memory that does not depend on the batch."""
         size = self.base.dtype.itemsize
         # mixed precision keeps a second copy during a step
-        cast = self.gradients // LEARNED_BYTES * size if size < LEARNED_BYTES else 0
+        cast = size * sum(one.numel() for one in self.learned) if size < LEARNED_BYTES else 0
         return {
             "base weights": stored(self.base.model.parameters()),
             "head weights": self.saved_bytes + cast,
             "optimizer state": self.moments,
         }
 
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes of the head."""
-        return LEARNED_BYTES * sum(value.numel() for value in self.head.state_dict().values())
-
-    @property
-    def gradients(self) -> int:
-        """Bytes of all gradients."""
-        return LEARNED_BYTES * sum(one.numel() for one in self.learned)
-
-    @property
-    def moments(self) -> int:
-        """Bytes that the optimizers keep: two moments of AdamW, one of Muon."""
-        roles = optimizers.roles(self.head, self.setup.schedule, self.teacher.parameters)
-        return LEARNED_BYTES * sum(
-            (1 if role == "hidden" else 2) * sum(one.numel() for one in parameters)
-            for role, parameters in roles.items()
-        )
-
     def step(self, phase: PlacedPhase, rows: int) -> Parts:
         """Return the peak of a process in a step with `rows` rows, before the optimizer."""
         self.teacher.begin(phase)
         settings, parts = phase.settings, phase.settings.accumulation_steps
-        batch = self.setup.batch(settings, -(-rows // parts), self.base, self.head)
+        rows = -(-rows // parts)
+        batch = self.setup.batch(settings, rows, self.base, self.head)
         batch = batch.to(torch.device("meta"))
         loss_mask = batch.loss_mask
         counted = int(loss_mask.numel() * settings.scored_share)
-        with FusedAttention(), PeakMemory(counted) as memory:
+        with FusedAttention(), PeakMemory(counted) as memory, flop_counter() as counter:
             # with several parts the second one runs next to the gradients of the first
             for _ in range(min(parts, 2)):
                 counts = label_counts(
@@ -203,6 +154,7 @@ class Shapes:
                 )
                 step = Step(phase, phase.first, 0, batch, loss_mask, counts)
                 self.teacher.losses(step, self.objective)[0].backward()
+        self.row_flops[phase.name] = counter.get_total_flops() / (min(parts, 2) * rows)
         gradients = memory.at_peak(one.grad for one in self.learned if one.grad is not None)
         for one in self.learned:
             one.grad = None
@@ -210,11 +162,6 @@ class Shapes:
             "gradients": gradients * LEARNED_BYTES // self.base.dtype.itemsize,
             "activations and logits": memory.peak - gradients,
         }
-
-    def row_bytes(self, phase: PlacedPhase) -> int:
-        """Return the memory of one more row, in steps so large that the loss works in chunks."""
-        few, many = (sum(self.step(phase, rows).values()) for rows in MANY_ROWS)
-        return max(1, (many - few) // (MANY_ROWS[1] - MANY_ROWS[0]))
 
     def text(self, distill: Distill) -> Parts:
         """Return the peak of text generation, with a drafter if the settings allow one."""
@@ -318,10 +265,9 @@ def _fused(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
+    *_: Any,
     enable_gqa: bool = False,
+    **__: Any,
 ) -> Tensor:
     if enable_gqa:
         group = query.shape[1] // key.shape[1]
@@ -331,5 +277,6 @@ def _fused(
         # kernels add it as a bias
         bias = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
     learns = torch.is_grad_enabled() and query.requires_grad
-    attend = torch.ops.aten._scaled_dot_product_efficient_attention
-    return attend(query, key, value, bias, learns, dropout_p, is_causal, scale=scale)[0]
+    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, learns)[
+        0
+    ]

@@ -6,10 +6,9 @@ from statistics import median
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import find_executable_batch_size, gather_object
+from accelerate.utils import gather_object
 
 from specheads.base.model import FrozenBase
-from specheads.core.errors import InputError
 from specheads.core.machine import (
     available_bytes,
     held_bytes,
@@ -21,15 +20,15 @@ from specheads.core.ranges import AUTO
 from specheads.decoding.generate import generate
 from specheads.heads.load import build_for, resume_head
 from specheads.training import schedule as schedules
-from specheads.training.plan.shapes import Setup, Shapes, target_of
+from specheads.training.plan.shapes import Setup
 from specheads.training.processes import readers
 from specheads.training.schedule import PlacedPhase, placed
 from specheads.training.settings import Distill, Schedule
 from specheads.training.step import Stepper
 from specheads.training.teacher import Teacher
 
-MARGIN = {"cpu": 0.15, "cuda": 0.25}
-"""Share of the memory that stays free, for errors of the estimate and fragmentation."""
+MARGIN = 0.2
+"""Share of the memory that stays free, for fragmentation and longer text."""
 
 MAX_ROWS = 4096
 """Maximum sequences of one process."""
@@ -70,24 +69,27 @@ class Trial:
         # the first step warms up
         return median([self.step(phase, rows) for _ in range(1 + TIMED_STEPS)][1:])
 
+    def step_bytes(self, phase: PlacedPhase, rows: int) -> tuple[int, int, float]:
+        """Return the bytes before a step, the peak of the step, and its seconds."""
+        device = self.base.device
+        restart_peak(device)
+        before = held_bytes(device)
+        seconds = self.step(phase, rows)
+        return before, int(agreed(float(peak_bytes(device)))), seconds
+
     def text_seconds(self, distill: Distill) -> float:
         """Return the seconds to generate a phase's text, from a short batch without drafts."""
         number = min(distill.batch_size, distill.num_samples)
         new_tokens = min(TRIAL_TOKENS, distill.new_tokens)
-        prompt = [at % self.base.vocab_size for at in range(distill.prompt_tokens)]
+        prompts = [[at % self.base.vocab_size for at in range(distill.prompt_tokens)]] * number
         with self.teacher.as_loaded():
             # the first time warms up
-            generate(self.base, None, [prompt] * number, max_new_tokens=new_tokens)
-            began = time.perf_counter()
-            generate(self.base, None, [prompt] * number, max_new_tokens=new_tokens)
+            for _ in range(2):
+                began = time.perf_counter()
+                generate(self.base, None, prompts, max_new_tokens=new_tokens)
         seconds = agreed(time.perf_counter() - began)
         batches = distill.num_samples / number / self.accelerator.num_processes
         return batches * seconds * distill.new_tokens / new_tokens
-
-    @property
-    def peak(self) -> int:
-        """Peak bytes of this process since the trial began."""
-        return peak_bytes(self.base.device)
 
     def leave(self) -> None:
         """Restore the base."""
@@ -100,50 +102,30 @@ def automatic(schedule: Schedule) -> list[str]:
 
 
 def largest_batches(setup: Setup, base: FrozenBase, accelerator: Accelerator) -> dict[str, int]:
-    """Return the largest batch size that fits, over all processes, of each phase with `auto`.
-
-    Shapes tell how many sequences may fit, and the smallest step how many take at most
-    `MAX_SECONDS`. accelerate lowers that number until a real step does not run out of memory.
-
-    Raises:
-        ValueError: Not even one sequence fits.
-    """
+    """Return the batch size, over all processes, of each phase with `auto`."""
     names = automatic(setup.schedule)
     phases = [one for one in placed(setup.schedule) if one.name in names]
     shares = readers(base.sharding, accelerator)["world_size"]
-    shapes = Shapes(setup, target_of(setup.base, accelerator))
     trial = Trial(setup, base, accelerator)
     try:
-        return {one.name: _largest(shapes, trial, one) * shares for one in phases}
+        return {one.name: _largest(trial, one) * shares for one in phases}
     finally:
         trial.leave()
 
 
-def _largest(shapes: Shapes, trial: Trial, phase: PlacedPhase) -> int:
-    """Return the sequences of one process in the largest step of a phase."""
-    device, least = trial.base.device, phase.settings.accumulation_steps
-    room = int((1 - MARGIN["cpu" if device.type == "cpu" else "cuda"]) * room_of(device))
-    needed = shapes.step(phase, least)
-    first = sum(needed.values())
-    if device.type == "cpu":
-        # the base and the libraries are in memory already
-        first += held_bytes(device) - needed["base weights"]
-    if first > room:
-        raise InputError(
-            f"phase {phase.name!r} must fit {room / 2**30:.3g} GiB, but {least} sequences need "
-            f"{first / 2**30:.3g}; raise accumulation_steps, or lower sequence_length"
-        )
-    trial.step(phase, least)
-    in_time = least * MAX_SECONDS / max(trial.step(phase, least), 1e-6)
-    fitting = least + (room - first) // shapes.row_bytes(phase)
-    start = max(least, int(-agreed(-float(min(fitting, in_time, MAX_ROWS)))))
-
-    @find_executable_batch_size(starting_batch_size=start)
-    def attempt(rows: int) -> int:
-        trial.step(phase, rows)
-        return rows
-
-    return attempt()  # pyright: ignore[reportCallIssue]
+def _largest(trial: Trial, phase: PlacedPhase) -> int:
+    """Double the sequences of one process as long as a real step shows that twice as many fit."""
+    room = (1 - MARGIN) * room_of(trial.base.device)
+    rows = phase.settings.accumulation_steps
+    # the first step makes the state of the optimizers
+    trial.step(phase, rows)
+    while 2 * rows <= MAX_ROWS:
+        before, peak, seconds = trial.step_bytes(phase, rows)
+        # what a step adds is at most proportional to its rows
+        if 2 * peak - before > room or 2 * seconds > MAX_SECONDS:
+            break
+        rows *= 2
+    return rows
 
 
 def room_of(device: torch.device) -> int:

@@ -1,16 +1,17 @@
 """The plan of a run: memory by part, tokens, FLOPs, disk, hours, and changes if it does not fit."""
 
-import math
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from huggingface_hub import try_to_load_from_cache
 
-from specheads.core.machine import held_bytes
+from specheads.base.gguf import located
+from specheads.core.machine import held_bytes, peak_bytes
 from specheads.runs.checkpoint import KEPT
-from specheads.training.cost import step_flops
 from specheads.training.feature_cache import cache_bytes
-from specheads.training.plan.shapes import Setup, Shapes, Target, target_of
+from specheads.training.plan.shapes import Setup, Shapes, device_of
 from specheads.training.plan.trial import Trial, room_of
 from specheads.training.processes import load_base, readers, sharding_of
 from specheads.training.schedule import PlacedPhase, placed, refuse_misfit, row_tokens, text_tokens
@@ -18,14 +19,17 @@ from specheads.training.schedule import PlacedPhase, placed, refuse_misfit, row_
 TOKEN_BYTES = 5
 """Bytes of a token of text: an int32 and its loss mask."""
 
-LEVERS = (
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+CHANGES = (
+    "a larger accumulation_steps (the same training), or a smaller batch_size",
     "a shorter sequence_length, or a lower scored_share",
     "base.dtype=bfloat16 (half the weights of a base in float32)",
     "base.quantization=8bit or 4bit (on CUDA)",
     "head.draft_tokens (a smaller projection: less of weights, gradients, moments and loss)",
     "a smaller base",
 )
-"""Changes if not even one sequence fits."""
+"""Changes for a run that does not fit."""
 
 
 def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
@@ -37,33 +41,35 @@ def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
     Raises:
         ValueError: A phase does not fit the base, the head or the processes.
     """
-    process = {"Python and libraries": held_bytes(torch.device("cpu"))}
-    target = target_of(setup.base, accelerator)
-    shapes, phases = Shapes(setup, target), placed(setup.schedule)
+    device = device_of(setup.base, accelerator)
+    on_cpu = device.type == "cpu"
+    libraries = {"Python and libraries": held_bytes(device)} if on_cpu else {}
+    shapes, phases = Shapes(setup, device), placed(setup.schedule)
     sharding = sharding_of(accelerator, setup.base["device"], setup.base["quantization"])
     shares = readers(sharding, accelerator)["world_size"]
     rows = {one.name: -(-one.settings.batch_size // shares) for one in phases}
-    room = room_of(target.device) if target.is_here else None
     memory: dict[str, dict[str, int]] = {}
-    changes: list[str] = []
     for phase in phases:
         settings, context = phase.settings, shapes.base.max_length
         refuse_misfit(phase.name, settings, context, shapes.head.depth, shares)
-        libraries = process if target.device.type == "cpu" else {}
         if settings.distill and settings.distill.engine == "local":
             memory[f"{phase.name}: text"] = libraries | shapes.text(settings.distill)
         memory[phase.name] = libraries | shapes.step(phase, rows[phase.name])
-        excess = sum(memory[phase.name].values()) - room if room else 0
-        changes += _changes(shapes, phase, rows[phase.name], shares, excess)
     peak = max(sum(parts.values()) for parts in memory.values())
+    room = room_of(device) if _is_here(device) else None
     fits = None if room is None else peak <= room
-    if why := _untried(target, fits):
-        hours, note = {}, f"there are no hours: {why}"
+    hours = {}
+    if fits is None:
+        note = f"there are no hours: this machine has no {device}"
+    elif not _has_weights(setup):
+        note = "there are no hours: the weights of the base are not on this machine"
+    elif not fits:
+        note = "there are no hours: the run does not fit"
     else:
         hours, peak = _try(setup, accelerator, phases, rows)
         note = "hours and the peak are measured in a few steps; hours of text are without drafts"
     return {
-        "device": str(target.device),
+        "device": str(device),
         "processes": accelerator.num_processes,
         "fits": fits,
         "room_bytes": room,
@@ -72,18 +78,26 @@ def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
         "phases": {one.name: _work(shapes, one) for one in phases},
         "hours": hours,
         "disk_bytes": _disk(shapes),
-        "changes": changes,
+        "changes": list(CHANGES) if fits is False else [],
         "note": note,
     }
 
 
-def _untried(target: Target, fits: bool | None) -> str:
-    """Return the reason why no steps can run here, or an empty string."""
-    if not target.is_here:
-        return f"this machine has no {target.device}"
-    if not target.has_weights:
-        return "the weights of the base are not on this machine"
-    return "" if fits else "the run does not fit"
+def _is_here(device: torch.device) -> bool:
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError):
+        return False
+    return True
+
+
+def _has_weights(setup: Setup) -> bool:
+    source = located(setup.base["model"])
+    if (folder := Path(source)).is_dir():
+        return any(folder.glob("*.safetensors"))
+    revision = setup.base["revision"]
+    found = (try_to_load_from_cache(source, name, revision=revision) for name in WEIGHTS)
+    return any(isinstance(one, str) for one in found)
 
 
 def _try(
@@ -99,39 +113,21 @@ def _try(
                 hours[f"{phase.name}: text"] = trial.text_seconds(distill) / 3600
             seconds = trial.step_seconds(phase, rows[phase.name])
             hours[phase.name] = phase.settings.steps * seconds / 3600
-        return hours, trial.peak
+        return hours, peak_bytes(trial.base.device)
     finally:
         trial.leave()
 
 
 def _work(shapes: Shapes, phase: PlacedPhase) -> dict[str, Any]:
-    """Return the work of a phase over all processes: see `cost.step_flops` for FLOPs."""
-    settings, setup = phase.settings, shapes.setup
+    """Return the work of a phase over all processes."""
+    settings, data = phase.settings, shapes.setup.data
     sequences = settings.steps * settings.batch_size
-    batch = setup.batch(settings, 1, shapes.base, shapes.head)
-    flops = step_flops(shapes.base, shapes.head, batch, settings).total
     return {
         "steps": settings.steps,
         "batch_size": settings.batch_size,
-        "tokens": sequences * row_tokens(settings, setup.data, shapes.base.max_length),
-        "flops": sequences * flops,
+        "tokens": sequences * row_tokens(settings, data, shapes.base.max_length),
+        "flops": int(sequences * shapes.row_flops[phase.name]),
     }
-
-
-def _changes(shapes: Shapes, phase: PlacedPhase, rows: int, shares: int, excess: int) -> list[str]:
-    """Return changes that make a step fit that needs `excess` bytes too many."""
-    if excess <= 0:
-        return []
-    setting, parts = f"schedule.phases.{phase.name}", phase.settings.accumulation_steps
-    # all parts except the first run next to gradients
-    too_many = math.ceil((excess + shapes.gradients) / shapes.row_bytes(phase))
-    fitting = (rows - too_many) // parts
-    if fitting < 1:
-        return [f"{setting}: {lever}" for lever in LEVERS]
-    return [
-        f"{setting}.accumulation_steps={-(-rows // fitting)} (parts of {fitting} sequences, the "
-        f"same training), or {setting}.batch_size={fitting * parts * shares}"
-    ]
 
 
 def _disk(shapes: Shapes) -> dict[str, int]:
