@@ -89,11 +89,6 @@ class PhaseLog:
             self._clear()
         self.display.update(self.task, completed=self.at.step - self.phase.first)
 
-    def print(self, line: str) -> None:
-        """Print a line on the main process."""
-        if self.tracker is not None:
-            self.display.console.print(line, markup=False, soft_wrap=True)
-
     def _clear(self) -> None:
         """Start a new row; the time since the last one does not count."""
         self.sums: dict[str, Tensor] = {}

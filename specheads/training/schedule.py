@@ -26,16 +26,6 @@ class Progressed:
     """Position in the text of the current phase, the same on all processes."""
     seconds: float = 0.0
     """Training time without validation and without text generation."""
-    scored_on: str = ""
-    """Identifies the held-out prompts and the number of new tokens of the scores."""
-    highest: float = 0.0
-    """Highest tokens per forward in the current phase; zero before the first validation."""
-    unrisen: int = 0
-    """Validations since the highest score."""
-
-    def end_phase(self) -> None:
-        """Reset the state of the phase."""
-        self.cursor, self.highest, self.unrisen = None, 0.0, 0
 
 
 @dataclass(frozen=True, slots=True)

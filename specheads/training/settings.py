@@ -216,10 +216,6 @@ class Validation:
     new_tokens: AtLeastTwo = 64
     """New tokens for each prompt."""
 
-    patience: NonNegativeInt = 0
-    """End a phase after this many measurements in a row without more tokens per forward; needs
-    every. Zero never ends a phase early."""
-
     keep: Annotated[str, one_of("last", "best")] = "last"
     """Which head becomes head/: the last or the best."""
 

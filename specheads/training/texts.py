@@ -1,11 +1,12 @@
 """Text of each phase: the corpus, or text that the base generates; and held-out text."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,8 +32,6 @@ from specheads.training.processes import readers
 from specheads.training.schedule import row_tokens, text_tokens
 from specheads.training.settings import Distill, Phase, Validation
 from specheads.training.validation import HeldOut
-
-T = TypeVar("T")
 
 COUNTED_TOKENS = 2**19
 """Tokens of the corpus that select a reduced draft vocabulary."""
@@ -119,39 +118,34 @@ class PhaseTexts:
         If the split is too short for one of them, that one is skipped with a message.
 
         Raises:
-            ValueError: The settings need prompts to score heads, but the split has too little text.
+            ValueError: The best head is wanted, but the split has too little text for prompts.
         """
-        rows = settings.rows and self._if_any("validation", lambda: self._rows(settings.rows))
-        found = settings.prompts and self._if_any(
-            "prompts to decode", lambda: self._held_prompts(settings)
-        )
-        if not found and (settings.patience or settings.keep == "best"):
+        batches, prompts, identity = None, None, ""
+        if settings.rows:
+            with self._optional("validation"):
+                batches = self._rows(settings.rows)
+        if settings.prompts:
+            with self._optional("prompts to decode"):
+                prompts, identity = self._held_prompts(settings)
+        if prompts is None and settings.keep == "best":
             raise InputError(
-                "validation.patience and keep=best need prompts in the corpus's validation split, "
-                "but it has none; lower validation.prompt_tokens, or remove these settings"
+                "validation.keep=best needs prompts in the corpus's validation split, but it has "
+                "none; lower validation.prompt_tokens, or set keep=last"
             )
-        if not rows and not found:
+        if batches is None and prompts is None:
             return None
-        prompts, identity = found or (None, "")
-        return HeldOut(
-            rows or None,
-            settings.every,
-            prompts=prompts,
-            new_tokens=settings.new_tokens,
-            identity=identity,
-            patience=settings.patience,
-        )
+        return HeldOut(batches, settings.every, prompts, settings.new_tokens, identity)
 
-    def _if_any(self, what: str, find: Callable[[], T]) -> T | None:
-        """Return the result of `find`; print a message if the held-out text is too short."""
+    @contextmanager
+    def _optional(self, what: str) -> Iterator[None]:
+        """Print a message if the held-out text is too short for something."""
         try:
-            return find()
+            yield
         except InputError as error:
-            no_answers = "the held-out text has questions without answers"
-            why = no_answers if isinstance(error, UnansweredError) else error
+            unanswered = isinstance(error, UnansweredError)
+            why = "the held-out text has questions without answers" if unanswered else error
             if self.accelerator.is_main_process:
                 self.announce(f"no {what}: {why}")
-            return None
 
     def _rows(self, count: int) -> list[TokenBatch]:
         """Return this process's share of `count` rows of held-out text, in batches.

@@ -1,4 +1,4 @@
-"""Validation during training: loss and score on held-out text, the best head, early stopping.
+"""Validation during training: loss and score on held-out text, and the best head.
 
 See docs/train.md.
 """
@@ -40,8 +40,6 @@ class HeldOut:
     """Tokens decoded per prompt."""
     identity: str = ""
     """Identifies the prompts of all processes and `new_tokens`."""
-    patience: int = 0
-    """Validations without a higher score after which a phase ends. Zero: never."""
 
 
 @torch.no_grad()
@@ -79,10 +77,9 @@ def validate(
 
 
 class Watch:
-    """Validates, saves the best head, and ends a phase whose score no longer rises.
+    """Validates, and saves the head with the most tokens per forward of the run.
 
-    Sums are over processes, so all processes take the same decision. The highest score of the phase
-    is part of `at` and of checkpoints; the highest score of the run is saved with the best head.
+    Sums are over processes, so all processes take the same decision.
     """
 
     def __init__(
@@ -94,15 +91,11 @@ class Watch:
         # DDP's wrapper synchronises at each batch, and processes may have different numbers of them
         self.objective = stepper.accelerator.unwrap_model(stepper.objective)
         self.best = 0.0
-        if held_out is None:
-            return
-        if at.scored_on != held_out.identity:
-            # scores on other prompts are not comparable
-            at.scored_on, at.highest, at.unrisen = held_out.identity, 0.0, 0
-        if run.best_score.is_file():
+        if held_out and run.best_score.is_file():
             # its step may be later than the checkpoint's: a resumed run repeats those steps exactly
             saved = read_json(run.best_score)
             score = saved.get("tokens_per_forward")
+            # scores on other prompts are not comparable
             if saved.get("prompts") == held_out.identity and isinstance(score, float):
                 self.best = score
 
@@ -114,17 +107,6 @@ class Watch:
         is_due = step == phase.end or (every and step % every == 0)
         return partial(self._measure, self.held_out, phase) if is_due else None
 
-    def ends(self, phase: PlacedPhase) -> str:
-        """Return the reason to end the phase early, or an empty string."""
-        patience = self.held_out.patience if self.held_out else 0
-        if not patience or self.at.unrisen < patience or self.at.step == phase.end:
-            return ""
-        return (
-            f"phase {phase.name!r} ends after {self.at.step - phase.first} of "
-            f"{phase.settings.steps} steps: tokens per forward did not rise above "
-            f"{self.at.highest:.3f} in {patience} validation{'s' if patience > 1 else ''}"
-        )
-
     def _measure(self, held_out: HeldOut, phase: PlacedPhase) -> dict[str, float]:
         at, values, score = self.at, {}, None
         if held_out.batches is not None:
@@ -135,8 +117,6 @@ class Watch:
             )
         if score is None:
             return values
-        at.unrisen = 0 if score > at.highest else at.unrisen + 1
-        at.highest = max(score, at.highest)
         if score > self.best:
             self.best = score
             if self.is_main:

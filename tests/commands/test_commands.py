@@ -266,20 +266,15 @@ def test_training_starts_from_init(finished: tuple[Path, str], here: Callable[..
 
 
 @pytest.mark.slow
-def test_a_watched_run_ends_early_with_its_best_head_and_draws_its_learning_curve(
-    finished: tuple[Path, str], here: Callable[..., None], capsys: Any
+def test_a_watched_run_ends_with_its_best_head_and_draws_its_learning_curve(
+    finished: tuple[Path, str], here: Callable[..., None]
 ):
     here(
-        "train", "recipe=smoke", "name=watched", "validation.every=1", "validation.patience=2",
-        "validation.keep=best", "schedule.phases.corpus.learning_rate=0", "tracker=tensorboard",
-        *SMALL,
+        "train", "recipe=smoke", "name=watched", "validation.every=1", "validation.keep=best",
+        "schedule.phases.corpus.learning_rate=0", "tracker=tensorboard", *SMALL,
     )  # fmt: skip
-    # without learning the head does not improve
-    told = "phase 'corpus' ends after 3 of 6 steps: tokens per forward did not"
-    assert told in capsys.readouterr().err
     run = RunDirectory(finished[0] / "runs" / "watched")
     rows = read_metrics(run.metrics)
-    assert [row["step"] for row in rows][:4] == [1, 2, 3, 7]
     scores = {row["step"]: row["validation/tokens_per_forward"] for row in rows}
     best = json.loads(run.best_score.read_text())
     assert best["tokens_per_forward"] == max(scores.values()) == scores[best["step"]]

@@ -14,7 +14,7 @@ from specheads.core.ranges import hints, words
 from specheads.data.settings import Data, WeightedSource
 from specheads.decoding.accept import RULES
 from specheads.training import losses, settings
-from specheads.training.settings import LOSSES, Distill, Joint, Phase, Schedule, Validation
+from specheads.training.settings import LOSSES, Distill, Joint, Phase, Schedule
 
 COMMANDS = (Train, Evaluate, Compare, Export, Push)
 PARTS = [
@@ -107,12 +107,6 @@ def test_invalid_schedule_is_refused(schedule: Schedule, message: str):
     with pytest.raises(InputError) as refused:
         check(schedule, "schedule")
     assert message in str(refused.value)
-
-
-def test_patience_needs_measurements_to_count():
-    check(Validation(patience=2, every=10), "validation")
-    with pytest.raises(InputError, match=r"within a phase, got validation\.every=0"):
-        check(Validation(patience=2), "validation")
 
 
 @pytest.mark.parametrize(
