@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -23,7 +24,7 @@ from specheads.data.sources import refuse_unreadable
 from specheads.heads.load import load_head
 from specheads.runs.progress import progress
 from specheads.training.distill.prompts import identity_of, prompt_source
-from specheads.training.distill.report import Report, as_markdown
+from specheads.training.distill.report import as_markdown
 from specheads.training.distill.run import EXTERNAL_ENGINES, refuse_sharded, write_folder
 from specheads.training.distill.texts import Job
 from specheads.training.processes import accelerator_of_environment, load_base, naming_lost
@@ -55,7 +56,7 @@ def distill(
     base: FrozenBase | None = None,
     head: Head | None = None,
     out: str | Path = "",
-) -> Report | None:
+) -> dict[str, Any] | None:
     """Generate text with the base of a recipe, into a folder; return a report.
 
     Args:
@@ -108,4 +109,4 @@ def _checked(settings: commands.Distill, head: Head | None) -> Distill:
         raise InputError(
             f"a head can draft with engine=local only, got engine={texts.engine}; remove one"
         )
-    return replace(texts, use_head="true") if drafts else texts
+    return replace(texts, use_head=True) if drafts else texts

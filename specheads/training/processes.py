@@ -4,7 +4,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -114,23 +113,18 @@ def sharding_of(accelerator: Accelerator, device: str, quantization: str) -> Sha
     tensor, shard = parallel.tp_size, parallel.dp_shard_size
     if processes == 1 or (plugin is None and tensor == 1):
         return None
+    size = tensor if tensor > 1 else shard if shard > 1 else processes
     is_other = plugin and (plugin.fsdp_version != 2 or tensor > 1)
-    if is_other or parallel.cp_size > 1 or parallel.sp_size > 1:
+    if is_other or parallel.cp_size > 1 or parallel.sp_size > 1 or processes % size:
         raise InputError(
-            "a base supports either FSDP2 (fsdp_version=2) or tensor parallelism (tp_size), but "
-            "accelerate is configured for another sharding or for both; use "
-            "configs/accelerate/fsdp2.yaml or tensor_parallel.yaml"
+            "a base supports either FSDP2 (fsdp_version=2) or tensor parallelism (tp_size) over "
+            f"equal groups of processes, got groups of {size} of {processes} processes, another "
+            "sharding, or both; use configs/accelerate/fsdp2.yaml or tensor_parallel.yaml"
         )
     if quantization != "none":
         raise InputError(
             "a sharded base does not support quantization, got base.quantization="
             f"{quantization}; set it to none, or use configs/accelerate/ddp_8gpu.yaml"
-        )
-    size = tensor if tensor > 1 else shard if shard > 1 else processes
-    if processes % size:
-        raise InputError(
-            f"a base is sharded over equal groups of processes, but {processes} processes cannot "
-            f"form groups of {size}; set num_processes to a multiple of {size}"
         )
     shape, kind = (processes // size, size), accelerator.device.type
     mesh = init_device_mesh(kind, shape, mesh_dim_names=("replica", "part"))["part"]
@@ -167,7 +161,16 @@ def _precision(dtype: str) -> str:
 
 def fix_workspace() -> None:
     """Set the size of cuBLAS's workspace unless it is set; torch reads it at its first product."""
-    os.environ.setdefault(WORKSPACE, ":4096:8")
+    if WORKSPACE in os.environ:
+        return
+    if torch.cuda.is_initialized():
+        warnings.warn(
+            "a resumed run may differ in its last bits: torch used the GPU before "
+            f"{WORKSPACE} was set; set it to :4096:8 before Python starts",
+            stacklevel=2,
+        )
+    else:
+        os.environ[WORKSPACE] = ":4096:8"
 
 
 @contextmanager
@@ -179,17 +182,12 @@ def repeatable(device: torch.device) -> Iterator[None]:
     deterministic variant is less parallel; all other kernels stay the same. Forward passes are
     repeatable without the setting, and the setting would refuse the kernel that counts the tokens
     of each expert in some bases. torch also fills uninitialised memory by default; that is switched
-    off.
+    off. Without the size of cuBLAS's workspace torch would refuse its products: see
+    `fix_workspace`.
     """
-    if device.type != "cuda" or not _is_ordered(device):
+    if device.type != "cuda" or WORKSPACE not in os.environ:
         yield
         return
-    with _deterministic():
-        yield
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
     deterministic: Any = torch.utils.deterministic
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -202,23 +200,6 @@ def _deterministic() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         deterministic.fill_uninitialized_memory = fills
-
-
-@cache
-def _is_ordered(device: torch.device) -> bool:
-    """Return whether torch accepts cuBLAS as deterministic; warn if the variable came too late."""
-    one = torch.ones(1, 1, device=device)
-    try:
-        with _deterministic():
-            torch.mm(one, one)
-    except RuntimeError:
-        warnings.warn(
-            f"a resumed run may differ in its last bits on {device}: torch multiplied there before "
-            f"{WORKSPACE} was set; set it to :4096:8 before Python starts",
-            stacklevel=2,
-        )
-        return False
-    return True
 
 
 @contextmanager

@@ -75,9 +75,9 @@ class Distill:
     batch_size: PositiveInt = 64
     """Texts generated at once, or open requests of a server."""
 
-    use_head: Annotated[str, one_of("auto", "true", "True", "false", "False")] = "auto"
-    """Whether engine=local drafts with the head trained so far, which does not change the text:
-    true, false, or auto (the faster of the two in a short trial)."""
+    use_head: bool = False
+    """Draft with the head trained so far, with engine=local. It does not change the text, and is
+    faster with a small batch_size."""
 
     url: PrintableText = ""
     """Address of the server for engine=openai, such as http://127.0.0.1:8000/v1. The key is read

@@ -24,7 +24,7 @@ def settings() -> tuple[bool, bool, bool]:
 def test_gpu_backward_is_deterministic_and_settings_are_restored(
     before: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(processes, "_is_ordered", lambda _: True)
+    monkeypatch.setenv(processes.WORKSPACE, ":4096:8")
     plain = settings()
     enabled, warn_only = before
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
@@ -56,7 +56,10 @@ def test_cublas_workspace_is_set_before_a_base_is_loaded(monkeypatch: pytest.Mon
     assert os.environ[processes.WORKSPACE] == ":4096:8"
 
 
-def test_cublas_workspace_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(processes.WORKSPACE, ":16:8")
-    processes.fix_workspace()
-    assert os.environ[processes.WORKSPACE] == ":16:8"
+def test_late_cublas_workspace_gives_a_warning(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(processes.WORKSPACE, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.warns(UserWarning, match="set it to :4096:8 before Python starts"):
+        processes.fix_workspace()
+    with processes.repeatable(torch.device("cuda")):
+        assert not torch.are_deterministic_algorithms_enabled()

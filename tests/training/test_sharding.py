@@ -98,8 +98,8 @@ def test_killed_process_is_reported_with_a_sharded_base(rank: int, tmp_path: Pat
     ("said", "refused"),
     [
         ({"FSDP_VERSION": "1"}, r"FSDP2 \(fsdp_version=2\)"),
-        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "either FSDP2"),
-        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}, "6 processes cannot form groups of 4"),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tensor parallelism"),
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}, "groups of 4 of 6 processes"),
         ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "0"}, "dp_shard_size must be at least 1"),
     ],
 )

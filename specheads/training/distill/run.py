@@ -4,7 +4,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,13 @@ from typing import Any
 from rich.progress import Progress
 
 from specheads.base.model import FrozenBase
-from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.files import sole_writer, sweep
-from specheads.decoding.generate import generate
-from specheads.decoding.sampling import each_prompt
+from specheads.core.files import sole_writer, sweep, write_atomic
 from specheads.heads.load import drafter_of
 from specheads.training.distill.engine import Answer, GenerationRequest, TextEngine
 from specheads.training.distill.engines import build
 from specheads.training.distill.prompts import decoder
-from specheads.training.distill.report import Report, report_of, write_report
+from specheads.training.distill.report import as_markdown, report_of
 from specheads.training.distill.shards import (
     claim_folder,
     missing_blocks,
@@ -38,55 +34,17 @@ EXTERNAL_ENGINES = ("vllm", "openai")
 TICK_SECONDS = 0.25
 """Interval of progress updates."""
 
-TRIAL_TOKENS = 32
-"""New tokens per text in the trial of a drafter."""
-
-
-@dataclass(frozen=True, slots=True)
-class WriterProgress:
-    """Progress of one process."""
-
-    texts: int
-    """Finished texts of this call, including dropped ones."""
-    dropped: int
-    """Texts dropped in this call."""
-    tokens: int
-    """Tokens generated in this call."""
-    seconds: float
-    """Seconds since the engine was ready."""
+Done = tuple[int, int, int, float]
+"""Progress of one process in this call: finished texts, dropped ones among them, generated tokens,
+and seconds since the engine was ready."""
 
 
 def engine_for(job: Job) -> TextEngine:
-    """Build the engine of the settings; the local one may draft, which does not change the text.
-
-    `use_head=auto` times the first tokens of one batch with the head and without it.
-    """
-    settings, head = job.settings, None
-    wanted = settings.use_head.lower()
-    if job.head is not None and wanted != "false" and settings.engine == "local":
-        drafter = drafter_of(job.head, job.base)
-        head = drafter if wanted == "true" or _is_faster(job, drafter) else None
-    return build(settings, job.base, head, job.prompts.longest)
-
-
-def _is_faster(job: Job, head: Head) -> bool:
-    most = max(1, job.base.max_length - TRIAL_TOKENS)
-    firsts = (job.prompts.first(number)[:most] for number in range(job.settings.batch_size))
-    prompts = [tokens for tokens in firsts if tokens]
-    if not prompts:
-        return False
-
-    def rate(drafter: Head | None) -> float:
-        began = time.perf_counter()
-        sampling = each_prompt(job.sampling, len(prompts))
-        new = min(TRIAL_TOKENS, job.settings.new_tokens)
-        out = generate(job.base, drafter, prompts, max_new_tokens=new, sampling=sampling)
-        return sum(map(len, out.tokens)) / (time.perf_counter() - began)
-
-    for drafter in (None, head):
-        # warm-up
-        rate(drafter)
-    return rate(head) > rate(None)
+    """Build the engine of the settings; the local one may draft, which does not change the text."""
+    head = None
+    if job.head is not None and job.settings.use_head and job.settings.engine == "local":
+        head = drafter_of(job.head, job.base)
+    return build(job.settings, job.base, head, job.prompts.longest)
 
 
 def refuse_sharded(base: FrozenBase, settings: Distill, folder: Path) -> None:
@@ -103,7 +61,7 @@ def refuse_sharded(base: FrozenBase, settings: Distill, folder: Path) -> None:
 
 def write_text(
     job: Job, make: Callable[[Job], TextEngine] = engine_for
-) -> Generator[WriterProgress, None, None]:
+) -> Generator[Done, None, None]:
     """Generate the missing blocks of a folder; yield the progress from time to time.
 
     The first yield comes before anything is written. Several processes must wait for each other
@@ -170,10 +128,9 @@ class _Scheduler:
         text.take(answer)
         self._continue(text)
 
-    def progress(self) -> WriterProgress:
+    def progress(self) -> Done:
         """Return the progress of this process."""
-        seconds = time.monotonic() - self.began
-        return WriterProgress(self._finished, self._dropped, self._tokens, seconds)
+        return self._finished, self._dropped, self._tokens, time.monotonic() - self.began
 
     def _continue(self, text: GeneratedText) -> None:
         if not text.is_done:
@@ -188,8 +145,8 @@ class _Scheduler:
             write_shard(self._job.folder, block, self._rows.pop(block))
 
 
-def write_folder(job: Job, bar: Progress, halt: Callable[[], None]) -> Report | None:
-    """Generate the missing texts of a folder on all processes, and write the report.
+def write_folder(job: Job, bar: Progress, halt: Callable[[], None]) -> dict[str, Any] | None:
+    """Generate the missing texts of a folder on all processes, and write report.md.
 
     Args:
         job: Text to generate.
@@ -197,43 +154,35 @@ def write_folder(job: Job, bar: Progress, halt: Callable[[], None]) -> Report | 
         halt: Called on all processes together from time to time; it raises to stop the generation.
 
     Returns:
-        The report on the first process, None on the others.
+        The report on the first process (see `report_of`), None on the others.
     """
     total = job.settings.num_samples
     task = bar.add_task("generated text", total=total, numbers="")
     missing = missing_blocks(job.folder, job.settings.shard_size, total)
     before = total - sum(map(len, missing.values()))
-    latest: dict[int, WriterProgress] = {}
+    latest: dict[int, Done] = {}
+    speed: float | None = None
     with closing(write_text(job)) as writer:
 
-        def go_on() -> WriterProgress | None:
+        def go_on() -> Done | None:
             return next(writer, None)
 
         # processes that have finished their share wait for the others
-        while True:
-            gathered = on_all_processes(go_on)
-            if not any(gathered):
-                break
+        while any(gathered := on_all_processes(go_on)):
             latest |= {rank: one for rank, one in enumerate(gathered) if one}
-            dropped = sum(one.dropped for one in latest.values())
+            texts, dropped, tokens, seconds = zip(*latest.values(), strict=True)
+            speed = sum(tokens) / max(seconds) if any(tokens) else None
             bar.update(
                 task,
-                completed=before + sum(one.texts for one in latest.values()),
-                numbers=f"{_speed(latest) or 0:,.0f} tokens/s  {dropped:,} dropped",
+                completed=before + sum(texts),
+                numbers=f"{speed or 0:,.0f} tokens/s  {sum(dropped):,} dropped",
             )
             halt()
     # complete folders yield no progress
     bar.update(task, completed=total)
     if job.rank:
         return None
-    speed = _speed(latest)
     report = report_of(job.folder, total, decoder(job.base), speed)
     if speed or not (job.folder / "report.md").is_file():
-        write_report(job.folder, report)
+        write_atomic(job.folder / "report.md", as_markdown(report))
     return report
-
-
-def _speed(latest: dict[int, WriterProgress]) -> float | None:
-    """Return the tokens per second of all processes; None if nothing was generated."""
-    tokens = sum(one.tokens for one in latest.values())
-    return tokens / max(one.seconds for one in latest.values()) if tokens else None

@@ -171,10 +171,9 @@ class Shapes:
         # new texts have their own rows until they are copied into the batch
         rows = distill.batch_size + distill.batch_size // REFILL
         slots = rows * (text_tokens(distill) + 2 * self.head.depth)
-        drafts = distill.use_head.lower() != "false"
         return self.weights() | {
             "keys and values": slots * self.base.slot_bytes,
-            "drafter": stored(self.head.parameters()) if drafts else 0,
+            "drafter": stored(self.head.parameters()) if distill.use_head else 0,
             "activations and logits": memory.peak,
         }
 

@@ -77,7 +77,7 @@ def write(folder: Path, pen: Pen | None = None, **changes: Any) -> list[int]:
     """Generate a folder's text; return the numbers of finished texts."""
     answering = pen or Pen()
     told = write_text(job(folder, **changes), lambda _: answering.answers)
-    return [written.texts for written in told]
+    return [texts for texts, *_ in told]
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -196,7 +196,7 @@ def test_text_of_other_settings_is_refused_by_name(
 
 def test_speed_settings_do_not_change_the_claim(tmp_path: Path):
     write(tmp_path)
-    other = replace(SETTINGS, batch_size=1, engine="vllm", folder="there", use_head="true")
+    other = replace(SETTINGS, batch_size=1, engine="vllm", folder="there", use_head=True)
     assert write(tmp_path, settings=other) == []
 
 
@@ -238,12 +238,13 @@ def test_faulty_answer_ends_the_text_and_is_counted(tmp_path: Path):
     turns = {row["number"]: row["turns"] for row in rows(tmp_path)}
     assert (turns[0], turns[1], turns[2], turns[5]) == (0, 1, 2, 3)
     told = report_of(tmp_path, 10, str)
-    assert (told.kept, told.dropped) == (9, {"empty": 1})
-    assert told.cut == {"loop": 1, "truncated": 1}
-    assert len(told.samples) == 5
-    assert told.lengths["0 %"] == 4
-    assert told.lengths["100 %"] == 12
-    assert told.tokens + told.prompt_tokens == sum(len(row["tokens"]) for row in rows(tmp_path))
+    assert (told["kept"], told["dropped"]) == (9, {"empty": 1})
+    assert told["cut"] == {"loop": 1, "truncated": 1}
+    assert len(told["samples"]) == 5
+    assert told["lengths"]["0 %"] == 4
+    assert told["lengths"]["100 %"] == 12
+    tokens = sum(len(row["tokens"]) for row in rows(tmp_path))
+    assert told["tokens"] + told["prompt_tokens"] == tokens
 
 
 def test_fully_dropped_text_is_refused(tmp_path: Path):
