@@ -24,10 +24,7 @@ LONG_PERIOD, LONG_WINDOW = 64, 192
 
 
 def fault(
-    answer: Answer,
-    drop: Sequence[str],
-    eos_ids: Sequence[int],
-    decode: Callable[[list[int]], str],
+    answer: Answer, drop: Sequence[str], eos_ids: Sequence[int], decode: Callable[[list[int]], str]
 ) -> str:
     """Return the first fault in `drop` that an answer has, or an empty string.
 
