@@ -517,7 +517,7 @@ def planned_gib(base: Any, bench: Any) -> float:
 
     from specheads.commands._dry_run import setup_of
     from specheads.config import compose
-    from specheads.training.plan.whole import plan
+    from specheads.training.plan import plan
 
     rows, length = bench.batch.tokens.shape
     head = {name: value for name, value in asdict(bench.head.config).items() if value != {}}

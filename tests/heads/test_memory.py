@@ -17,7 +17,7 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, join_copied
 from specheads.heads.layers.attention import Slots
 from specheads.measure.oracle import Oracle
-from specheads.training.plan.shapes import PeakMemory
+from specheads.training.plan import PeakMemory
 from tests import tiny
 from tests.heads.test_heads import CASES, make, told
 

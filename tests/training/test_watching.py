@@ -125,9 +125,7 @@ WAYS: dict[str, tuple[Any, str, bool]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_resume_keeps_the_best_head(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_resume_keeps_the_best_head(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     by_weights(monkeypatch)
     schedule = Schedule(phases={"corpus": phase(steps=8), "distilled": phase(steps=8)})
     held, whole, parts = PROMPTS, tmp_path / "whole", tmp_path / "parts"
