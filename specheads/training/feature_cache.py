@@ -5,7 +5,6 @@ See docs/train.md.
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -48,7 +47,7 @@ class FeatureCache:
         ]  # fmt: skip
         self.folder = folder / hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
 
-    def read(self, batch: TokenBatch) -> Features:
+    def features(self, batch: TokenBatch) -> Features:
         """Return the features of a batch, from disk if they are there."""
         file = self.folder / f"{_name(batch)}.safetensors"
         found = self._load(file) if file.is_file() else None
@@ -100,8 +99,8 @@ def feature_cache(
     """Return the feature cache of a run, None without one.
 
     Raises:
-        ValueError: It may exceed `settings.gib` or the free disk space, or a phase trains the base,
-            whose features then change in each step.
+        ValueError: It may exceed `settings.gib`, or a phase trains the base, whose features then
+            change in each step.
     """
     if not settings.gib:
         return None
@@ -116,18 +115,7 @@ def feature_cache(
             f"feature_cache.gib must cover the whole cache: this one takes up to {size / GIB:.2f} "
             f"GiB, but feature_cache.gib={settings.gib:g}; raise it, or set it to 0"
         )
-    folder = writable_folder(settings.folder)
-    cache = FeatureCache(folder, base, aux_layers, announce)
-    # existing files count as this run's: a second training on the same text needs no more space
-    there = sum(file.stat().st_size for file in cache.folder.glob("*.safetensors"))
-    nearest = next(one for one in (folder, *folder.parents) if one.exists())
-    if size - there > (free := shutil.disk_usage(nearest).free):
-        raise InputError(
-            f"a feature cache needs disk space: this one takes up to {size / GIB:.2f} GiB, but "
-            f"{folder} has {free / GIB:.2f} GiB free; set another feature_cache.folder, or "
-            "feature_cache.gib=0"
-        )
-    return cache
+    return FeatureCache(writable_folder(settings.folder), base, aux_layers, announce)
 
 
 def cache_bytes(

@@ -33,6 +33,7 @@ from specheads.decoding.generate import generate
 from specheads.heads.load import build, build_for, load_head, resume_head
 from specheads.runs.checkpoint import KEPT
 from specheads.training.cost import flop_counter
+from specheads.training.distill.engines.local import REFILL
 from specheads.training.feature_cache import cache_bytes
 from specheads.training.objective import Objective, label_counts
 from specheads.training.optimizers import roles
@@ -124,6 +125,8 @@ def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
     for phase in phases:
         context, depth = shapes.base.max_length, shapes.head.depth
         refuse_misfit(phase.name, phase.settings, context, depth, shares)
+        if (distill := phase.settings.distill) and distill.engine == "local":
+            memory[f"{phase.name}: text"] = libraries | shapes.text(distill)
         memory[phase.name] = libraries | shapes.step(phase, rows[phase.name])
     peak = max(sum(parts.values()) for parts in memory.values())
     room = room_of(device) if _is_here(device) else None
@@ -402,6 +405,19 @@ class Shapes:
         # real gradients are float32
         more = gradients * (LEARNED_BYTES - self.base.dtype.itemsize)
         return self.weights() | {"gradients, activations and logits": memory.peak + max(more, 0)}
+
+    def text(self, distill: Distill) -> Parts:
+        """Return the peak of text generation with the local engine."""
+        prompts = torch.empty(distill.batch_size, distill.prompt_tokens, dtype=torch.long)
+        with self.teacher.as_loaded(), FusedAttention(), PeakMemory() as memory:
+            self.base.read(prompts.to("meta"), self.head.aux_layers)
+        # new texts have their own rows until they are copied into the batch
+        rows = distill.batch_size + distill.batch_size // REFILL
+        slots = rows * (text_tokens(distill) + 2 * self.head.depth)
+        return self.weights() | {
+            "keys and values": slots * self.base.slot_bytes,
+            "activations and logits": memory.peak,
+        }
 
 
 def _numbers(tensors: Iterable[Tensor]) -> int:

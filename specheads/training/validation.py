@@ -66,11 +66,10 @@ def validate(
         rows.append((batch, loss_mask))
     precision = torch.promote_types(teacher.base.dtype, torch.float32)
     counts, sums = total(counts), torch.zeros(2 * depth + 1, dtype=precision, device=device)
-    with teacher.at_rest():
-        for batch, loss_mask in rows:
-            seen = teacher.features(batch), batch.tokens, loss_mask
-            loss = objective(*seen, teacher.logits_of, phase, counts)
-            sums += torch.cat([loss.total[None], loss.by_depth, loss.agreement])
+    for batch, loss_mask in rows:
+        seen = teacher.features(batch), batch.tokens, loss_mask
+        loss = objective(*seen, teacher.logits_of, phase, counts)
+        sums += torch.cat([loss.total[None], loss.by_depth, loss.agreement])
     values = total(sums).where(counts[depth] > 0, math.nan).tolist()
     names = [f"{what}/depth_{level}" for what in ("loss", "accept") for level in range(depth)]
     return dict(zip([f"validation/{name}" for name in ("loss", *names)], values, strict=True))
@@ -109,12 +108,15 @@ class Watch:
 
     def _measure(self, held_out: HeldOut, phase: PlacedPhase) -> dict[str, float]:
         at, values, score = self.at, {}, None
+        # without dropout and gradients of the adapter
+        self.teacher.begin()
         if held_out.batches is not None:
             values = validate(held_out, self.teacher, self.objective, phase.settings, self.total)
         if held_out.prompts is not None:
             score = tokens_per_forward(
                 held_out.prompts, held_out.new_tokens, self.teacher, self.total
             )
+        self.teacher.begin(phase)
         if score is None:
             return values
         if score > self.best:
@@ -139,10 +141,9 @@ def tokens_per_forward(
     The base decodes with the current adapter; the drafter is a copy of the head. `prompts` is this
     process's share. `total` sums over processes; every process calls it exactly once.
     """
-    with teacher.at_rest():
-        drafter = drafter_of(teacher.head, teacher.base)
-        how = GenerationSettings(max_new_tokens=new_tokens, batch_size=max(1, len(prompts)))
-        counts = [one.counts for one in decode_prompts(teacher.base, drafter, prompts, how)]
+    drafter = drafter_of(teacher.head, teacher.base)
+    how = GenerationSettings(max_new_tokens=new_tokens, batch_size=max(1, len(prompts)))
+    counts = [one.counts for one in decode_prompts(teacher.base, drafter, prompts, how)]
     sums = [sum(one.new_tokens for one in counts), sum(one.forwards for one in counts)]
     tokens, forwards = total(torch.tensor(sums, device=teacher.base.device)).tolist()
     return tokens / forwards if forwards else None

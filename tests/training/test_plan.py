@@ -112,14 +112,14 @@ def test_memory_from_shapes_equals_real_steps(
 
 def test_plan_has_all_parts(folder: Path):
     found = planned(folder)
-    assert list(found["memory_bytes"]) == ["corpus", "distilled"]
+    assert list(found["memory_bytes"]) == ["corpus", "distilled: text", "distilled"]
     assert all(size > 0 for size in found["memory_bytes"]["corpus"].values())
     assert found["fits"]
     assert found["peak_bytes"] > 2**20
     corpus = found["phases"]["corpus"]
     assert corpus["tokens"] == 10 * corpus["batch_size"] * 64
     assert corpus["flops"] > corpus["tokens"]
-    assert list(found["hours"]) == ["corpus", "distilled: text", "distilled"]
+    assert list(found["hours"]) == list(found["memory_bytes"])
     assert all(hours > 0 for hours in found["hours"].values())
     sizes = found["disk_bytes"]
     assert sizes.pop("feature cache") == 0

@@ -231,10 +231,10 @@ OVERLONG = {
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sequence_length": 999}, "context is 128"),
-        ({"sequence_length": 3}, "at least 4 tokens to train 2 depths, got 3"),
+        ({"sequence_length": 999}, "to 128, the base's context, got 999"),
+        ({"sequence_length": 3}, "sequences of 4 tokens, for the depth of the head, .* got 3"),
         ({"depth_weights": [1.0]}, "each of the head's 2 depths, got 1"),
-        (OVERLONG, "sequences of 999 tokens, but the base's context is 128"),
+        (OVERLONG, "got 999; change sequence_length"),
         ({"accumulation_steps": 2}, "2 processes with accumulation_steps=2 share batch_size=2"),
     ],
 )
