@@ -25,8 +25,7 @@ from specheads.heads.load import load_head
 from specheads.runs.progress import progress
 from specheads.training.distill.prompts import identity_of, prompt_source
 from specheads.training.distill.report import as_markdown
-from specheads.training.distill.run import EXTERNAL_ENGINES, refuse_sharded, write_folder
-from specheads.training.distill.texts import Job
+from specheads.training.distill.run import EXTERNAL_ENGINES, Job, refuse_sharded, write_folder
 from specheads.training.processes import accelerator_of_environment, load_base, naming_lost
 from specheads.training.settings import Distill, distilled
 

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -24,7 +23,7 @@ class PhaseLog:
     """Logs one phase: a row of metrics every few steps, and a progress bar.
 
     Metrics are summed on the device, and over processes once per row. The time of the phase is
-    added to the run's training seconds, without validation and without the estimate of FLOPs.
+    added to the run's training seconds, without validation and without the count of FLOPs.
     """
 
     def __init__(
@@ -51,21 +50,18 @@ class PhaseLog:
         self, batches: Iterable[tuple[TokenBatch, dict[str, Any]]]
     ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield the same batches and measure the time spent waiting for them."""
-        source, device = iter(batches), self.teacher.base.device
-        # FLOPs are known if the base is frozen and reads every batch
-        is_known = self.phase.settings.joint is None and self.teacher.cache is None
+        source = iter(batches)
         while True:
             began = time.perf_counter()
-            try:
-                item = next(source)
-            except StopIteration:
+            if (item := next(source, None)) is None:
                 return
             self.waited += time.perf_counter() - began
-            if is_known and not self.full_speed_seconds:
+            # a cached batch has no forward of the base
+            if not self.full_speed_seconds and self.teacher.cache is None:
                 self._count_time()
-                with _undrawn(device):
-                    flops = self.stepper.flops(item[0], self.phase, self.at.step)
-                self.full_speed_seconds = flops / _matmul_rate(device, self.teacher.base.dtype)
+                flops = self.stepper.flops(item[0], self.phase, self.at.step)
+                base = self.teacher.base
+                self.full_speed_seconds = flops / _matmul_rate(base.device, base.dtype)
                 self.read = time.perf_counter()
             yield item
 
@@ -125,13 +121,8 @@ class PhaseLog:
             row["head_weight"] = phase.head_weight(at.step - 1)
         if held_out:
             row |= held_out()
-            shown = {
-                "validation/loss": "held out",
-                "validation/tokens_per_forward": "tokens/forward",
-            }
-            self.held_out = "".join(
-                f"  {shown[name]} {row[name]:.3f}" for name in shown if name in row
-            )
+            names = ("validation/loss", "validation/tokens_per_forward")
+            self.held_out = "".join(f"  {one} {row[one]:.3f}" for one in names if one in row)
         if self.tracker is not None:
             self.tracker.log(row)
         accepted = [f"{row[name]:.2f}" for name in row if name.startswith("accept/")]
@@ -140,13 +131,4 @@ class PhaseLog:
         self.display.update(self.task, numbers=f"{numbers}{self.held_out}  {speed}")
 
 
-@cache
-def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the machine's FLOP/s, measured once per process."""
-    with _undrawn(device):
-        return matmul_rate(device, dtype)
-
-
-def _undrawn(device: torch.device) -> AbstractContextManager[None]:
-    """Restore the random states at the end of the context."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+_matmul_rate = cache(matmul_rate)

@@ -72,7 +72,9 @@ class Stepper:
         """Return the floating-point operations of a step on this process, without taking it."""
         # DDP's wrapper would synchronise gradients
         objective = self.accelerator.unwrap_model(self.objective)
-        with flop_counter() as counter, without_cudnn_attention(self.teacher.base.device):
+        device = self.teacher.base.device
+        undrawn = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with flop_counter() as counter, undrawn, without_cudnn_attention(device):
             for step in self._parts(batch, phase, number):
                 self.teacher.losses(step, objective)[0].backward()
         for optimizer in self.optimizers:

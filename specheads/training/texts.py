@@ -25,9 +25,8 @@ from specheads.data.settings import Data
 from specheads.data.tokenise import UnansweredError, tokenised
 from specheads.runs.progress import progress
 from specheads.training.distill.prompts import PromptSource, identity_of, prompt_source
-from specheads.training.distill.run import write_folder
+from specheads.training.distill.run import Job, write_folder
 from specheads.training.distill.shards import read_text
-from specheads.training.distill.texts import Job
 from specheads.training.processes import readers
 from specheads.training.schedule import row_tokens, text_tokens
 from specheads.training.settings import Distill, Phase, Validation

@@ -9,8 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from specheads.training.distill.engine import Answer, GenerationRequest
-from specheads.training.distill.run import write_text
-from specheads.training.distill.texts import Job
+from specheads.training.distill.run import Job, write_text
 from specheads.training.settings import Distill
 from tests import tiny
 
