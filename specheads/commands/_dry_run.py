@@ -31,8 +31,6 @@ def setup_of(settings: Train) -> Setup:
         schedule=settings.schedule,
         data=settings.data,
         seed=settings.seed,
-        validation_rows=settings.validation.rows,
-        caches_features=settings.feature_cache.gib > 0,
     )
 
 

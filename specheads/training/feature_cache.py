@@ -5,7 +5,7 @@ See docs/train.md.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -21,8 +21,6 @@ from specheads.data.settings import Data
 from specheads.training.schedule import row_tokens
 from specheads.training.settings import FeatureCache as Settings
 from specheads.training.settings import Phase
-
-GIB = 2**30
 
 
 class FeatureCache:
@@ -109,22 +107,13 @@ def feature_cache(
             f"a feature cache needs a frozen base, but phase {joint[0]!r} trains the base; set "
             "feature_cache.gib=0"
         )
-    size = cache_bytes(phases.values(), data, validation_rows, base, len(aux_layers))
-    if size > settings.gib * GIB:
+    lengths = {name: row_tokens(one, data, base.max_length) for name, one in phases.items()}
+    positions = validation_rows * next(iter(lengths.values()))
+    positions += sum(one.steps * one.batch_size * lengths[name] for name, one in phases.items())
+    size = positions * base.width * (1 + len(aux_layers)) * base.dtype.itemsize / 2**30
+    if size > settings.gib:
         raise InputError(
-            f"feature_cache.gib must cover the whole cache: this one takes up to {size / GIB:.2f} "
-            f"GiB, but feature_cache.gib={settings.gib:g}; raise it, or set it to 0"
+            f"feature_cache.gib must cover the whole cache: this one takes up to {size:.2f} GiB, "
+            f"but feature_cache.gib={settings.gib:g}; raise it, or set it to 0"
         )
     return FeatureCache(writable_folder(settings.folder), base, aux_layers, announce)
-
-
-def cache_bytes(
-    phases: Iterable[Phase], data: Data, validation_rows: int, base: FrozenBase, num_aux: int
-) -> int:
-    """Return the bytes of the features of all rows of a run."""
-    rows = [
-        (phase.steps * phase.batch_size, row_tokens(phase, data, base.max_length))
-        for phase in phases
-    ]
-    positions = validation_rows * rows[0][1] + sum(count * length for count, length in rows)
-    return positions * base.width * (1 + num_aux) * base.dtype.itemsize

@@ -34,7 +34,6 @@ from specheads.heads.load import build, build_for, load_head, resume_head
 from specheads.runs.checkpoint import KEPT
 from specheads.training.cost import flop_counter
 from specheads.training.distill.engines.local import REFILL
-from specheads.training.feature_cache import cache_bytes
 from specheads.training.objective import Objective, label_counts
 from specheads.training.optimizers import roles
 from specheads.training.processes import load_base, readers, sharding_of
@@ -85,9 +84,6 @@ class Setup:
     schedule: Schedule
     data: Data
     seed: int
-    validation_rows: int = 0
-    caches_features: bool = False
-    """Whether the run stores the base's features on disk."""
 
     def batch(self, phase: Phase, rows: int, base: FrozenBase, head: Head) -> TokenBatch:
         """Return a random batch of a phase, with tokens from the draft vocabulary."""
@@ -218,20 +214,14 @@ def _work(shapes: "Shapes", phase: PlacedPhase) -> dict[str, int]:
 
 
 def _disk(shapes: "Shapes") -> Parts:
-    """Return the most bytes that a run writes."""
-    setup, head = shapes.setup, shapes.saved_bytes
-    phases = setup.schedule.phases.values()
+    """Return the most bytes that a run writes, without a feature cache."""
+    phases, head = shapes.setup.schedule.phases.values(), shapes.saved_bytes
     texts = [one.distill for one in phases if one.distill]
     tokens = sum(one.num_samples * text_tokens(one) for one in texts)
-    cached = 0
-    if setup.caches_features:
-        rows, num_aux = setup.validation_rows, len(shapes.head.aux_layers)
-        cached = cache_bytes(phases, setup.data, rows, shapes.base, num_aux)
     return {
         f"checkpoints ({KEPT}, and one in progress)": (KEPT + 1) * (head + shapes.moments),
         "heads (after each phase, the best, and the last)": (len(phases) + 2) * head,
         "generated text": tokens * TOKEN_BYTES,
-        "feature cache": cached,
     }
 
 

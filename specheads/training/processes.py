@@ -40,17 +40,14 @@ def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
     Raises:
         ValueError: The configuration names an engine or a precision that is not supported.
     """
-    if _is_set("ACCELERATE_USE_DEEPSPEED") or _is_set("ACCELERATE_USE_MEGATRON_LM"):
-        raise InputError(
-            "a base is sharded with FSDP2 or tensor parallelism, but accelerate is configured for "
-            "DeepSpeed or Megatron; use configs/accelerate/fsdp2.yaml instead of ZeRO-3"
-        )
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision not in ("no", "bf16"):
-        # in fp16 the gradients of a mean over many rows underflow before a scaler sees them
+    other = _is_set("ACCELERATE_USE_DEEPSPEED") or _is_set("ACCELERATE_USE_MEGATRON_LM")
+    # in fp16 the gradients of a mean over many rows underflow before a scaler sees them
+    if other or precision not in ("no", "bf16"):
         raise InputError(
-            "a head trains in bfloat16 or float32, but accelerate is configured for "
-            f"mixed_precision={precision}; set it to bf16 or no"
+            "training needs mixed_precision=bf16 or no, and neither DeepSpeed nor Megatron, but "
+            f"accelerate is configured for one of these or mixed_precision={precision}; start from "
+            "one of configs/accelerate"
         )
     fix_workspace()
     with _whole():

@@ -28,7 +28,7 @@ from specheads.training.distill.prompts import PromptSource, identity_of, prompt
 from specheads.training.distill.run import Job, write_folder
 from specheads.training.distill.shards import read_text
 from specheads.training.processes import readers
-from specheads.training.schedule import row_tokens, text_tokens
+from specheads.training.schedule import row_tokens
 from specheads.training.settings import Distill, Phase, Validation
 from specheads.training.validation import HeldOut
 
@@ -75,7 +75,7 @@ class PhaseTexts:
         self._claims: dict[Path, dict[str, Any]] = {}
         for name, phase in phases.items():
             if phase.distill:
-                self._check_generated(name, phase, phase.distill)
+                self._check_generated(name, phase.distill)
             else:
                 self._packed(self.documents, phase)
 
@@ -242,18 +242,9 @@ class PhaseTexts:
     def _padding_id(self) -> int:
         return (self.base.eos_ids or (0,))[0]
 
-    def _check_generated(self, name: str, phase: Phase, distill: Distill) -> None:
-        """Raise for generated text that its phase could not be trained on."""
+    def _check_generated(self, name: str, distill: Distill) -> None:
+        """Raise if phases with other text share a folder."""
         job = self._job(distill)
-        most = self.base.max_length if job.prompts.conversations else text_tokens(distill)
-        # no packing makes more rows of a text than the text alone
-        rows = distill.num_samples * math.ceil(most / (phase.sequence_length or most))
-        if rows < phase.batch_size:
-            raise InputError(
-                f"phase {name!r} needs at least batch_size={phase.batch_size} rows, but "
-                f"distill.num_samples={distill.num_samples} texts of at most {most} tokens fill at "
-                f"most {rows}; raise num_samples, or lower batch_size or sequence_length"
-            )
         claim = job.claim()
         if self._claims.setdefault(job.folder, claim) != claim:
             raise InputError(

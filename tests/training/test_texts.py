@@ -42,25 +42,6 @@ def texts(base: FrozenBase, data: Data, *phases: Phase) -> PhaseTexts:
     return PhaseTexts(named, data, base, Path("text"), Accelerator(cpu=True), lambda _: None, 0)
 
 
-def test_too_little_generated_text_is_refused_first(base: FrozenBase, data: Data):
-    texts(base, data, distilled(batch_size=16), distilled(batch_size=32, sequence_length=40))
-    with pytest.raises(
-        InputError, match=r"phase 'b' needs at least batch_size=17 rows.*at most 64"
-    ):
-        texts(base, data, distilled(), distilled(batch_size=17))
-
-
-def test_conversation_may_fill_the_context(
-    base: FrozenBase, data: Data, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(
-        "specheads.training.distill.prompts.Continuations.conversations", True, raising=False
-    )
-    texts(base, data, distilled(batch_size=17, sequence_length=64))
-    with pytest.raises(InputError, match=r"16 texts of at most \d{3,} tokens fill at most 16"):
-        texts(base, data, distilled(batch_size=17))
-
-
 def test_phases_with_different_text_in_one_folder_are_refused(base: FrozenBase, data: Data):
     other = {"temperature": 0.5}
     with pytest.raises(InputError, match=r"'b' generates other text than .* own distill.folder"):
