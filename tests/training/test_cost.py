@@ -5,7 +5,7 @@ import torch
 from accelerate import Accelerator
 
 from specheads.heads.load import build_for
-from specheads.training.cost import flop_counter, matmul_rate
+from specheads.training.cost import flop_counter
 from specheads.training.schedule import placed
 from specheads.training.settings import Phase, Schedule
 from specheads.training.step import Stepper
@@ -34,7 +34,3 @@ def test_flops_of_a_step_are_those_of_its_products(loss: str):
     assert found > counter.get_total_flops() + projections * vocabulary + own
     assert found < counter.get_total_flops() + projections * vocabulary + 4 * own
     assert all(value.grad is None for value in head.parameters())
-
-
-def test_matmul_rate_is_positive():
-    assert matmul_rate(torch.device("cpu"), torch.float32) > 1e6

@@ -335,19 +335,6 @@ def test_base_loss_equals_the_loss_of_all_logits(
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
-def test_run_records_base_and_adapter_of_the_head(tmp_path: Path):
-    base = fresh_base(dtype=torch.float32)
-    run = RunDirectory(tmp_path)
-    run.begin("a: 1\n", {"base_fingerprint": "f"})
-    head, run = run_training(tmp_path, base, {"joint": phase(joint=joint())})
-    run.end(head)
-    noted = (run.head / "base.json").read_text()
-    assert '"adapter": "../adapter"' in noted
-    assert '"base_fingerprint": "f"' in noted
-    assert '"adapter_fingerprint"' in run.provenance.read_text()
-    assert load_head(run.head, base).depth == 2
-
-
 STEPS = [
     f"schedule.phases.{name}.{setting}"
     for name in ("heads", "joint")

@@ -44,12 +44,6 @@ def test_cudnn_attention_is_left_out_and_chosen_again_later():
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
-def test_backward_on_a_cpu_keeps_settings():
-    before = settings()
-    with processes.repeatable(torch.device("cpu")):
-        assert settings() == before
-
-
 def test_cublas_workspace_is_set_before_a_base_is_loaded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(processes.WORKSPACE, raising=False)
     processes.accelerator_of_environment("float32")

@@ -21,7 +21,6 @@ from tests.training.in_processes import SHARED_OUT, forked, joined
 from tests.training.test_processes import (
     ENVIRONMENT,
     REPOSITORY,
-    Pair,
 )
 from tests.training.test_ranks import each, same_losses, stopped_at, told
 
@@ -80,18 +79,6 @@ def test_run_resumes_with_another_sharding(
             assert ours == pytest.approx(theirs, rel=0, abs=1e-6), kind
         ours, theirs = (torch.load(folder / kind / "head-0.pt") for folder in (parts, whole))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_killed_process_is_reported_with_a_sharded_base(rank: int, tmp_path: Path):
-    pair = Pair(
-        *(2, "train.py", "recipe=smoke", "~schedule.phases.distilled", "evaluate_after=false"),
-        *("schedule.phases.corpus.steps=100000", f"run_dir={tmp_path / 'run'}"),
-        **SHARED_OUT["fsdp2"],
-    )
-    pair.wait_for(tmp_path / "run", "metrics.jsonl")
-    pair.kill(rank)
 
 
 @pytest.mark.parametrize(

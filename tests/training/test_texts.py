@@ -50,15 +50,6 @@ def test_phases_with_different_text_in_one_folder_are_refused(base: FrozenBase, 
         texts(base, data, distilled(), distilled(distill=replace(DISTILL, **same)))
 
 
-def test_processes_with_the_same_rows_generate_different_texts(
-    base: FrozenBase, data: Data, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(Accelerator, "process_index", 1)
-    monkeypatch.setattr(Accelerator, "num_processes", 2)
-    job = texts(base, data)._job(DISTILL)
-    assert (job.rank, job.world_size) == (1, 2)
-
-
 CHAT = WeightedSource(source="chat", path="x")
 
 

@@ -57,17 +57,3 @@ def test_answer_equals_generate_with_the_same_seed():
         tiny.base(), None, [request.tokens], max_new_tokens=12, sampling=[request.sampling]
     )
     assert answer.tokens == said.tokens[0]
-
-
-def test_text_waits_for_a_full_pool_and_closing_frees_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local, "COMMON_TOKENS", 4)
-    engine = local.build(author.SETTINGS, tiny.base())
-    asks = [
-        GenerationRequest(number, [1, 2, 3], 20, Sampling(temperature=1.0, seed=number))
-        for number in range(6)
-    ]
-    answers = engine(lambda: asks.pop(0) if asks else None)
-    first = next(answers)
-    assert len(first.tokens) == 20
-    assert first.finish == "length"
-    answers.close()
