@@ -72,12 +72,18 @@ class PhaseTexts:
         self.head: Head | None = None
         """The trained head, which may draft while the base generates text."""
         self._prompts: dict[tuple[int, int], PromptSource] = {}
-        self._claims: dict[Path, dict[str, Any]] = {}
+        claims: dict[Path, dict[str, Any]] = {}
         for name, phase in phases.items():
-            if phase.distill:
-                self._check_generated(name, phase.distill)
-            else:
+            if phase.distill is None:
                 self._packed(self.documents, phase)
+                continue
+            job = self._job(phase.distill)
+            if claims.setdefault(job.folder, claim := job.claim()) != claim:
+                raise InputError(
+                    f"phases that share a text folder need equal settings, but {name!r} generates "
+                    f"other text than a phase before it in {job.folder}; give it its own "
+                    "distill.folder"
+                )
 
     def identity(self) -> dict[str, Any]:
         """Return facts of the base and the corpus that must be the same when a run resumes."""
@@ -168,13 +174,11 @@ class PhaseTexts:
         mine = share(rows, rank, world_size)
         size = max(1, first.batch_size // (world_size * first.accumulation_steps))
         batches = [text.batch(mine[at : at + size]) for at in range(0, len(mine), size)]
-        if self.base.sharding:
-            # processes of a sharded base need equally many batches: add empty ones
-            most = math.ceil(math.ceil(len(rows) / world_size) / size)
-            row = text.batch(rows[:1])
-            idle = replace(row, loss_mask=torch.zeros_like(row.loss_mask))
-            batches += [idle] * (most - len(batches))
-        return batches
+        # processes of a sharded base need equally many batches: add one without labels
+        most = math.ceil(math.ceil(len(rows) / world_size) / size)
+        row = text.batch(rows[:1])
+        idle = replace(row, loss_mask=torch.zeros_like(row.loss_mask))
+        return batches + [idle] * (most - len(batches))
 
     def _held_prompts(self, settings: Validation) -> tuple[list[list[int]], str]:
         """Return this process's share of the held-out prompts, and the identity of all prompts."""
@@ -241,13 +245,3 @@ class PhaseTexts:
     @property
     def _padding_id(self) -> int:
         return (self.base.eos_ids or (0,))[0]
-
-    def _check_generated(self, name: str, distill: Distill) -> None:
-        """Raise if phases with other text share a folder."""
-        job = self._job(distill)
-        claim = job.claim()
-        if self._claims.setdefault(job.folder, claim) != claim:
-            raise InputError(
-                f"phases that share a text folder need equal settings, but {name!r} generates "
-                f"other text than a phase before it in {job.folder}; give it its own distill.folder"
-            )

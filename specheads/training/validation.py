@@ -112,10 +112,8 @@ class Watch:
         self.teacher.begin()
         if held_out.batches is not None:
             values = validate(held_out, self.teacher, self.objective, phase.settings, self.total)
-        if held_out.prompts is not None:
-            score = tokens_per_forward(
-                held_out.prompts, held_out.new_tokens, self.teacher, self.total
-            )
+        if (prompts := held_out.prompts) is not None:
+            score = tokens_per_forward(prompts, held_out.new_tokens, self.teacher, self.total)
         self.teacher.begin(phase)
         if score is None:
             return values
