@@ -262,9 +262,9 @@ class Trial:
         prompts = [[at % self.base.vocab_size for at in range(distill.prompt_tokens)]] * number
         with self.teacher.as_loaded():
             # the first time warms up
-            for _ in range(2):
-                began = time.perf_counter()
-                generate(self.base, None, prompts, max_new_tokens=new_tokens)
+            generate(self.base, None, prompts, max_new_tokens=new_tokens)
+            began = time.perf_counter()
+            generate(self.base, None, prompts, max_new_tokens=new_tokens)
         seconds = most(time.perf_counter() - began)
         batches = distill.num_samples / number / self.accelerator.num_processes
         return batches * seconds * distill.new_tokens / new_tokens

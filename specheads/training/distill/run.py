@@ -317,7 +317,7 @@ def write_folder(job: Job, bar: Progress, halt: Callable[[], None]) -> dict[str,
             return next(writer, None)
 
         # processes that have finished their share wait for the others
-        while any(gathered := on_all_processes(go_on)):
+        while any(gathered := list[Done | None](on_all_processes(go_on))):
             latest |= {rank: one for rank, one in enumerate(gathered) if one}
             texts, dropped, tokens, seconds = zip(*latest.values(), strict=True)
             speed = sum(tokens) / max(seconds) if any(tokens) else None
