@@ -62,7 +62,7 @@ from specheads.runs.directory import RunDirectory, as_json
 from specheads.runs.progress import progress
 from specheads.runs.provenance import nearby, provenance
 from specheads.training.objective import drawn_labels, early_enough, in_chains
-from specheads.training.plan.trial import automatic
+from specheads.training.plan import automatic
 from specheads.training.processes import accelerator_of_environment, load_base
 from specheads.training.schedule import placed
 from specheads.training.texts import PhaseTexts

@@ -21,7 +21,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for
 from specheads.measure.counts import bootstrap_interval
 from specheads.runs.provenance import nearby, provenance
-from specheads.training.cost import matmul_rate, step_flops
+from specheads.training.cost import matmul_rate
 from specheads.training.depth_loss import Targets, depth_loss
 from specheads.training.schedule import PlacedPhase, placed
 from specheads.training.settings import Phase, Schedule
@@ -192,13 +192,13 @@ def measure(bench: Bench, turns: int, *, plain: bool) -> dict[str, Any]:
     """Return the step's peak memory, its time against the floor, and the plain step's time."""
     base, device = bench.base, bench.base.device
     peak = _peak_of_a_step(bench)
-    flops = step_flops(base, bench.head, bench.batch, bench.phase.settings)
+    flops = bench.stepper.flops(bench.batch, bench.phase, 0)
     times, floors = [], []
     for turn in range(2 + turns):
         rate = matmul_rate(device, base.dtype)
         seconds = seconds_of(device, lambda: bench.stepper.step(bench.batch, bench.phase, 0))
         if turn >= 2:
-            floors.append(flops.total / rate)
+            floors.append(flops / rate)
             times.append(seconds)
     step, floor = statistics.median(times), statistics.median(floors)
     row = {
@@ -207,7 +207,7 @@ def measure(bench: Bench, turns: int, *, plain: bool) -> dict[str, Any]:
         "dtype": dtype_name(base.dtype),
         "device": device.type,
         "shape": list(bench.batch.tokens.shape),
-        "flops": asdict(flops),
+        "flops": flops,
         "step_seconds": step,
         "floor_seconds": floor,
         "over_floor": step / floor,

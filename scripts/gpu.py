@@ -394,7 +394,7 @@ def planned_gib(base: Any, bench: Any) -> float:
     """Return the peak memory in GiB that `dry_run` plans for such a step, from shapes alone."""
     from specheads.commands._dry_run import setup_of
     from specheads.config import compose
-    from specheads.training.plan.whole import plan
+    from specheads.training.plan import plan
 
     rows, length = bench.batch.tokens.shape
     head = {name: value for name, value in asdict(bench.head.config).items() if value != {}}

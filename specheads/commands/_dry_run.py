@@ -14,8 +14,7 @@ from specheads.core.errors import InputError, printable
 from specheads.data.masks import CLOSE, OPEN, marked
 from specheads.data.prompts import held_out
 from specheads.data.tokenise import UnansweredError, tokenised
-from specheads.training.plan.shapes import Setup
-from specheads.training.plan.whole import plan
+from specheads.training.plan import Setup, plan
 from specheads.training.processes import accelerator_of_environment
 from specheads.training.settings import distilled
 
@@ -32,8 +31,6 @@ def setup_of(settings: Train) -> Setup:
         schedule=settings.schedule,
         data=settings.data,
         seed=settings.seed,
-        validation_rows=settings.validation.rows,
-        caches_features=settings.feature_cache.gib > 0,
     )
 
 

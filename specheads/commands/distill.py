@@ -7,6 +7,7 @@ specheads distill recipe=conversations base.model=MODEL data.path=talks.jsonl ou
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -20,9 +21,8 @@ from specheads.data.sources import refuse_unreadable
 from specheads.heads.load import load_head
 from specheads.runs.progress import progress
 from specheads.training.distill.prompts import identity_of, prompt_source
-from specheads.training.distill.report import Report, as_markdown
-from specheads.training.distill.run import EXTERNAL_ENGINES, refuse_sharded, write_folder
-from specheads.training.distill.texts import Job
+from specheads.training.distill.report import as_markdown
+from specheads.training.distill.run import EXTERNAL_ENGINES, Job, refuse_sharded, write_folder
 from specheads.training.processes import accelerator_of_environment, load_base, naming_lost
 from specheads.training.settings import distilled
 
@@ -47,7 +47,7 @@ def distill(
     settings: commands.Distill | None = None,
     base: FrozenBase | None = None,
     out: str | Path = "",
-) -> Report | None:
+) -> dict[str, Any] | None:
     """Generate text with the base of a recipe, into a folder; return a report.
 
     Args:
@@ -69,7 +69,7 @@ def distill(
             raise InputError(
                 f"a head can draft with engine=local only, got engine={texts.engine}; remove one"
             )
-        texts = replace(texts, use_head="true")
+        texts = replace(texts, use_head=True)
     refuse_unreadable(settings.data)
     folder, accelerator = writable_folder(settings.out), accelerator_of_environment()
     if base is None:

@@ -37,7 +37,7 @@ from specheads.runs.trackers import Tracker, refuse_missing
 from specheads.training import trainer
 from specheads.training.distill.run import refuse_sharded
 from specheads.training.feature_cache import feature_cache
-from specheads.training.plan.trial import automatic, largest_batches
+from specheads.training.plan import automatic, largest_batches
 from specheads.training.processes import (
     accelerator_of_environment,
     load_base,

@@ -118,16 +118,10 @@ def _check_source(where: str, source: Source) -> None:
 
 
 def _check_validation(where: str, settings: Validation) -> None:
-    decodes = settings.patience or settings.keep == "best"
-    if decodes and not settings.prompts:
+    if settings.keep == "best" and not settings.prompts:
         raise InputError(
-            f"{where}.patience and keep=best need prompts to decode, got {where}.prompts=0; raise "
-            "it, or leave them out"
-        )
-    if settings.patience and not settings.every:
-        raise InputError(
-            f"{where}.patience={settings.patience} needs measurements within a phase, got "
-            f"{where}.every=0; raise it"
+            f"{where}.keep=best needs prompts to decode, got {where}.prompts=0; raise it, or set "
+            "keep=last"
         )
 
 

@@ -11,11 +11,7 @@ Item = TypeVar("Item")
 
 @contextmanager
 def progress(
-    *,
-    shown: bool,
-    transient: bool = False,
-    line_seconds: float = 30.0,
-    console: Any = None,
+    *, shown: bool, transient: bool = False, line_seconds: float = 30.0, console: Any = None
 ) -> Iterator[Any]:
     """Yield rich's Progress and show it; its tasks need a field `numbers`.
 

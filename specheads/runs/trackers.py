@@ -1,7 +1,6 @@
 """Metrics: metrics.jsonl, and an experiment tracker if one is chosen."""
 
 import json
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -57,9 +56,7 @@ class Tracker:
         with naming_full_disk(self.metrics), self.metrics.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
         if (other := self.other) is not None:
-            # TensorBoard would fill its page of texts
-            texts = self.kind != "tensorboard"
-            values = {name: one for name, one in row.items() if texts or not isinstance(one, str)}
+            values = {name: one for name, one in row.items() if not isinstance(one, str)}
             self._try(lambda: other.log(values, step=row["step"]))
 
     def close(self) -> None:
@@ -68,20 +65,16 @@ class Tracker:
             self._try(other.finish)
 
     def _start(self, step: int) -> None:
-        project, chosen = self.project, {"name": self.name, "resume": "allow"}
-        folder = str(self.metrics.parent)
+        project, folder = self.project, str(self.metrics.parent)
+        chosen: dict[str, Any] = {"name": self.name, "resume": "allow"}
         if self.kind == "tensorboard":
             project, chosen = "tensorboard", {"logging_dir": folder, "purge_step": step + 1}
         if self.kind == "wandb":
             import wandb
 
             # without a key wandb would ask for one: offline keeps the numbers for later
-            has_key = bool(os.environ.get("WANDB_API_KEY")) or wandb.api.api_key is not None
-            mode = None if has_key else "offline"
+            mode = None if wandb.api.api_key else "offline"
             chosen |= {"id": self.name, "dir": folder, "mode": mode}
-            # a finished run must not wait forever for a lost network
-            os.environ.setdefault("WANDB_FINISH_TIMEOUT", "600")
-            os.environ.setdefault("WANDB_FINISH_TIMEOUT_RAISES", "true")
         tracker = LOGGER_TYPE_TO_CLASS[self.kind](project, **chosen)
         self.other = tracker
         tracker.start()

@@ -347,7 +347,8 @@ def _add_product(sums: Tensor, slopes: Tensor, states: Tensor) -> None:
     product itself.
     """
     if sums.dtype == states.dtype:
-        sums.addmm_(slopes.T, states)
+        # `addmm_` does the same, but torch does not count its FLOPs
+        torch.addmm(sums, slopes.T, states, out=sums)
         return
     size = WEIGHT_ROWS if sums.device.type == "cpu" else len(sums)
     for start in range(0, len(sums), size):

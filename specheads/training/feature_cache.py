@@ -5,8 +5,7 @@ See docs/train.md.
 
 import hashlib
 import json
-import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -22,8 +21,6 @@ from specheads.data.settings import Data
 from specheads.training.schedule import row_tokens
 from specheads.training.settings import FeatureCache as Settings
 from specheads.training.settings import Phase
-
-GIB = 2**30
 
 
 class FeatureCache:
@@ -48,7 +45,7 @@ class FeatureCache:
         ]  # fmt: skip
         self.folder = folder / hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
 
-    def read(self, batch: TokenBatch) -> Features:
+    def features(self, batch: TokenBatch) -> Features:
         """Return the features of a batch, from disk if they are there."""
         file = self.folder / f"{_name(batch)}.safetensors"
         found = self._load(file) if file.is_file() else None
@@ -100,8 +97,8 @@ def feature_cache(
     """Return the feature cache of a run, None without one.
 
     Raises:
-        ValueError: It may exceed `settings.gib` or the free disk space, or a phase trains the base,
-            whose features then change in each step.
+        ValueError: It may exceed `settings.gib`, or a phase trains the base, whose features then
+            change in each step.
     """
     if not settings.gib:
         return None
@@ -110,33 +107,13 @@ def feature_cache(
             f"a feature cache needs a frozen base, but phase {joint[0]!r} trains the base; set "
             "feature_cache.gib=0"
         )
-    size = cache_bytes(phases.values(), data, validation_rows, base, len(aux_layers))
-    if size > settings.gib * GIB:
+    lengths = {name: row_tokens(one, data, base.max_length) for name, one in phases.items()}
+    positions = validation_rows * next(iter(lengths.values()))
+    positions += sum(one.steps * one.batch_size * lengths[name] for name, one in phases.items())
+    size = positions * base.width * (1 + len(aux_layers)) * base.dtype.itemsize / 2**30
+    if size > settings.gib:
         raise InputError(
-            f"feature_cache.gib must cover the whole cache: this one takes up to {size / GIB:.2f} "
-            f"GiB, but feature_cache.gib={settings.gib:g}; raise it, or set it to 0"
+            f"feature_cache.gib must cover the whole cache: this one takes up to {size:.2f} GiB, "
+            f"but feature_cache.gib={settings.gib:g}; raise it, or set it to 0"
         )
-    folder = writable_folder(settings.folder)
-    cache = FeatureCache(folder, base, aux_layers, announce)
-    # existing files count as this run's: a second training on the same text needs no more space
-    there = sum(file.stat().st_size for file in cache.folder.glob("*.safetensors"))
-    nearest = next(one for one in (folder, *folder.parents) if one.exists())
-    if size - there > (free := shutil.disk_usage(nearest).free):
-        raise InputError(
-            f"a feature cache needs disk space: this one takes up to {size / GIB:.2f} GiB, but "
-            f"{folder} has {free / GIB:.2f} GiB free; set another feature_cache.folder, or "
-            "feature_cache.gib=0"
-        )
-    return cache
-
-
-def cache_bytes(
-    phases: Iterable[Phase], data: Data, validation_rows: int, base: FrozenBase, num_aux: int
-) -> int:
-    """Return the bytes of the features of all rows of a run."""
-    rows = [
-        (phase.steps * phase.batch_size, row_tokens(phase, data, base.max_length))
-        for phase in phases
-    ]
-    positions = validation_rows * rows[0][1] + sum(count * length for count, length in rows)
-    return positions * base.width * (1 + num_aux) * base.dtype.itemsize
+    return FeatureCache(writable_folder(settings.folder), base, aux_layers, announce)

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -15,7 +14,7 @@ from specheads.core.errors import InputError
 from specheads.core.machine import peak_gib
 from specheads.data.packing import TokenBatch
 from specheads.runs.trackers import Tracker
-from specheads.training.cost import matmul_rate, step_flops
+from specheads.training.cost import matmul_rate
 from specheads.training.schedule import PlacedPhase, Progressed
 from specheads.training.step import Stepper
 
@@ -24,7 +23,7 @@ class PhaseLog:
     """Logs one phase: a row of metrics every few steps, and a progress bar.
 
     Metrics are summed on the device, and over processes once per row. The time of the phase is
-    added to the run's training seconds, without validation and without the estimate of FLOPs.
+    added to the run's training seconds, without validation and without the count of FLOPs.
     """
 
     def __init__(
@@ -52,29 +51,19 @@ class PhaseLog:
     ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield the same batches and measure the time spent waiting for them."""
         source = iter(batches)
-        # FLOPs are known if the base is frozen and reads every batch
-        is_known = self.phase.settings.joint is None and self.teacher.cache is None
         while True:
             began = time.perf_counter()
-            try:
-                item = next(source)
-            except StopIteration:
+            if (item := next(source, None)) is None:
                 return
             self.waited += time.perf_counter() - began
-            if is_known and not self.full_speed_seconds:
+            # a cached batch has no forward of the base
+            if not self.full_speed_seconds and self.teacher.cache is None:
                 self._count_time()
-                self.full_speed_seconds = self._estimated(item[0])
+                flops = self.stepper.flops(item[0], self.phase, self.at.step)
+                base = self.teacher.base
+                self.full_speed_seconds = flops / _matmul_rate(base.device, base.dtype)
                 self.read = time.perf_counter()
             yield item
-
-    def _estimated(self, batch: TokenBatch) -> float:
-        """Return the seconds of a step's matrix products at full speed."""
-        base, head, settings = self.teacher.base, self.teacher.head, self.phase.settings
-        with _undrawn(base.device), self.stepper.accelerator.autocast():
-            # in the same parts as the step, so that it needs no more memory
-            parts = batch.parts(settings.accumulation_steps)
-            flops = sum(step_flops(base, head, part, settings).total for part in parts)
-        return flops / _matmul_rate(base.device, base.dtype)
 
     def step(
         self,
@@ -95,11 +84,6 @@ class PhaseLog:
             self._write(held_out)
             self._clear()
         self.display.update(self.task, completed=self.at.step - self.phase.first)
-
-    def print(self, line: str) -> None:
-        """Print a line on the main process."""
-        if self.tracker is not None:
-            self.display.console.print(line, markup=False, soft_wrap=True)
 
     def _clear(self) -> None:
         """Start a new row; the time since the last one does not count."""
@@ -137,13 +121,8 @@ class PhaseLog:
             row["head_weight"] = phase.head_weight(at.step - 1)
         if held_out:
             row |= held_out()
-            shown = {
-                "validation/loss": "held out",
-                "validation/tokens_per_forward": "tokens/forward",
-            }
-            self.held_out = "".join(
-                f"  {shown[name]} {row[name]:.3f}" for name in shown if name in row
-            )
+            names = ("validation/loss", "validation/tokens_per_forward")
+            self.held_out = "".join(f"  {one} {row[one]:.3f}" for one in names if one in row)
         if self.tracker is not None:
             self.tracker.log(row)
         accepted = [f"{row[name]:.2f}" for name in row if name.startswith("accept/")]
@@ -152,13 +131,4 @@ class PhaseLog:
         self.display.update(self.task, numbers=f"{numbers}{self.held_out}  {speed}")
 
 
-@cache
-def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the machine's FLOP/s, measured once per process."""
-    with _undrawn(device):
-        return matmul_rate(device, dtype)
-
-
-def _undrawn(device: torch.device) -> AbstractContextManager[None]:
-    """Restore the random states at the end of the context."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+_matmul_rate = cache(matmul_rate)

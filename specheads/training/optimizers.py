@@ -47,14 +47,10 @@ def optimizers(
     hidden, decay = learned.pop("hidden"), schedule.weight_decay
     found: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
-            [{"params": parameters, "role": role}],
-            lr=1.0,
-            betas=BETAS,
-            weight_decay=decay,
-            fused=True,
+            [{"params": some, "role": role}], lr=1.0, betas=BETAS, weight_decay=decay, fused=True
         )
-        for role, parameters in learned.items()
-        if parameters
+        for role, some in learned.items()
+        if some
     ]
     if hidden:
         found.append(Muon([{"params": hidden, "role": "hidden"}], lr=1.0, weight_decay=decay))

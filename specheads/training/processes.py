@@ -4,7 +4,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -41,17 +40,14 @@ def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
     Raises:
         ValueError: The configuration names an engine or a precision that is not supported.
     """
-    if _is_set("ACCELERATE_USE_DEEPSPEED") or _is_set("ACCELERATE_USE_MEGATRON_LM"):
-        raise InputError(
-            "a base is sharded with FSDP2 or tensor parallelism, but accelerate is configured for "
-            "DeepSpeed or Megatron; use configs/accelerate/fsdp2.yaml instead of ZeRO-3"
-        )
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision not in ("no", "bf16"):
-        # in fp16 the gradients of a mean over many rows underflow before a scaler sees them
+    other = _is_set("ACCELERATE_USE_DEEPSPEED") or _is_set("ACCELERATE_USE_MEGATRON_LM")
+    # in fp16 the gradients of a mean over many rows underflow before a scaler sees them
+    if other or precision not in ("no", "bf16"):
         raise InputError(
-            "a head trains in bfloat16 or float32, but accelerate is configured for "
-            f"mixed_precision={precision}; set it to bf16 or no"
+            "training needs mixed_precision=bf16 or no, and neither DeepSpeed nor Megatron, but "
+            f"accelerate is configured for one of these or mixed_precision={precision}; start from "
+            "one of configs/accelerate"
         )
     fix_workspace()
     with _whole():
@@ -114,18 +110,13 @@ def sharding_of(accelerator: Accelerator, device: str) -> Sharding | None:
     tensor, shard = parallel.tp_size, parallel.dp_shard_size
     if processes == 1 or (plugin is None and tensor == 1):
         return None
-    is_other = plugin and (plugin.fsdp_version != 2 or tensor > 1)
-    if is_other or parallel.cp_size > 1 or parallel.sp_size > 1:
-        raise InputError(
-            "a base supports either FSDP2 (fsdp_version=2) or tensor parallelism (tp_size), but "
-            "accelerate is configured for another sharding or for both; use "
-            "configs/accelerate/fsdp2.yaml or tensor_parallel.yaml"
-        )
     size = tensor if tensor > 1 else shard if shard > 1 else processes
-    if processes % size:
+    is_other = plugin and (plugin.fsdp_version != 2 or tensor > 1)
+    if is_other or parallel.cp_size > 1 or parallel.sp_size > 1 or processes % size:
         raise InputError(
-            f"a base is sharded over equal groups of processes, but {processes} processes cannot "
-            f"form groups of {size}; set num_processes to a multiple of {size}"
+            "a base supports either FSDP2 (fsdp_version=2) or tensor parallelism (tp_size) over "
+            f"equal groups of processes, got groups of {size} of {processes} processes, another "
+            "sharding, or both; use configs/accelerate/fsdp2.yaml or tensor_parallel.yaml"
         )
     shape, kind = (processes // size, size), accelerator.device.type
     mesh = init_device_mesh(kind, shape, mesh_dim_names=("replica", "part"))["part"]
@@ -162,7 +153,16 @@ def _precision(dtype: str) -> str:
 
 def fix_workspace() -> None:
     """Set the size of cuBLAS's workspace unless it is set; torch reads it at its first product."""
-    os.environ.setdefault(WORKSPACE, ":4096:8")
+    if WORKSPACE in os.environ:
+        return
+    if torch.cuda.is_initialized():
+        warnings.warn(
+            "a resumed run may differ in its last bits: torch used the GPU before "
+            f"{WORKSPACE} was set; set it to :4096:8 before Python starts",
+            stacklevel=2,
+        )
+    else:
+        os.environ[WORKSPACE] = ":4096:8"
 
 
 @contextmanager
@@ -174,17 +174,12 @@ def repeatable(device: torch.device) -> Iterator[None]:
     deterministic variant is less parallel; all other kernels stay the same. Forward passes are
     repeatable without the setting, and the setting would refuse the kernel that counts the tokens
     of each expert in some bases. torch also fills uninitialised memory by default; that is switched
-    off.
+    off. Without the size of cuBLAS's workspace torch would refuse its products: see
+    `fix_workspace`.
     """
-    if device.type != "cuda" or not _is_ordered(device):
+    if device.type != "cuda" or WORKSPACE not in os.environ:
         yield
         return
-    with _deterministic():
-        yield
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
     deterministic: Any = torch.utils.deterministic
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -197,23 +192,6 @@ def _deterministic() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         deterministic.fill_uninitialized_memory = fills
-
-
-@cache
-def _is_ordered(device: torch.device) -> bool:
-    """Return whether torch accepts cuBLAS as deterministic; warn if the variable came too late."""
-    one = torch.ones(1, 1, device=device)
-    try:
-        with _deterministic():
-            torch.mm(one, one)
-    except RuntimeError:
-        warnings.warn(
-            f"a resumed run may differ in its last bits on {device}: torch multiplied there before "
-            f"{WORKSPACE} was set; set it to :4096:8 before Python starts",
-            stacklevel=2,
-        )
-        return False
-    return True
 
 
 @contextmanager

@@ -26,16 +26,6 @@ class Progressed:
     """Position in the text of the current phase, the same on all processes."""
     seconds: float = 0.0
     """Training time without validation and without text generation."""
-    scored_on: str = ""
-    """Identifies the held-out prompts and the number of new tokens of the scores."""
-    highest: float = 0.0
-    """Highest tokens per forward in the current phase; zero before the first validation."""
-    unrisen: int = 0
-    """Validations since the highest score."""
-
-    def end_phase(self) -> None:
-        """Reset the state of the phase."""
-        self.cursor, self.highest, self.unrisen = None, 0.0, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +112,13 @@ def refuse_misfit(name: str, phase: Phase, context: int, depth: int, processes: 
             f"batch_size={phase.batch_size}; raise it, or start fewer processes"
         )
     text = text_tokens(phase.distill) if phase.distill else phase.sequence_length
-    row = phase.sequence_length or text
-    if max(text, row) > context:
-        raise InputError(
-            f"phase {name!r} has sequences of {max(text, row)} tokens, but the base's context is "
-            f"{context}; lower sequence_length, or prompt_tokens and new_tokens"
-        )
-    if min(text, row) < depth + 2:
-        raise InputError(
-            f"phase {name!r} needs at least {depth + 2} tokens to train {depth} depths, got "
-            f"{min(text, row)}; raise sequence_length, or new_tokens"
-        )
+    for tokens in (text, phase.sequence_length or text):
+        if not depth + 2 <= tokens <= context:
+            raise InputError(
+                f"phase {name!r} needs sequences of {depth + 2} tokens, for the depth of the head, "
+                f"to {context}, the base's context, got {tokens}; change sequence_length, or "
+                "prompt_tokens and new_tokens"
+            )
     if len(phase.depth_weights) not in (0, depth):
         raise InputError(
             f"phase {name!r} needs depth_weights for each of the head's {depth} depths, got "

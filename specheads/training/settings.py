@@ -75,9 +75,9 @@ class Distill:
     batch_size: PositiveInt = 64
     """Texts generated at once, or open requests of a server."""
 
-    use_head: Annotated[str, one_of("auto", "true", "True", "false", "False")] = "auto"
-    """Whether engine=local drafts with the head trained so far, which does not change the text:
-    true, false, or auto (the faster of the two in a short trial)."""
+    use_head: bool = False
+    """Draft with the head trained so far, with engine=local. It does not change the text, and is
+    faster with a small batch_size."""
 
     url: PrintableText = ""
     """Address of the server for engine=openai, such as http://127.0.0.1:8000/v1. The key is read
@@ -143,7 +143,7 @@ class Phase:
 
     batch_size: BatchSize = 0
     """Sequences of one step over all processes, so the number of processes does not change the
-    result. auto finds the largest that fits in memory and writes it into config.yaml."""
+    result. auto doubles it as long as it fits in memory, and writes it into config.yaml."""
 
     accumulation_steps: PositiveInt = 1
     """Micro-batches in which each process computes its share of a step: less memory, the same
@@ -215,10 +215,6 @@ class Validation:
 
     new_tokens: AtLeastTwo = 64
     """New tokens for each prompt."""
-
-    patience: NonNegativeInt = 0
-    """End a phase after this many measurements in a row without more tokens per forward; needs
-    every. Zero never ends a phase early."""
 
     keep: Annotated[str, one_of("last", "best")] = "last"
     """Which head becomes head/: the last or the best."""

@@ -13,6 +13,7 @@ from specheads.core.kernels import without_cudnn_attention
 from specheads.core.machine import to_device
 from specheads.core.texts import derive_seed
 from specheads.data.packing import TokenBatch
+from specheads.training.cost import flop_counter
 from specheads.training.objective import Objective, drawn_labels, label_counts
 from specheads.training.optimizers import optimizers
 from specheads.training.processes import readers, repeatable
@@ -66,6 +67,19 @@ class Stepper:
         with record_function("optimizer"):
             self._update(phase.rates(number))
         return values
+
+    def flops(self, batch: TokenBatch, phase: PlacedPhase, number: int) -> int:
+        """Return the floating-point operations of a step on this process, without taking it."""
+        # DDP's wrapper would synchronise gradients
+        objective = self.accelerator.unwrap_model(self.objective)
+        device = self.teacher.base.device
+        undrawn = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with flop_counter() as counter, undrawn, without_cudnn_attention(device):
+            for step in self._parts(batch, phase, number):
+                self.teacher.losses(step, objective)[0].backward()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return counter.get_total_flops()
 
     def _parts(self, batch: TokenBatch, phase: PlacedPhase, number: int) -> list[Step]:
         """Return this process's parts of a step's batch."""

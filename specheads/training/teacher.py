@@ -3,8 +3,8 @@
 See docs/train.md. Source: Cai et al. 2024, arXiv:2401.10774, section 2.2.2.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -81,7 +81,7 @@ class Teacher:
             self.parameters = self.adapter.parameters
 
     def begin(self, phase: PlacedPhase | None = None) -> None:
-        """Train or freeze the adapter, as the phase requires, and bind the head to the base."""
+        """Train the adapter in a joint phase, else freeze it, and bind the head to the base."""
         if self.adapter:
             self.adapter.learn(phase is not None and phase.settings.joint is not None)
         self._bind()
@@ -95,7 +95,7 @@ class Teacher:
     def features(self, batch: TokenBatch) -> Features:
         """Return the base's features of a batch, without gradients."""
         if self.cache is not None:
-            return self.cache.read(batch)
+            return self.cache.features(batch)
         return self.base.read(batch.tokens, self.head.aux_layers, batch.document_ids)
 
     def losses(self, step: Step, head_loss: HeadLoss) -> tuple[Tensor, dict[str, Tensor]]:
@@ -168,17 +168,3 @@ class Teacher:
     def as_loaded(self) -> AbstractContextManager[None]:
         """Disable the adapter inside the context."""
         return self.adapter.off() if self.adapter else nullcontext()
-
-    @contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """Freeze the adapter inside the context; the base includes it."""
-        if self.adapter is None:
-            yield
-            return
-        learning = self.adapter.learning
-        self.adapter.learn(False)
-        try:
-            self._bind()
-            yield
-        finally:
-            self.adapter.learn(learning)

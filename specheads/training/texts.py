@@ -1,11 +1,12 @@
 """Text of each phase: the corpus, or text that the base generates; and held-out text."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,15 +25,12 @@ from specheads.data.settings import Data
 from specheads.data.tokenise import UnansweredError, tokenised
 from specheads.runs.progress import progress
 from specheads.training.distill.prompts import PromptSource, identity_of, prompt_source
-from specheads.training.distill.run import write_folder
+from specheads.training.distill.run import Job, write_folder
 from specheads.training.distill.shards import read_text
-from specheads.training.distill.texts import Job
 from specheads.training.processes import readers
-from specheads.training.schedule import row_tokens, text_tokens
+from specheads.training.schedule import row_tokens
 from specheads.training.settings import Distill, Phase, Validation
 from specheads.training.validation import HeldOut
-
-T = TypeVar("T")
 
 COUNTED_TOKENS = 2**19
 """Tokens of the corpus that select a reduced draft vocabulary."""
@@ -74,12 +72,18 @@ class PhaseTexts:
         self.head: Head | None = None
         """The trained head, which may draft while the base generates text."""
         self._prompts: dict[tuple[int, int], PromptSource] = {}
-        self._claims: dict[Path, dict[str, Any]] = {}
+        claims: dict[Path, dict[str, Any]] = {}
         for name, phase in phases.items():
-            if phase.distill:
-                self._check_generated(name, phase, phase.distill)
-            else:
+            if phase.distill is None:
                 self._packed(self.documents, phase)
+                continue
+            job = self._job(phase.distill)
+            if claims.setdefault(job.folder, claim := job.claim()) != claim:
+                raise InputError(
+                    f"phases that share a text folder need equal settings, but {name!r} generates "
+                    f"other text than a phase before it in {job.folder}; give it its own "
+                    "distill.folder"
+                )
 
     def identity(self) -> dict[str, Any]:
         """Return facts of the base and the corpus that must be the same when a run resumes."""
@@ -119,39 +123,34 @@ class PhaseTexts:
         If the split is too short for one of them, that one is skipped with a message.
 
         Raises:
-            ValueError: The settings need prompts to score heads, but the split has too little text.
+            ValueError: The best head is wanted, but the split has too little text for prompts.
         """
-        rows = settings.rows and self._if_any("validation", lambda: self._rows(settings.rows))
-        found = settings.prompts and self._if_any(
-            "prompts to decode", lambda: self._held_prompts(settings)
-        )
-        if not found and (settings.patience or settings.keep == "best"):
+        batches, prompts, identity = None, None, ""
+        if settings.rows:
+            with self._optional("validation"):
+                batches = self._rows(settings.rows)
+        if settings.prompts:
+            with self._optional("prompts to decode"):
+                prompts, identity = self._held_prompts(settings)
+        if prompts is None and settings.keep == "best":
             raise InputError(
-                "validation.patience and keep=best need prompts in the corpus's validation split, "
-                "but it has none; lower validation.prompt_tokens, or remove these settings"
+                "validation.keep=best needs prompts in the corpus's validation split, but it has "
+                "none; lower validation.prompt_tokens, or set keep=last"
             )
-        if not rows and not found:
+        if batches is None and prompts is None:
             return None
-        prompts, identity = found or (None, "")
-        return HeldOut(
-            rows or None,
-            settings.every,
-            prompts=prompts,
-            new_tokens=settings.new_tokens,
-            identity=identity,
-            patience=settings.patience,
-        )
+        return HeldOut(batches, settings.every, prompts, settings.new_tokens, identity)
 
-    def _if_any(self, what: str, find: Callable[[], T]) -> T | None:
-        """Return the result of `find`; print a message if the held-out text is too short."""
+    @contextmanager
+    def _optional(self, what: str) -> Iterator[None]:
+        """Print a message if the held-out text is too short for something."""
         try:
-            return find()
+            yield
         except InputError as error:
-            no_answers = "the held-out text has questions without answers"
-            why = no_answers if isinstance(error, UnansweredError) else error
+            unanswered = isinstance(error, UnansweredError)
+            why = "the held-out text has questions without answers" if unanswered else error
             if self.accelerator.is_main_process:
                 self.announce(f"no {what}: {why}")
-            return None
 
     def _rows(self, count: int) -> list[TokenBatch]:
         """Return this process's share of `count` rows of held-out text, in batches.
@@ -175,13 +174,11 @@ class PhaseTexts:
         mine = share(rows, rank, world_size)
         size = max(1, first.batch_size // (world_size * first.accumulation_steps))
         batches = [text.batch(mine[at : at + size]) for at in range(0, len(mine), size)]
-        if self.base.sharding:
-            # processes of a sharded base need equally many batches: add empty ones
-            most = math.ceil(math.ceil(len(rows) / world_size) / size)
-            row = text.batch(rows[:1])
-            idle = replace(row, loss_mask=torch.zeros_like(row.loss_mask))
-            batches += [idle] * (most - len(batches))
-        return batches
+        # processes of a sharded base need equally many batches: add one without labels
+        most = math.ceil(math.ceil(len(rows) / world_size) / size)
+        row = text.batch(rows[:1])
+        idle = replace(row, loss_mask=torch.zeros_like(row.loss_mask))
+        return batches + [idle] * (most - len(batches))
 
     def _held_prompts(self, settings: Validation) -> tuple[list[list[int]], str]:
         """Return this process's share of the held-out prompts, and the identity of all prompts."""
@@ -248,22 +245,3 @@ class PhaseTexts:
     @property
     def _padding_id(self) -> int:
         return (self.base.eos_ids or (0,))[0]
-
-    def _check_generated(self, name: str, phase: Phase, distill: Distill) -> None:
-        """Raise for generated text that its phase could not be trained on."""
-        job = self._job(distill)
-        most = self.base.max_length if job.prompts.conversations else text_tokens(distill)
-        # no packing makes more rows of a text than the text alone
-        rows = distill.num_samples * math.ceil(most / (phase.sequence_length or most))
-        if rows < phase.batch_size:
-            raise InputError(
-                f"phase {name!r} needs at least batch_size={phase.batch_size} rows, but "
-                f"distill.num_samples={distill.num_samples} texts of at most {most} tokens fill at "
-                f"most {rows}; raise num_samples, or lower batch_size or sequence_length"
-            )
-        claim = job.claim()
-        if self._claims.setdefault(job.folder, claim) != claim:
-            raise InputError(
-                f"phases that share a text folder need equal settings, but {name!r} generates "
-                f"other text than a phase before it in {job.folder}; give it its own distill.folder"
-            )

@@ -110,10 +110,6 @@ class _Trainer:
                 self.at.step += 1
                 self.at.tokens += tokens
                 log.step(values, tokens, watch.due(phase))
-                if why := watch.ends(phase):
-                    log.print(why)
-                    # the next phase starts at its planned step, even if this one ends early
-                    self.at.step = phase.end
                 if self.at.step == phase.end:
                     break
                 stop = self._stops()
@@ -121,7 +117,7 @@ class _Trainer:
                     self.save()
                 if stop:
                     raise KeyboardInterrupt
-        self.at.end_phase()
+        self.at.cursor = None
         if self.accelerator.is_main_process:
             # so that phases can be compared later
             with atomic_folder(self.run.phases / phase.name) as folder:

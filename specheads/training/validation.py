@@ -1,4 +1,4 @@
-"""Validation during training: loss and score on held-out text, the best head, early stopping.
+"""Validation during training: loss and score on held-out text, and the best head.
 
 See docs/train.md.
 """
@@ -40,8 +40,6 @@ class HeldOut:
     """Tokens decoded per prompt."""
     identity: str = ""
     """Identifies the prompts of all processes and `new_tokens`."""
-    patience: int = 0
-    """Validations without a higher score after which a phase ends. Zero: never."""
 
 
 @torch.no_grad()
@@ -68,21 +66,19 @@ def validate(
         rows.append((batch, loss_mask))
     precision = torch.promote_types(teacher.base.dtype, torch.float32)
     counts, sums = total(counts), torch.zeros(2 * depth + 1, dtype=precision, device=device)
-    with teacher.at_rest():
-        for batch, loss_mask in rows:
-            seen = teacher.features(batch), batch.tokens, loss_mask
-            loss = objective(*seen, teacher.logits_of, phase, counts)
-            sums += torch.cat([loss.total[None], loss.by_depth, loss.agreement])
+    for batch, loss_mask in rows:
+        seen = teacher.features(batch), batch.tokens, loss_mask
+        loss = objective(*seen, teacher.logits_of, phase, counts)
+        sums += torch.cat([loss.total[None], loss.by_depth, loss.agreement])
     values = total(sums).where(counts[depth] > 0, math.nan).tolist()
     names = [f"{what}/depth_{level}" for what in ("loss", "accept") for level in range(depth)]
     return dict(zip([f"validation/{name}" for name in ("loss", *names)], values, strict=True))
 
 
 class Watch:
-    """Validates, saves the best head, and ends a phase whose score no longer rises.
+    """Validates, and saves the head with the most tokens per forward of the run.
 
-    Sums are over processes, so all processes take the same decision. The highest score of the phase
-    is part of `at` and of checkpoints; the highest score of the run is saved with the best head.
+    Sums are over processes, so all processes take the same decision.
     """
 
     def __init__(
@@ -94,15 +90,11 @@ class Watch:
         # DDP's wrapper synchronises at each batch, and processes may have different numbers of them
         self.objective = stepper.accelerator.unwrap_model(stepper.objective)
         self.best = 0.0
-        if held_out is None:
-            return
-        if at.scored_on != held_out.identity:
-            # scores on other prompts are not comparable
-            at.scored_on, at.highest, at.unrisen = held_out.identity, 0.0, 0
-        if run.best_score.is_file():
+        if held_out and run.best_score.is_file():
             # its step may be later than the checkpoint's: a resumed run repeats those steps exactly
             saved = read_json(run.best_score)
             score = saved.get("tokens_per_forward")
+            # scores on other prompts are not comparable
             if saved.get("prompts") == held_out.identity and isinstance(score, float):
                 self.best = score
 
@@ -114,29 +106,17 @@ class Watch:
         is_due = step == phase.end or (every and step % every == 0)
         return partial(self._measure, self.held_out, phase) if is_due else None
 
-    def ends(self, phase: PlacedPhase) -> str:
-        """Return the reason to end the phase early, or an empty string."""
-        patience = self.held_out.patience if self.held_out else 0
-        if not patience or self.at.unrisen < patience or self.at.step == phase.end:
-            return ""
-        return (
-            f"phase {phase.name!r} ends after {self.at.step - phase.first} of "
-            f"{phase.settings.steps} steps: tokens per forward did not rise above "
-            f"{self.at.highest:.3f} in {patience} validation{'s' if patience > 1 else ''}"
-        )
-
     def _measure(self, held_out: HeldOut, phase: PlacedPhase) -> dict[str, float]:
         at, values, score = self.at, {}, None
+        # without dropout and gradients of the adapter
+        self.teacher.begin()
         if held_out.batches is not None:
             values = validate(held_out, self.teacher, self.objective, phase.settings, self.total)
-        if held_out.prompts is not None:
-            score = tokens_per_forward(
-                held_out.prompts, held_out.new_tokens, self.teacher, self.total
-            )
+        if (prompts := held_out.prompts) is not None:
+            score = tokens_per_forward(prompts, held_out.new_tokens, self.teacher, self.total)
+        self.teacher.begin(phase)
         if score is None:
             return values
-        at.unrisen = 0 if score > at.highest else at.unrisen + 1
-        at.highest = max(score, at.highest)
         if score > self.best:
             self.best = score
             if self.is_main:
@@ -159,10 +139,9 @@ def tokens_per_forward(
     The base decodes with the current adapter; the drafter is a copy of the head. `prompts` is this
     process's share. `total` sums over processes; every process calls it exactly once.
     """
-    with teacher.at_rest():
-        drafter = drafter_of(teacher.head, teacher.base)
-        how = GenerationSettings(max_new_tokens=new_tokens, batch_size=max(1, len(prompts)))
-        counts = [one.counts for one in decode_prompts(teacher.base, drafter, prompts, how)]
+    drafter = drafter_of(teacher.head, teacher.base)
+    how = GenerationSettings(max_new_tokens=new_tokens, batch_size=max(1, len(prompts)))
+    counts = [one.counts for one in decode_prompts(teacher.base, drafter, prompts, how)]
     sums = [sum(one.new_tokens for one in counts), sum(one.forwards for one in counts)]
     tokens, forwards = total(torch.tensor(sums, device=teacher.base.device)).tolist()
     return tokens / forwards if forwards else None

@@ -198,6 +198,27 @@ def test_training_starts_from_init(work: Path, here: Here):
     assert read_metrics(cwd / "runs" / "further" / "metrics.jsonl")[0]["loss"] < first
 
 
+@pytest.mark.slow
+def test_a_watched_run_ends_with_its_best_head_and_draws_its_learning_curve(work: Path, here: Here):
+    here(
+        "train", "recipe=smoke", "name=watched", "validation.every=1", "validation.keep=best",
+        "schedule.phases.corpus.learning_rate=0", "tracker=tensorboard", *SMALL,
+    )  # fmt: skip
+    run = RunDirectory(work / "runs" / "watched")
+    rows = read_metrics(run.metrics)
+    scores = {row["step"]: row["validation/tokens_per_forward"] for row in rows}
+    best = json.loads(run.best_score.read_text())
+    assert best["tokens_per_forward"] == max(scores.values()) == scores[best["step"]]
+    ours = load_file(run.head / "model.safetensors")
+    for name, value in load_file(run.best / "model.safetensors").items():
+        assert torch.equal(ours[name], value), name
+    assert not (run.head / "best.json").exists()
+    assert [row["hours"] for row in rows] == sorted(row["hours"] for row in rows)
+    assert all(row["mfu"] > 0 and 0 <= row["data_wait_share"] <= 1 for row in rows)
+    assert "learning.png" in {item.name for item in run.report.iterdir()}
+    assert list((run.path / "tensorboard").iterdir())
+
+
 def test_compare_holds_the_head_of_a_run_against_what_needs_no_training(
     work: Path, here: Here, capsys: Any
 ):

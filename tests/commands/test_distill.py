@@ -41,10 +41,8 @@ def test_text_is_written_with_a_report_and_resumed(
         overrides=[*SMALL, *corpus, "shard_size=2"], base=base, out=tmp_path / "text"
     )
     assert first is not None
-    assert (first.requested, first.kept, first.tokens) == (6, 6, 48)
-    told = json.loads((tmp_path / "text" / "report.json").read_text())
-    assert told["tokens_per_second"] == first.tokens_per_second
-    assert told["tokens_per_second"] > 0
+    assert (first["requested"], first["kept"], first["tokens"]) == (6, 6, 48)
+    assert first["tokens_per_second"] > 0
     page = (tmp_path / "text" / "report.md").read_text()
     assert "- kept: 6 texts with 6 answers" in page
     assert page.count("\nText ") == 5
@@ -52,7 +50,7 @@ def test_text_is_written_with_a_report_and_resumed(
     more = [*SMALL, *corpus, "shard_size=2", "num_samples=8", "batch_size=1"]
     second = specheads.distill(overrides=more, base=base, out=tmp_path / "text")
     assert second is not None
-    assert second.requested == 8
+    assert second["requested"] == 8
     assert shards(tmp_path / "text").items() > before.items()
 
 

@@ -134,7 +134,7 @@ def at(run: RunDirectory) -> str:
 
 def files(run: Path) -> dict[str, Any]:
     """Return the files of a run, without names and times."""
-    timed = ("config.yaml", "provenance.json", "metrics.jsonl", "report.json", "report.md", SUMS)
+    timed = ("config.yaml", "provenance.json", "metrics.jsonl", "report.md", SUMS)
     found: dict[str, Any] = {
         str(file.relative_to(run)): file.read_bytes()
         for file in run.rglob("*")

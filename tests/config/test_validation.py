@@ -14,7 +14,7 @@ from specheads.core.ranges import hints, words
 from specheads.data.settings import Data, WeightedSource
 from specheads.decoding.accept import RULES
 from specheads.training import losses, settings
-from specheads.training.settings import LOSSES, Distill, Joint, Phase, Schedule, Validation
+from specheads.training.settings import LOSSES, Distill, Joint, Phase, Schedule
 
 COMMANDS = (Train, Evaluate, Compare, Export, Push)
 PARTS = [
@@ -92,7 +92,6 @@ def test_invalid_phase_is_refused_by_full_name(changes: dict[str, Any], message:
             schedule(a=phase(joint=Joint()), b=phase(joint=Joint(rank=3))),
             "need the same joint.rank, got [32, 3]",
         ),
-        (Validation(patience=2), "within a phase, got .every=0"),
         (Data(source="jsonl"), ".source=jsonl needs .path, got none"),
         (Data(source="files", path="a\0b"), "path must be a path or an id"),
         (Data(source="files", path="ä" * 200), "its parts of at most 255 bytes"),
@@ -120,7 +119,7 @@ def test_contradictions_are_refused(settings: Any, message: str):
 
 
 def test_usable_settings_are_accepted():
-    for one in (mixture(), Validation(patience=2, every=10), Evaluation(max_new_tokens=3)):
+    for one in (mixture(), Evaluation(max_new_tokens=3)):
         check(one)
 
 

@@ -133,7 +133,7 @@ def test_a_head_distils_the_text_of_the_base_alone(
     for name, drafter in (("alone", []), ("drafted", [head])):
         report = specheads.distill(overrides=[*asked, *drafter], base=base, out=tmp_path / name)
         assert report is not None
-        assert report.requested == 6
+        assert report["requested"] == 6
         tables.append([pq.read_table(file) for file in sorted((tmp_path / name).glob("*.parquet"))])
     assert len(tables[0]) > 0
     assert tables[0] == tables[1]

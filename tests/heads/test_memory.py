@@ -13,7 +13,7 @@ from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.engine import Engine
 from specheads.decoding.request import Request
 from specheads.heads.layers.attention import Slots
-from specheads.training.plan.shapes import PeakMemory
+from specheads.training.plan import PeakMemory
 from tests import tiny
 from tests.heads.test_heads import CASES, make, told
 from tests.oracle import Oracle

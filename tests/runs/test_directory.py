@@ -6,31 +6,11 @@ import pytest
 import torch
 
 from specheads.core.errors import InputError
-from specheads.core.files import LOCK, atomic_folder, write_atomic
+from specheads.core.files import LOCK
 from specheads.core.machine import instructions
 from specheads.heads.load import build
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import Hardware, provenance
-
-
-def test_folder_does_not_appear_after_an_error(tmp_path: Path):
-    def fail() -> None:
-        with atomic_folder(tmp_path / "head") as folder:
-            (folder / "half").write_text("written")
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_folders_and_files_are_replaced_atomically(tmp_path: Path):
-    for text in ("old", "new"):
-        with atomic_folder(tmp_path / "head") as folder:
-            (folder / text).write_text(text)
-        write_atomic(tmp_path / "file.json", text)
-    assert [file.name for file in (tmp_path / "head").iterdir()] == ["new"]
-    assert {item.name for item in tmp_path.iterdir()} == {"head", "file.json"}
 
 
 def test_finished_run_is_never_overwritten(tmp_path: Path):

@@ -3,11 +3,10 @@
 import io
 import threading
 
-import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from specheads.runs.progress import bar, line, progress
+from specheads.runs.progress import line, progress
 
 
 class Stream(io.StringIO):
@@ -47,16 +46,6 @@ def test_line_has_done_total_rate_time_left_and_numbers():
     assert line(display.tasks[task]) == "online 20/100  0.5/s  0:02:40 left"
 
 
-def test_short_or_hidden_work_prints_nothing():
-    for shown, seconds in ((True, 1000.0), (False, 0.0001)):
-        stream = Stream()
-        with progress(
-            shown=shown, line_seconds=seconds, console=console(stream, terminal=False)
-        ) as display:
-            display.add_task("corpus", total=2, numbers="")
-        assert stream.getvalue() == ""
-
-
 def test_terminal_has_a_bar_and_no_lines():
     stream = Stream()
     with progress(
@@ -66,9 +55,3 @@ def test_terminal_has_a_bar_and_no_lines():
         display.update(task, completed=1, refresh=True)
     assert "\u2501" in stream.getvalue()
     assert "corpus 1/2  " not in stream.getvalue()
-
-
-@pytest.mark.parametrize("shown", [True, False])
-def test_bar_yields_items_in_order(shown: bool, capsys: pytest.CaptureFixture[str]):
-    assert list(bar(range(5), "online", shown)) == [0, 1, 2, 3, 4]
-    assert capsys.readouterr().out == ""

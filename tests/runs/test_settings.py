@@ -13,7 +13,7 @@ from specheads.commands._library import read_run
 from specheads.config import Train, compose
 from specheads.core.errors import InputError
 from specheads.runs.settings import RESUMABLE, first_difference, parse, read_settings
-from specheads.training.distill.texts import NEUTRAL_SETTINGS
+from specheads.training.distill.run import NEUTRAL_SETTINGS
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 HOSTILE = {

@@ -3,11 +3,9 @@
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.features import Features
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for
 from specheads.measure.offline import offline_logits
-from specheads.training.depth_loss import Targets, acceptance_rates, confidence_loss
 from specheads.training.objective import Objective, drawn_labels, whole_chains
 from tests import tiny
 from tests.training.test_trainer import phase
@@ -89,29 +87,3 @@ def test_dspark_loss_includes_the_confidence_loss():
     slope = head.get_parameter("confidence_head.proj.weight").grad
     assert slope is not None
     assert slope.abs().max() > 0
-
-
-def test_confidence_loss_is_least_at_the_acceptance_rate():
-    torch.manual_seed(0)
-    state, weight = torch.randn(6, 5), torch.randn(11, 5)
-    labels, hidden = torch.tensor([0, 3, -1, 2, 1, 4]), torch.randn(6, 5)
-    targets = Targets(labels, hidden, lambda rows: rows @ weight.T)
-    rates = acceptance_rates(state, (weight, None), targets)
-    call = [state], [(weight, None)], [targets]
-    at_best = confidence_loss([rates.logit()], *call)
-    for other in (0.1, -0.1):
-        assert (confidence_loss([rates.logit() + other], *call) > at_best).all()
-    # a row without a label does not count
-    off = rates.logit()
-    off[2] = 50.0
-    torch.testing.assert_close(confidence_loss([off], *call), at_best)
-
-
-def test_no_documents_equals_one_document_per_row():
-    base, head, batch = tiny.base(), head_of("dspark"), batch_of()
-    read = base.read(batch.tokens, head.aux_layers)
-    marked = Features(read.hidden, read.aux, read.tokens, torch.zeros_like(batch.tokens))
-    for one, other in zip(
-        head.states(read, batch.tokens), head.states(marked, batch.tokens), strict=True
-    ):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

@@ -17,9 +17,8 @@ from specheads.core.files import sole_writer
 from specheads.data.packing import BatchStream, PackedText
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
-from specheads.training.distill.run import write_text
+from specheads.training.distill.run import Job, write_text
 from specheads.training.distill.shards import read_text
-from specheads.training.distill.texts import Job
 from specheads.training.settings import Distill, Phase, Schedule
 from tests import tiny
 from tests.training.distill.pens import Pen, Talks

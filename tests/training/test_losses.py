@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.training.depth_loss import BLOCK_LOGITS, Targets, depth_loss, dpace_weights
+from specheads.training.depth_loss import BLOCK_LOGITS, Targets, depth_loss
 from specheads.training.losses import LOSSES, exponentials
 
 ROWS, VOCAB, WIDTH, DEPTH = 23, 31, 6, 3
 KINDS = sorted(LOSSES)
-OF_THE_BASE = [kind for kind in KINDS if kind == "soft_cross_entropy" or "cross" not in kind]
-"""Losses that need the base's distribution only."""
 Problem = tuple[list[Tensor], list[tuple[Tensor, Tensor | None]], Targets]
 
 
@@ -180,25 +178,6 @@ def test_second_backward_is_refused():
         torch.autograd.grad(total, leaves)
 
 
-def test_a_frozen_projection_gets_no_gradient():
-    (states, projections, targets), _ = _problem()
-    for weight, _ in projections:
-        weight.requires_grad_(False)
-    depth_loss(states, projections, targets).total.backward()
-    assert states[1].grad is not None
-    assert projections[0][0].grad is None
-
-
-def test_logits_of_the_projection_are_not_modified():
-    problem, _ = _problem()
-    hidden = torch.randn(ROWS, VOCAB, dtype=torch.float64)
-    before = hidden.clone()
-    for kind in KINDS:
-        targets = Targets(problem[2].labels, hidden, lambda logits: logits)
-        depth_loss(*problem[:2], targets, kind=kind)
-        assert torch.equal(hidden, before), kind
-
-
 def test_agreement_is_the_share_of_equal_argmax():
     #  base chooses  0 1 2 2      the draft says 0 1 2 0 at depth 0: three of four
     eye = torch.eye(3)
@@ -245,16 +224,6 @@ def test_losses_of_three_tokens_by_hand(kind: str, value: float):
     assert found == pytest.approx(value, abs=1e-10)
 
 
-@pytest.mark.parametrize("kind", OF_THE_BASE)
-def test_losses_are_least_at_the_base_distribution(kind: str):
-    base = _log(0.5, 0.3, 0.2)
-    at_best, slope = _one_row(kind, base, base)
-    torch.testing.assert_close(slope, torch.zeros_like(slope), rtol=0, atol=1e-12)
-    entropy = 1.0296530140645737 if kind == "soft_cross_entropy" else 0.0
-    assert at_best == pytest.approx(entropy, abs=1e-12)
-    assert _one_row(kind, _log(0.4, 0.4, 0.2), base)[0] > at_best
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
@@ -278,12 +247,6 @@ def test_lk_has_a_gradient_where_total_variation_vanishes():
     assert slope[1].item() == pytest.approx(-1 / 3, abs=1e-4)
 
 
-def test_dpace_weights_by_hand():
-    #  confidence 1, 0, 1 is smoothed to 1, 1/2, 1: chains reach 1, 1/2, 1/2
-    weights = dpace_weights(torch.tensor([[1.0], [0.0], [1.0]]))
-    assert weights[:, 0].tolist() == [2.0, 1.0, 0.5]
-
-
 def test_at_most_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch):
     sizes = []
     linear = F.linear
@@ -301,20 +264,6 @@ def test_at_most_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch):
     # the slopes of all depths at once are no more than one chunk
     depth_loss(*problem, chunk_rows=6, weighting="dpace").total.backward()
     assert max(sizes) == 6 // DEPTH * VOCAB
-
-
-def test_depths_with_the_same_targets_share_the_base_s_projection():
-    calls: list[int] = []
-    problem, _ = _problem()
-    targets = problem[2]
-
-    def counting(hidden: Tensor) -> Tensor:
-        calls.append(len(hidden))
-        return targets.project(hidden)
-
-    watched = Targets(targets.labels, targets.base_hidden, counting)
-    depth_loss(*problem[:2], watched, chunk_rows=10)
-    assert calls == [10, 10, 3]
 
 
 def test_products_in_bfloat16_keep_losses_and_shared_gradients_in_float32():

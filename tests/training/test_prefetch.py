@@ -27,11 +27,6 @@ def test_items_are_prefetched_in_order_by_one_thread():
     assert threading.active_count() == before
 
 
-def test_a_finite_stream_ends():
-    assert list(prefetched(iter("abc"))) == ["a", "b", "c"]
-    assert list(prefetched(iter(""))) == []
-
-
 def test_error_is_raised_in_place_of_its_item():
     items = prefetched(1 // number for number in (1, 1, 0))
     assert [next(items), next(items)] == [1, 1]

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import torch
-
-from specheads.runs.directory import RunDirectory
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
@@ -43,20 +40,6 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_two_processes_train_the_same_head_as_one(tmp_path: Path):
-    for folder, launcher in (("two", (*TORCHRUN, "-m")), ("one", ())):
-        found = python(*launcher, IN_PROCESSES, str(tmp_path / folder), "train")
-        assert found.returncode == 0, found.stderr
-    first, second, alone = (
-        torch.load(tmp_path / folder / f"head-{rank}.pt")
-        for folder, rank in (("two", 0), ("two", 1), ("one", 0))
-    )
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
-        # another order of summation
-        torch.testing.assert_close(value, alone[name], rtol=0, atol=1e-8)
-
-
 def test_error_in_one_process_ends_all(tmp_path: Path):
     found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), "fail-1")
     assert found.returncode == 1
@@ -70,17 +53,6 @@ def test_signal_to_one_process_stops_all_at_one_checkpoint(rank: int, tmp_path: 
     assert found.returncode == 1
     assert "KeyboardInterrupt" in found.stderr
     assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-4"]
-
-
-def test_one_process_resumes_a_run_of_two(tmp_path: Path):
-    stopped = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path / "run"), "stop-1")
-    assert "KeyboardInterrupt" in stopped.stderr
-    for folder in ("run", "whole"):
-        found = python(IN_PROCESSES, str(tmp_path / folder), "train")
-        assert found.returncode == 0, found.stderr
-    went_on, whole = (torch.load(tmp_path / name / "head-0.pt") for name in ("run", "whole"))
-    for name, value in whole.items():
-        torch.testing.assert_close(went_on[name], value, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("words", [["kill-0"], ["kill-1"], ["kill-1", "fsdp2"]])
@@ -186,18 +158,6 @@ def test_second_run_of_a_folder_is_refused_on_all_processes(
     first.processes[0].send_signal(signal.SIGTERM)
     assert first.leave()[0][0] == 130
     assert len(list((run / "checkpoints").iterdir())) == 1
-
-
-def test_a_signal_after_training_leaves_a_finished_run(tmp_path: Path):
-    run = tmp_path / "run"
-    pair = Pair(1, "train.py", *LONG_TEXT, "evaluate_after=true", f"run_dir={run}")
-    pair.wait_for(run, "head/config.json")
-    while list(run.glob(".*")):
-        time.sleep(0.01)
-    pair.processes[0].send_signal(signal.SIGTERM)
-    pair.leave()
-    assert RunDirectory(run).finished
-    assert not (run / "report").exists()
 
 
 def test_smoke_recipe_in_two_processes_shares_the_text(

@@ -67,15 +67,15 @@ def test_validation_with_unequal_shares_is_the_same(rows: int, tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("held_out", [0, 5])
-def test_early_stopping_does_not_depend_on_processes(held_out: int, tmp_path: Path):
+def test_best_head_does_not_depend_on_processes(held_out: int, tmp_path: Path):
     """Three prompts: one of four processes has none."""
-    of, watched = ["mlp_speculator", "eagle3"], {"every": 1, "patience": 3}
-    asked = {"steps": 40, "held_out": held_out, "watched": watched}
+    of, watched = ["mlp_speculator", "eagle3"], {"every": 1}
+    asked = {"steps": 12, "held_out": held_out, "watched": watched}
     for count in (1, 2, 4):
         assert forked(count, each, of, tmp_path / str(count), asked) == [0] * count
     for kind in of:
         whole, best = told(tmp_path / "1" / kind), tmp_path / "1" / kind / "best" / "best.json"
-        assert 3 < len(whole) < 40
+        assert len(whole) == 12
         assert max(row["validation/tokens_per_forward"] for row in whole) > 1.0
         for count in ("2", "4"):
             found = told(tmp_path / count / kind)

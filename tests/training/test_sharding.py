@@ -21,7 +21,6 @@ from tests.training.in_processes import SHARED_OUT, forked, joined
 from tests.training.test_processes import (
     ENVIRONMENT,
     REPOSITORY,
-    Pair,
 )
 from tests.training.test_ranks import each, same_losses, stopped_at, told
 
@@ -82,24 +81,12 @@ def test_run_resumes_with_another_sharding(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_killed_process_is_reported_with_a_sharded_base(rank: int, tmp_path: Path):
-    pair = Pair(
-        *(2, "train.py", "recipe=smoke", "~schedule.phases.distilled", "evaluate_after=false"),
-        *("schedule.phases.corpus.steps=100000", f"run_dir={tmp_path / 'run'}"),
-        **SHARED_OUT["fsdp2"],
-    )
-    pair.wait_for(tmp_path / "run", "metrics.jsonl")
-    pair.kill(rank)
-
-
 @pytest.mark.parametrize(
     ("said", "refused"),
     [
         ({"FSDP_VERSION": "1"}, r"FSDP2 \(fsdp_version=2\)"),
-        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "either FSDP2"),
-        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}, "6 processes cannot form groups of 4"),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tensor parallelism"),
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}, "groups of 4 of 6 processes"),
         ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "0"}, "dp_shard_size must be at least 1"),
     ],
 )
@@ -117,11 +104,8 @@ def test_invalid_sharding_is_refused_before_loading(
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("ACCELERATE_USE_DEEPSPEED", "true", r"use configs/accelerate/fsdp2\.yaml"),
-        *(
-            ("ACCELERATE_MIXED_PRECISION", one, f"mixed_precision={one}; set it to bf16")
-            for one in ("fp16", "fp8", "b16")
-        ),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "neither DeepSpeed nor Megatron"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", "mixed_precision=fp16; start from"),
     ],
 )
 def test_unsupported_configuration_is_refused_with_remedy(
@@ -173,7 +157,7 @@ def test_launcher_starts_processes_with_a_sharded_base(
     for one, more in (("cpu_2", ()), (name, choices)):
         found = launched(place, one, *more)
         assert found.returncode == 0, found.stderr
-    assert "no process decodes by itself with a sharded base" in found.stdout
+    assert "a sharded base does not decode" in found.stdout
     ours, theirs = (read_metrics(place / one / "metrics.jsonl") for one in (name, "cpu_2"))
     assert len(ours) == 6
     assert [row["step"] for row in ours if "validation/loss" in row] == [2, 4, 6]

@@ -42,40 +42,12 @@ def texts(base: FrozenBase, data: Data, *phases: Phase) -> PhaseTexts:
     return PhaseTexts(named, data, base, Path("text"), Accelerator(cpu=True), lambda _: None, 0)
 
 
-def test_too_little_generated_text_is_refused_first(base: FrozenBase, data: Data):
-    texts(base, data, distilled(batch_size=16), distilled(batch_size=32, sequence_length=40))
-    with pytest.raises(
-        InputError, match=r"phase 'b' needs at least batch_size=17 rows.*at most 64"
-    ):
-        texts(base, data, distilled(), distilled(batch_size=17))
-
-
-def test_conversation_may_fill_the_context(
-    base: FrozenBase, data: Data, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(
-        "specheads.training.distill.prompts.Continuations.conversations", True, raising=False
-    )
-    texts(base, data, distilled(batch_size=17, sequence_length=64))
-    with pytest.raises(InputError, match=r"16 texts of at most \d{3,} tokens fill at most 16"):
-        texts(base, data, distilled(batch_size=17))
-
-
 def test_phases_with_different_text_in_one_folder_are_refused(base: FrozenBase, data: Data):
     other = {"temperature": 0.5}
     with pytest.raises(InputError, match=r"'b' generates other text than .* own distill.folder"):
         texts(base, data, distilled(), distilled(distill=replace(DISTILL, **other)))
     for same in (other | {"folder": "other"}, {"num_samples": 20, "batch_size": 1}):
         texts(base, data, distilled(), distilled(distill=replace(DISTILL, **same)))
-
-
-def test_processes_with_the_same_rows_generate_different_texts(
-    base: FrozenBase, data: Data, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(Accelerator, "process_index", 1)
-    monkeypatch.setattr(Accelerator, "num_processes", 2)
-    job = texts(base, data)._job(DISTILL)
-    assert (job.rank, job.world_size) == (1, 2)
 
 
 CHAT = WeightedSource(source="chat", path="x")

@@ -20,10 +20,9 @@ from specheads.heads.load import build, build_for, kinds
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker, read_metrics
-from specheads.training import objective, trainer
-from specheads.training.objective import Objective, whole_chains
+from specheads.training import trainer
+from specheads.training.objective import Objective
 from specheads.training.optimizers import optimizers
-from specheads.training.processes import on_all_processes
 from specheads.training.schedule import PlacedPhase, learning_rate_share, refuse_misfit
 from specheads.training.settings import Distill, Phase, Schedule
 from specheads.training.step import Stepper
@@ -128,11 +127,6 @@ def test_first_phase_has_ibms_learning_rates(step: int, share: float):
     assert learning_rate_share(step, corpus) == pytest.approx(share, abs=1e-5)
 
 
-def test_warmup_is_at_most_2000_steps():
-    long = phase(steps=100_000, final_share=1.0)
-    assert learning_rate_share(1999, long) < learning_rate_share(2000, long) == 1.0
-
-
 @pytest.mark.parametrize("kind", kinds())
 def test_base_is_frozen_and_all_head_parameters_change(kind: str, tmp_path: Path):
     base = tiny.base("llama", dtype=torch.float32)
@@ -231,10 +225,10 @@ OVERLONG = {
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sequence_length": 999}, "context is 128"),
-        ({"sequence_length": 3}, "at least 4 tokens to train 2 depths, got 3"),
+        ({"sequence_length": 999}, "to 128, the base's context, got 999"),
+        ({"sequence_length": 3}, "sequences of 4 tokens, for the depth of the head, .* got 3"),
         ({"depth_weights": [1.0]}, "each of the head's 2 depths, got 1"),
-        (OVERLONG, "sequences of 999 tokens, but the base's context is 128"),
+        (OVERLONG, "got 999; change sequence_length"),
         ({"accumulation_steps": 2}, "2 processes with accumulation_steps=2 share batch_size=2"),
     ],
 )
@@ -259,27 +253,6 @@ def test_label_outside_the_draft_vocabulary_counts_as_rejected():
     part = learner(features, tokens, loss_mask & (tokens % 2 == 1), logits_of, phase())
     assert torch.equal(whole.total, part.total)
     assert torch.equal(whole.agreement, part.agreement / 2)
-
-
-@pytest.mark.parametrize("kind", kinds())
-def test_projection_runs_in_autocast_dtype(kind: str, monkeypatch: pytest.MonkeyPatch):
-    base = tiny.base("llama", dtype=torch.float32)
-    head = build_for({"kind": kind, "depth": 2}, base)
-    tokens = torch.randint(tiny.VOCAB, (2, 16))
-    features = base.read(tokens, head.aux_layers)
-    seen: list[torch.dtype] = []
-    true_loss = objective.depth_loss
-
-    def noting(states, *rest, **settings):
-        seen.extend(state.dtype for state in states)
-        return true_loss(states, *rest, **settings)
-
-    monkeypatch.setattr(objective, "depth_loss", noting)
-    loss_mask = whole_chains(torch.ones_like(tokens, dtype=torch.bool), 2)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = Objective(head)(features, tokens, loss_mask, base.logits_of, phase())
-    assert seen == [torch.bfloat16] * 2
-    assert loss.total.dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", ["mlp_speculator", "eagle3"])
@@ -313,12 +286,3 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path):
     run_training(tmp_path, Schedule(phases={"corpus": phase()}, muon_learning_rate=0.02))
     with pytest.raises(InputError, match="resumes from its own checkpoints"):
         run_training(tmp_path, Schedule(phases={"corpus": phase(steps=9)}))
-
-
-def test_error_keeps_its_details_across_processes():
-    def refuse() -> None:
-        raise InputError("a rule, a value; a remedy", "the text\n")
-
-    with pytest.raises(InputError, match="a rule, a value; a remedy") as caught:
-        on_all_processes(refuse)
-    assert caught.value.details == "the text\n"

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -23,20 +23,19 @@ from specheads.data.tokenise import tokenised
 from specheads.training.settings import Distill
 
 
-@runtime_checkable
-class PromptSource(Protocol):
+class PromptSource:
     """Prompts by number; numbers are unlimited."""
 
-    conversations: bool
+    conversations = False
     """Whether prompts are conversations, whose answers the base ends itself."""
-    longest: int
+    longest = 0
     """Maximum tokens of a text; zero if not known."""
-    fingerprint: str
+    fingerprint = ""
     """Identifies all prompts and their order."""
 
     def first(self, number: int) -> list[int]:
         """Return the first prompt of a text; empty without one."""
-        ...
+        raise NotImplementedError
 
     def following(
         self, number: int, tokens: list[int], answers: list[list[int]]
@@ -46,10 +45,11 @@ class PromptSource(Protocol):
         The text ends with the last answer. If the chat template changes earlier turns, the result
         does not start with the text.
         """
-        ...
+        del number, tokens, answers
+        return None
 
 
-class Continuations:
+class Continuations(PromptSource):
     """First tokens of windows of documents, in an order from the seed.
 
     A window has the length of prompt and continuation, so prompts spread over a long document. A
@@ -59,8 +59,6 @@ class Continuations:
     Raises:
         ValueError: No document has two tokens.
     """
-
-    conversations = False
 
     def __init__(
         self, documents: Documents, prompt_tokens: int, new_tokens: int, seed: int = 0
@@ -90,15 +88,8 @@ class Continuations:
             start += shift
         return tokens[start : start + self._prompt_tokens].tolist()
 
-    def following(
-        self, number: int, tokens: list[int], answers: list[list[int]]
-    ) -> list[int] | None:
-        """Return None: continuations have one turn."""
-        del number, tokens, answers
-        return None
 
-
-class Conversations:
+class Conversations(PromptSource):
     """Prompts from conversations: every turn, following the base's own earlier answers.
 
     The answers in the rows are not used; messages between two of them form one turn. A conversation
@@ -112,7 +103,6 @@ class Conversations:
     """
 
     conversations = True
-    longest = 0
 
     def __init__(self, rows: Sequence[str], template: Template, seed: int = 0) -> None:
         assert rows

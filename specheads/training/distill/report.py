@@ -1,17 +1,15 @@
 """Report on self-distilled text: kept and dropped texts, lengths and samples."""
 
-import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from specheads.core.errors import printable
-from specheads.core.files import write_atomic
 from specheads.training.distill.shards import read_shards
 
 NUM_SAMPLES = 5
@@ -21,83 +19,57 @@ MAX_CHARACTERS = 1200
 QUANTILES = (0, 10, 50, 90, 100)
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Statistics of a folder of self-distilled text."""
-
-    requested: int
-    """Requested texts."""
-    kept: int
-    dropped: dict[str, int]
-    """Texts without a kept answer, by the fault of the first answer."""
-    cut: dict[str, int]
-    """Kept texts that end early, by the fault of the next answer."""
-    turns: int
-    """Kept answers."""
-    tokens: int
-    """Generated tokens of the kept texts."""
-    prompt_tokens: int
-    """Prompt tokens of the kept texts."""
-    lengths: dict[str, int]
-    """Quantiles of the generated tokens per text."""
-    tokens_per_second: float | None
-    """Generated tokens per second of the last call that generated text; None if not known."""
-    samples: dict[int, str]
-    """Some texts by number, spread over the folder."""
-
-
 def report_of(
     folder: Path,
     num_samples: int,
     decode: Callable[[list[int]], str],
     tokens_per_second: float | None = None,
-) -> Report:
-    """Return the report on the texts of a folder."""
+) -> dict[str, Any]:
+    """Return the report on the texts of a folder; the speed is None if nothing was generated.
+
+    `dropped` counts texts without a kept answer by the fault of the first answer, `cut` kept texts
+    that end early by the fault of the next answer.
+    """
     table = read_shards(folder, num_samples)
     kept = table.filter(pc.field("turns") > 0)
     masks = [np.asarray(row.values) for row in kept["loss_mask"]]
     generated = [int(mask.sum()) for mask in masks]
     rows = np.linspace(0, kept.num_rows - 1, min(NUM_SAMPLES, kept.num_rows)).astype(int).tolist()
     shown = kept.take(rows).to_pylist()
-    return Report(
-        requested=num_samples,
-        kept=len(kept["number"].unique()),
-        dropped=_faults(table.filter(pc.field("turns") == 0)),
-        cut=_faults(kept),
-        turns=sum(kept["turns"].to_pylist()),
-        tokens=sum(generated),
-        prompt_tokens=sum(map(len, masks)) - sum(generated),
-        lengths={f"{one} %": int(np.percentile(generated or [0], one)) for one in QUANTILES},
-        tokens_per_second=tokens_per_second,
-        samples={row["number"]: _shortened(printable(decode(row["tokens"]))) for row in shown},
-    )
+    return {
+        "requested": num_samples,
+        "kept": len(kept["number"].unique()),
+        "dropped": _faults(table.filter(pc.field("turns") == 0)),
+        "cut": _faults(kept),
+        "turns": sum(kept["turns"].to_pylist()),
+        "tokens": sum(generated),
+        "prompt_tokens": sum(map(len, masks)) - sum(generated),
+        "lengths": {f"{one} %": int(np.percentile(generated or [0], one)) for one in QUANTILES},
+        "tokens_per_second": tokens_per_second,
+        "samples": {row["number"]: printable(decode(row["tokens"])) for row in shown},
+    }
 
 
-def write_report(folder: Path, report: Report) -> None:
-    """Write report.json and report.md into a folder."""
-    write_atomic(folder / "report.json", json.dumps(asdict(report), indent=1) + "\n")
-    write_atomic(folder / "report.md", as_markdown(report))
-
-
-def as_markdown(report: Report) -> str:
+def as_markdown(report: dict[str, Any]) -> str:
     """Return the report as Markdown."""
-    speed = report.tokens_per_second
-    lengths = ", ".join(f"{share}: {tokens:,}" for share, tokens in report.lengths.items())
+    speed = report["tokens_per_second"]
+    lengths = ", ".join(f"{share}: {tokens:,}" for share, tokens in report["lengths"].items())
     lines = [
         "# Self-distilled text",
         "",
-        f"- requested: {report.requested:,} texts",
-        f"- kept: {report.kept:,} texts with {report.turns:,} answers",
-        f"- dropped: {_counts(report.dropped)}",
-        f"- truncated: {_counts(report.cut)}",
-        f"- tokens: {report.tokens:,} generated, {report.prompt_tokens:,} of prompts",
+        f"- requested: {report['requested']:,} texts",
+        f"- kept: {report['kept']:,} texts with {report['turns']:,} answers",
+        f"- dropped: {_counts(report['dropped'])}",
+        f"- truncated: {_counts(report['cut'])}",
+        f"- tokens: {report['tokens']:,} generated, {report['prompt_tokens']:,} of prompts",
         f"- generated tokens per text, quantiles: {lengths}",
         f"- speed: {f'{speed:,.0f} tokens/s' if speed else 'not measured'}",
         "",
         "## Samples",
     ]
-    for number, text in report.samples.items():
-        lines += ["", f"Text {number}:", "", "~~~~", text.replace("~~~~", "~~~"), "~~~~"]
+    for number, text in report["samples"].items():
+        shown = text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ..."
+        lines += ["", f"Text {number}:", "", "~~~~", shown.replace("~~~~", "~~~"), "~~~~"]
     return "\n".join(lines) + "\n"
 
 
@@ -108,7 +80,3 @@ def _faults(table: pa.Table) -> dict[str, int]:
 def _counts(counts: dict[str, int]) -> str:
     found = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
     return f"{sum(counts.values()):,} ({found})" if found else "none"
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ..."

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from specheads.training.distill.engine import Answer, GenerationRequest
-from specheads.training.distill.run import write_text
-from specheads.training.distill.texts import Job
+from specheads.training.distill.prompts import PromptSource
+from specheads.training.distill.run import Job, write_text
 from specheads.training.settings import Distill
 from tests import tiny
 
@@ -19,13 +19,10 @@ END = 60
 """Token that ends an answer."""
 
 
-@dataclass
-class Talks:
+class Talks(PromptSource):
     """Text n has n % 3 + 1 turns; each turn has the number of the text and of the turn."""
 
-    conversations: bool = True
-    longest: int = 0
-    fingerprint: str = "talks"
+    conversations, fingerprint = True, "talks"
 
     def first(self, number: int) -> list[int]:
         return [number % 50, 0]
@@ -77,7 +74,7 @@ def write(folder: Path, pen: Pen | None = None, **changes: Any) -> list[int]:
     """Generate a folder's text; return the numbers of finished texts."""
     answering = pen or Pen()
     told = write_text(job(folder, **changes), lambda _: answering.answers)
-    return [written.texts for written in told]
+    return [texts for texts, *_ in told]
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
 from specheads.heads.load import build_for
@@ -43,21 +42,9 @@ def test_text_does_not_depend_on_batch_head_and_memory(
     write(tmp_path / "many", 8, temperature=temperature)
     write(tmp_path / "rows", 3, max_length=100, temperature=temperature)
     write(tmp_path / "drafted", 3, head, temperature=temperature)
-    made: list[bool] = []
-
-    class Watched(Engine):
-        def __init__(self, *positional, pool, **named) -> None:
-            made.append(pool is not None)
-            super().__init__(*positional, pool=pool, **named)
-
-    monkeypatch.setattr(local, "Engine", Watched)
-    monkeypatch.setattr(local, "COMMON_TOKENS", 16)
-    write(tmp_path / "both", 3, temperature=temperature)
-    assert set(made) == {False, True}
     monkeypatch.setattr(local, "COMMON_TOKENS", 4)
     write(tmp_path / "pooled", 3, head, temperature=temperature)
-    assert made[2:] == [True]
-    for name in ("many", "rows", "drafted", "both", "pooled"):
+    for name in ("many", "rows", "drafted", "pooled"):
         assert shards(tmp_path / name) == shards(tmp_path / "one"), name
 
 
@@ -70,17 +57,3 @@ def test_answer_equals_generate_with_the_same_seed():
         tiny.base(), None, [request.tokens], max_new_tokens=12, sampling=[request.sampling]
     )
     assert answer.tokens == said.tokens[0]
-
-
-def test_text_waits_for_a_full_pool_and_closing_frees_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local, "COMMON_TOKENS", 4)
-    engine = local.build(author.SETTINGS, tiny.base())
-    asks = [
-        GenerationRequest(number, [1, 2, 3], 20, Sampling(temperature=1.0, seed=number))
-        for number in range(6)
-    ]
-    answers = engine(lambda: asks.pop(0) if asks else None)
-    first = next(answers)
-    assert len(first.tokens) == 20
-    assert first.finish == "length"
-    answers.close()

@@ -3,7 +3,7 @@
 import pytest
 
 from specheads.training.distill.engine import Answer
-from specheads.training.distill.texts import fault
+from specheads.training.distill.run import fault
 
 ALL = ("loop", "empty", "truncated")
 PARAGRAPH = list(range(100, 160))

@@ -4,7 +4,6 @@ from collections.abc import Generator
 from functools import partial
 
 from specheads.base.model import FrozenBase
-from specheads.base.paged import BlockPool
 from specheads.core.drafter import Head
 from specheads.decoding.engine import Engine
 from specheads.decoding.request import Request, Stream
@@ -15,7 +14,7 @@ REFILL = 8
 """New texts wait until an eighth of the batch is free, because a joint prefill is cheaper."""
 
 COMMON_TOKENS = 1024
-"""Tokens reserved per text of unknown length: as a row on a CPU, in the pool on a GPU."""
+"""Tokens reserved for each text of unknown length, in a pool that all texts share."""
 
 
 def build(
@@ -32,33 +31,28 @@ def build(
 def _answers(
     batch_size: int, base: FrozenBase, head: Head | None, max_length: int, pull: Pull
 ) -> Generator[Answer, None, None]:
-    common = COMMON_TOKENS if base.device.type == "cpu" else 0
-    row_tokens = min(max_length or common, base.max_length)
-    engines: dict[bool, Engine] = {}
-    """By whether it has a pool: texts longer than a row use blocks of a pool."""
+    pool = None
+    if not max_length:
+        # enough for a batch of common texts, or for one of maximum length
+        common = batch_size * min(base.max_length, COMMON_TOKENS)
+        pool = base.pool(-(-max(common, base.max_length) // 16) + 256)
+    length = min(max_length or base.max_length, base.max_length)
+    engine = Engine(base, head, max_batch=batch_size, max_length=length, pool=pool)
     running: dict[Stream, GenerationRequest] = {}
     refill = max(1, batch_size // REFILL)
     try:
         while True:
             if not running or batch_size - len(running) >= refill:
                 while len(running) < batch_size and (request := pull()) is not None:
-                    is_long = len(request.tokens) + request.new_tokens > row_tokens
-                    if is_long not in engines:
-                        pool = _pool(base, batch_size) if is_long else None
-                        length = base.max_length if is_long else row_tokens
-                        engines[is_long] = Engine(
-                            base, head, max_batch=batch_size, max_length=length, pool=pool
-                        )
                     own = Request(
                         prompt=request.tokens,
                         max_new_tokens=request.new_tokens,
                         sampling=request.sampling,
                     )
-                    running[engines[is_long].submit(own)] = request
+                    running[engine.submit(own)] = request
             if not running:
                 return
-            for engine in engines.values():
-                engine.step()
+            engine.step()
             for stream in [one for one in running if one.finish_reason is not None]:
                 number = running.pop(stream).number
                 finish = "eos" if stream.finish_reason == "eos" else "length"
@@ -66,10 +60,3 @@ def _answers(
     finally:
         for stream in running:
             stream.cancel()
-
-
-def _pool(base: FrozenBase, batch_size: int) -> BlockPool:
-    """Return a pool for a batch of common texts, or for one of maximum length."""
-    common = min(base.max_length, COMMON_TOKENS)
-    slots = max(batch_size * common, base.max_length) + 4096
-    return base.pool(-(-slots // 16))

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
@@ -58,16 +59,17 @@ def _write(base: FrozenBase, requests: list[GenerationRequest]) -> list[Answer]:
     )
     chosen = LogitsProcessorList()
     if not all(request.sampling.greedy for request in requests):
-        chosen.append(_Chosen(requests, longest + room, base))
+        chosen.append(_Chosen(requests, room, base))
     with without_generation_config(model):
         written = cast(Any, model).generate(
             **inputs, generation_config=settings, logits_processor=chosen
         )
-    new = written[:, longest:].tolist()
-    return [
-        _answer(request, row[: request.new_tokens], ends)
-        for request, row in zip(requests, new, strict=True)
-    ]
+    answers = []
+    for request, row in zip(requests, written[:, longest:].tolist(), strict=True):
+        tokens = row[: request.new_tokens]
+        end = next((place for place, token in enumerate(tokens, 1) if token in ends), None)
+        answers.append(Answer(request.number, tokens[:end], "eos" if end else "length"))
+    return answers
 
 
 _left_padded = partial(pad_sequence, batch_first=True, padding_side="left")
@@ -79,21 +81,15 @@ class _Chosen(LogitsProcessor):
     transformers has one random generator and one setting for a whole batch.
     """
 
-    def __init__(self, requests: list[GenerationRequest], capacity: int, base: FrozenBase) -> None:
-        text = torch.zeros(len(requests), capacity, dtype=torch.long)
-        for row, request in enumerate(requests):
-            text[row, : len(request.tokens)] = torch.tensor(request.tokens)
-        lengths = torch.tensor([len(request.tokens) for request in requests])
-        last = text.gather(1, lengths[:, None] - 1).to(base.device)
+    def __init__(self, requests: list[GenerationRequest], room: int, base: FrozenBase) -> None:
+        rows = [torch.tensor(request.tokens, device=base.device) for request in requests]
+        text = F.pad(pad_sequence(rows, batch_first=True), (0, room))
+        lengths = torch.tensor([len(row) for row in rows], device=base.device)
+        last = text.gather(1, lengths[:, None] - 1)
         # the last prompt token is the root
         self.root = TokenTree(last, torch.full_like(last, -1))
-        self.rows = SamplingState(
-            [request.sampling for request in requests],
-            (lengths - 1).to(base.device),
-            text.to(base.device),
-            base.vocab_size,
-            dtype=base.dtype,
-        )
+        sampling = [request.sampling for request in requests]
+        self.rows = SamplingState(sampling, lengths - 1, text, base.vocab_size, dtype=base.dtype)
 
     def __call__(
         self, input_ids: Int[Tensor, "batch time"], scores: Float[Tensor, "batch vocab"]
@@ -104,10 +100,3 @@ class _Chosen(LogitsProcessor):
         token = accept.match_rule(self.root, scores[:, None], ancestors, self.rows).bonus[:, None]
         self.rows.advance(token, self.rows.lengths + 1)
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
-
-
-def _answer(request: GenerationRequest, tokens: list[int], ends: tuple[int, ...]) -> Answer:
-    end = next((place for place, token in enumerate(tokens) if token in ends), None)
-    if end is None:
-        return Answer(request.number, tokens, "length")
-    return Answer(request.number, tokens[: end + 1], "eos")

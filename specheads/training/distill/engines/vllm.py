@@ -3,6 +3,7 @@
 from collections.abc import Generator
 from functools import partial
 from importlib import import_module
+from itertools import islice
 from typing import Any
 from weakref import finalize
 
@@ -10,9 +11,11 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
 from specheads.core.machine import dtype_name
-from specheads.decoding.sampling import Sampling
-from specheads.training.distill.engine import Answer, GenerationRequest, Pull, TextEngine
+from specheads.training.distill.engine import Answer, Pull, TextEngine
 from specheads.training.settings import Distill
+
+CHUNK = 8
+"""Batches of texts that one call of vLLM generates, so that few texts run alone at its end."""
 
 
 def build(
@@ -49,65 +52,42 @@ def build(
             f"engine=vllm needs a model that vLLM can load, but it refused {base.name!r}: "
             f"{first_line(error)}; see its output above, or choose another engine"
         ) from error
-    answers = partial(_answers, llm.llm_engine, settings.batch_size, list(base.eos_ids))
+    answers = partial(_answers, llm, CHUNK * settings.batch_size, list(base.eos_ids))
     # otherwise vLLM's engine process would keep its memory
     finalize(answers, llm.llm_engine.engine_core.shutdown)
     return answers
 
 
-def _answers(
-    engine: Any, batch_size: int, ends: list[int], pull: Pull
-) -> Generator[Answer, None, None]:
+def _answers(llm: Any, chunk: int, ends: list[int], pull: Pull) -> Generator[Answer, None, None]:
     """Yield answers; `ends` are end tokens in addition to those of the model's configuration."""
-    pending: set[str] = set()
-    try:
-        while True:
-            while len(pending) < batch_size and (request := pull()) is not None:
-                _submit(engine, request, ends)
-                pending.add(str(request.number))
-            if not pending:
-                return
-            for output in engine.step():
-                if output.finished:
-                    pending.remove(output.request_id)
-                    yield _answer(output)
-    finally:
-        engine.abort_request(sorted(pending))
-
-
-def _submit(engine: Any, request: GenerationRequest, ends: list[int]) -> None:
-    try:
-        (prompt,) = engine.renderer.render_cmpl([{"prompt_token_ids": request.tokens}])
-        parameters = _parameters(request.sampling, request.new_tokens, ends)
-        engine.add_request(str(request.number), prompt, parameters)
-    except (ValueError, import_module("vllm.exceptions").VLLMError) as error:
-        raise InputError(
-            f"vLLM must accept the request, but it refused text {request.number}: "
-            f"{first_line(error)}; change the sampling, or choose another engine"
-        ) from error
-
-
-def _parameters(sampling: Sampling, room: int, ends: list[int]) -> Any:
-    """Return vLLM's sampling parameters: all of them, because it takes defaults from the model."""
-    vllm = import_module("vllm.sampling_params")
-    return vllm.SamplingParams(
-        n=1,
-        max_tokens=room,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        # a seed creates a generator per request, which greedy decoding does not need
-        seed=sampling.seed if sampling.temperature else None,
-        stop_token_ids=ends,
-        detokenize=False,
-        output_kind=vllm.RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _answer(output: Any) -> Answer:
-    """Return the answer; its token ids include the end token."""
-    (completion,) = output.outputs
-    finish = "eos" if completion.finish_reason == "stop" else "length"
-    return Answer(int(output.request_id), list(completion.token_ids), finish)
+    vllm = import_module("vllm")
+    while requests := list(islice(iter(pull, None), chunk)):
+        try:
+            # all parameters, because vLLM takes defaults from the model
+            parameters = [
+                vllm.SamplingParams(
+                    n=1,
+                    max_tokens=request.new_tokens,
+                    temperature=request.sampling.temperature,
+                    top_k=request.sampling.top_k,
+                    top_p=request.sampling.top_p,
+                    min_p=request.sampling.min_p,
+                    repetition_penalty=request.sampling.repetition_penalty,
+                    # a seed creates a generator per request, which greedy decoding does not need
+                    seed=request.sampling.seed if request.sampling.temperature else None,
+                    stop_token_ids=ends,
+                    detokenize=False,
+                )
+                for request in requests
+            ]
+            prompts = [{"prompt_token_ids": request.tokens} for request in requests]
+            outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        except (ValueError, import_module("vllm.exceptions").VLLMError) as error:
+            raise InputError(
+                f"vLLM must accept each request, but it refused one: {first_line(error)}; change "
+                "the sampling, or choose another engine"
+            ) from error
+        for request, output in zip(requests, outputs, strict=True):
+            (completion,) = output.outputs
+            finish = "eos" if completion.finish_reason == "stop" else "length"
+            yield Answer(request.number, list(completion.token_ids), finish)

@@ -15,8 +15,6 @@ TINY = ("recipe=tiny_code", "schedule.phases.corpus.steps=4")
 WRITTEN = (
     "schedule.phases.distilled.steps=3",
     "schedule.phases.distilled.distill.num_samples=80",
-    # the plan includes drafts, so force them
-    "schedule.phases.distilled.distill.use_head=true",
 )
 SMOLLM2 = (
     "recipe=tiny_code", "base=smollm2_135m_instruct", "head=eagle3", "head.draft_tokens=0",
@@ -32,7 +30,7 @@ pytestmark = [
 
 def peak(what: str, overrides: tuple[str, ...]) -> int:
     """Return a peak in bytes, from a separate process."""
-    call = [sys.executable, "-m", "tests.training.plan.measured", what, *overrides]
+    call = [sys.executable, "-m", "tests.training.measured_peak", what, *overrides]
     done = subprocess.run(call, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

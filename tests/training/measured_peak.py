@@ -9,7 +9,7 @@ from specheads import config
 from specheads.commands._dry_run import setup_of
 from specheads.commands.train import train
 from specheads.config import compose
-from specheads.training.plan.whole import plan
+from specheads.training.plan import plan
 from specheads.training.processes import accelerator_of_environment
 
 SHORT = ("evaluate_after=false", "validation.rows=0")

@@ -1,0 +1,502 @@
+"""What a training will take: memory by part, tokens, FLOPs, disk and hours. See docs/scale.md."""
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from huggingface_hub import try_to_load_from_cache
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from specheads.base.gguf import located
+from specheads.base.loading import load_config
+from specheads.base.model import FrozenBase
+from specheads.core import machine
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.core.ranges import AUTO
+from specheads.data.packing import TokenBatch
+from specheads.data.settings import Data
+from specheads.decoding.generate import generate
+from specheads.heads.load import build, build_for, load_head, resume_head
+from specheads.runs.checkpoint import KEPT
+from specheads.training.cost import flop_counter
+from specheads.training.distill.engines.local import REFILL
+from specheads.training.objective import Objective, label_counts
+from specheads.training.optimizers import roles
+from specheads.training.processes import load_base, readers, sharding_of
+from specheads.training.schedule import (
+    PlacedPhase,
+    adapter_settings,
+    placed,
+    refuse_misfit,
+    row_tokens,
+    text_tokens,
+)
+from specheads.training.settings import Distill, Phase, Schedule
+from specheads.training.step import Stepper
+from specheads.training.teacher import Step, Teacher
+
+LEARNED_BYTES = 4
+"""Bytes of a trained number, its gradient, and each moment: all are float32."""
+
+TOKEN_BYTES = 5
+"""Bytes of a token of text: an int32 and its loss mask."""
+
+DOCUMENTS = 3
+"""Assumed documents per row of best-fit packing."""
+
+MARGIN = 0.2
+"""Share of the memory that `batch_size=auto` leaves free, for fragmentation and longer text."""
+
+MAX_ROWS, MAX_SECONDS = 4096, 30.0
+"""Limits of `batch_size=auto`: sequences of one process, and seconds of a step."""
+
+TIMED_STEPS, TRIAL_TOKENS = 3, 32
+"""Steps, and new tokens per text, in a trial that is timed."""
+
+Parts = dict[str, int]
+"""Bytes of each part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A training to plan."""
+
+    base: dict[str, Any]
+    """Arguments of `FrozenBase.load`."""
+    head: dict[str, Any]
+    """`kind` of the head and its settings."""
+    init: str
+    """Folder or Hub id of a head to start from; empty starts from random weights."""
+    schedule: Schedule
+    data: Data
+    seed: int
+
+    def batch(self, phase: Phase, rows: int, base: FrozenBase, head: Head) -> TokenBatch:
+        """Return a random batch of a phase, with tokens from the draft vocabulary."""
+        length = row_tokens(phase, self.data, base.max_length)
+        drafted = torch.randint(head.drafted_size, (rows, length), device="cpu")
+        known = head.draft_ids
+        tokens = drafted if known is None or known.is_meta else known.cpu()[drafted]
+        loss_mask = torch.ones(rows, length, dtype=torch.bool, device="cpu")
+        if phase.distill is not None and phase.answers_only:
+            loss_mask[:, : phase.distill.prompt_tokens] = False
+        document_ids = None
+        if phase.packing == "best_fit" and phase.distill is None:
+            ends = torch.rand(rows, DOCUMENTS - 1).sort(dim=1).values * length
+            document_ids = (torch.arange(length)[None, :, None] >= ends[:, None]).sum(-1)
+        return TokenBatch(tokens, loss_mask, document_ids)
+
+
+def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
+    """Return the plan of a run as plain values; only the base's config.json is downloaded.
+
+    Memory (bytes of one process) and FLOPs are computed from shapes. If this machine has the device
+    and the base, and the run fits, a few real steps give hours and the measured peak.
+
+    Raises:
+        ValueError: A phase does not fit the base, the head or the processes.
+    """
+    device = _device_of(setup.base, accelerator)
+    on_cpu = device.type == "cpu"
+    libraries = {"Python and libraries": machine.held_bytes(device)} if on_cpu else {}
+    shapes, phases = Shapes(setup, device), placed(setup.schedule)
+    sharding = sharding_of(accelerator, setup.base["device"])
+    shares = readers(sharding, accelerator)["world_size"]
+    rows = {one.name: -(-one.settings.batch_size // shares) for one in phases}
+    memory: dict[str, Parts] = {}
+    for phase in phases:
+        context, depth = shapes.base.max_length, shapes.head.depth
+        refuse_misfit(phase.name, phase.settings, context, depth, shares)
+        if (distill := phase.settings.distill) and distill.engine == "local":
+            memory[f"{phase.name}: text"] = libraries | shapes.text(distill)
+        memory[phase.name] = libraries | shapes.step(phase, rows[phase.name])
+    peak = max(sum(parts.values()) for parts in memory.values())
+    room = room_of(device) if _is_here(device) else None
+    hours, measured = {}, peak
+    if room is None:
+        note = f"there are no hours: this machine has no {device}"
+    elif peak > room:
+        note = (
+            "the run does not fit; raise accumulation_steps (the same training), lower batch_size, "
+            "sequence_length, scored_share or head.draft_tokens, or set base.dtype=bfloat16"
+        )
+    elif not _has_weights(setup):
+        note = "there are no hours: the weights of the base are not on this machine"
+    else:
+        hours, measured = _try(setup, accelerator, phases, rows)
+        note = "hours and the peak are measured in a few steps; hours of text are without drafts"
+    return {
+        "device": str(device),
+        "processes": accelerator.num_processes,
+        "fits": None if room is None else peak <= room,
+        "room_bytes": room,
+        "peak_bytes": measured,
+        "memory_bytes": memory,
+        "phases": {one.name: _work(shapes, one) for one in phases},
+        "hours": hours,
+        "disk_bytes": _disk(shapes),
+        "note": note,
+    }
+
+
+def _device_of(base: dict[str, Any], accelerator: Accelerator) -> torch.device:
+    """Return the device of a base, which this machine need not have."""
+    name = str(accelerator.device) if base["device"] == "auto" else base["device"]
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise InputError(
+            f"base.device must name a torch device, got {name!r:.80}; use cpu, cuda, or auto"
+        ) from error
+
+
+def _is_here(device: torch.device) -> bool:
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError):
+        return False
+    return True
+
+
+def _has_weights(setup: Setup) -> bool:
+    source = located(setup.base["model"])
+    if (folder := Path(source)).is_dir():
+        return any(folder.glob("*.safetensors"))
+    names = ("model.safetensors", "model.safetensors.index.json")
+    revision = setup.base["revision"]
+    found = (try_to_load_from_cache(source, name, revision=revision) for name in names)
+    return any(isinstance(one, str) for one in found)
+
+
+def _try(
+    setup: Setup, accelerator: Accelerator, phases: list[PlacedPhase], rows: dict[str, int]
+) -> tuple[dict[str, float], int]:
+    """Return the hours of each stage and the peak bytes in real steps."""
+    trial = Trial(setup, load_base(setup.base, accelerator), accelerator)
+    hours = {}
+    try:
+        for phase in phases:
+            distill = phase.settings.distill
+            if distill and distill.engine == "local":
+                hours[f"{phase.name}: text"] = trial.text_seconds(distill) / 3600
+            # the first step warms up
+            seconds = [trial.step(phase, rows[phase.name]) for _ in range(1 + TIMED_STEPS)][1:]
+            hours[phase.name] = phase.settings.steps * median(seconds) / 3600
+        return hours, machine.peak_bytes(trial.base.device)
+    finally:
+        trial.teacher.leave()
+
+
+def _work(shapes: "Shapes", phase: PlacedPhase) -> dict[str, int]:
+    """Return the work of a phase over all processes."""
+    settings, data = phase.settings, shapes.setup.data
+    sequences = settings.steps * settings.batch_size
+    return {
+        "steps": settings.steps,
+        "batch_size": settings.batch_size,
+        "tokens": sequences * row_tokens(settings, data, shapes.base.max_length),
+        "flops": int(sequences * shapes.row_flops[phase.name]),
+    }
+
+
+def _disk(shapes: "Shapes") -> Parts:
+    """Return the most bytes that a run writes, without a feature cache."""
+    phases, head = shapes.setup.schedule.phases.values(), shapes.saved_bytes
+    texts = [one.distill for one in phases if one.distill]
+    tokens = sum(one.num_samples * text_tokens(one) for one in texts)
+    return {
+        f"checkpoints ({KEPT}, and one in progress)": (KEPT + 1) * (head + shapes.moments),
+        "heads (after each phase, the best, and the last)": (len(phases) + 2) * head,
+        "generated text": tokens * TOKEN_BYTES,
+    }
+
+
+class Trial:
+    """Real steps on random tokens, on a loaded base: a training without text and files."""
+
+    def __init__(self, setup: Setup, base: FrozenBase, accelerator: Accelerator) -> None:
+        self.setup, self.base, self.accelerator = setup, base, accelerator
+        if setup.init:
+            self.head = resume_head(setup.init, base, setup.head["kind"])
+        else:
+            self.head = build_for(setup.head, base)
+        self.teacher = Teacher(base, self.head, adapter_settings(setup.schedule), setup.seed)
+        self.stepper = Stepper(self.teacher, setup.schedule, accelerator, setup.seed)
+        machine.restart_peak(base.device)
+
+    def step(self, phase: PlacedPhase, rows: int) -> float:
+        """Take a step with `rows` rows on this process; return the seconds of the slowest one."""
+        self.teacher.begin(phase)
+        batch = self.setup.batch(phase.settings, rows, self.base, self.head)
+        began = time.perf_counter()
+        self.stepper.step(batch, phase, phase.first)
+        machine.synchronise(self.base.device)
+        return most(time.perf_counter() - began)
+
+    def step_bytes(self, phase: PlacedPhase, rows: int) -> tuple[int, int, float]:
+        """Return the bytes before a step, the peak of the step, and its seconds."""
+        device = self.base.device
+        machine.restart_peak(device)
+        before = machine.held_bytes(device)
+        seconds = self.step(phase, rows)
+        return before, int(most(float(machine.peak_bytes(device)))), seconds
+
+    def text_seconds(self, distill: Distill) -> float:
+        """Return the seconds to generate a phase's text, from a short batch without drafts."""
+        number = min(distill.batch_size, distill.num_samples)
+        new_tokens = min(TRIAL_TOKENS, distill.new_tokens)
+        prompts = [[at % self.base.vocab_size for at in range(distill.prompt_tokens)]] * number
+        with self.teacher.as_loaded():
+            # the first time warms up
+            generate(self.base, None, prompts, max_new_tokens=new_tokens)
+            began = time.perf_counter()
+            generate(self.base, None, prompts, max_new_tokens=new_tokens)
+        seconds = most(time.perf_counter() - began)
+        batches = distill.num_samples / number / self.accelerator.num_processes
+        return batches * seconds * distill.new_tokens / new_tokens
+
+
+def automatic(schedule: Schedule) -> list[str]:
+    """Return the names of the phases with `batch_size=auto`."""
+    return [name for name, one in schedule.phases.items() if one.batch_size == AUTO]
+
+
+def largest_batches(setup: Setup, base: FrozenBase, accelerator: Accelerator) -> dict[str, int]:
+    """Return the batch size, over all processes, of each phase with `auto`."""
+    names = automatic(setup.schedule)
+    phases = [one for one in placed(setup.schedule) if one.name in names]
+    shares = readers(base.sharding, accelerator)["world_size"]
+    trial = Trial(setup, base, accelerator)
+    try:
+        return {one.name: _largest(trial, one) * shares for one in phases}
+    finally:
+        trial.teacher.leave()
+
+
+def _largest(trial: Trial, phase: PlacedPhase) -> int:
+    """Double the sequences of one process as long as a real step shows that twice as many fit."""
+    room = (1 - MARGIN) * room_of(trial.base.device)
+    rows = phase.settings.accumulation_steps
+    # the first step makes the state of the optimizers
+    trial.step(phase, rows)
+    while 2 * rows <= MAX_ROWS:
+        before, peak, seconds = trial.step_bytes(phase, rows)
+        # what a step adds is at most proportional to its rows
+        if 2 * peak - before > room or 2 * seconds > MAX_SECONDS:
+            break
+        rows *= 2
+    return rows
+
+
+def room_of(device: torch.device) -> int:
+    """Return the bytes that a process can use on its device, including those it uses now.
+
+    The process with the least memory decides for all.
+    """
+    room = machine.available_bytes(device)
+    if device.type == "cpu":
+        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        room = room // sharing + machine.held_bytes(device)
+    else:
+        # unused memory in torch's allocator already counts as available
+        room += torch.cuda.memory_allocated(device)
+    return int(-most(-float(room)))
+
+
+def most(value: float) -> float:
+    """Return the maximum over all processes."""
+    return max(gather_object([value]))
+
+
+class Shapes:
+    """A training on the meta device, where tensors have shapes and no content.
+
+    The head computes in the base's dtype, as in mixed precision.
+    """
+
+    def __init__(self, setup: Setup, device: torch.device) -> None:
+        self.setup, base = setup, setup.base
+        config = load_config(located(base["model"]), revision=base["revision"])
+        auto = "float32" if device.type == "cpu" else "bfloat16"
+        dtype = getattr(torch, base["dtype"].replace("auto", auto))
+        init = load_head(setup.init) if setup.init else None
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+            )
+            # no checks of the attention: there are no values to compare
+            self.base = FrozenBase(model.eval().requires_grad_(False), owned=False)
+            sizes = {"width": self.base.width, "vocab_size": self.base.vocab_size}
+            self.head = build(setup.head, **sizes) if init is None else init.to("meta")
+        self.head.to(dtype)
+        self.head.choose_aux_layers(self.base.num_layers)
+        self.teacher = Teacher(self.base, self.head, adapter_settings(setup.schedule), setup.seed)
+        self.objective = Objective(self.head.train())
+        learned = roles(self.head, setup.schedule, self.teacher.parameters)
+        self.learned = [one for role in learned.values() for one in role]
+        # AdamW has two moments of a number, and Muon one
+        numbers = 2 * _numbers(self.learned) - _numbers(learned["hidden"])
+        self.moments = LEARNED_BYTES * numbers
+        """Bytes that the optimizers keep."""
+        self.saved_bytes = LEARNED_BYTES * _numbers(self.head.state_dict().values())
+        """Bytes of the head."""
+        self.row_flops: dict[str, float] = {}
+        """FLOPs of a sequence in a step of each phase."""
+
+    def weights(self) -> Parts:
+        """Return the memory that does not depend on the batch."""
+        size = self.base.dtype.itemsize
+        # mixed precision keeps a second copy during a step
+        cast = size * _numbers(self.learned) if size < LEARNED_BYTES else 0
+        # tied weights share a storage
+        storages = {_key(one): one.untyped_storage() for one in self.base.model.parameters()}
+        return {
+            "base weights": sum(one.nbytes() for one in storages.values()),
+            "head weights": self.saved_bytes + cast,
+            "optimizer state": self.moments,
+        }
+
+    def step(self, phase: PlacedPhase, rows: int) -> Parts:
+        """Return the peak of a process in a step with `rows` rows, before the optimizer."""
+        self.teacher.begin(phase)
+        settings, parts = phase.settings, phase.settings.accumulation_steps
+        rows = -(-rows // parts)
+        batch = self.setup.batch(settings, rows, self.base, self.head)
+        batch = batch.to(torch.device("meta"))
+        loss_mask = batch.loss_mask
+        counted = int(loss_mask.numel() * settings.scored_share)
+        # with several parts the second one runs next to the gradients of the first
+        runs = min(parts, 2)
+        with FusedAttention(), PeakMemory(counted) as memory, flop_counter() as counter:
+            for _ in range(runs):
+                counts = label_counts(
+                    self.head, batch.tokens, batch.document_ids, loss_mask, settings
+                )
+                step = Step(phase, phase.first, 0, batch, loss_mask, counts)
+                self.teacher.losses(step, self.objective)[0].backward()
+        self.row_flops[phase.name] = counter.get_total_flops() / (runs * rows)
+        gradients = _numbers(one for one in self.learned if one.grad is not None)
+        for one in self.learned:
+            one.grad = None
+        # real gradients are float32
+        more = gradients * (LEARNED_BYTES - self.base.dtype.itemsize)
+        return self.weights() | {"gradients, activations and logits": memory.peak + max(more, 0)}
+
+    def text(self, distill: Distill) -> Parts:
+        """Return the peak of text generation with the local engine."""
+        prompts = torch.empty(distill.batch_size, distill.prompt_tokens, dtype=torch.long)
+        with self.teacher.as_loaded(), FusedAttention(), PeakMemory() as memory:
+            self.base.read(prompts.to("meta"), self.head.aux_layers)
+        # new texts have their own rows until they are copied into the batch
+        rows = distill.batch_size + distill.batch_size // REFILL
+        slots = rows * (text_tokens(distill) + 2 * self.head.depth)
+        return self.weights() | {
+            "keys and values": slots * self.base.slot_bytes,
+            "activations and logits": memory.peak,
+        }
+
+
+def _numbers(tensors: Iterable[Tensor]) -> int:
+    return sum(one.numel() for one in tensors)
+
+
+class PeakMemory(TorchDispatchMode):
+    """Tracks the storages that are created and alive inside the context.
+
+    On the meta device tensors have no content: a mask selects `rows` elements, and values are one.
+    """
+
+    def __init__(self, rows: int = 0) -> None:
+        super().__init__()
+        self.rows = rows
+        self.peak = 0
+        """Highest sum of the bytes."""
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation and record new storages in its result."""
+        del types
+        given = _stored((args, kwargs))
+        is_meta = bool(given) and given[0].is_meta
+        if is_meta and func is torch.ops.aten.nonzero.default:
+            rows = min(self.rows, given[0].numel())
+            out = torch.empty((rows, given[0].ndim), dtype=torch.long, device="meta")
+        elif is_meta and func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if given[0].is_floating_point() else 1
+        else:
+            out = func(*args, **(kwargs or {}))
+        # views and in-place results share a storage with the arguments
+        known = {_key(one) for one in given} | self._alive.keys()
+        for one in _stored(out):
+            if _key(one) not in known:
+                self._add(one)
+        return out
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
+        self._alive[_key(tensor)] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+
+
+def _stored(values: Any) -> list[Tensor]:
+    """Return the tensors among some values that have a torch storage."""
+    tensors = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+    return [one for one in tensors if torch._C._has_storage(one)]
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class FusedAttention(TorchFunctionMode):
+    """Makes attention on the meta device allocate as the fused kernels do.
+
+    Otherwise it would use the math kernel, which stores the whole attention matrix.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a torch function."""
+        del types
+        is_attention = func is F.scaled_dot_product_attention and args[0].is_meta
+        return (_fused if is_attention else func)(*args, **(kwargs or {}))
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *_: Any,
+    enable_gqa: bool = False,
+    **__: Any,
+) -> Tensor:
+    if enable_gqa:
+        group = query.shape[1] // key.shape[1]
+        key, value = (one.repeat_interleave(group, dim=1) for one in (key, value))
+    bias = None
+    if attn_mask is not None:
+        # kernels add it as a bias
+        bias = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
+    learns = torch.is_grad_enabled() and query.requires_grad
+    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, learns)[
+        0
+    ]
