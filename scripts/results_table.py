@@ -442,7 +442,7 @@ def _limits(layout: Layout) -> str:
     ]
     if "draft_tokens" not in layout.settings:
         bound.append("whole vocabulary only")
-    return "; ".join([*bound, *filter(None, [layout.limits])]) or "every setting"
+    return "; ".join([*bound, *layout.rules()]) or "every setting"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ beartype skips `specheads.decoding`, which validates the arguments of users itse
 """
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,7 @@ PACKAGE = Path(__file__).parents[1] / "specheads"
 SHAPED = [
     ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
     for file in PACKAGE.rglob("*.py")
-    if "from jaxtyping import" in file.read_text(encoding="utf-8")
+    if re.search("from (jaxtyping|specheads.core.drafter) import", file.read_text(encoding="utf-8"))
 ]
 UNCHECKED = "specheads.decoding"
 PLAIN = BeartypeConf(

@@ -17,13 +17,21 @@ from torch import Tensor, nn
 
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
+from specheads.core.ranges import check_fields
 from specheads.core.weight_layout import product
 
 State = Any
 """State of a drafter between the levels of one draft; opaque to the engines."""
 
+# the types of the contract
+Tokens = Int[Tensor, "batch time"]
+Anchors = Bool[Tensor, "batch time"]
+States = Iterator[Float[Tensor, "batch time width"]]
+Nodes = Int[Tensor, "batch node"]
+Logits = Float[Tensor, "batch node vocab"]
 Weight = Float[Tensor, "vocab width"]
-Bias = Float[Tensor, " vocab"]
+Projection = tuple[Weight, Float[Tensor, " vocab"] | None]
+"""Matrix and bias that turn a state into logits."""
 
 
 @runtime_checkable
@@ -112,10 +120,8 @@ class Drafter(ABC):
         del state
 
     @abstractmethod
-    def begin(
-        self, committed: Committed, memory: Any
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
-        """Read the committed tokens; return logits for the token after the root.
+    def begin(self, committed: Committed, memory: Any) -> tuple[Logits, State]:
+        """Read the committed tokens; return logits for the token after the root, the only node.
 
         Args:
             committed: Positions the base has read since the last draft, and their next tokens.
@@ -128,9 +134,7 @@ class Drafter(ABC):
             self.begin(committed, memory)
 
     @abstractmethod
-    def extend(
-        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
-    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
         """Read one level of nodes; return logits for the token after each.
 
         `parents[b, i]` is the node of the previous level that node i continues.
@@ -141,7 +145,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     """A trained drafter, with teacher-forced states so that one loop can train any kind.
 
     Args:
-        config: The kind's own `Config`.
+        config: The kind's own `Config`, whose values are checked here.
         width: Width of the base's final hidden state.
         vocab_size: Rows of the base's vocabulary projection.
     """
@@ -161,6 +165,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
 
     def __init__(self, config: Any, width: int, vocab_size: int) -> None:
         super().__init__()
+        check_fields(config, "head")
         self.config = config
         self.width, self.vocab_size = width, vocab_size
         size = getattr(config, "draft_tokens", 0)
@@ -230,12 +235,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         return type(self).__module__.rpartition(".")[2]
 
     @abstractmethod
-    def states(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        anchors: Bool[Tensor, "batch time"] | None = None,
-    ) -> Iterator[Float[Tensor, "batch time width"]]:
+    def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield `depth` states; position t of the k-th predicts `tokens[:, t + 2 + k]`.
 
         The k-th state at t may have read `tokens[:, ..t + 1 + k]` and nothing later. Positions too
@@ -250,14 +250,14 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         """
 
     @abstractmethod
-    def projection(self, level: int) -> tuple[Weight, Bias | None]:
+    def projection(self, level: int) -> Projection:
         """Return the matrix and bias that turn a state of this level into logits.
 
         They are separate from the states so that the loss can fuse the product and never stores
         the logits of a whole batch.
         """
 
-    def projections(self) -> list[tuple[Weight, Bias | None]]:
+    def projections(self) -> list[Projection]:
         """Return the projection of every level; levels with a shared one return the same tensor."""
         return [self.projection(level) for level in range(self.depth)]
 
@@ -318,12 +318,3 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         sizes = {"width": self.width, "vocab_size": self.vocab_size}
         base = {"base_fingerprint": self.base_fingerprint} if self.base_fingerprint else {}
         return {"kind": self.kind, **asdict(self.config), **sizes, **base}
-
-
-def pick_parents(
-    state: Float[Tensor, "batch level width"], parents: Int[Tensor, "batch node"]
-) -> Float[Tensor, "batch node width"]:
-    """Return the state of each node's parent."""
-    if state.shape[1] == 1:
-        return state.expand(-1, parents.shape[1], -1)
-    return state.gather(1, parents[..., None].expand(-1, -1, state.shape[-1]))

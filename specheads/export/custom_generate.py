@@ -16,25 +16,12 @@ from typing import Any, cast
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteriaList,
-    StopStringCriteria,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import logits_process as processors
+from transformers.generation import stopping_criteria as stopping
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-)
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -100,25 +87,16 @@ def custom_generate(
             # at every call, because the model may have moved or be another one
             with torch.inference_mode(False):
                 fit(head, base, force=force)
-        prompts = [
-            row[empty:] for row, empty in zip(input_ids.tolist(), padding.tolist(), strict=True)
-        ]
+        texts = zip(input_ids.tolist(), padding.tolist(), strict=True)
+        prompts = [text[empty:] for text, empty in texts]
         refuse_unfit(base, prompts, limit)
-        engine = Engine(
-            base,
-            head,
-            tree=tree,
-            acceptance=acceptance,
-            max_batch=len(prompts),
-            max_length=max(map(len, prompts)) + limit,
-            coupled=coupled,
-        )
+        most: Any = {"max_batch": len(prompts), "max_length": max(map(len, prompts)) + limit}
+        engine = Engine(base, head, tree=tree, acceptance=acceptance, coupled=coupled, **most)
         rows: list[_Row] = []
-        for prompt, one, text in zip(
-            prompts, each_prompt(sampling, len(prompts)), input_ids, strict=True
-        ):
-            request = Request(prompt=prompt, max_new_tokens=limit, sampling=one, eos_ids=eos_ids)
-            rows.append(_Row(engine.submit(request), text, criteria, streamer))
+        for place, one in enumerate(each_prompt(sampling, len(prompts))):
+            how: Any = {"max_new_tokens": limit, "sampling": one, "eos_ids": eos_ids}
+            stream = engine.submit(Request(prompt=prompts[place], **how))
+            rows.append(_Row(stream, input_ids[place], criteria, streamer))
         more = True
         while more:
             more = engine.step()
@@ -131,10 +109,8 @@ def custom_generate(
         width = max(len(row.tokens) for row in rows)
         padded = [row.tokens + [pad_id] * (width - len(row.tokens)) for row in rows]
         text = torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=1)
-        sequences = cast(torch.LongTensor, text)
-        if config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=sequences)
-        return sequences
+        output = GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, text))
+        return output if config.return_dict_in_generate else text
 
     return decode
 
@@ -183,11 +159,11 @@ class _Row:
 # --- the arguments of a call -------------------------------------------------------------------
 
 _PROCESSORS: dict[type, tuple[str, str]] = {
-    RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
-    TemperatureLogitsWarper: ("temperature", "temperature"),
-    TopKLogitsWarper: ("top_k", "top_k"),
-    TopPLogitsWarper: ("top_p", "top_p"),
-    MinPLogitsWarper: ("min_p", "min_p"),
+    processors.RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
+    processors.TemperatureLogitsWarper: ("temperature", "temperature"),
+    processors.TopKLogitsWarper: ("top_k", "top_k"),
+    processors.TopPLogitsWarper: ("top_p", "top_p"),
+    processors.MinPLogitsWarper: ("min_p", "min_p"),
 }
 """Supported processors in `Sampling`'s order: the setting, and the processor's attribute."""
 
@@ -201,9 +177,10 @@ def _stops(
     criteria: StoppingCriteriaList, width: int
 ) -> tuple[int, tuple[int, ...], StoppingCriteriaList]:
     """Return the largest number of new tokens, the end-of-text tokens, and the other criteria."""
-    ends = [one.eos_token_id for one in criteria if type(one) is EosTokenCriteria]
-    lengths = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
-    others = [one for one in criteria if type(one) not in (EosTokenCriteria, MaxLengthCriteria)]
+    eos, length = stopping.EosTokenCriteria, stopping.MaxLengthCriteria
+    ends = [one.eos_token_id for one in criteria if type(one) is eos]
+    lengths = [one.max_length for one in criteria if type(one) is length]
+    others = [one for one in criteria if type(one) not in (eos, length)]
     eos_ids = tuple(token for ids in ends for token in ids.tolist())
     return max(min(lengths) - width, 1), eos_ids, StoppingCriteriaList(others)
 
@@ -212,7 +189,9 @@ def _refuse_in_batch(
     criteria: StoppingCriteriaList, streamer: BaseStreamer | None, eos_ids: tuple[int, ...]
 ) -> None:
     """Refuse what needs one prompt: the rows of a batch advance at different speeds."""
-    whole = [one for one in criteria if type(one) not in (StopStringCriteria, MaxTimeCriteria)]
+    whole = [
+        one for one in criteria if type(one) not in (StopStringCriteria, stopping.MaxTimeCriteria)
+    ]
     if whole or streamer is not None:
         raise InputError(
             f"{type((whole or [streamer])[0]).__name__} can follow one prompt at a time; generate "
@@ -240,30 +219,22 @@ def caller() -> dict[str, Any]:
 def _refuse(config: GenerationConfig, given: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
     """Refuse arguments that a head cannot follow."""
     mode = config.get_generation_mode(given.get("assistant_model"))
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise InputError(
-            f"a head decodes greedily or by sampling, and the arguments select {mode.value}; "
-            "change them, or leave out custom_generate"
-        )
-    if recorded := [name for name in _RECORDS if getattr(config, name)]:
-        raise InputError(
-            f"a head does not record {recorded[0]}; leave it out, or leave out custom_generate"
-        )
-    if config.cache_implementation == "quantized":
-        raise InputError("a head decodes with exact caches; leave out cache_implementation")
-    if given.get("synced_gpus"):
-        raise InputError("a head decodes on one process; leave out synced_gpus")
     cache = model_kwargs.get("past_key_values")
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
+    has_cache = getattr(cache, "_is_user_defined", False) or (cache and cache.get_seq_length())
+    others = {name for name, value in model_kwargs.items() if value is not None} - _HARMLESS
+    refused = {
+        mode.value: mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
+        **{name: getattr(config, name) for name in _RECORDS},
+        "cache_implementation": config.cache_implementation == "quantized",
+        "synced_gpus": given.get("synced_gpus"),
+        "past_key_values": has_cache,
+        **dict.fromkeys(sorted(others), True),
+    }
+    if asked := [name for name, is_asked in refused.items() if is_asked]:
         raise InputError(
-            "a head has its own cache, and past_key_values was given; pass the whole text and no "
-            "cache"
-        )
-    unknown = {name for name, value in model_kwargs.items() if value is not None} - _HARMLESS
-    if unknown:
-        raise InputError(
-            f"a head decodes from tokens alone, and {min(unknown)} was given; leave it out, or "
-            "leave out custom_generate"
+            "a head decodes from tokens alone, greedily or by sampling, in one process and with "
+            f"exact caches of its own, and {asked[0]} was given; leave it out, or leave out "
+            "custom_generate"
         )
 
 
@@ -275,30 +246,27 @@ def _padding(
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
     padding = (mask == 0).sum(1)
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-    is_text = positions >= padding[:, None]
-    if mask.shape != input_ids.shape or not is_text[:, -1:].all() or (mask.bool() != is_text).any():
+    is_text, counted = positions >= padding[:, None], positions - padding[:, None]
+    given = model_kwargs.get("position_ids", counted)
+    given = counted if given is None else given.to(counted.device)
+    is_plain = mask.shape == input_ids.shape and is_text[:, -1:].all()
+    is_plain = is_plain and (mask.bool() == is_text).all() and given.ndim == 2
+    if not is_plain or ((given != counted) & is_text).any():
         raise InputError(
-            "attention_mask may leave out padding on the left of a prompt, and nothing else; set "
-            "padding_side='left' in the tokenizer, and leave a token in each prompt"
+            "attention_mask may leave out padding on the left of a prompt, and nothing else, and "
+            "position_ids must count the other tokens one by one; set padding_side='left' in the "
+            "tokenizer, and leave a token in each prompt"
         )
-    given = model_kwargs.get("position_ids")
-    if given is not None:
-        expected = positions - padding[:, None]
-        if given.ndim != 2 or ((given.to(expected.device) != expected) & is_text).any():
-            raise InputError(
-                "a head decodes from tokens alone, and position_ids does not count one by one; "
-                "leave it out, or leave out custom_generate"
-            )
     return padding
 
 
 def _sampling(
-    processors: LogitsProcessorList, do_sample: bool, padding: Int[Tensor, " batch"]
+    given: LogitsProcessorList, do_sample: bool, padding: Int[Tensor, " batch"]
 ) -> Sampling:
     """Return `Sampling` settings equal to these processors, with a seed from torch's generator."""
     order, last = list(_PROCESSORS), -1
     settings: dict[str, Any] = {"temperature": 1.0}
-    for processor in processors:
+    for processor in given:
         kind = type(processor)
         place = order.index(kind) if kind in order else -1
         ignored = getattr(processor, "prompt_ignore_length", None)
@@ -380,11 +348,6 @@ def hub_generate(
         stopping_criteria: As for `model.generate`.
         **arguments: As for `model.generate`.
     """
-    if arguments.pop("token", None) is not None:
-        raise InputError(
-            "the head is downloaded with the token that huggingface_hub knows; leave token out and "
-            "set HF_TOKEN, or run hf auth login"
-        )
     commit = Path(code).parents[1].name
     same_commit = commit if re.fullmatch(r"[\da-f]{40}", commit) else "main"
     name = str(caller().get("custom_generate") or repo)

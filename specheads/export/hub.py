@@ -40,14 +40,6 @@ MAX_PICTURE_BYTES = 2**20
 SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|KEY", re.IGNORECASE)
 """Names of environment variables whose values must never be uploaded."""
 
-REMEDIES = {
-    401: "log in with hf auth login, or set HF_TOKEN",
-    403: "use a token with write access, or a repo= of your own",
-    404: "check repo=, and that the token can read it",
-    409: "another change is in progress; try again",
-    429: "the rate limit is reached; try again later",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
@@ -201,17 +193,16 @@ def _explain(repo: str, error: BaseException) -> str:
     while answer is not None and not isinstance(answer, HfHubHTTPError):
         answer = answer.__cause__
     if answer is not None:
-        status = answer.response.status_code
         reason = (answer.server_message or "without a reason").splitlines()[0]
-        cause = f"the Hub answered {status} ({reason}); {REMEDIES.get(status, 'push again later')}"
+        cause = f"the Hub answered {answer.response.status_code} ({reason})"
     elif type(error) is ValueError:
-        cause = f"{' '.join(str(error).split())}; change that setting"
+        cause = " ".join(str(error).split())
     else:
-        cause = (
-            f"the upload broke off ({type(error.__cause__ or error).__name__}); check the network "
-            "and HF_ENDPOINT, and push again"
-        )
-    return f"{repo} holds either all of this push or the content from before: {cause}"
+        cause = f"the upload broke off ({type(error.__cause__ or error).__name__})"
+    return (
+        f"{repo} holds either all of this push or the content from before: {cause}; check repo=, "
+        "the token (hf auth login) and the network, and push again"
+    )
 
 
 def _refuse_secrets(path: str, data: bytes) -> None:

@@ -11,7 +11,7 @@ tests/oracles/, which reads each layout as its engine's sources do.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,15 +75,6 @@ class LevelDraft:
     """Logit of the probability that the base accepts the draft, for heads that predict it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """The drafts of the trained head on one text."""
-
-    text: GateText
-    features: Features
-    drafts: list[LevelDraft]
-
-
 def gate_texts(
     head: Head, base: FrozenBase, engine: str, out: Path, prompts: list[list[int]]
 ) -> list[GateText]:
@@ -129,10 +120,10 @@ def export_head(
             if base.tokenizer is not None:
                 base.tokenizer.save_pretrained(scratch / MERGED_BASE)
         lent = tables(base)
-        loaded = load_export(scratch, head, base, lent)
-        difference = check(
-            expect(head, base, texts, lent), lambda one: drafts(loaded, one.features)
-        )
+        trained = widened(copy_of(head), lent)
+        loaded = widened(load_export(scratch, head, base), lent)
+        read = bar(read_texts(head, base, texts), "drafts", shown=True)
+        difference = largest_difference((drafts(trained, one), drafts(loaded, one)) for one in read)
         chain = policies.chain(head.depth)
         walked = [replay(guess_ranks(base, head, *text, width=1), chain) for text in texts]
         total = DepthCounts.total(walked, head.depth)
@@ -162,13 +153,11 @@ def _target(out: Path, base: FrozenBase) -> Path:
     in_use = {"your working folder": Path.cwd()}
     if not base.adapter and Path(base.place).exists():
         in_use["its base"] = Path(base.place).resolve()
-    reasons = [f"holds {what}" for what, place in in_use.items() if place.is_relative_to(out)]
-    if out.is_mount():
-        reasons = ["is a mount"]
-    if reasons:
-        raise InputError(
-            f"out= is replaced as a whole, and {out} {reasons[0]}; name another folder"
-        )
+    for what, place in in_use.items():
+        if place.is_relative_to(out):
+            raise InputError(
+                f"out= is replaced as a whole, and {out} holds {what}; name another folder"
+            )
     return out
 
 
@@ -187,26 +176,18 @@ def _save(folder: Folder, target: Path) -> None:
 # --- the check ---------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def expect(
-    head: Head, base: FrozenBase, texts: Sequence[GateText], lent: tuple[Tensor, Tensor]
-) -> list[Expected]:
-    """Return the drafts of the trained head for each text, computed in float64 on the CPU.
-
-    `lent` are the base's `tables`, which all heads and texts share.
-    """
-    trained, found = _widened(copy_of(head), lent), []
-    for text in bar(texts, "drafts of the head", shown=True):
-        tokens = torch.tensor([text[0] + text[1]])
-        read = base.read(tokens.to(base.device), trained.aux_layers)
-        aux = None if read.aux is None else _wide(read.aux)
-        features = Features(_wide(read.hidden), aux, tokens)
-        found.append(Expected(text, features, drafts(trained, features)))
-    return found
+def read_texts(head: Head, base: FrozenBase, texts: Sequence[GateText]) -> list[Features]:
+    """Return the features that a head reads of each text, in float64 on the CPU."""
+    tokens = [torch.tensor([prompt + new]) for prompt, new in texts]
+    read = [base.read(one.to(base.device), head.aux_layers) for one in tokens]
+    return [
+        Features(_wide(one.hidden), None if one.aux is None else _wide(one.aux), text)
+        for one, text in zip(read, tokens, strict=True)
+    ]
 
 
-def load_export(folder: Path, head: Head, base: FrozenBase, lent: tuple[Tensor, Tensor]) -> Head:
-    """Load an export as a user does, in float64 on the CPU.
+def load_export(folder: Path, head: Head, base: FrozenBase) -> Head:
+    """Load an export as a user does.
 
     `load_head` ignores the copies of the base's tensors that some layouts need, so they are
     compared here.
@@ -235,31 +216,10 @@ def load_export(folder: Path, head: Head, base: FrozenBase, lent: tuple[Tensor, 
             raise InputError(
                 f"{name!r} in the export differs from the base's tensor; nothing was written"
             )
-    return _widened(loaded, lent)
+    return loaded
 
 
 @torch.no_grad()
-def check(expected: Sequence[Expected], draft: Callable[[Expected], list[LevelDraft]]) -> float:
-    """Return the largest relative difference between the logits of an export and of the head.
-
-    Raises:
-        ValueError: The difference is above `TOLERANCE`, or the tokens of the columns differ.
-    """
-    differences: list[list[float]] = []
-    for one in expected:
-        pairs = zip(one.drafts, draft(one), strict=True)
-        differences.append([_difference(*pair, level) for level, pair in enumerate(pairs)])
-    worst = torch.tensor(differences).amax(0)
-    for depth, difference in enumerate(worst.tolist()):
-        # in this form NaN is refused too
-        if not difference <= TOLERANCE:
-            raise InputError(
-                f"the export's logits at depth {depth} are {difference:.1e} of the largest one "
-                f"away from the run's, rounding explains {TOLERANCE:.1e}; nothing was written"
-            )
-    return worst.max().item()
-
-
 def drafts(head: Head, features: Features) -> list[LevelDraft]:
     """Return the drafts of a head along one text, at every depth."""
     tokens = features.tokens
@@ -271,6 +231,29 @@ def drafts(head: Head, features: Features) -> list[LevelDraft]:
     ]
 
 
+def largest_difference(pairs: Iterable[tuple[list[LevelDraft], list[LevelDraft]]]) -> float:
+    """Return the largest relative difference between the logits of a head and of its export.
+
+    A pair has the drafts of both for one text.
+
+    Raises:
+        ValueError: The difference is above `TOLERANCE`, or the tokens of the columns differ.
+    """
+    found = [
+        [_difference(*levels, depth) for depth, levels in enumerate(zip(*pair, strict=True))]
+        for pair in pairs
+    ]
+    worst = torch.tensor(found).amax(0)
+    for depth, difference in enumerate(worst.tolist()):
+        # in this form NaN is refused too
+        if not difference <= TOLERANCE:
+            raise InputError(
+                f"the export's logits at depth {depth} are {difference:.1e} of the largest one "
+                f"away from the run's, rounding explains {TOLERANCE:.1e}; nothing was written"
+            )
+    return worst.max().item()
+
+
 def tables(base: FrozenBase) -> tuple[Tensor, Tensor]:
     """Return the base's embedding and vocabulary projection in float64 on the CPU."""
     return _wide(base.embedding), _wide(base.projection.scaled_weight)
@@ -280,7 +263,7 @@ def _wide(values: Tensor) -> Tensor:
     return values.detach().cpu().double()
 
 
-def _widened(head: Head, lent: tuple[Tensor, Tensor]) -> Head:
+def widened(head: Head, lent: tuple[Tensor, Tensor]) -> Head:
     """Move a head to float64 on the CPU and bind it to the base's tensors."""
     head.cpu().bind(*lent)
     return head.double().eval()

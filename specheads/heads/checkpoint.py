@@ -6,7 +6,7 @@ sizes, counts and names are checked against its tensors before memory is allocat
 
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ CODE_KEYS = ("_target_", "auto_map", "custom_pipelines")
 
 SPECULATORS = ("Eagle3", "PEagle", "DFlash", "DSpark", "MTP")
 
-HARMLESS_CODE = [{"": f"config.{kind}SpeculatorConfig"} for kind in SPECULATORS]
+HARMLESS = [{"": f"config.{kind}SpeculatorConfig"} for kind in SPECULATORS]
 """The `auto_map` that vllm-project/speculators writes into all its folders. It names a class of
 that library under a key that transformers never reads."""
 
@@ -52,11 +52,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(f"a head needs a config.json; {folder} has none")
     settings = read_json(file)
-    for name, value in _settings_within(settings):
-        if name in CODE_KEYS and value not in HARMLESS_CODE:
+    pending: list[Any] = [settings]
+    # grows by the nested values; deep settings would exceed the limit of recursion
+    for value in pending:
+        inner = value if isinstance(value, dict) else {}
+        pending += value if isinstance(value, list) else inner.values()
+        if code := [name for name in CODE_KEYS if name in inner and inner[name] not in HARMLESS]:
             raise InputError(
                 f"a head's config.json may contain settings only, and {file} names code in "
-                f"{name!r}; remove that if you trust the rest"
+                f"{code[0]!r}; remove that if you trust the rest"
             )
     return settings
 
@@ -87,18 +91,6 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def _files(folder: Path, pattern: str) -> list[Path]:
     return sorted(file for file in folder.glob(pattern) if file.is_file())
-
-
-def _settings_within(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every name and value of nested settings."""
-    pending = [value]
-    while pending:
-        one = pending.pop()
-        if isinstance(one, dict):
-            yield from one.items()
-            pending += one.values()
-        elif isinstance(one, list):
-            pending += one
 
 
 def _check_index(index: Path) -> None:
@@ -136,12 +128,8 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
         raise InputError(
             f"{file} is not a complete checkpoint: {first_line(error)}; download it again"
         ) from error
-    if not isinstance(found, dict):
-        raise InputError(
-            f"{file} must contain tensors by name, got a {type(found).__name__}; convert it to "
-            "safetensors if you trust it"
-        )
-    for name, value in found.items():
+    # a file without a dictionary has no names
+    for name, value in found.items() if isinstance(found, dict) else [(None, found)]:
         if not isinstance(name, str) or not _is_whole(value):
             raise InputError(
                 f"{file} must contain complete tensors by name, and {name!r} is not one; convert "
@@ -176,26 +164,22 @@ def fill(head: Head, tensors: Mapping[str, Tensor]) -> None:
     The head may be on the meta device, because its tensors are replaced.
 
     Raises:
-        ValueError: A tensor does not fit; the message names the first one.
+        ValueError: A tensor does not fit; the message names it.
     """
     wanted = head.state_dict()
-    if missing := sorted(set(wanted) - set(tensors)):
+    copies = {
+        name: value.to(wanted[name].dtype, copy=True) if name in wanted else value
+        for name, value in tensors.items()
+    }
+    try:
+        head.load_state_dict(copies, assign=True)
+    except RuntimeError as error:
+        # torch lists every difference, one kind of them on a line
+        reason = str(error).splitlines()[1].strip(" \t.")
         raise InputError(
-            f"the checkpoint lacks {missing[0]!r}: it is incomplete or of another kind; choose "
-            "another"
-        )
-    if extra := sorted(set(tensors) - set(wanted)):
-        raise InputError(
-            f"the checkpoint has {extra[0]!r}, which this head does not use; choose another"
-        )
-    for name, value in wanted.items():
-        if value.shape != tensors[name].shape:
-            raise InputError(
-                f"{name!r} must have shape {tuple(value.shape)}, got {tuple(tensors[name].shape)}"
-            )
+            f"the checkpoint is incomplete or of another kind: {reason:.200}; choose another"
+        ) from error
     _check_draft_ids(head, tensors.get("draft_ids"))
-    copies = {name: tensors[name].to(value.dtype, copy=True) for name, value in wanted.items()}
-    head.load_state_dict(copies, assign=True)
 
 
 def take_maps(head: Head, named: dict[str, Tensor]) -> None:

@@ -1,6 +1,6 @@
 """A local Hub server with the routes that huggingface_hub calls, in memory, over real HTTP.
 
-It implements tokens, private repositories, large files by LFS, and atomic commits.
+It has one user and one branch, large files by LFS, and atomic commits.
 """
 
 import base64
@@ -9,7 +9,7 @@ import json
 import re
 import socket
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,12 +20,12 @@ from urllib.parse import unquote, urlsplit
 
 import huggingface_hub
 import pytest
-import yaml
 from huggingface_hub import constants
 
-OWNER, STRANGER = "ada", "eve"
-REPO = r"(?P<repo>[^/]+/[^/]+)"
-REVISION = r"(?P<revision>[^/]+)"
+OWNER = "ada"
+TOKEN = "hf_ownerOwnerOwner"
+LARGE_BYTES = 10_000
+"""Files of at least this size go by LFS."""
 
 
 @dataclass(frozen=True)
@@ -44,54 +44,18 @@ class Blob:
 class Repository:
     private: bool
     commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
-    branches: dict[str, str] = field(default_factory=dict)
+    head: str = ""
 
-    def commit(self, branch: str, files: dict[str, Blob]) -> str:
-        sha = hashlib.sha1(f"{len(self.commits)} {sorted(files)}".encode()).hexdigest()
-        self.commits[sha], self.branches[branch] = files, sha
-        return sha
-
-
-@dataclass
-class Reply:
-    status: int = 200
-    body: bytes = b"{}"
-    headers: dict[str, str] = field(default_factory=dict)
-
-
-class RefusedError(Exception):
-    """Answer to a request that is refused."""
-
-    def __init__(self, status: int, message: str, code: str = "") -> None:
-        super().__init__(message)
-        headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
-        self.reply = Reply(status, json.dumps({"error": message}).encode(), headers)
-
-
-@dataclass
-class Call:
-    """One request with its user."""
-
-    user: str | None
-    body: bytes
-    path: str
-    parts: dict[str, str]
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
+    def commit(self, files: dict[str, Blob]) -> str:
+        self.head = hashlib.sha1(f"{len(self.commits)} {sorted(files)}".encode()).hexdigest()
+        self.commits[self.head] = files
+        return self.head
 
 
 class HubServer:
-    """A Hub server that runs inside a `with` block.
+    """A Hub server that runs inside a `with` block."""
 
-    Files of at least `large_bytes` go by LFS.
-    """
-
-    def __init__(self, large_bytes: int = 10_000) -> None:
-        self.large_bytes = large_bytes
-        self.token, self.stranger = "hf_ownerOwnerOwner", "hf_strangerStranger"
-        self.users = {self.token: OWNER, self.stranger: STRANGER}
+    def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}
         self.requests: list[str] = []
@@ -102,8 +66,6 @@ class HubServer:
         self.lock = Lock()
         handler = type("HubHandler", (Handler,), {"hub": self})
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        # another host for the client, which must not get its token
-        self.cdn = f"http://localhost:{self.http.server_port}"
         self.url = f"http://127.0.0.1:{self.http.server_port}"
 
     def __enter__(self) -> Self:
@@ -114,12 +76,12 @@ class HubServer:
         self.http.shutdown()
         self.http.server_close()
 
-    def files(self, repo: str, revision: str = "main") -> dict[str, bytes]:
+    def files(self, repo: str) -> dict[str, bytes]:
         """Return the files of a repository by path; empty if it does not exist."""
-        if repo not in self.repositories:
-            return {}
-        found = _snapshot(self.repositories[repo], revision)[1]
-        return {path: blob.data for path, blob in found.items()}
+        known = self.repositories.get(repo)
+        return (
+            {path: blob.data for path, blob in known.commits[known.head].items()} if known else {}
+        )
 
     def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
         """Return environment variables that make another process use this Hub only."""
@@ -132,7 +94,7 @@ class HubServer:
             "HF_HUB_DISABLE_XET": "1",
         }
 
-    def connect(self, patch: pytest.MonkeyPatch, home: Path, token: str | None = None) -> None:
+    def connect(self, patch: pytest.MonkeyPatch, home: Path) -> None:
         """Make huggingface_hub of this process use this Hub only, without waiting for retries."""
         template = f"{self.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         patch.setattr(constants, "ENDPOINT", self.url)
@@ -144,9 +106,7 @@ class HubServer:
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         patch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda _: None))
-        patch.delenv("HF_TOKEN", raising=False)
-        if token:
-            patch.setenv("HF_TOKEN", token)
+        patch.setenv("HF_TOKEN", TOKEN)
         # huggingface_hub 2.4 passes files to its client in a deprecated way
         warnings.filterwarnings("ignore", "Use 'content=", DeprecationWarning)
         # an open session may be offline or connected to another server
@@ -162,204 +122,164 @@ class HubServer:
             number = len(self.requests)
         return self.fail_at is not None and number >= self.fail_at
 
-    def answer(self, method: str, path: str, user: str | None, body: bytes) -> Reply:
+    def answer(self, method: str, path: str, body: bytes) -> "Reply":
         """Find the route and call it."""
         for verb, pattern, route in ROUTES:
             if verb == method and (match := re.fullmatch(pattern, path)):
                 parts = {name: unquote(value or "") for name, value in match.groupdict().items()}
-                try:
-                    with self.lock:
-                        return route(self, Call(user, body, path, parts))
-                except RefusedError as refusal:
-                    return refusal.reply
-        return RefusedError(404, f"no route {method} {path}").reply
+                with self.lock:
+                    return route(self, body, **parts)
+        return _refused(404, f"no route {method} {path}")
 
 
-def _snapshot(repository: Repository, revision: str) -> tuple[str, dict[str, Blob]]:
-    sha = repository.branches.get(revision, revision)
-    if sha not in repository.commits:
-        raise RefusedError(404, f"no revision {revision}", "RevisionNotFound")
-    return sha, repository.commits[sha]
+@dataclass
+class Reply:
+    status: int = 200
+    body: bytes = b"{}"
+    headers: dict[str, str] = field(default_factory=dict)
 
 
-def _open(hub: HubServer, call: Call, *, write: bool = False) -> Repository:
-    """Return the repository of a request; refuse a user without the right to use it."""
-    repository = hub.repositories.get(call.parts["repo"])
-    if repository is None or (repository.private and call.user != OWNER):
-        raise RefusedError(404 if call.user else 401, "Repository not found", "RepoNotFound")
-    if write and call.user != OWNER:
-        raise RefusedError(403 if call.user else 401, "no write access to this repository")
-    return repository
+def _refused(status: int, message: str, code: str = "RepoNotFound", **headers: str) -> Reply:
+    headers |= {"X-Error-Message": message, "X-Error-Code": code}
+    return Reply(status, json.dumps({"error": message}).encode(), headers)
 
 
-def _reply(value: Any, status: int = 200, **headers: str) -> Reply:
-    return Reply(status, json.dumps(value).encode(), {"Content-Type": "application/json"} | headers)
+def _reply(value: Any, status: int = 200) -> Reply:
+    return Reply(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
 
-def _whoami(hub: HubServer, call: Call) -> Reply:
-    del hub
-    if call.user is None:
-        raise RefusedError(401, "Invalid username or password.")
-    return _reply({"type": "user", "name": call.user, "orgs": [], "auth": {"type": "access_token"}})
-
-
-def _create(hub: HubServer, call: Call) -> Reply:
-    if call.user is None:
-        raise RefusedError(401, "Invalid username or password.")
-    asked = call.json
-    owner = asked.get("organization") or call.user
-    if owner != call.user:
-        raise RefusedError(403, f"You don't have the rights to create a model under {owner}")
+def _create(hub: HubServer, body: bytes) -> Reply:
+    asked = json.loads(body)
+    owner = asked.get("organization") or OWNER
+    if owner != OWNER:
+        return _refused(403, f"You don't have the rights to create a model under {owner}", "")
     repo = f"{owner}/{asked['name']}"
     url = {"url": f"{hub.url}/{repo}", "id": repo}
     if repo in hub.repositories:
         return _reply({"error": "You already created this model repo", **url}, 409)
     private = asked.get("visibility") == "private" or bool(asked.get("private"))
     hub.repositories[repo] = Repository(private)
-    hub.repositories[repo].commit("main", {})
+    hub.repositories[repo].commit({})
     return _reply(url)
 
 
-def _validate(hub: HubServer, call: Call) -> Reply:
-    del hub
-    _, front, _ = call.json["content"].split("---\n", 2)
-    found, errors = yaml.safe_load(front), []
-    if not re.fullmatch(r"[a-z0-9.+-]+", str(found.get("license"))):
-        errors.append({"message": f'"license" must be one of the known ones: {found}'})
-    return _reply({"errors": errors, "warnings": []}, 400 if errors else 200)
+def _validate(hub: HubServer, body: bytes) -> Reply:
+    del hub, body
+    return _reply({"errors": [], "warnings": []})
 
 
-def _settings(hub: HubServer, call: Call) -> Reply:
-    repository, asked = _open(hub, call, write=True), call.json
+def _settings(hub: HubServer, body: bytes, repo: str) -> Reply:
+    repository, asked = hub.repositories[repo], json.loads(body)
     if "visibility" in asked:
         repository.private = asked["visibility"] == "private"
     return _reply({})
 
 
-def _preupload(hub: HubServer, call: Call) -> Reply:
-    there = _snapshot(_open(hub, call, write=True), call.parts["revision"])[1]
+def _preupload(hub: HubServer, body: bytes, repo: str) -> Reply:
+    repository = hub.repositories[repo]
+    there = repository.commits[repository.head]
     files = [
         {
             "path": file["path"],
-            "uploadMode": "lfs" if file["size"] >= hub.large_bytes else "regular",
+            "uploadMode": "lfs" if file["size"] >= LARGE_BYTES else "regular",
             "shouldIgnore": False,
             "oid": there[file["path"]].oid if file["path"] in there else None,
         }
-        for file in call.json["files"]
+        for file in json.loads(body)["files"]
     ]
     return _reply({"files": files})
 
 
-def _batch(hub: HubServer, call: Call) -> Reply:
-    _open(hub, call, write=True)
-    objects = [_upload_actions(hub, **asked) for asked in call.json["objects"]]
+def _batch(hub: HubServer, body: bytes, repo: str) -> Reply:
+    del repo
+    actions = {
+        asked["oid"]: {
+            "upload": {"href": f"{hub.url}/_lfs/{asked['oid']}"},
+            "verify": {"href": f"{hub.url}/_lfs/verify"},
+        }
+        for asked in json.loads(body)["objects"]
+    }
+    objects = [
+        asked | ({} if asked["oid"] in hub.objects else {"actions": actions[asked["oid"]]})
+        for asked in json.loads(body)["objects"]
+    ]
     return _reply({"transfer": "basic", "objects": objects})
 
 
-def _upload_actions(hub: HubServer, oid: str, size: int) -> dict[str, Any]:
-    known: dict[str, Any] = {"oid": oid, "size": size}
-    if oid in hub.objects:
-        return known
-    upload, verify = {"href": f"{hub.url}/_lfs/{oid}"}, {"href": f"{hub.url}/_lfs/verify"}
-    return known | {"actions": {"upload": upload, "verify": verify}}
-
-
-def _put(hub: HubServer, call: Call) -> Reply:
-    if hashlib.sha256(call.body).hexdigest() != call.parts["oid"]:
-        raise RefusedError(400, "The checksum of the upload is wrong")
-    hub.objects[call.parts["oid"]] = call.body
+def _put(hub: HubServer, body: bytes, oid: str) -> Reply:
+    assert hashlib.sha256(body).hexdigest() == oid
+    hub.objects[oid] = body
     return _reply({})
 
 
-def _verify(hub: HubServer, call: Call) -> Reply:
-    if call.user is None or len(hub.objects.get(call.json["oid"], b"")) != call.json["size"]:
-        raise RefusedError(404, "Object not found")
+def _verify(hub: HubServer, body: bytes) -> Reply:
+    asked = json.loads(body)
+    assert len(hub.objects[asked["oid"]]) == asked["size"]
     return _reply({})
 
 
-def _commit(hub: HubServer, call: Call) -> Reply:
-    repository, branch = _open(hub, call, write=True), call.parts["revision"]
-    sha, files = _snapshot(repository, branch)
-    files = dict(files)
-    for line in call.body.splitlines():
+def _commit(hub: HubServer, body: bytes, repo: str) -> Reply:
+    repository = hub.repositories[repo]
+    files = dict(repository.commits[repository.head])
+    for line in body.splitlines():
         item = json.loads(line)
         key, value = item["key"], item["value"]
-        if key == "header" and value.get("parentCommit", sha) != sha:
-            raise RefusedError(412, "A commit has happened since. Please refresh and try again.")
         if key == "file":
             files[value["path"]] = Blob(base64.b64decode(value["content"]), large=False)
         elif key == "lfsFile":
-            if value["oid"] not in hub.objects:
-                raise RefusedError(400, f"LFS object {value['oid']} was not uploaded")
             files[value["path"]] = Blob(hub.objects[value["oid"]], large=True)
         elif key == "deletedFile":
             del files[value["path"]]
-        elif key == "deletedFolder":
-            files = {name: files[name] for name in files if not name.startswith(value["path"])}
-    made = repository.commit(branch, files)
-    url = f"{hub.url}/{call.parts['repo']}/commit/{made}"
-    return _reply({"commitUrl": url, "commitOid": made, "success": True})
-
-
-def _info(hub: HubServer, call: Call) -> Reply:
-    repository, repo = _open(hub, call), call.parts["repo"]
-    sha, files = _snapshot(repository, call.parts.get("revision") or "main")
-    state = {"private": repository.private, "gated": False, "downloads": 0, "likes": 0}
-    siblings = [{"rfilename": path} for path in files]
+    sha = repository.commit(files)
     return _reply(
-        {"id": repo, "modelId": repo, "sha": sha, "tags": [], "siblings": siblings, **state}
+        {"commitUrl": f"{hub.url}/{repo}/commit/{sha}", "commitOid": sha, "success": True}
     )
 
 
-def _tree(hub: HubServer, call: Call) -> Reply:
-    _, files = _snapshot(_open(hub, call), call.parts["revision"])
-    return _reply([_entry(path, blob) for path, blob in files.items()])
+def _info(hub: HubServer, body: bytes, repo: str) -> Reply:
+    del body
+    if repo not in hub.repositories:
+        return _refused(404, "Repository not found")
+    repository = hub.repositories[repo]
+    state = {"private": repository.private, "gated": False, "downloads": 0, "likes": 0}
+    siblings = [{"rfilename": path} for path in hub.files(repo)]
+    known = {"id": repo, "modelId": repo, "sha": repository.head, "tags": []}
+    return _reply({**known, "siblings": siblings, **state})
 
 
-def _entry(path: str, blob: Blob) -> dict[str, Any]:
-    size = len(blob.data)
-    entry = {"type": "file", "path": path, "size": size, "oid": blob.oid}
-    return entry | (
-        {"lfs": {"oid": blob.oid, "size": size, "pointerSize": 134}} if blob.large else {}
+def _tree(hub: HubServer, body: bytes, repo: str) -> Reply:
+    del body
+    return _reply(
+        [
+            {"type": "file", "path": path, "size": len(data), "oid": path}
+            for path, data in hub.files(repo).items()
+        ]
     )
 
 
-def _resolve(hub: HubServer, call: Call) -> Reply:
-    repository = _open(hub, call)
-    sha, files = _snapshot(repository, call.parts["revision"])
+def _resolve(hub: HubServer, body: bytes, repo: str, revision: str, file: str) -> Reply:
+    del body
+    repository = hub.repositories[repo]
+    sha = repository.head if revision == "main" else revision
     headers = {"X-Repo-Commit": sha}
-    if (blob := files.get(call.parts["file"])) is None:
-        reply = RefusedError(404, "Entry not found", "EntryNotFound").reply
-        return Reply(reply.status, reply.body, reply.headers | headers)
-    if not blob.large:
-        return Reply(200, blob.data, headers | {"ETag": f'"{blob.oid}"'})
-    # the Hub also redirects large files to another host
-    linked = {"X-Linked-Size": str(len(blob.data)), "X-Linked-Etag": f'"{blob.oid}"'}
-    return Reply(302, b"", headers | linked | {"Location": f"{hub.cdn}/_cdn/{blob.oid}"})
+    if (blob := repository.commits[sha].get(file)) is None:
+        return _refused(404, "Entry not found", "EntryNotFound", **headers)
+    return Reply(200, blob.data, headers | {"ETag": f'"{blob.oid}"'})
 
 
-def _cdn(hub: HubServer, call: Call) -> Reply:
-    assert call.user is None, "a token was sent to the store of large files"
-    oid = call.parts["oid"]
-    return Reply(200, hub.objects[oid], {"ETag": f'"{oid}"'})
-
-
-Route = Callable[[HubServer, Call], Reply]
-ROUTES: list[tuple[str, str, Route]] = [
-    ("GET", "/api/whoami-v2", _whoami),
+MODEL = "/api/models/(?P<repo>[^/]+/[^/]+)"
+ROUTES: list[tuple[str, str, Callable[..., Reply]]] = [
     ("POST", "/api/repos/create", _create),
     ("POST", "/api/validate-yaml", _validate),
-    ("PUT", f"/api/models/{REPO}/settings", _settings),
-    ("POST", f"/api/models/{REPO}/preupload/{REVISION}", _preupload),
-    ("POST", f"/api/models/{REPO}/commit/{REVISION}", _commit),
-    ("GET", f"/api/models/{REPO}", _info),
-    ("GET", f"/api/models/{REPO}/revision/{REVISION}", _info),
-    ("GET", f"/api/models/{REPO}/tree/{REVISION}(?:/.*)?", _tree),
-    ("POST", f"/{REPO}\\.git/info/lfs/objects/batch", _batch),
-    ("PUT", r"/_lfs/(?P<oid>\w+)", _put),
+    ("PUT", f"{MODEL}/settings", _settings),
+    ("POST", f"{MODEL}/preupload/main", _preupload),
+    ("POST", f"{MODEL}/commit/main", _commit),
+    ("GET", f"{MODEL}(?:/revision/[^/]+)?", _info),
+    ("GET", f"{MODEL}/tree/[^/]+(?:/.*)?", _tree),
+    ("POST", r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", _batch),
     ("POST", r"/_lfs/verify", _verify),
-    ("GET", f"/{REPO}/resolve/{REVISION}/(?P<file>.+)", _resolve),
-    ("GET", r"/_cdn/(?P<oid>\w+)", _cdn),
+    ("PUT", r"/_lfs/(?P<oid>\w+)", _put),
+    ("GET", "/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)", _resolve),
 ]
 
 
@@ -374,30 +294,13 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self) -> None:
         path = urlsplit(self.path).path
         lost = self.hub.loses(f"{self.command} {path}")
-        if lost and not self.hub.loses_replies:
-            self.hang_up()
-            return
-        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
-        user = self.hub.users.get(token) if scheme == "Bearer" else None
         method = "GET" if self.command == "HEAD" else self.command
-        reply = self.hub.answer(method, path, user, b"".join(self.body()))
+        executed = not lost or self.hub.loses_replies
+        reply = self.hub.answer(method, path, self.body()) if executed else Reply()
         if lost:
-            self.hang_up()
-        else:
-            self.send(reply)
-
-    do_GET = do_HEAD = do_POST = do_PUT = answer  # noqa: N815
-
-    def body(self) -> Iterator[bytes]:
-        if self.headers.get("Transfer-Encoding") != "chunked":
-            yield self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
             return
-        while size := int(self.rfile.readline(), 16):
-            yield self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-
-    def send(self, reply: Reply) -> None:
         self.send_response(reply.status)
         for name, value in reply.headers.items():
             self.send_header(name, value)
@@ -406,9 +309,17 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(reply.body)
 
-    def hang_up(self) -> None:
-        self.close_connection = True
-        self.connection.shutdown(socket.SHUT_RDWR)
+    do_GET = do_HEAD = do_POST = do_PUT = answer  # noqa: N815
+
+    def body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
 
     def log_message(self, format: str, *args: object) -> None:
         """Print nothing."""

@@ -37,11 +37,10 @@ from specheads.export.custom_generate import hub_files
 from specheads.heads.load import build, load_head
 from tests import tiny
 from tests.decoding.test_detokenize import tokenizer
-from tests.export.hub_server import HubServer
+from tests.export.hub_server import TOKEN, HubServer
 from tests.heads.test_heads import KINDS, make
 from tests.oracle import Oracle
 from tests.test_wheel import ROOT, installed, run, wheel
-from tests.tuned import tree, tuned
 
 __all__ = ["wheel"]
 
@@ -105,12 +104,6 @@ def test_greedy_output_equals_generate_for_every_head(kind: str, inputs: dict[st
     assert torch.equal(speculated(inputs, small_head(kind), TREE, **ends), plain(inputs, **ends))
 
 
-def test_greedy_output_equals_generate_for_a_tree_with_prompt_lookup():
-    head = small_head()
-    head.tuned = tuned(tree(copied=4))
-    assert torch.equal(speculated(BATCH, head), plain(BATCH))
-
-
 @pytest.mark.parametrize("architecture", [name for name in tiny.ARCHITECTURES if name != "llama"])
 def test_greedy_output_equals_generate_on_every_architecture(architecture: str):
     base: Any = tiny.base(architecture).model
@@ -148,15 +141,6 @@ def test_correct_drafts_save_forwards():
 )
 def test_settings_of_generate_give_the_same_output(changes: dict[str, Any]):
     assert torch.equal(speculated(BATCH, **changes), plain(BATCH, **changes))
-
-
-def test_positional_prompt_without_attention_mask_gives_the_same_output():
-    ids = BATCH["input_ids"]
-    custom = specheads.custom_generate(tiny.oracle(3))
-    assert torch.equal(
-        model().generate(ids, **settings(), custom_generate=custom),
-        model().generate(ids, **settings()),
-    )
 
 
 def stops(*strings: str) -> StoppingCriteriaList:
@@ -206,10 +190,6 @@ def test_streamer_gets_the_same_calls():
     plain(streamer=expected, eos_token_id=token_of(0, 9))
     speculated(streamer=actual, eos_token_id=token_of(0, 9))
     assert actual.calls == expected.calls
-
-
-def test_return_dict_in_generate_gives_a_model_output():
-    assert torch.equal(speculated(return_dict_in_generate=True).sequences, plain())
 
 
 LAW = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2}
@@ -265,7 +245,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dola_layers": "low"}, "dola_generation"),
     ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
     ({"assistant_model": fresh_model()}, "assisted_generation"),
-    ({"synced_gpus": True}, "leave out synced_gpus"),
+    ({"synced_gpus": True}, "synced_gpus was given"),
     ({"output_scores": True, **DICT}, "output_scores"),
     ({"output_logits": True, **DICT}, "output_logits"),
     ({"output_attentions": True}, "output_attentions"),
@@ -300,14 +280,6 @@ def test_unsupported_argument_is_refused_in_one_line(changes: dict[str, Any], ru
     with pytest.raises(ValueError, match=rule) as caught:
         speculated(**changes)
     assert "\n" not in str(caught.value)
-
-
-def test_quantized_cache_is_refused():
-    config = GenerationConfig(cache_implementation="quantized")
-    criteria, processors = StoppingCriteriaList(), LogitsProcessorList()
-    custom = specheads.custom_generate(tiny.oracle(3))
-    with pytest.raises(ValueError, match="leave out cache_implementation"):
-        custom(model(), ALONE["input_ids"], processors, criteria, config)
 
 
 def test_model_of_the_user_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -408,7 +380,7 @@ def test_code_of_a_repository_passes_on_all_arguments(folder: Path):
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"token": "secret"}, "set HF_TOKEN"),
+        ({"token": "secret"}, "token"),
         ({"stop_strings": ["a"]}, "tokenizer"),
         ({"num_beams": 2}, "beam_search"),
         ({"local_files_onli": True}, "local_files_onli"),
@@ -448,7 +420,7 @@ def test_only_one_format_of_the_weights_is_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with HubServer() as hub:
-        hub.connect(monkeypatch, tmp_path / "home", hub.token)
+        hub.connect(monkeypatch, tmp_path / "home")
         small_head().save_pretrained(tmp_path / "head")
         for name in ("pytorch_model.bin", "pytorch_model.bin.index.json", "optimizer.pt"):
             (tmp_path / "head" / name).write_bytes(b"not needed")
@@ -456,15 +428,13 @@ def test_only_one_format_of_the_weights_is_downloaded(
         save_file({"x": torch.ones(1)}, tmp_path / "head" / "deep" / "model.safetensors")
         push(hub, "ada/head", tmp_path / "head")
         assert load_head("ada/head").kind == "medusa"
-        fetched = {line.rpartition("/")[2] for line in hub.requests if "/resolve/main" in line}
-        sha = hub.repositories["ada/head"].branches["main"]
-        fetched |= {line.rpartition("/")[2] for line in hub.requests if f"/resolve/{sha}" in line}
+        fetched = {line.rpartition("/")[2] for line in hub.requests if "/resolve/" in line}
     assert fetched == {"config.json", "model.safetensors"}
 
 
 def push(hub: HubServer, repo: str, folder: Path) -> None:
     """Upload a folder."""
-    api = huggingface_hub.HfApi(endpoint=hub.url, token=hub.token)
+    api = huggingface_hub.HfApi(endpoint=hub.url, token=TOKEN)
     api.create_repo(repo)
     api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns="README.md")
 
@@ -481,9 +451,9 @@ def test_example_of_the_card_works_in_a_clean_environment(
     run(specheads, "train", "recipe=smoke", "name=smoke", "evaluate_after=false", folder=work)
     base = ROOT / "recipes" / "tiny_code" / "base"
     with HubServer() as hub:
-        hub.connect(monkeypatch, tmp_path / "owner", hub.token)
+        hub.connect(monkeypatch, tmp_path / "owner")
         push(hub, "ada/base", base)
-        owner = hub.environment(tmp_path / "owner", hub.token)
+        owner = hub.environment(tmp_path / "owner", TOKEN)
         words = ("run=runs/smoke", "repo=ada/smoke", "base_repo=ada/base")
         run(specheads, "push", *words, folder=work, **owner)
         card = hub.files("ada/smoke")["README.md"].decode()
@@ -493,7 +463,7 @@ def test_example_of_the_card_works_in_a_clean_environment(
         user = hub.environment(tmp_path / "user")
         printed = run(python, "-c", script, folder=empty, **user)
         requested = {line.split("/resolve/")[-1] for line in hub.requests if "ada/smoke" in line}
-        commit = hub.repositories["ada/smoke"].branches["main"]
+        commit = hub.repositories["ada/smoke"].head
     # the weights are from the commit whose code ran
     assert f"{commit}/model.safetensors" in requested
     alone: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

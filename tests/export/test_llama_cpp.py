@@ -183,19 +183,6 @@ def test_backend_sampling_accepts_less_for_parallel_requests(ask):
     assert 0 < answer["counters"][total] < wanted[total]
 
 
-def test_chain_can_be_shorter_than_the_head(ask):
-    counters = ask("eagle3", num_tokens=DEPTH - 1)["counters"]
-    wanted = engine_counts("eagle3", DEPTH - 1)
-    assert {one: counters[one] for one in wanted} == wanted
-
-
-def test_shorter_block_gives_other_drafts(ask):
-    """Slots attend to each other, so exports request the whole block."""
-    answer, wanted = ask("dspark", num_tokens=DEPTH - 1), engine_counts("dspark", DEPTH - 1)
-    assert answer["tokens"] == [text[:NEW_TOKENS] for text in said()]
-    assert {one: answer["counters"][one] for one in wanted} != wanted
-
-
 def test_serving_benchmark_counts_equal_its_replay(target, tmp_path, monkeypatch):
     script = load_script("bench_serve")
     convert = partial(script.convert, pre_tokenizer="llama-bpe")

@@ -217,20 +217,6 @@ def test_folder_in_speculators_format_is_served_by_its_path(kind, export):
     check(serve({"model": str(folder)}), kind)
 
 
-@pytest.mark.parametrize(
-    ("runner", "refusal"),
-    [
-        ("0", "V1 does not support: dspark speculative decoding"),
-        ("1", "Model Runner V2 requires Triton"),
-    ],
-)
-def test_vllm_refuses_dspark_on_a_cpu(runner, refusal, export):
-    """vLLM's first runner does not support DSpark, and its second one does not support CPUs."""
-    folder = export("dspark", "speculators")
-    with pytest.raises(AssertionError, match=refusal):
-        serve({"model": str(folder)}, {"VLLM_USE_V2_MODEL_RUNNER": runner})
-
-
 def test_serving_benchmark_counts_equal_its_replay(tmp_path):
     tokenizer: Any = base().tokenizer
     head("eagle3").save_pretrained(tmp_path / "head")
@@ -260,7 +246,7 @@ def test_serving_benchmark_counts_equal_its_replay(tmp_path):
 def test_vllm_0_32_loads_medusa_natively(export):
     settings = {
         "method": "medusa",
-        "model": str(export("medusa", "vllm_0_32")),
+        "model": str(export("medusa", "tgi")),
         "num_speculative_tokens": DEPTH,
     }
     check(serve({"speculative_config": settings}), "medusa")

@@ -3,17 +3,14 @@
 import itertools
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.core.drafter import Features
 from specheads.core.features import Committed
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
@@ -21,37 +18,20 @@ from specheads.heads.kinds import dflash, dspark
 from specheads.heads.layers.block import BlockHead, block_mask
 from specheads.heads.load import build, build_for, load_head
 from tests import tiny
+from tests.heads.golden import GOLDEN, close, expected, features
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 DEEPSPEC = {"dflash_deepspec": dflash.Head, "dspark_deepspec": dspark.Head}
 FIRST = 6
 """Positions that the first of two drafts has seen."""
 
 
-@pytest.fixture
-def in_float64() -> Iterator[None]:
-    """Have rotary angles in float64 too."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def features(aux: Tensor) -> Features:
-    """Return features with aux only, the input of these heads."""
-    return Features(aux[..., : aux.shape[-1] // 3], aux)
-
-
 def case(name: str) -> tuple[BlockHead, dict[str, Tensor]]:
-    head, golden = load_head(GOLDEN / name), load_file(GOLDEN / name / "expected.safetensors")
+    head, golden = load_head(GOLDEN / name), expected(name)
     assert isinstance(head, BlockHead)
     head.double()
     if "in.embedding" in golden:
         head.bind(golden["in.embedding"], golden["in.projection"])
     return head, golden
-
-
-def close(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
 
 
 def random(base: FrozenBase, kind: str, **settings: Any) -> BlockHead:
@@ -91,7 +71,7 @@ def test_training_states_give_deepspec_s_logits_and_confidences(name: str):
 
 @pytest.mark.parametrize("name", DEEPSPEC)
 def test_the_block_mask_equals_deepspec_s(name: str):
-    golden = load_file(GOLDEN / name / "expected.safetensors")
+    golden = expected(name)
     anchors, kept, time = golden["out.anchors"], golden["out.kept"], golden["in.tokens"].shape[1]
     before = torch.arange(time) < anchors[..., None]
     found = block_mask(before, slots=4)
@@ -124,51 +104,6 @@ def test_public_heads_draft_like_their_projects(name: str):
             if level + 1 < head.depth:
                 node = said[:, level : level + 1]
                 logits, state = head.extend(state, node, torch.zeros_like(node))
-
-
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
-@pytest.mark.parametrize("sample_from_anchor", [False, True])
-def test_blocks_drafted_from_ragged_rows_equal_training_states(kind: str, sample_from_anchor: bool):
-    base = tiny.base("llama")
-    head = random(base, kind, depth=4, sample_from_anchor=sample_from_anchor)
-    tokens = torch.randint(base.vocab_size, (3, 16), generator=torch.manual_seed(5))
-    read = base.read(tokens, head.aux_layers)
-    marks = torch.zeros_like(tokens, dtype=torch.bool)
-    at = torch.tensor([0, 10, 4])
-    marks[torch.arange(3), at] = True
-    wanted = [
-        head.logits(state[torch.arange(3), at], level)
-        for level, state in enumerate(head.states(read, tokens, marks))
-    ]
-    # slots after a row's last position must not be visible
-    garbage = torch.arange(11) > at[:, None]
-    assert read.aux is not None
-    committed = Features(read.hidden[:, :11], read.aux[:, :11].masked_fill(garbage[..., None], 9.0))
-    logits, state = head.begin(Committed(committed, tokens[:, 1:12], at + 1), head.memory(3, 32))
-    for level in range(head.depth):
-        torch.testing.assert_close(logits[:, 0], wanted[level], rtol=0, atol=1e-12)
-        node = tokens.gather(1, at[:, None] + 2 + level)
-        if level + 1 < head.depth:
-            logits, state = head.extend(state, node, torch.zeros_like(node))
-
-
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_scattered_rows_draft_like_separate_rows(kind: str):
-    base = tiny.base("llama")
-    head = random(base, kind, depth=3)
-    tokens = torch.randint(base.vocab_size, (2, 13), generator=torch.manual_seed(3))
-    read = base.read(tokens, head.aux_layers)
-    own, cache = head.memory(2, 32), head.memory(1, 64)
-    places = torch.randperm(64, generator=torch.manual_seed(4)).view(2, 32)
-    lengths = torch.zeros(2, dtype=torch.long)
-    for counts in ([5, 2], [1, 4]):
-        count = torch.tensor(counts)
-        at = lengths[:, None] + torch.arange(max(counts))
-        committed = Committed(read.at(at), tokens.gather(1, at + 1), count)
-        wanted, _ = head.begin(committed, own)
-        found, _ = head.begin(committed, cache.scatter(places, lengths))
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-        lengths = lengths + count
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
@@ -211,8 +146,8 @@ def test_a_chain_stops_at_low_dspark_confidence(sure: float):
     base = tiny.base("llama")
     head = random(base, "dspark", depth=3)
     assert isinstance(head, dspark.Head)
-    head.confidence_head.proj.weight.data.zero_()
-    head.confidence_head.proj.bias.data.fill_(sure)
+    head.get_parameter("confidence_head.proj.weight").data.zero_()
+    head.get_parameter("confidence_head.proj.bias").data.fill_(sure)
     prompts = tiny.prompts()
     said = generate(base, head, prompts, max_new_tokens=12, tree=policies.chain(3, confidence=0.5))
     assert said.tokens == [one[:12] for one in tiny.continuations()]
@@ -269,26 +204,3 @@ def test_unsupported_checkpoints_are_refused(change: dict, message: str):
     config = {"architectures": ["Qwen3DSparkModel"], "hidden_size": 32, "markov_rank": 5} | change
     with pytest.raises(ValueError, match=message):
         dspark.read_public(config, {})
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mask_token": 61}, "mask_token must be a token of the base, -1 to 60, got 61"),
-        ({"mask_token": -2}, "mask_token must be a whole number, at least -1"),
-        ({"num_layers": 0}, "num_layers must be"),
-        ({"num_anchors": 0}, "num_anchors must be"),
-    ],
-)
-def test_invalid_settings_are_refused(settings: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        build_for({"kind": "dflash", **settings}, tiny.base("llama"))
-
-
-def test_missing_inputs_of_the_base_are_named():
-    head = build({"kind": "dflash"}, width=16, vocab_size=11)
-    hidden, tokens = torch.zeros(1, 9, 16), torch.zeros(1, 9, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"aux_layers=head\.aux_layers"):
-        next(head.states(Features(hidden), tokens))
-    with pytest.raises(ValueError, match="load the head with it"):
-        head.projection(0)

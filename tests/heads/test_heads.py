@@ -28,7 +28,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "dflash": [{"sample_from_anchor": True, **GROUPED}],
     "dspark": [{"sample_from_anchor": False, "markov_rank": 3, "mask_token": 5, **GROUPED}],
     "eagle3": [
-        {"norm_before_residual": True, "attention_heads": 4, "key_value_heads": 2},
+        {"norm_before_residual": True, "depth": 5, "attention_heads": 4, "key_value_heads": 2},
         {"num_layers": 3, "fc_norm": True, "norm_output": True},
         {"norm_before_fc": True, "rope_scaling": STRETCHED, "own_embedding": True},
         {"parallel": True, "mask_token": 5},
@@ -87,10 +87,6 @@ def until(features: Features, time: int) -> Features:
     return features.at(torch.arange(time).expand(2, -1))
 
 
-def test_all_eight_kinds_exist():
-    assert {"medusa", "mlp_speculator"} <= set(KINDS)
-
-
 @each_case
 def test_every_parameter_gets_a_gradient(settings: dict, base: FrozenBase):
     head = make(settings, base)
@@ -143,24 +139,27 @@ def test_16_bit_features_and_float32_weights_give_no_warning(settings: dict):
 
 
 @each_case
-def test_drafting_a_chain_agrees_with_training(settings: dict, base: FrozenBase):
-    """begin/extend along the true tokens give the logits that states() trains."""
+def test_ragged_rows_read_in_pieces_draft_as_trained(settings: dict, base: FrozenBase):
+    """begin and extend along the true tokens give the logits that states() trains."""
     head = make(settings, base)
     features, tokens = read(base, head.aux_layers)
-    place = 7
-    trained = [logits[:, place] for logits in offline_logits(head, features, tokens)]
-    committed = until(features, place + 1)
-    count = torch.full((2,), place + 1)
-    logits, state = head.begin(
-        Committed(committed, tokens[:, 1 : place + 2], count), head.memory(2, capacity=64)
-    )
-    drafted = [logits[:, 0]]
-    for level in range(1, head.depth):
-        node = tokens[:, place + 1 + level][:, None]
-        logits, state = head.extend(state, node, torch.zeros_like(node))
-        drafted.append(logits[:, 0])
-    for ours, theirs in zip(drafted, trained, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    memory, ends = head.memory(2, 32), torch.zeros(2, dtype=torch.long)
+    for counts in (torch.tensor([2, 5]), torch.tensor([4, 1])):
+        steps = torch.arange(int(counts.max()))
+        places = ends[:, None] + steps
+        # the padding of a row must not be visible
+        padding, piece = (steps >= counts[:, None])[..., None], features.at(places)
+        aux = None if piece.aux is None else piece.aux.masked_fill(padding, 9.0)
+        piece = Features(piece.hidden.masked_fill(padding, 9.0), aux)
+        committed = Committed(piece, tokens.gather(1, places + 1), counts)
+        logits, state = head.begin(committed, memory)
+        ends = ends + counts
+    for level, trained in enumerate(offline_logits(head, features, tokens)):
+        wanted = trained[torch.arange(2), ends - 1]
+        torch.testing.assert_close(logits[:, 0], wanted, rtol=0, atol=1e-12)
+        node = tokens.gather(1, ends[:, None] + 1 + level)
+        if level + 1 < head.depth:
+            logits, state = head.extend(state, node, torch.zeros_like(node))
 
 
 @each_case
@@ -183,38 +182,6 @@ def test_siblings_are_drafted_from_their_own_parent(settings: dict, base: Frozen
         one = below[:, place : place + 1]
         logits, _ = head.extend(alone, one, torch.zeros_like(one))
         torch.testing.assert_close(together[:, place], logits[:, 0], rtol=0, atol=1e-12)
-
-
-@each_case
-def test_joined_rows_draft_as_if_alone(settings: dict, base: FrozenBase):
-    head = make(settings, base)
-    features, tokens = read(base, head.aux_layers)
-    lengths = (5, 9)
-
-    def row_alone(row: int) -> tuple[Features, torch.Tensor, Any]:
-        """Return one row, and the head's memory once it has read its first positions."""
-        own, said, length = features.rows(torch.tensor([row])), tokens[row][None], lengths[row]
-        memory = head.memory(1, 64)
-        first = own.at(torch.arange(length)[None])
-        head.begin(Committed(first, said[:, 1 : length + 1], torch.tensor([length])), memory)
-        return own, said, memory
-
-    def draft(features: Features, tokens: torch.Tensor, starts: list[int], memory: Any):
-        places = torch.tensor(starts)[:, None] + torch.arange(2)
-        count = torch.full((len(starts),), 2)
-        logits, state = head.begin(
-            Committed(features.at(places), tokens.gather(1, places + 1), count), memory
-        )
-        node = torch.full((len(starts), 1), 7)
-        return torch.cat([logits, head.extend(state, node, torch.zeros_like(node))[0]], dim=1)
-
-    (_, _, memory), (_, _, other) = row_alone(0), row_alone(1)
-    joined = None if memory is None else memory.join(other)
-    together = draft(features, tokens, [*lengths], joined)
-    for row, length in enumerate(lengths):
-        own, said, memory = row_alone(row)
-        apart = draft(own, said, [length], memory)
-        torch.testing.assert_close(together[row], apart[0], rtol=0, atol=1e-12)
 
 
 @each_case
@@ -271,23 +238,6 @@ def test_borrowed_tensors_are_buffers_that_move_with_the_head(settings: dict, ba
     assert base.embedding.dtype == torch.float64
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"kind": "hydra_heads"},
-        {"kind": "redrafter"},
-        {"kind": "mtp"},
-        {"kind": "medusa", "projection": "shared"},
-    ],
-    ids=told,
-)
-def test_an_unbound_head_is_an_input_error(settings: dict):
-    head = build(settings, width=8, vocab_size=11)
-    features, tokens = Features(torch.zeros(1, 7, 8)), torch.zeros(1, 7, dtype=torch.long)
-    with pytest.raises(ValueError, match="load the head with its base"):
-        _ = [*head.states(features, tokens), head.projection(0)]
-
-
 @pytest.mark.parametrize("architecture", ["llama", "granite"])
 @pytest.mark.parametrize(
     "settings",
@@ -333,9 +283,12 @@ def _mlp(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("ln.0.bias"), r"lacks 'ln\.0\.bias'"),
-        (lambda t: t.update({"ln.9.bias": torch.ones(8)}), r"has 'ln\.9\.bias', which"),
-        (lambda t: t.update({"proj.0.weight": torch.ones(8, 9)}), r"shape \(8, 8\), got \(8, 9\)"),
+        (lambda t: t.pop("ln.0.bias"), r'Missing key.* "ln\.0\.bias"'),
+        (lambda t: t.update({"ln.9.bias": torch.ones(8)}), r'Unexpected key.* "ln\.9\.bias"'),
+        (
+            lambda t: t.update({"proj.0.weight": torch.ones(8, 9)}),
+            r"mismatch for proj\.0\.weight.*\[8, 9\].*\[8, 8\]",
+        ),
     ],
     ids=["missing", "left over", "misshapen"],
 )
@@ -377,18 +330,6 @@ def test_a_folder_without_a_known_layout_is_refused(tmp_path: Path):
         load_head(tmp_path)
 
 
-def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path):
-    class Payload:
-        def __reduce__(self):
-            return (Path.touch, (tmp_path / "ran",))
-
-    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 1}))
-    torch.save({"0.0.linear.weight": Payload()}, tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(ValueError, match=r"medusa_lm_head\.pt"):
-        load_head(tmp_path)
-    assert not (tmp_path / "ran").exists()
-
-
 def _reducible(settings: dict) -> bool:
     module = importlib.import_module(f"specheads.heads.kinds.{settings['kind']}")
     return "draft_tokens" in {field.name for field in dataclasses.fields(module.Config)}
@@ -422,11 +363,6 @@ def test_a_reduced_vocabulary_drafts_its_own_tokens_and_stays_lossless(
         before = until(features, TIME - 1)
         tree = policy.grow(head, Committed(before, tokens[:, 1:], count), head.memory(2, 64))
         assert set(tree.tokens[:, 1:].flatten().tolist()) <= allowed
-
-
-def test_a_head_with_one_draft_token_is_loaded_unchanged(base: FrozenBase, tmp_path: Path):
-    build_for({"kind": "medusa", "draft_tokens": 1}, base).save_pretrained(tmp_path)
-    assert load_head(tmp_path, base).drafted_size == 1
 
 
 def test_a_copy_shares_borrowed_tensors_and_no_parameters(base: FrozenBase):

@@ -9,11 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from specheads.core.drafter import Features
 from specheads.core.features import Committed
-from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
-from specheads.heads.load import build_for, load_head
-from specheads.measure.offline import offline_logits
-from tests import tiny
+from specheads.heads.load import load_head
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = ["hydra_mlp", "hydra_prefix_mlp"]
@@ -82,54 +79,6 @@ def test_a_public_hydra_drafts_its_project_s_tree(case: str, dtype: torch.dtype)
     buffers = load_file(GOLDEN / case / "buffers.safetensors")
     assert torch.equal(tree.ancestors()[0], buffers["out.tree.attn_mask"].bool())
     assert torch.equal(tree.depths()[0], buffers["out.tree.position_offsets"])
-
-
-def test_a_prefix_layer_reads_a_prompt_in_pieces():
-    """Keys and values stay with their row when another row is removed."""
-    base = tiny.base("llama")
-    torch.manual_seed(1)
-    settings = {"kind": "hydra_heads", "attention_heads": 4, "key_value_heads": 2}
-    head = build_for(settings, base).double().eval()
-    for parameter in head.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    tokens = torch.randint(base.vocab_size, (3, 12))
-    hidden, following = base.read(tokens).hidden, tokens.roll(-1, 1)
-    memory = head.memory(3, capacity=16)
-    assert memory is not None
-    first = torch.tensor([5, 2, 7])
-    head.begin(Committed(Features(hidden[:, :7]), following[:, :7], first), memory)
-    kept = torch.tensor([2, 1])
-    memory = memory.keep(kept)
-    second = torch.tensor([2, 3])
-    places = (first[kept][:, None] + torch.arange(3)).clamp(max=11)
-    features = Features(hidden[kept]).at(places)
-    logits, _ = head.begin(Committed(features, following[kept].gather(1, places), second), memory)
-    for row, (where, length) in enumerate(zip([2, 1], [9, 5], strict=True)):
-        whole = Features(hidden[where : where + 1, :length])
-        alone, _ = head.begin(
-            Committed(whole, following[where : where + 1, :length], torch.tensor([length])),
-            head.memory(1, 16),
-        )
-        torch.testing.assert_close(logits[row], alone[0], rtol=0, atol=1e-12)
-
-
-def test_tree_decoding_reproduces_greedy_without_a_prefix_layer():
-    base = tiny.base("llama")
-    head = build_for({"kind": "hydra_heads", "prefix": False}, base).double()
-    alone = generate(base, None, tiny.prompts(), max_new_tokens=24)
-    ours = generate(base, head, tiny.prompts(), max_new_tokens=24, tree=policies.BestFirst(9, 3))
-    assert ours.tokens == alone.tokens
-
-
-def test_with_its_embedding_columns_at_zero_hydra_ignores_the_path():
-    base = tiny.base("llama")
-    head = build_for({"kind": "hydra_heads"}, base).double()
-    head.bind(torch.zeros_like(base.embedding))
-    tokens = torch.randint(base.vocab_size, (2, 12))
-    features = base.read(tokens)
-    ours = offline_logits(head, features, tokens)
-    others = offline_logits(head, features, (tokens + 1) % base.vocab_size)
-    assert all(torch.equal(one, other) for one, other in zip(ours, others, strict=True))
 
 
 def test_hydra_s_own_pickled_file_is_read(tmp_path: Path):

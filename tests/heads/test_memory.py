@@ -77,9 +77,23 @@ def test_rows_of_a_head_are_kept_removed_and_joined(settings: dict):
         check_memory(head)
 
 
-def test_the_kinds_with_a_memory():
-    kept = {case["kind"] for case in CASES if make(case, tiny.base()).memory(1, 64) is not None}
-    assert kept >= {"eagle3", "hydra_heads", "dflash", "dspark"}
+@pytest.mark.parametrize("settings", CASES, ids=told)
+def test_scattered_rows_of_a_head_draft_like_separate_rows(settings: dict):
+    head = make(settings, tiny.base())
+    own, cache = head.memory(2, 32), head.memory(1, 64)
+    if own is None or cache is None:
+        return
+    tokens = torch.randint(tiny.VOCAB, (2, 13), generator=torch.manual_seed(3))
+    features = tiny.base().read(tokens, head.aux_layers)
+    places = torch.randperm(64, generator=torch.manual_seed(4)).view(2, 32)
+    lengths = torch.zeros(2, dtype=torch.long)
+    for counts in (torch.tensor([5, 2]), torch.tensor([1, 4])):
+        at = lengths[:, None] + torch.arange(int(counts.max()))
+        committed = Committed(features.at(at), tokens.gather(1, at + 1), counts)
+        wanted = drafted(head, committed, own)
+        found = drafted(head, committed, cache.scatter(places, lengths))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        lengths = lengths + counts
 
 
 @pytest.mark.parametrize("name", BASELINES)

@@ -28,23 +28,16 @@ def scores_of(queries: Tensor, keys: Tensor, documents: path_attention.Bounds) -
     return scores.masked_fill(~visible, -math.inf)
 
 
-def forward(queries: Tensor, keys: Tensor, values: Tensor, documents: path_attention.Bounds):
+def forward(documents: path_attention.Bounds, queries: Tensor, keys: Tensor, values: Tensor):
     """Replace the kernel's forward pass: return the output and its log-sum-exp."""
     scores = scores_of(queries, keys, documents)
     values = values.repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
     return torch.einsum("hts,shd->thd", scores.softmax(-1), values), scores.logsumexp(-1)
 
 
-def backward(
-    grad: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mixed: Tensor,
-    total: Tensor,
-    documents: path_attention.Bounds,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(documents: path_attention.Bounds, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Replace the kernel's backward pass, which gets only the log-sum-exp and the output."""
+    grad, queries, keys, values, mixed, total = tensors
     group = queries.shape[1] // keys.shape[1]
     weights = (scores_of(queries, keys, documents) - total[..., None]).exp()
     wide_keys, wide_values = (one.repeat_interleave(group, dim=1) for one in (keys, values))
@@ -92,8 +85,8 @@ def test_merged_softmax_and_its_gradients_equal_the_plain_ones(
 
 
 def test_an_error_of_the_backward_pass_would_be_seen(monkeypatch: pytest.MonkeyPatch):
-    def shifted(grad: Tensor, *inputs) -> tuple[Tensor, Tensor, Tensor]:
-        return backward(grad.roll(1, 0), *inputs)
+    def shifted(documents: path_attention.Bounds, grad: Tensor, *rest: Tensor):
+        return backward(documents, grad.roll(1, 0), *rest)
 
     monkeypatch.setattr(path_attention, "_flash_forward", forward)
     monkeypatch.setattr(path_attention, "_flash_backward", shifted)

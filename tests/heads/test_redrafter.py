@@ -9,10 +9,8 @@ from safetensors.torch import load_file
 from specheads.core.drafter import Features, Head
 from specheads.core.features import Committed
 from specheads.core.tree import from_paths
-from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
-from specheads.heads.load import build, build_for, load_head
-from tests import tiny
+from specheads.heads.load import load_head
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = ["redrafter_rnn", "redrafter_sum"]
@@ -137,44 +135,3 @@ def test_beams_share_prefixes_as_the_project_packs_them(case: str, part: str, gi
             if mask is not None:
                 seen = mask[row, :own, -tree.tokens.shape[1] :][:, :own].bool()
                 assert torch.equal(reach[row, :own, :own], seen)
-
-
-@pytest.mark.parametrize("rnn", [True, False])
-def test_decoding_with_beams_reproduces_greedy(rnn: bool):
-    base = tiny.base("llama")
-    head = build_for({"kind": "redrafter", "rnn": rnn}, base).double()
-    alone = generate(base, None, tiny.prompts(), max_new_tokens=24)
-    ours = generate(base, head, tiny.prompts(), max_new_tokens=24, tree=policies.Beam(4, 3))
-    assert ours.tokens == alone.tokens
-
-
-def test_its_size_does_not_depend_on_its_depth():
-    shallow, deep = (
-        build({"kind": "redrafter", "depth": depth}, width=8, vocab_size=11) for depth in (1, 9)
-    )
-    deep.load_state_dict(shallow.state_dict())
-    tokens = torch.randint(11, (2, 20))
-    features = Features(torch.randn(2, 20, 8))
-    for head in (shallow, deep):
-        head.bind(torch.randn(11, 8, generator=torch.manual_seed(3)))
-    (first,) = shallow.states(features, tokens)
-    states = list(deep.states(features, tokens))
-    assert len(states) == 9
-    assert torch.equal(first, states[0])
-
-
-def test_a_narrow_exit_starts_randomly():
-    base = tiny.base("llama")
-    head = build_for({"kind": "redrafter", "exit_dim": 8}, base)
-    assert head.projection(0)[0].shape == (base.vocab_size, 8)
-    assert head.projection(0)[0].std() > 0.05
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"depth": 0}, {"num_layers": -1}, {"exit_dim": -1}],
-    ids=lambda one: next(iter(one)),
-)
-def test_a_redrafter_of_invalid_size_is_refused(settings: dict):
-    with pytest.raises(ValueError, match=r"must be a whole number, at least"):
-        build({"kind": "redrafter", **settings}, width=8, vocab_size=11)

@@ -68,7 +68,7 @@ def refused(folder: Path, message: str) -> None:
         ({"depth": 10_000}, "head.depth must be a whole number, at least 1, at most 64"),
         ({"depth": 10**12}, "at most 64, got 1000000000000"),
         ({"num_layers": 10**9}, "at most 64, got 1000000000"),
-        ({"width": 10**6, "vocab_size": 10**6}, "must have shape"),
+        ({"width": 10**6, "vocab_size": 10**6}, "size mismatch for"),
         ({"width": 10**12, "vocab_size": 10**12}, "do not describe a head"),
         ({"width": -8}, "do not describe a head"),
         ({"width": "8"}, "do not describe a head"),
@@ -159,7 +159,7 @@ def test_a_pickle_with_code_is_refused_and_does_not_run(folder: Path, name: str)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([torch.zeros(1)], "tensors by name, got a list"),
+        ([torch.zeros(1)], "None is not one"),
         ({"x": 3}, "'x' is not one"),
         ({3: torch.zeros(1)}, "3 is not one"),
         ({"x": torch.zeros(1).expand(10**12)}, "'x' is not one"),
@@ -278,7 +278,7 @@ def test_an_unknown_tensor_is_refused(case: str, name: str, tmp_path: Path):
     tensors = load_file(hostile.weights(place))
     tensors[name] = torch.zeros(1)
     save_file(tensors, hostile.weights(place))
-    refused(place, "do not describe a head|does not use|lacks")
+    refused(place, "do not describe a head|of another kind")
 
 
 def test_a_tensor_of_the_wrong_shape_is_refused(tmp_path: Path):

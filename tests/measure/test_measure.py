@@ -4,7 +4,7 @@ import functools
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Habit(Head):
 
     def __init__(self, noise: float = 0.0, depth: int = DEPTH) -> None:
         width = tiny.base().width
-        super().__init__(None, width, tiny.VOCAB)
+        super().__init__(make_dataclass("NoSettings", ())(), width, tiny.VOCAB)
         self.depth = depth
         generator = torch.Generator().manual_seed(5)
         draw = torch.randn(depth, tiny.VOCAB, width, generator=generator, dtype=torch.float64)

@@ -15,7 +15,6 @@ ORACLES: dict[tuple[str, str], DraftOracle] = {
     ("hydra_heads", "vllm"): plugin.hydra_heads,
     ("mtp", "vllm"): plugin.mtp,
     ("redrafter", "vllm"): plugin.redrafter,
-    ("medusa", "vllm_0_32"): medusa.vllm_0_32,
     ("medusa", "tgi"): medusa.tgi,
     ("mlp_speculator", "tgi"): mlp_speculator.tgi,
     ("eagle3", "vllm"): eagle3.vllm,

@@ -56,4 +56,10 @@ def objection(head: Head, base: FrozenBase, layout: Layout | None) -> str:
         is_default = item.name not in layout.settings and value == default
         if not (allowed is None or value in allowed or is_default):
             return f"it cannot hold {item.name}={value!r}"
-    return layout.objection(head, base) if layout.objection else ""
+    if layers := list(head.aux_layers):
+        if layout.num_aux not in (0, len(layers)):
+            return f"it reads {layout.num_aux} layers, aux_layers are {layers}"
+        if not layout.lowest <= min(layers) <= max(layers) < base.num_layers:
+            outputs = f"{layout.lowest} to {base.num_layers - 1}"
+            return f"it reads the streams after layers {outputs}, aux_layers are {layers}"
+    return layout.objection(head) if layout.objection else ""

@@ -54,10 +54,20 @@ class Layout:
     """"run": the engine itself ran. "layout": a test reads the folder as the engine's code does."""
     note: str
     """The verification, with the version of the engine."""
-    objection: Callable[[Head, FrozenBase], str] | None = None
-    """Returns why this head on this base does not fit, when the settings alone do not decide."""
-    limits: str = ""
-    """The rule behind `objection`, for the documentation."""
+    lowest: int = 0
+    """The lowest of `aux_layers` that the engine can read; it never reads the last layer."""
+    num_aux: int = 0
+    """The only number of `aux_layers` that the engine can read; zero is any number."""
+    objection: Callable[[Head], str] | None = None
+    """Returns why this head does not fit, when the settings alone do not decide."""
+    limits: tuple[str, ...] = ()
+    """The rules behind `objection`, for the documentation."""
+
+    def rules(self) -> list[str]:
+        """Return the rules for `aux_layers` and `objection`, for the documentation."""
+        count, low = self.num_aux or "", ", none of them 0" if self.lowest else ""
+        below = f"{count} aux_layers below the last layer{low}".strip()
+        return [*([below] if "aux_layers" in self.settings else []), *self.limits]
 
 
 def drafted_tokens(head: Head) -> int:
@@ -86,44 +96,19 @@ def stored_dtype(head: Head) -> str:
     return dtype_name(next(head.parameters()).dtype)
 
 
-def hidden_layers_only(head: Head, base: FrozenBase) -> str:
-    """Object to a head that reads the last layer: engines give that one after the final norm."""
-    if max(head.aux_layers) < base.num_layers:
-        return ""
-    return f"streams end after layer {base.num_layers - 1}, aux_layers are {list(head.aux_layers)}"
-
-
-def layer_outputs_only(head: Head, base: FrozenBase) -> str:
-    """Object to a head that reads the embedding or the last layer."""
-    if min(head.aux_layers) > 0:
-        return hidden_layers_only(head, base)
-    return f"it reads outputs of layers 1 and up, aux_layers are {list(head.aux_layers)}"
-
-
-BELOW_LAST = hidden_layers_only, "aux_layers below the last layer"
-LAYER_OUTPUTS = layer_outputs_only, "aux_layers below the last layer, none of them 0"
-"""Objections of layouts, with their rule for the documentation."""
-
-
 def layer_settings(head: Head, base: FrozenBase) -> dict[str, Any]:
     """Return the settings of a head's layers: Llama (EAGLE-3) or Qwen3 (block heads)."""
     assert isinstance(head, Eagle3 | BlockHead)
-    settings, weights, block = head.config, head.state_dict(), isinstance(head, BlockHead)
-    prefix = "layers.0" if block else "midlayer"
-    layer = head.get_submodule(prefix)
-    size: int = layer.get_submodule("self_attn").head_dim  # pyright: ignore[reportAssignmentType]
-    rows = {
-        part: len(weights[f"{prefix}.{part}_proj.weight"])
-        for part in ("mlp.gate", "self_attn.q", "self_attn.k")
-    }
+    settings, block, layer = head.config, isinstance(head, BlockHead), head.blocks()[0]
+    attention = layer.self_attn
     return {
         "model_type": "qwen3" if block else "llama",
         "hidden_size": head.width,
-        "intermediate_size": rows["mlp.gate"],
+        "intermediate_size": layer.mlp.gate_proj.out_features,
         "num_hidden_layers": settings.num_layers,
-        "num_attention_heads": rows["self_attn.q"] // size,
-        "num_key_value_heads": rows["self_attn.k"] // size,
-        "head_dim": size,
+        "num_attention_heads": attention.q_proj.out_features // attention.head_dim,
+        "num_key_value_heads": attention.num_key_value_heads,
+        "head_dim": attention.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": settings.epsilon,
         "rope_theta": settings.rope_theta,
@@ -131,11 +116,8 @@ def layer_settings(head: Head, base: FrozenBase) -> dict[str, Any]:
         "max_position_embeddings": base.max_length,
         "vocab_size": head.vocab_size,
         "attention_bias": False,
-        **(
-            {"layer_types": ["full_attention"] * settings.num_layers}
-            if block
-            else {"mlp_bias": False}
-        ),
+        **({"layer_types": ["full_attention"] * settings.num_layers} if block else {}),
+        **({} if block else {"mlp_bias": False}),
         "tie_word_embeddings": False,
         "bos_token_id": base.config.bos_token_id,
         "eos_token_id": base.config.eos_token_id,
@@ -181,12 +163,6 @@ EAGLE3_ALL: AllowedSettings = {
     **all_of("own_embedding", "parallel", "mask_token"),
 }
 """All settings."""
-
-
-def three_layers_only(head: Head) -> str:
-    """Object to a head that does not read three layers."""
-    read = list(head.aux_layers)
-    return "" if len(read) == 3 else f"it reads three layers, aux_layers are {read}"
 
 
 def eagle3_folder(head: Head, base: FrozenBase, *serve: str) -> Folder:

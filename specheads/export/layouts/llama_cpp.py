@@ -50,22 +50,21 @@ def _lines(draft: str, num_tokens: int, base: FrozenBase, out: Path) -> tuple[st
     )
 
 
-def eagle3_objection(head: Head, base: FrozenBase) -> str:
-    """Return why llama.cpp cannot compute this head, or an empty string."""
+def eagle3_objection(head: Head) -> str:
+    """Object to settings of yarn that llama.cpp does not read."""
     scaling = head.config.rope_scaling
-    if scaling.get("rope_type") == "yarn" and (unread := sorted({*scaling} - YARN)):
-        return f"it does not read {', '.join(unread)} of yarn"
-    return _shared.three_layers_only(head) or _shared.hidden_layers_only(head, base)
+    unread = sorted({*scaling} - YARN) if scaling.get("rope_type") == "yarn" else []
+    return f"it does not read {', '.join(unread)} of yarn" if unread else ""
 
 
 RUN = "by its server (0c1e5709) on a CPU in float32 (`make llama_cpp`)"
 
-EAGLE3_LIMITS = "three aux_layers below the last layer; yarn by factor and betas alone; one layer"
+LIMITS = ("yarn by factor and betas alone", "one layer")
 DFLASH: AllowedSettings = {**_shared.BLOCK, **_shared.DRAFT_VOCABULARY}
 DSPARK: AllowedSettings = {**_shared.DSPARK, **_shared.DRAFT_VOCABULARY}
 
 LAYOUTS = {
-    "eagle3": Layout(write_eagle3, EAGLE3, "run", RUN, eagle3_objection, EAGLE3_LIMITS),
-    "dflash": Layout(write_block, DFLASH, "run", RUN, *_shared.BELOW_LAST),
-    "dspark": Layout(write_block, DSPARK, "run", RUN, *_shared.BELOW_LAST),
+    "eagle3": Layout(write_eagle3, EAGLE3, "run", RUN, 0, 3, eagle3_objection, LIMITS),
+    "dflash": Layout(write_block, DFLASH, "run", RUN),
+    "dspark": Layout(write_block, DSPARK, "run", RUN),
 }

@@ -56,17 +56,14 @@ def _serve(base: FrozenBase, out: Path, algorithm: str) -> str:
     )
 
 
-def eagle3_objection(head: Head, base: FrozenBase) -> str:
-    """Return why SGLang cannot read this head's layers, or an empty string."""
-    return _shared.three_layers_only(head) or _shared.layer_outputs_only(head, base)
-
-
 READ = "as SGLang 0.5.23's sources read it"
 
-EAGLE3_RULE = eagle3_objection, "three aux_layers, none of them 0; the paper's network only"
+NETWORK = ("the paper's network only",)
 
 LAYOUTS = {
-    "eagle3": Layout(write_eagle3, _shared.EAGLE3_PLAIN, "layout", READ, *EAGLE3_RULE),
-    "dflash": Layout(write_blocks, _shared.DFLASH, "layout", READ, *_shared.LAYER_OUTPUTS),
-    "dspark": Layout(write_blocks, _shared.DSPARK, "layout", READ, *_shared.LAYER_OUTPUTS),
+    "eagle3": Layout(
+        write_eagle3, _shared.EAGLE3_PLAIN, "layout", READ, lowest=1, num_aux=3, limits=NETWORK
+    ),
+    "dflash": Layout(write_blocks, _shared.DFLASH, "layout", READ, lowest=1),
+    "dspark": Layout(write_blocks, _shared.DSPARK, "layout", READ, lowest=1),
 }

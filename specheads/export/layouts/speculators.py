@@ -69,23 +69,24 @@ def _serve(base: FrozenBase, out: Path) -> str:
     return f"vllm serve {at_revision(base, shlex.quote(str(out)))}"
 
 
-def eagle3_objection(head: Head, base: FrozenBase) -> str:
-    """Return why vLLM would read other settings than the head's, or an empty string."""
-    if head.config.parallel and head.config.fc_norm:
-        return "vLLM does not read fc_norm of a folder of P-EAGLE, this head has both"
-    return _shared.hidden_layers_only(head, base)
+def eagle3_objection(head: Head) -> str:
+    """Object to a head whose settings vLLM would not read from this format."""
+    unread = head.config.parallel and head.config.fc_norm
+    return "vLLM does not read fc_norm of a folder of P-EAGLE, this head has both" if unread else ""
 
 
 RUN = "by vLLM 0.32.0 on a CPU (`make vllm`)"
 READ = "as vLLM 0.32.0's sources read it; it serves no DSpark on a CPU"
 
 EAGLE3_NOTE = f"{RUN}; of 0.33 the sources were read"
-EAGLE3_RULE = eagle3_objection, "aux_layers below the last layer; parallel without fc_norm"
+LIMITS = ("parallel without fc_norm",)
 DFLASH: AllowedSettings = {**_shared.DFLASH, **_shared.DRAFT_VOCABULARY}
 DSPARK: AllowedSettings = {**_shared.DSPARK, **_shared.DRAFT_VOCABULARY}
 
 LAYOUTS = {
-    "eagle3": Layout(write_eagle3, _shared.EAGLE3_ALL, "run", EAGLE3_NOTE, *EAGLE3_RULE),
-    "dflash": Layout(write_blocks, DFLASH, "run", RUN, *_shared.BELOW_LAST),
-    "dspark": Layout(write_blocks, DSPARK, "layout", READ, *_shared.BELOW_LAST),
+    "eagle3": Layout(
+        write_eagle3, _shared.EAGLE3_ALL, "run", EAGLE3_NOTE, 0, 0, eagle3_objection, LIMITS
+    ),
+    "dflash": Layout(write_blocks, DFLASH, "run", RUN),
+    "dspark": Layout(write_blocks, DSPARK, "layout", READ),
 }

@@ -32,6 +32,8 @@ def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
 
 
 READ = "as its sources (00679c66) read it"
-RULE = _shared.layer_outputs_only, "no aux layer 0; the paper's network only"
+NETWORK = ("the paper's network only",)
 
-LAYOUTS = {"eagle3": Layout(write_eagle3, _shared.EAGLE3_PLAIN, "layout", READ, *RULE)}
+LAYOUTS = {
+    "eagle3": Layout(write_eagle3, _shared.EAGLE3_PLAIN, "layout", READ, lowest=1, limits=NETWORK)
+}

@@ -61,9 +61,7 @@ PLUGIN = {
 """Kinds that the plug-in serves, and their settings, which may have any value."""
 
 LAYOUTS = {
-    "eagle3": Layout(
-        write_eagle3, _shared.EAGLE3_ALL, "run", f"natively, {NOTE}", *_shared.BELOW_LAST
-    ),
+    "eagle3": Layout(write_eagle3, _shared.EAGLE3_ALL, "run", f"natively, {NOTE}"),
     **{
         kind: Layout(write_plugin, all_of("draft_tokens", *names), "run", f"plug-in, {NOTE}")
         for kind, names in PLUGIN.items()

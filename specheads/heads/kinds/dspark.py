@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from specheads.core.drafter import Bias, State, Weight
+from specheads.core.drafter import Nodes, Projection, State
 from specheads.core.ranges import Width
-from specheads.core.weight_layout import product
 from specheads.heads.layers.block import BlockConfig, BlockHead, filled, flat_settings, own_settings
 
 
@@ -28,50 +27,33 @@ class Config(BlockConfig):
     each mask drafts the token at its own position."""
 
 
-class MarkovHead(nn.Module):
-    """A bias of the logits, given the previous token: W2 W1[token]."""
-
-    def __init__(self, vocab_size: int, drafted_size: int, rank: int) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, drafted_size, bias=False)
-        # starts with almost no correction
-        nn.init.normal_(self.markov_w1.weight, std=0.01)
-
-
-class ConfidenceHead(nn.Module):
-    """The logit of the probability that the base accepts the token of a state."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(width, 1)
-
-
 class Head(BlockHead):
     """A state is [h, e]: the hidden state of its level and the embedding of the previous token.
 
-    Its logits are W h + W2 e, with the base's projection W, so its own projection is [W, W2].
+    Its logits are W h + W2 e, with the base's projection W, so its own projection is [W, W2]. The
+    confidence head gives the logit of the probability that the base accepts the token of a state.
     """
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
-        self.markov_head = MarkovHead(vocab_size, self.drafted_size, config.markov_rank)
-        self.confidence_head = ConfidenceHead(width + config.markov_rank)
+        rank = config.markov_rank
+        first = nn.Embedding(vocab_size, rank)
+        second = nn.Linear(rank, self.drafted_size, bias=False)
+        # starts with almost no correction
+        nn.init.normal_(first.weight, std=0.01)
+        self.markov_head = nn.ModuleDict({"markov_w1": first, "markov_w2": second})
+        self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width + rank, 1)})
 
-    def answering(
-        self, hidden: Float[Tensor, "batch time width"], tokens: Int[Tensor, "batch node"]
-    ) -> Float[Tensor, "batch node answer"]:
+    def answering(self, hidden: Tensor, tokens: Nodes) -> Float[Tensor, "batch node answer"]:
         """Return the hidden states of a level, concatenated with those of the previous tokens."""
-        before = self.markov_head.markov_w1(tokens)
+        before = self.markov_head["markov_w1"](tokens)
         return torch.cat([hidden.expand(-1, tokens.shape[1], -1).to(before.dtype), before], dim=-1)
 
-    def projection(self, level: int) -> tuple[Weight, Bias | None]:
+    def projection(self, level: int) -> Projection:
         """Return the projections of the base and of the correction, concatenated."""
-        del level
-        corrects = self.markov_head.markov_w2.weight
-        return torch.cat([self.lent().to(corrects.dtype), corrects], dim=1), None
+        return self.corrected(self.markov_head["markov_w2"])
 
-    def projections(self) -> list[tuple[Weight, Bias | None]]:
+    def projections(self) -> list[Projection]:
         """Return the same projection for every level, concatenated once."""
         return [self.projection(0)] * self.depth
 
@@ -79,19 +61,17 @@ class Head(BlockHead):
         self, state: Float[Tensor, "*batch width"], level: int
     ) -> Float[Tensor, "*batch vocab"]:
         """Return the logits of a state of this level."""
-        del level
-        # two products, so that drafting does not concatenate the projection at every step
-        hidden, before = state.split([self.width, self.config.markov_rank], dim=-1)
-        return product(hidden, self.lent()) + self.markov_head.markov_w2(before)
+        return self.corrected_logits(state, self.markov_head["markov_w2"])
 
     def confidence_logits(self, state: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch"]:
         """Return the logit of the probability that the base accepts the token of this state."""
-        return self.confidence_head.proj(state)[..., 0]
+        return self.confidence_head["proj"](state)[..., 0]
 
     @torch.no_grad()
     def confidence(self, state: State) -> Float[Tensor, "batch node"]:
         """Return the probability that the base accepts a token after each last node."""
-        return self.confidence_logits(state.states).sigmoid()
+        _, _, states = state
+        return self.confidence_logits(states).sigmoid()
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead | None:

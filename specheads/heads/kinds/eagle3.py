@@ -5,27 +5,22 @@ arXiv:2602.01469.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from specheads.core.drafter import Bias, Committed, Features, State, Weight
+from specheads.core.drafter import Logits, Nodes, Projection, State, Tokens
 from specheads.core.errors import InputError
+from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, PositiveInt
 from specheads.heads.checkpoint import fill, take_maps
-from specheads.heads.layers.attention import (
-    AttentionConfig,
-    AttentionShape,
-    Slots,
-    full_attention,
-)
+from specheads.heads.layers.attention import AttentionConfig, LlamaLayer, Slots, full_attention
 from specheads.heads.layers.common import RMSNorm
-from specheads.heads.layers.embedding import EmbeddingHead
-from specheads.heads.layers.feedback import Branch, FeedbackLayer, branch, commit, rounds
+from specheads.heads.layers.feedback import FeedbackHead
 from specheads.heads.layers.rotary import published
 
 NUM_AUX_LAYERS = 3
@@ -78,9 +73,6 @@ class Config(AttentionConfig):
     """Epsilon of the norms."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.aux_layers, tuple):
-            self.aux_layers = list(self.aux_layers)
-        AttentionConfig.__post_init__(self)
         # serving engines read the list as a sorted set
         if self.aux_layers != sorted(set(self.aux_layers)):
             raise InputError(
@@ -93,7 +85,7 @@ class Config(AttentionConfig):
             )
 
 
-class Head(EmbeddingHead):
+class Head(FeedbackHead):
     """Features of three layers, fused, then `depth` rounds of its layers over their own output.
 
     Each round reads the last drafted token, and attends to the committed positions and to the
@@ -116,17 +108,11 @@ class Head(EmbeddingHead):
         norms = (RMSNorm(width, epsilon) for _ in range(num_aux * config.fc_norm))
         self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(num_aux * width, width, bias=False)
-        heads = config.attention_heads, config.key_value_heads, config.head_dim
-        rope = {"theta": config.rope_theta, "scaling": config.rope_scaling}
-        shape = AttentionShape.of(width, *heads, **rope)
-        sizes = {"inner": config.inner_dim, "epsilon": epsilon, "shape": shape}
-        early = config.norm_before_residual
-        self.midlayer = FeedbackLayer(width, norm_before_residual=early, **sizes)
+        self.midlayer = LlamaLayer(config, width, reads_tokens=True)
         # numbered from 1, as in public checkpoints
         further = (str(place) for place in range(1, config.num_layers))
-        plain = {place: FeedbackLayer(width, **sizes, reads_tokens=False) for place in further}
-        self.layers = nn.ModuleDict(plain)
-        self.norm = RMSNorm(width, epsilon)
+        self.layers = nn.ModuleDict({place: LlamaLayer(config, width) for place in further})
+        self.norm, self.feeds_normed = RMSNorm(width, epsilon), config.norm_output
         self.lm_head = nn.Linear(width, self.drafted_size, bias=False)
         self.embed_tokens = nn.Embedding(vocab_size, width) if config.own_embedding else None
         self.mask_hidden = nn.Parameter(torch.randn(num_aux * width)) if config.parallel else None
@@ -135,9 +121,7 @@ class Head(EmbeddingHead):
         """Choose the published layers, or three evenly spaced ones in a shallow base."""
         if not self.aux_layers:
             first, end = (2, 3) if num_layers >= 7 else (int(num_layers > 3), 1)
-            aux_layers = (first, num_layers // 2, num_layers - end)
-            self.config = replace(self.config, aux_layers=list(aux_layers))
-            self.aux_layers = aux_layers
+            self.choose([first, num_layers // 2, num_layers - end])
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
         """Initialise the vocabulary projection and its own embedding from the base's."""
@@ -145,81 +129,60 @@ class Head(EmbeddingHead):
             self.embed_tokens.weight.data.copy_(embedding)
         self.lm_head.weight.data.copy_(projection)
 
-    def states(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        anchors: Bool[Tensor, "batch time"] | None = None,
-    ) -> Iterator[Float[Tensor, "batch time width"]]:
-        """Yield each round's state, of every position at once."""
-        del anchors
-        # one lookup for all levels: the gradient of each lookup is as large as the table
-        fused, own = self._fuse(features.aux), self._embed(tokens)
-        embedded = (own.roll(-1 - level, 1) for level in range(self.depth))
-        if self.config.parallel:
-            masks = self._embed(torch.full_like(tokens, self.config.mask_token))
-            embedded = (masks if level else one for level, one in enumerate(embedded))
-        for hidden in rounds(self._layers(), fused, embedded, features, self._fed_back):
-            yield self.norm(hidden)
+    def blocks(self) -> list[LlamaLayer]:
+        """Return its layers, of which the first reads tokens."""
+        return [self.midlayer, *cast(Iterable[LlamaLayer], self.layers.values())]
 
-    def projection(self, level: int) -> tuple[Weight, Bias | None]:
+    def embed(self, tokens: Int[Tensor, "*any"], like: Tensor) -> Float[Tensor, "*any width"]:
+        """Return embeddings from its own table, if it has one, or from the base's."""
+        own = self.embed_tokens
+        return super().embed(tokens, like) if own is None else own(tokens)
+
+    def embeddings(self, tokens: Tokens) -> Iterator[Float[Tensor, "batch time width"]]:
+        """Yield the embeddings that each round of training reads: masks, with `parallel`."""
+        read = super().embeddings(tokens)
+        if not self.config.parallel:
+            return read
+        masks = self.embed(torch.full_like(tokens, self.config.mask_token), self.norm.weight)
+        return (masks if level else one for level, one in enumerate(read))
+
+    def projection(self, level: int) -> Projection:
         """Return the projection to the draft vocabulary, the same at every level."""
-        del level
         return self.lm_head.weight, None
 
-    def memory(self, batch: int, capacity: int) -> Slots:
-        """Return empty slots for the keys and values of committed positions."""
-        return Slots.empty(self.midlayer.self_attn, batch, capacity, self.config.num_layers)
+    @torch.no_grad()
+    def begin(self, committed: Committed, memory: Slots) -> tuple[Logits, State]:
+        """Store the keys and values of all positions; return the logits after the last.
+
+        With `parallel` the state is the logits of the other levels, which read masks.
+        """
+        if not self.config.parallel:
+            return super().begin(committed, memory)
+        hidden, tokens = self.first(committed.features), committed.next_tokens
+        behind = (len(tokens), self.depth - 1)
+        tokens = torch.cat([tokens, tokens.new_full(behind, self.config.mask_token)], dim=1)
+        hidden = torch.cat([hidden, self.feed_back(hidden[:, :1]).expand(*behind, -1)], dim=1)
+        logits, _ = self._answer(self.commit(hidden, tokens, committed, memory))
+        return logits[:, :1], logits[:, 1:]
 
     @torch.no_grad()
-    def begin(
-        self, committed: Committed, memory: Slots
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
-        """Store the keys and values of all positions; return the logits after the last."""
-        hidden, tokens = self._fuse(committed.features.aux), committed.next_tokens
-        if self.config.parallel:
-            behind = (len(tokens), self.depth - 1)
-            tokens = torch.cat([tokens, tokens.new_full(behind, self.config.mask_token)], dim=1)
-            hidden = torch.cat([hidden, self._fed_back(hidden[:, :1]).expand(*behind, -1)], dim=1)
-        branch = commit(self._layers(), hidden, self._embed(tokens), committed, memory)
-        logits, state = self._answer(branch)
-        return (logits[:, :1], logits[:, 1:]) if self.config.parallel else (logits, state)
-
-    @torch.no_grad()
-    def extend(
-        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
-    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
         """Read each node after its parent's state, with attention to its path."""
-        if self.config.parallel:
-            return state[:, :1].expand(-1, tokens.shape[1], -1), state[:, 1:]
-        return self._answer(branch(self._layers(), state, self._embed(tokens), parents))
+        if not self.config.parallel:
+            return super().extend(state, tokens, parents)
+        return state[:, :1].expand(-1, tokens.shape[1], -1), state[:, 1:]
 
-    def _answer(self, branch: Branch) -> tuple[Tensor, State]:
-        normed = self.norm(branch.hidden)
-        if self.config.norm_output:
-            branch = replace(branch, hidden=normed)
-        return self.logits(normed, branch.paths[0].shape[4]), branch
+    def feed_back(self, hidden: Tensor) -> Tensor:
+        """Return the input of the next round; with `parallel` it does not depend on this one."""
+        if self.mask_hidden is None:
+            return super().feed_back(hidden)
+        return self._fuse(self.mask_hidden).expand(*hidden.shape[:2], -1)
 
-    def _layers(self) -> list[FeedbackLayer]:
-        return [self.midlayer, *cast(Iterable[FeedbackLayer], self.layers.values())]
+    def first(self, features: Features) -> Float[Tensor, "batch time width"]:
+        """Return the fused residual streams of the base."""
+        return self._fuse(self.streams(features))
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        """Return embeddings in the dtype of the weights."""
-        own = self.embed_tokens
-        return self.embed(tokens, self.fc.weight) if own is None else own(tokens)
-
-    def _fed_back(self, hidden: Tensor) -> Tensor:
-        """Return the input of the next round, from the output of a round."""
-        if self.mask_hidden is not None:
-            return self._fuse(self.mask_hidden).expand(*hidden.shape[:2], -1)
-        return self.norm(hidden) if self.config.norm_output else hidden
-
-    def _fuse(self, aux: Tensor | None) -> Tensor:
-        """Return the input of the first round, from the base's layers."""
-        if aux is None:
-            raise InputError(
-                "eagle3 reads aux_layers, got none; read the base with aux_layers=head.aux_layers"
-            )
+    def _fuse(self, aux: Tensor) -> Tensor:
         normed = aux if self.input_norm is None else self.input_norm(aux)
         if self.fc_norm:
             parts = zip(self.fc_norm, normed.chunk(len(self.fc_norm), dim=-1), strict=True)

@@ -3,23 +3,22 @@
 Source: Ankner et al. 2024, arXiv:2402.05109; zankner/Hydra, hydra/model/hydra_heads.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
+from specheads.core.drafter import Anchors, Logits, Nodes, Projection, State, States, Tokens
 from specheads.core.errors import InputError
+from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
-from specheads.core.ranges import Depth, NonNegativeInt, PositiveFloat, WidthOrZero, check_fields
+from specheads.core.ranges import Depth, NonNegativeInt, PositiveFloat, WidthOrZero
 from specheads.heads.checkpoint import fill
-from specheads.heads.layers.attention import AttentionShape, Slots
-from specheads.heads.layers.common import ResidualBlock
-from specheads.heads.layers.embedding import EmbeddingHead
-from specheads.heads.layers.prefix import PrefixLayer
+from specheads.heads.layers.attention import LlamaLayer, Slots
+from specheads.heads.layers.common import ResidualBlock, RMSNorm, pick_parents
+from specheads.heads.layers.embedding import BorrowingHead
 
 BORROWED = ("input_embed_fn.weight", "embed_tokens.weight", "rotary_emb.inv_freq")
 """Tensors of public checkpoints that are not part of the head."""
@@ -57,19 +56,45 @@ class Config:
     rope_theta: PositiveFloat = 10_000.0
     """Base of its rotary position embedding."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "head")
+    epsilon: ClassVar[float] = 1e-5
 
 
-class Head(EmbeddingHead):
+class PrefixLayer(LlamaLayer):
+    """A Llama layer and a norm over the base's final hidden states.
+
+    It is initialised to the norm alone, so that training starts from the base.
+    """
+
+    def __init__(self, config: Config, width: int) -> None:
+        super().__init__(config, width)
+        self.norm = RMSNorm(width, config.epsilon)
+        for closed in (self.self_attn.o_proj, self.mlp.down_proj):
+            nn.init.zeros_(closed.weight)
+
+    def whole(self, features: Features) -> Float[Tensor, "batch time width"]:
+        """Return the states of whole texts, with causal attention."""
+        places = features.places()
+        # with a bfloat16 base, the norms and sums of a float32 layer stay in float32
+        hidden, normed, past = self.read(features.hidden.to(self.norm.weight.dtype), places)
+        return self.norm(self(hidden, normed, places, past, features.visible()))
+
+    def newest(self, committed: Committed, memory: Slots) -> Float[Tensor, "batch 1 width"]:
+        """Store the committed positions; return the state of the last one of each row."""
+        hidden = committed.features.hidden
+        positions = memory.advance(hidden.shape[1], committed.counts)
+        _, normed, fresh = self.read(hidden, positions)
+        memory.write(fresh, positions)
+        hidden, normed, newest = *map(committed.last, (hidden, normed)), memory.lengths[:, None] - 1
+        return self.norm(self(hidden, normed, newest, *memory.past()))
+
+
+class Head(BorrowingHead):
     """`depth` heads; the k-th reads the state and the embeddings of k + 1 tokens after it."""
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         self.depth = config.depth
-        heads = config.attention_heads, config.key_value_heads
-        shape = AttentionShape.of(width, *heads, theta=config.rope_theta)
-        self.prefix = PrefixLayer(width, config.inner_dim, shape) if config.prefix else None
+        self.prefix = PrefixLayer(config, width) if config.prefix else None
         self.blocks = nn.ModuleList(
             nn.Sequential(
                 ResidualBlock(width, (level + 2) * width),
@@ -81,7 +106,6 @@ class Head(EmbeddingHead):
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
         """Start every head from the base's next-token distribution."""
-        del embedding
         for head in self.head:
             head.get_parameter("weight").data.copy_(projection)
             nn.init.zeros_(head.get_parameter("bias"))
@@ -90,35 +114,25 @@ class Head(EmbeddingHead):
         """Return empty slots for the keys and values of the prefix layer."""
         return Slots.empty(self.prefix.self_attn, batch, capacity) if self.prefix else None
 
-    def states(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        anchors: Bool[Tensor, "batch time"] | None = None,
-    ) -> Iterator[Float[Tensor, "batch time width"]]:
+    def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield the states that read one token after each position, then two, and so on."""
-        del anchors
-        path = self.prefix(features) if self.prefix else features.hidden
+        path = self.prefix.whole(features) if self.prefix else features.hidden
         embedded = self.embed(tokens, path)
         for level, blocks in enumerate(self.blocks):
             path = torch.cat([path, embedded.roll(-1 - level, 1)], dim=-1)
             yield blocks(path)
 
-    def projection(self, level: int) -> tuple[Weight, Bias | None]:
+    def projection(self, level: int) -> Projection:
         """Return the vocabulary projection of a level."""
         head = self.head[level]
         return head.get_parameter("weight"), head.get_parameter("bias")
 
-    def begin(
-        self, committed: Committed, memory: Any
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
+    def begin(self, committed: Committed, memory: Any) -> tuple[Logits, State]:
         """Read the root after the base's last hidden state."""
         path = self.prefix.newest(committed, memory) if self.prefix else committed.hidden()
         return self._step(path, committed.root(), 0)
 
-    def extend(
-        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
-    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
         """Read each node after its parent's path."""
         above, level = state
         return self._step(pick_parents(above, parents), tokens, level + 1)

@@ -3,22 +3,21 @@
 Source: Cai et al. 2024, arXiv:2401.10774, section 2.1; FasterDecoding/Medusa.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from specheads.core.drafter import Bias, Committed, Features, State, Weight
-from specheads.core.drafter import Head as BaseHead
+from specheads.core.drafter import Anchors, Logits, Nodes, Projection, State, States, Tokens
 from specheads.core.errors import InputError
+from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
-from specheads.core.ranges import Depth, DepthOrZero, NonNegativeInt, Width, check_fields, one_of
-from specheads.core.weight_layout import product
+from specheads.core.ranges import Depth, DepthOrZero, NonNegativeInt, Width, one_of
 from specheads.heads.checkpoint import fill
 from specheads.heads.layers.common import ResidualBlock
+from specheads.heads.layers.embedding import BorrowingHead
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,23 +40,19 @@ class Config:
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "head")
 
-
-class Head(BaseHead):
+class Head(BorrowingHead):
     """`depth` heads, each with residual blocks and a vocabulary projection.
 
     With a low rank, the logits are W h + U (D h), with the base's projection W. States are then
     [h, D h] and projections [W, U], so that the loss uses one matrix and W + U D is never rounded.
     """
 
-    borrowed: Tensor | None
+    borrows_embedding = False
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
-        self.depth = config.depth
-        self.register_buffer("borrowed", None, persistent=False)
+        self.depth, self.borrows_projection = config.depth, config.projection != "own"
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(width) for _ in range(config.num_layers)))
             for _ in range(self.depth)
@@ -75,62 +70,43 @@ class Head(BaseHead):
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
         """Start from the base's next-token distribution: the blocks start as identities."""
-        del embedding
         for head in self.head:
             head.get_parameter("weight").data.copy_(projection)
 
     def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
         """Borrow the base's vocabulary projection, unless the heads have their own."""
-        if self.config.projection == "own":
-            return
-        projection = embedding if projection is None else projection
         if not self.vocab_size:
             # a public checkpoint without projections does not contain the vocabulary size
-            self.vocab_size = self.drafted_size = len(projection)
-        self.borrowed = self.projection_rows(projection.detach())
+            self.vocab_size = len(embedding if projection is None else projection)
+            self.drafted_size = self.vocab_size
+        super().bind(embedding, projection)
 
-    def states(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        anchors: Bool[Tensor, "batch time"] | None = None,
-    ) -> Iterator[Float[Tensor, "batch time width"]]:
+    def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield each head's state; no head reads a drafted token."""
-        del tokens, anchors
         for level in range(self.depth):
             yield self._state(features.hidden, level)
 
-    def projection(self, level: int) -> tuple[Weight, Bias | None]:
+    def projection(self, level: int) -> Projection:
         """Return the vocabulary projection of a level, without a bias."""
         if self.head:
             return self.head[level].get_parameter("weight"), None
-        if not self.up:
-            return self._lent(), None
-        return torch.cat([self._lent(), self.up[level].get_parameter("weight")], dim=1), None
+        return self.corrected(self.up[level]) if self.up else super().projection(level)
 
     def logits(
         self, state: Float[Tensor, "*batch width"], level: int
     ) -> Float[Tensor, "*batch vocab"]:
         """Return the logits of a state of this level."""
-        if not self.up:
-            return super().logits(state, level)
-        # two products, so that drafting does not concatenate the projection at every step
-        hidden, thin = state.split([self.width, self.config.rank], dim=-1)
-        return product(hidden, self._lent()) + self.up[level](thin)
+        if self.up:
+            return self.corrected_logits(state, self.up[level])
+        return super().logits(state, level)
 
-    def begin(
-        self, committed: Committed, memory: None
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
+    def begin(self, committed: Committed, memory: None) -> tuple[Logits, State]:
         """Return the logits after the root, from the base's last hidden state."""
-        del memory
         hidden = committed.hidden()
         return self.logits(self._state(hidden, 0), 0), (hidden, 0)
 
-    def extend(
-        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
-    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
         """Return the same logits for every node of the level: Medusa ignores the path."""
-        del parents
         hidden, level = state[0], state[1] + 1
         logits = self.logits(self._state(hidden, level), level)
         return logits.expand(-1, tokens.shape[1], -1), (hidden, level)
@@ -138,11 +114,6 @@ class Head(BaseHead):
     def _state(self, hidden: Tensor, level: int) -> Tensor:
         state = self.blocks[level](hidden)
         return torch.cat([state, self.down[level](state)], dim=-1) if self.down else state
-
-    def _lent(self) -> Tensor:
-        if self.borrowed is None:
-            raise InputError("medusa borrows its base's projection; load the head with its base")
-        return self.borrowed
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:

@@ -6,21 +6,21 @@ state: `ArcticLSTMSpeculator` of snowflakedb/ArcticInference.
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
+from specheads.core.drafter import Anchors, Logits, Nodes, Projection, State, States, Tokens
 from specheads.core.drafter import Head as BaseHead
 from specheads.core.errors import InputError
+from specheads.core.features import Committed, Features
 from specheads.core.foreign import refuse_unused
-from specheads.core.ranges import Depth, NonNegativeInt, WidthOrZero, check_fields, one_of
+from specheads.core.ranges import Depth, NonNegativeInt, WidthOrZero, one_of
 from specheads.heads.checkpoint import fill
+from specheads.heads.layers.common import pick_parents
 
 EPSILON = 1e-6
 GATES = ("forget", "input", "output", "cell")
@@ -49,9 +49,6 @@ class Config:
 
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "head")
 
 
 class _Norm(nn.Module):
@@ -83,7 +80,6 @@ class Head(BaseHead):
         copies = 1 if config.tie_weights else config.depth
         recurrences = min(config.depth - 1, 1 if config.tie_weights else config.depth)
         self.depth = config.depth
-        self.scale_input = config.scale_input
         self.inner = inner
         self.gated = config.state == "gated"
         self.emb = nn.ModuleList(nn.Embedding(vocab_size, inner) for _ in range(copies))
@@ -115,14 +111,8 @@ class Head(BaseHead):
             level.get_parameter("weight").data.copy_(projection)
         nn.init.eye_(self.proj[0].get_parameter("weight").data[-self.inner :])
 
-    def states(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        anchors: Bool[Tensor, "batch time"] | None = None,
-    ) -> Iterator[Float[Tensor, "batch time width"]]:
+    def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield the states that read tokens[:, t + 1], then tokens[:, t + 2], and so on."""
-        del anchors
         state = self._first(features.hidden)
         # one lookup for all levels: the gradient of each lookup is as large as the table
         looked_up = [table(tokens) for table in self.emb]
@@ -130,21 +120,16 @@ class Head(BaseHead):
             state = self._step(state, _of(looked_up, level).roll(-1 - level, 1), level)
             yield state[..., : self.inner]
 
-    def projection(self, level: int) -> tuple[Weight, Bias | None]:
+    def projection(self, level: int) -> Projection:
         """Return the vocabulary projection of a level, without a bias."""
         return _of(self.head, level).weight, None
 
-    def begin(
-        self, committed: Committed, memory: None
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
+    def begin(self, committed: Committed, memory: None) -> tuple[Logits, State]:
         """Read the root after the base's last hidden state."""
-        del memory
         state = self._step(self._first(committed.hidden()), self.emb[0](committed.root()), 0)
         return self.logits(state[..., : self.inner], 0), (state, 0)
 
-    def extend(
-        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
-    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
         """Read each node after its parent's state."""
         above, level = state
         read = _of(self.emb, level + 1)(tokens)
@@ -152,7 +137,7 @@ class Head(BaseHead):
         return self.logits(below[..., : self.inner], level + 1), (below, level + 1)
 
     def _first(self, hidden: Tensor) -> Tensor:
-        if self.scale_input:
+        if self.config.scale_input:
             hidden = F.rms_norm(hidden, hidden.shape[-1:], eps=EPSILON) / math.sqrt(2)
         return F.pad(hidden, (0, self.inner)) if self.gated else hidden
 

@@ -5,28 +5,21 @@ all levels; the modules of Qwen3-Next and MiMo.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from jaxtyping import Float
+from torch import Tensor, nn
 
-from specheads.core.drafter import Committed, Features, State
 from specheads.core.errors import InputError
+from specheads.core.features import Features
 from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, PositiveFloat
 from specheads.heads.checkpoint import fill
-from specheads.heads.layers.attention import (
-    AttentionConfig,
-    AttentionShape,
-    Slots,
-    full_attention,
-)
+from specheads.heads.layers.attention import AttentionConfig, LlamaLayer, full_attention
 from specheads.heads.layers.common import RMSNorm
-from specheads.heads.layers.embedding import BorrowingHead
-from specheads.heads.layers.feedback import Branch, ProjectedLayer, branch, commit, rounds
+from specheads.heads.layers.feedback import FeedbackHead
 from specheads.heads.layers.rotary import published
 
 
@@ -58,80 +51,38 @@ class Config(AttentionConfig):
     """Epsilon of the norms."""
 
 
-class Head(BorrowingHead):
+class Head(FeedbackHead):
     """The base's last hidden state and the token after it, then `depth` rounds of one layer.
 
-    Each round reads the last drafted token and the normalised output of the previous round, and
-    attends to the committed positions and to the earlier rounds on its path. Training runs the same
-    rounds from every position at once. The frozen projection of the base turns states into logits.
+    Each round reads the last drafted token and the normalised output of the previous round. The
+    frozen projection of the base turns states into logits. Parameter names are DeepSeek-V3's.
     """
+
+    borrows_projection = True
+    feeds_normed = True
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         self.depth = config.depth
-        shape = AttentionShape.of(
-            width,
-            config.attention_heads,
-            config.key_value_heads,
-            config.head_dim,
-            theta=config.rope_theta,
-            scaling=config.rope_scaling,
-            norm_epsilon=config.epsilon if config.qk_norm else None,
-            bias=config.attention_bias,
-        )
-        self.layer = ProjectedLayer(
-            width,
-            inner=config.inner_dim,
-            epsilon=config.epsilon,
-            shape=shape,
-            hidden_first=config.hidden_first,
-        )
+        parts = {name: RMSNorm(width, config.epsilon) for name in ("enorm", "hnorm")}
+        self.layer = nn.ModuleDict(parts)
+        self.layer["eh_proj"] = nn.Linear(2 * width, width, bias=False)
+        self.layer["mtp_block"] = LlamaLayer(config, width)
         self.norm = RMSNorm(width, config.epsilon)
 
-    def states(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        anchors: Bool[Tensor, "batch time"] | None = None,
-    ) -> Iterator[Float[Tensor, "batch time width"]]:
-        """Yield each round's state, of every position at once."""
-        del anchors
-        embedded = (self._embed(tokens.roll(-1 - level, 1)) for level in range(self.depth))
-        first = self._precise(features.hidden)
-        for hidden in rounds([self.layer], first, embedded, features, self.norm):
-            yield self.norm(hidden)
+    def blocks(self) -> list[LlamaLayer]:
+        """Return its only layer."""
+        return [cast(LlamaLayer, self.layer["mtp_block"])]
 
-    def memory(self, batch: int, capacity: int) -> Slots:
-        """Return empty slots for the keys and values of committed positions."""
-        return Slots.empty(self.layer.mtp_block.self_attn, batch, capacity)
+    def first(self, features: Features) -> Float[Tensor, "batch time width"]:
+        """Return the base's last hidden states, in the dtype of the weights."""
+        return features.hidden.to(self.norm.weight.dtype)
 
-    @torch.no_grad()
-    def begin(
-        self, committed: Committed, memory: Slots
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
-        """Store the keys and values of all positions; return the logits after the last."""
-        hidden = self._precise(committed.features.hidden)
-        embedded = self._embed(committed.next_tokens)
-        return self._answer(commit([self.layer], hidden, embedded, committed, memory))
-
-    @torch.no_grad()
-    def extend(
-        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
-    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
-        """Read each node after its parent's state, with attention to its path."""
-        return self._answer(branch([self.layer], state, self._embed(tokens), parents))
-
-    def _answer(self, found: Branch) -> tuple[Tensor, State]:
-        hidden = self.norm(found.hidden)
-        logits = self.logits(hidden, found.paths[0].shape[4])
-        return logits, Branch(hidden, found.paths, found.memory)
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return self.embed(tokens, self.norm.weight)
-
-    def _precise(self, hidden: Tensor) -> Tensor:
-        """Return the base's states in the dtype of the weights."""
-        return hidden.to(self.norm.weight.dtype)
+    def enter(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """Project the token's embedding and the previous state to the stream of the layer."""
+        parts = [self.layer["enorm"](embedded), self.layer["hnorm"](hidden)]
+        ordered = parts[::-1] if self.config.hidden_first else parts
+        return self.layer["eh_proj"](torch.cat(ordered, dim=-1))
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:

@@ -4,21 +4,20 @@ Source: Cheng et al. 2024, arXiv:2403.09919; apple/ml-recurrent-drafter.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
+from specheads.core.drafter import Anchors, Logits, Nodes, Projection, State, States, Tokens
+from specheads.core.features import Committed, Features
 from specheads.core.foreign import refuse_unused
-from specheads.core.ranges import Depth, DepthOrZero, NonNegativeInt, WidthOrZero, check_fields
+from specheads.core.ranges import Depth, DepthOrZero, NonNegativeInt, WidthOrZero
 from specheads.heads.checkpoint import fill
-from specheads.heads.layers.common import ResidualBlock
-from specheads.heads.layers.embedding import EmbeddingHead
+from specheads.heads.layers.common import ResidualBlock, pick_parents
+from specheads.heads.layers.embedding import BorrowingHead
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,11 +39,8 @@ class Config:
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "head")
 
-
-class Head(EmbeddingHead):
+class Head(BorrowingHead):
     """state <- SiLU(W embedding + U state + b), starting at zero; logits from [hidden, state]."""
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
@@ -75,37 +71,25 @@ class Head(EmbeddingHead):
         nn.init.zeros_(self.head.weight)
         self.head.weight.data[:, :width].copy_(projection)
 
-    def states(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        anchors: Bool[Tensor, "batch time"] | None = None,
-    ) -> Iterator[Float[Tensor, "batch time width"]]:
+    def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield the states that read one token after each position, then two, and so on."""
-        del anchors
         embedded = self.embed(tokens, features.hidden)
         state = torch.zeros_like(features.hidden)
         for level in range(self.depth):
             state = self._read(state, embedded.roll(-1 - level, 1))
             yield self._exit(features.hidden, state)
 
-    def projection(self, level: int) -> tuple[Weight, Bias | None]:
+    def projection(self, level: int) -> Projection:
         """Return the vocabulary projection, the same at every level, without a bias."""
-        del level
         return self.head.weight, None
 
-    def begin(
-        self, committed: Committed, memory: None
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
+    def begin(self, committed: Committed, memory: None) -> tuple[Logits, State]:
         """Read the root from a zero state, next to the base's last hidden state."""
-        del memory
         hidden = committed.hidden()
         state = self._read(torch.zeros_like(hidden), self.embed(committed.root(), hidden))
         return self.logits(self._exit(hidden, state), 0), (hidden, state)
 
-    def extend(
-        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
-    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
         """Read each node after its parent's state."""
         hidden, above = state
         below = self._read(pick_parents(above, parents), self.embed(tokens, hidden))

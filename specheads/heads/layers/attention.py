@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from specheads.core.errors import InputError
 from specheads.core.features import Documents
-from specheads.core.ranges import NonNegativeInt, WidthOrZero, check_fields
+from specheads.core.ranges import NonNegativeInt, WidthOrZero
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.path_attention import path_attention
-from specheads.heads.layers.rotary import Rotary
+from specheads.heads.layers.rotary import rope, rotate
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,91 +43,45 @@ class AttentionConfig:
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "head")
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """Number and size of attention heads.
-
-    Raises:
-        ValueError: The heads do not divide, or their size is odd.
-    """
-
-    num_heads: int
-    """Number of attention heads."""
-    num_key_value_heads: int
-    """Number of key and value heads, each shared by several attention heads."""
-    head_dim: int
-    """Number of channels per head."""
-    rotary: Rotary
-    """Rotary position embedding of queries and keys."""
-    norm_epsilon: float | None = None
-    """Epsilon of norms over the queries and keys of each head, as in Qwen3. None: no norms."""
-    bias: bool = False
-    """Whether queries, keys and values have biases, as in Qwen2."""
-
-    @classmethod
-    def of(
-        cls,
-        width: int,
-        num_heads: int,
-        num_key_value_heads: int,
-        head_dim: int = 0,
-        *,
-        theta: float,
-        scaling: Mapping[str, Any] | None = None,
-        norm_epsilon: float | None = None,
-        bias: bool = False,
-    ) -> "AttentionShape":
-        """Return the shape of some settings, where zero selects a default for the width."""
-        num_heads = num_heads or max(1, width // 64)
-        size, rotary = head_dim or width // num_heads, Rotary.of(theta, scaling)
-        return cls(num_heads, num_key_value_heads or num_heads, size, rotary, norm_epsilon, bias)
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_key_value_heads or self.head_dim % 2:
-            raise InputError(
-                "attention needs key_value_heads that divide attention_heads and an even head_dim, "
-                f"got {self.num_key_value_heads}, {self.num_heads} and {self.head_dim}; set them "
-                "under head="
-            )
-
 
 class Attention(nn.Module):
     """Rotary attention with grouped keys and values, and parameter names of Llama.
 
     Args:
-        input_width: Width of the input.
+        config: Settings of a kind: those of `AttentionConfig` that it has, `rope_theta` and, if it
+            has them, `rope_scaling`, `attention_bias` (as in Qwen2) and `qk_norm` (as in Qwen3).
         width: Width of the output.
-        shape: Number and width of its heads.
+        input_width: Width of the input. Zero is the width of the output.
+
+    Raises:
+        ValueError: The heads do not divide, their size is odd, or `rope_scaling` is unsupported.
     """
 
-    def __init__(self, input_width: int, width: int, shape: AttentionShape) -> None:
+    def __init__(self, config: Any, width: int, input_width: int = 0) -> None:
         super().__init__()
-        num_heads, num_key_value_heads, head_dim = (
-            shape.num_heads,
-            shape.num_key_value_heads,
-            shape.head_dim,
+        num_heads = config.attention_heads or max(1, width // 64)
+        shared = self.num_key_value_heads = config.key_value_heads or num_heads
+        size = self.head_dim = getattr(config, "head_dim", 0) or width // num_heads
+        if num_heads % shared or size % 2:
+            raise InputError(
+                "attention needs key_value_heads that divide attention_heads and an even head_dim, "
+                f"got {shared}, {num_heads} and {size}; set them under head="
+            )
+        self.rope = rope(config.rope_theta, getattr(config, "rope_scaling", {}))
+        bias = getattr(config, "attention_bias", False)
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(input_width or width, heads * size, bias=bias)
+            for heads in (num_heads, shared, shared)
         )
-        self.num_key_value_heads, self.head_dim, self.rotary = (
-            num_key_value_heads,
-            head_dim,
-            shape.rotary,
-        )
-        self.q_proj = nn.Linear(input_width, num_heads * head_dim, bias=shape.bias)
-        self.k_proj = nn.Linear(input_width, num_key_value_heads * head_dim, bias=shape.bias)
-        self.v_proj = nn.Linear(input_width, num_key_value_heads * head_dim, bias=shape.bias)
-        self.o_proj = nn.Linear(num_heads * head_dim, width, bias=False)
-        epsilon = shape.norm_epsilon
+        self.o_proj = nn.Linear(num_heads * size, width, bias=False)
+        normed = getattr(config, "qk_norm", False)
         self.q_norm, self.k_norm = (
-            nn.Identity() if epsilon is None else RMSNorm(head_dim, epsilon) for _ in range(2)
+            RMSNorm(size, config.epsilon) if normed else nn.Identity() for _ in range(2)
         )
 
     def keys_values(self, inputs: Tensor, positions: Int[Tensor, "batch time"]) -> Tensor:
         """Return keys and values: (batch, key head, 2, time, head_dim)."""
-        keys = self.rotary.turn(self.k_norm(self._split(self.k_proj(inputs))), positions)
+        keys = rotate(self.rope, self.k_norm(self._split(self.k_proj(inputs))), positions)
         return torch.stack([keys, self._split(self.v_proj(inputs))], dim=2)
 
     def forward(
@@ -152,7 +106,7 @@ class Attention(nn.Module):
                 within documents. On a CPU each document is computed separately, on other devices
                 all of them by flash attention. None computes every pair of positions.
         """
-        queries = self.rotary.turn(self.q_norm(self._split(self.q_proj(inputs))), positions)
+        queries = rotate(self.rope, self.q_norm(self._split(self.q_proj(inputs))), positions)
         if path is None:
             assert visible is not None
             mixed = _attend(queries, past, visible[:, None])
@@ -231,16 +185,11 @@ def full_attention(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class GatedMlp(nn.Module):
-    """down(SiLU(gate x) * up x), with parameter names of Llama.
+    """down(SiLU(gate x) * up x), with parameter names of Llama; see `inner_dim` for its width."""
 
-    Args:
-        width: Width of the stream.
-        inner: Inner width. Zero is 8/3 of the stream's width, rounded up to a multiple of 16.
-    """
-
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, width: int, inner_dim: int) -> None:
         super().__init__()
-        inner = inner or math.ceil(width / 6) * 16
+        inner = inner_dim or math.ceil(width / 6) * 16
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
@@ -248,6 +197,42 @@ class GatedMlp(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         """Return the update of the residual stream."""
         return self.down_proj(F.silu(self.gate_proj(values)) * self.up_proj(values))
+
+
+class LlamaLayer(nn.Module):
+    """A Llama layer that may also read the embedding of a token, as EAGLE-3's first layer does.
+
+    Args:
+        config: Settings of a kind, as for `Attention`, with `inner_dim` and `epsilon`.
+        width: Width of the stream and of the embeddings.
+        reads_tokens: Whether attention reads the token's embedding next to the stream.
+    """
+
+    def __init__(self, config: Any, width: int, *, reads_tokens: bool = False) -> None:
+        super().__init__()
+        self.norm_before_residual = reads_tokens and config.norm_before_residual
+        self.input_layernorm = RMSNorm(width, config.epsilon)
+        self.hidden_norm = RMSNorm(width, config.epsilon) if reads_tokens else None
+        self.self_attn = Attention(config, width, (1 + reads_tokens) * width)
+        self.post_attention_layernorm = RMSNorm(width, config.epsilon)
+        self.mlp = GatedMlp(width, config.inner_dim)
+
+    def read(
+        self, stream: Tensor, positions: Int[Tensor, "batch time"], embedded: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the residual stream, the input of attention, and its keys and values."""
+        if self.hidden_norm is None:
+            inputs = self.input_layernorm(stream)
+        else:
+            normed = self.hidden_norm(stream)
+            inputs = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+            stream = normed if self.norm_before_residual else stream
+        return stream, inputs, self.self_attn.keys_values(inputs, positions)
+
+    def forward(self, stream: Tensor, inputs: Tensor, *attended: Any) -> Tensor:
+        """Return the stream after this layer; `attended` are further arguments of `Attention`."""
+        stream = stream + self.self_attn(inputs, *attended)
+        return stream + self.mlp(self.post_attention_layernorm(stream))
 
 
 @dataclass(slots=True)
@@ -273,13 +258,9 @@ class Slots:
         shape = (batch, layers * attention.num_key_value_heads, 2, capacity, attention.head_dim)
         return cls(weight.new_zeros(shape), torch.zeros(batch, dtype=torch.long).to(weight.device))
 
-    def append(self, fresh: Tensor, count: Int[Tensor, " batch"]) -> None:
-        """Write new positions after each row's old ones; the first `count` of them are kept."""
-        self.write(fresh, self.advance(fresh.shape[3], count))
-
     def advance(self, time: int, count: Int[Tensor, " batch"]) -> Int[Tensor, "row time"]:
         """Return the next `time` positions of each row, and keep the first `count` of them."""
-        positions = self.following(time)
+        positions = self.lengths[:, None] + torch.arange(time, device=self.lengths.device)
         if self.places is None:
             self.extent = min(self.extent + time, self.kv_cache.shape[3])
         self.lengths = self.lengths + count
@@ -296,10 +277,6 @@ class Slots:
         heads = fresh.shape[1]
         layer_cache = self.kv_cache[:, layer * heads : (layer + 1) * heads]
         layer_cache[rows, :, :, slots] = fresh.permute(0, 3, 1, 2, 4)
-
-    def following(self, time: int) -> Int[Tensor, "row time"]:
-        """Return the next `time` positions of each row."""
-        return self.lengths[:, None] + torch.arange(time, device=self.lengths.device)
 
     def past(self, upto: Int[Tensor, "row time"] | None = None) -> tuple[Tensor, Tensor]:
         """Return the slots in use, and a mask of the visible ones: (batch, time, slot).

@@ -3,27 +3,21 @@
 Source: arXiv:2602.06036.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from specheads.core.drafter import Committed, Features, State
+from specheads.core.drafter import Anchors, Logits, Nodes, State, States, Tokens
 from specheads.core.errors import InputError
+from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt, TokenId
 from specheads.heads.checkpoint import fill, take_maps
-from specheads.heads.layers.attention import (
-    Attention,
-    AttentionConfig,
-    AttentionShape,
-    GatedMlp,
-    Slots,
-    full_attention,
-)
+from specheads.heads.layers.attention import AttentionConfig, LlamaLayer, Slots, full_attention
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.embedding import BorrowingHead
 from specheads.heads.layers.rotary import published
@@ -60,60 +54,7 @@ class BlockConfig(AttentionConfig):
     num_anchors: PositiveInt = 512
     """Number of positions per sequence from which a training step drafts, sampled at each step."""
 
-    def __post_init__(self) -> None:
-        if isinstance(self.aux_layers, tuple):
-            self.aux_layers = list(self.aux_layers)
-        AttentionConfig.__post_init__(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A drafted block, and the level that was returned last."""
-
-    hidden: Float[Tensor, "batch depth width"]
-    """Hidden states of each level, independent of the drafted tokens."""
-    level: int
-    """Level of the last returned logits."""
-    states: Float[Tensor, "batch node answer"]
-    """States of its nodes."""
-
-
-class BlockLayer(nn.Module):
-    """A Qwen3 layer over a block, with the base's features as further keys and values.
-
-    Args:
-        width: Width of the stream and of the fused features.
-        inner: Width of the MLP, as `GatedMlp` takes it.
-        shape: Heads of its attention.
-        epsilon: Epsilon of the norms.
-    """
-
-    def __init__(self, width: int, inner: int, shape: AttentionShape, epsilon: float) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(width, epsilon)
-        self.self_attn = Attention(width, width, shape)
-        self.post_attention_layernorm = RMSNorm(width, epsilon)
-        self.mlp = GatedMlp(width, inner)
-
-    def forward(
-        self,
-        stream: Float[Tensor, "batch slot width"],
-        positions: Int[Tensor, "batch slot"],
-        past: Tensor,
-        visible: Bool[Tensor, "batch query key"],
-    ) -> Float[Tensor, "batch slot width"]:
-        """Return the stream after this layer.
-
-        Args:
-            stream: All slots of all blocks of a row.
-            positions: Positions of the slots in the text.
-            past: Keys and values of the features, from `Attention.keys_values`.
-            visible: Mask over the features and then the slots; its query axis may be one.
-        """
-        normed = self.input_layernorm(stream)
-        seen = torch.cat([past, self.self_attn.keys_values(normed, positions)], dim=3)
-        mixed = stream + self.self_attn(normed, positions, seen, visible)
-        return mixed + self.mlp(self.post_attention_layernorm(mixed))
+    qk_norm: ClassVar[bool] = True
 
 
 class BlockHead(BorrowingHead):
@@ -121,8 +62,11 @@ class BlockHead(BorrowingHead):
 
     The anchor is the token after the position to draft from: the base has chosen it and not read it
     yet. Masks follow it. All slots of a block see one another and every position before the anchor.
-    The frozen projection of the base turns slots into logits.
+    The frozen projection of the base turns slots into logits. The state of a draft is the hidden
+    states of all levels, the last level that was returned, and the states of its nodes.
     """
+
+    borrows_projection = True
 
     def __init__(self, config: BlockConfig, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
@@ -136,18 +80,8 @@ class BlockHead(BorrowingHead):
         self.mask_token = config.mask_token % vocab_size
         self.fc = nn.Linear((len(self.aux_layers) or config.num_layers) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.epsilon)
-        shape = AttentionShape.of(
-            width,
-            config.attention_heads,
-            config.key_value_heads,
-            config.head_dim,
-            theta=config.rope_theta,
-            norm_epsilon=config.epsilon,
-        )
-        self.layers = nn.ModuleList(
-            BlockLayer(width, config.inner_dim, shape, config.epsilon)
-            for _ in range(config.num_layers)
-        )
+        layers = (LlamaLayer(config, width) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(width, config.epsilon)
 
     def choose_aux_layers(self, num_layers: int) -> None:
@@ -162,29 +96,21 @@ class BlockHead(BorrowingHead):
         near, far = (2, num_layers - 2), (1, max(num_layers - 1, 1))
         first, last = near if num_layers - 4 >= wanted - 1 else far
         count = min(wanted, last - first + 1)
-        steps = [index * (last - first) / max(count - 1, 1) for index in range(count)]
-        middle = min(num_layers // 2 + 1, last)
-        layers = [round(first + step) for step in steps] if count > 1 else [middle]
-        self.config = replace(self.config, aux_layers=layers)
-        self.aux_layers = tuple(layers)
+        if count == 1:
+            self.choose([min(num_layers // 2 + 1, last)])
+        else:
+            step = (last - first) / (count - 1)
+            self.choose([round(first + index * step) for index in range(count)])
         if count < wanted:
             self.fc = nn.Linear(
                 count * self.width, self.width, bias=False, device=self.fc.weight.device
             )
 
-    def answering(
-        self, hidden: Float[Tensor, "batch time width"], tokens: Int[Tensor, "batch node"]
-    ) -> Float[Tensor, "batch alike answer"]:
+    def answering(self, hidden: Tensor, tokens: Nodes) -> Float[Tensor, "batch alike answer"]:
         """Return the states after these tokens: here the hidden states of their level."""
-        del tokens
         return hidden
 
-    def states(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        anchors: Bool[Tensor, "batch time"] | None = None,
-    ) -> Iterator[Float[Tensor, "batch time width"]]:
+    def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Draft one block from each anchor; other states are zero."""
         marks = torch.ones_like(tokens, dtype=torch.bool) if anchors is None else anchors
         # rows with fewer anchors also draft from other positions, whose states are ignored
@@ -193,16 +119,12 @@ class BlockHead(BorrowingHead):
         most = fitting if marks.is_meta else int(marks.sum(1).max())
         at = marks.int().argsort(dim=1, descending=True, stable=True)[:, :most].sort(1).values
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-        places = features.places().expand_as(tokens)
-        fused = self._fuse(features)
-        own = len(self._slots)
-        visible = block_mask(features.visible().expand(len(tokens), -1, -1)[rows, at], own)
-        stream = self._masked(tokens.roll(-1, 1)[rows, at]).flatten(1, 2)
-        positions = (places[rows, at][..., None] + 1 + self._slots).flatten(1)
-        for layer, attention in zip(self.layers, self._attentions, strict=True):
-            past = attention.keys_values(fused, places)
-            stream = layer(stream, positions, past, visible)
-        hidden = self.norm(stream).unflatten(1, (most, own))[:, :, own - self.depth :]
+        places, fused = features.places().expand_as(tokens), self._fuse(features)
+        visible = features.visible().expand(len(tokens), -1, -1)[rows, at]
+        visible = block_mask(visible, len(self._slots()))
+        pasts = (layer.self_attn.keys_values(fused, places) for layer in self.blocks())
+        roots = tokens.roll(-1, 1)[rows, at]
+        hidden = self._draft(roots, places[rows, at] + 1, pasts, visible)
         for level in range(self.depth):
             empty = hidden.new_zeros(*tokens.shape, self.width)
             found = empty.index_put((rows, at), hidden[:, :, level])
@@ -210,64 +132,69 @@ class BlockHead(BorrowingHead):
 
     def memory(self, batch: int, capacity: int) -> Slots:
         """Return empty slots for the keys and values of committed positions in all layers."""
-        return Slots.empty(self._attentions[0], batch, capacity, len(self._attentions))
+        layers = self.blocks()
+        return Slots.empty(layers[0].self_attn, batch, capacity, len(layers))
 
     @torch.no_grad()
-    def begin(
-        self, committed: Committed, memory: Slots
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
+    def begin(self, committed: Committed, memory: Slots) -> tuple[Logits, State]:
         """Store the keys and values of all positions; draft the whole block after the root."""
-        fused = self._fuse(committed.features)
-        places = memory.following(fused.shape[1])
-        fresh = [attention.keys_values(fused, places) for attention in self._attentions]
-        memory.append(torch.cat(fresh, dim=1), committed.counts)
-        keys_values, visible = memory.past()
-        stream = self._masked(committed.root())[:, 0]
-        positions = memory.lengths[:, None] + self._slots
-        visible = nn.functional.pad(visible, (0, stream.shape[1]), value=True)
-        for layer, past in zip(
-            self.layers, keys_values.chunk(len(self.layers), dim=1), strict=True
-        ):
-            stream = layer(stream, positions, past, visible)
-        return self._answer(self.norm(stream)[:, -self.depth :], 0, committed.root())
+        fused, root = self._fuse(committed.features), committed.root()
+        places = memory.advance(fused.shape[1], committed.counts)
+        fresh = [layer.self_attn.keys_values(fused, places) for layer in self.blocks()]
+        memory.write(torch.cat(fresh, dim=1), places)
+        past, visible = memory.past()
+        visible = nn.functional.pad(visible, (0, len(self._slots())), value=True)
+        pasts = past.chunk(len(self.layers), dim=1)
+        hidden = self._draft(root, memory.lengths[:, None], pasts, visible)
+        return self._answer(hidden[:, 0], 0, root)
 
     @torch.no_grad()
-    def extend(
-        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
-    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
         """Return the logits of the next level, which depend on each node's own token at most."""
-        del parents
-        return self._answer(state.hidden, state.level + 1, tokens)
+        hidden, level, _ = state
+        return self._answer(hidden, level + 1, tokens)
 
-    def _answer(self, hidden: Tensor, level: int, tokens: Tensor) -> tuple[Tensor, State]:
+    def _answer(self, hidden: Tensor, level: int, tokens: Tensor) -> tuple[Logits, State]:
         states = self.answering(hidden[:, level : level + 1], tokens)
         logits = self.logits(states, level).expand(-1, tokens.shape[1], -1)
-        return logits, Block(hidden, level, states.expand(-1, tokens.shape[1], -1))
+        return logits, (hidden, level, states.expand(-1, tokens.shape[1], -1))
 
-    @property
-    def _attentions(self) -> list[Attention]:
-        layers = [layer for layer in self.layers if isinstance(layer, BlockLayer)]
-        return [layer.self_attn for layer in layers]
+    def _draft(
+        self,
+        roots: Int[Tensor, "batch anchor"],
+        starts: Int[Tensor, "batch anchor"],
+        pasts: Iterable[Tensor],
+        visible: Bool[Tensor, "batch query key"],
+    ) -> Float[Tensor, "batch anchor depth width"]:
+        """Return the hidden states of the levels of blocks.
 
-    @property
+        Args:
+            roots: Anchors of the blocks.
+            starts: Positions of the anchors in the text.
+            pasts: Keys and values of the features for each layer.
+            visible: Mask over the features and then the slots; its query axis may be one.
+        """
+        slots = self._slots()
+        tokens = torch.where(slots == 0, roots[..., None], self.mask_token)
+        stream = self.embed(tokens, self.fc.weight).flatten(1, 2)
+        positions = (starts[..., None] + slots).flatten(1)
+        for layer, past in zip(self.blocks(), pasts, strict=True):
+            stream, inputs, fresh = layer.read(stream, positions)
+            stream = layer(stream, inputs, positions, torch.cat([past, fresh], dim=3), visible)
+        hidden = self.norm(stream).unflatten(1, tokens.shape[1:])
+        return hidden[:, :, len(slots) - self.depth :]
+
+    def blocks(self) -> list[LlamaLayer]:
+        """Return its layers."""
+        return cast(list[LlamaLayer], [*self.layers])
+
     def _slots(self) -> Int[Tensor, " slot"]:
         """Return the distances of a block's slots from the anchor."""
         slots = self.depth + (not self.config.sample_from_anchor)
         return torch.arange(slots, device=self.fc.weight.device)
 
-    def _masked(self, roots: Int[Tensor, "batch anchor"]) -> Float[Tensor, "batch anchor slot d"]:
-        """Return the embeddings of blocks: each root, followed by masks."""
-        tokens = roots[..., None].expand(*roots.shape, len(self._slots))
-        tokens = torch.where(self._slots == 0, tokens, self.mask_token)
-        return self.embed(tokens, self.fc.weight)
-
     def _fuse(self, features: Features) -> Tensor:
-        if features.aux is None:
-            raise InputError(
-                f"{self.kind} reads aux_layers, got none; read the base with "
-                "aux_layers=head.aux_layers"
-            )
-        return self.hidden_norm(self.fc(features.aux))
+        return self.hidden_norm(self.fc(self.streams(features)))
 
 
 def block_mask(

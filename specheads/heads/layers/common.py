@@ -1,7 +1,10 @@
-"""Small modules that several kinds of head use."""
+"""Small parts that several kinds of head use."""
 
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+
+from specheads.core.drafter import Nodes
 
 
 class RMSNorm(nn.RMSNorm):
@@ -36,3 +39,12 @@ class ResidualBlock(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         """Return the output of the block."""
         return self.res_connection(values) + F.silu(self.linear(values))
+
+
+def pick_parents(
+    state: Float[Tensor, "batch level width"], parents: Nodes
+) -> Float[Tensor, "batch node width"]:
+    """Return the state of each node's parent."""
+    if state.shape[1] == 1:
+        return state.expand(-1, parents.shape[1], -1)
+    return state.gather(1, parents[..., None].expand(-1, -1, state.shape[-1]))

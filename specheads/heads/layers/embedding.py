@@ -1,29 +1,41 @@
-"""Heads that borrow the embedding, or embedding and vocabulary projection, of their base."""
+"""Heads that borrow the embedding, the vocabulary projection or both of their base."""
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.drafter import Bias, Head, Weight
+from specheads.core.drafter import Head, Projection, Weight
 from specheads.core.errors import InputError
+from specheads.core.features import Features
+from specheads.core.weight_layout import product
 
 
-class EmbeddingHead(Head):
-    """A head that borrows its base's input embedding as a frozen buffer that is not saved."""
+class BorrowingHead(Head):
+    """A head that borrows tensors of its base, as frozen buffers that are not saved."""
 
     embedding: Tensor | None
+    borrowed: Tensor | None
+    borrows_embedding = True
+    """Whether it reads the base's input embedding."""
+    borrows_projection = False
+    """Whether it uses the base's vocabulary projection."""
 
     def __init__(self, config: Any, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         self.register_buffer("embedding", None, persistent=False)
+        self.register_buffer("borrowed", None, persistent=False)
 
     def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
-        """Borrow the base's input embedding."""
-        del projection
-        # detached, because it is not a parameter of this head
-        self.embedding = embedding.detach()
+        """Borrow the base's tensors, detached, because they are no parameters of this head."""
+        if self.borrows_embedding:
+            self.embedding = embedding.detach()
+        if self.borrows_projection:
+            projection = embedding if projection is None else projection
+            self.borrowed = self.projection_rows(projection.detach())
 
     def embed(self, tokens: Int[Tensor, "*any"], like: Tensor) -> Float[Tensor, "*any width"]:
         """Return the embeddings of tokens in the dtype of `like`.
@@ -34,22 +46,6 @@ class EmbeddingHead(Head):
         if self.embedding is None:
             raise InputError(f"{self.kind} reads its base's embedding; load the head with its base")
         return F.embedding(tokens, self.embedding).to(like.dtype)
-
-
-class BorrowingHead(EmbeddingHead):
-    """A head that also borrows its base's vocabulary projection."""
-
-    borrowed: Tensor | None
-
-    def __init__(self, config: Any, width: int, vocab_size: int) -> None:
-        super().__init__(config, width, vocab_size)
-        self.register_buffer("borrowed", None, persistent=False)
-
-    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
-        """Borrow the base's input embedding and its vocabulary projection."""
-        super().bind(embedding)
-        projection = embedding if projection is None else projection
-        self.borrowed = self.projection_rows(projection.detach())
 
     def lent(self) -> Weight:
         """Return the base's projection to the draft vocabulary.
@@ -63,7 +59,30 @@ class BorrowingHead(EmbeddingHead):
             )
         return self.borrowed
 
-    def projection(self, level: int) -> tuple[Weight, Bias | None]:
+    def projection(self, level: int) -> Projection:
         """Return the projection, the same at every level."""
-        del level
         return self.lent(), None
+
+    def choose(self, aux_layers: list[int]) -> None:
+        """Read the base after these layers."""
+        self.config = replace(self.config, aux_layers=aux_layers)
+        self.aux_layers = tuple(aux_layers)
+
+    def streams(self, features: Features) -> Float[Tensor, "batch time aux"]:
+        """Return the residual streams of the base after the layers that this head reads."""
+        if features.aux is None:
+            raise InputError(
+                f"{self.kind} reads aux_layers, got none; read the base with "
+                "aux_layers=head.aux_layers"
+            )
+        return features.aux
+
+    def corrected(self, correction: nn.Module) -> Projection:
+        """Return [W, C]: the base's projection W next to the matrix C of a layer."""
+        weight = correction.get_parameter("weight")
+        return torch.cat([self.lent().to(weight.dtype), weight], dim=1), None
+
+    def corrected_logits(self, state: Tensor, correction: nn.Module) -> Tensor:
+        """Return W h + C e of states [h, e], without the concatenation of `corrected`."""
+        hidden, more = state.split([self.width, state.shape[-1] - self.width], dim=-1)
+        return product(hidden, self.lent()) + correction(more)

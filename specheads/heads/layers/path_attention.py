@@ -36,11 +36,9 @@ def path_attention(
 ) -> Float[Tensor, "batch head time width"]:
     """Attend to the document up to each position and to its path, as under one softmax."""
     dtype = product_dtype(queries)
-    tokens = queries.transpose(1, 2).flatten(0, 1).to(dtype)
-    keys, values = (one.transpose(1, 2).flatten(0, 1).to(dtype) for one in past.unbind(2))
-    own = (one.transpose(1, 2).flatten(0, 1).to(dtype) for one in path.unbind(2))
-    bounds = documents.bounds, max(documents.lengths)
-    mixed = _PathAttention.apply(bounds, tokens, keys, values, *own)
+    inputs = (queries, *past.unbind(2), *path.unbind(2))
+    rows = (one.transpose(1, 2).flatten(0, 1).to(dtype) for one in inputs)
+    mixed = _PathAttention.apply((documents.bounds, max(documents.lengths)), *rows)
     assert isinstance(mixed, Tensor)
     return mixed.unflatten(0, (len(queries), -1)).transpose(1, 2)
 
@@ -49,17 +47,10 @@ class _PathAttention(torch.autograd.Function):
     """Tensors are (position, head, width), paths (position, head, level, width)."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        documents: Bounds,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        own_keys: Tensor,
-        own_values: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, documents: Bounds, *tensors: Tensor) -> Tensor:
         """Return the joint output; keep its log-sum-exp for the gradients."""
-        mixed, total = _flash_forward(queries, keys, values, documents)
+        queries, keys, values, own_keys, own_values = tensors
+        mixed, total = _flash_forward(documents, queries, keys, values)
         if own_keys.shape[2]:
             # (position, shared head, head of its group, ...)
             scores = _scores(queries, own_keys)
@@ -71,7 +62,7 @@ class _PathAttention(torch.autograd.Function):
             mixed = (share * mixed + alone).to(values.dtype)
             total = joint.flatten(1).T.contiguous()
         ctx.documents = documents
-        ctx.save_for_backward(queries, keys, values, own_keys, own_values, mixed, total)
+        ctx.save_for_backward(*tensors, mixed, total)
         return mixed
 
     @staticmethod
@@ -79,7 +70,7 @@ class _PathAttention(torch.autograd.Function):
         """Return the gradients of queries, keys and values, of the document and of the path."""
         queries, keys, values, own_keys, own_values, mixed, total = ctx.saved_tensors
         grad = grad_outputs[0].to(mixed.dtype).contiguous()
-        found = _flash_backward(grad, queries, keys, values, mixed, total, ctx.documents)
+        found = _flash_backward(ctx.documents, grad, queries, keys, values, mixed, total)
         if not own_keys.shape[2]:
             return None, *found, torch.zeros_like(own_keys), torch.zeros_like(own_values)
         groups = keys.shape[1], -1
@@ -112,32 +103,27 @@ def _wide(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _flash_forward(
-    queries: Tensor, keys: Tensor, values: Tensor, documents: Bounds
-) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp (head, position) of causal attention by document."""
+def _flash_forward(documents: Bounds, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp (head, position) of causal attention by document.
+
+    Takes queries, keys and values.
+    """
     bounds, longest = documents
     found = torch.ops.aten._flash_attention_forward(
-        queries, keys, values, bounds, bounds, longest, longest, 0.0, True, False
+        *tensors, bounds, bounds, longest, longest, 0.0, True, False
     )
     return found[0], found[1]
 
 
-def _flash_backward(
-    grad: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mixed: Tensor,
-    total: Tensor,
-    documents: Bounds,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values, from an output and its log-sum-exp."""
+def _flash_backward(documents: Bounds, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values.
+
+    Takes the gradient of the output, queries, keys, values, the output and its log-sum-exp.
+    """
     bounds, longest = documents
     # without dropout no random state is read
-    seed = torch.zeros(2, dtype=torch.uint64, device=grad.device)
-    unused = torch.zeros((), dtype=torch.uint64, device=grad.device)
+    seed = torch.zeros(2, dtype=torch.uint64, device=bounds.device)
+    unused = torch.zeros((), dtype=torch.uint64, device=bounds.device)
     return torch.ops.aten._flash_attention_backward(
-        *(grad, queries, keys, values, mixed, total, bounds, bounds, longest, longest),
-        *(0.0, True, seed, unused),
+        *tensors, bounds, bounds, longest, longest, 0.0, True, seed, unused
     )

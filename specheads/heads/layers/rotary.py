@@ -1,7 +1,6 @@
 """Rotary position embeddings, with the scaling for longer texts of transformers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -21,62 +20,55 @@ REQUIRED = {
 }
 """Required parameters of each type of scaling."""
 
-OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
-"""Optional parameters of yarn, besides `truncate`."""
+YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
+"""Optional parameters of yarn."""
+
+Rope = tuple[float, tuple[tuple[str, Any], ...]]
+"""Base of the frequencies, and their scaling as sorted items; empty is no scaling."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """Parameters of a rotary position embedding."""
+def rope(theta: float, scaling: Mapping[str, Any]) -> Rope:
+    """Return the embedding for the `rope_scaling` of a Llama.
 
-    theta: float
-    """Base of the frequencies."""
-    scaling: tuple[tuple[str, Any], ...] = ()
-    """Scaling of the frequencies, sorted by name; empty is no scaling."""
-
-    @classmethod
-    def of(cls, theta: float, scaling: Mapping[str, Any] | None = None) -> "Rotary":
-        """Return the embedding for the `rope_scaling` of a Llama.
-
-        Raises:
-            ValueError: Its type is unsupported, or a parameter is missing, unknown or invalid.
-        """
-        scaling = dict(scaling or {})
-        kind = scaling.get("rope_type", "default" if not scaling else None)
-        if kind == "default":
-            return cls(theta)
-        if kind not in REQUIRED:
-            raise InputError(
-                f"rope_scaling needs a rope_type of {', '.join(REQUIRED)}, got {kind!r:.80}; "
-                "choose one, or leave it empty"
-            )
-        numbers = {name: value for name, value in scaling.items() if name != "rope_type"}
-        known = (*REQUIRED[kind], *((*OPTIONAL, "truncate") if kind == "yarn" else ()))
-        if wrong := sorted({*numbers} - {*known} or {*REQUIRED[kind]} - {*numbers}):
-            raise InputError(
-                f"rope_scaling of rope_type {kind} needs {', '.join(REQUIRED[kind])}"
-                f"{' and may have ' + ', '.join(OPTIONAL) if kind == 'yarn' else ''}; got "
-                f"{', '.join(sorted(numbers)) or 'nothing'}: fix {wrong[0]!r:.80}"
-            )
-        for name, value in numbers.items():
-            if not (type(value) is bool if name == "truncate" else _is_scale(value)):
-                raise InputError(
-                    f"rope_scaling.{name} must be a number above 0, got {value!r:.80}; fix it"
-                )
-        return cls(theta, tuple(sorted(scaling.items())))
-
-    def turn(
-        self, values: Float[Tensor, "batch path time width"], positions: Int[Tensor, "row time"]
-    ) -> Float[Tensor, "batch path time width"]:
-        """Rotate channels i and i + half of each head by their angle at the position."""
-        half = values.shape[-1] // 2
-        frequencies, factor = _frequencies(
-            self, values.shape[-1], values.device, torch.get_default_dtype()
+    Raises:
+        ValueError: Its type is unsupported, or a parameter is missing, unknown or invalid.
+    """
+    kind = scaling.get("rope_type", None if scaling else "default")
+    if kind == "default":
+        return theta, ()
+    if kind not in REQUIRED:
+        raise InputError(
+            f"rope_scaling needs a rope_type of {', '.join(REQUIRED)}, got {kind!r:.80}; "
+            "choose one, or leave it empty"
         )
-        angles = positions[:, None, :, None] * frequencies
-        cos, sin = ((part * factor).to(values.dtype) for part in (angles.cos(), angles.sin()))
-        first, second = values.split(half, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    numbers = {name: value for name, value in scaling.items() if name != "rope_type"}
+    required, optional = REQUIRED[kind], YARN if kind == "yarn" else ()
+    if wrong := sorted({*numbers} - {*required, *optional} or {*required} - {*numbers}):
+        raise InputError(
+            f"rope_scaling of rope_type {kind} needs {', '.join(required)} and may have "
+            f"{', '.join(optional) or 'no more'}; fix {wrong[0]!r:.80}"
+        )
+    for name, value in numbers.items():
+        if not allows(bool if name == "truncate" else PositiveFloat, value):
+            raise InputError(
+                f"rope_scaling.{name} must be a number above 0, got {value!r:.80}; fix it"
+            )
+    return theta, tuple(sorted(scaling.items()))
+
+
+def rotate(
+    rope: Rope,
+    values: Float[Tensor, "batch path time width"],
+    positions: Int[Tensor, "row time"],
+) -> Float[Tensor, "batch path time width"]:
+    """Rotate channels i and i + half of each head by their angle at the position."""
+    frequencies, factor = _frequencies(
+        *rope, values.shape[-1], values.device, torch.get_default_dtype()
+    )
+    angles = positions[:, None, :, None] * frequencies
+    cos, sin = ((part * factor).to(values.dtype) for part in (angles.cos(), angles.sin()))
+    first, second = values.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def published(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,25 +110,25 @@ def _published_scaling(rope: dict[str, Any], length: int | None) -> dict[str, An
     return kept | {"rope_type": kind}
 
 
-def _is_scale(value: Any) -> bool:
-    return allows(PositiveFloat, value)
-
-
 @cache
 def _frequencies(
-    rotary: Rotary, size: int, device: torch.device, dtype: torch.dtype
+    theta: float,
+    scaling: tuple[tuple[str, Any], ...],
+    size: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, float]:
     """Return the angle per position of each pair of channels, and the attention factor.
 
     `dtype` is torch's default dtype: float32, except in some tests.
     """
-    if not rotary.scaling:
+    if not scaling:
         exponents = torch.arange(0, size, 2, device=device, dtype=dtype) / size
-        return 1.0 / rotary.theta**exponents, 1.0
+        return 1.0 / theta**exponents, 1.0
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = {**dict(rotary.scaling), "rope_theta": rotary.theta}
+    parameters = {**dict(scaling), "rope_theta": theta}
     length = int(parameters.get(ORIGINAL, 1) * max(1, parameters["factor"]))
     config = LlamaConfig(rope_parameters=parameters, head_dim=size, max_position_embeddings=length)
     return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device)
