@@ -154,7 +154,7 @@ class Tuning:
         trees: Sequence[policies.Static],
         batches: Sequence[int],
         rounds: int,
-    ) -> tuple[StepCost, dict[str, float]]:
+    ) -> tuple[StepCost, dict[str, float | int]]:
         """Time chains and some trees at every batch size and context; fit costs to it."""
         sizes = {one.num_nodes: one for one in trees if one.name == "tree"}
         grid = [policies.NOTHING, *(one for one in trees if one.name == "chain")]
@@ -448,7 +448,7 @@ def trimmed_mean(seconds: Sequence[float]) -> float:
     return statistics.fmean(ordered[cut : len(ordered) - cut])
 
 
-def fit(points: Sequence[Point]) -> tuple[StepCost, dict[str, float]]:
+def fit(points: Sequence[Point]) -> tuple[StepCost, dict[str, float | int]]:
     """Return the linear cost with the least squared relative error, and its error."""
     verify = [(1, one.batch * one.nodes, one.batch * one.context) for one in points]
     drafted = [one for one in points if one.depth]
@@ -465,7 +465,7 @@ def fit(points: Sequence[Point]) -> tuple[StepCost, dict[str, float]]:
         for one in points
     ]
     median, largest = statistics.median(errors), max(errors)
-    return cost, {"points": float(len(points)), "median": median, "largest": largest}
+    return cost, {"points": len(points), "median": median, "largest": largest}
 
 
 def _least_squares(

@@ -181,7 +181,7 @@ class Tuned:
     base: str
     """Fingerprint of the base."""
     cost: StepCost
-    cost_error: dict[str, float]
+    cost_error: dict[str, float | int]
     """Relative errors of the fitted costs, median and largest, and the number of points."""
     acceptance: AcceptanceRates
     trees: Annotated[list[TunedTree], NonEmpty]
