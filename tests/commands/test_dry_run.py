@@ -78,7 +78,7 @@ def test_wrong_loss_mask_prints_one_line_and_the_text(overrides: list[str], caps
         "error: 1 row of talks.jsonl cannot be used: the tokenizer's chat template must write all"
     )
     assert first.startswith(said)
-    assert below[-2:] == ["<|im_start|>assistant", "⟦HELLO.<|im_end|>⟧"]
+    assert below[-2:] == ["<|im_start|>assistant", "HELLO.<|im_end|>"]
 
 
 def rows(*last: dict[str, Any]) -> bytes:
