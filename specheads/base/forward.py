@@ -98,6 +98,11 @@ class Forwards:
             )
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether forwards over trees are compiled."""
+        return self._compiled_answer is not None or self.static
+
+    @property
     def static(self) -> bool:
         """Whether forwards need fixed shapes; each CUDA graph has one shape."""
         return self._graphs is not None

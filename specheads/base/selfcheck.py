@@ -72,7 +72,7 @@ def check(base: Forwards) -> None:
 
 
 @torch.no_grad()
-def check_exact(base: Forwards, *, compile: bool) -> None:
+def check_exact(base: Forwards, *, compile: bool = False) -> None:
     """Make a base exact, after a check that it can be; a base that cannot stays as it was.
 
     Raises:
@@ -80,11 +80,12 @@ def check_exact(base: Forwards, *, compile: bool) -> None:
             or its attention is not sdpa.
     """
     attention = base.config._attn_implementation
+    compile = compile or base.is_compiled
     if compile or base.device.type != "cpu" or attention != "sdpa":
         raise InputError(
             "exact=true needs compile=false, device=cpu and attention=sdpa, got "
-            f"compile={compile}, device={base.device} and attention={attention}; change them, or "
-            "leave exact out"
+            f"compile={compile}, device={base.device} and attention={attention}; change "
+            "them, or leave exact out"
         )
     alike = False
     base.exact = True

@@ -55,7 +55,7 @@ def run(settings: Chat) -> None:
     if settings.side_by_side and base.dtype == torch.bfloat16 and not base.exact:
         # otherwise the two texts part where two tokens tie; not every base and machine can
         with suppress(InputError):
-            check_exact(base, compile=settings.base.compile)
+            check_exact(base)
     tree = fixed_policy(head_depth=head.depth, **asdict(settings.tree))
     dialogue = Dialogue(base.tokenizer, settings.system)
     console = Console(highlight=False, markup=False)

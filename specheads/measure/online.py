@@ -11,7 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
+from specheads.base.selfcheck import check_exact
 from specheads.core.drafter import Drafter
+from specheads.core.errors import InputError
 from specheads.core.machine import dtype_name
 from specheads.core.texts import loops
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, each_prompt
@@ -39,7 +41,37 @@ def measure_online(
 ) -> tuple[Online, Lossless, Degenerate]:
     """Return the sections `online`, `lossless` and `degenerate` of results.json."""
     decoded = decode_prompts(base, drafter, texts.prompts, generation)
-    return online_sections(base, decoded, texts, generation, comparable=generation.matched)
+    online, lossless, loops = online_sections(
+        base, decoded, texts, generation, comparable=generation.matched
+    )
+    parted = [
+        prompt
+        for prompt, one, alone in zip(texts.prompts, decoded, texts.alone, strict=True)
+        if one.tokens != alone
+    ]
+    if lossless.verdict == TIED and generation.sampling == GREEDY:
+        lossless = replace(lossless, exact=identical_exactly(base, drafter, parted, generation))
+    return online, lossless, loops
+
+
+def identical_exactly(
+    base: FrozenBase, drafter: Drafter, prompts: list[list[int]], generation: GenerationSettings
+) -> int | None:
+    """Return after how many prompts the text is that of the base alone, both with exact sums.
+
+    It is None if the base is not in bfloat16, or if it or the machine cannot compute exactly.
+    """
+    if base.exact or base.dtype != torch.bfloat16:
+        return None
+    try:
+        check_exact(base)
+    except InputError:
+        return None
+    try:
+        pair = (decode_prompts(base, one, prompts, generation) for one in (drafter, None))
+        return sum(one.tokens == alone.tokens for one, alone in zip(*pair, strict=True))
+    finally:
+        base.exact = False
 
 
 def online_sections(

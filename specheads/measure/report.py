@@ -186,9 +186,18 @@ def headlines(results: Results) -> list[dict[str, Any]]:
         value = rate.tokens_per_forward
         found.append((name, f"{value:.2f}", value, rate.interval, meaning, False))
     if (same := results.lossless) and same.compared:
-        shown, share = f"{same.identical} of {same.compared}", same.identical / same.compared
-        meaning = "Token for token; rounding may separate two texts at a tie."
-        interval = wilson(same.identical, same.compared)
+        count, meaning = (
+            same.identical,
+            "Token for token; rounding may separate two texts at a tie.",
+        )
+        if same.exact is not None:
+            meaning = (
+                f"Token for token, with exact sums (base.exact=true). Without them {count}: "
+                "rounding separates the others at a tie."
+            )
+            count += same.exact
+        shown, share = f"{count} of {same.compared}", count / same.compared
+        interval = wilson(count, same.compared)
         name = "texts identical to the base alone"
         found.append((name, shown, share, interval, meaning, True))
     if rate and rate.conditional_acceptance:

@@ -195,6 +195,9 @@ class Lossless:
     wrong: int = 0
     verdict: str = ""
     dtype: str = ""
+    exact: int | None = None
+    """How many of the texts that differ are identical if both are decoded with exact sums; None if
+    they were not decoded again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

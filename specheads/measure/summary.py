@@ -36,7 +36,11 @@ def verdict(results: Results) -> str:
 
 def divergence_note(lossless: Lossless) -> str:
     """Return the note after the number of identical texts: why the others differ."""
-    return "" if lossless.verdict in ("", IDENTICAL) else f", {lossless.verdict}"
+    note = "" if lossless.verdict in ("", IDENTICAL) else f", {lossless.verdict}"
+    if lossless.exact is not None:
+        same = lossless.identical + lossless.exact
+        note += f"; with exact sums {same} of {lossless.compared}"
+    return note
 
 
 def _gain(results: Results) -> str:

@@ -1,5 +1,7 @@
 """Text that differs from the base's own is a tie in rounding, or wrong."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,8 +9,11 @@ from specheads.base.model import FrozenBase
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.measure.generation import Continuations, GenerationSettings, write_alone
-from specheads.measure.online import compare_texts, measure_online
+from specheads.measure.online import compare_texts, identical_exactly, measure_online
+from specheads.measure.summary import divergence_note
 from tests import tiny
+from tests.base.test_exact_attention import exact_base
+from tests.oracle import Oracle
 
 WARM = Sampling(temperature=1.0, seed=3)
 
@@ -96,3 +101,18 @@ def test_bfloat16_text_differs_only_at_ties():
     _, section, _ = measure_online(base, tiny.oracle(3), texts, how)
     assert section.wrong == 0
     assert section.identical + section.tied == section.compared == 3
+
+
+def test_texts_parted_by_rounding_are_decoded_again_with_exact_sums():
+    base, prompts = exact_base(exact=False), tiny.prompts()
+    how = GenerationSettings(max_new_tokens=30, tree=policies.Static(((0,), (1,), (0, 0)), "tree"))
+    alone = write_alone(base, prompts, how)
+    knows = Oracle([one + text for one, text in zip(prompts, alone, strict=True)], 2, tiny.VOCAB)
+    assert identical_exactly(base, knows, prompts, how) == len(prompts)
+    assert not base.exact
+    # a text that was parted by rounding, as an evaluation finds it
+    tie = replace(
+        compare_texts(base, []), compared=3, identical=1, tied=2, verdict="parted at a tie"
+    )
+    assert divergence_note(replace(tie, exact=2)) == ", parted at a tie; with exact sums 3 of 3"
+    assert identical_exactly(tiny.base(), knows, prompts, how) is None
