@@ -53,18 +53,6 @@ def test_commit_keeps_the_path_of_each_row_in_order():
     assert committed(cache) == [[0, 1, 2, 10, 12, 14, 20], [0, 10, 20], [0, 1, 10, 13, 20]]
 
 
-def test_a_forward_reads_the_longest_row_and_its_own_tokens():
-    cache = KVCache(num_layers=1, batch=2, capacity=10)
-    write(cache, 4, start=0)
-    cache.commit([[0, 1, 2, 3], [0]])
-    keys, values = write(cache, 2, start=10)
-    assert keys.shape == values.shape == (2, 2, 6, 1)
-    assert (keys[0, 0, :, 0] % 100).tolist() == [0, 1, 2, 3, 10, 11]
-    assert (keys[1, 0, :3, 0] % 100).tolist() == [0, 10, 11]
-    assert cache.get_seq_length() == 4
-    assert cache.get_mask_sizes(2, 0) == (6, 0)
-
-
 def test_more_tokens_than_slots_are_refused():
     cache = KVCache(num_layers=1, batch=2, capacity=5)
     write(cache, 3, start=0)
@@ -98,16 +86,6 @@ def test_joining_rows_reuse_the_memory_of_removed_rows():
     another.commit([[0]])
     cache.join(another)
     assert committed(cache) == [[0, 1, 2, 30], [1, 30], [20, 21, 30], [20, 30], [40]]
-
-
-def test_reordered_rows_are_copied_completely():
-    cache = KVCache(num_layers=1, batch=3, capacity=4)
-    write(cache, 3, start=0)
-    cache.commit([[0, 1, 2], [0, 2], [1]])
-    cache.keep_rows([1, 0])
-    assert committed(cache) == [[0, 2], [0, 1, 2]]
-    cache.keep_rows([1, 0])
-    assert committed(cache) == [[0, 1, 2], [0, 2]]
 
 
 SHAPES = {

@@ -113,29 +113,6 @@ def test_recorded_forwards_give_the_tokens_of_eager_ones(architecture: str) -> N
     assert 0 < record.recorded < record.replayed / 4
 
 
-def test_a_cache_reuses_the_memory_of_the_last_one() -> None:
-    base = copied("llama")
-    base._graphs = CudaGraphs()
-    first = base.cache(2, 100)
-    base.prefill(torch.tensor([[1, 2, 3], [4, 5, 6]]), first, [3, 3])
-    slab, places = first.slab, addresses(first)
-    slab.graphs["recorded"] = 1
-    assert base.cache(2, 100).slab is not slab
-    del first
-    second = base.cache(1, 300 - 256)
-    assert second.slab is slab
-    assert (second.row_lengths, second.capacity) == ([0], 256)
-    assert addresses(second) == places
-    assert slab.graphs
-    second.room = 3
-    other = KVCache(base.num_layers, 2, 256, static=True)
-    second.join(other)
-    assert addresses(second) != places
-    assert not slab.graphs
-    del second
-    assert base.cache(4, 100).slab is not slab
-
-
 def test_a_missing_compiler_is_an_input_error() -> None:
     double = compiled(lambda values: (values.sin() + values).cos() * 3.25)
     # torch's own patch, because torch 2.11 ignores values restored by monkeypatch

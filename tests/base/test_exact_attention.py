@@ -163,10 +163,7 @@ def test_exact_decoding_in_bfloat16_gives_the_base_s_text(temperature: float):
 
 @pytest.mark.parametrize(
     ("how", "says"),
-    [
-        ({"compile": True}, "got compile=True"),
-        ({"attention": "eager"}, "and attention=eager"),
-    ],
+    [({"compile": True}, "got compile=True"), ({"attention": "eager"}, "and attention=eager")],
 )
 def test_unsupported_exact_bases_are_refused(how: dict[str, Any], says: str):
     config = tiny.config("llama")

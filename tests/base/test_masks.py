@@ -1,57 +1,11 @@
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from specheads.base.cache import KVCache
-from specheads.base.masks import attention_windows, context_length, tree_mask
-from specheads.core.tree import TokenTree
+from specheads.base.masks import attention_windows
 from tests import tiny
-
-
-def test_a_node_sees_the_committed_text_and_its_path_within_the_window():
-    #  row 0 holds 3 tokens, row 1 holds 1      0      the tree of both; by its path
-    #                                          / \     node 3 is two after the root,
-    #                                         1   2    by its slot it is three
-    #                                             |
-    #                                             3
-    tree = TokenTree(torch.zeros(2, 4, dtype=torch.long), torch.tensor([[-1, 0, 0, 2]] * 2))
-    cache = KVCache(num_layers=1, batch=2, capacity=7)
-    cache.commit([[0, 1, 2], [0]])
-    full, windowed = (
-        tree_mask(tree.ancestors(), tree.depths(), cache, window, torch.float64)[:, 0] == 0
-        for window in (None, 3)
-    )
-    assert full.int().tolist() == [
-        [
-            [1, 1, 1, 1, 0, 0, 0],
-            [1, 1, 1, 1, 1, 0, 0],
-            [1, 1, 1, 1, 0, 1, 0],
-            [1, 1, 1, 1, 0, 1, 1],
-        ],
-        [
-            [1, 1, 0, 0, 0, 0, 0],
-            [1, 1, 1, 0, 0, 0, 0],
-            [1, 1, 0, 1, 0, 0, 0],
-            [1, 1, 0, 1, 1, 0, 0],
-        ],
-    ]
-    assert windowed.int().tolist() == [
-        [
-            [0, 1, 1, 1, 0, 0, 0],
-            [0, 0, 1, 1, 1, 0, 0],
-            [0, 0, 1, 1, 0, 1, 0],
-            [0, 0, 0, 1, 0, 1, 1],
-        ],
-        [
-            [1, 1, 0, 0, 0, 0, 0],
-            [1, 1, 1, 0, 0, 0, 0],
-            [1, 1, 0, 1, 0, 0, 0],
-            [0, 1, 0, 1, 1, 0, 0],
-        ],
-    ]
 
 
 def neo(*kinds: str) -> transformers.PreTrainedModel:
@@ -81,12 +35,3 @@ class OwnLlama(transformers.LlamaForCausalLM):
 def test_a_class_outside_of_transformers_counts_by_what_it_inherits_from():
     config: Any = tiny.config("llama", sliding_window=12)
     assert attention_windows(OwnLlama(config)) == {"all": None}
-
-
-def test_a_longrope_base_is_limited_to_its_original_context():
-    rope = {"rope_type": "longrope", "original_max_position_embeddings": 16, "rope_theta": 1e4}
-    longrope = SimpleNamespace(max_position_embeddings=64, rope_parameters=rope)
-    assert context_length(longrope) == 16
-    by_kind = SimpleNamespace(max_position_embeddings=64, rope_parameters={"full": rope})
-    assert context_length(by_kind) == 16
-    assert context_length(tiny.config("llama")) == context_length(tiny.config("gpt2")) == 128

@@ -3,23 +3,8 @@
 import pytest
 import torch
 
-from specheads.core.features import document_places, within_documents
 from tests import tiny
 from tests.packed import alone, packed, pieces, texts
-
-
-def test_positions_restart_and_the_mask_is_causal_within_documents():
-    #  a a b b b p
-    documents = torch.tensor([[0, 0, 1, 1, 1, 2]])
-    assert document_places(documents).tolist() == [[0, 1, 0, 1, 2, 0]]
-    assert within_documents(documents)[0].int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [0, 0, 1, 0, 0, 0],
-        [0, 0, 1, 1, 0, 0],
-        [0, 0, 1, 1, 1, 0],
-        [0, 0, 0, 0, 0, 1],
-    ]
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)

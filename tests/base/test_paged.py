@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specheads.base.cache import KVCache, RowCache
+from specheads.base.cache import RowCache
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache
 from specheads.core.tree import TokenTree
@@ -73,10 +73,3 @@ def test_rows_own_only_the_blocks_of_their_committed_tokens():
     assert blocks.num_free == 11
     cache.keep_rows([])
     assert blocks.num_free == 12
-
-
-def test_rows_over_different_pools_or_of_different_capacity_cannot_join():
-    with pytest.raises(ValueError, match="must use its pool"):
-        PagedKVCache(pool(), 1).join(PagedKVCache(pool(), 1))
-    with pytest.raises(ValueError, match="contiguous rows of 8 slots, got 9"):
-        KVCache(1, 1, 8).join(KVCache(1, 1, 9))

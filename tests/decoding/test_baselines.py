@@ -104,14 +104,6 @@ def test_prompt_lookup_equals_a_search_by_loops(text: list[int], told: int, copi
     assert found.find(copied) == naive(text, copied)
 
 
-def test_the_most_recent_full_continuation_is_copied_else_the_longest():
-    # 7 8 occurs at 0, 4 and 8, and for the fourth time at the end
-    found = LookupText([7, 8, 1, 2, 7, 8, 3, 4, 7, 8, 5, 7, 8])
-    assert found.find(3) == (2, [5, 7, 8])
-    assert found.find(4) == (2, [3, 4, 7, 8])
-    assert found.find(20) == (2, [1, 2, 7, 8, 3, 4, 7, 8, 5, 7, 8])
-
-
 def test_a_step_of_prompt_lookup_drafts_the_longest_match_alone():
     out = generate(tiny.base(), PromptLookup(4), [[1, 2, 3, 1]], max_new_tokens=30)
     text, sizes = [1, 2, 3, 1, out.tokens[0][0]], []
@@ -245,30 +237,6 @@ def test_a_window_shorter_than_the_copied_text_reads_all_of_it():
 # --- grafting ----------------------------------------------------------------------------------
 
 
-def static_tree(tokens: list[list[int]], parents: list[int]) -> TokenTree:
-    return TokenTree(torch.tensor(tokens), torch.tensor([parents] * len(tokens)))
-
-
-def first_rows(tree: TokenTree, count: int) -> TokenTree:
-    return TokenTree(tree.tokens[:count], tree.parents[:count])
-
-
-def test_a_graft_shares_the_nodes_that_the_tree_has_already():
-    #        0                row 0 copies 5 7 8: the tree holds 5 7, and 8 is new below it
-    #      5   6              row 1 copies 6 9: the tree holds 6
-    #      7                  row 2 copies nothing, row 3 copies a path that the tree does not have
-    tree = static_tree([[0, 5, 6, 7]] * 4, [-1, 0, 0, 1])
-    copied = torch.tensor([[5, 7, 8], [6, 9, -1], [-1, -1, -1], [1, 2, 3]])
-    out = join_copied(tree, copied, 2)
-    assert out.parents[:, 4:].tolist() == [[3, -1], [2, -1], [-1, -1], [0, 4]]
-    present = out.parents[:, 4:] >= 0
-    assert out.tokens[:, 4:][present].tolist() == [8, 9, 1, 2]
-    assert join_copied(first_rows(tree, 3), copied[:3], 2, trim=True).tokens.shape[1] == 5
-    assert join_copied(first_rows(tree, 1), copied[2:3], 2, trim=True).tokens.shape[1] == 4
-    assert out.num_copied == 2
-    assert join_copied(out, copied, 3).num_copied == 5
-
-
 @given(st.integers(0, 2**31), st.integers(1, 6), st.integers(1, 6))
 def test_a_grafted_tree_is_the_union_of_the_tree_and_the_copied_path(seed, copied, size):
     generator = torch.Generator().manual_seed(seed)
@@ -313,18 +281,3 @@ def paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
         if parents[node] >= 0:
             found[node] = (*found[parents[node]], tokens[node])
     return list(found.values())
-
-
-def test_a_hybrid_accepts_tokens_of_both_parts():
-    # lookup is good at a prompt that contains the answer
-    base = tiny.base()
-    how: dict[str, Any] = {"max_new_tokens": 20}
-    prompt = tiny.prompts()[0] + tiny.continuations()[0]
-    rich = generate(base, None, [prompt], **how).tokens[0] + prompt
-    said = generate(base, None, [rich], **how).tokens[0]
-    oracle = tiny.Oracle([rich + said], 2, tiny.VOCAB)
-    alone = generate(base, oracle, [rich], **how)
-    tree = HybridTree(policies.chain(2), 6)
-    hybrid = generate(base, oracle, [rich], tree=tree, **how)
-    assert hybrid.tokens == alone.tokens == [said]
-    assert hybrid.forwards[0] <= alone.forwards[0]

@@ -57,20 +57,6 @@ def test_any_tokens_are_written_as_they_are_decoded_together(seed):
     assert text.settled() == (60, len(text.written))
 
 
-def test_a_character_in_pieces_is_written_when_it_is_whole():
-    text = written(ids(b"a", b"\xe2", b"\x82"))
-    assert (text.written, text.settled()) == ("a", (1, 1))
-    text.push(*ids(b"\xac"))
-    assert (text.written, text.settled()) == ("a€", (4, 2))
-
-
-def test_an_incomplete_character_is_written_at_the_end():
-    text = written(ids(b"a", b"\xf0\x9f\x98"))
-    assert text.settled() == (1, 1)
-    text.close()
-    assert (text.written, text.settled()) == ("a\N{REPLACEMENT CHARACTER}", (2, 2))
-
-
 def test_a_character_that_the_prompt_began_belongs_to_the_text():
     text = TextStream(tokenizer(), ids(b"x", b"\xe2\x82"))
     text.push(*ids(b"\xac"))
@@ -83,13 +69,6 @@ def test_text_that_may_begin_a_stop_string_waits():
     assert text.settled() == (1, 1)
     text.push(*ids(b"a"))
     assert text.settled() == (4, 4)
-
-
-def test_a_stop_string_cut_by_token_boundaries_ends_the_text_before_it():
-    #  ab | c d | e     "bc" begins within the first token and ends within the second
-    text = written(ids(b"ab", b"c d"), ("bc",))
-    assert text.is_over
-    assert (text.written, text.settled()) == ("a", (0, 1))
 
 
 def test_of_two_stop_strings_the_one_completed_first_counts():

@@ -53,10 +53,7 @@ ARMS: dict[str, Callable[[], Arm]] = {
     "draft model": lambda: (DraftModel(tiny.base(), 3, tiny.base()), policies.chain(3)),
     "window": lambda: (Streaming(tiny.base(), 2, sinks=2, window=9, max_nodes=16), TREE),
     "lookup": lambda: (PromptLookup(4), None),
-    "hybrid": lambda: (
-        DraftModel(tiny.base(), 2, tiny.base()),
-        HybridTree(policies.chain(2), 3),
-    ),
+    "hybrid": lambda: (DraftModel(tiny.base(), 2, tiny.base()), HybridTree(policies.chain(2), 3)),
 }
 
 
@@ -122,25 +119,6 @@ def test_requests_that_come_at_any_time_are_decoded_as_if_alone(name, paged):
         assert stream.finish_reason == "length"
     if pool is not None:
         assert pool.num_free == pool.num_blocks
-
-
-@pytest.mark.parametrize("name", ["draft model", "window"])
-def test_a_prompt_of_one_token_joins_and_is_joined_as_if_alone(name):
-    prompts = [tiny.prompts()[1][:20], [7], [8, 9], tiny.prompts()[1]]
-    drafter, tree = ARMS[name]()
-    engine = Engine(tiny.base(), drafter, tree=tree, max_batch=4, max_length=40)
-    streams = []
-    for prompt in prompts:
-        streams.append(ask(engine, prompt=prompt))
-        engine.step()
-    engine.run()
-    for stream, prompt in zip(streams, prompts, strict=True):
-        drafted, plain = (
-            generate(tiny.base(), by, [prompt], max_new_tokens=NEW, tree=how)
-            for by, how in ((drafter, tree), (None, None))
-        )
-        assert stream.tokens == drafted.tokens[0] == plain.tokens[0]
-        assert [*map(what, stream.steps)] == [*map(what, drafted.steps[0])]
 
 
 # --- admission ---------------------------------------------------------------------------------

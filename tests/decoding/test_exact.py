@@ -31,11 +31,7 @@ class RandomTrees(TreePolicy):
         self.generator = torch.Generator().manual_seed(3)
 
     def grow(
-        self,
-        drafter: Drafter,
-        committed: Committed,
-        memory: Any,
-        rows: SamplingState | None = None,
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
         del rows
         assert isinstance(drafter, tiny.Oracle)

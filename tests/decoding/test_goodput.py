@@ -24,7 +24,6 @@ from specheads.decoding.goodput import (
     RequestRates,
     best_draft,
     drafted_levels,
-    step_tokens,
 )
 from specheads.decoding.loop import DecodingStep, StepTimes
 from specheads.decoding.prompt_lookup import LookupText, PromptLookup, common_prefix_length
@@ -151,24 +150,6 @@ def test_as_much_is_copied_and_drafted_as_pays(cost, batch, rate, matched, best)
         known.match = known.copied[matched - 1] if matched else None
     drafts = [Draft(depth, size) for size in (0, 1, 3) for depth in (0, 1)]
     assert drafts[best_draft(cost, drafts, group)] == best
-
-
-def test_tokens_of_both_are_those_of_either_and_as_many_as_there_is_room_for():
-    known = RequestRates(MovingRates([0.5, 0.5]), [MovingRates([0.4, 0.5, 0.5])])
-
-    def tokens(depth: int, copied: int, room: int) -> float:
-        return step_tokens([Draft(depth, copied)], [(Standing(100, room), known)])[0]
-
-    assert tokens(2, 3, 9) == tokens(2, 0, 9)
-    known.match = known.copied[0]
-    own, copied = [0.5, 0.25, 0.0], [0.4, 0.2, 0.1]
-    either = [1 - (1 - a) * (1 - b) for a, b in zip(own, copied, strict=True)]
-    assert tokens(2, 3, 9) == pytest.approx(1 + sum(either))
-    assert tokens(2, 3, 2) == pytest.approx(1 + either[0])
-    assert tokens(1, 3, 9) == pytest.approx(1 + either[0] + 0.2 + 0.1)
-    assert tokens(0, 3, 9) == pytest.approx(1.7)
-    assert tokens(2, 0, 9) == pytest.approx(1.75)
-    assert tokens(2, 3, 1) == tokens(2, 3, 0) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -365,19 +346,6 @@ def test_an_engine_gives_up_drafts_that_are_refused_and_tries_them_again():
     drafted = [len(step.drafted) - 1 for step in stream.steps]
     assert drafted[0] == 1
     assert 1 in drafted[drafted.index(0) :]
-
-
-def test_an_engine_copies_for_few_and_not_for_many():
-    policy = Goodput(linear(1.0, 0.4, share=5.0), [0.1], [[0.7] * 4] * 3)
-    prompt = [1, 2, 3, 4, 5, 6, 7] * 3
-    engine = Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=8, max_length=80)
-    single = engine.submit(Request(prompt=prompt, max_new_tokens=12, eos_ids=()))
-    engine.run()
-    assert any(one.num_copied for one in single.steps)
-    many = [engine.submit(Request(prompt=prompt, max_new_tokens=12, eos_ids=())) for _ in range(8)]
-    engine.run()
-    assert {one.num_copied for stream in many for one in stream.steps} == {0}
-    assert {tuple(stream.tokens) for stream in many} == {tuple(single.tokens)}
 
 
 @pytest.mark.parametrize(("token", "copies"), [(0.01, True), (5.0, False)])

@@ -40,10 +40,6 @@ def test_every_kind_makes_its_policy(tree: Tree, num_nodes: int, depth: int):
     assert tree.kind in TREES
 
 
-def test_a_tree_that_is_to_be_picked_has_no_policy_yet():
-    assert policy_of(Tree(kind="tuned"), 3) is None
-
-
 @pytest.mark.parametrize(
     ("tree", "message"),
     [

@@ -83,20 +83,6 @@ def paths_of(tree: TokenTree, row: int = 0) -> list[tuple[int, ...]]:
     return paths[1:]
 
 
-def test_a_static_tree_takes_guesses_by_their_ranks():
-    #       root           the drafter's order is 3 1 0 2 at the first level and 0 2 1 3 at the
-    #      /    \          second; (1, 2) is the third guess after the second guess
-    #    (0)    (1)
-    #     |    /   \
-    #  (0,0) (1,0) (1,2)
-    logits = torch.tensor([[[1.0, 2.0, 0.0, 3.0], [3.0, 1.0, 2.0, 0.0]]])
-    policy = Static([(1,), (1, 2), (0,), (0, 0), (1, 0)])
-    tree = grow(policy, Levels(logits), [9])
-    assert tree.tokens.tolist() == [[9, 3, 1, 0, 0, 1]]
-    assert tree.parents.tolist() == [[-1, 0, 0, 1, 2, 2]]
-    assert (policy.num_nodes, policy.depth) == (6, 2)
-
-
 @pytest.mark.parametrize("case", MEDUSA_TREES)
 def test_medusas_own_code_grows_the_same_trees(case):
     io = load_file(GOLDEN / case / "io.safetensors")

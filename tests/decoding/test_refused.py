@@ -18,7 +18,7 @@ from specheads.decoding.generate import generate
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request
 from specheads.decoding.sampling import GREEDY, Sampling
-from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
+from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.policies import Beam, BestFirst, Product, Sampled, Static, chain
 from specheads.heads.load import build_for
 from tests import tiny
@@ -184,13 +184,6 @@ def built() -> Iterator[Callable[[], int]]:
 def test_a_tree_that_cannot_be_is_refused_before_it_is_built(make, setting, built):
     refused(setting, make)
     assert built() < 10 * 2**20
-
-
-def test_the_largest_trees_are_taken():
-    assert chain(200).num_nodes == 201
-    assert lookup_tree(MAX_NODES - 1).num_nodes == MAX_NODES
-    assert Product([63, 64], 8).num_guesses == 64
-    assert BestFirst(60, 8, beam=10, branch=10).num_guesses == 10
 
 
 @pytest.mark.parametrize(

@@ -415,22 +415,3 @@ def test_the_count_catches_a_coin_that_siblings_share():
         return accept.rejection(tree, rows.tree_probs(tree, logits, ancestors), coins, numbers)
 
     assert chi_square(sharing, Sampled((2, 1)), FAR) > 2 * MOST
-
-
-def test_the_count_catches_a_token_dropped_for_its_own_doubt():
-    class Dropping(Sampled):
-        def grow(
-            self,
-            drafter: Drafter,
-            committed: Committed,
-            memory: Any,
-            rows: SamplingState | None = None,
-        ) -> TokenTree:
-            tree = super().grow(drafter, committed, memory, rows)
-            assert tree.drawn is not None
-            chance = tree.drawn.probs[:, :1].gather(2, tree.tokens[:, None, 1:2])[:, 0]
-            parents = tree.parents.clone()
-            parents[:, 1:] = parents[:, 1:].masked_fill(chance < 0.3, -1)
-            return replace(tree, parents=parents)
-
-    assert chi_square("rejection", Dropping((1,)), NEAR, batches=2) > 2 * MOST

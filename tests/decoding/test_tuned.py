@@ -105,15 +105,6 @@ def test_trees_tuned_on_another_machine_are_used_on_the_same_device_type(
     assert Engine(base, head).tree.name == wanted
 
 
-def test_no_speculation_drafts_nothing_and_decodes_the_base_s_text(tmp_path):
-    base = tiny.base()
-    head = load_head(folder(tmp_path), base)
-    head.tuned = tuned(tree(kind="none"))
-    out = generate(base, head, [[1, 2, 3]], max_new_tokens=9)
-    assert all(len(step.drafted) == 1 for step in out.steps[0])
-    assert out.tokens == generate(base, None, [[1, 2, 3]], max_new_tokens=9).tokens
-
-
 def test_trees_follow_batch_and_context_while_decoding():
     """And a head with a memory drafts after steps without a draft as if it always had."""
     base = tiny.base()

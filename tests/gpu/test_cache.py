@@ -11,9 +11,7 @@ from specheads.base.cache import RowCache
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache
 from specheads.core.tree import TokenTree
-from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
-from specheads.decoding.request import Request
 from specheads.decoding.trees import policies
 from tests import tiny
 
@@ -22,9 +20,7 @@ pytestmark = pytest.mark.gpu
 TREE = policies.Static([(0,), (1,), (0, 0), (0, 1)])
 WIDE = {"head_dim": 16, "max_position_embeddings": 512}
 """Triton's matrix products take at least 16 channels, and long prompts need a longer context."""
-SETTINGS: dict[str, dict[str, Any]] = {
-    "gpt2": {"hidden_size": 64, "max_position_embeddings": 512},
-}
+SETTINGS: dict[str, dict[str, Any]] = {"gpt2": {"hidden_size": 64, "max_position_embeddings": 512}}
 
 
 def assert_close(found: Tensor, wanted: Tensor) -> None:
@@ -38,15 +34,6 @@ def base_on(
 ) -> FrozenBase:
     changes = SETTINGS.get(architecture, WIDE)
     return tiny.base(architecture, dtype=dtype, device=device, **changes)
-
-
-def long_prompts() -> list[list[int]]:
-    """Return prompts of several blocks, one longer than a tile of 128 queries."""
-    generator = torch.Generator().manual_seed(5)
-    return [
-        torch.randint(tiny.VOCAB, (length,), generator=generator).tolist()
-        for length in (140, 5, 37)
-    ]
 
 
 def random_tree(
@@ -97,52 +84,9 @@ def test_a_paged_cache_gives_the_text_of_contiguous_rows(
     assert pool.num_free == pool.num_blocks
 
 
-def test_a_paged_cache_reads_prompts_longer_than_a_tile_of_queries(device: torch.device) -> None:
-    base, prompts = base_on(device), long_prompts()
-    out = generate(base, None, prompts, max_new_tokens=12, pool=base.pool(64))
-    assert out.tokens == generate(base, None, prompts, max_new_tokens=12).tokens
-
-
-def test_requests_over_a_pool_wait_join_and_leave(device: torch.device) -> None:
-    base, prompts = base_on(device), [*tiny.prompts(), tiny.prompts()[1][:6]]
-    pool = base.pool(8)
-    engine = Engine(base, None, max_batch=2, max_length=64, pool=pool)
-    streams = [
-        engine.submit(Request(prompt=prompt, max_new_tokens=10 + 4 * place))
-        for place, prompt in enumerate(prompts)
-    ]
-    engine.run()
-    for place, (stream, prompt) in enumerate(zip(streams, prompts, strict=True)):
-        alone = generate(base, None, [prompt], max_new_tokens=10 + 4 * place)
-        assert stream.tokens == alone.tokens[0]
-    assert pool.num_free == pool.num_blocks
-
-
 def test_blocks_that_are_gathered_give_what_contiguous_rows_give(device: torch.device) -> None:
     base = base_on(device, dtype=torch.float64)
     rows = everything(base, base.cache(3, 128))
     pool = BlockPool(base.num_layers, 64, 4, device)
     for ours, theirs in zip(everything(base, PagedKVCache(pool, 3)), rows, strict=True):
         assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_rows_that_join_a_batch_are_read_as_if_alone(kind: str, device: torch.device) -> None:
-    base = base_on(device)
-    pool = base.pool(32)
-
-    def cache() -> RowCache:
-        return base.cache(1, 64) if kind == "contiguous" else PagedKVCache(pool, 1)
-
-    first, second, _ = tiny.prompts()
-    together, late = cache(), cache()
-    read(base, [first], together)
-    read(base, [second], late)
-    together.join(late)
-    tree = random_tree(random.Random(4), 2, 5, device)
-    seen = base.verify(tree, together).logits
-    for row, prompt in enumerate((first, second)):
-        alone = cache()
-        read(base, [prompt], alone)
-        one = TokenTree(tree.tokens[row : row + 1], tree.parents[row : row + 1])
-        assert_close(base.verify(one, alone).logits[0], seen[row])

@@ -13,7 +13,7 @@ from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.export.layouts import find_layout
 from specheads.export.write import export_head
-from specheads.heads.load import build_for, kinds, load_head
+from specheads.heads.load import build_for
 from specheads.measure.offline import guess_ranks, replay
 from specheads.measure.results import Results, read
 from specheads.runs.trackers import read_metrics
@@ -90,35 +90,6 @@ def test_a_head_is_evaluated(mode: str, base: specheads.FrozenBase, head: str) -
         assert_lossless(found)
     assert found.offline is not None
     assert found.offline.forwards > 0
-
-
-def test_a_head_is_evaluated_at_a_temperature(base: specheads.FrozenBase, head: str) -> None:
-    asked = [*SMALL, head, "mode=online", "temperature=0.8"]
-    found = specheads.evaluate(overrides=asked, base=base)
-    assert_lossless(found)
-
-
-def test_a_head_is_compared_with_copied_text(
-    base: specheads.FrozenBase, head: str, tmp_path: Path
-) -> None:
-    heads = f"heads=[{head.partition('=')[2]}]"
-    asked = [*SMALL, heads, "drafters=[head,prompt_lookup]"]
-    found = specheads.compare(overrides=asked, base=base, out=tmp_path)
-    assert list(found.drafters) == ["head", "prompt_lookup"]
-    for method in found.drafters.values():
-        assert method.lossless is not None
-        assert method.lossless.wrong == 0
-
-
-@pytest.mark.parametrize("kind", kinds())
-def test_every_head_is_saved_and_loaded(kind: str, device: torch.device, tmp_path: Path) -> None:
-    base = tiny.base("llama", dtype=torch.float32, device=device)
-    head = trained.head(kind, device)
-    head.save_pretrained(tmp_path)
-    again = load_head(tmp_path, base)
-    for name, value in head.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
-        assert again.state_dict()[name].device == device
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

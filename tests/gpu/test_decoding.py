@@ -15,7 +15,6 @@ from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.request import Request
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.policies import Product, Sampled
 from specheads.heads.load import build_for, kinds
 from tests import tiny
@@ -76,12 +75,6 @@ def test_every_architecture_gives_the_greedy_text_in_float32(
     assert sum(out.forwards) < 0.8 * 3 * (NEW_TOKENS - 1)
 
 
-def test_the_base_alone_gives_the_greedy_text_in_float32(device: torch.device) -> None:
-    out = greedy(base_on(device, FLOAT32), None)
-    assert out.tokens == tiny.continuations("llama", FLOAT32, device)
-    assert out.forwards == [NEW_TOKENS - 1] * 3
-
-
 @pytest.mark.parametrize("acceptance", ["rejection", "typical"])
 def test_every_acceptance_rule_is_greedy_at_temperature_zero(
     acceptance: str, device: torch.device
@@ -90,13 +83,6 @@ def test_every_acceptance_rule_is_greedy_at_temperature_zero(
     tree = Sampled((2, 2)) if acceptance == "rejection" else STATIC
     out = greedy(base_on(device), head, tree=tree, acceptance=acceptance)
     assert out.tokens == tiny.continuations("llama", FLOAT64, device)
-
-
-def test_a_tree_with_copied_tokens_gives_the_greedy_text(device: torch.device) -> None:
-    base = base_on(device, FLOAT32)
-    head = trained.head("medusa", device)
-    out = greedy(base, head, tree=HybridTree(policies.chain(3), 4))
-    assert out.tokens == tiny.continuations("llama", FLOAT32, device)
 
 
 def sampled(
@@ -151,21 +137,6 @@ def test_rows_that_wait_join_and_leave_give_the_text_of_each_alone(
     engine.run()
     for stream, prompt, limit in zip(streams, prompts, limits, strict=True):
         assert stream.tokens == generate(base, None, [prompt], max_new_tokens=limit).tokens[0]
-
-
-def test_a_cancelled_row_leaves_the_others_as_they_were(device: torch.device) -> None:
-    base, head = base_on(device, FLOAT32), trained.head("eagle3", device)
-    engine = Engine(base, head, tree=STATIC, max_batch=3, max_length=64)
-    streams = [
-        engine.submit(Request(prompt=prompt, max_new_tokens=24)) for prompt in tiny.prompts()
-    ]
-    for _ in range(3):
-        engine.step()
-    engine.cancel(streams[1])
-    engine.run()
-    said = tiny.continuations("llama", FLOAT32, device)
-    for row in (0, 2):
-        assert streams[row].tokens == said[row][:24]
 
 
 @pytest.mark.parametrize("tree", POLICIES)

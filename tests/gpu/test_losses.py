@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specheads.training.depth_loss import DepthLoss, Targets, confidence_loss, depth_loss
+from specheads.training.depth_loss import DepthLoss, Targets, depth_loss
 from specheads.training.losses import LOSSES
 from tests.training.test_losses import Problem
 from tests.training.test_losses import _dense as dense_loss
@@ -114,14 +114,6 @@ def test_dpace_weights_rows_as_the_dense_loss_does(
     assert_dense(kind, device, dtype, "dpace", chunk_rows=40)
 
 
-@pytest.mark.parametrize("kind", ["soft_cross_entropy", "cross_entropy_l1"])
-@pytest.mark.parametrize("chunk_rows", [1, ROWS, None])
-def test_the_size_of_chunks_does_not_matter(
-    kind: str, chunk_rows: int | None, device: torch.device
-) -> None:
-    assert_dense(kind, device, torch.float32, "geometric", chunk_rows)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_distributions_without_overlap_have_finite_losses_and_gradients(
     kind: str, device: torch.device
@@ -133,16 +125,3 @@ def test_distributions_without_overlap_have_finite_losses_and_gradients(
     (gradient,) = torch.autograd.grad(loss, logits)
     assert loss.isfinite()
     assert gradient.isfinite().all()
-
-
-def test_the_confidence_loss_is_least_at_the_rate_of_acceptance(device: torch.device) -> None:
-    torch.manual_seed(0)
-    state, weight = torch.randn(6, 5, device=device), torch.randn(11, 5, device=device)
-    labels = torch.tensor([0, 3, -1, 2, 1, 4], device=device)
-    hidden = torch.randn(6, 5, device=device)
-    draft, base = (state @ weight.T).softmax(-1), (hidden @ weight.T).softmax(-1)
-    rates = torch.minimum(draft, base).sum(-1)
-    call = [state], [(weight, None)], [Targets(labels, hidden, lambda rows: rows @ weight.T)]
-    least = confidence_loss([rates.logit()], *call)
-    for other in (0.1, -0.1):
-        assert (confidence_loss([rates.logit() + other], *call) > least).all()

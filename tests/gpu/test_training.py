@@ -1,6 +1,5 @@
 """Training on a device: losses fall, a stopped run goes on bit for bit, features can be cached."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,7 +22,6 @@ from specheads.training import trainer
 from specheads.training.feature_cache import FeatureCache
 from specheads.training.settings import Joint, Phase, Schedule
 from specheads.training.step import Stepper
-from specheads.training.validation import HeldOut
 from tests import tiny
 from tests.gpu import trained
 from tests.packed import packed, texts
@@ -126,24 +124,6 @@ def test_twenty_steps_in_bfloat16_lower_the_loss(
     assert {value.dtype for value in head.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("loss", ["kl", "lk_hybrid", "soft_cross_entropy"])
-def test_twenty_steps_on_the_distribution_of_the_base_lower_the_loss(
-    loss: str, device: torch.device, tmp_path: Path
-) -> None:
-    schedule = corpus(steps=20, loss=loss, weighting="dpace", scored_share=0.6)
-    _, rows = run_training(tmp_path, device, schedule, open_text=counting)
-    losses = [row["loss"] for row in rows]
-    assert sum(losses[-3:]) < sum(losses[:3])
-
-
-def test_the_base_keeps_its_weights(device: torch.device, tmp_path: Path) -> None:
-    base = base_on(device)
-    before = {name: value.clone() for name, value in base.model.state_dict().items()}
-    run_training(tmp_path, device, corpus(steps=4))
-    for name, value in base.model.state_dict().items():
-        assert torch.equal(value, before[name]), name
-
-
 def stop_before(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """End training before a step, as a power cut would."""
     taken = Stepper.step
@@ -205,21 +185,6 @@ def test_cached_features_train_the_same_head(
     assert_same_tensors(plain, again)
 
 
-def test_held_out_text_is_measured_and_the_best_head_kept(
-    device: torch.device, tmp_path: Path
-) -> None:
-    held_out = HeldOut(
-        [packed(texts())], every=2, prompts=tiny.prompts(), new_tokens=12, identity="three of 12"
-    )
-    _, rows = run_training(tmp_path, device, corpus(), held_out=held_out)
-    measured = [row for row in rows if "validation/loss" in row]
-    assert [row["step"] for row in measured] == [2, 4, 6]
-    scores = [row["validation/tokens_per_forward"] for row in measured]
-    assert min(scores) >= 1.0
-    best = json.loads(RunDirectory(tmp_path).best_score.read_text())
-    assert best["tokens_per_forward"] == max(scores)
-
-
 def test_a_joint_phase_trains_an_adapter_and_leaves_the_base_as_it_was(
     device: torch.device, tmp_path: Path
 ) -> None:
@@ -257,12 +222,3 @@ def test_packed_documents_are_read_as_under_a_mask(
         found.append((hidden, slope.float()))
     for ours, theirs in zip(*found, strict=True):
         assert (ours - theirs).norm() <= 0.03 * theirs.norm()
-
-
-def test_parts_of_a_batch_give_the_same_losses(device: torch.device, tmp_path: Path) -> None:
-    usual = {"steps": 3, "batch_size": 4}
-    _, plain = run_training(tmp_path / "plain", device, corpus(**usual), "eagle3")
-    in_parts = corpus(**usual, accumulation_steps=2)
-    _, parts = run_training(tmp_path / "parts", device, in_parts, "eagle3")
-    for one, other in zip(parts, plain, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)

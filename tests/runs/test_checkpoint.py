@@ -100,11 +100,3 @@ def test_checkpoints_of_later_steps_are_removed(tmp_path: Path):
     assert newest(tmp_path) == 4
     save(tmp_path, 5)
     assert steps(tmp_path) == ["step-4", "step-5"]
-
-
-def test_other_folders_are_ignored(tmp_path: Path):
-    for name in ("step-", "step-x", "step-1.bak"):
-        (tmp_path / name).mkdir()
-    assert checkpoint.newest(tmp_path) is None
-    save(tmp_path, 1)
-    assert newest(tmp_path) == 1

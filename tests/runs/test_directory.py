@@ -35,17 +35,6 @@ def test_unfinished_run_resumes_with_its_own_settings_and_base(tmp_path: Path):
         run.begin("a: 1\n", {"base_fingerprint": "g"})
 
 
-def test_settings_that_do_not_change_training_may_change_on_resume(tmp_path: Path):
-    run = RunDirectory(tmp_path / "run")
-    run.begin("a: {b: 1}\nlog_every: 10\nevaluation: {prompts: gone}\n", {})
-    changed = "a: {b: 1}\nlog_every: 2\nevaluation: {prompts: there}\ntree: {kind: chain}\n"
-    run.begin(changed, {})
-    assert run.config.read_text() == changed
-    with pytest.raises(InputError, match=r"a\.b was 1, now 2"):
-        run.begin("a: {b: 2}\nlog_every: 2\n", {})
-    assert run.config.read_text() == changed
-
-
 @pytest.mark.parametrize("damage", [b"", b"\xff", b"a: [", b"a: &x 1\n", b"- a\n"])
 def test_damaged_config_is_refused_by_name(damage: bytes, tmp_path: Path):
     run = RunDirectory(tmp_path / "run")

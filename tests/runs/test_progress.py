@@ -4,9 +4,8 @@ import io
 import threading
 
 from rich.console import Console
-from rich.progress import Progress
 
-from specheads.runs.progress import line, progress
+from specheads.runs.progress import progress
 
 
 class Stream(io.StringIO):
@@ -35,15 +34,6 @@ def test_lines_appear_during_one_long_task():
     assert stream.getvalue().splitlines()[0] == "corpus 120/6000  loss 1.5"
     assert "\x1b" not in stream.getvalue()
     assert "progress" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_line_has_done_total_rate_time_left_and_numbers():
-    clock = iter(range(0, 1000, 10))
-    display = Progress(disable=True, get_time=lambda: float(next(clock)))
-    task = display.add_task("online", total=100, numbers="")
-    for _ in range(4):
-        display.advance(task, 5)
-    assert line(display.tasks[task]) == "online 20/100  0.5/s  0:02:40 left"
 
 
 def test_terminal_has_a_bar_and_no_lines():

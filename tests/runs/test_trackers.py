@@ -153,9 +153,7 @@ def test_failed_tracker_is_logged_once_and_rows_continue(
     assert told == ([lost] if moment else [])
 
 
-def test_missing_tracker_package_is_refused_with_its_pip_command(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_missing_tracker_package_is_refused_with_its_pip_command(monkeypatch: pytest.MonkeyPatch):
     for kind in ("jsonl", "wandb"):
         refuse_missing(kind)
     monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.WANDB])

@@ -12,10 +12,7 @@ from specheads.heads.load import kinds
 
 STATUS = Path("/proc/self/status")
 TINY = ("recipe=tiny_code", "schedule.phases.corpus.steps=4")
-WRITTEN = (
-    "schedule.phases.distilled.steps=3",
-    "schedule.phases.distilled.distill.num_samples=80",
-)
+WRITTEN = ("schedule.phases.distilled.steps=3", "schedule.phases.distilled.distill.num_samples=80")
 SMOLLM2 = (
     "recipe=tiny_code", "base=smollm2_135m_instruct", "head=eagle3", "head.draft_tokens=0",
     "schedule=corpus_only", "schedule.phases.corpus.steps=3",

@@ -40,13 +40,6 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_error_in_one_process_ends_all(tmp_path: Path):
-    found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), "fail-1")
-    assert found.returncode == 1
-    assert "ValueError: text is at its end" in found.stderr
-    assert not list(tmp_path.glob("head-*"))
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_signal_to_one_process_stops_all_at_one_checkpoint(rank: int, tmp_path: Path):
     found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), f"stop-{rank}")
@@ -146,9 +139,7 @@ def test_killed_process_is_reported_without_a_launcher(rank: int, steps: int, tm
     pair.kill(rank)
 
 
-def test_second_run_of_a_folder_is_refused_on_all_processes(
-    tmp_path: Path,
-):
+def test_second_run_of_a_folder_is_refused_on_all_processes(tmp_path: Path):
     run = tmp_path / "run"
     first = Pair(1, "train.py", *LONG_TEXT, "schedule.phases.corpus.steps=100000", f"run_dir={run}")
     first.wait_for(run, "metrics.jsonl")
@@ -160,9 +151,7 @@ def test_second_run_of_a_folder_is_refused_on_all_processes(
     assert len(list((run / "checkpoints").iterdir())) == 1
 
 
-def test_smoke_recipe_in_two_processes_shares_the_text(
-    tmp_path: Path,
-):
+def test_smoke_recipe_in_two_processes_shares_the_text(tmp_path: Path):
     run = tmp_path / "run"
     two_shards = "schedule.phases.distilled.distill.shard_size=8"
     smoke = "recipe=smoke", f"run_dir={run}", "evaluate_after=false", two_shards

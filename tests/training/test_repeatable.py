@@ -48,12 +48,3 @@ def test_cublas_workspace_is_set_before_a_base_is_loaded(monkeypatch: pytest.Mon
     monkeypatch.delenv(processes.WORKSPACE, raising=False)
     processes.accelerator_of_environment("float32")
     assert os.environ[processes.WORKSPACE] == ":4096:8"
-
-
-def test_late_cublas_workspace_gives_a_warning(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(processes.WORKSPACE, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.warns(UserWarning, match="set it to :4096:8 before Python starts"):
-        processes.fix_workspace()
-    with processes.repeatable(torch.device("cuda")):
-        assert not torch.are_deterministic_algorithms_enabled()

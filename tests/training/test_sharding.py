@@ -18,10 +18,7 @@ from specheads.runs.trackers import read_metrics
 from specheads.training.processes import accelerator_of_environment, load_base
 from tests import tiny
 from tests.training.in_processes import SHARED_OUT, forked, joined
-from tests.training.test_processes import (
-    ENVIRONMENT,
-    REPOSITORY,
-)
+from tests.training.test_processes import ENVIRONMENT, REPOSITORY
 from tests.training.test_ranks import each, same_losses, stopped_at, told
 
 CONFIGS = sorted((REPOSITORY / "configs" / "accelerate").glob("*.yaml"))
@@ -147,8 +144,7 @@ def launched(place: Path, name: str, *choices: str) -> subprocess.CompletedProce
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "choices"),
-    [("fsdp2", ()), ("tensor_parallel", ("--parallelism_config_tp_size", "2"))],
+    ("name", "choices"), [("fsdp2", ()), ("tensor_parallel", ("--parallelism_config_tp_size", "2"))]
 )
 def test_launcher_starts_processes_with_a_sharded_base(
     name: str, choices: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory

@@ -94,16 +94,3 @@ def test_second_signal_ends_generation_and_evaluation_at_once(moment: str, tmp_p
         again.wait_for(run, "text/shard-00001.*")
         again.processes[0].send_signal(signal.SIGTERM)
     assert again.leave()[0][0] == (130 if long else 2)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_in_evaluation_exits_with_the_interrupt_code(number: signal.Signals, tmp_path: Path):
-    run = tmp_path / "run"
-    words = [*LONG_TEXT, "schedule.phases.distilled.distill.num_samples=4", "evaluate_after=true"]
-    pair = Pair(1, "train.py", *words, "evaluation.num_prompts=400", f"run_dir={run}")
-    pair.wait_for(run, "head/config.json")
-    while not RunDirectory(run).finished:
-        time.sleep(0.01)
-    pair.processes[0].send_signal(number)
-    ((code, said),) = pair.leave()
-    assert (code, "Traceback" in said) == (130, False), said

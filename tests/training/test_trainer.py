@@ -205,17 +205,6 @@ def test_infinite_loss_stops_training_with_remedy(tmp_path: Path):
         run_training(tmp_path, Schedule(phases={"corpus": phase(learning_rate=1e30)}))
 
 
-@pytest.mark.parametrize("draft_tokens", [0, 5])
-def test_muon_takes_hidden_matrices_and_adamw_the_rest(draft_tokens: int):
-    settings = {"kind": "mlp_speculator", "depth": 3, "draft_tokens": draft_tokens}
-    head = build(settings, width=8, vocab_size=11)
-    adamw, muon = optimizers(head, Schedule(phases={}, muon_learning_rate=0.1))
-    shapes = [tuple(value.shape) for group in muon.param_groups for value in group["params"]]
-    assert isinstance(muon, torch.optim.Muon)
-    assert shapes == [(8, 8), (8, 8)]
-    assert sum(len(group["params"]) for group in adamw.param_groups) == 4
-
-
 OVERLONG = {
     **{"text": "distilled", "packing": "stream", "sequence_length": 999},
     "distill": Distill(num_samples=99, new_tokens=32),
@@ -286,3 +275,14 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path):
     run_training(tmp_path, Schedule(phases={"corpus": phase()}, muon_learning_rate=0.02))
     with pytest.raises(InputError, match="resumes from its own checkpoints"):
         run_training(tmp_path, Schedule(phases={"corpus": phase(steps=9)}))
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 5])
+def test_muon_takes_hidden_matrices_and_adamw_the_rest(draft_tokens: int):
+    settings = {"kind": "mlp_speculator", "depth": 3, "draft_tokens": draft_tokens}
+    head = build(settings, width=8, vocab_size=11)
+    adamw, muon = optimizers(head, Schedule(phases={}, muon_learning_rate=0.1))
+    shapes = [tuple(value.shape) for group in muon.param_groups for value in group["params"]]
+    assert isinstance(muon, torch.optim.Muon)
+    assert shapes == [(8, 8), (8, 8)]
+    assert sum(len(group["params"]) for group in adamw.param_groups) == 4

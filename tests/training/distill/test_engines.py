@@ -23,12 +23,7 @@ from specheads.training.distill.engine import Answer, GenerationRequest, TextEng
 from specheads.training.distill.engines import build, openai, transformers
 from specheads.training.settings import Distill
 from tests import tiny
-from tests.training.distill.completions_server import (
-    PASSING,
-    Completions,
-    continuation,
-    serving,
-)
+from tests.training.distill.completions_server import PASSING, Completions, continuation, serving
 
 TINY_CODE = Path(__file__).parents[3] / "recipes" / "tiny_code" / "base"
 KEY = "sk-secret-0123"
@@ -116,17 +111,6 @@ def test_transformers_keeps_the_end_token():
         cut = text if end is None else text[: end + 1]
         assert answers[number] == Answer(number, cut, "length" if end is None else "eos")
     assert answers[0].finish == "eos"
-
-
-def test_transformers_applies_each_limit():
-    said, prompts = tiny.continuations(), tiny.prompts()
-    asked = [
-        GenerationRequest(0, prompts[0], 3, Sampling()),
-        GenerationRequest(1, prompts[1], 9, Sampling()),
-    ]
-    answers = write(transformers.build(settings(), tiny.base()), asked)
-    assert answers[0] == Answer(0, said[0][:3], "length")
-    assert answers[1] == Answer(1, said[1][:9], "length")
 
 
 def test_transformers_ignores_the_models_generation_config():
@@ -296,12 +280,6 @@ def test_missing_server_is_named_without_secrets(monkeypatch):
     assert "hunter2" not in str(error.value)
 
 
-def test_an_unset_key_is_not_sent(service, monkeypatch):
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    write(asking(service), asks(1))
-    assert service.keys == [None]
-
-
 def test_invalid_key_is_refused_by_variable_name(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\nX-Evil: 1")
     asked = settings(engine="openai", url="http://127.0.0.1:9/v1")
@@ -388,55 +366,32 @@ def test_answer_has_one_end_token(service, choice, tokens, finish):
     assert service.requests[0]["stop_token_ids"] == [0]
 
 
+ONE = "must return one complete answer"
+
+
 @pytest.mark.parametrize(
-    "reply",
+    ("reply", "told"),
     [
-        [],
-        {"error": "overloaded"},
-        {"choices": None},
-        {"choices": []},
-        spoken(finish_reason="abort"),
-        spoken(token_ids="5, 6"),
-        spoken(token_ids=[5, -1]),
-        spoken(prompt_token_ids=3),
-        {"choices": [spoken()["choices"][0]] * 2},
+        ([], ONE),
+        ({"error": "overloaded"}, ONE),
+        ({"choices": None}, ONE),
+        ({"choices": []}, ONE),
+        (spoken(finish_reason="abort"), ONE),
+        (spoken(token_ids="5, 6"), ONE),
+        (spoken(token_ids=[5, -1]), ONE),
+        (spoken(prompt_token_ids=3), ONE),
+        ({"choices": [spoken()["choices"][0]] * 2}, ONE),
+        (spoken(token_ids=[5], prompt_token_ids=[1, 2, 4]), r"read \d in place of the 3"),
+        (spoken(token_ids=[5]) | {"usage": {"prompt_tokens": 4}}, "read 4 in place of the 3"),
+        (spoken(token_ids=[5, tiny.VOCAB]), "token 61 of a vocabulary of 61"),
+        (spoken(), "has no tokenizer"),
     ],
 )
-def test_invalid_reply_is_refused_in_one_line(service, reply):
+def test_invalid_reply_is_refused_in_one_line(service, reply, told):
     service.reply = lambda _request: reply
-    with pytest.raises(InputError, match="must return one complete answer") as error:
-        write(asking(service, tiny_code()), asks(1))
+    with pytest.raises(InputError, match=told) as error:
+        write(asking(service), asks(1))
     assert "\n" not in str(error.value)
-
-
-def test_reply_that_is_not_json_is_refused(service):
-    service.fault = lambda _prompt, _attempt: "garbage"
-    with pytest.raises(InputError, match="must answer each request"):
-        write(asking(service), asks(1))
-
-
-@pytest.mark.parametrize(
-    "changed", [{"prompt_token_ids": [0, 1, 2, 3]}, {"prompt_token_ids": [1, 2, 4]}]
-)
-def test_server_with_another_prompt_is_refused(service, changed):
-    service.reply = lambda _request: spoken(token_ids=[5], **changed)
-    with pytest.raises(InputError, match=r"read \d in place of the 3"):
-        write(asking(service), asks(1))
-    service.reply = lambda _request: spoken(token_ids=[5]) | {"usage": {"prompt_tokens": 4}}
-    with pytest.raises(InputError, match="read 4 in place of the 3"):
-        write(asking(service), asks(1))
-
-
-def test_server_with_another_vocabulary_is_refused(service):
-    service.reply = lambda _request: spoken(token_ids=[5, tiny.VOCAB])
-    with pytest.raises(InputError, match="token 61 of a vocabulary of 61"):
-        write(asking(service), asks(1))
-
-
-def test_a_text_without_a_tokenizer_is_refused(service):
-    service.reply = lambda _request: spoken()
-    with pytest.raises(InputError, match="has no tokenizer"):
-        write(asking(service), asks(1))
 
 
 # vLLM is not installed

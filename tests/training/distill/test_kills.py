@@ -36,16 +36,6 @@ def test_two_kills_do_not_change_the_text(whole: Path, tmp_path: Path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_two_processes_generate_the_text_of_one(whole: Path, tmp_path: Path):
-    pair = [FORK.Process(target=author.main, args=(tmp_path, rank, 2)) for rank in range(2)]
-    for process in pair:
-        process.start()
-    for process in pair:
-        process.join()
-    assert [process.exitcode for process in pair] == [0, 0]
-    assert shards(tmp_path) == shards(whole)
-
-
 @pytest.mark.slow
 def test_twenty_random_kills_do_not_change_the_text(whole: Path, tmp_path: Path):
     """Each process is killed at a random moment within a tenth of the total time."""

@@ -162,23 +162,3 @@ def test_real_server_samples_by_seed(settings):
     first = write(openai.build(settings, base()), drawn)
     assert write(openai.build(replace(settings, batch_size=2), base()), drawn) == first
     assert first != expected()
-
-
-@pytest.mark.parametrize(
-    ("changed", "new_tokens", "message"),
-    [
-        ({"served_as": "other"}, 40, "status 404.*model's name at the server"),
-        ({}, 4096, "status 400.*lower prompt_tokens or new_tokens"),
-    ],
-)
-def test_refusal_of_a_real_server_is_one_line(settings, changed, new_tokens, message):
-    with pytest.raises(InputError, match=message) as error:
-        write(openai.build(replace(settings, **changed), base()), asks(Sampling(), new_tokens))
-    assert KEY not in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_missing_key_is_named(settings, monkeypatch):
-    monkeypatch.delenv("OPENAI_API_KEY")
-    with pytest.raises(InputError, match=r"status 401.*environment variable"):
-        write(openai.build(settings, base()), asks(Sampling()))

@@ -11,7 +11,7 @@ from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
 from specheads.training.distill.report import report_of
 from specheads.training.distill.run import write_text
-from specheads.training.distill.shards import MARK, read_shards, read_text
+from specheads.training.distill.shards import read_shards, read_text
 from specheads.training.settings import Distill
 from tests.training.distill.pens import SETTINGS, Pen, Talks, job, rows, shards, write
 
@@ -141,17 +141,6 @@ def test_text_has_one_writer_and_many_readers(tmp_path: Path):
     write(tmp_path)
     with sole_writer(tmp_path, ".lock-0"):
         assert write(tmp_path) == []
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_processes_write_only_after_the_first_progress(rank: int, tmp_path: Path):
-    """The first process removes incomplete files until then, also those of a running process."""
-    writer = write_text(job(tmp_path, rank=rank, world_size=2), lambda _: Pen().answers)
-    next(writer)
-    assert [file.name for file in tmp_path.iterdir()] == [f".lock-{rank}"]
-    next(writer)
-    assert (tmp_path / MARK).is_file()
-    writer.close()
 
 
 @pytest.mark.parametrize(
