@@ -4,9 +4,6 @@ Bases have random weights in float64 and a `sliding_window` of 12 in their confi
 it or not. The reference is a forward over the whole text for each token, without a cache.
 """
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -175,31 +172,16 @@ def outcome(kind: str) -> str:
     return "lossless"
 
 
-@contextmanager
-def limited(seconds: int) -> Iterator[None]:
-    def late(*_: Any) -> None:
-        raise TimeoutError(f"{seconds} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_causal_architecture_is_lossless_or_refused_in_one_line():
     transformers.logging.set_verbosity_error()
     found: dict[str, str] = {}
     for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        with limited(300):
-            try:
-                found[kind] = outcome(kind)
-            except Exception as error:
-                found[kind] = f"WRONG: {type(error).__name__} {' '.join(str(error).split())[:200]}"
+        try:
+            found[kind] = outcome(kind)
+        except Exception as error:
+            found[kind] = f"WRONG: {type(error).__name__} {' '.join(str(error).split())[:200]}"
     assert {kind: said for kind, said in found.items() if said.startswith("WRONG")} == {}
     assert [said for said in found.values() if "\n" in said] == []
     page = DOCS.read_text(encoding="utf-8").partition("## Architectures")[2]

@@ -62,32 +62,6 @@ def test_more_tokens_than_slots_are_refused():
     assert committed(cache) == [[0, 1, 2], [0]]
 
 
-def test_joining_rows_reuse_the_memory_of_removed_rows():
-    cache = KVCache(num_layers=2, batch=4, capacity=6)
-    write(cache, 3, start=0)
-    cache.commit([[0, 1, 2], [0, 2], [0, 1], [1]])
-    where = [one.data_ptr() for one in held(cache, 1)]
-    cache.keep_rows([0, 3])
-    newcomers = KVCache(num_layers=2, batch=2, capacity=6)
-    write(newcomers, 2, start=20)
-    newcomers.commit([[0, 1], [0]])
-    cache.join(newcomers)
-    assert newcomers.row_lengths == []
-    for layer in range(2):
-        assert committed(cache, layer) == [[0, 1, 2], [1], [20, 21], [20]]
-    assert held(cache, 1)[0][1, 0, 0, 0] == 3001
-    assert [one.data_ptr() for one in held(cache, 1)] == where
-    write(cache, 1, start=30)
-    cache.commit([[0]] * 4)
-    assert committed(cache) == [[0, 1, 2, 30], [1, 30], [20, 21, 30], [20, 30]]
-    # no room for a fifth token
-    another = KVCache(num_layers=2, batch=1, capacity=6)
-    write(another, 1, start=40)
-    another.commit([[0]])
-    cache.join(another)
-    assert committed(cache) == [[0, 1, 2, 30], [1, 30], [20, 21, 30], [20, 30], [40]]
-
-
 SHAPES = {
     "alike": [(3, 4)] * 4,
     "keys and values": [(3, 4), (3, 6)] * 2,

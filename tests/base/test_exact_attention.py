@@ -35,16 +35,13 @@ def exact_base(architecture: str = "llama", *, exact: bool = True) -> FrozenBase
     return FrozenBase(model, name=f"exact-{architecture}", exact=exact)
 
 
-def rows(base: FrozenBase, lengths: list[int]) -> RowCache:
-    """Return a contiguous cache for the prompts and a tree."""
-    return base.cache(len(lengths), max(lengths) + len(PARENTS))
+def rows(base: FrozenBase, lengths: list[int], num_nodes: int = len(PARENTS)) -> RowCache:
+    return base.cache(len(lengths), max(lengths) + num_nodes)
 
 
-def blocks(base: FrozenBase, lengths: list[int]) -> RowCache:
-    """Return a paged cache for the prompts and a tree."""
-    size = 4
-    needed = sum(-(-(length + len(PARENTS)) // size) for length in lengths)
-    return PagedKVCache(base.pool(needed, size), len(lengths))
+def blocks(base: FrozenBase, lengths: list[int], num_nodes: int = len(PARENTS)) -> RowCache:
+    needed = sum(-(-(length + num_nodes) // 4) for length in lengths)
+    return PagedKVCache(base.pool(needed, 4), len(lengths))
 
 
 def read(base: FrozenBase, prompts: list[list[int]], cache: RowCache) -> RowCache:
@@ -55,9 +52,31 @@ def read(base: FrozenBase, prompts: list[list[int]], cache: RowCache) -> RowCach
     return cache
 
 
-def path_to(node: int) -> list[int]:
+def path_to(node: int, parents: list[int] = PARENTS) -> list[int]:
     """Return the nodes from the root to this one."""
-    return [*(path_to(PARENTS[node]) if node else []), node]
+    return [*(path_to(parents[node], parents) if node else []), node]
+
+
+def assert_single_steps(
+    base: FrozenBase, lengths: list[int], make: Callable[..., RowCache], parents: list[int]
+) -> None:
+    """Compare each node of a tree with decoding its path token by token."""
+    generator, count = torch.Generator().manual_seed(sum(lengths)), len(parents)
+    tokens = torch.randint(tiny.VOCAB, (len(lengths), count), generator=generator)
+    prompts = [
+        torch.randint(tiny.VOCAB, (length,), generator=generator).tolist() for length in lengths
+    ]
+    tree = TokenTree(tokens, torch.tensor([parents] * len(lengths)))
+    found = base.verify(tree, read(base, prompts, make(base, lengths, count)))
+    for leaf in sorted({*range(count)} - {*parents}):
+        cache = read(base, prompts, make(base, lengths, count))
+        for node in path_to(leaf, parents):
+            lone = TokenTree(tokens[:, [node]], torch.full((len(lengths), 1), -1))
+            step = base.verify(lone, cache)
+            cache.commit([[0]] * len(lengths))
+            assert step.logits.shape[1] == step.features.hidden.shape[1] == 1
+            assert torch.equal(step.logits[:, 0], found.logits[:, node])
+            assert torch.equal(step.features.hidden[:, 0], found.features.hidden[:, node])
 
 
 @pytest.mark.parametrize("make", [rows, blocks])
@@ -66,23 +85,7 @@ def path_to(node: int) -> list[int]:
 def test_exact_nodes_equal_single_steps_bit_for_bit(
     architecture: str, lengths: list[int], make: Callable[..., RowCache]
 ):
-    base = exact_base(architecture)
-    generator = torch.Generator().manual_seed(sum(lengths))
-    tokens = torch.randint(tiny.VOCAB, (len(lengths), len(PARENTS)), generator=generator)
-    prompts = [
-        torch.randint(tiny.VOCAB, (length,), generator=generator).tolist() for length in lengths
-    ]
-    tree = TokenTree(tokens, torch.tensor([PARENTS] * len(lengths)))
-    found = base.verify(tree, read(base, prompts, make(base, lengths)))
-    for leaf in sorted({*range(len(PARENTS))} - {*PARENTS}):
-        cache = read(base, prompts, make(base, lengths))
-        for node in path_to(leaf):
-            lone = TokenTree(tokens[:, [node]], torch.full((len(lengths), 1), -1))
-            step = base.verify(lone, cache)
-            cache.commit([[0]] * len(lengths))
-            assert step.logits.shape[1] == step.features.hidden.shape[1] == 1
-            torch.testing.assert_close(step.logits[:, 0], found.logits[:, node], rtol=0, atol=0)
-            assert torch.equal(step.features.hidden[:, 0], found.features.hidden[:, node])
+    assert_single_steps(exact_base(architecture), lengths, make, PARENTS)
 
 
 def random_parents(count: int, depth: int) -> list[int]:
@@ -99,21 +102,7 @@ def random_parents(count: int, depth: int) -> list[int]:
 
 @pytest.mark.parametrize("length", [30, 62, 124, 190])
 def test_large_trees_near_a_block_equal_single_steps(length: int):
-    base, parents = exact_base(), random_parents(40, 8)
-    generator = torch.Generator().manual_seed(length)
-    tokens = torch.randint(tiny.VOCAB, (1, 40), generator=generator)
-    prompt = torch.randint(tiny.VOCAB, (length,), generator=generator).tolist()
-    cache = read(base, [prompt], base.cache(1, length + 40))
-    found = base.verify(TokenTree(tokens, torch.tensor([parents])), cache).features.hidden
-    for leaf in sorted({*range(40)} - {*parents}):
-        path = [leaf]
-        while path[0]:
-            path.insert(0, parents[path[0]])
-        cache = read(base, [prompt], base.cache(1, length + 40))
-        for node in path:
-            step = base.verify(TokenTree(tokens[:, [node]], torch.tensor([[-1]])), cache)
-            cache.commit([[0]])
-            assert torch.equal(step.features.hidden[:, 0], found[:, node])
+    assert_single_steps(exact_base(), [length], rows, random_parents(40, 8))
 
 
 def test_drafts_longer_than_a_block_are_refused():

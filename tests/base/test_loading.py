@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,11 @@ BROKEN: dict[str, tuple[Damage, str]] = {
         lambda folder: (folder / WEIGHTS).unlink() or (folder / WEIGHTS).symlink_to("/nowhere"),
         "weights",
     ),
+    "no weights": (remove(WEIGHTS), "no file named model.safetensors"),
+    "pickled weights": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
+        "no file named model.safetensors",
+    ),
     "cut ends of text": (write(ENDS, b'{"eos'), ENDS),
     "an end of text in words": (write(ENDS, b'{"eos_token_id": "x"}'), "must be token ids"),
 }
@@ -128,8 +134,7 @@ def test_a_broken_file_of_a_base_is_refused_by_name(name, tmp_path):
     damage, told = BROKEN[name]
     tiny.base().model.save_pretrained(tmp_path)
     damage(tmp_path)
-    with pytest.raises(InputError, match=told):
-        raise InputError(refused(tmp_path))
+    assert re.search(told, refused(tmp_path))
 
 
 INDEX = "model.safetensors.index.json"
@@ -211,8 +216,7 @@ def test_a_base_that_needs_its_own_code_is_refused_without_a_prompt(
 ):
     ran = with_code(tmp_path, parent, damage)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
-    with pytest.raises(InputError, match=f"code that comes with a base never runs.*{cause}"):
-        raise InputError(refused(tmp_path))
+    assert re.search(f"code that comes with a base never runs.*{cause}", refused(tmp_path))
     if cause.startswith("config"):
         with pytest.raises(InputError, match=cause):
             load_config(str(tmp_path), revision="main")
@@ -244,8 +248,7 @@ def test_code_of_a_base_does_not_run_if_transformers_has_the_class(tmp_path, mon
     ],
 )
 def test_an_invalid_name_of_a_base_is_refused(name, message):
-    with pytest.raises(InputError, match=message):
-        raise InputError(refused(name))
+    assert message in refused(name)
 
 
 @functools.cache

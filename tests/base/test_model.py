@@ -187,21 +187,6 @@ def test_a_model_whose_attention_counts_slots_is_refused():
         FrozenBase(AutoModelForCausalLM.from_config(config))
 
 
-@pytest.mark.parametrize("found", ["none", "pytorch_model.bin", "damaged"])
-def test_a_folder_without_safetensors_is_refused_in_one_line(found, tmp_path):
-    tiny.base().model.save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    if found == "damaged":
-        (tmp_path / "model.safetensors").write_bytes(b"no header")
-    elif found != "none":
-        torch.save({}, tmp_path / found)
-    wanted = "header" if found == "damaged" else "no file named model.safetensors"
-    with pytest.raises(ValueError, match=wanted) as caught:
-        FrozenBase.load(tmp_path)
-    assert "\n" not in str(caught.value)
-    assert str(tmp_path) in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("config", "scale", "cap"),
     [

@@ -17,13 +17,14 @@ def pool(num_blocks: int = 64, block_size: int = 4, *, layers: int = 3) -> Block
     return BlockPool(layers, num_blocks, block_size)
 
 
-def random_tree(generator: random.Random, rows: int, num_nodes: int) -> TokenTree:
-    """Return a tree of random tokens; verified nodes need not be accepted."""
+def random_tree(
+    generator: random.Random, rows: int, num_nodes: int, device: torch.device
+) -> TokenTree:
     parents = [
         [-1] + [generator.randrange(node) for node in range(1, num_nodes)] for _ in range(rows)
     ]
     tokens = [[generator.randrange(tiny.VOCAB) for _ in range(num_nodes)] for _ in range(rows)]
-    return TokenTree(torch.tensor(tokens), torch.tensor(parents))
+    return TokenTree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device))
 
 
 @torch.inference_mode()
@@ -33,11 +34,11 @@ def outputs(base: FrozenBase, cache: RowCache) -> list[Tensor]:
     prompts = tiny.prompts()
     longest = max(map(len, prompts))
     padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
-    logits, features = base.prefill(padded, cache, [*map(len, prompts)], chunk=8)
+    logits, features = base.prefill(padded.to(base.device), cache, [*map(len, prompts)], chunk=8)
     found = [logits, *(features.hidden[row, : len(one)] for row, one in enumerate(prompts))]
     for step in range(5):
         rows = len(cache.row_lengths)
-        seen = base.verify(random_tree(generator, rows, num_nodes=9), cache)
+        seen = base.verify(random_tree(generator, rows, 9, base.device), cache)
         found += [seen.logits, seen.features.hidden]
         paths = [seen.ancestors[row, generator.randrange(9)].nonzero() for row in range(rows)]
         cache.commit([path[:, 0].tolist() for path in paths])

@@ -457,27 +457,12 @@ def test_at_temperature_zero_rejection_is_matching_whatever_the_coins():
 # --- how much rejection accepts ----------------------------------------------------------------
 
 
-def bound(base: torch.Tensor, draft: torch.Tensor, width: int) -> float:
-    """Return the most that any lossless rule accepts of these draws: a minimal cut."""
-    ways = drawn(draft, width)
-    vocab = range(len(base))
-    subsets = (
-        set(kept) for size in range(len(base) + 1) for kept in itertools.combinations(vocab, size)
-    )
-    return min(
-        float(base[[*kept]].sum()) + 1 - sum(chance for tokens, chance in ways if {*tokens} <= kept)
-        for kept in subsets
-    )
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_acceptance_is_optimal_for_one_child_grows_with_more_and_covers_with_all(seed):
     base, draft = laws(4, 0, seed)[()], laws(4, 0, seed + 100)[()]
     accepted = [acceptance(grown(after_any(draft), (k,)), after_any(base)) for k in range(1, 5)]
     assert accepted[0] == pytest.approx(1 - variation(base, draft), abs=1e-12)
     assert accepted == sorted(accepted)
-    for width, share in enumerate(accepted, start=1):
-        assert share <= bound(base, draft, width) + 1e-12
     assert accepted[3] == pytest.approx(1.0, abs=1e-12)
 
 

@@ -6,16 +6,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxtyping import Int
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from specheads.base.cache import KVCache
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
-from specheads.core.tree import TokenTree, chain
-from specheads.decoding.draft_model import DraftModel, Streaming, WindowCache
+from specheads.core.tree import TokenTree
+from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.generate import generate
 from specheads.decoding.prompt_lookup import MAX_NGRAM, LookupText, PromptLookup
 from specheads.decoding.sampling import Sampling
@@ -199,30 +197,6 @@ def dense_mask(base: FrozenBase, places: list[int]):
         zero = torch.zeros(seen.shape, dtype=base.dtype)
         masks[kind] = zero.masked_fill(~seen, torch.finfo(base.dtype).min)[None, None]
     return masks if len(masks) > 1 else next(iter(masks.values()))
-
-
-def feed(cache: KVCache, base: FrozenBase, tokens: Int[Tensor, "batch time"]) -> None:
-    base.verify(chain(tokens), cache)
-    cache.commit([list(range(tokens.shape[1]))] * len(tokens))
-
-
-def test_the_window_keeps_sinks_and_the_last_tokens_and_never_grows():
-    base = tiny.base()
-    whole = base.cache(1, 60)
-    cache = WindowCache(base, 1, sinks=2, window=5, scratch=4)
-    text = torch.tensor([tiny.prompts()[1]])
-    feed(whole, base, text)
-    sizes = set()
-    for first in range(0, 21, 3):
-        feed(cache, base, text[:, first : first + 3])
-        sizes.add(cache.slab.stacks[0][0].shape)
-    assert sizes == {(1, 2, 2 + 5 + 4, 8)}
-    assert cache.row_lengths == [7]
-    assert cache.positions.tolist() == [21]
-    assert cache.slot_positions(7).tolist() == [[0, 1, 16, 17, 18, 19, 20]]
-    # values of the first layer depend on the token alone, so they identify the kept tokens
-    kept, all_values = cache.slab.stacks[0][1], whole.slab.stacks[0][1]
-    torch.testing.assert_close(kept[:, :, :7], all_values[:, :, [0, 1, 16, 17, 18, 19, 20]])
 
 
 def test_a_window_shorter_than_the_copied_text_reads_all_of_it():

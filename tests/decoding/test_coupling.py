@@ -134,14 +134,6 @@ def test_a_drafter_that_is_the_base_is_always_right_whatever_is_asked_for(law, f
 # --- who sees the noise --------------------------------------------------------------------------
 
 
-def test_greedy_and_uncoupled_rows_draft_as_they_did():
-    drafter = Laws(planted(1, 1.0, 9)[1])
-    best = grown(policies.chain(1), drafter, many(9, 9, GREEDY)).tokens
-    for rows in (many(9, 9, coupled=False), many(9, 9, Sampling(repetition_penalty=1.2))):
-        assert torch.equal(grown(policies.chain(1), drafter, rows).tokens, best)
-    assert not torch.equal(grown(policies.chain(1), drafter, many(9, 9)).tokens, best)
-
-
 def test_greedy_rows_next_to_sampling_rows_keep_their_drafts():
     drafter = Laws(planted(1, 1.0, 9)[1], 2)
     mixed = SamplingState(

@@ -37,10 +37,10 @@ def what(step: DecodingStep) -> tuple[list[int], ...]:
     return step.tokens, step.path
 
 
-def head(**settings: Any) -> Drafter:
+def head(kind: str, **settings: Any) -> Drafter:
     """Return an untrained head, right about as often as chance has it."""
     torch.manual_seed(1)
-    made = build_for({"depth": 3, **settings}, tiny.base()).double().eval()
+    made = build_for({"kind": kind, "depth": 3, **settings}, tiny.base()).double().eval()
     for parameter in made.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     return made
@@ -48,8 +48,8 @@ def head(**settings: Any) -> Drafter:
 
 ARMS: dict[str, Callable[[], Arm]] = {
     "base alone": lambda: (None, None),
-    "eagle3": lambda: (head(kind="eagle3"), TREE),
-    "beam": lambda: (head(kind="hydra_heads", prefix=True), policies.Beam(2, 3)),
+    "eagle3": lambda: (head("eagle3"), TREE),
+    "beam": lambda: (head("hydra_heads", prefix=True), policies.Beam(2, 3)),
     "draft model": lambda: (DraftModel(tiny.base(), 3, tiny.base()), policies.chain(3)),
     "window": lambda: (Streaming(tiny.base(), 2, sinks=2, window=9, max_nodes=16), TREE),
     "lookup": lambda: (PromptLookup(4), None),

@@ -2,13 +2,11 @@
 
 import functools
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +14,6 @@ from specheads.core.drafter import Drafter
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.engine import Engine
-from specheads.decoding.generate import generate
 from specheads.decoding.goodput import (
     Draft,
     Goodput,
@@ -28,11 +25,11 @@ from specheads.decoding.goodput import (
 from specheads.decoding.loop import DecodingStep, StepTimes
 from specheads.decoding.prompt_lookup import LookupText, PromptLookup, common_prefix_length
 from specheads.decoding.request import Request, Stream
-from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
-from specheads.heads.load import build_for, kinds
+from specheads.heads.load import kinds
 from tests import tiny
+from tests.decoding.test_engine import alone, head, requests
 from tests.oracle import Oracle
 from tests.tuned import MATCH, tuned
 
@@ -199,15 +196,6 @@ class Switching(policies.TreePolicy):
         return self.trees[0].grow(drafter, committed, memory, rows)
 
 
-def head(kind: str, **settings: Any) -> Drafter:
-    """Return an untrained head, right about as often as chance has it."""
-    torch.manual_seed(1)
-    made = build_for({"kind": kind, "depth": 3, **settings}, tiny.base()).double().eval()
-    for parameter in made.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    return made
-
-
 TREE = policies.Static([(0,), (1,), (0, 0), (0, 0, 0)])
 TREES: list[policies.TreePolicy] = [
     TREE,
@@ -229,42 +217,17 @@ DRAFTERS: dict[str, Callable[[], tuple[Drafter, list[policies.TreePolicy]]]] = {
 }
 
 
-def requests() -> list[Request]:
-    generator = random.Random(6)
-    return [
-        Request(
-            prompt=[generator.randrange(tiny.VOCAB) for _ in range(generator.randint(1, 40))],
-            max_new_tokens=generator.randint(20, 45),
-            sampling=Sampling(temperature=generator.choice([0.0, 0.7]), seed=place),
-        )
-        for place in range(5)
-    ]
-
-
-@functools.cache
-def alone() -> list[list[int]]:
-    return [
-        generate(
-            tiny.base(),
-            None,
-            [one.prompt],
-            max_new_tokens=one.max_new_tokens,
-            sampling=[one.sampling],
-        ).tokens[0]
-        for one in requests()
-    ]
-
-
 def served(drafter: Drafter, tree: policies.TreePolicy) -> list[Stream]:
     """Let requests come while others are decoded, and check their texts."""
     engine = Engine(tiny.base(), drafter, tree=tree, max_batch=3, max_length=90)
-    late, streams = requests(), []
+    late, streams = requests(6), []
     while late or engine.step():
         if late:
             streams.append(engine.submit(late.pop(0)))
         engine.step()
         engine.step()
-    assert [stream.tokens for stream in streams] == alone()
+    said = [text.tokens[0] for text in alone("base alone")]
+    assert [stream.tokens for stream in streams] == said
     return streams
 
 
@@ -274,51 +237,6 @@ def test_text_is_the_bases_own_whatever_tree_each_step_takes(name):
     policy = Switching(trees)
     served(drafter, policy)
     assert set(policy.turns) == set(range(len(trees)))
-
-
-class Recorded(Goodput):
-    """Goodput that records its choices."""
-
-    def of_step(self, requests: Any) -> Any:
-        chosen = super().of_step(requests)
-        self.chosen = [*getattr(self, "chosen", []), chosen]
-        return chosen
-
-
-def test_text_is_the_bases_own_whatever_goodput_chooses():
-    # one alone copies and drafts, three together do less of it, and averages move
-    policy = Recorded(linear(1.0, 0.11, share=0.02), [0.4] * 3, [[0.5, 0.8, 0.8]] * 3)
-    served(head("eagle3"), policy)
-    ways = {(one.own_depth > 0, one.copied > 0) for one in policy.chosen}
-    assert len(ways) == 4, ways
-
-
-class Eager(HybridTree):
-    """Copied text alone, and a head that reads in every step."""
-
-    @property
-    def own_depth(self) -> int:
-        return 1
-
-    def grow(self, drafter: Any, committed: Any, memory: Any, rows: Any = None) -> Any:
-        drafter.read(committed, memory)
-        return super().grow(drafter, committed, memory, rows)
-
-
-@pytest.mark.parametrize(("kind", "unread"), [("eagle3", 2), ("hydra_heads", 32)])
-def test_drafts_after_copied_text_alone_are_those_of_a_head_that_read_all(kind: str, unread: int):
-    whole, chain = HybridTree(policies.chain(3), 3), policies.chain(3)
-
-    def drafted(copies: policies.TreePolicy) -> list[list[list[int]]]:
-        drafter = head(kind)
-        drafter.most_unread = unread
-        trees = [whole, copies, copies, policies.NOTHING, chain, copies, whole]
-        streams = served(drafter, Switching(trees))
-        return [[one.drafted for one in stream.steps] for stream in streams]
-
-    lazy = drafted(lookup_tree(3))
-    assert lazy == drafted(Eager(policies.NOTHING, 3))
-    assert any(len(one) > 1 for steps in lazy for one in steps)
 
 
 def test_an_engine_drafts_deep_for_few_and_not_at_all_for_many():

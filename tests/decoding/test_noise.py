@@ -23,7 +23,10 @@ def test_a_number_follows_from_its_keys_alone():
 
 
 def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the deviation of counts from their expectation, in standard deviations."""
+    """Return the deviation of counts from their expectation, in standard deviations.
+
+    The cube root of a chi-square variable is nearly normal (Wilson and Hilferty 1931).
+    """
     free = counts.numel() - 1
     found = float(((counts - expected) ** 2 / expected).sum())
     return ((found / free) ** (1 / 3) - 1 + 2 / (9 * free)) / (2 / (9 * free)) ** 0.5

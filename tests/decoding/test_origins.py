@@ -1,8 +1,5 @@
 """The steps give the origin of each token, and distinguish copied from drafted tokens."""
 
-import pytest
-
-from specheads.decoding.generate import generate
 from specheads.decoding.loop import (
     BASE_ORIGIN,
     DecodingStep,
@@ -11,10 +8,6 @@ from specheads.decoding.loop import (
     node_origins,
     step_origins,
 )
-from specheads.decoding.prompt_lookup import PromptLookup
-from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import HybridTree
-from tests import tiny
 
 NEVER = StepTimes(0.0, 0.0, 0.0)
 
@@ -39,16 +32,3 @@ def test_depths_are_edges_below_the_root_and_the_last_nodes_are_copied():
     assert list(map(str, step_origins(step))) == [
         "drafted at depth 1", "copied at depth 2", "copied at depth 3", "the base's own",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("trim", [False, True])
-def test_a_hybrid_marks_copied_nodes(trim: bool):
-    base, prompt = tiny.base(), tiny.prompts()[0] * 3
-    tree = HybridTree(policies.chain(2), 4, trim=trim)
-    steps = generate(base, tiny.oracle(2), [prompt], max_new_tokens=12, tree=tree).steps[0]
-    assert {len(step.drafted) - step.num_copied for step in steps} == {3}
-    if not trim:
-        assert {step.num_copied for step in steps} <= {0, 4}
-    alone = generate(base, PromptLookup(8), [prompt], max_new_tokens=12).steps[0]
-    assert all(step.num_copied == len(step.drafted) - 1 for step in alone)
-    assert any(step.num_copied for step in alone)

@@ -1,20 +1,12 @@
-"""A step synchronises with the device once, to read the accepted tokens.
-
-Tensors on the device "meta" have shapes but no values, and reading a value raises. A step that does
-not wait on CUDA can therefore run there. Copies from the host are recorded, because torch waits for
-them too; only `cache.upload` does not wait.
-"""
+"""A step synchronises with the device once, to read the accepted tokens."""
 
 import copy
 import sys
-import traceback
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache
@@ -27,8 +19,8 @@ from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.policies import Product, Sampled
 from specheads.heads.load import Head, build_for, kinds
 from tests import tiny
+from tests.meta import META, Waits
 
-META = torch.device("meta")
 PATHS = [(0,), (1,), (0, 0), (0, 1)]
 POLICIES = {
     "chain": policies.chain(3),
@@ -45,34 +37,8 @@ LAWS = {
 }
 
 
-class Waits(TorchDispatchMode):
-    """Notes every operation that brings a tensor from the host to the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, str]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        del types
-        out = func(*args, **(kwargs or {}))
-        read = {one.device.type for one in tree_leaves((args, kwargs)) if is_array(one)}
-        made = {one.device.type for one in tree_leaves(out) if is_array(one)}
-        if "cpu" in read and "meta" in read | made:
-            frames = [frame for frame in traceback.extract_stack() if "specheads" in frame.filename]
-            self.found.append((str(func), f"{frames[-1].filename}:{frames[-1].lineno}"))
-        return out
-
-
-def is_array(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0
-
-
 def uploaded(values: list[Any], device: torch.device) -> Tensor:
-    return torch.empty(
-        torch.tensor(values, dtype=torch.long).shape, dtype=torch.long, device=device
-    )
+    return torch.empty(torch.tensor(values).shape, dtype=torch.long, device=device)
 
 
 def verdict_of_nobody(tree: Any, verdict: Any) -> list[list[int]]:
@@ -89,8 +55,7 @@ def meta() -> FrozenBase:
     model = copy.deepcopy(tiny.base("llama", dtype=torch.float32).model)
     torch.nn.Module.to(model, META)
     # not tried first: there is nothing to compare
-    base = FrozenBase(model, owned=False)
-    return base
+    return FrozenBase(model, owned=False)
 
 
 @pytest.fixture
@@ -106,21 +71,19 @@ def base(meta: FrozenBase, monkeypatch: pytest.MonkeyPatch) -> FrozenBase:
 
 def waits(
     base: FrozenBase, drafter: Drafter | None, policy: policies.TreePolicy, **how: Any
-) -> list[tuple[str, str]]:
+) -> dict[str, int]:
     """Return the copies from the host in a step, after a first step that may prepare itself."""
-    settings, acceptance = (
-        LAWS[how.get("law", "greedy")],
-        acceptance_rule(how.get("acceptance", "match")),
-    )
+    settings = LAWS[how.get("law", "greedy")]
+    acceptance = acceptance_rule(how.get("acceptance", "match"))
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
     state, _ = loop.start(base, drafter, prompts, 64, settings, how.get("cache"))
     loop.step(base, drafter, policy, acceptance, state)
-    with Waits() as found:
+    with Waits() as waits:
         loop.step(base, drafter, policy, acceptance, state)
-    return found.found
+    return waits.found
 
 
-def head_on(base: FrozenBase, kind: str) -> Head:
+def head_on(base: FrozenBase, kind: str = "medusa") -> Head:
     head = build_for({"kind": kind, "depth": 3}, tiny.base("llama", dtype=torch.float32))
     head.to(META)
     head.bind(base.embedding, base.projection.weight)
@@ -129,32 +92,26 @@ def head_on(base: FrozenBase, kind: str) -> Head:
 
 @pytest.mark.parametrize("tree", POLICIES)
 def test_no_tree_waits(base: FrozenBase, tree: str) -> None:
-    assert waits(base, head_on(base, "mlp_speculator"), POLICIES[tree]) == []
+    assert waits(base, head_on(base, "mlp_speculator"), POLICIES[tree]) == {}
 
 
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("acceptance", RULES)
 def test_no_rule_and_no_law_waits(base: FrozenBase, acceptance: str, law: str) -> None:
     head = head_on(base, "mlp_speculator")
-    assert waits(base, head, POLICIES["sampled"], acceptance=acceptance, law=law) == []
-
-
-def test_a_paged_cache_does_not_wait(base: FrozenBase) -> None:
-    cache = PagedKVCache(BlockPool(base.num_layers, 20, 16, META), 2)
-    assert waits(base, head_on(base, "medusa"), POLICIES["static"], cache=cache) == []
+    assert waits(base, head, POLICIES["sampled"], acceptance=acceptance, law=law) == {}
 
 
 @pytest.mark.parametrize("kind", kinds())
 def test_no_head_waits(base: FrozenBase, kind: str) -> None:
-    assert waits(base, head_on(base, kind), POLICIES["static"]) == []
+    assert waits(base, head_on(base, kind), POLICIES["static"]) == {}
 
 
-def test_a_grafted_lookup_does_not_wait(base: FrozenBase) -> None:
-    assert waits(base, head_on(base, "medusa"), HybridTree(policies.chain(3), 4, trim=False)) == []
-
-
-def test_the_base_alone_does_not_wait(base: FrozenBase) -> None:
-    assert waits(base, None, policies.NOTHING) == []
+def test_neither_the_base_alone_nor_copies_nor_a_paged_cache_waits(base: FrozenBase) -> None:
+    cache = PagedKVCache(BlockPool(base.num_layers, 20, 16, META), 2)
+    assert waits(base, None, policies.NOTHING) == {}
+    assert waits(base, head_on(base), HybridTree(policies.chain(3), 4, trim=False)) == {}
+    assert waits(base, head_on(base), POLICIES["static"], cache=cache) == {}
 
 
 def test_a_wait_would_be_seen(base: FrozenBase) -> None:
@@ -163,6 +120,6 @@ def test_a_wait_would_be_seen(base: FrozenBase) -> None:
             self._shapes.clear()
             return super().shape(device)
 
-    assert waits(base, head_on(base, "medusa"), Host(PATHS)) != []
+    assert waits(base, head_on(base), Host(PATHS)) != {}
     with pytest.raises(RuntimeError, match="meta"):
-        waits(base, head_on(base, "medusa"), policies.chain(2, confidence=0.5))
+        waits(base, head_on(base), policies.chain(2, confidence=0.5))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specheads.training.depth_loss import DepthLoss, Targets, depth_loss
+from specheads.training.depth_loss import Targets, depth_loss
 from specheads.training.losses import LOSSES
 from tests.training.test_losses import Problem
 from tests.training.test_losses import _dense as dense_loss
@@ -68,50 +68,29 @@ def assert_close(found: Tensor, wanted: Tensor, share: float) -> None:
     assert (found - wanted).norm() <= share * wanted.norm()
 
 
-def assert_same(
-    loss: DepthLoss, leaves: list[Tensor], dense: Tensor, precise: list[Tensor], share: float
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "weighting"),
+    [*((kind, "geometric") for kind in KINDS), *((kind, "dpace") for kind in ("kl", "lk"))],
+)
+@pytest.mark.parametrize("chunk_rows", [40, None])
+def test_a_loss_in_chunks_has_the_value_and_gradients_of_the_dense_one(
+    kind: str, weighting: str, dtype: torch.dtype, chunk_rows: int | None, device: torch.device
 ) -> None:
+    own = weighting == "dpace"
+    (states, projections, _), each, leaves = problem(device, dtype, own_targets=own)
+    precise = problem(torch.device("cpu"), torch.float64, own_targets=own)
+    how = {"kind": kind, "weighting": weighting, "chunk_rows": chunk_rows}
+    loss = depth_loss(states, projections, each, depth_weights=WEIGHTS, **how)
+    dense = dense_loss(kind, precise[0], WEIGHTS, precise[1], dpace=own)
+    assert (loss.total.device, loss.total.dtype) == (device, torch.float32)
+    share = tolerance(kind, dtype)
     assert_close(loss.total, dense, share)
     ours = torch.autograd.grad(loss.total, leaves)
-    theirs = torch.autograd.grad(dense, precise)
+    theirs = torch.autograd.grad(dense, precise[2])
     for one, other, leaf in zip(ours, theirs, leaves, strict=True):
-        assert one.dtype == leaf.dtype
-        assert one.device == leaf.device
+        assert (one.dtype, one.device) == (leaf.dtype, leaf.device)
         assert_close(one, other, share)
-
-
-def fused(found: tuple[Problem, list[Targets], list[Tensor]], **settings: Any) -> DepthLoss:
-    (states, projections, _), each, _ = found
-    return depth_loss(states, projections, each, depth_weights=WEIGHTS, **settings)
-
-
-def assert_dense(
-    kind: str, device: torch.device, dtype: torch.dtype, weighting: str, chunk_rows: int | None
-) -> None:
-    dpace = weighting == "dpace"
-    found = problem(device, dtype, own_targets=dpace)
-    precise = problem(torch.device("cpu"), torch.float64, own_targets=dpace)
-    loss = fused(found, kind=kind, weighting=weighting, chunk_rows=chunk_rows)
-    dense = dense_loss(kind, precise[0], WEIGHTS, precise[1], dpace=dpace)
-    assert_same(loss, found[2], dense, precise[2], tolerance(kind, dtype))
-    assert loss.total.device == device
-    assert loss.total.dtype == torch.float32
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_loss_in_chunks_has_the_value_and_gradients_of_the_dense_one(
-    kind: str, dtype: torch.dtype, device: torch.device
-) -> None:
-    assert_dense(kind, device, dtype, "geometric", chunk_rows=40)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["cross_entropy", "kl", "lk"])
-def test_dpace_weights_rows_as_the_dense_loss_does(
-    kind: str, dtype: torch.dtype, device: torch.device
-) -> None:
-    assert_dense(kind, device, dtype, "dpace", chunk_rows=40)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,6 @@
 """Training on a device: losses fall, a stopped run goes on bit for bit, features can be cached."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,17 @@ from transformers import AutoModelForCausalLM
 from specheads.base import document_attention
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.data.packing import BatchStream, PackedText, TokenBatch
+from specheads.data.packing import PackedText
 from specheads.heads.load import build_for, kinds
 from specheads.runs.directory import RunDirectory
-from specheads.runs.trackers import Tracker, read_metrics
-from specheads.training import trainer
+from specheads.runs.trackers import read_metrics
 from specheads.training.feature_cache import FeatureCache
-from specheads.training.settings import Joint, Phase, Schedule
-from specheads.training.step import Stepper
+from specheads.training.settings import Joint, Schedule
 from tests import tiny
-from tests.gpu import trained
 from tests.packed import packed, texts
+from tests.training import test_trainer
 from tests.training.in_processes import documents
-from tests.training.test_trainer import Counting, StopError, phase
+from tests.training.test_trainer import Counting, assert_equal, phase, power_cut
 
 pytestmark = pytest.mark.gpu
 
@@ -43,15 +41,9 @@ def base_on(device: torch.device, dtype: torch.dtype = torch.float32) -> FrozenB
     return tiny.base("llama", dtype=dtype, device=device)
 
 
-def packed_text(settings: Phase) -> PackedText:
+def packed_text(batch_size: int) -> PackedText:
     """Return documents of uneven lengths in rows of 40 tokens."""
-    return PackedText(documents(), sequence_length=40, batch_size=settings.batch_size)
-
-
-def counting(settings: Phase) -> Counting:
-    """Return a repeated sentence: a text on which 20 steps are enough."""
-    del settings
-    return Counting(tiny.VOCAB)
+    return PackedText(documents(), sequence_length=40, batch_size=batch_size)
 
 
 def run_training(
@@ -60,28 +52,22 @@ def run_training(
     schedule: Schedule,
     kind: str = "mlp_speculator",
     *,
-    open_text: Callable[[Phase], BatchStream] = packed_text,
     precision: str = "no",
     base: FrozenBase | None = None,
     **choices: Any,
 ) -> tuple[Head, list[dict[str, Any]]]:
-    """Train a head; return it with the rows of its metrics."""
-    torch.manual_seed(0)
-    base = base or base_on(device)
-    head = build_for({"kind": kind, "depth": 2, **trained.SETTINGS.get(kind, {})}, base)
-    run = RunDirectory(folder)
-    trainer.train(
-        base,
-        head,
+    """Train a head, by default on packed documents; return it with the rows of its metrics."""
+    (settings,) = schedule.phases.values()
+    head = test_trainer.run_training(
+        folder,
         schedule,
-        lambda settings, *_: open_text(settings),
-        run,
-        Tracker(run.metrics, kind="jsonl", project="", name="test"),
-        Accelerator(cpu=device.type == "cpu", mixed_precision=precision),
+        kind=kind,
+        base=base or base_on(device),
+        accelerator=Accelerator(cpu=device.type == "cpu", mixed_precision=precision),
         log_every=1,
-        **choices,
+        **{"text": packed_text(int(settings.batch_size))} | choices,
     )
-    return head, read_metrics(run.metrics)
+    return head, read_metrics(folder / "metrics.jsonl")
 
 
 def corpus(**changes: Any) -> Schedule:
@@ -94,15 +80,10 @@ def assert_falls(rows: list[dict[str, Any]]) -> None:
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
 
 
-def assert_same_tensors(one: Head, other: Head) -> None:
-    for name, value in one.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
-
-
 @pytest.mark.parametrize("kind", kinds())
 def test_twenty_steps_lower_the_loss(kind: str, device: torch.device, tmp_path: Path) -> None:
     schedule = corpus(steps=20, loss="cross_entropy")
-    head, rows = run_training(tmp_path, device, schedule, kind, open_text=counting)
+    head, rows = run_training(tmp_path, device, schedule, kind, text=Counting(tiny.VOCAB))
     assert_falls(rows)
     for name, value in head.named_parameters():
         assert value.device == device, name
@@ -117,23 +98,11 @@ def test_twenty_steps_in_bfloat16_lower_the_loss(
     schedule = corpus(steps=20, loss="cross_entropy")
     base = base_on(device, torch.bfloat16)
     head, rows = run_training(
-        tmp_path, device, schedule, kind, open_text=counting, precision="bf16", base=base
+        tmp_path, device, schedule, kind, text=Counting(tiny.VOCAB), precision="bf16", base=base
     )
     assert_falls(rows)
     # weights and the state of the optimizer stay precise
     assert {value.dtype for value in head.parameters()} == {torch.float32}
-
-
-def stop_before(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """End training before a step, as a power cut would."""
-    taken = Stepper.step
-
-    def stopping(self: Stepper, batch: TokenBatch, place: Any, number: int) -> Any:
-        if number == step:
-            raise StopError
-        return taken(self, batch, place, number)
-
-    monkeypatch.setattr(Stepper, "step", stopping)
 
 
 @pytest.mark.parametrize(
@@ -147,23 +116,16 @@ def stop_before(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_killed_run_goes_on_bit_for_bit(
-    kind: str,
-    precision: str,
-    muon: float,
-    device: torch.device,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, precision: str, muon: float, device: torch.device, tmp_path: Path
 ) -> None:
     settings = phase(steps=8, batch_size=4, sequence_length=40, scored_share=0.6)
     schedule = Schedule(phases={"corpus": settings}, muon_learning_rate=muon)
     call = device, schedule, kind
     whole, rows = run_training(tmp_path / "whole", *call, precision=precision)
-    stop_before(5, monkeypatch)
-    with pytest.raises(StopError):
+    with power_cut(5):
         run_training(tmp_path / "parts", *call, precision=precision, checkpoint_every=3)
-    monkeypatch.undo()
     parts, later = run_training(tmp_path / "parts", *call, precision=precision)
-    assert_same_tensors(whole, parts)
+    assert_equal(whole.state_dict(), parts.state_dict())
     assert later[-1]["loss"] == rows[-1]["loss"]
 
 
@@ -181,8 +143,8 @@ def test_cached_features_train_the_same_head(
     again, _ = run_training(tmp_path / "again", device, corpus(), kind, cache=cache)
     assert read == []
     assert lines == []
-    assert_same_tensors(plain, first)
-    assert_same_tensors(plain, again)
+    for other in (first, again):
+        assert_equal(plain.state_dict(), other.state_dict())
 
 
 def test_a_joint_phase_trains_an_adapter_and_leaves_the_base_as_it_was(
@@ -194,10 +156,7 @@ def test_a_joint_phase_trains_an_adapter_and_leaves_the_base_as_it_was(
     _, rows = run_training(tmp_path, device, schedule, base=base)
     assert all(row["loss/base"] > 0 for row in rows)
     assert (RunDirectory(tmp_path).adapter / "adapter_model.safetensors").is_file()
-    after = base.model.state_dict()
-    assert after.keys() == before.keys()
-    for name, value in after.items():
-        assert torch.equal(value, before[name]), name
+    assert_equal(base.model.state_dict(), before)
 
 
 def test_packed_documents_are_read_as_under_a_mask(

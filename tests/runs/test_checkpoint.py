@@ -83,12 +83,7 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_read(damage: str, tmp
     assert len(told) == 1
     assert "step-4 (" in told[0]
     assert told[0].endswith("resuming from step-3")
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_only_damaged_checkpoints_are_refused(damage: str, tmp_path: Path):
-    save(tmp_path, 4)
-    DAMAGES[damage](tmp_path / "step-4")
+    shutil.rmtree(tmp_path / "step-3")
     with pytest.raises(InputError, match=r"are damaged: step-4 \(.*remove the folder"):
         checkpoint.newest(tmp_path)
 

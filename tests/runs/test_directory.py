@@ -10,7 +10,7 @@ from specheads.core.files import LOCK
 from specheads.core.machine import instructions
 from specheads.heads.load import build
 from specheads.runs.directory import RunDirectory
-from specheads.runs.provenance import Hardware, provenance
+from specheads.runs.provenance import provenance
 
 
 def test_finished_run_is_never_overwritten(tmp_path: Path):
@@ -118,7 +118,4 @@ def test_provenance_has_versions_and_machine_and_no_secret(monkeypatch: pytest.M
     assert (found.versions["torch"] or "").split("+")[0] == torch.__version__.split("+")[0]
     assert (found.hardware.cores or 0) >= 1
     assert found.hardware.instructions == instructions()
-    some = Hardware(processor="AMD EPYC", threads=2, instructions=["avx2", "avx512_bf16"])
-    assert str(some) == "AMD EPYC, 2 threads, avx512_bf16"
-    assert str(Hardware(gpu="H100", instructions=["avx2"])) == "H100"
     assert "secret" not in str(found)

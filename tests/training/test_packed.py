@@ -10,7 +10,7 @@ from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds
 from specheads.training.depth_loss import DepthLoss
-from specheads.training.objective import Objective, drawn_labels, whole_chains
+from specheads.training.objective import Objective, drawn_labels
 from specheads.training.settings import LOSSES, Joint, Phase
 from specheads.training.teacher import Teacher
 from tests import tiny
@@ -72,15 +72,6 @@ def test_packed_loss_equals_separate_loss_for_every_loss(loss: str, weighting: s
         loss_of(head, batch, settings)[0] for batch in (packed(documents), alone(documents))
     )
     assert same(found, wanted)
-
-
-def test_chains_do_not_cross_documents():
-    #  a a a b b b      with depth 2 no chain begins at a document's end
-    loss_mask = torch.ones(1, 6, dtype=torch.bool)
-    documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
-    assert whole_chains(loss_mask, 2, documents).int().tolist() == [[1, 1, 0, 1, 1, 0]]
-    assert whole_chains(loss_mask, 2).int().tolist() == [[1, 1, 1, 1, 1, 0]]
-    assert torch.equal(whole_chains(loss_mask, 1, documents), loss_mask)
 
 
 @pytest.mark.parametrize("target", ["text", "base"])

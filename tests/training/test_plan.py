@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from accelerate import Accelerator
-from torch.distributed.device_mesh import DeviceMesh
 
 from specheads import config
 from specheads.base.model import FrozenBase
@@ -19,7 +17,7 @@ from specheads.core.errors import InputError
 from specheads.core.machine import held_bytes
 from specheads.heads.load import kinds
 from specheads.runs.directory import RunDirectory
-from specheads.training import depth_loss, processes
+from specheads.training import depth_loss
 from specheads.training import plan as planner
 from specheads.training.plan import PeakMemory, Setup, Shapes, Trial, largest_batches, plan
 from specheads.training.processes import accelerator_of_environment
@@ -117,24 +115,6 @@ def test_plan_that_does_not_fit_names_the_settings(folder: Path, room: Any):
     found = planned(folder, ALONE)
     assert (found["fits"], found["hours"]) == (False, {})
     assert "the run does not fit; raise accumulation_steps" in found["note"]
-
-
-def test_tensor_parallel_processes_count_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, room: Any
-):
-    monkeypatch.setattr(Accelerator, "num_processes", 2)
-    one = ("schedule.phases.corpus.batch_size=1", ALONE, "head=medusa")
-    with pytest.raises(InputError, match="2 processes with"):
-        planned(folder, *one)
-    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
-    monkeypatch.setattr(DeviceMesh, "size", lambda _: 2)
-    part = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
-    monkeypatch.setattr(processes, "init_device_mesh", lambda *_, **__: {"part": part})
-    room(0)
-    assert planned(folder, *one)["processes"] == 2
-    # with an explicit device each process has the whole base
-    with pytest.raises(InputError, match="2 processes with"):
-        planned(folder, *one, "base.device=cuda:7")
 
 
 @pytest.mark.parametrize(

@@ -139,18 +139,6 @@ def test_killed_process_is_reported_without_a_launcher(rank: int, steps: int, tm
     pair.kill(rank)
 
 
-def test_second_run_of_a_folder_is_refused_on_all_processes(tmp_path: Path):
-    run = tmp_path / "run"
-    first = Pair(1, "train.py", *LONG_TEXT, "schedule.phases.corpus.steps=100000", f"run_dir={run}")
-    first.wait_for(run, "metrics.jsonl")
-    for code, said in Pair(2, "train.py", *LONG_TEXT, f"run_dir={run}").leave():
-        assert code == 2, said
-        assert f'"pid": {first.processes[0].pid}' in said
-    first.processes[0].send_signal(signal.SIGTERM)
-    assert first.leave()[0][0] == 130
-    assert len(list((run / "checkpoints").iterdir())) == 1
-
-
 def test_smoke_recipe_in_two_processes_shares_the_text(tmp_path: Path):
     run = tmp_path / "run"
     two_shards = "schedule.phases.distilled.distill.shard_size=8"

@@ -1,18 +1,11 @@
-"""A training step synchronises once, for the number of scored rows.
-
-See tests/decoding/test_synchronisation.py for how the device "meta" shows that.
-"""
+"""A training step synchronises once, for the number of scored rows."""
 
 import copy
-import traceback
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from specheads.base.model import FrozenBase
 from specheads.core import machine
@@ -24,33 +17,7 @@ from specheads.training.schedule import PlacedPhase
 from specheads.training.settings import Phase
 from specheads.training.teacher import Step, Teacher
 from tests import tiny
-
-META = torch.device("meta")
-
-
-class Waits(TorchDispatchMode):
-    """Records synchronisations of a GPU: reads of values, and copies from the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = Counter[str]()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        del types
-        if func is torch.ops.aten.nonzero.default:
-            self.found["nonzero"] += 1
-            return torch.empty((8, args[0].ndim), dtype=torch.long, device=META)
-        out = func(*args, **(kwargs or {}))
-        read, made = (
-            {one.device.type for one in tree_leaves(values) if isinstance(one, Tensor)}
-            for values in ((args, kwargs), out)
-        )
-        if "cpu" in read and "meta" in read | made:
-            frames = [frame for frame in traceback.extract_stack() if "specheads" in frame.filename]
-            self.found[f"{func} of {frames[-1].filename}:{frames[-1].lineno}"] += 1
-        return out
+from tests.meta import META, Waits
 
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:

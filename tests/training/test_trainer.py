@@ -70,10 +70,11 @@ def run_training(
     base: FrozenBase | None = None,
     text: BatchStream | None = None,
     open_text: Callable[..., BatchStream] | None = None,
+    accelerator: Accelerator | None = None,
     log_every: int = 2,
     **choices: Any,
 ) -> Head:
-    """Train a head of depth 2 on one process, on a text that repeats one sentence."""
+    """Train a head of depth 2 on one process, by default on a repeated sentence."""
     base = base or tiny.base("llama", dtype=torch.float32)
     torch.manual_seed(0)
     head = build_for({"kind": kind, "depth": 2}, base)
@@ -85,7 +86,7 @@ def run_training(
         open_text or (lambda *_: read),
         run,
         Tracker(run.metrics),
-        Accelerator(cpu=True),
+        accelerator or Accelerator(cpu=True),
         log_every=log_every,
         **choices,
     )

@@ -127,27 +127,6 @@ def test_transformers_ignores_the_models_generation_config():
 # any engine
 
 
-class Turns:
-    """Conversations whose next turn follows the previous answer."""
-
-    def __init__(self, count: int, turns: int) -> None:
-        self.ready = [(number, 0, [number + 1]) for number in range(count)]
-        self.turns, self.asked = turns, {}
-
-    def pull(self) -> GenerationRequest | None:
-        if not self.ready:
-            return None
-        number, turn, text = self.ready.pop()
-        name = number * self.turns + turn
-        self.asked[name] = (number, turn, text)
-        return GenerationRequest(name, text, 2, Sampling())
-
-    def take(self, answer: Answer) -> None:
-        number, turn, text = self.asked.pop(answer.number)
-        if turn + 1 < self.turns:
-            self.ready.append((number, turn + 1, [*text, *answer.tokens, 5]))
-
-
 @pytest.fixture
 def service():
     with serving(Completions()) as state:
@@ -167,14 +146,14 @@ def asking(service: Completions, base: FrozenBase | None = None, **changes: Any)
 
 @pytest.mark.parametrize("name", ["local", "transformers", "openai"])
 def test_next_request_may_depend_on_an_answer(name, service):
-    turns = Turns(5, 3)
     engine = build(settings(engine=name, batch_size=2, url=service.url), tiny.base())
-    answers = 0
-    for answer in engine(turns.pull):
-        turns.take(answer)
+    ready, answers = asks(5, new_tokens=2), 0
+    for answer in engine(lambda: ready.pop() if ready else None):
         answers += 1
+        if answer.number < 10:
+            tokens = [*answer.tokens, 5]
+            ready.append(GenerationRequest(answer.number + 5, tokens, 2, Sampling()))
     assert answers == 15
-    assert not turns.asked
 
 
 # servers

@@ -75,24 +75,24 @@ def spoken(messages: list[dict[str, str]], answers: int) -> list[str]:
     return said
 
 
-def test_user_turns_follow_the_bases_own_answers():
-    messages = [
-        say("system", "s"), say("user", "1"), say("assistant", "theirs"), say("user", "2"),
-        say("assistant", "theirs"), say("user", "3"), say("assistant", "last"),
-    ]  # fmt: skip
-    assert spoken(messages, 9) == ["ssu1a", "ssu1aAu2a", "ssu1aAu2aBu3a"]
+SYSTEM, ONE, TWO, THREE = say("system", "s"), *(say("user", number) for number in "123")
+THEIRS = say("assistant", "theirs")
 
 
-def test_last_turn_is_a_prompt_and_a_greeting_is_not():
-    messages = [say("system", "s"), say("assistant", "hi"), say("user", "1")]
-    assert spoken(messages, 9) == ["ssu1a"]
-
-
-def test_conversation_ends_before_a_tool_message():
-    messages = [say("user", "1"), say("assistant", "call"), say("tool", "9"), say("user", "2")]
-    assert spoken(messages, 9) == ["u1a"]
-
-
-def test_conversation_without_user_has_no_prompt():
-    rows = [json.dumps({"messages": [say("system", "s")]})]
-    assert Conversations(rows, Letters()).first(0) == []
+@pytest.mark.parametrize(
+    ("messages", "prompts"),
+    [
+        (
+            [SYSTEM, ONE, THEIRS, TWO, THEIRS, THREE, THEIRS],
+            ["ssu1a", "ssu1aAu2a", "ssu1aAu2aBu3a"],
+        ),
+        # a greeting is no prompt
+        ([SYSTEM, THEIRS, ONE], ["ssu1a"]),
+        # a tool message ends the conversation
+        ([ONE, THEIRS, say("tool", "9"), TWO], ["u1a"]),
+        ([SYSTEM], [""]),
+    ],
+)
+def test_user_turns_follow_the_bases_own_answers(messages, prompts):
+    assert spoken(messages, 9)[: len(prompts)] == prompts
+    assert len(spoken(messages, 9)) == len(prompts)
