@@ -1,65 +1,19 @@
+import random
+
 import pytest
 import torch
 from torch import Tensor
 
-from specheads.base.cache import KVCache
-
-
-def written(batch: int, length: int, start: int) -> Tensor:
-    """Return keys (batch, 2 heads, length, width 1) that encode row, head and place: r.h.place."""
-    rows = 1000 * torch.arange(batch)[:, None, None, None]
-    heads = 100 * torch.arange(2)[:, None, None]
-    return (rows + heads + start + torch.arange(length)[:, None]).double()
-
-
-def write(cache: KVCache, length: int, start: int) -> tuple[Tensor, Tensor]:
-    """Write the next positions into every layer, like a forward of the base."""
-    cache.reserve(length)
-    keys = written(len(cache.row_lengths), length, start)
-    seen = [cache.update(keys, -keys, layer) for layer in range(len(cache.layers))]
-    return seen[-1]
-
-
-def held(cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
-    """Return all slots of a layer, including the scratch."""
-    keys, values = cache.slab.views[layer]
-    return keys, values
-
-
-def committed(cache: KVCache, layer: int = 0) -> list[list[int]]:
-    """Return the places that each row stores, without row and head."""
-    keys, values = held(cache, layer)
-    assert torch.equal(values, -keys)
-    assert torch.equal(keys[:, 1] % 100, keys[:, 0] % 100)
-    return [
-        (keys[row, 0, :length, 0] % 100).int().tolist()
-        for row, length in enumerate(cache.row_lengths)
-    ]
-
-
-def test_commit_keeps_the_path_of_each_row_in_order():
-    cache = KVCache(num_layers=2, batch=3, capacity=12)
-    write(cache, 3, start=0)
-    cache.commit([[0, 1, 2], [0], [0, 1]])
-    assert committed(cache) == [[0, 1, 2], [0], [0, 1]]
-    # rows of 3, 1 and 2 tokens read a tree of five nodes, 10 to 14, and keep different paths
-    write(cache, 5, start=10)
-    cache.commit([[0, 2, 4], [0], [0, 3]])
-    for layer in range(2):
-        assert committed(cache, layer) == [[0, 1, 2, 10, 12, 14], [0, 10], [0, 1, 10, 13]]
-    # rejected nodes leave no trace in the next forward
-    write(cache, 1, start=20)
-    cache.commit([[0], [0], [0]])
-    assert committed(cache) == [[0, 1, 2, 10, 12, 14, 20], [0, 10, 20], [0, 1, 10, 13, 20]]
+from specheads.base.cache import KVCache, RowCache
+from specheads.base.model import FrozenBase
+from specheads.base.paged import BlockPool, PagedKVCache
+from specheads.core.tree import TokenTree
+from tests import tiny
 
 
 def test_more_tokens_than_slots_are_refused():
-    cache = KVCache(num_layers=1, batch=2, capacity=5)
-    write(cache, 3, start=0)
-    cache.commit([[0, 1, 2], [0]])
-    with pytest.raises(ValueError, match=r"3 \+ 3 exceed its 5 slots"):
-        write(cache, 3, start=10)
-    assert committed(cache) == [[0, 1, 2], [0]]
+    with pytest.raises(ValueError, match=r"0 \+ 6 exceed its 5 slots"):
+        KVCache(1, 2, 5).reserve(6)
 
 
 SHAPES = {
@@ -93,3 +47,66 @@ def test_layers_of_any_shape_keep_the_same_slots(shapes, static: bool):
             for row, old in enumerate(order):
                 wanted = kept[old][2 * layer + place]
                 assert torch.equal(held[row, :, : wanted.shape[1]], wanted)
+
+
+def pool(num_blocks: int = 64, block_size: int = 4, *, layers: int = 3) -> BlockPool:
+    return BlockPool(layers, num_blocks, block_size)
+
+
+def random_tree(
+    generator: random.Random, rows: int, num_nodes: int, device: torch.device
+) -> TokenTree:
+    parents = [
+        [-1] + [generator.randrange(node) for node in range(1, num_nodes)] for _ in range(rows)
+    ]
+    tokens = [[generator.randrange(tiny.VOCAB) for _ in range(num_nodes)] for _ in range(rows)]
+    return TokenTree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device))
+
+
+@torch.inference_mode()
+def outputs(base: FrozenBase, cache: RowCache) -> list[Tensor]:
+    """Read ragged prompts, verify random trees, commit random paths and remove rows."""
+    generator = random.Random(0)
+    prompts = tiny.prompts()
+    longest = max(map(len, prompts))
+    padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
+    logits, features = base.prefill(padded.to(base.device), cache, [*map(len, prompts)], chunk=8)
+    found = [logits, *(features.hidden[row, : len(one)] for row, one in enumerate(prompts))]
+    for step in range(5):
+        rows = len(cache.row_lengths)
+        seen = base.verify(random_tree(generator, rows, 9, base.device), cache)
+        found += [seen.logits, seen.features.hidden]
+        paths = [seen.ancestors[row, generator.randrange(9)].nonzero() for row in range(rows)]
+        cache.commit([path[:, 0].tolist() for path in paths])
+        if step == 2:
+            cache.keep_rows([2, 0])
+    return found
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_paged_rows_equal_contiguous_rows_bit_for_bit(architecture, attention):
+    base, blocks = tiny.base(architecture, attention), pool()
+    rows = outputs(base, base.cache(3, 128))
+    # the second time over blocks with old content
+    for _ in range(2):
+        paged = outputs(base, PagedKVCache(blocks, 3))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(paged, rows, strict=True))
+
+
+def test_rows_own_only_the_blocks_of_their_committed_tokens():
+    blocks = pool(num_blocks=12)
+    cache = PagedKVCache(blocks, 3)
+    # padding needs no blocks: a prompt of one token next to one of 17 needs one block
+    cache.reserve(17, [17, 4, 1])
+    assert [len(row) for row in cache.blocks] == [5, 1, 1]
+    cache.commit([list(range(17)), list(range(4)), [0]])
+    cache.reserve(6)
+    assert [len(row) for row in cache.blocks] == [6, 3, 2]
+    cache.commit([[0], [0], []])
+    assert [len(row) for row in cache.blocks] == [5, 2, 1]
+    assert blocks.num_free == 4
+    cache.keep_rows([2])
+    assert blocks.num_free == 11
+    cache.keep_rows([])
+    assert blocks.num_free == 12

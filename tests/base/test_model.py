@@ -1,5 +1,6 @@
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specheads.base.forward import FINAL_NORMS
+from specheads.base.masks import attention_windows
 from specheads.base.model import FrozenBase
 from specheads.base.projection import projection_of
 from specheads.core.tree import chain
@@ -139,26 +141,9 @@ def test_chunked_prefill_equals_prefill_in_one_forward(architecture, chunk):
 
 
 def test_a_longrope_base_is_exact_up_to_its_original_context_and_refused_beyond():
-    config = transformers.Phi3Config(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        original_max_position_embeddings=24,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "original_max_position_embeddings": 24,
-            "short_factor": [1.0] * 4,
-            "long_factor": [4.0] * 4,
-        },
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = tiny.config("llama", max_position_embeddings=64, rope_parameters=rope)
     base = FrozenBase(AutoModelForCausalLM.from_config(config, dtype=torch.float64))
     prompt = tiny.prompts()[2]
     assert base.max_length == 24
@@ -226,7 +211,32 @@ def test_a_model_in_training_mode_is_refused_at_the_next_use():
         with pytest.raises(ValueError, match=r"training mode; call model\.eval\(\)"):
             use()
     assert stream.finish_reason == "failed"
-    base.model.eval()
-    assert generate(base, None, prompts, max_new_tokens=4).tokens == [
-        text[:4] for text in tiny.continuations()
-    ]
+
+
+def neo(*kinds: str) -> transformers.PreTrainedModel:
+    config = transformers.GPTNeoConfig(attention_types=[[[*kinds], 2 // len(kinds)]], num_layers=2)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def test_local_layers_are_refused_and_global_ones_are_not():
+    with pytest.raises(ValueError, match=r"'gpt_neo' has attention_layers of kind local.*choose"):
+        attention_windows(neo("global", "local"))
+    assert attention_windows(neo("global")) == {"all": None}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "granite", "gpt_neox", "gpt2", "mistral"])
+def test_a_window_counts_only_where_the_model_reads_it(architecture):
+    base = tiny.own_base(architecture, sliding_window=12)
+    assert base.windows == {"all": 12 if architecture == "mistral" else None}
+
+
+class OwnLlama(transformers.LlamaForCausalLM):
+    """A class of a user, as in a notebook, whose module may have no source."""
+
+    __module__ = "__main__"
+
+
+def test_a_class_outside_of_transformers_counts_by_what_it_inherits_from():
+    config: Any = tiny.config("llama", sliding_window=12)
+    assert attention_windows(OwnLlama(config)) == {"all": None}

@@ -119,9 +119,10 @@ def test_a_step_of_prompt_lookup_drafts_the_longest_match_alone():
 @pytest.mark.parametrize("depth", [1, 4])
 def test_a_base_that_drafts_for_itself_is_always_right(architecture, depth):
     base = tiny.base(architecture)
-    drafter = DraftModel(base, depth, base)
-    out = generate(base, drafter, tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS)
-    assert out.forwards == [-(-(tiny.NEW_TOKENS - 1) // (depth + 1))] * 3
+    whole_window = Streaming(base, depth, window=base.max_length)
+    for drafter in (DraftModel(base, depth, base), whole_window):
+        out = generate(base, drafter, tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS)
+        assert out.forwards == [-(-(tiny.NEW_TOKENS - 1) // (depth + 1))] * 3
 
 
 def test_a_tree_of_a_draft_model_follows_each_path():

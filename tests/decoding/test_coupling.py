@@ -10,7 +10,6 @@ from specheads.core.tree import TokenTree
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.policies import Sampled
 from tests import tiny
 from tests.decoding.markov import Markov
 
@@ -146,14 +145,6 @@ def test_greedy_rows_next_to_sampling_rows_keep_their_drafts():
         tree = grown(policy, drafter, mixed)
         alone = grown(policy, drafter, many(3, 9, GREEDY))
         assert torch.equal(tree.tokens[[0, 2]], alone.tokens[[0, 2]])
-
-
-def test_a_sampled_tree_is_drawn_without_the_noise():
-    drafter = Laws(planted(1, 1.0, 9)[1], 2)
-    one, other = (
-        grown(Sampled((2, 1)), drafter, many(50, 9, coupled=seen)) for seen in (True, False)
-    )
-    assert torch.equal(one.tokens, other.tokens)
 
 
 # --- the text ------------------------------------------------------------------------------------

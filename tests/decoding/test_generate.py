@@ -5,6 +5,14 @@ from transformers import AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
 from specheads.decoding.generate import Decoding, generate
+from specheads.decoding.loop import (
+    BASE_ORIGIN,
+    DecodingStep,
+    Origin,
+    StepTimes,
+    node_origins,
+    step_origins,
+)
 from specheads.decoding.trees.policies import Static
 from tests import tiny
 
@@ -80,3 +88,28 @@ def test_the_context_can_be_filled_to_its_last_position():
     out = generate(base, oracle, [prompt], max_new_tokens=24 - len(prompt), tree=tree)
     assert out.tokens == plain.tokens
     assert len(prompt) + len(out.tokens[0]) == base.max_length
+
+
+NEVER = StepTimes(0.0, 0.0, 0.0)
+
+
+def test_depths_are_edges_below_the_root_and_the_last_nodes_are_copied():
+    #        0                nodes 1 to 3 are the head's; 4 and 5 were copied below node 1,
+    #      1   2              and node 6 is padding
+    #    3   4
+    #        5
+    origins = node_origins([-1, 0, 0, 1, 1, 4, -1], num_copied=3)
+    assert origins[:6] == [
+        BASE_ORIGIN,
+        Origin("drafted", 1),
+        Origin("drafted", 1),
+        Origin("drafted", 2),
+        Origin("copied", 2),
+        Origin("copied", 3),
+    ]
+    step = DecodingStep(
+        [11, 14, 15, 9], [0, 1, 4, 5], [0, *range(11, 17)], [-1, 0, 0, 1, 1, 4, -1], NEVER, 3
+    )
+    assert list(map(str, step_origins(step))) == [
+        "drafted at depth 1", "copied at depth 2", "copied at depth 3", "the base's own",
+    ]  # fmt: skip

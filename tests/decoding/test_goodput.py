@@ -1,19 +1,23 @@
 """Goodput chooses the levels to draft and the tokens to copy; the text stays the base's own."""
 
 import functools
+import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specheads.base.paged import BlockPool
 from specheads.core.drafter import Drafter
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.engine import Engine
+from specheads.decoding.generate import generate
 from specheads.decoding.goodput import (
     Draft,
     Goodput,
@@ -299,3 +303,57 @@ def test_goodput_of_a_tuned_head_copies_where_that_was_measured():
     assert (policy.own_depth, policy.depth, policy.num_nodes) == (2, 12, 13)
     assert policy.drafts == [Draft(depth, size) for size in (0, 2, 4, 7, 10) for depth in (0, 1, 2)]
     assert [tree.depth for tree in policy.trees] == [sum(draft) for draft in policy.drafts]
+
+
+USUAL = "eagle3", "hybrid", "window", ""
+NAMES = [
+    *USUAL,
+    *(pytest.param(one, marks=pytest.mark.slow) for one in DRAFTERS if one not in USUAL),
+]
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Disable the collection of cycles, and ignore objects that existed before."""
+    gc.disable()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def left_by(act: Callable[[], object]) -> int:
+    """Return how many tensors are alive afterwards that were not before, once all is warm."""
+    act()
+    gc.collect()
+    # ignore the objects that exist now
+    gc.freeze()
+    act()
+    # asking an object for its class wakes some that warn
+    return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_free_all_tensors(name: str):
+    drafter, (tree, *_) = DRAFTERS[name]() if name else (None, (policies.NOTHING,))
+    how = {"max_new_tokens": 12, "stop_at_eos": False}
+    assert left_by(lambda: generate(tiny.base(), drafter, tiny.prompts(), tree=tree, **how)) == 0
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("name", NAMES)
+def test_requests_that_join_and_leave_free_all_tensors(name: str, pooled: bool):
+    drafter, (tree, *_) = DRAFTERS[name]() if name else (None, (policies.NOTHING,))
+    pool: BlockPool | None = tiny.base().pool(40) if pooled else None
+    engine = Engine(tiny.base(), drafter, tree=tree, max_batch=3, max_length=60, pool=pool)
+
+    def serve() -> None:
+        for place in range(6):
+            prompt = tiny.prompts()[place % 2][:20]
+            engine.submit(Request(prompt=prompt, max_new_tokens=4 + 3 * place, eos_ids=()))
+            engine.step()
+        engine.run()
+
+    assert left_by(serve) == 0

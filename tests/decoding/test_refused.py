@@ -65,12 +65,6 @@ def test_token_ids_are_taken_in_any_row_of_whole_numbers(prompt):
     assert {type(one) for one in request.prompt} == {int}
 
 
-@pytest.mark.parametrize("kind", [torch.tensor, np.array, tuple])
-def test_prompts_of_one_length_are_taken_in_one_array(kind):
-    assert answer(kind([PROMPT, PROMPT[::-1]])) == answer([PROMPT, PROMPT[::-1]])
-    assert answer(torch.zeros(0, 4, dtype=torch.long)) == []
-
-
 @pytest.mark.parametrize(
     ("prompts", "told"),
     [
@@ -235,11 +229,3 @@ def test_the_size_of_a_cache_is_known_before_it_is_made(architecture):
 def test_too_large_allocations_are_refused_by_size(make, told, built):
     refused(rf"must fit into the memory of cpu, and needs .*{told}", lambda: make(tiny.base()))
     assert built() < 10 * 2**20
-
-
-def test_a_context_beyond_all_memory_needs_a_length(monkeypatch):
-    monkeypatch.setitem(tiny.base().__dict__, "max_length", 10**13)
-    engine = Engine(tiny.base())
-    engine.submit(Request(prompt=[1]))
-    refused("must fit into the memory .* lower max_batch or max_length", engine.run)
-    Engine(tiny.base(), max_length=100).submit(Request(prompt=[1]))

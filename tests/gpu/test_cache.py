@@ -9,7 +9,7 @@ from specheads.base.paged import BlockPool, PagedKVCache
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from tests import tiny
-from tests.base.test_paged import outputs
+from tests.base.test_cache import outputs
 
 pytestmark = pytest.mark.gpu
 

@@ -83,15 +83,6 @@ def test_the_smoke_recipe_trains_distils_evaluates_and_loads(
     assert out.tokens == generate(base, None, prompts, max_new_tokens=12).tokens
 
 
-@pytest.mark.parametrize("mode", ["online", "offline", "all"])
-def test_a_head_is_evaluated(mode: str, base: specheads.FrozenBase, head: str) -> None:
-    found = specheads.evaluate(overrides=[*SMALL, head, f"mode={mode}"], base=base)
-    if mode != "offline":
-        assert_lossless(found)
-    assert found.offline is not None
-    assert found.offline.forwards > 0
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_head_distils_the_text_of_the_base_alone(
     temperature: float, base: specheads.FrozenBase, head: str, tmp_path: Path

@@ -17,7 +17,7 @@ from specheads.base.model import FrozenBase
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from tests import tiny
-from tests.oracle import Oracle
+from tests.base.test_compile import oracle
 
 pytestmark = pytest.mark.gpu
 
@@ -43,12 +43,6 @@ def compiled_base(architecture: str, device: torch.device) -> FrozenBase:
     return base
 
 
-def drafter(base: FrozenBase, prompts: list[list[int]], length: int) -> Oracle:
-    said = generate(base, None, prompts, max_new_tokens=length).tokens
-    texts = [prompt + text for prompt, text in zip(prompts, said, strict=True)]
-    return Oracle(texts, 2, base.vocab_size, rate=0.6, device=base.device)
-
-
 def decode_both_ways(architecture: str, name: str) -> None:
     """Decode one prompt at two lengths, then several that end one after another."""
     device = torch.device(name)
@@ -60,8 +54,8 @@ def decode_both_ways(architecture: str, name: str) -> None:
         (tiny.prompts(), 30),
     ):
         settings = {"max_new_tokens": length, "tree": TREE}
-        found = generate(base, drafter(plain, prompts, length), prompts, **settings)
-        assert found == generate(plain, drafter(plain, prompts, length), prompts, **settings)
+        found = generate(base, oracle(plain, prompts, length), prompts, **settings)
+        assert found == generate(plain, oracle(plain, prompts, length), prompts, **settings)
     if device.type == "cuda":
         assert base.static
 

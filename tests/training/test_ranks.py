@@ -1,10 +1,13 @@
 """Losses do not depend on the number of processes and parts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import pytest
+import torch
+from accelerate.state import AcceleratorState
 
 from specheads.heads.load import kinds
 from specheads.runs.trackers import read_metrics
@@ -124,3 +127,33 @@ def stop() -> None:
 def stopped_at(step: int, folder: Path, kind: str, settings: dict[str, Any]) -> None:
     at_step(step, stop)
     train(folder, kind, **settings)
+
+
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    # the compiler does not support the type checks of tests
+    jaxtyping.config.update("jaxtyping_disable", True)
+    # caches of earlier tests in this process
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    jaxtyping.config.update("jaxtyping_disable", False)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+# of torch, about its own compiler
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("nothing_compiled")
+def test_compiled_head_and_base_have_the_same_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked = {"steps": 2, "shared_out": "none"}
+    assert forked(1, each, ["mlp_speculator"], tmp_path / "plain", asked) == [0]
+    # the graphs of the compiler, run as they are
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+    assert forked(1, each, ["mlp_speculator"], tmp_path / "compiled", asked) == [0]
+    plain, compiled = (told(tmp_path / one / "mlp_speculator") for one in ("plain", "compiled"))
+    assert len(plain) == 2
+    for ours, theirs in zip(compiled, plain, strict=True):
+        assert ours == pytest.approx(theirs, rel=0, abs=1e-9)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
@@ -22,10 +23,11 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker, read_metrics
 from specheads.training import trainer
 from specheads.training.objective import Objective
-from specheads.training.optimizers import optimizers
+from specheads.training.optimizers import Muon, optimizers
 from specheads.training.schedule import PlacedPhase, learning_rate_share, refuse_misfit
 from specheads.training.settings import Distill, Phase, Schedule
 from specheads.training.step import Stepper
+from specheads.training.trainer import prefetched
 from tests import tiny
 
 
@@ -287,3 +289,57 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest(draft_tokens: int):
     assert isinstance(muon, torch.optim.Muon)
     assert shapes == [(8, 8), (8, 8)]
     assert sum(len(group["params"]) for group in adamw.param_groups) == 4
+
+
+def test_items_are_prefetched_in_order_by_one_thread():
+    before, threads, ready = threading.active_count(), set[int](), threading.Semaphore(0)
+
+    def numbers() -> Iterator[int]:
+        for number in range(1000):
+            threads.add(threading.get_ident())
+            ready.release()
+            yield number
+
+    items = prefetched(numbers(), ahead=2)
+    assert [next(items) for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert all(ready.acquire(timeout=60) for _ in range(7))
+    items.close()
+    assert not ready.acquire(blocking=False)
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+    assert threading.active_count() == before
+
+
+def test_error_is_raised_in_place_of_its_item():
+    items = prefetched(1 // number for number in (1, 1, 0))
+    assert [next(items), next(items)] == [1, 1]
+    with pytest.raises(ZeroDivisionError):
+        next(items)
+
+
+def test_float32_muon_equals_torchs_within_bfloat16_rounding():
+    ours, theirs = nn.Parameter(torch.randn(24, 16)), nn.Parameter(torch.empty(24, 16))
+    theirs.data.copy_(ours.data)
+    start = ours.detach().clone()
+    walkers = (
+        (ours, Muon([ours], lr=0.02, weight_decay=0.1)),
+        (theirs, torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1)),
+    )
+    for _ in range(5):
+        gradient = torch.randn(24, 16)
+        for parameter, optimizer in walkers:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    moved = (ours - start).norm()
+    assert (ours - theirs).norm() < 0.02 * moved
+
+
+def test_muon_equals_torchs_on_bfloat16_cpus(monkeypatch: pytest.MonkeyPatch):
+    ours, theirs = nn.Parameter(torch.randn(24, 16)), nn.Parameter(torch.empty(24, 16))
+    theirs.data.copy_(ours.data)
+    ours.grad = torch.randn(24, 16)
+    theirs.grad = ours.grad.clone()
+    monkeypatch.setattr("specheads.training.optimizers.computes_bfloat16", lambda: True)
+    for walker in (Muon([ours], lr=0.02), torch.optim.Muon([theirs], lr=0.02)):
+        walker.step()
+    assert torch.equal(ours, theirs)

@@ -37,22 +37,14 @@ def write(engine: TextEngine, asks: Iterable[GenerationRequest]) -> dict[int, An
     return {answer.number: answer for answer in answers}
 
 
-def asks(
-    count: int, new_tokens: int = 6, sampling: Sampling | None = None
-) -> list[GenerationRequest]:
-    return [
-        GenerationRequest(
-            number, [1 + number % 60, 2, 3 + number // 60], new_tokens, sampling or Sampling()
-        )
-        for number in range(count)
-    ]
+def asks(count: int, new_tokens: int = 6) -> list[GenerationRequest]:
+    prompts = enumerate([1 + number, 2, 3] for number in range(count))
+    return [GenerationRequest(*one, new_tokens, Sampling()) for one in prompts]
 
 
-def ragged(new_tokens: int = tiny.NEW_TOKENS) -> list[GenerationRequest]:
-    return [
-        GenerationRequest(number, prompt, new_tokens, Sampling())
-        for number, prompt in enumerate(tiny.prompts())
-    ]
+def ragged() -> list[GenerationRequest]:
+    prompts = enumerate(tiny.prompts())
+    return [GenerationRequest(*one, tiny.NEW_TOKENS, Sampling()) for one in prompts]
 
 
 def settings(**changes: Any) -> Distill:
@@ -95,16 +87,11 @@ def test_transformers_samples_as_the_local_engine(batch_size):
     assert [answers[number].tokens for number in range(6)] == wanted
 
 
-def ending(place: int) -> tuple[FrozenBase, list[list[int]]]:
-    """Return a base that ends its first text there, and its continuations."""
+def test_transformers_keeps_the_end_token():
     said = tiny.continuations()
     model = copy.deepcopy(tiny.base().model)
-    model.generation_config = GenerationConfig(eos_token_id=[said[0][place], tiny.VOCAB - 1])
-    return FrozenBase(model), said
-
-
-def test_transformers_keeps_the_end_token():
-    base, said = ending(9)
+    model.generation_config = GenerationConfig(eos_token_id=[said[0][9], tiny.VOCAB - 1])
+    base = FrozenBase(model)
     answers = write(transformers.build(settings(), base), ragged())
     for number, text in enumerate(said):
         end = next((at for at, token in enumerate(text) if token in base.eos_ids), None)

@@ -9,8 +9,9 @@ import pytest
 
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
+from specheads.training.distill.engine import Answer
 from specheads.training.distill.report import report_of
-from specheads.training.distill.run import write_text
+from specheads.training.distill.run import fault, write_text
 from specheads.training.distill.shards import read_shards, read_text
 from specheads.training.settings import Distill
 from tests.training.distill.pens import SETTINGS, Pen, Talks, job, rows, shards, write
@@ -230,3 +231,30 @@ def test_template_that_changes_earlier_turns_gives_several_pieces(tmp_path: Path
     assert (first["turns"], second["turns"]) == (1, 1)
     assert second["tokens"][:4] == [9, 9, 0, 1]
     assert second["loss_mask"] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+ALL = ("loop", "empty", "truncated")
+PARAGRAPH = list(range(100, 160))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finish", "found"),
+    [
+        ([7, 8, 9, 2], "eos", ""),
+        ([2], "eos", "empty"),
+        ([], "eos", "empty"),
+        ([0, 0, 2], "eos", "empty"),
+        ([7, 8, 9], "length", "truncated"),
+        ([1, 5, *[7, 8, 9] * 20], "length", "loop"),
+        ([*[7, 8, 9] * 20, 2], "eos", "loop"),
+        ([*PARAGRAPH * 2, 2], "eos", ""),
+        ([*PARAGRAPH * 4, 2], "eos", "loop"),
+        ([*[7] * 30, 2], "eos", ""),
+    ],
+)
+def test_faults_are_found_whatever_ended_the_answer(tokens, finish, found):
+    def decode(ids: list[int]) -> str:
+        return "".join(" " if one == 0 else "x" for one in ids)
+
+    assert fault(Answer(0, tokens, finish), ALL, (2,), decode) == found
+    assert fault(Answer(0, tokens, finish), (), (2,), decode) == ""
