@@ -82,9 +82,7 @@ def assert_single_steps(
 @pytest.mark.parametrize("make", [rows, blocks])
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt_neox"])
 @pytest.mark.parametrize("lengths", [[5], [93], [61, 5, 11]])
-def test_exact_nodes_equal_single_steps_bit_for_bit(
-    architecture: str, lengths: list[int], make: Callable[..., RowCache]
-):
+def test_exact_nodes_equal_single_steps_bit_for_bit(architecture, lengths, make):
     assert_single_steps(exact_base(architecture), lengths, make, PARENTS)
 
 
@@ -114,9 +112,7 @@ def test_drafts_longer_than_a_block_are_refused():
 
 
 @pytest.mark.parametrize(("constant", "value"), [("BLOCK", 12), ("TAIL", 320), ("ROWS", 2)])
-def test_a_layout_that_changes_the_order_of_sums_is_caught(
-    constant: str, value: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_layout_that_changes_the_order_of_sums_is_caught(constant, value, monkeypatch):
     assert exact_attention.keeps_order(torch.bfloat16)
     monkeypatch.setattr(exact_attention, constant, value)
     assert not exact_attention.keeps_order(torch.bfloat16)
@@ -162,9 +158,7 @@ def test_unsupported_exact_bases_are_refused(how: dict[str, Any], says: str):
         FrozenBase(model, exact=True, **how)
 
 
-def test_a_base_whose_products_depend_on_the_number_of_rows_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_base_whose_products_depend_on_the_number_of_rows_is_refused(monkeypatch):
     base = exact_base(exact=False)
     verify = FrozenBase.verify
 

@@ -310,9 +310,7 @@ def test_a_broken_adapter_is_refused_and_leaves_the_base_unchanged(damage, tmp_p
         (False, "DEFAULT", torch.float32),
     ],
 )
-def test_the_default_dtype_depends_on_the_cpu(
-    has: bool, newest: str, wanted: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_default_dtype_depends_on_the_cpu(has, newest, wanted, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has, raising=False)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", newest)
     assert FrozenBase.load(SHIPPED, device="cpu").dtype == wanted

@@ -52,9 +52,7 @@ def masked(base: FrozenBase, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_document_attention_equals_masked_attention(
-    architecture: str, calls: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
-):
+def test_document_attention_equals_masked_attention(architecture, calls, monkeypatch):
     base, batch = tiny.base(architecture), packed(texts())
     wanted = masked(base, monkeypatch)
     assert not calls

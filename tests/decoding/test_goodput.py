@@ -271,9 +271,7 @@ def test_an_engine_gives_up_drafts_that_are_refused_and_tries_them_again():
 
 
 @pytest.mark.parametrize(("token", "copies"), [(0.01, True), (5.0, False)])
-def test_goodput_learns_how_often_copied_text_is_right_whether_it_copies_or_not(
-    token: float, copies: bool
-):
+def test_goodput_learns_how_often_copied_text_is_right_whether_it_copies_or_not(token, copies):
     prompt, rates = [1, 2, 3, 4, 5, 6, 7] * 3, [[0.5] * 4] * 3
     policy = Goodput(linear(1.0, token), [0.4] * 2, rates)
     engine = Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=1, max_length=80)

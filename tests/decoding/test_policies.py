@@ -191,9 +191,7 @@ def searched(case: str, dtype: torch.dtype = torch.float32) -> tuple:
 
 
 @pytest.mark.parametrize(("case", "search", "widths"), SEARCHES)
-def test_the_tree_is_its_project_s_candidates_flattened(
-    case: str, search: int, widths: tuple[int, ...]
-):
+def test_the_tree_is_its_project_s_candidates_flattened(case, search, widths):
     head, begun, found = searched(case)
     suffixes = found[f"out.suffixes.{search}"]
     flat = 0

@@ -129,9 +129,7 @@ TWICE = [[7, 3, 11, 5, 2, 9, 7, 3, 11], [4, 8, 4, 8, 4]]
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-def test_a_tuned_tree_with_copied_text_is_drafted_and_changes_no_text(
-    kind: str, temperature: float
-):
+def test_a_tuned_tree_with_copied_text_is_drafted_and_changes_no_text(kind, temperature):
     base, sampling = tiny.base(), Sampling(temperature=temperature, seed=3)
     head = drafter_of(build_for({"kind": kind, "depth": 2}, base), base)
     head.tuned = tuned(tree(copied=5))

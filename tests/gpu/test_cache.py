@@ -19,9 +19,7 @@ WIDE: dict[str, Any] = {"head_dim": 16}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "mistral"])
-def test_a_paged_cache_gives_the_text_of_contiguous_rows(
-    architecture: str, device: torch.device
-) -> None:
+def test_a_paged_cache_gives_the_text_of_contiguous_rows(architecture, device):
     changes = {"hidden_size": 64} if architecture == "gpt2" else WIDE
     base = tiny.base(architecture, dtype=torch.float32, device=device, **changes)
     prompts = tiny.prompts()

@@ -1,7 +1,6 @@
 """Commands with the base on a device: train, distil, evaluate, compare, tune, export, load."""
 
 import json
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -55,9 +54,7 @@ def assert_lossless(results: Results) -> None:
     assert results.lossless.wrong == 0
 
 
-def test_the_smoke_recipe_trains_distils_evaluates_and_loads(
-    device: torch.device, tmp_path: Path
-) -> None:
+def test_the_smoke_recipe_trains_distils_evaluates_and_loads(device, tmp_path):
     place = tmp_path / "run"
     # the base loads itself onto the device, as it does for a command
     overrides = [f"base.device={device}", "base.dtype=float32", "tracker=jsonl", *SMALL]
@@ -84,9 +81,7 @@ def test_the_smoke_recipe_trains_distils_evaluates_and_loads(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_head_distils_the_text_of_the_base_alone(
-    temperature: float, base: specheads.FrozenBase, head: str, tmp_path: Path
-) -> None:
+def test_a_head_distils_the_text_of_the_base_alone(temperature, base, head, tmp_path):
     asked = [
         "recipe=smoke", "num_samples=6", "new_tokens=8", "batch_size=3", "data.max_documents=20",
         f"temperature={temperature}",
@@ -102,9 +97,7 @@ def test_a_head_distils_the_text_of_the_base_alone(
 
 
 @pytest.mark.parametrize(("kind", "engine"), EXPORTS)
-def test_an_export_passes_the_gate(
-    kind: str, engine: str, device: torch.device, tmp_path: Path
-) -> None:
+def test_an_export_passes_the_gate(kind, engine, device, tmp_path):
     # seven layers are the fewest at which all engines read the same three
     base = tiny.base("llama", dtype=torch.float32, device=device, num_hidden_layers=7)
     torch.manual_seed(1)

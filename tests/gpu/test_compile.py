@@ -61,9 +61,7 @@ def decode_both_ways(architecture: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "granite"])
-def test_compiled_graphs_give_the_text_of_eager_code(
-    architecture: str, device: torch.device
-) -> None:
+def test_compiled_graphs_give_the_text_of_eager_code(architecture, device):
     code = "from tests.gpu.test_compile import decode_both_ways as run; "
     code += f"run({architecture!r}, {str(device)!r})"
     done = subprocess.run(

@@ -54,9 +54,7 @@ def greedy(base: FrozenBase, head: Drafter | None, **settings: Any) -> Decoding:
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", kinds())
-def test_every_head_gives_the_greedy_text_in_float32(
-    kind: str, tree: str, device: torch.device
-) -> None:
+def test_every_head_gives_the_greedy_text_in_float32(kind, tree, device):
     head = trained.head(kind, device)
     out = greedy(base_on(device, FLOAT32), head, tree=TREES[tree])
     assert out.tokens == tiny.continuations("llama", FLOAT32, device)
@@ -66,9 +64,7 @@ def test_every_head_gives_the_greedy_text_in_float32(
 
 @pytest.mark.parametrize("tree", ["chain", "best_first"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_architecture_gives_the_greedy_text_in_float32(
-    architecture: str, tree: str, device: torch.device
-) -> None:
+def test_every_architecture_gives_the_greedy_text_in_float32(architecture, tree, device):
     oracle = tiny.oracle(3, architecture, rate=0.7, device=device)
     out = greedy(base_on(device, FLOAT32, architecture), oracle, tree=POLICIES[tree])
     assert out.tokens == tiny.continuations(architecture, FLOAT32, device)
@@ -76,9 +72,7 @@ def test_every_architecture_gives_the_greedy_text_in_float32(
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "typical"])
-def test_every_acceptance_rule_is_greedy_at_temperature_zero(
-    acceptance: str, device: torch.device
-) -> None:
+def test_every_acceptance_rule_is_greedy_at_temperature_zero(acceptance, device):
     head = trained.head("mlp_speculator", device, FLOAT64)
     tree = Sampled((2, 2)) if acceptance == "rejection" else STATIC
     out = greedy(base_on(device), head, tree=tree, acceptance=acceptance)
@@ -103,9 +97,7 @@ def test_coupled_noise_gives_the_text_of_the_base_alone(kind: str, device: torch
 
 @pytest.mark.parametrize("coupled", [True, False])
 @pytest.mark.parametrize("tree", ["chain", "best_first", "sampled"])
-def test_every_tree_samples_the_text_of_the_base_alone(
-    tree: str, coupled: bool, device: torch.device
-) -> None:
+def test_every_tree_samples_the_text_of_the_base_alone(tree, coupled, device):
     head = trained.head("mlp_speculator", device, FLOAT64)
     settings = {"tree": POLICIES[tree], "coupled": coupled}
     assert sampled(device, head, **settings) == sampled(device, None)
@@ -118,9 +110,7 @@ def test_sampled_tokens_are_those_of_the_cpu(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mlp_speculator", "dflash"])
-def test_rows_that_wait_join_and_leave_give_the_text_of_each_alone(
-    kind: str, device: torch.device
-) -> None:
+def test_rows_that_wait_join_and_leave_give_the_text_of_each_alone(kind, device):
     base, head = base_on(device, FLOAT32), trained.head(kind, device)
     prompts = [*tiny.prompts(), *(prompt[:4] for prompt in tiny.prompts())]
     limits = (9, 24, 15, 30, 6, 12)

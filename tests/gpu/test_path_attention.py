@@ -10,9 +10,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("levels", [0, 2])
-def test_flash_attention_with_paths_equals_the_plain_one(
-    levels: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-):
+def test_flash_attention_with_paths_equals_the_plain_one(levels, device, monkeypatch):
     how = {"dtype": torch.bfloat16, "device": device}
     if device.type == "cpu":
         # no such kernel there

@@ -15,10 +15,9 @@ from specheads.base import document_attention
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.data.packing import PackedText
-from specheads.heads.load import build_for, kinds
+from specheads.heads.load import kinds
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
-from specheads.training.feature_cache import FeatureCache
 from specheads.training.settings import Joint, Schedule
 from tests import tiny
 from tests.packed import packed, texts
@@ -92,9 +91,7 @@ def test_twenty_steps_lower_the_loss(kind: str, device: torch.device, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mlp_speculator", "dflash"])
-def test_twenty_steps_in_bfloat16_lower_the_loss(
-    kind: str, device: torch.device, tmp_path: Path
-) -> None:
+def test_twenty_steps_in_bfloat16_lower_the_loss(kind, device, tmp_path):
     schedule = corpus(steps=20, loss="cross_entropy")
     base = base_on(device, torch.bfloat16)
     head, rows = run_training(
@@ -115,9 +112,7 @@ def test_twenty_steps_in_bfloat16_lower_the_loss(
         ("dflash", "bf16", 0.0),
     ],
 )
-def test_a_killed_run_goes_on_bit_for_bit(
-    kind: str, precision: str, muon: float, device: torch.device, tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_bit_for_bit(kind, precision, muon, device, tmp_path):
     settings = phase(steps=8, batch_size=4, sequence_length=40, scored_share=0.6)
     schedule = Schedule(phases={"corpus": settings}, muon_learning_rate=muon)
     call = device, schedule, kind
@@ -129,27 +124,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert later[-1]["loss"] == rows[-1]["loss"]
 
 
-@pytest.mark.parametrize("kind", ["mlp_speculator", "eagle3"])
-def test_cached_features_train_the_same_head(
-    kind: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base, lines = base_on(device), list[str]()
-    aux_layers = build_for({"kind": kind, "depth": 2}, base).aux_layers
-    cache = FeatureCache(tmp_path / "features", base, aux_layers, lines.append)
-    plain, _ = run_training(tmp_path / "plain", device, corpus(), kind)
-    first, _ = run_training(tmp_path / "first", device, corpus(), kind, cache=cache)
-    read: list[int] = []
-    monkeypatch.setattr(FrozenBase, "read", lambda *_, **__: read.append(1))
-    again, _ = run_training(tmp_path / "again", device, corpus(), kind, cache=cache)
-    assert read == []
-    assert lines == []
-    for other in (first, again):
-        assert_equal(plain.state_dict(), other.state_dict())
-
-
-def test_a_joint_phase_trains_an_adapter_and_leaves_the_base_as_it_was(
-    device: torch.device, tmp_path: Path
-) -> None:
+def test_a_joint_phase_trains_an_adapter_and_leaves_the_base_as_it_was(device, tmp_path):
     base = tiny.own_base("llama", dtype=torch.float32, device=device)
     before = {name: value.clone() for name, value in base.model.state_dict().items()}
     schedule = corpus(steps=6, joint=Joint(rank=4))
@@ -159,9 +134,7 @@ def test_a_joint_phase_trains_an_adapter_and_leaves_the_base_as_it_was(
     assert_equal(base.model.state_dict(), before)
 
 
-def test_packed_documents_are_read_as_under_a_mask(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_documents_are_read_as_under_a_mask(device, monkeypatch):
     # flash attention takes bfloat16 and heads of 16 channels; weights as initialised round evenly
     config = tiny.config("llama", head_dim=16)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").bfloat16()

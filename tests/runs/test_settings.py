@@ -40,9 +40,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_hostile_config_is_refused_in_one_line(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_hostile_config_is_refused_in_one_line(what, tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET", "hunter2")
     text, told = HOSTILE[what]
     (tmp_path / "config.yaml").write_text(text)

@@ -136,9 +136,7 @@ WHOLE = ["start", "row 1", "row 2", "row 3", "row 4", "row 5", "finish"]
 
 
 @pytest.mark.parametrize("moment", ["", "start", "row 3", "finish"])
-def test_failed_tracker_is_logged_once_and_rows_continue(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_failed_tracker_is_logged_once_and_rows_continue(moment, tmp_path, monkeypatch):
     monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "trackio", Failing)
     failing[0], told = moment, []
     reached.clear()

@@ -30,9 +30,7 @@ SCHEDULE = Schedule(phases={"corpus": phase(), "distilled": phase(steps=5, score
 
 
 @pytest.mark.parametrize("step", [5, 10], ids=["phase one", "phase two"])
-def test_checkpoint_survives_any_changed_byte(
-    step: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_checkpoint_survives_any_changed_byte(step, tmp_path, capsys):
     """Change fifty bytes per phase, in the newest or the previous checkpoint."""
     chance = random.Random(step)
     whole = run_training(tmp_path / "whole", SCHEDULE).state_dict()

@@ -45,9 +45,7 @@ def assert_same_run(one: tuple[Path, Head], other: tuple[Path, Head]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mlp_speculator", "eagle3"])
-def test_cached_training_is_bitwise_equal_without_base_forwards(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_cached_training_is_bitwise_equal_without_base_forwards(kind, tmp_path, monkeypatch):
     plain = tmp_path / "plain", trained(tmp_path / "plain", None, kind)
     cache, _ = cached(tmp_path / "features", kind)
     first = tmp_path / "first", trained(tmp_path / "first", cache, kind)

@@ -66,9 +66,7 @@ def said(base: FrozenBase) -> Tensor:
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 @pytest.mark.parametrize("target", ["text", "base"])
-def test_joint_training_does_not_change_frozen_weights(
-    architecture: str, target: str, tmp_path: Path
-):
+def test_joint_training_does_not_change_frozen_weights(architecture, target, tmp_path):
     base = fresh_base(architecture, torch.float32)
     before, spoken = values(base), said(base)
     _, run = run_training(tmp_path, base, {"joint": phase(joint=joint(target=target))})
@@ -90,9 +88,7 @@ def randomise(adapter: Adapter) -> None:
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_disabled_adapter_is_the_original_and_merged_one_the_adapted_base(
-    architecture: str, tmp_path: Path
-):
+def test_disabled_adapter_is_the_original_and_merged_one_the_adapted_base(architecture, tmp_path):
     base = fresh_base(architecture)
     spoken = said(base)
     adapter = Adapter(base.model, rank=2)
@@ -178,19 +174,15 @@ def test_log_has_head_weight_and_both_learning_rates(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_all_parameters_of_adapter_and_head_are_trained(kind: str, tmp_path: Path):
+def test_all_parameters_of_an_adapter_are_trained(kind: str, tmp_path: Path):
     base = fresh_base(dtype=torch.float32)
     # A moves from the second step on: until then B is zero
-    head, run = run_training(tmp_path, base, {"joint": phase(joint=joint())}, kind=kind)
+    _, run = run_training(tmp_path, base, {"joint": phase(joint=joint())}, kind=kind)
     start = Adapter(base.model, rank=2).weights()
     found = checkpoint.newest(run.checkpoints)
     assert found is not None
     assert set(found.adapter) == set(start)
     assert [name for name, value in start.items() if torch.equal(value, found.adapter[name])] == []
-    torch.manual_seed(0)
-    fresh = build_for({"kind": kind, "depth": 2}, tiny.base(dtype=torch.float32))
-    for name, value in fresh.named_parameters():
-        assert not torch.equal(value, head.get_parameter(name)), name
 
 
 def test_phase_without_joint_does_not_change_the_adapter(tmp_path: Path):
@@ -237,9 +229,7 @@ def joint_teacher(base: FrozenBase) -> tuple[Teacher, Adapter]:
 
 @pytest.mark.parametrize("architecture", ["llama", "granite", "gpt2"])
 @pytest.mark.parametrize("chunk_rows", [4, 512])
-def test_base_loss_equals_the_loss_of_all_logits(
-    chunk_rows: int, architecture: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_base_loss_equals_the_loss_of_all_logits(chunk_rows, architecture, monkeypatch):
     monkeypatch.setattr(teachers, "CHUNK_ROWS", chunk_rows)
     base = fresh_base(architecture)
     teacher, adapter = joint_teacher(base)
@@ -286,9 +276,7 @@ def small_corpus(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_command_trains_both_and_measures_base_quality(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-):
+def test_command_trains_both_and_measures_base_quality(tmp_path, monkeypatch, capsys):
     """Evaluation of the run equals that of its head with base and adapter."""
     run = RunDirectory(tmp_path / "run")
     left_over = ["~schedule.phases.corpus", "~schedule.phases.distilled"]

@@ -106,9 +106,7 @@ def _assert_same(fused: Tensor, dense: Tensor, leaves: list[Tensor]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weighting", ["geometric", "dpace"])
 @pytest.mark.parametrize("chunk_rows", [1, 9, 100, None])
-def test_value_and_gradients_equal_the_dense_loss(
-    kind: str, weighting: str, chunk_rows: int | None, monkeypatch: pytest.MonkeyPatch
-):
+def test_value_and_gradients_equal_the_dense_loss(kind, weighting, chunk_rows, monkeypatch):
     # several blocks in a chunk
     monkeypatch.setitem(BLOCK_LOGITS, "cpu", 4 * VOCAB)
     problem, leaves = _problem()
@@ -200,9 +198,7 @@ def test_losses_of_three_tokens_by_hand(kind: str, value: float):
     [[0.0, 900.0, 0.0], [-torch.inf, 3.0, 0.0], [-torch.inf, 3.0, -torch.inf]],
     ids=["disjoint", "one ruled out", "one left"],
 )
-def test_disjoint_distributions_have_finite_losses_and_gradients(
-    kind: str, dtype: torch.dtype, base: list[float]
-):
+def test_disjoint_distributions_have_finite_losses_and_gradients(kind, dtype, base):
     value, slope = _one_row(kind, [900.0, -900.0, 0.0], base, dtype)
     assert torch.tensor(value).isfinite()
     assert slope.isfinite().all()

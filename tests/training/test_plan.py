@@ -65,9 +65,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_memory_from_shapes_equals_real_steps(
-    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_memory_from_shapes_equals_real_steps(kind, folder, monkeypatch):
     for table in (depth_loss.CHUNK_LOGITS, depth_loss.BLOCK_LOGITS):
         monkeypatch.setitem(table, "cpu", table["cuda"])
     # a CPU reads packed documents one by one, other devices use masks
@@ -120,9 +118,7 @@ def test_plan_that_does_not_fit_names_the_settings(folder: Path, room: Any):
 @pytest.mark.parametrize(
     ("gib", "seconds", "rows"), [(8, 0.0, 4), (100, 0.0, 64), (100, 5.0, 4), (0, 0.0, 1)]
 )
-def test_automatic_batch_fits_memory_and_time(
-    gib: float, seconds: float, rows: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_automatic_batch_fits_memory_and_time(gib, seconds, rows, folder, monkeypatch):
     """A step takes 1 GiB and so many seconds for each row, next to 2 GiB."""
 
     def step_bytes(_: Trial, phase: Any, rows: int) -> tuple[int, int, float]:
@@ -135,9 +131,7 @@ def test_automatic_batch_fits_memory_and_time(
     assert largest_batches(wanted, loaded(folder), ACCELERATOR) == {"corpus": rows}
 
 
-def test_auto_batch_is_printed_and_a_resumed_run_keeps_it(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_auto_batch_is_printed_and_a_resumed_run_keeps_it(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "MAX_ROWS", 2)
     told: list[str] = []
     run, settings = RunDirectory(tmp_path), settings_of(folder, ALONE, AUTO)

@@ -176,9 +176,7 @@ LONG = "schedule.phases.corpus.steps=100000"
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
-def test_signal_to_a_launcher_leaves_a_checkpoint_to_resume(
-    launcher: tuple[str, ...], number: signal.Signals, tmp_path: Path
-):
+def test_signal_to_a_launcher_leaves_a_checkpoint_to_resume(launcher, number, tmp_path):
     run, words = tmp_path / "run", [sys.executable, "-m", *launcher, "train.py", *LONG_TEXT]
     before = 0
     for _ in range(2):

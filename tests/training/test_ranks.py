@@ -96,9 +96,7 @@ def test_best_head_does_not_depend_on_processes(held_out: int, tmp_path: Path):
     ],
     ids=["cross entropy", "dpace, some tokens, muon"],
 )
-def test_fifty_steps_have_the_same_loss_with_any_processes_and_parts(
-    settings: dict[str, Any], tmp_path: Path
-):
+def test_fifty_steps_have_the_same_loss_with_any_processes_and_parts(settings, tmp_path):
     """Six rows per step: four processes have unequal shares."""
     same_losses(tmp_path, (1, 1), (2, 1), (4, 1), (1, 3), (2, 2), steps=50, **settings)
 
@@ -145,9 +143,7 @@ def nothing_compiled() -> Iterator[None]:
 # of torch, about its own compiler
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("nothing_compiled")
-def test_compiled_head_and_base_have_the_same_losses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_compiled_head_and_base_have_the_same_losses(tmp_path, monkeypatch):
     asked = {"steps": 2, "shared_out": "none"}
     assert forked(1, each, ["mlp_speculator"], tmp_path / "plain", asked) == [0]
     # the graphs of the compiler, run as they are

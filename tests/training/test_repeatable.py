@@ -21,9 +21,7 @@ def settings() -> tuple[bool, bool, bool]:
 
 
 @pytest.mark.parametrize("before", [(False, False), (True, True), (True, False)])
-def test_gpu_backward_is_deterministic_and_settings_are_restored(
-    before: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
-):
+def test_gpu_backward_is_deterministic_and_settings_are_restored(before, monkeypatch):
     monkeypatch.setenv(processes.WORKSPACE, ":4096:8")
     plain = settings()
     enabled, warn_only = before

@@ -60,9 +60,7 @@ def test_each_group_of_processes_has_a_base(tmp_path: Path):
     [((1, ""), (2, "fsdp2")), ((2, "fsdp2"), (1, "")), ((2, "fsdp2"), (2, ""))],
     ids=lambda run: f"{run[0]}{run[1]}",
 )
-def test_run_resumes_with_another_sharding(
-    before: tuple[int, str], after: tuple[int, str], tmp_path: Path
-):
+def test_run_resumes_with_another_sharding(before, after, tmp_path):
     of, whole, parts = ["eagle3", "mlp_speculator"], tmp_path / "whole", tmp_path / "parts"
     asked = {"steps": 12, "choices": {"checkpoint_every": 6}}
     assert forked(1, each, of, whole, asked) == [0]
@@ -87,9 +85,7 @@ def test_run_resumes_with_another_sharding(
         ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "0"}, "dp_shard_size must be at least 1"),
     ],
 )
-def test_invalid_sharding_is_refused_before_loading(
-    said: dict[str, str], refused: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_invalid_sharding_is_refused_before_loading(said, refused, monkeypatch):
     joined = Accelerator(cpu=True)
     for name, value in (SHARED_OUT["fsdp2"] | said).items():
         monkeypatch.setenv(name, value)
@@ -105,9 +101,7 @@ def test_invalid_sharding_is_refused_before_loading(
         ("ACCELERATE_MIXED_PRECISION", "fp16", "mixed_precision=fp16; start from"),
     ],
 )
-def test_unsupported_configuration_is_refused_with_remedy(
-    name: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_unsupported_configuration_is_refused_with_remedy(name, value, told, monkeypatch):
     monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=told):
         accelerator_of_environment()
@@ -146,9 +140,7 @@ def launched(place: Path, name: str, *choices: str) -> subprocess.CompletedProce
 @pytest.mark.parametrize(
     ("name", "choices"), [("fsdp2", ()), ("tensor_parallel", ("--parallelism_config_tp_size", "2"))]
 )
-def test_launcher_starts_processes_with_a_sharded_base(
-    name: str, choices: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-):
+def test_launcher_starts_processes_with_a_sharded_base(name, choices, tmp_path_factory):
     place = tmp_path_factory.getbasetemp() / "launched"
     for one, more in (("cpu_2", ()), (name, choices)):
         found = launched(place, one, *more)

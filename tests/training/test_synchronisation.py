@@ -26,9 +26,7 @@ def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
 
 @pytest.mark.parametrize("weighting", ["geometric", "dpace"])
 @pytest.mark.parametrize("kind", kinds())
-def test_training_step_synchronises_once(
-    kind: str, weighting: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_training_step_synchronises_once(kind, weighting, monkeypatch):
     monkeypatch.setattr(objectives, machine.to_device.__name__, uploaded)
     base = tiny.base()
     head = build_for({"kind": kind}, base).to(base.dtype).to(META).train()

@@ -180,9 +180,7 @@ def test_resumed_training_equals_uninterrupted_training(muon: float, tmp_path: P
 
 
 @pytest.mark.parametrize("at", [2, 5], ids=["in a phase", "in its last step"])
-def test_interrupt_leaves_a_checkpoint_to_resume(
-    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_interrupt_leaves_a_checkpoint_to_resume(at, tmp_path, monkeypatch):
     schedule = Schedule(phases={"corpus": phase(), "distilled": phase()})
     step = Stepper.step
 
@@ -249,9 +247,7 @@ def test_label_outside_the_draft_vocabulary_counts_as_rejected():
 
 @pytest.mark.parametrize("kind", ["mlp_speculator", "eagle3"])
 @pytest.mark.parametrize("weighting", ["geometric", "dpace"])
-def test_states_outside_anchors_do_not_matter(
-    kind: str, weighting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_states_outside_anchors_do_not_matter(kind, weighting, tmp_path, monkeypatch):
     settings = phase(scored_share=0.6, weighting=weighting, loss="cross_entropy")
     schedule = Schedule(phases={"corpus": settings})
     whole = run_training(tmp_path / "whole", schedule, kind=kind)

@@ -1,7 +1,6 @@
 """Generated text is the same bit for bit after kills."""
 
 import multiprocessing
-import random
 import signal
 import time
 from dataclasses import replace
@@ -41,25 +40,6 @@ def test_two_kills_do_not_change_the_text(whole: Path, tmp_path: Path):
     author.main(tmp_path)
     assert shards(tmp_path) == shards(whole)
     assert not list(tmp_path.glob(".*"))
-
-
-@pytest.mark.slow
-def test_twenty_random_kills_do_not_change_the_text(whole: Path, tmp_path: Path):
-    """Each process is killed at a random moment within a tenth of the total time."""
-    began = time.monotonic()
-    author.main(tmp_path / "timed")
-    seconds, chance, codes = time.monotonic() - began, random.Random(0), []
-    for _ in range(20):
-        process = FORK.Process(target=author.main, args=(tmp_path / "text",))
-        process.start()
-        time.sleep(chance.uniform(0, 0.1) * seconds)
-        process.kill()
-        process.join()
-        codes.append(process.exitcode)
-    assert codes.count(-signal.SIGKILL) > 10, codes
-    author.main(tmp_path / "text")
-    assert shards(tmp_path / "text") == shards(whole)
-    assert not list((tmp_path / "text").glob(".*"))
 
 
 def write(folder: Path, num_samples: int) -> None:

@@ -34,9 +34,7 @@ def write(folder: Path, batch_size: int = 4, head=None, max_length: int = 0, **c
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_text_does_not_depend_on_batch_head_and_memory(
-    temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_text_does_not_depend_on_batch_head_and_memory(temperature, tmp_path, monkeypatch):
     head = build_for(HEAD, tiny.base()).double().eval()
     write(tmp_path / "one", 1, temperature=temperature)
     write(tmp_path / "many", 8, temperature=temperature)

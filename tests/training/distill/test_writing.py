@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -156,9 +155,7 @@ def test_text_has_one_writer_and_many_readers(tmp_path: Path):
     ],
     ids=["base", "seed", "new_tokens", "shard_size", "drop", "documents"],
 )
-def test_text_of_other_settings_is_refused_by_name(
-    changes: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest
-):
+def test_text_of_other_settings_is_refused_by_name(changes, tmp_path, request):
     write(tmp_path)
     name = request.node.callspec.id
     with pytest.raises(InputError, match=f"that generated it: .* was generated with {name} "):
