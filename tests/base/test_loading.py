@@ -243,7 +243,7 @@ def test_code_of_a_base_does_not_run_if_transformers_has_the_class(tmp_path, mon
     [
         (SHIPPED / "config.json", "config.json' is a file; name its folder"),
         ("/" + "a/" * 3000, "'/a/"),
-        ("a\nb", r"'a\\nb'"),
+        ("a\nb", r"'a\nb'"),
         ("", "got ''"),
     ],
 )

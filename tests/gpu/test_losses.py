@@ -1,19 +1,15 @@
 """Losses in chunks on a device have the values and gradients of dense ones in float64."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from specheads.training.depth_loss import Targets, depth_loss
 from specheads.training.losses import LOSSES
-from tests.training.test_losses import Problem
-from tests.training.test_losses import _dense as dense_loss
+from tests.training.test_losses import dense_loss, problem_of
 
 pytestmark = pytest.mark.gpu
 
-ROWS, VOCAB, WIDTH, DEPTH = 150, 61, 16, 3
 WEIGHTS = (1.0, 0.8, 0.64)
 DTYPES = (torch.float32, torch.bfloat16)
 STEPPED = ("cross_entropy_l1", "lk", "lk_hybrid", "total_variation")
@@ -31,38 +27,6 @@ def tolerance(kind: str, dtype: torch.dtype) -> float:
 KINDS = sorted(LOSSES)
 
 
-def drawn(*shape: int, scale: float = 1.0) -> Tensor:
-    """Draw numbers that bfloat16 holds exactly, so that every dtype has the same problem."""
-    return (scale * torch.randn(*shape)).bfloat16().double()
-
-
-def problem(
-    device: torch.device, dtype: torch.dtype, *, own_targets: bool = False
-) -> tuple[Problem, list[Targets], list[Tensor]]:
-    """Return states and projections, targets of each depth, and the leaves that get gradients.
-
-    Depths 0 and 2 share a projection, and depth 1 has a bias. As under autocast, states are in
-    `dtype` and weights in at least float32.
-    """
-    torch.manual_seed(3)
-    precise = torch.promote_types(dtype, torch.float32)
-    values = [drawn(ROWS, WIDTH) for _ in range(DEPTH)]
-    shared, own, bias = drawn(VOCAB, WIDTH, scale=0.5), drawn(VOCAB, WIDTH, scale=0.5), drawn(VOCAB)
-    states = [value.to(device, dtype).requires_grad_() for value in values]
-    weights = [value.to(device, precise).requires_grad_() for value in (shared, own, bias)]
-    base_weight = drawn(VOCAB, WIDTH, scale=0.5).to(device, precise)
-
-    def targets() -> Targets:
-        labels = torch.randint(VOCAB, (ROWS,))
-        labels[torch.rand(ROWS) < 0.2] = -1
-        hidden = drawn(ROWS, WIDTH).to(device, precise)
-        return Targets(labels.to(device), hidden, lambda rows: rows @ base_weight.T)
-
-    each = [targets() for _ in range(DEPTH)] if own_targets else [targets()] * DEPTH
-    projections: Any = [(weights[0], None), (weights[1], weights[2]), (weights[0], None)]
-    return (states, projections, each[0]), each, [*states, *weights]
-
-
 def assert_close(found: Tensor, wanted: Tensor, share: float) -> None:
     found, wanted = (values.detach().double().cpu() for values in (found, wanted))
     assert (found - wanted).norm() <= share * wanted.norm()
@@ -78,16 +42,16 @@ def test_a_loss_in_chunks_has_the_value_and_gradients_of_the_dense_one(
     kind: str, weighting: str, dtype: torch.dtype, chunk_rows: int | None, device: torch.device
 ) -> None:
     own = weighting == "dpace"
-    (states, projections, _), each, leaves = problem(device, dtype, own_targets=own)
-    precise = problem(torch.device("cpu"), torch.float64, own_targets=own)
+    (states, projections, shared), each, leaves = problem_of(dtype=dtype, device=device)
+    precise, precise_each, precise_leaves = problem_of()
     how = {"kind": kind, "weighting": weighting, "chunk_rows": chunk_rows}
-    loss = depth_loss(states, projections, each, depth_weights=WEIGHTS, **how)
-    dense = dense_loss(kind, precise[0], WEIGHTS, precise[1], dpace=own)
+    loss = depth_loss(states, projections, each if own else shared, depth_weights=WEIGHTS, **how)
+    dense = dense_loss(kind, precise, WEIGHTS, precise_each if own else None, dpace=own)
     assert (loss.total.device, loss.total.dtype) == (device, torch.float32)
     share = tolerance(kind, dtype)
     assert_close(loss.total, dense, share)
     ours = torch.autograd.grad(loss.total, leaves)
-    theirs = torch.autograd.grad(dense, precise[2])
+    theirs = torch.autograd.grad(dense, precise_leaves)
     for one, other, leaf in zip(ours, theirs, leaves, strict=True):
         assert (one.dtype, one.device) == (leaf.dtype, leaf.device)
         assert_close(one, other, share)

@@ -10,31 +10,40 @@ from torch.nn import functional as F  # noqa: N812
 
 from specheads.training.depth_loss import BLOCK_LOGITS, Targets, depth_loss
 from specheads.training.losses import LOSSES
+from tests import tiny
 
-ROWS, VOCAB, WIDTH, DEPTH = 23, 31, 6, 3
+ROWS, VOCAB, WIDTH, DEPTH = 150, 61, 16, 3
 KINDS = sorted(LOSSES)
 Problem = tuple[list[Tensor], list[tuple[Tensor, Tensor | None]], Targets]
 
 
-def _problem(num_rows: int = ROWS) -> tuple[Problem, list[Tensor]]:
-    """Return a problem and its leaves; depths 0 and 2 share a projection, depth 1 has a bias."""
+def problem_of(
+    num_rows: int = ROWS, dtype: torch.dtype = torch.float64, device: torch.device = tiny.CPU
+) -> tuple[Problem, list[Targets], list[Tensor]]:
+    """Return a problem with shared targets, targets of each depth, and the leaves.
+
+    Depths 0 and 2 share a projection, and depth 1 has a bias. bfloat16 holds all numbers exactly,
+    so every dtype has the same problem. As under autocast, weights are in at least float32.
+    """
     torch.manual_seed(3)
-    how: dict[str, Any] = {"dtype": torch.float64}
-    states = [torch.randn(num_rows, WIDTH, **how, requires_grad=True) for _ in range(DEPTH)]
-    shared = torch.randn(VOCAB, WIDTH, **how, requires_grad=True)
-    own = torch.randn(VOCAB, WIDTH, **how, requires_grad=True)
-    bias = torch.randn(VOCAB, **how, requires_grad=True)
-    projections: list[tuple[Tensor, Tensor | None]] = [(shared, None), (own, bias), (shared, None)]
-    return (states, projections, _targets(num_rows)), [*states, shared, own, bias]
+    precise = torch.promote_types(dtype, torch.float32)
 
+    def drawn(*shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(*shape)).bfloat16().to(device, precise)
 
-def _targets(num_rows: int, excluded: float = 0.3) -> Targets:
-    base_weight = torch.randn(VOCAB, WIDTH, dtype=torch.float64)
-    labels = torch.randint(VOCAB, (num_rows,))
-    # excluded rows do not count
-    labels[torch.rand(num_rows) < excluded] = -1
-    hidden = torch.randn(num_rows, WIDTH, dtype=torch.float64)
-    return Targets(labels, hidden, lambda rows: rows @ base_weight.T)
+    states = [drawn(num_rows, WIDTH).to(dtype).requires_grad_() for _ in range(DEPTH)]
+    shared, own = (drawn(VOCAB, WIDTH, scale=0.5).requires_grad_() for _ in range(2))
+    bias, base_weight = drawn(VOCAB).requires_grad_(), drawn(VOCAB, WIDTH, scale=0.5)
+
+    def targets() -> Targets:
+        labels = torch.randint(VOCAB, (num_rows,))
+        # excluded rows do not count
+        labels[torch.rand(num_rows) < 0.2] = -1
+        return Targets(labels.to(device), drawn(num_rows, WIDTH), lambda rows: rows @ base_weight.T)
+
+    each = [targets() for _ in range(DEPTH)]
+    projections: Any = [(shared, None), (own, bias), (shared, None)]
+    return (states, projections, each[0]), each, [*states, shared, own, bias]
 
 
 def _dense_rows(kind: str, logits: Tensor, base_logits: Tensor, labels: Tensor) -> Tensor:
@@ -58,7 +67,7 @@ def _dense_rows(kind: str, logits: Tensor, base_logits: Tensor, labels: Tensor) 
     }[kind]
 
 
-def _dense(
+def dense_loss(
     kind: str,
     problem: Problem,
     weights: Sequence[float] = (1.0, 1.0, 1.0),
@@ -105,20 +114,17 @@ def _assert_same(fused: Tensor, dense: Tensor, leaves: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weighting", ["geometric", "dpace"])
-@pytest.mark.parametrize("chunk_rows", [1, 9, 100, None])
+@pytest.mark.parametrize("chunk_rows", [7, 50, 200, None])
 def test_value_and_gradients_equal_the_dense_loss(kind, weighting, chunk_rows, monkeypatch):
     # several blocks in a chunk
     monkeypatch.setitem(BLOCK_LOGITS, "cpu", 4 * VOCAB)
-    problem, leaves = _problem()
+    problem, each, leaves = problem_of()
     if weighting == "dpace":
-        targets = [problem[2], _targets(ROWS), _targets(ROWS)]
-        fused = depth_loss(
-            *problem[:2], targets, kind=kind, weighting="dpace", chunk_rows=chunk_rows
-        )
-        dense = _dense(kind, problem, targets=targets, dpace=True)
+        fused = depth_loss(*problem[:2], each, kind=kind, weighting="dpace", chunk_rows=chunk_rows)
+        dense = dense_loss(kind, problem, targets=each, dpace=True)
     else:
         fused = depth_loss(*problem, kind=kind, decay=0.8, chunk_rows=chunk_rows)
-        dense = _dense(kind, problem, (1.0, 0.8, 0.64))
+        dense = dense_loss(kind, problem, (1.0, 0.8, 0.64))
     _assert_same(fused.total, dense, leaves)
 
 
@@ -126,7 +132,7 @@ def test_value_and_gradients_equal_the_dense_loss(kind, weighting, chunk_rows, m
 @pytest.mark.parametrize("weighting", ["geometric", "dpace"])
 @pytest.mark.parametrize("num_rows", [0, 5])
 def test_batch_without_labels_has_zero_loss_and_gradient(kind: str, weighting: str, num_rows: int):
-    (states, projections, targets), leaves = _problem(num_rows)
+    (states, projections, targets), _, leaves = problem_of(num_rows)
     none = Targets(
         torch.full((num_rows,), -1, dtype=torch.long), targets.base_hidden, targets.project
     )
@@ -138,7 +144,7 @@ def test_batch_without_labels_has_zero_loss_and_gradient(kind: str, weighting: s
 
 
 def test_second_backward_is_refused():
-    problem, leaves = _problem()
+    problem, _, leaves = problem_of()
     total = depth_loss(*problem).total
     torch.autograd.grad(total, leaves, retain_graph=True)
     with pytest.raises(RuntimeError, match="one backward"):
@@ -214,7 +220,7 @@ def test_at_most_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch):
         return out
 
     monkeypatch.setattr(F, "linear", watched)
-    problem, _ = _problem()
+    problem, _, _ = problem_of()
     depth_loss(*problem, chunk_rows=5).total.backward()
     assert max(sizes) == 5 * VOCAB
     sizes.clear()
@@ -224,7 +230,7 @@ def test_at_most_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_products_in_bfloat16_keep_losses_and_shared_gradients_in_float32():
-    problem, _ = _problem()
+    problem, _, _ = problem_of()
     states = [state.detach().bfloat16().requires_grad_() for state in problem[0]]
     weight = problem[1][0][0].detach().float().requires_grad_()
     targets = Targets(problem[2].labels, problem[2].base_hidden.float(), problem[2].project)

@@ -276,6 +276,8 @@ def trained(folder: Path, kind: str, held: HeldOut | None) -> Head:
     kind, _, adapter = kind.partition(" and ")
     joint = Joint(rank=2, dropout=0.5) if adapter else None
     schedule = Schedule(phases={"corpus": phase(scored_share=0.6, joint=joint)})
+    # the best head names its base, and the run knows it
+    RunDirectory(folder).begin("name: watched\n", {"base_fingerprint": "the base"})
     base = fresh_base(dtype=torch.float32)
     return run_training(folder, schedule, kind=kind, base=base, held_out=held)
 
