@@ -40,21 +40,6 @@ def test_every_kind_makes_its_policy(tree: Tree, num_nodes: int, depth: int):
     assert tree.kind in TREES
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        (Tree(kind="bush"), "tree.kind must be a kind of tree, got 'bush'"),
-        (Tree(kind="beam", depth=4), "as deep as the head, 3 levels, got 4"),
-        (Tree(kind="product", branches=[2, 1, 1, 1], num_nodes=3), "3 levels, got 4"),
-        (Tree(kind="static", paths=[[0, 0]]), "distinct, non-empty rank paths"),
-    ],
-    ids=["unknown", "beam too deep", "product too deep", "no tree"],
-)
-def test_a_tree_that_cannot_be_grown_is_refused(tree: Tree, message: str):
-    with pytest.raises(ValueError, match=message):
-        policy_of(tree, 3)
-
-
 PUBLISHED = {
     "medusa_mc_sim_7b_63": [10, 28, 23, 2],
     "medusa_vicuna_13b_stage1": [10, 29, 23, 1],
