@@ -1,8 +1,7 @@
 """Trains a tiny head in several processes: forked by tests, or started by torchrun as a module.
 
-Arguments of the module: a folder, and what happens: `fail-RANK` (the third batch cannot be made),
-`stop-RANK` and `kill-RANK` (SIGTERM or SIGKILL in the third step, which the others do not get) or,
-with `train`, nothing; and, maybe, how the base is shared out.
+Arguments of the module: a folder, and what happens: `stop-RANK` or `kill-RANK` (SIGTERM or SIGKILL
+in the third step, which the others do not get); and, maybe, how the base is shared out.
 """
 
 import functools
@@ -12,7 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -26,7 +25,7 @@ from accelerate.state import AcceleratorState
 
 from specheads.base.model import FrozenBase
 from specheads.data.documents import Documents
-from specheads.data.packing import BatchStream, PackedText, TokenBatch, share
+from specheads.data.packing import PackedText, TokenBatch, share
 from specheads.heads.load import build_for
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
@@ -104,12 +103,11 @@ def train(
     drafted: int = 0,
     held_out: int = 0,
     watched: dict[str, Any] | None = None,
-    cut: Callable[[BatchStream], BatchStream] = lambda text: text,
     schedule: dict[str, Any] | None = None,
     choices: dict[str, Any] | None = None,
     **settings: Any,
 ) -> None:
-    """Train a head in float64 and log each step; `cut` changes the batches of a process."""
+    """Train a head in float64 and log each step."""
     accelerator, base = joined(shared_out)
     torch.manual_seed(0)
     made = {"kind": kind, "depth": 2, "draft_tokens": drafted}
@@ -131,7 +129,7 @@ def train(
         base,
         head,
         Schedule(phases={"corpus": phase}, **schedule or {}),
-        lambda *_: cut(text),
+        lambda *_: text,
         run,
         tracker if accelerator.is_main_process else None,
         accelerator,
@@ -183,21 +181,6 @@ def _act_as(rank: int, count: int, port: int, act: Callable[..., None], argument
         torch.distributed.destroy_process_group()
 
 
-class Failing:
-    """Text whose third batch raises."""
-
-    def __init__(self, text: BatchStream) -> None:
-        self.text = text
-
-    def batches(
-        self, cursor: dict[str, Any] | None = None
-    ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
-        for number, batch in enumerate(self.text.batches(cursor)):
-            if number == 2:
-                raise ValueError("text is at its end")
-            yield batch
-
-
 def at_step(number: int, act: Callable[[], object]) -> None:
     """Call a function on this process before a step, independent of prefetching."""
     whole: Any = Stepper
@@ -216,8 +199,7 @@ def main(folder: Path, what: str, shared_out: str = "") -> None:
     for word, number in (("stop", signal.SIGTERM), ("kill", signal.SIGKILL)):
         if what == f"{word}-{rank}":
             at_step(2, partial(os.kill, os.getpid(), number))
-    cut = Failing if what == f"fail-{rank}" else lambda text: text
-    train(folder, cut=cut, shared_out=shared_out)
+    train(folder, shared_out=shared_out)
 
 
 if __name__ == "__main__":

@@ -360,6 +360,12 @@ def test_invalid_reply_is_refused_in_one_line(service, reply, told):
     assert "\n" not in str(error.value)
 
 
+def test_reply_that_is_not_json_is_refused(service):
+    service.fault = lambda _prompt, _attempt: "garbage"
+    with pytest.raises(InputError, match="must answer each request"):
+        write(asking(service), asks(1))
+
+
 # vLLM is not installed
 
 
