@@ -154,6 +154,27 @@ def test_a_request_fits_a_pool_with_exactly_its_blocks():
         engine.step()
 
 
+def test_cancelling_frees_blocks_at_once_wherever_the_request_is():
+    engine = Engine(tiny.base(), pool=blocks(12), max_batch=2)
+    streams = [ask(engine) for _ in range(4)]
+    engine.step()
+    assert engine.pool is not None
+    free = engine.pool.num_free
+    streams[2].cancel()
+    assert engine.waiting == streams[3:]
+    streams[0].cancel()
+    assert engine.running == [streams[1]]
+    assert engine.pool.num_free == free + 2
+    engine.run()
+    reasons = [stream.finish_reason for stream in streams]
+    assert reasons == ["cancelled", "length", "cancelled", "length"]
+    said = tiny.continuations()[0][:NEW]
+    assert [stream.tokens for stream in streams] == [said[:2], said, [], said]
+    streams[1].cancel()
+    assert streams[1].finish_reason == "length"
+    assert engine.pool.num_free == 12
+
+
 VISITS = st.tuples(
     st.integers(1, 12),
     st.integers(0, 9),

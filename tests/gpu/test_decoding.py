@@ -71,14 +71,6 @@ def test_every_architecture_gives_the_greedy_text_in_float32(architecture, tree,
     assert sum(out.forwards) < 0.8 * 3 * (NEW_TOKENS - 1)
 
 
-@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
-def test_every_acceptance_rule_is_greedy_at_temperature_zero(acceptance, device):
-    head = trained.head("mlp_speculator", device, FLOAT64)
-    tree = Sampled((2, 2)) if acceptance == "rejection" else STATIC
-    out = greedy(base_on(device), head, tree=tree, acceptance=acceptance)
-    assert out.tokens == tiny.continuations("llama", FLOAT64, device)
-
-
 def sampled(
     device: torch.device, head: Drafter | None, seed: int = 1, **settings: Any
 ) -> list[list[int]]:
