@@ -23,7 +23,7 @@ from tests.oracle import Oracle
 DOCS = Path(__file__).parents[2] / "docs" / "bases.md"
 PROMPT = list(range(3, 11))
 WINDOW, NEW_TOKENS = 12, 72
-"""The text ends more than 64 tokens behind the window."""
+"""The text is more than 64 tokens longer than the window."""
 MOST_PARAMETERS = 30_000_000
 
 

@@ -117,8 +117,7 @@ def test_no_tree_of_that_size_holds_more_probability(num_nodes):
 
 
 def test_best_first_expands_the_beam_and_keeps_the_best_of_all():
-    # vocab 5, but only 3 children of 2 nodes a level are drafted, so that the budget of 8 is
-    # filled from 3 + 6 + 6 candidates
+    # with 3 children of 2 nodes a level, 8 nodes are chosen from 3 + 6 + 6 candidates
     drafter = Walker(vocab=5, depth=3, seed=4, batch=2)
     tree = grow(BestFirst(8, depth=3, beam=2, branch=3), drafter, [0, 0])
     for row in range(2):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from specheads.base import document_attention
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.data.packing import PackedText
+from specheads.data.packing import BatchStream, PackedText
 from specheads.heads.load import kinds
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
@@ -53,6 +53,7 @@ def run_training(
     *,
     precision: str = "no",
     base: FrozenBase | None = None,
+    text: BatchStream | None = None,
     **choices: Any,
 ) -> tuple[Head, list[dict[str, Any]]]:
     """Train a head, by default on packed documents; return it with the rows of its metrics."""
@@ -64,7 +65,8 @@ def run_training(
         base=base or base_on(device),
         accelerator=Accelerator(cpu=device.type == "cpu", mixed_precision=precision),
         log_every=1,
-        **{"text": packed_text(int(settings.batch_size))} | choices,
+        text=text or packed_text(int(settings.batch_size)),
+        **choices,
     )
     return head, read_metrics(folder / "metrics.jsonl")
 

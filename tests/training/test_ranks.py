@@ -71,7 +71,7 @@ def test_validation_with_unequal_shares_is_the_same(rows: int, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("held_out", [0, 5])
 def test_best_head_does_not_depend_on_processes(held_out: int, tmp_path: Path):
-    """Three prompts: one of four processes has none."""
+    """Three prompts: the last of four processes gets no prompt."""
     of, watched = ["mlp_speculator", "eagle3"], {"every": 1}
     asked = {"steps": 12, "held_out": held_out, "watched": watched}
     for count in (1, 2, 4):
