@@ -1,0 +1,37 @@
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from specheads.base.masks import attention_windows
+from tests import tiny
+
+
+def neo(*kinds: str) -> transformers.PreTrainedModel:
+    config = transformers.GPTNeoConfig(attention_types=[[[*kinds], 2 // len(kinds)]], num_layers=2)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def test_local_layers_are_refused_and_global_ones_are_not():
+    with pytest.raises(ValueError, match=r"'gpt_neo' has attention_layers of kind local.*choose"):
+        attention_windows(neo("global", "local"))
+    assert attention_windows(neo("global")) == {"all": None}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "granite", "gpt_neox", "gpt2", "mistral"])
+def test_a_window_counts_only_where_the_model_reads_it(architecture):
+    base = tiny.own_base(architecture, sliding_window=12)
+    assert base.windows == {"all": 12 if architecture == "mistral" else None}
+
+
+class OwnLlama(transformers.LlamaForCausalLM):
+    """A class of a user, as in a notebook, whose module may have no source."""
+
+    __module__ = "__main__"
+
+
+def test_a_class_outside_of_transformers_counts_by_what_it_inherits_from():
+    config: Any = tiny.config("llama", sliding_window=12)
+    assert attention_windows(OwnLlama(config)) == {"all": None}
