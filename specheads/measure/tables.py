@@ -39,9 +39,8 @@ class ConsoleTable:
                 yield f"{first}: {' '.join(rest)}"
                 continue
             yield f"{self.header[0]} {first}"
-            yield from (
-                f"  {name}: {cell}" for name, cell in zip(self.header[1:], rest, strict=True)
-            )
+            cells = zip(self.header[1:], rest, strict=True)
+            yield from (f"  {name}: {cell}" for name, cell in cells if cell)
 
 
 def with_interval(value: float, interval: Sequence[float]) -> str:
