@@ -89,13 +89,6 @@ def test_run_and_head_give_the_same_results(
     assert capsys.readouterr().out == ""
 
 
-def test_push_lists_files_and_prints_nothing(run: RunDirectory, capsys: Any):
-    listed = specheads.push(run.path, "ada/head", dry_run=True)
-    assert listed.files["README.md"] > 0
-    assert listed.address == ""
-    assert capsys.readouterr().out == ""
-
-
 def test_head_of_other_weights_needs_force(
     run: RunDirectory, base: specheads.FrozenBase, tmp_path: Path
 ):

@@ -4,7 +4,6 @@ In a table a piece between bars is counted: what the model itself writes, with w
 """
 
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,6 @@ SPECIAL: dict[str, tuple[str, ...]] = {
 }
 BOS = {"llama3_1": LLAMA[0], "llama3_2": LLAMA[0], "mistral_nemo": "<s>", "gemma3": "<bos>"}
 EOS = {"gemma3": "<eos>", "mistral_nemo": "</s>"}
-PUBLISHED = tuple(name for name in SPECIAL if name != "qwen3_training")
 
 SINGLE = [("user", "Hi?"), ("assistant", "Hello.")]
 MULTI = [*SINGLE, ("user", "More"), ("assistant", "Bye.")]
@@ -276,57 +274,6 @@ def test_published_templates_give_hand_written_ids_and_masks(family: str, case: 
     assert [(one.tokens, one.loss_mask) for one in found] == [table(family, one) for one in wanted]
 
 
-@pytest.mark.parametrize("family", ["smollm2", "qwen3", "llama3_1", "gemma3"])
-def test_ids_equal_apply_chat_template(family: str):
-    own: Any = tokenizer(family).apply_chat_template(said(SYSTEM), return_dict=False)
-    assert sampled(family, "system")[-1].tokens == own
-
-
-def shifted(one: Sample, places: int) -> list[bool]:
-    """Return a mask moved to the right, or to the left."""
-    around = [False] * abs(places)
-    longer = [*around, *one.loss_mask, *around]
-    return longer[abs(places) - places :][: len(one.loss_mask)]
-
-
-def with_header(one: Sample) -> list[bool]:
-    """Return a mask that also counts the text before an answer."""
-    return [here or after for here, after in zip(one.loss_mask, shifted(one, -3), strict=True)]
-
-
-def without_last(one: Sample) -> list[bool]:
-    """Return a mask without its last stretch."""
-    end = max(place for place, counted in enumerate(one.loss_mask) if counted)
-    begin = max((place for place in range(end) if not one.loss_mask[place]), default=-1)
-    return [*one.loss_mask[: begin + 1], *([False] * (len(one.loss_mask) - begin - 1))]
-
-
-PLANTED = {
-    "shifted right": lambda one: shifted(one, 1),
-    "shifted left": lambda one: shifted(one, -1),
-    "header counted": with_header,
-    "last turn left out": without_last,
-    "nothing counted": lambda one: [False] * len(one.loss_mask),
-    "everything counted": lambda one: [True] * len(one.loss_mask),
-}
-
-
-@pytest.mark.parametrize("planted", PLANTED)
-@pytest.mark.parametrize(("family", "case"), EXPECTED)
-def test_wrong_mask_is_refused_with_its_text(family: str, case: str, planted: str):
-    template, one = Template(tokenizer(family)), sampled(family, case)[-1]
-    messages = said(CALLING_IN_TEXT if "granite" in family and case == "calling" else CASES[case])
-    answers = [message for message in messages if message["role"] == "assistant"]
-    # the last part of a conversation in parts counts one answer
-    answers = answers[len(EXPECTED[family, case]) - 1 :]
-    template.refuse_wrong_mask(one, answers)
-    wrong = replace(one, loss_mask=PLANTED[planted](one))
-    with pytest.raises(InputError, match="the mask must count the assistant's answers") as caught:
-        template.refuse_wrong_mask(wrong, answers)
-    assert "\n" not in str(caught.value)
-    assert caught.value.details.replace("⟦", "").replace("⟧", "") == one.text
-
-
 def test_greeting_is_not_an_answer_and_text_after_last_answer_is_dropped():
     messages = said([("assistant", "Welcome."), *SINGLE, ("user", "Thanks")])
     (one,) = Template(tokenizer("smollm2")).samples(messages)
@@ -473,40 +420,6 @@ def test_prompts_and_generation_markers_decide_the_mask_with_the_end_token(sourc
     assert text == "Hello.<|im_end|>Bye.<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        (
-            marked(HEADER + SAID, ASKS.replace("assistant\n", "bot\n")),
-            "the mask is unstable",
-        ),
-        (marked(HEADER + "{{ m.content }}\n"), "must end an answer with a special token"),
-        (marked(HEADER + "{{ '<|im_end|>' }}"), "leaves them out"),
-        (marked(HEADER + "{{ m.content | upper + '<|im_end|>' }}"), "writes 'HELLO"),
-    ],
-    ids=["unstable", "endless", "silent", "loud"],
-)  # fmt: skip
-def test_template_without_a_stable_mask_is_refused_with_details(source: str, told: str):
-    with pytest.raises(InputError, match=told) as caught:
-        with_template(source).samples(said(MULTI), None, "line 3")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("family", PUBLISHED)
-def test_next_prompt_equals_the_text_of_training(family: str):
-    template, reader = Template(tokenizer(family)), tokenizer(family)
-    ids: Any = reader("Hello.", add_special_tokens=False)["input_ids"]
-    messages = said(MULTI[:3])
-    first = template.prompt(messages[:1])
-    assert first == table(family, sampled(family, "single")[0].text.partition("Hello.")[0])[0] or (
-        family == "qwen3"
-    )
-    again = template.next_prompt([*first, *ids], messages)
-    assert again == template.prompt(messages)
-    # the base ended its answer itself
-    assert template.next_prompt(again[: len(first) + len(ids) + 1], messages) == again
-
-
 def test_next_prompt_keeps_the_ids_of_the_answer():
     template, reader = Template(tokenizer("llama3_1")), tokenizer("llama3_1")
     # letter by letter, and with a blank that the template trims
@@ -514,15 +427,6 @@ def test_next_prompt_keeps_the_ids_of_the_answer():
     first = template.prompt(said(SINGLE[:1]))
     messages = said([*SINGLE[:1], ("assistant", " Hello. "), ("user", "More")])
     assert template.next_prompt([*first, *odd], messages)[: len(first) + len(odd)] == [*first, *odd]
-
-
-def test_next_prompt_renders_again_if_thoughts_are_removed():
-    template, reader = Template(tokenizer("qwen3")), tokenizer("qwen3")
-    first = template.prompt(said(THINKING[:1]))
-    ids: Any = reader(HM, add_special_tokens=False)["input_ids"]
-    again = template.next_prompt([*first, *ids], said(THINKING[:3]))
-    assert again == template.prompt(said(THINKING[:3]))
-    assert "<think>" not in reader.decode(again)
 
 
 def test_template_that_calls_the_clock_is_the_same_every_day(monkeypatch: Any):

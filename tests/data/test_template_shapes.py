@@ -628,7 +628,7 @@ def test_answers_and_their_ends_are_counted_or_the_row_is_refused(family: str, c
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", [one.families[-1] for one in SHAPES])
-def test_mask_with_one_token_more_or_less_is_refused(family: str, case: str):
+def test_wrong_mask_is_refused_with_its_text(family: str, case: str):
     template, messages = template_of(family), conversation({"messages": CASES[case]}, "").messages
     if case in FAMILIES[family].refused:
         return
@@ -639,13 +639,19 @@ def test_mask_with_one_token_more_or_less_is_refused(family: str, case: str):
     (begin, _), (_, stop) = spans[0], spans[-1]
     wrongs = {"begin": [(begin - 1, True), (begin, False)], "end": [(stop - 1, False)]}
     wrongs["end"] += [(stop, True)] if stop < len(one.tokens) else []
+    masks = [[value] * len(one.tokens) for value in (False, True)]
     for place, value in chain(*wrongs.values()):
-        mask = [*one.loss_mask[:place], value, *one.loss_mask[place + 1 :]]
+        masks.append([*one.loss_mask[:place], value, *one.loss_mask[place + 1 :]])
+    # without the last answer
+    begin, stop = spans[-1]
+    masks.append([*one.loss_mask[:begin], *[False] * (stop - begin), *one.loss_mask[stop:]])
+    for mask in masks:
         with (
-            pytest.raises(InputError, match="must count the assistant's answers"),
+            pytest.raises(InputError, match="must count the assistant's answers") as caught,
             warnings.catch_warnings(action="ignore"),
         ):
             template.refuse_wrong_mask(replace(one, loss_mask=mask), answers)
+        assert caught.value.details.replace("⟦", "").replace("⟧", "") == one.text
 
 
 # --- templates without a mask -------------------------------------------------------------------
@@ -658,7 +664,6 @@ DOUBLE = dict(
     asks="<|turn|><|assistant|><|text|>",
 )
 OPENED = dict(other="<|{{ m.role }}|>{{ m.content }}", asks="<|assistant|><think>{{ '\n' }}")
-TURN = dict(other="<|turn|>user:{{ m.content }}", asks="<|turn|>assistant:")
 ENDED = ["Four.<|end|>", "Six, I think.<|end|>", "7.<|end|>"]
 
 
@@ -677,23 +682,11 @@ ENDED = ["Four.<|end|>", "Six, I think.<|end|>", "7.<|end|>"]
             r"this tokenizer's adds '<\|stop\|>'; write {{ eos_token }}",
             turns("<|assistant|>" + TEXT + "{{ eos_token }}", **OTHER | {"asks": "<|assistant|>"}),
         ),
-        # the token that opens every turn does not end one
-        (
-            turns("<|turn|>assistant:" + TEXT, **TURN),
-            "must end an answer with a special token",
-            turns("<|turn|>assistant:" + TEXT + "{{ eos_token }}", **TURN),
-        ),
         # the generation prompt has words that the answer lacks
         (
             turns("<|assistant|>" + TEXT + "<|end|>", **OTHER),
             "the mask is unstable .give the tokenizer a template with {% generation %} markers",
             turns("<|assistant|>{% generation %}" + TEXT + "<|end|>{% endgeneration %}", **OTHER),
-        ),
-        # the markers contain a header that is not that of the prompt
-        (
-            turns("{% generation %}<|turn|>bot:" + TEXT + "<|end|>{% endgeneration %}", **TURN),
-            "the mask is unstable",
-            turns("<|turn|>bot:{% generation %}" + TEXT + "<|end|>{% endgeneration %}", **TURN),
         ),
         # the markers are empty
         (
@@ -708,7 +701,7 @@ ENDED = ["Four.<|end|>", "Six, I think.<|end|>", "7.<|end|>"]
             turns("<|assistant|>" + TEXT + "<|end|>", **OPENED),
         ),
     ],
-    ids=["endless", "unknown", "opener", "words", "header", "empty", "end"],
+    ids=["endless", "unknown", "words", "empty", "end"],
 )  # fmt: skip
 def test_remedy_of_a_refusal_works(refused: str, message: str, remedied: str):
     with pytest.raises(InputError, match=message) as caught:

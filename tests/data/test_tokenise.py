@@ -3,13 +3,12 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from specheads.config import check
 from specheads.core.errors import InputError
 from specheads.data import sources, tokenise
 from specheads.data.prompts import held_out
@@ -208,24 +207,6 @@ def test_small_source_of_a_mixture_repeats_evenly(tokenizer, tmp_path):
     assert counts.max() - counts.min() == 1
     rare = [text for text in texts if text.startswith("long")]
     assert len(set(rare)) == len(rare)
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (Data(source="mixture"), "a mixture needs one of data.sources .* got none"),
-        ({"weight": -1.0}, r"data\.sources\.a\.weight must be a number, at least 0"),
-        ({"source": "mixture"}, r"data\.sources\.a\.source must be one of"),
-        ({"path": ""}, r"data\.sources\.a\.source=jsonl needs data\.sources\.a\.path"),
-    ],
-    ids=str,
-)
-def test_bad_mixture_settings_are_refused(data, message):
-    if isinstance(data, dict):
-        one = WeightedSource(**cast(Any, {"source": "jsonl", "path": "x"} | data))
-        data = Data(source="mixture", sources={"a": one})
-    with pytest.raises(InputError, match=message):
-        check(data, "data")
 
 
 def test_empty_source_of_a_mixture_is_refused(tokenizer, tmp_path):

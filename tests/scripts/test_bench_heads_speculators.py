@@ -171,25 +171,6 @@ def test_a_base_that_scales_its_logits_is_refused(script: ModuleType, tmp_path: 
         script.refuse_misread(source, trainer.model, batch)
 
 
-def test_what_cannot_be_is_told_in_a_line(
-    script: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    def told(run: Path, out: Path) -> str:
-        assert script.main(["--speculators", str(run), "--out", str(out)]) == 2
-        return capsys.readouterr().err
-
-    monkeypatch.setattr(script, "find_spec", lambda _: None)
-    assert told(tmp_path, tmp_path / "out").startswith("error: speculators must be installed")
-    monkeypatch.setattr(script, "find_spec", str)
-    assert told(tmp_path, tmp_path) == (
-        f"error: --out must be a new folder, and {tmp_path} exists; remove it\n"
-    )
-    assert "has no config.yaml; name one" in told(tmp_path, tmp_path / "out")
-
-
 def test_a_point_of_the_curve_is_the_mean_of_some_steps(script: ModuleType):
     rows = [{"loss": float(n), "tokens": 4, "labels": 2, "seconds": 0.5} for n in (5, 3, 2)]
     told = script.summary(rows, 2)

@@ -14,10 +14,8 @@ from transformers import AutoTokenizer
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.decoding.trees import policies
-from specheads.heads.load import build_for, load_head
-from specheads.measure.counts import DepthCounts
-from specheads.measure.generation import GenerationSettings, decode_prompts, write_alone
+from specheads.heads.load import build_for
+from specheads.measure.generation import GenerationSettings, write_alone
 from tests.export.trained import taught
 
 ROOT = Path(__file__).parents[2]
@@ -43,98 +41,6 @@ def trained(base: FrozenBase) -> Head:
     )
     tokens = torch.tensor([one[-3:] + text for one, text in zip(prompts, texts, strict=True)][::2])
     return taught(head, base, tokens, 12, learning_rate=3e-3)
-
-
-class Ours:
-    """In place of vLLM's server: our own loop, which answers as vLLM does."""
-
-    base: FrozenBase
-
-    def __init__(self, command: list[str], _log: Path, environment: dict[str, str]) -> None:
-        self.command, self.asked = command, []
-        self.versions = {"vllm": "none"}
-        at = command.index("--speculative-config") + 1 if "--speculative-config" in command else 0
-        self.depth = json.loads(command[at])["num_speculative_tokens"] if at else 0
-        self.head = load_head(environment["SPECHEADS_HEAD"], self.base) if self.depth else None
-        self.counts = DepthCounts.zeros(self.depth)
-        engines.append(self)
-
-    def ask(self, asked: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        order.append(self.depth)
-        self.asked.append(asked)
-        how = GenerationSettings(
-            max_new_tokens=max_tokens,
-            tree=policies.chain(self.depth) if self.depth else None,
-            batch_size=len(asked),
-        )
-        made = decode_prompts(self.base, self.head, asked, how)
-        counters = {}
-        if self.depth:
-            self.counts = DepthCounts.total(
-                [self.counts, *(one.counts for one in made)], self.depth
-            )
-            counters = {
-                "drafts": self.counts.forwards,
-                "draft_tokens": self.counts.forwards * self.depth,
-                "accepted_tokens": sum(self.counts.accepted),
-                "accepted_tokens_per_pos": self.counts.accepted,
-            }
-        # each arm is as fast as it is deep
-        tokens = [one.tokens for one in made]
-        seconds = sum(map(len, tokens)) / (1 + self.depth)
-        return {"seconds": seconds, "tokens": tokens, "counters": counters}
-
-    def close(self) -> None:
-        pass
-
-
-engines: list[Ours] = []
-order: list[int] = []
-
-
-@pytest.mark.slow
-def test_a_run_asks_counts_replays_and_writes(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(script, "VllmServer", Ours)
-    engines.clear()
-    order.clear()
-    Ours.base = FrozenBase.load(BASE, dtype="float32", device="cpu")
-    trained(Ours.base).save_pretrained(tmp_path / "head")
-    out = tmp_path / "serve.json"
-    words = f"--base {BASE} --head {tmp_path / 'head'} --sets said={prompts_file(tmp_path)} "
-    words += f"--out {out} --limit 4 --new-tokens 12 --batch 1,3 --depths 1,3 --dtype float32 "
-    words += "--threads 1"
-    assert script.main(shlex.split(words)) == 0
-    served = json.loads(out.read_text())
-    rows = served["rows"]
-    assert [(row["prompts"], row["batch"], row["depth"], row["count"]) for row in rows] == [
-        ("said", 1, 1, 4),
-        ("said", 1, 3, 4),
-        # the fourth prompt fills no batch of three
-        ("said", 3, 1, 3),
-        ("said", 3, 3, 3),
-    ]
-    for row in rows:
-        counted, replayed, ratio = row["served"], row["replay"], row["speedup"]["ratio"]
-        assert row["identical"] == row["count"]
-        assert counted["forwards"] == replayed["forwards"]
-        assert counted["accepted"] == replayed["accepted"]
-        assert counted["tokens_per_forward"] == pytest.approx(replayed["tokens_per_forward"])
-        assert ratio == pytest.approx(1 + row["depth"])
-        assert row["speedup"]["interval"] == pytest.approx([ratio, ratio])
-        assert row["forward_overhead"] == pytest.approx(counted["tokens_per_forward"] / ratio)
-    assert rows[1]["served"]["accepted"][1] > 0
-    assert served["engine"] == {"vllm": "none"}
-    assert (served["kind"], served["prompts"]["said"]["count"]) == ("mlp_speculator", 4)
-    assert served["provenance"]["hardware"]["machine"]
-    assert len(capsys.readouterr().out.splitlines()) == len(rows)
-    # one warm-up each, then four prompts and each arm first in turn
-    assert order[:12] == [0, 1, 3, 0, 1, 3, 1, 3, 0, 3, 0, 1]
-    assert engines[0].asked == engines[1].asked == engines[2].asked
-    alone = engines[0].command
-    assert alone[3:5] == ["--model", str(BASE)]
-    for engine in engines[1:]:
-        assert engine.command[: len(alone)] == alone
-        assert engine.command[len(alone)] == "--speculative-config"
 
 
 def test_llama_cpp_serves_the_base_alone_and_each_chain_of_the_converted_head(
