@@ -127,19 +127,6 @@ def test_only_anchors_are_computed(kind: str, monkeypatch: pytest.MonkeyPatch):
     assert not states[0][0, 3, : base.width].any()
 
 
-def test_dspark_levels_depend_on_the_previous_token_and_dflash_levels_do_not():
-    base = tiny.base("llama")
-    tokens = torch.randint(base.vocab_size, (1, 12), generator=torch.manual_seed(3))
-    for kind, hangs in (("dflash", False), ("dspark", True)):
-        head = random(base, kind, depth=3)
-        committed = Committed(
-            base.read(tokens[:, :11], head.aux_layers), tokens[:, 1:], torch.tensor([11])
-        )
-        _, state = head.begin(committed, head.memory(1, 32))
-        logits, _ = head.extend(state, torch.tensor([[3, 9]]), torch.zeros(1, 2, dtype=torch.long))
-        assert bool((logits[0, 0] != logits[0, 1]).any()) == hangs
-
-
 @pytest.mark.parametrize("sure", [-9.0, 9.0])
 def test_a_chain_stops_at_low_dspark_confidence(sure: float):
     """Its confidence replaces its probabilities; the text stays the same."""

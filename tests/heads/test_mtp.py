@@ -76,20 +76,6 @@ def test_a_public_module_drafts_like_its_project_s_layer(name: str):
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("name", CASES)
-def test_training_states_equal_step_by_step_drafts(name: str):
-    head, golden = case(name)
-    time = golden["in.hidden"].shape[1]
-    for step, end in enumerate((FIRST, time)):
-        # its drafts replace the text
-        text = torch.cat([golden["in.tokens"][:, : end + 1], golden[f"out.drafted.{step}"]], dim=1)
-        padded = torch.nn.functional.pad(golden["in.hidden"][:, :end], (0, 0, 0, 4))
-        for level, state in enumerate(head.states(Features(padded), text)):
-            logits = head.logits(state[:, end - 1], level)
-            close(logits, golden[f"out.draft_logits.{step}"][:, level])
-
-
-@pytest.mark.usefixtures("in_float64")
 def test_the_first_training_round_equals_speculators():
     head, golden = case("mtp_speculators")
     state = next(head.states(Features(golden["in.hidden"]), golden["in.tokens"][:, :-1]))
