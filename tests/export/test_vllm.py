@@ -20,7 +20,6 @@ from specheads.core.features import Committed
 from specheads.decoding.trees import policies
 from specheads.export.layouts.vllm import HEAD_VARIABLE, PROPOSER
 from specheads.export.write import export_head
-from specheads.heads.load import build
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import guess_ranks, replay
 from tests.export.trained import (
@@ -277,20 +276,6 @@ def test_drafts_do_not_depend_on_chunks_shared_prefixes_or_preemption(kind, expo
         assert draft == drafted(kind, text)
 
 
-def test_request_at_the_end_of_its_context_does_not_stop_drafting(export):
-    # the requests end at the maximum length
-    engine, environment = plugged(export("hydra_heads", "vllm"), recorded=True)
-    engine["max_model_len"] = len(prompts()[1]) + NEW_TOKENS
-    texts = list(prompts()[:2])
-    answer = serve(engine, environment, texts=texts, sampling={"max_tokens": None})
-    for prompt, text, reference in zip(texts, answer["tokens"], said(), strict=False):
-        assert len(prompt) + len(text) == engine["max_model_len"]
-        known = min(len(text), len(reference))
-        assert text[:known] == reference[:known]
-    for text, draft in answer["drafts"]:
-        assert draft == drafted("hydra_heads", text)
-
-
 def decision(place: int) -> float:
     """Return the smallest difference between the base's two best logits."""
     first = len(prompts()[place]) - 1
@@ -314,11 +299,3 @@ def test_sampling_at_low_temperature_accepts_as_greedy(export):
         repair=True,
     )
     check(answer, "redrafter", [place] * 3)
-
-
-def test_head_of_another_base_is_refused(tmp_path):
-    folder = tmp_path / "other"
-    build({"kind": "mlp_speculator"}, width=64, vocab_size=128).save_pretrained(folder)
-    engine, environment = plugged(folder)
-    with pytest.raises(AssertionError, match="load the base it was trained on"):
-        serve(engine, environment)

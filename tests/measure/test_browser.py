@@ -89,23 +89,6 @@ def test_plots_verdict_and_texts_are_visible(watched: Watched):
     assert len(set(grounds.values())) == 5, "each origin has a background of its own"
 
 
-def test_page_fits_the_screen_and_wide_tables_scroll(watched: Watched):
-    page = watched.page
-    wide, screen = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
-    assert wide == screen
-    table = page.locator(".scroll").first
-    inner, outer = table.evaluate("box => [box.scrollWidth, box.clientWidth]")
-    assert inner > outer or screen > 390
-    if inner > outer:
-        table.focus()
-        page.keyboard.press("ArrowRight")
-        # the content policy of the page forbids waiting inside it
-        moved = (
-            table.evaluate("box => box.scrollLeft") or page.wait_for_timeout(20) for _ in range(200)
-        )
-        assert any(moved)
-
-
 def test_click_draws_the_tree_of_a_step(watched: Watched):
     page, text = watched.page, watched.page.locator(".text").first
     steps = hybrid()[2][0].steps

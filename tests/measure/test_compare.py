@@ -2,13 +2,10 @@
 
 import functools
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import GenerationConfig
 
-from specheads.commands._call import call
 from specheads.core.files import dumps
 from specheads.decoding.generate import generate
 from specheads.decoding.prompt_lookup import PromptLookup
@@ -78,30 +75,6 @@ def test_methods_get_the_same_prompts_and_write_the_same_text():
         measured, key=lambda name: -measured[name].speed.tokens_per_second
     )
     assert shown.rows[-1][0] == "base alone"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["run=nowhere"], "needs a config.yaml, got nowhere"),
-        ([], "name what to compare: run=DIR"),
-        (["run=x", "drafters=[head,oak]"], "each one of head, prompt_lookup"),
-        (["heads=[x]", "drafters=[draft_model]"], "draft_model=FOLDER_OR_HUB_ID"),
-        (["heads=[x]", "drafters=[transformers_assisted]"], "draft_model=FOLDER_OR_HUB_ID"),
-        (["heads=[no/head,no/other]"], "need out=FOLDER"),
-        (["heads=[no/head,no/other]", "out=there"], "no/head"),
-    ],
-)
-def test_mistakes_get_one_line(
-    overrides: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
-):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as left:
-        call("compare", overrides)
-    printed = capsys.readouterr().err
-    assert left.value.code == 2, printed
-    assert told in printed
-    assert len(printed.strip().splitlines()) == 1
 
 
 def test_ratios_between_methods_are_paired():
