@@ -114,26 +114,6 @@ def test_changed_documents_have_another_identity(tokenizer, tmp_path):
     assert len(set(found)) == len(changed) + 1
 
 
-def _fill(data: Data, ready: Any) -> None:
-    ready.wait()
-    tokenised(data, "train", AutoTokenizer.from_pretrained(BASE))
-
-
-@pytest.mark.slow
-def test_two_processes_write_one_folder(tokenizer, tmp_path, cache_folder):
-    data, context = corpus(tmp_path), multiprocessing.get_context("spawn")
-    ready = context.Event()
-    both = [context.Process(target=_fill, args=(data, ready)) for _ in range(2)]
-    for one in both:
-        one.start()
-    ready.set()
-    for one in both:
-        one.join(120)
-    assert [one.exitcode for one in both] == [0, 0]
-    assert len(list((cache_folder / "tokens").iterdir())) == 1
-    assert len(tokenised(data, "train", tokenizer)) > 0
-
-
 def _stall(data: Data) -> None:
     def slow(*args: Any) -> Any:
         for found in read_all(*args):
