@@ -128,10 +128,5 @@ def test_two_answers_in_bfloat16_are_decoded_exactly(dtype: str, monkeypatch: py
     assert base.exact == (dtype == "bfloat16")
 
 
-def test_conversation_longer_than_the_context_is_refused(base: FrozenBase):
-    with pytest.raises(InputError, match="must fit into the context"):
-        Answer(base, [1] * base.max_length, None, None, 4, GREEDY)
-
-
 def test_chat_without_a_base_is_refused(refusal: Any):
     assert "name a run as run=DIR, or a head as head=PATH and base=PATH" in refusal("chat")

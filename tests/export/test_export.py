@@ -267,9 +267,6 @@ def edit(folder: Path, **changes) -> None:
         # vLLM 0.32 would drop the biases, and TGI would serve without a head
         ("medusa", "tgi", {}, {"medusa_fc_bias": ...}),
         ("medusa", "tgi", {}, {"hidden_size": ...}),
-        ("medusa", "tgi", {}, {"num_attention_heads": 4}),
-        ("medusa", "tgi", {}, {"architectures": ["MedusaModel"]}),
-        ("medusa", "tgi", {}, {"base_model_name_or_path": ...}),
         ("mlp_speculator", "tgi", {}, {"n_predict": 4}),
         ("mlp_speculator", "tgi", {}, {"tie_weights": False}),
         ("mlp_speculator", "tgi", {}, {"scale_input": False}),
@@ -279,8 +276,6 @@ def edit(folder: Path, **changes) -> None:
         ("eagle3", "vllm", {"norm_before_residual": True}, {"norm_before_residual": ...}),
         ("eagle3", "speculators", {}, {"norm_before_residual": ...}),
         ("eagle3", "vllm", {"draft_tokens": 20}, {"draft_vocab_size": 61}),
-        ("eagle3", "vllm", {}, {"rope_theta": 500_000.0}),
-        ("eagle3", "vllm", {}, {"rms_norm_eps": 1e-1}),
         ("dflash", "speculators", {}, {"aux_hidden_state_layer_ids": [1, 2, 3, 4, 5]}),
         ("dflash", "speculators", {}, {"mask_token_id": 3}),
         ("dflash", "speculators", {}, {"sliding_window_non_causal": False}),

@@ -33,7 +33,6 @@ from tests import tiny
 from tests.export.hub_server import OWNER, TOKEN, Blob, HubServer, Repository
 from tests.tuned import tuned as made_up
 
-ROOT = Path(__file__).resolve().parents[2]
 REPO = f"{OWNER}/head"
 LICENCES = {"licence": "apache-2.0", "data_licence": "cc-by-4.0"}
 
@@ -194,23 +193,6 @@ def test_card_lists_for_every_engine_whether_it_serves_the_head(kind, made, base
     # vLLM serves every kind, by its plug-in or in the speculators format
     assert {"vllm", "speculators"} & {*shown}
     assert text.count(f"engine={shown[0]} out=served") == 1
-
-
-def test_card_calls_missing_information_unknown(run, base, base_folder):
-    (run.report / "results.json").unlink()
-    settings = asdict(read_run(run.config, Train))
-    settings["data"] |= {"source": "jsonl", "path": str(run.path / "corpus.jsonl")}
-    text = card.model_card(read_summary(run, settings, base), load_head(run.head, base), base)
-    metadata = ModelCard(text).data.to_dict()
-    assert metadata["license"] == "unknown"
-    assert "base_model" not in metadata
-    assert "model-index" not in metadata
-    assert "this card has no numbers" in text
-    assert "Licence of the corpus: unknown" in text
-    assert "local text that is not published (`corpus.jsonl`, jsonl)" in text
-    assert "a folder named `tiny_base`, under no Hub id" in text
-    assert 'FrozenBase.load("path/to/base")' in text
-    assert str(base_folder.parent) not in text
 
 
 def test_access_is_set_before_any_file_is_public(publish, server):

@@ -173,19 +173,15 @@ def check(answer: dict[str, Any], kind: str, places: Sequence[int] = range(6)) -
     """Require the text of vLLM without speculation and the counters of our replay."""
     assert answer["tokens"] == [alone()[place] for place in places]
     wanted = engine_counts(kind, places)
+    # some of all texts' drafts are accepted at every depth, and some are rejected
+    per_depth = wanted["spec_decode_num_accepted_tokens_per_pos"]
+    assert per_depth[-1] > 0 or len(places) < len(prompts())
+    assert per_depth[0] < wanted["spec_decode_num_drafts"] or len(places) < len(prompts())
     assert {name: answer["counters"][name] for name in wanted} == wanted
 
 
 def test_vllm_without_a_head_generates_the_text_of_the_base():
     assert alone() == [text[:NEW_TOKENS] for text in said()]
-
-
-@pytest.mark.parametrize("kind", SETTINGS)
-def test_heads_are_accepted_and_rejected_at_every_depth(kind):
-    counts = engine_counts(kind)
-    per_depth = counts["spec_decode_num_accepted_tokens_per_pos"]
-    assert per_depth[-1] > 0
-    assert per_depth[0] < counts["spec_decode_num_drafts"]
 
 
 @pytest.mark.parametrize("kind", PLUGGED)

@@ -146,23 +146,6 @@ def test_it_trains_on_a_run_s_own_text_and_its_folder_drafts_here(
 
 
 @with_speculators
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["ttt_steps=5"], "no run, got 'ttt_steps'"),
-        (["steps=5"], "no run, got 'steps'"),
-        (["lr=fast"], "optimizer.lr Input should be a valid number"),
-    ],
-)
-def test_settings_that_it_has_not_are_refused(
-    script: ModuleType, tmp_path: Path, words: list[str], message: str
-):
-    source = script.opened(begun(tmp_path))
-    with pytest.raises(InputError, match=message):
-        script.made(source, words)
-
-
-@with_speculators
 def test_a_base_that_scales_its_logits_is_refused(script: ModuleType, tmp_path: Path):
     source = script.opened(begun(tmp_path, architecture="granite"))
     trainer, _ = script.made(source, [])

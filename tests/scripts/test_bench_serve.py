@@ -23,12 +23,6 @@ BASE = ROOT / "recipes" / "tiny_code" / "base"
 SAID = ("import os\n\n\ndef walk(", "class Tree:\n    def", "for name in", "def test_that(")
 
 
-def prompts_file(folder: Path) -> Path:
-    file = folder / "said.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in SAID))
-    return file
-
-
 def trained(base: FrozenBase) -> Head:
     """A head that has seen what the base says after half of the prompts."""
     tokenizer: Any = base.tokenizer
@@ -111,13 +105,6 @@ def test_speed_is_paired_and_for_as_many_tokens(script):
     assert gain == {"ratio": 2, "interval": (2, 2)}
 
 
-def test_a_set_that_fills_no_batch_is_refused(script, tmp_path):
-    base = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(BASE))
-    options = SimpleNamespace(limit=3, batch=[1, 8])
-    with pytest.raises(SystemExit, match="said must fill a batch of 8, got 3"):
-        script.first_turns(base, "said", str(prompts_file(tmp_path)), options)
-
-
 PLAYED = f"""#!{sys.executable}
 import json, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -197,20 +184,3 @@ def test_counters_of_vllm_are_read_by_the_same_names(script):
     server = SimpleNamespace(request=lambda _: SimpleNamespace(text=lines))
     counted = {"drafts": 5, "accepted_tokens_per_pos": [3, 1]}
     assert script.Server.counters(server) == counted
-
-
-@pytest.mark.parametrize("pre_tokenizer", ["", "llama-bpe"])
-def test_the_converter_is_told_how_an_unknown_tokenizer_splits(script, built, pre_tokenizer):
-    sources = built / script.SOURCES
-    (sources / "conversion" / "base.py").write_text(
-        "class TextModel:\n    def get_vocab_base_pre(self, tokenizer): return 'its own'\n"
-    )
-    (sources / "convert_hf_to_gguf.py").write_text(
-        "import json, sys\nfrom conversion.base import TextModel\n"
-        "told = [*sys.argv[1:], TextModel().get_vocab_base_pre(None)]\n"
-        "open(sys.argv[2], 'w').write(json.dumps(told))\n"
-    )
-    out = str(built / "out")
-    script.convert(["folder", out], "f16", pre_tokenizer=pre_tokenizer, built=built)
-    told = json.loads(Path(out).read_text())
-    assert told == ["folder", out, "--outtype", "f16", pre_tokenizer or "its own"]
