@@ -221,18 +221,13 @@ SHORT_PENALTY = RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=5)
 OTHER_BASE = build({"kind": "medusa", "depth": 2}, width=8, vocab_size=tiny.VOCAB)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_beams": 2}, "beam_search"),
-    ({"num_beams": 2, **SAMPLED}, "beam_sample"),
     ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive_search"),
-    ({"dola_layers": "low"}, "dola_generation"),
     ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
     ({"assistant_model": fresh_model()}, "assisted_generation"),
     ({"synced_gpus": True}, "synced_gpus was given"),
     ({"output_scores": True, **DICT}, "output_scores"),
-    ({"output_logits": True, **DICT}, "output_logits"),
-    ({"output_attentions": True}, "output_attentions"),
     ({"output_hidden_states": True}, "output_hidden_states"),
     ({"no_repeat_ngram_size": 2}, "NoRepeatNGram"),
-    ({"bad_words_ids": [[3]], "eos_token_id": 1}, "NoBadWords"),
     ({"guidance_scale": 1.5}, "Guidance"),
     ({"min_new_tokens": 3, "eos_token_id": 1}, "MinLength"),
     ({"typical_p": 0.5, **SAMPLED}, "TypicalLogitsWarper"),

@@ -125,15 +125,16 @@ def test_a_setting_that_a_public_layout_lacks_is_named(tmp_path: Path):
     refused(place, "KeyError 'emb_dim'")
 
 
-def test_a_header_larger_than_its_file_is_refused(folder: Path):
-    claim = {"x": {"dtype": "F32", "shape": [10**6, 10**6], "data_offsets": [0, 4 * 10**12]}}
-    header = json.dumps(claim).encode()
-    content = struct.pack("<Q", len(header)) + header + bytes(8)
-    (folder / "model.safetensors").write_bytes(content)
-    refused(folder, "not a complete safetensors file")
+CLAIM = json.dumps(
+    {"x": {"dtype": "F32", "shape": [10**6, 10**6], "data_offsets": [0, 4 * 10**12]}}
+).encode()
 
 
-@pytest.mark.parametrize("content", [b"", b"x", struct.pack("<Q", 2**62) + b"{}"])
+@pytest.mark.parametrize(
+    "content",
+    [b"x", struct.pack("<Q", 2**62) + b"{}", struct.pack("<Q", len(CLAIM)) + CLAIM + bytes(8)],
+    ids=["damaged", "long header", "large claim"],
+)
 def test_a_damaged_file_is_refused(folder: Path, content: bytes):
     (folder / "model.safetensors").write_bytes(content)
     refused(folder, "not a complete safetensors file")

@@ -129,11 +129,6 @@ def test_content_policy_allows_only_the_script(page: str):
     assert str(policy).startswith("default-src 'none'")
 
 
-def test_visible_replaces_hidden_characters_only():
-    assert visible("a\n\tב é 日") == "a\n\tב é 日"
-    assert visible("\x07\x7f\u200b\ufeff") == "␇⟨U+007F⟩⟨U+200B⟩⟨U+FEFF⟩"
-
-
 @pytest.mark.parametrize(
     ("successes", "trials", "low", "high"),
     # Brown, Cai and DasGupta 2001 and textbooks: 0 of n is z^2 / (n + z^2)
