@@ -31,11 +31,6 @@ CHAT = (
 
 
 @pytest.fixture(scope="module")
-def base() -> FrozenBase:
-    return FrozenBase.load(BASE_FOLDER, device="cpu")
-
-
-@pytest.fixture(scope="module")
 def head(base: FrozenBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a head that was never trained."""
     torch.manual_seed(0)

@@ -15,11 +15,6 @@ SMALL = ["recipe=smoke", "num_samples=6", "new_tokens=8", "batch_size=3"]
 
 
 @pytest.fixture(scope="module")
-def base() -> specheads.FrozenBase:
-    return specheads.FrozenBase.load(data_dir("recipes") / "tiny_code" / "base", device="cpu")
-
-
-@pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(20):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import specheads
-from specheads.config import data_dir
 from specheads.core.files import to_json
 from specheads.measure.results import Results, read
 from specheads.runs.directory import RunDirectory
@@ -19,11 +18,6 @@ from specheads.runs.directory import RunDirectory
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["evaluation.num_prompts=2", "evaluation.max_new_tokens=8", "evaluation.speed_prompts=1"]
 SHORT = ["schedule.phases.corpus.steps=2", "~schedule.phases.distilled", *SMALL]
-
-
-@pytest.fixture(scope="module")
-def base() -> specheads.FrozenBase:
-    return specheads.FrozenBase.load(data_dir("recipes") / "tiny_code" / "base", device="cpu")
 
 
 @pytest.fixture(scope="module")

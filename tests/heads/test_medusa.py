@@ -1,7 +1,6 @@
 """Medusa: the numbers of its project, and its three kinds of vocabulary projection."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -9,25 +8,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
-from specheads.core.drafter import Features, Head
-from specheads.heads.load import build_for, fit, load_head
+from specheads.core.drafter import Features
+from specheads.heads.load import fit, load_head
 from tests import tiny
-
-GOLDEN = Path(__file__).parents[1] / "golden"
-
-
-@pytest.fixture(scope="module")
-def base() -> FrozenBase:
-    return tiny.base("llama")
-
-
-def random(base: FrozenBase, **settings: Any) -> Head:
-    """Return a head with random tensors in float64."""
-    torch.manual_seed(1)
-    head = build_for({"kind": "medusa", "depth": 3, **settings}, base).double()
-    for parameter in head.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    return head
+from tests.heads.golden import GOLDEN, close, expected
 
 
 def legacy(folder: Path) -> Path:
@@ -45,20 +29,18 @@ def legacy(folder: Path) -> Path:
 )
 def test_a_public_medusa_gives_its_project_s_logits(dtype: torch.dtype, tolerance: float):
     head = load_head(GOLDEN / "medusa_heads").to(dtype)
-    golden = load_file(GOLDEN / "medusa_heads" / "expected.safetensors")
+    golden = expected("medusa_heads")
     hidden = golden["in.hidden"].to(dtype)
     tokens = torch.zeros(hidden.shape[:2], dtype=torch.long)
     states = head.states(Features(hidden), tokens)
     for level, state in enumerate(states):
         wanted = golden["out64.logits"][level].to(dtype)
-        torch.testing.assert_close(
-            head.logits(state, level), wanted, rtol=tolerance, atol=tolerance
-        )
+        close(head.logits(state, level), wanted, tolerance)
 
 
 def test_legacy_heads_use_the_base_s_projection(tmp_path: Path):
     head = load_head(legacy(tmp_path))
-    golden = load_file(GOLDEN / "medusa_heads" / "expected.safetensors")
+    golden = expected("medusa_heads")
     tensors = load_file(GOLDEN / "medusa_heads" / "medusa_lm_head.safetensors")
     features = Features(golden["in.hidden"])
     tokens = torch.zeros(golden["in.hidden"].shape[:2], dtype=torch.long)

@@ -16,10 +16,11 @@ from specheads.core.drafter import Features
 from specheads.core.features import Committed
 from specheads.decoding.generate import generate
 from specheads.heads.kinds import mtp
-from specheads.heads.load import build_for, load_head, resume_head
+from specheads.heads.load import load_head, resume_head
 from specheads.training.depth_loss import depth_shares
 from tests import tiny
 from tests.heads.golden import GOLDEN, close, expected
+from tests.heads.test_heads import make
 
 CASES = ["mtp_speculators", "mtp_mimo", "mtp_deepseek"]
 FIRST = 5
@@ -43,16 +44,6 @@ def case(name: str) -> tuple[mtp.Head, dict[str, Tensor]]:
     head, golden = loaded(GOLDEN / name), expected(name)
     head.double().bind(golden["in.embedding"], golden["in.projection"])
     return head, golden
-
-
-def random(base: FrozenBase, **settings) -> mtp.Head:
-    """Return a head with random tensors in float64."""
-    torch.manual_seed(1)
-    head = build_for({"kind": "mtp", **settings}, base).double().eval()
-    assert isinstance(head, mtp.Head)
-    for parameter in head.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    return head
 
 
 @pytest.mark.usefixtures("in_float64")
@@ -171,7 +162,7 @@ def test_a_base_and_its_mtp_head_load_from_one_folder(tmp_path: Path):
     folder = tiny.saved(tmp_path)
     base = FrozenBase.load(folder, dtype="float64", device="cpu")
     shape = {"attention_heads": 4, "key_value_heads": 2, "head_dim": 8, "inner_dim": 48}
-    own = random(base, hidden_first=True, **shape).float()
+    own = make({"kind": "mtp", "hidden_first": True, **shape}, base).float()
     parts = {"layer.eh_proj": "input_proj", "norm": "final_layernorm"}
     parts |= {"layer.enorm": "token_layernorm", "layer.hnorm": "hidden_layernorm"}
     module = {}

@@ -1,7 +1,6 @@
 """bench_serve.py without vLLM: tests/export/test_vllm.py and test_llama_cpp.py run the engines."""
 
 import json
-import shlex
 import sys
 from itertools import chain
 from pathlib import Path
@@ -35,34 +34,6 @@ def trained(base: FrozenBase) -> Head:
     )
     tokens = torch.tensor([one[-3:] + text for one, text in zip(prompts, texts, strict=True)][::2])
     return taught(head, base, tokens, 12, learning_rate=3e-3)
-
-
-def test_llama_cpp_serves_the_base_alone_and_each_chain_of_the_converted_head(
-    script, tmp_path, monkeypatch
-):
-    converted, started = [], []
-    monkeypatch.setattr(script, "convert", lambda *told: converted.append(told))
-    monkeypatch.setattr(script, "LlamaServer", lambda *told: started.append(told))
-    lines = (
-        "python convert_hf_to_gguf.py '/a b' --target-model-dir base --outfile /h.gguf",
-        "llama-server -m BASE.gguf -md /h.gguf --spec-type eagle --spec-draft-n-max 3 --last",
-    )
-    words = "--head x --sets a --engine llama_cpp --depths 1,3 --batch 1,2 --threads 2 "
-    with pytest.raises(SystemExit, match=r"llama.cpp serves GGUF files, .* name --gguf"):
-        script._parse([*words.split(), "--base", str(BASE)])
-    options = script._parse(f"{words} --gguf /base.gguf --out {tmp_path / 'serve.json'}".split())
-    assert [*script._llama_cpp(lines, 100, options)] == [0, 1, 3]
-    asked = ["/a b", "--target-model-dir", "base", "--outfile", "/h.gguf"]
-    assert converted == [(asked, "f16")]
-    shared = shlex.split("--threads 2 --threads-batch 2 --cache-ram 0 --metrics --parallel 2")
-    shared += ["--ctx-size", "200"]
-    drafts = "-md /h.gguf --spec-type eagle --spec-draft-n-max {} --last"
-    told = {0: [], 1: shlex.split(drafts.format(1)), 3: shlex.split(drafts.format(3))}
-    server = str(script.BUILT / script.LLAMA_SERVER)
-    assert started == [
-        ([server, "-m", "/base.gguf", *said, *shared], tmp_path / f"serve.{depth}.log")
-        for depth, said in told.items()
-    ]
 
 
 def test_plain_prompts_are_said_by_a_user_and_mt_bench_is_eight_categories(script, tmp_path):
