@@ -54,15 +54,6 @@ def test_corpus_of_questions_shows_prompts(command: list[str], overrides: list[s
     assert said.endswith("<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n\n")
 
 
-def test_plain_text_is_shown_in_the_loss(overrides: list[str], capsys: Any):
-    text = "a sentence to learn " * 20
-    rows = [json.dumps({"text": f"{text} {number}"}) for number in range(40)]
-    Path("talks.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    call("train", [*overrides, "data.source=jsonl", "preview=1"])
-    said = capsys.readouterr().out
-    assert f"⟦{text} " in said
-
-
 def test_wrong_loss_mask_prints_one_line_and_the_text(overrides: list[str], capsys: Any):
     loud = CHATML.replace("m.content", "(m.content | upper)")
     Path("base/chat_template.jinja").write_text(loud, encoding="utf-8")

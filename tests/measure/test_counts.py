@@ -62,10 +62,6 @@ def test_interval_has_its_nominal_coverage():
     assert 180 <= hits <= 198
 
 
-def test_equal_prompts_have_a_zero_interval():
-    assert bootstrap_interval([3, 3, 3], [2, 2, 2]) == (1.5, 1.5)
-
-
 def test_prompts_without_a_forward_are_skipped():
     assert bootstrap_interval([3, 0, 4], [2, 0, 2]) == bootstrap_interval([3, 4], [2, 2])
     with pytest.raises(ValueError, match="got 2 prompts without one"):

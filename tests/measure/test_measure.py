@@ -176,20 +176,6 @@ def test_looping_texts_are_flagged_and_left_out_of_the_second_rate():
 # --- speed -------------------------------------------------------------------------------------
 
 
-def test_speed_has_rates_ratio_and_step_times():
-    section = speed.measure_speed(
-        tiny.base(), Habit(), tiny.prompts(), GenerationSettings(max_new_tokens=12), repetitions=2
-    )
-    ratio = section.tokens_per_second / section.base_tokens_per_second
-    assert section.speedup == pytest.approx(ratio), "both write the same tokens"
-    assert section.interval[0] <= section.speedup <= section.interval[1]
-    assert (section.step_overhead or 0) > 0
-    assert (section.step_milliseconds or 0) > 0
-    assert section.new_tokens == 36
-    assert section.forwards < 33
-    assert (section.peak_gib or 0) > 0
-
-
 @pytest.mark.parametrize("inner", [policies.chain(2), policies.NOTHING], ids=["head", "no head"])
 def test_speed_and_verdict_tell_head_and_prompt_lookup_apart(inner, monkeypatch):
     def fake(base, drafter, unit, generation):
