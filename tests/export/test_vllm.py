@@ -195,11 +195,13 @@ def test_plugin_is_loaded_in_processes_that_vllm_starts(export):
     check(serve(engine, environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}), "medusa")
 
 
-@pytest.mark.parametrize("kind", NATIVE)
-def test_native_eagle3_counters_equal_the_replay(kind, export):
+@pytest.mark.parametrize(
+    ("kind", "layout"), [*((kind, "vllm") for kind in NATIVE), ("medusa", "tgi")]
+)
+def test_native_heads_are_lossless_and_counters_equal_the_replay(kind, layout, export):
     settings = {
-        "method": "eagle3",
-        "model": str(export(kind, "vllm")),
+        "method": "medusa" if kind == "medusa" else "eagle3",
+        "model": str(export(kind, layout)),
         "num_speculative_tokens": DEPTH,
         "parallel_drafting": kind == "p_eagle",
     }
@@ -236,15 +238,6 @@ def test_serving_benchmark_counts_equal_its_replay(tmp_path):
         assert row["served"]["forwards"] == row["replay"]["forwards"]
         assert row["served"]["tokens_per_forward"] == row["replay"]["tokens_per_forward"] > 1
         assert row["speedup"]["interval"][0] <= row["speedup"]["ratio"]
-
-
-def test_vllm_0_32_loads_medusa_natively(export):
-    settings = {
-        "method": "medusa",
-        "model": str(export("medusa", "tgi")),
-        "num_speculative_tokens": DEPTH,
-    }
-    check(serve({"speculative_config": settings}), "medusa")
 
 
 def drafted(kind: str, text: list[int]) -> list[int]:
