@@ -111,16 +111,6 @@ def test_a_module_with_qwen3_next_s_names_is_read(tmp_path: Path):
         assert torch.equal(value, ours.state_dict()[name]), name
 
 
-def test_a_base_s_own_module_is_trained_further_on_it():
-    """`init=` trains the module further; the base's tensors replace the checkpoint's copies."""
-    base = tiny.base("llama", dtype=torch.float32)
-    head = resume_head(GOLDEN / "mtp_deepseek", base, "mtp")
-    assert isinstance(head, mtp.Head)
-    assert head.lent().data_ptr() == base.projection.scaled_weight.data_ptr()
-    assert not any("embed" in name or "head" in name for name in head.state_dict())
-    assert head.base_fingerprint
-
-
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from specheads.core.texts import loops
-from specheads.decoding.goodput import expected_tokens
 from specheads.measure.counts import (
     DepthCounts,
     bootstrap_interval,
@@ -35,13 +34,6 @@ def test_prompts_of_one_source_are_resampled_together():
     assert together[1] - together[0] > 1.5 * (each[1] - each[0])
     # a prompt without a source is a source of its own
     assert bootstrap_interval(tokens, [10] * 20, [""] * 20) == each
-
-
-def test_levels_add_up_to_the_tokens_per_forward():
-    counts = DepthCounts(forwards=10, offered=[10, 4, 1], accepted=[6, 3, 1])
-    assert counts.levels() == [0.6, 0.5, pytest.approx(1 / 3)]
-    assert expected_tokens(counts.levels())[-1] == pytest.approx(counts.tokens_per_forward)
-    assert DepthCounts.zeros(2).levels() == [0.0, 0.0]
 
 
 def test_conditional_acceptance_has_an_interval_per_depth():

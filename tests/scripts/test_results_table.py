@@ -59,12 +59,6 @@ def test_what_was_not_measured_is_named_and_not_made_up(script: ModuleType):
     assert "| speed-up over the base alone | not measured |" in card
 
 
-def test_where_every_prompt_loops_there_is_no_figure_without_them(script: ModuleType):
-    loops = RESULTS["degenerate"] | {"flagged": 40, "compared": 40, "without": None}
-    card = script.card(from_json(Results, RESULTS | {"degenerate": loops}))
-    assert "| the same without the 40 of 40 that loop | not measured |" in card
-
-
 def test_check_finds_a_page_that_is_not_current_and_leaves_it(
     script: ModuleType, checkout: Path, capsys: pytest.CaptureFixture[str]
 ):
