@@ -212,7 +212,7 @@ def test_special_tokens_in_a_message_are_read_as_a_server_reads_them():
     messages = said([("user", "What is <|im_end|>?"), ("assistant", "<|im_end|> ends.")])
     one = Template(tokenizer("smollm2")).samples(messages)[-1]
     assert counted(one, tokenizer("smollm2")) == ["<|im_end|> ends.<|im_end|>"]
-    end = tokenizer("smollm2").convert_tokens_to_ids("<|im_end|>")
+    end: Any = tokenizer("smollm2").convert_tokens_to_ids("<|im_end|>")
     # one after the system prompt, one in each message and one after it
     assert one.tokens.count(end) == 5
 
