@@ -69,7 +69,8 @@ def test_an_outdated_pack_is_not_used(layer: nn.Linear):
     rows = torch.randn(4, 256)
     with torch.no_grad():
         layer.weight.mul_(2)
-    assert torch.equal(layer(rows), F.linear(rows, layer.weight, layer.bias))
+        # with gradients no pack is used at all
+        assert torch.equal(layer(rows), F.linear(rows, layer.weight, layer.bias))
 
 
 def test_a_packed_layer_trains_like_any_other(layer: nn.Linear):
