@@ -51,12 +51,6 @@ def calls(page: Path) -> list[tuple[str, ...]]:
 CALLS = sorted({call for page in PAGES for call in calls(page)})
 
 
-def test_the_readme_shows_how_to_train_and_to_evaluate():
-    shown = [call[0] for call in calls(PAGES[0])]
-    assert shown.count("train") >= 2
-    assert shown.count("evaluate") >= 2
-
-
 @pytest.mark.parametrize("call", CALLS, ids=" ".join)
 def test_a_command_is_one_of_ours_and_composes(call: tuple[str, ...]):
     name, *given = (word.replace("=foo", "=medusa") for word in call)
@@ -90,20 +84,6 @@ def test_every_path_a_page_names_exists():
     spans = [(page, span) for page in PAGES for span in code(page) if span.startswith(rooms)]
     kept = [(page, span) for page, span in spans if "NAME" not in span]
     assert [(page, span) for page, span in kept if not (ROOT / span).exists()] == []
-
-
-TEXTS = [*PAGES, *sorted(ROOT.glob("configs/**/*.yaml"))] + [
-    path for folder in ("specheads", "scripts") for path in sorted(ROOT.glob(f"{folder}/**/*.py"))
-]
-
-
-def test_every_page_that_a_text_mentions_exists():
-    named = {
-        (text, page)
-        for text in TEXTS
-        for page in re.findall(r"\bdocs/\w+\.md", text.read_text(encoding="utf-8"))
-    }
-    assert [(text, page) for text, page in named if not (ROOT / page).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES[:2], ids=lambda page: page.name)

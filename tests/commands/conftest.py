@@ -1,10 +1,18 @@
-"""A refused command, for tests of commands."""
+"""A refused command and a base, for tests of commands."""
 
 from collections.abc import Callable
 
 import pytest
 
+import specheads
 from specheads.commands._call import call
+from specheads.config import data_dir
+
+
+@pytest.fixture(scope="module")
+def base() -> specheads.FrozenBase:
+    """Return the base of tiny_code."""
+    return specheads.FrozenBase.load(data_dir("recipes") / "tiny_code" / "base", device="cpu")
 
 
 @pytest.fixture

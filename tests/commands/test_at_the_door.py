@@ -1,6 +1,5 @@
 """Common mistakes: one line each, exit code 2, and no file."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 from specheads.config import data_dir
 
 CONFIGS = data_dir("configs")
-BASE = data_dir("recipes") / "tiny_code" / "base"
 LONG = "x" * 300
 PHASES = "schedule.phases"
 
@@ -117,20 +115,3 @@ def test_unreadable_first_row_is_refused_before_the_base_is_loaded(
     said = refusal(command, *asked)
     assert told in said
     assert "mine.jsonl" in said
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "told"),
-    [
-        ("model.safetensors", b"\x00", "weights"),
-        ("config.json", b'{"model_type": ', "config.json"),
-        ("tokenizer.json", b"{}", "tokenizer"),
-    ],
-)
-def test_damaged_base_is_refused(
-    file: str, content: bytes, told: str, refused: Any, tmp_path: Path
-):
-    base = tmp_path / "base"
-    shutil.copytree(BASE, base)
-    (base / file).write_bytes(content)
-    assert told in refused(f"base.model={base}")

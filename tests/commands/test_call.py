@@ -120,14 +120,6 @@ def test_help_shows_every_setting_and_its_examples_compose(command: str, capsys:
         compose.settings_of(command, overrides)
 
 
-def test_help_of_train_shows_choices_and_every_kind_of_head(capsys: Any):
-    call("train", ["--help"])
-    shown = capsys.readouterr().out
-    assert "  head=medusa\n      head.depth=5 head.num_layers=1 head.projection=own" in shown
-    assert "recipe=conversations|granite_code|smoke|smollm2|smollm2_long|tiny_code" in shown
-    assert "  evaluation.repeats: a whole number, at least 1 [2]" in shown
-
-
 @pytest.mark.parametrize(
     "arguments", ["", "--help", "train", "train --help", "train recipe=smoke dry_run=true seed=-1"]
 )

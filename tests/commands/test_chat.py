@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from specheads.base.model import FrozenBase
 from specheads.commands import chat
 from specheads.commands._call import call
-from specheads.commands.chat import Answer, Dialogue, coloured, legend, style
+from specheads.commands.chat import Answer, Dialogue
 from specheads.config import data_dir
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
@@ -29,11 +28,6 @@ CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-
-
-@pytest.fixture(scope="module")
-def base() -> FrozenBase:
-    return FrozenBase.load(BASE_FOLDER, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -78,16 +72,6 @@ def test_base_alone_generates_every_token(base: FrozenBase):
     answer = answered(base, rate=None)
     assert set(answer.origins) == {BASE_ORIGIN}
     assert answer.tokens_per_forward == 1.0
-
-
-def test_depths_look_different_with_and_without_colours():
-    looks = [style(Origin("drafted", depth)) for depth in range(1, 6)]
-    assert len({*looks, style(BASE_ORIGIN), style(Origin("copied", 1))}) == 7
-    assert style(Origin("drafted", 9)) == looks[-1]
-    shown = coloured([("a\x1b[31m", BASE_ORIGIN), ("b", Origin("drafted", 2))])
-    assert shown.plain == "a\\x1b[31mb"
-    assert str(shown.spans[-1].style) == looks[1]
-    assert "drafted at depth 5+" in legend(7).plain
 
 
 def test_dialogue_uses_the_chat_template_and_keeps_earlier_tokens(
@@ -137,21 +121,6 @@ def test_two_answers_in_bfloat16_are_decoded_exactly(dtype: str, monkeypatch: py
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     call("chat", ["head=any", f"base={BASE_FOLDER}", "side_by_side=true", "tree.kind=chain"])
     assert base.exact == (dtype == "bfloat16")
-
-
-def test_wide_terminal_shows_two_answers_side_by_side(base: FrozenBase):
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=100, height=30)
-    chat._show_both(console, answered(base), answered(base, rate=None))
-    told = screen.getvalue()
-    assert "with the head" in told
-    assert "the base alone" in told
-    assert " the base alone, the same text" in told
-
-
-def test_conversation_longer_than_the_context_is_refused(base: FrozenBase):
-    with pytest.raises(InputError, match="must fit into the context"):
-        Answer(base, [1] * base.max_length, None, None, 4, GREEDY)
 
 
 def test_chat_without_a_base_is_refused(refusal: Any):

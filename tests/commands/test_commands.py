@@ -119,17 +119,6 @@ def test_evaluate_keeps_the_settings_of_the_run_except_overrides(
     assert not (work / "never").exists()
 
 
-def test_replay_of_sampled_text_equals_decoding(work: Path, here: Here):
-    here(
-        "evaluate", "run=runs/smoke", "tree=chain", "temperature=0.7", "num_prompts=2",
-        "max_new_tokens=8", "mode=online", "base.dtype=float64", "out=drawn",
-    )  # fmt: skip
-    results = results_of(work / "drawn")
-    # in float64 the replay of the base's text gives the same counts as decoding
-    assert results["replay"]["equal"] is True
-    assert results["offline"]["forwards"] == results["online"]["forwards"]
-
-
 def test_interrupted_command_resumes_to_the_same_head(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):

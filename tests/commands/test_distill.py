@@ -6,19 +6,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 import specheads
-from specheads.commands._call import call
 from specheads.config import data_dir
 from specheads.heads.load import build_for
 
 SMALL = ["recipe=smoke", "num_samples=6", "new_tokens=8", "batch_size=3"]
-
-
-@pytest.fixture(scope="module")
-def base() -> specheads.FrozenBase:
-    return specheads.FrozenBase.load(data_dir("recipes") / "tiny_code" / "base", device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -98,17 +91,6 @@ def test_draft_tokens_are_counted_on_answers_if_there_are_only_prompts(tmp_path:
     assert said <= set(head.draft_ids.tolist())
     known = json.loads((trained.path / "provenance.json").read_text())["draft_vocabulary"]
     assert known == {"size": 60, "coverage": 1.0}
-
-
-def test_dry_run_prints_settings_and_plan(tmp_path: Path, monkeypatch: Any, capsys: Any):
-    monkeypatch.chdir(tmp_path)
-    asked = {"timeout_seconds": 3.0, "served_as": "a", "num_samples": 6, "new_tokens": 8}
-    overrides = [f"{name}={value}" for name, value in asked.items()]
-    call("distill", ["recipe=smoke", "out=text", "dry_run=true", *overrides])
-    settings, shown = yaml.safe_load_all(capsys.readouterr().out)
-    assert asked.items() <= settings["schedule"]["phases"]["distilled"]["distill"].items()
-    assert shown["plan"]["hours"]["distilled: text"] > 0
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import specheads
-from specheads.config import data_dir
 from specheads.core.files import to_json
 from specheads.measure.results import Results, read
 from specheads.runs.directory import RunDirectory
@@ -19,11 +18,6 @@ from specheads.runs.directory import RunDirectory
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["evaluation.num_prompts=2", "evaluation.max_new_tokens=8", "evaluation.speed_prompts=1"]
 SHORT = ["schedule.phases.corpus.steps=2", "~schedule.phases.distilled", *SMALL]
-
-
-@pytest.fixture(scope="module")
-def base() -> specheads.FrozenBase:
-    return specheads.FrozenBase.load(data_dir("recipes") / "tiny_code" / "base", device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +80,6 @@ def test_run_and_head_give_the_same_results(
     assert (run.report / "results.json").read_bytes() == before
     stored = json.loads((tmp_path / "again" / "results.json").read_text())
     assert stored == to_json(of_run)
-    assert capsys.readouterr().out == ""
-
-
-def test_push_lists_files_and_prints_nothing(run: RunDirectory, capsys: Any):
-    listed = specheads.push(run.path, "ada/head", dry_run=True)
-    assert listed.files["README.md"] > 0
-    assert listed.address == ""
     assert capsys.readouterr().out == ""
 
 

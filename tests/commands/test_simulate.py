@@ -53,20 +53,6 @@ def test_loads_are_simulated_printed_and_written(run: Path, capsys: Any):
     assert goodput.latency["mean"] < alone.latency["mean"]
 
 
-def test_python_returns_the_content_of_load_json(run: Path, tmp_path: Path):
-    asked = [f"run={run}", *SMALL]
-    load = specheads.simulate(overrides=asked, out=tmp_path / "out")
-    assert read(LoadResults, tmp_path / "out" / "load.json") == load
-    # from a quarter of what the base alone can serve to more than that
-    alone = [row for row in load.rows if row.draft == "none"]
-    assert len(alone) == 5
-    waits = [row.first_token["mean"] for row in alone]
-    assert waits == sorted(waits)
-    # the highest load exceeds the capacity
-    assert alone[-1].tokens_per_second < 12 * float(alone[-1].load)
-    assert specheads.simulate(overrides=asked, out=tmp_path / "again") == load
-
-
 def test_recorded_loads_are_replayed(run: Path, tmp_path: Path):
     arrivals = tmp_path / "load.jsonl"
     arrivals.write_text('{"seconds": 0, "prompt_tokens": 4, "new_tokens": 7}')

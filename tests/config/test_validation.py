@@ -8,9 +8,8 @@ import pytest
 
 from specheads.config import Compare, Evaluate, Export, Push, Train, check, parts
 from specheads.config.parts import Evaluation, Tree
-from specheads.core import ranges
 from specheads.core.errors import InputError
-from specheads.core.ranges import hints, words
+from specheads.core.ranges import hints
 from specheads.data.settings import Data, WeightedSource
 from specheads.decoding.accept import RULES
 from specheads.training import losses, settings
@@ -121,22 +120,3 @@ def test_contradictions_are_refused(settings: Any, message: str):
 def test_usable_settings_are_accepted():
     for one in (mixture(), Evaluation(max_new_tokens=3)):
         check(one)
-
-
-def test_message_truncates_a_long_value():
-    with pytest.raises(InputError) as refused:
-        check(Data(source="x" * 1000), "data")
-    assert len(str(refused.value)) < 200
-
-
-@pytest.mark.parametrize(
-    ("hint", "told"),
-    [
-        (ranges.Probability, "a number, at least 0, at most 1"),
-        (ranges.Temperature, "a number, 0 or at least 0.001, at most 100"),
-        (list[ranges.TokenRank], "a list, each a whole number, at least 0, at most 4,095"),
-        (bool | None, "true or false or none"),
-    ],
-)
-def test_range_is_described_in_words(hint: Any, told: str):
-    assert words(hint) == told

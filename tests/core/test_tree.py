@@ -38,18 +38,6 @@ def test_ancestors_are_the_nodes_on_the_way_to_the_root(parents):
             assert set(sees.nonzero().flatten().tolist()) == lineage(row_parents, node)
 
 
-def test_paths_share_prefixes():
-    #  91 92 93 95            91 ── 92 ─┬─ 93 ─┬─ 95
-    #  91 92 94 96                      │      └─ 97
-    #  91 92 93 97                      └─ 94 ─── 96
-    paths = torch.tensor([[[91, 92, 93, 95], [91, 92, 94, 96], [91, 92, 93, 97]]])
-    tree = from_paths(paths)
-    assert tree.tokens.tolist() == [[91, 92, 93, 95, 94, 96, 97]]
-    assert tree.parents.tolist() == [[-1, 0, 1, 2, 1, 4, 2]]
-    assert tree.depths().tolist() == [[0, 1, 2, 3, 2, 3, 3]]
-    assert from_paths(paths, 5).tokens.tolist() == [[91, 92, 93, 95, 94]]
-
-
 @st.composite
 def rows_of_paths(draw: st.DrawFn) -> list[list[list[int]]]:
     batch, num_paths, length = (draw(st.integers(1, most)) for most in (3, 6, 4))

@@ -1,11 +1,9 @@
-"""Conversations through published chat templates: ids and masks against tables written by hand.
-
-In a table a piece between bars is counted: what the model itself writes, with what ends it.
-"""
+"""Conversations through published chat templates: texts of transformers, masks by hand."""
 
 import json
-from dataclasses import replace
+from datetime import datetime
 from functools import cache
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,6 @@ SPECIAL: dict[str, tuple[str, ...]] = {
 }
 BOS = {"llama3_1": LLAMA[0], "llama3_2": LLAMA[0], "mistral_nemo": "<s>", "gemma3": "<bos>"}
 EOS = {"gemma3": "<eos>", "mistral_nemo": "</s>"}
-PUBLISHED = tuple(name for name in SPECIAL if name != "qwen3_training")
 
 SINGLE = [("user", "Hi?"), ("assistant", "Hello.")]
 MULTI = [*SINGLE, ("user", "More"), ("assistant", "Bye.")]
@@ -65,165 +62,55 @@ CALLING_IN_TEXT: list[Any] = [
 ]
 """Granite's template has no place for calls: it publishes them in the answer's text."""
 
-SMOL = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
-LLAMA_SYSTEM = (
-    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
-    "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
-)
-LLAMA_USER = "<|start_header_id|>user<|end_header_id|>\n\n"
-LLAMA_ASKS = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-LLAMA_TOOLS = (
-    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n"
-    "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n<|eot_id|>"
-    f"{LLAMA_USER}Given the following functions, please respond with a JSON for a function call "
-    "with its proper arguments that best answers the given prompt.\n\nRespond in the format "
-    '{"name": function name, "parameters": dictionary of argument name and its value}.'
-    'Do not use variables.\n\n{\n    "type": "function",\n    "function": {\n        '
-    '"name": "sun",\n        "parameters": {}\n    }\n}\n\nSun?'
-)
-QWEN_TOOLS = (
-    "<|im_start|>system\n# Tools\n\nYou may call one or more functions to assist with the user "
-    "query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>"
-    '\n{"type": "function", "function": {"name": "sun", "parameters": {}}}\n</tools>\n\nFor each '
-    "function call, return a json object with function name and arguments within <tool_call>"
-    '</tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": '
-    "<args-json-object>}\n</tool_call><|im_end|>\n<|im_start|>user\nSun?<|im_end|>\n"
-)
-GRANITE = (
-    "<|start_of_role|>system<|end_of_role|>Knowledge Cutoff Date: April 2024. Today's Date: "
-    "July 26, 2024. You are Granite, developed by IBM. You are a helpful "
-)
-GRANITE_TOOLS = (
-    f"{GRANITE}assistant with access to the following tools. When a tool is required to answer the "
-    "user's query, respond only with <|tool_call|> followed by a JSON list of tools used. If a "
-    "tool does not exist in the provided list of tools, notify the user that you do not have the "
-    "ability to fulfill the request.<|end_of_text|>\n<|start_of_role|>available_tools"
-    '<|end_of_role|>[\n    {\n        "type": "function",\n        "function": {\n            '
-    '"name": "sun",\n            "parameters": {}\n        }\n    }\n]<|end_of_text|>\n'
-)
-NEMO_TOOLS = (
-    '<s>[AVAILABLE_TOOLS][{"type": "function", "function": {"name": "sun", "parameters": {}}}]'
-    "[/AVAILABLE_TOOLS][INST]Sun?[/INST]"
-)
 NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 
-def chatml(*turns: str, system: str = "", ends: str = "\n") -> str:
-    """Write questions and answers in turn."""
-    out = f"{system}<|im_end|>\n" if system else ""
-    for place, text in enumerate(turns):
-        role = "assistant" if place % 2 else "user"
-        said = f"|{text}<|im_end|>|" if place % 2 else f"{text}<|im_end|>"
-        out += f"<|im_start|>{role}\n{said}{ends}"
-    return out
-
-
-def qwen(asked: str, said: str, again: str, answer: str, system: str = "") -> list[str]:
-    """Write what qwen3 makes of two turns: the first answer keeps its thought for itself."""
-    first = chatml(asked, said, system=system)
-    history = first.replace("|" + said, said.rpartition("\n\n")[2]).replace(
-        "<|im_end|>|", "<|im_end|>"
-    )
-    return [first, history + chatml(again, answer)]
-
-
-def llama(*turns: str, system: str = "") -> str:
-    out = f"{LLAMA_SYSTEM}{system}<|eot_id|>"
-    for asked, said in zip(turns[::2], turns[1::2], strict=True):
-        out += f"{LLAMA_USER}{asked}{LLAMA_ASKS}|{said}<|eot_id|>|"
-    return out
-
-
-def granite(*turns: str, system: str = f"{GRANITE}AI assistant.") -> str:
-    system = system if system.startswith("<") else f"<|start_of_role|>system<|end_of_role|>{system}"
-    out = f"{system}<|end_of_text|>\n"
-    for asked, said in zip(turns[::2], turns[1::2], strict=True):
-        out += f"<|start_of_role|>user<|end_of_role|>{asked}<|end_of_text|>\n"
-        out += f"<|start_of_role|>assistant<|end_of_role|>|{said}<|end_of_text|>|\n"
-    return out
-
-
-def gemma(*turns: str) -> str:
-    out = "<bos>"
-    for asked, said in zip(turns[::2], turns[1::2], strict=True):
-        out += f"<start_of_turn>user\n{asked}<end_of_turn>\n"
-        out += f"<start_of_turn>model\n|{said}<end_of_turn>|\n"
-    return out
-
-
+SUN = '{"name": "sun", "arguments": {"city": "Rome"}}'
 HM, HA = "<think>\nhm\n</think>\n\nHello.", "<think>\nha\n</think>\n\nBye."
 CASES: dict[str, Any] = {
     "single": SINGLE, "multi": MULTI, "system": SYSTEM, "thinking": THINKING, "calling": CALLING,
 }  # fmt: skip
-EXPECTED: dict[tuple[str, str], list[str]] = {
-    ("smollm2", "single"): [chatml("Hi?", "Hello.", system=SMOL)],
-    ("smollm2", "multi"): [chatml("Hi?", "Hello.", "More", "Bye.", system=SMOL)],
-    ("smollm2", "system"): [
-        chatml("Hi?", "Hello.", "More", "Bye.", system="<|im_start|>system\nBe brief.")
-    ],
-    ("smollm2", "thinking"): [chatml("Hi?", HM, "More", HA, system=SMOL)],
-    ("qwen3", "single"): [chatml("Hi?", f"{NO_THOUGHT}Hello.")],
-    ("qwen3", "multi"): qwen("Hi?", f"{NO_THOUGHT}Hello.", "More", f"{NO_THOUGHT}Bye."),
-    ("qwen3", "system"): qwen(
-        *("Hi?", f"{NO_THOUGHT}Hello.", "More", f"{NO_THOUGHT}Bye."),
-        system="<|im_start|>system\nBe brief.",
-    ),
-    ("qwen3", "thinking"): qwen("Hi?", HM, "More", HA),
-    ("qwen3", "calling"): [
-        f"{QWEN_TOOLS}<|im_start|>assistant\n|{NO_THOUGHT}<tool_call>\n"
-        '{"name": "sun", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>|\n',
-        f"{QWEN_TOOLS}<|im_start|>assistant\n<tool_call>\n"
-        '{"name": "sun", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>\n'
-        "<|im_start|>user\n<tool_response>\nyes\n</tool_response><|im_end|>\n"
-        f"<|im_start|>assistant\n|{NO_THOUGHT}Sunny.<|im_end|>|\n",
-    ],
-    ("qwen3_training", "multi"): [
-        chatml("Hi?", f"{NO_THOUGHT}Hello.", "More", f"{NO_THOUGHT}Bye.")
-    ],
-    ("qwen3_training", "thinking"): [chatml("Hi?", HM, "More", HA)],
-    **{
-        (name, case): table
-        for name in ("llama3_1", "llama3_2")
-        for case, table in {
-            "single": [llama("Hi?", "Hello.")],
-            "multi": [llama("Hi?", "Hello.", "More", "Bye.")],
-            "system": [llama("Hi?", "Hello.", "More", "Bye.", system="Be brief.")],
-            "thinking": [llama("Hi?", HM, "More", HA)],
-            "calling": [
-                f'{LLAMA_TOOLS}{LLAMA_ASKS}|{{"name": "sun", "parameters": {{"city": "Rome"}}}}'
-                '<|eot_id|>|<|start_header_id|>ipython<|end_header_id|>\n\n"yes"'
-                f"{LLAMA_ASKS}|Sunny.<|eot_id|>|"
-            ],
-        }.items()
-    },
-    ("granite3_3", "single"): [granite("Hi?", "Hello.")],
-    ("granite3_3", "multi"): [granite("Hi?", "Hello.", "More", "Bye.")],
-    ("granite3_3", "system"): [granite("Hi?", "Hello.", "More", "Bye.", system="Be brief.")],
-    ("granite3_3", "thinking"): [granite("Hi?", HM, "More", HA)],
-    ("granite3_3", "calling"): [
-        f"{GRANITE_TOOLS}<|start_of_role|>user<|end_of_role|>Sun?<|end_of_text|>\n"
-        '<|start_of_role|>assistant<|end_of_role|>|<|tool_call|>[{"name": "sun"}]<|end_of_text|>|\n'
-        "<|start_of_role|>tool<|end_of_role|>yes<|end_of_text|>\n"
-        "<|start_of_role|>assistant<|end_of_role|>|Sunny.<|end_of_text|>|\n"
-    ],
-    ("mistral_nemo", "single"): ["<s>[INST]Hi?[/INST]|Hello.</s>|"],
-    ("mistral_nemo", "multi"): ["<s>[INST]Hi?[/INST]|Hello.</s>|[INST]More[/INST]|Bye.</s>|"],
-    # it moves the system prompt to the last question, so the first answer has a text of its own
-    ("mistral_nemo", "system"): [
-        "<s>[INST]Be brief.\n\nHi?[/INST]|Hello.</s>|",
-        "<s>[INST]Hi?[/INST]Hello.</s>[INST]Be brief.\n\nMore[/INST]|Bye.</s>|",
-    ],
-    ("mistral_nemo", "thinking"): [f"<s>[INST]Hi?[/INST]|{HM}</s>|[INST]More[/INST]|{HA}</s>|"],
-    ("mistral_nemo", "calling"): [
-        f'{NEMO_TOOLS}|[TOOL_CALLS][{{"name": "sun", "arguments": {{"city": "Rome"}}, "id": '
-        '"abcdefghi"}]</s>|[TOOL_RESULTS]{"content": yes, "call_id": "abcdefghi"}[/TOOL_RESULTS]'
-        "|Sunny.</s>|"
-    ],
-    ("gemma3", "single"): [gemma("Hi?", "Hello.")],
-    ("gemma3", "multi"): [gemma("Hi?", "Hello.", "More", "Bye.")],
-    ("gemma3", "system"): [gemma("Be brief.\n\nHi?", "Hello.", "More", "Bye.")],
-    ("gemma3", "thinking"): [gemma("Hi?", HM, "More", HA)],
+PLAIN = {
+    "single": [["Hello."]],
+    "multi": [["Hello.", "Bye."]],
+    "system": [["Hello.", "Bye."]],
+    "thinking": [[HM, HA]],
 }
+LLAMA_CALL = '{"name": "sun", "parameters": {"city": "Rome"}}'
+NEMO_CALL = f'[TOOL_CALLS][{SUN[:-1]}, "id": "abcdefghi"}}]'
+SAID: dict[str, dict[str, list[list[str]]]] = {
+    "smollm2": PLAIN,
+    # the first answer keeps its thought in a text of its own
+    "qwen3": {
+        "single": [[f"{NO_THOUGHT}Hello."]],
+        "multi": [[f"{NO_THOUGHT}Hello."], [f"{NO_THOUGHT}Bye."]],
+        "system": [[f"{NO_THOUGHT}Hello."], [f"{NO_THOUGHT}Bye."]],
+        "thinking": [[HM], [HA]],
+        "calling": [
+            [f"{NO_THOUGHT}<tool_call>\n{SUN}\n</tool_call>"],
+            [f"{NO_THOUGHT}Sunny."],
+        ],
+    },
+    "qwen3_training": {
+        "multi": [[f"{NO_THOUGHT}Hello.", f"{NO_THOUGHT}Bye."]],
+        "thinking": [[HM, HA]],
+    },
+    "llama3_1": PLAIN | {"calling": [[LLAMA_CALL, "Sunny."]]},
+    "llama3_2": PLAIN | {"calling": [[LLAMA_CALL, "Sunny."]]},
+    "granite3_3": PLAIN | {"calling": [['<|tool_call|>[{"name": "sun"}]', "Sunny."]]},
+    # it moves the system prompt to the last question, so the first answer has a text of its own
+    "mistral_nemo": PLAIN | {"system": [["Hello."], ["Bye."]], "calling": [[NEMO_CALL, "Sunny."]]},
+    "gemma3": PLAIN,
+}
+"""What the model writes in each text, without the end of a turn."""
+
+NEMO_SYSTEM = [
+    "<s>[INST]Be brief.\n\nHi?[/INST]Hello.</s>",
+    "<s>[INST]Hi?[/INST]Hello.</s>[INST]Be brief.\n\nMore[/INST]Bye.</s>",
+]
+"""A prompt and its answer; transformers leaves the system prompt out of a whole conversation."""
+
+EXPECTED = [(family, case) for family, said in SAID.items() for case in said]
 
 
 @cache
@@ -246,93 +133,61 @@ def said(case: Any) -> list[dict[str, Any]]:
     return conversation({"messages": rows}, "a row").messages
 
 
-def sampled(family: str, case: str) -> list[Sample]:
+def asked(family: str, case: str) -> list[dict[str, Any]]:
     is_text = family == "granite3_3" and case == "calling"
-    messages = said(CALLING_IN_TEXT if is_text else CASES[case])
-    return Template(tokenizer(family)).samples(messages, [TOOL] if case == "calling" else None)
+    return said(CALLING_IN_TEXT if is_text else CASES[case])
 
 
-def table(family: str, text: str) -> tuple[list[int], list[bool]]:
-    """Return the ids and the mask of a text in whose pieces every other one is counted."""
-    ids, counted = [], []
-    for place, piece in enumerate(text.split("|_|")):
-        found: Any = tokenizer(family)(piece, add_special_tokens=False)["input_ids"]
-        ids += found
-        counted += [place % 2 == 1] * len(found)
-    return ids, counted
+def sampled(family: str, case: str) -> list[Sample]:
+    tools = [TOOL] if case == "calling" else None
+    return Template(tokenizer(family)).samples(asked(family, case), tools)
 
 
-def barred(text: str) -> str:
-    """Mark the bars that are not those of a special token, such as <|im_end|>."""
-    plain = text.replace("<|", "\0").replace("|>", "\1").replace("|", "|_|")
-    return plain.replace("\0", "<|").replace("\1", "|>")
+def counted(one: Sample, reader: Any) -> list[str]:
+    """Return the text of each run in the loss."""
+    pairs = zip(one.tokens, one.loss_mask, strict=True)
+    runs = groupby(pairs, key=lambda pair: pair[1])
+    return [reader.decode([token for token, _ in run]) for is_in, run in runs if is_in]
+
+
+class ThatDay(datetime):
+    """The day that our templates are rendered on."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:
+        return datetime(2024, 7, 26, tzinfo=tz)
 
 
 @pytest.mark.parametrize(("family", "case"), EXPECTED)
-def test_published_templates_give_hand_written_ids_and_masks(family: str, case: str):
-    found = sampled(family, case)
-    wanted = [barred(text) for text in EXPECTED[family, case]]
-    assert [one.text for one in found] == [text.replace("|_|", "") for text in wanted]
-    assert [(one.tokens, one.loss_mask) for one in found] == [table(family, one) for one in wanted]
-
-
-@pytest.mark.parametrize("family", ["smollm2", "qwen3", "llama3_1", "gemma3"])
-def test_ids_equal_apply_chat_template(family: str):
-    own: Any = tokenizer(family).apply_chat_template(said(SYSTEM), return_dict=False)
-    assert sampled(family, "system")[-1].tokens == own
-
-
-def shifted(one: Sample, places: int) -> list[bool]:
-    """Return a mask moved to the right, or to the left."""
-    around = [False] * abs(places)
-    longer = [*around, *one.loss_mask, *around]
-    return longer[abs(places) - places :][: len(one.loss_mask)]
-
-
-def with_header(one: Sample) -> list[bool]:
-    """Return a mask that also counts the text before an answer."""
-    return [here or after for here, after in zip(one.loss_mask, shifted(one, -3), strict=True)]
-
-
-def without_last(one: Sample) -> list[bool]:
-    """Return a mask without its last stretch."""
-    end = max(place for place, counted in enumerate(one.loss_mask) if counted)
-    begin = max((place for place in range(end) if not one.loss_mask[place]), default=-1)
-    return [*one.loss_mask[: begin + 1], *([False] * (len(one.loss_mask) - begin - 1))]
-
-
-PLANTED = {
-    "shifted right": lambda one: shifted(one, 1),
-    "shifted left": lambda one: shifted(one, -1),
-    "header counted": with_header,
-    "last turn left out": without_last,
-    "nothing counted": lambda one: [False] * len(one.loss_mask),
-    "everything counted": lambda one: [True] * len(one.loss_mask),
-}
-
-
-@pytest.mark.parametrize("planted", PLANTED)
-@pytest.mark.parametrize(("family", "case"), EXPECTED)
-def test_wrong_mask_is_refused_with_its_text(family: str, case: str, planted: str):
-    template, one = Template(tokenizer(family)), sampled(family, case)[-1]
-    messages = said(CALLING_IN_TEXT if "granite" in family and case == "calling" else CASES[case])
-    answers = [message for message in messages if message["role"] == "assistant"]
-    # the last part of a conversation in parts counts one answer
-    answers = answers[len(EXPECTED[family, case]) - 1 :]
-    template.refuse_wrong_mask(one, answers)
-    wrong = replace(one, loss_mask=PLANTED[planted](one))
-    with pytest.raises(InputError, match="the mask must count the assistant's answers") as caught:
-        template.refuse_wrong_mask(wrong, answers)
-    assert "\n" not in str(caught.value)
-    assert caught.value.details.replace("⟦", "").replace("⟧", "") == one.text
+def test_published_templates_count_what_the_model_writes(
+    family: str, case: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", ThatDay)
+    reader, found, wanted = tokenizer(family), sampled(family, case), SAID[family][case]
+    end = "<end_of_turn>" if family == "gemma3" else reader.eos_token
+    assert [counted(one, reader) for one in found] == [
+        [f"{text}{end}" for text in texts] for texts in wanted
+    ]
+    if (family, case) == ("mistral_nemo", "system"):
+        assert [one.text for one in found] == NEMO_SYSTEM
+        return
+    # each text is the conversation up to an answer, as transformers renders it
+    messages = asked(family, case)
+    ends = [place for place, one in enumerate(messages, 1) if one["role"] == "assistant"]
+    tools = [TOOL] if case == "calling" else None
+    for one, size in zip(found, accumulate(map(len, wanted)), strict=True):
+        own = {"tools": tools, "conversation": messages[: ends[size - 1]]}
+        assert one.text == reader.apply_chat_template(**own, tokenize=False)
+        ids: Any = reader.apply_chat_template(**own, return_dict=False)
+        assert one.tokens == ids
 
 
 def test_greeting_is_not_an_answer_and_text_after_last_answer_is_dropped():
     messages = said([("assistant", "Welcome."), *SINGLE, ("user", "Thanks")])
     (one,) = Template(tokenizer("smollm2")).samples(messages)
-    text = chatml("Hi?", "Hello.", system=f"{SMOL}<|im_end|>\n<|im_start|>assistant\nWelcome.")
-    assert one.text == barred(text).replace("|_|", "")
-    assert (one.tokens, one.loss_mask) == table("smollm2", barred(text))
+    assert counted(one, tokenizer("smollm2")) == ["Hello.<|im_end|>"]
+    assert "Welcome." in one.text
+    assert "Thanks" not in one.text
 
 
 def test_held_out_prompt_ends_before_first_answer_and_keeps_tools(tmp_path, monkeypatch):
@@ -356,8 +211,10 @@ def test_special_tokens_in_a_message_are_read_as_a_server_reads_them():
     # a special token in a message is that token, as in transformers, and no end of the mask
     messages = said([("user", "What is <|im_end|>?"), ("assistant", "<|im_end|> ends.")])
     one = Template(tokenizer("smollm2")).samples(messages)[-1]
-    text = barred(chatml("What is <|im_end|>?", "<|im_end|> ends.", system=SMOL))
-    assert (one.tokens, one.loss_mask) == table("smollm2", text)
+    assert counted(one, tokenizer("smollm2")) == ["<|im_end|> ends.<|im_end|>"]
+    end: Any = tokenizer("smollm2").convert_tokens_to_ids("<|im_end|>")
+    # one after the system prompt, one in each message and one after it
+    assert one.tokens.count(end) == 5
 
 
 def test_token_that_begins_in_prompt_is_not_counted():
@@ -367,8 +224,7 @@ def test_token_that_begins_in_prompt_is_not_counted():
     )[-1]
     begin = one.loss_mask.index(True)
     assert tokenizer("smollm2").decode(one.tokens[begin - 1]) == "\n\n"
-    counted = [token for token, is_in in zip(one.tokens, one.loss_mask, strict=True) if is_in]
-    assert tokenizer("smollm2").decode(counted) == "Hello.<|im_end|>"
+    assert counted(one, tokenizer("smollm2")) == ["Hello.<|im_end|>"]
 
 
 @pytest.mark.parametrize("family", ["smollm2", "gemma3"])
@@ -378,8 +234,7 @@ def test_end_token_with_line_break_is_counted(family: str):
     made.add_special_tokens({"additional_special_tokens": [*others, AddedToken(end, rstrip=True)]})
     made.chat_template = tokenizer(family).chat_template
     one = Template(made).samples(said(MULTI))[-1]
-    counted = [token for token, is_in in zip(one.tokens, one.loss_mask, strict=True) if is_in]
-    assert made.decode(counted) == f"Hello.{end}Bye.{end}"
+    assert "".join(counted(one, made)) == f"Hello.{end}Bye.{end}"
 
 
 def test_normalising_tokenizer_is_accepted():
@@ -390,8 +245,7 @@ def test_normalising_tokenizer_is_accepted():
     made.add_special_tokens({"eos_token": "<|im_end|>"})
     made.chat_template = tokenizer("smollm2").chat_template
     one = Template(made).samples(said([("user", "Hi?"), ("assistant", "Cafe\u0301 e\u0301.")]))[-1]
-    counted = [token for token, is_in in zip(one.tokens, one.loss_mask, strict=True) if is_in]
-    assert made.decode(counted) == "Caf\u00e9 \u00e9.<|im_end|>"
+    assert counted(one, made) == ["Caf\u00e9 \u00e9.<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -417,94 +271,47 @@ def test_template_that_drops_or_refuses_a_message_is_refused(family: str, case: 
 
 
 HEADER = "{{ '<|im_start|>' + m.role + '\n' }}"
-SAID = "{{ m.content + '<|im_end|>' }}"
+WRITES = "{{ m.content + '<|im_end|>' }}"
 ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
 
 def marked(answer: str, asks: str = ASKS) -> str:
     """Return a template of ours with markers in the assistant's branch."""
-    other = "{% else %}" + HEADER + SAID + "\n{% endif %}{% endfor %}"
+    other = "{% else %}" + HEADER + WRITES + "\n{% endif %}{% endfor %}"
     return "{% for m in messages %}{% if m.role == 'assistant' %}" + answer + other + asks
-
-
-def with_template(source: str) -> Template:
-    made = AutoTokenizer.from_pretrained(BASE)
-    made.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": list(CHATML)})
-    made.chat_template = source
-    return Template(made)
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        marked(HEADER + "{% generation %}" + SAID + "{{ '\n' }}{% endgeneration %}"),
         # these markers leave the end to us
         marked(HEADER + "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>\n' }}"),
-        # both the prompt and the markers begin with the thought
-        marked(
-            HEADER + "{% generation %}{{ '<think>\n' }}" + SAID + "{{ '\n' }}{% endgeneration %}",
-            ASKS.replace("assistant\n", "assistant\n<think>\n"),
-        ),
         # only the prompt opens a thought
         marked(
-            HEADER + "{% generation %}" + SAID + "{{ '\n' }}{% endgeneration %}",
+            HEADER + "{% generation %}" + WRITES + "{{ '\n' }}{% endgeneration %}",
             ASKS.replace("assistant\n", "assistant\n<think>\n"),
         ),
-        marked(HEADER + SAID + "\n", ASKS.replace("assistant\n", "assistant\n<think>\n")),
         # the header is marked, and is no answer
-        marked("{% generation %}" + HEADER + SAID + "\n{% endgeneration %}"),
+        marked("{% generation %}" + HEADER + WRITES + "\n{% endgeneration %}"),
         # prompt and answer differ, and only the markers show where it begins
         marked(
             HEADER.replace("'\n'", "'<|im_start|>'")
-            + "{% generation %}" + SAID + "{{ '\n' }}{% endgeneration %}"
+            + "{% generation %}" + WRITES + "{{ '\n' }}{% endgeneration %}"
         ),
         # the answer begins behind the prompt, and markers elsewhere change nothing
-        marked(HEADER + SAID + "{% generation %}{{ '\n' }}{% endgeneration %}"),
+        marked(HEADER + WRITES + "{% generation %}{{ '\n' }}{% endgeneration %}"),
         marked(
-            HEADER + "{% if loop.last %}" + SAID + "{% else %}{% generation %}" + SAID
+            HEADER + "{% if loop.last %}" + WRITES + "{% else %}{% generation %}" + WRITES
             + "{% endgeneration %}{% endif %}\n"
         ),
     ],
 )  # fmt: skip
 def test_prompts_and_generation_markers_decide_the_mask_with_the_end_token(source: str):
-    (one,) = with_template(source).samples(said(MULTI))
-    counted = [token for token, is_in in zip(one.tokens, one.loss_mask, strict=True) if is_in]
-    text = with_template(source)._tokenizer.decode(counted)
-    assert text == "Hello.<|im_end|>Bye.<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        (
-            marked(HEADER + SAID, ASKS.replace("assistant\n", "bot\n")),
-            "the mask is unstable",
-        ),
-        (marked(HEADER + "{{ m.content }}\n"), "must end an answer with a special token"),
-        (marked(HEADER + "{{ '<|im_end|>' }}"), "leaves them out"),
-        (marked(HEADER + "{{ m.content | upper + '<|im_end|>' }}"), "writes 'HELLO"),
-    ],
-    ids=["unstable", "endless", "silent", "loud"],
-)  # fmt: skip
-def test_template_without_a_stable_mask_is_refused_with_details(source: str, told: str):
-    with pytest.raises(InputError, match=told) as caught:
-        with_template(source).samples(said(MULTI), None, "line 3")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("family", PUBLISHED)
-def test_next_prompt_equals_the_text_of_training(family: str):
-    template, reader = Template(tokenizer(family)), tokenizer(family)
-    ids: Any = reader("Hello.", add_special_tokens=False)["input_ids"]
-    messages = said(MULTI[:3])
-    first = template.prompt(messages[:1])
-    assert first == table(family, sampled(family, "single")[0].text.partition("Hello.")[0])[0] or (
-        family == "qwen3"
-    )
-    again = template.next_prompt([*first, *ids], messages)
-    assert again == template.prompt(messages)
-    # the base ended its answer itself
-    assert template.next_prompt(again[: len(first) + len(ids) + 1], messages) == again
+    made = AutoTokenizer.from_pretrained(BASE)
+    made.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": list(CHATML)})
+    made.chat_template = source
+    (one,) = Template(made).samples(said(MULTI))
+    assert counted(one, made) == ["Hello.<|im_end|>", "Bye.<|im_end|>"]
 
 
 def test_next_prompt_keeps_the_ids_of_the_answer():
@@ -514,15 +321,6 @@ def test_next_prompt_keeps_the_ids_of_the_answer():
     first = template.prompt(said(SINGLE[:1]))
     messages = said([*SINGLE[:1], ("assistant", " Hello. "), ("user", "More")])
     assert template.next_prompt([*first, *odd], messages)[: len(first) + len(odd)] == [*first, *odd]
-
-
-def test_next_prompt_renders_again_if_thoughts_are_removed():
-    template, reader = Template(tokenizer("qwen3")), tokenizer("qwen3")
-    first = template.prompt(said(THINKING[:1]))
-    ids: Any = reader(HM, add_special_tokens=False)["input_ids"]
-    again = template.next_prompt([*first, *ids], said(THINKING[:3]))
-    assert again == template.prompt(said(THINKING[:3]))
-    assert "<think>" not in reader.decode(again)
 
 
 def test_template_that_calls_the_clock_is_the_same_every_day(monkeypatch: Any):

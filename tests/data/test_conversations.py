@@ -22,6 +22,7 @@ CALLED = {
     "tool_calls": [{"type": "function", "function": ROME}],
 }
 YES = {"role": "tool", "content": "yes"}
+PART = {"type": "text", "text": "Hello."}
 
 
 def read(*messages: dict[str, Any], **columns: Any) -> list[dict[str, Any]]:
@@ -33,14 +34,11 @@ def read(*messages: dict[str, Any], **columns: Any) -> list[dict[str, Any]]:
     [
         {"messages": [HI, HELLO]},
         {"messages": [HI | {"name": None}, HELLO | {"tool_calls": None}], "output": None},
-        {"messages": [HI, HELLO], "prompt": "Hi?", "prompt_id": "x"},
         {"conversations": [HUMAN, GPT]},
         {"conversations": [HUMAN | {"weight": 0.0}, GPT | {"weight": 1.0}], "source": "x"},
         {"conversations": [HI, HELLO], "id": "x", "num_turns": 2, "verified": True},
         {"conversation": [HI, HELLO], "conversation_hash": "x", "modelName": "y", "toxic": False},
-        {"conversations": [HUMAN, GPT], "instruction": "Hi?", "response": "Hello."},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi?"}]}, HELLO]},
-        {"instruction": "Hi?", "input": "", "output": "Hello.", "text": "Q: Hi? A: Hello."},
         {"instruction": "", "input": "Hi?", "output": "Hello."},
         {"prompt": "Hi?", "completion": "Hello."},
         {"prompt": [HI], "completion": [HELLO]},
@@ -74,9 +72,7 @@ def test_system_prompt_comes_first(row: dict[str, Any]):
     [
         ({"instruction": "Add.", "input": "1 + 1", "output": "2"}, "Add.\n\n1 + 1"),
         ({"question": "Who?", "context": "Bob lives.", "answer": "Bob."}, "Who?\n\nBob lives."),
-        ({"prompt": "Who?", "input": "Bob lives.", "response": "Bob."}, "Who?\n\nBob lives."),
         ({"query": "a", "context": "b", "input": "c", "output": "d"}, "a\n\nc\n\nb"),
-        ({"input": "a", "context": "b", "output": "c"}, "a\n\nb"),
         ({"instruction": "a", "context": None, "input": " ", "response": "d"}, "a"),
     ],
 )
@@ -121,8 +117,6 @@ def test_call_without_arguments_has_an_empty_object(empty: Any):
         {"tools": [TOOL]},
         {"tools": json.dumps([TOOL])},
         {"functions": [TOOL["function"]]},
-        {"functions": json.dumps([TOOL["function"]]), "tools": []},
-        {"tools": [TOOL], "functions": None},
     ],
 )
 def test_tools_are_read_as_lists_and_as_json(columns: dict[str, Any]):
@@ -148,10 +142,8 @@ def test_thoughts_are_kept_apart_from_the_answer(answer: dict[str, Any]):
     "calls",
     [
         [{"x": 0, "y": 1}, {"text": "a"}],
-        [{"at": {"x": 0}}, {"at": {"y": [1]}}],
         [{"all": [{"x": 1}, {"y": 2}]}, {"all": [{"z": 3}]}],
         [{"flag": False, "n": 0, "s": ""}, {"t": "a"}],
-        [{}, {"x": 0}],
     ],
 )
 @pytest.mark.parametrize("key", ["tool_calls", "function_call"])
@@ -173,22 +165,18 @@ def test_parquet_reads_as_json_lines_do(tmp_path, calls: list[dict[str, Any]], k
     ("row", "told"),
     [
         ({}, "has empty columns only"),
-        ({"text": "Hi?"}, "has text"),
         ({"instruction": "Hi?", "input": "x"}, "has instruction, input"),
         ({"messages": [HI, HELLO], "conversations": [HI]}, "neither: conversations "),
         ({"messages": [HI], "instruction": "a", "output": "b"}, "neither: instruction, output "),
         ({"messages": "Hi?"}, "must be a list of objects"),
-        ({"messages": ["Hi?"]}, "has 'Hi\\?' among them"),
         ({"messages": [{"content": "Hi?"}]}, "has None"),
         ({"messages": [{"role": "bot", "content": "Hi?"}]}, "one of system, user.* has 'bot'"),
         ({"messages": [{"role": "user", "content": 3}]}, "parts with text .* has int"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "has image"),
-        ({"messages": [{"role": "user", "content": ["Hi?"]}]}, "has str"),
         ({"messages": [{"role": "user", "content": " \n"}]}, "of the user must not be empty"),
         ({"messages": [HI, {"role": "assistant"}]}, "of the assistant must not be empty"),
         ({"messages": [BRIEF, HELLO]}, "needs a turn of the user; .* only assistant, system"),
         ({"instruction": 3, "output": "b"}, "instruction must be text"),
-        ({"instruction": "a", "input": {"b": 1}, "output": "b"}, "input must be text"),
         ({"prompt": [HI], "completion": "Hello."}, "has 'Hello.' among them"),
         ({"messages": [HI, HELLO], "tools": "x"}, "list of JSON schemas; .* has 'x'"),
         ({"messages": [HI, HELLO | {"tool_calls": [3]}]}, "list of objects with function.* has 3"),
@@ -196,33 +184,14 @@ def test_parquet_reads_as_json_lines_do(tmp_path, calls: list[dict[str, Any]], k
             {"messages": [HI, HELLO | {"tool_calls": [{"name": "f", "arguments": "{"}]}]},
             r"arguments \(an object, or its JSON\); .* has '{'",
         ),
-    ],
-)
-def test_bad_conversation_is_refused_in_one_line(row: Any, told: str):
-    with pytest.raises(InputError, match=told) as caught:
-        conversation(row, WHERE)
-    assert WHERE in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 400
-
-
-PART = {"type": "text", "text": "Hello."}
-
-
-@pytest.mark.parametrize(
-    ("row", "named"),
-    [
+        # what would be dropped is named
         ({"messages": [HI, HELLO], "hint": "Think.", "state": "x"}, "neither: hint, state "),
         ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history"),
         ({"messages": [HI, HELLO], "chat_template_kwargs": {"thinking": True}}, "chat_template"),
         ({"messages": [HI, HELLO], "rejected": [HI, HELLO]}, "rejected"),
-        ({"instruction": "a", "source_text": "b", "output": "c"}, "source_text"),
         ({"messages": [HI, HELLO], "tools": [TOOL], "functions": [TOOL]}, "functions"),
-        ({"messages": [HI, HELLO], "weight": 0.5}, "weight"),
         ({"messages": [HI, HELLO | {"weight": 0}]}, "weight"),
-        ({"messages": [HI | {"train": True}, HELLO]}, "train"),
         ({"messages": [HI, HELLO | {"prefix": True}]}, "prefix"),
-        ({"messages": [HI | {"images": ["a.png"]}, HELLO]}, "images"),
         ({"messages": [HI, HELLO | {"refusal": "No."}]}, "refusal"),
         ({"messages": [HI | {"tool_calls": [ROME]}, HELLO]}, "calls tools; .* user"),
         ({"messages": [HI | {"thinking": "hm"}, HELLO]}, "thinks .* user"),
@@ -239,10 +208,11 @@ PART = {"type": "text", "text": "Hello."}
         ),
     ],
 )
-def test_what_would_be_dropped_is_refused_by_name(row: Any, named: str):
-    with pytest.raises(InputError, match=named) as caught:
+def test_bad_conversation_is_refused_in_one_line(row: Any, told: str):
+    with pytest.raises(InputError, match=told) as caught:
         conversation(row, WHERE)
     assert WHERE in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
 
 
@@ -252,7 +222,6 @@ def test_what_would_be_dropped_is_refused_by_name(row: Any, named: str):
         ({"messages": [HI, HELLO], "hint": "Think."}, ["hint"]),
         ({"messages": [HI | {"state": "x"}, HELLO | {"state": "y"}], "a": [1]}, ["a", "state"]),
         ({"messages": [HI, HELLO | {"weight": 0}]}, ["weight"]),
-        ({"prompt": "Hi?", "messages": [HI, HELLO], "answer": "x"}, ["answer"]),
         ({"instruction": "Hi?", "input": "x", "output": "Hello."}, ["input"]),
     ],
 )

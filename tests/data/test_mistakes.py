@@ -216,14 +216,6 @@ def test_tokenizer_without_unknown_token_is_refused(tmp_path: Path):
         tokenised(Data(source="jsonl", path=str(rows)), "train", narrow)
 
 
-def test_keys_of_a_row_stay_in_one_line(tokenizer, tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_text(json.dumps({"a\nb": 1} | {f"key {number}": 1 for number in range(999)}))
-    with pytest.raises(InputError, match="has a b, key 0") as caught:
-        load_prompts(str(file), tokenizer, num_prompts=1)
-    assert len(str(caught.value)) < 400
-
-
 # bad rows of a set are listed together
 
 HI, HELLO = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}
@@ -272,13 +264,6 @@ def test_bad_rows_are_told_together_or_dropped(chat_tokenizer, tmp_path, bad, to
     with pytest.warns(UserWarning, match=f"{told}.*they are left out"):
         found = tokenised(replace(data, bad_rows="drop"), split_of('["Hi?"]'), chat_tokenizer)
     assert len(found) == 60 - len(bad)
-
-
-def test_many_reasons_are_shortened(chat_tokenizer, tmp_path):
-    chat_tokenizer.chat_template = ALTERNATING
-    bad = {line: {"messages": [HI, HELLO], f"note {line}": "x"} for line in range(1, 21)}
-    with pytest.raises(InputError, match=r"20 rows .* and 15 more reasons; fix"):
-        tokenised(Data(source="chat", path=talks(tmp_path, bad)), "train", chat_tokenizer)
 
 
 def test_bad_rows_of_text_are_told_together(refused, tokenizer, tmp_path):

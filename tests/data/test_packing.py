@@ -95,20 +95,6 @@ def test_stream_has_all_documents_in_order_without_the_short_last_row(
     assert found == flat[: len(rows) * length]
 
 
-@pytest.mark.parametrize(
-    ("packing", "told"),
-    [
-        # a a a a   a a b b   c c c .
-        ("best_fit", "3 rows of 4 tokens, 8.3% padding, 33.3% of documents cut, 0.0%"),
-        # a a a a   b b . .   c c c .
-        ("none", "3 rows of 4 tokens, 25.0% padding, 33.3% of documents cut, 18.2%"),
-    ],
-)
-def test_summary_counts_padding_and_what_is_cut(packing: str, told: str):
-    text = pack(packing, [6, 2, 3], sequence_length=4)
-    assert text.summary == f"3 documents in {told} of tokens left out"
-
-
 # batches
 
 

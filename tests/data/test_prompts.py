@@ -124,11 +124,9 @@ def test_larger_set_is_sampled_by_the_seed(tokenizer, tmp_path):
     [
         ('{"prompt": " "}', "line 2 of .* has empty columns only"),
         ('{"output": "x"}', "prompt, turns or a question; line 2 of .* has empty"),
-        ('{"turns": []}', "turns must be a list .* line 2 of"),
         ('{"turns": ["a", " "]}', "turns must be a list .* line 2 of"),
         ('{"prompt": "a", "hint": "b"}', "neither: hint .* line 2 of"),
         ("[1]", "one JSON object a line; line 2 of"),
-        ("{", "one JSON object a line; line 2 of"),
     ],
 )
 def test_row_without_prompt_is_refused_with_its_line(tokenizer, tmp_path, line, message):
@@ -161,7 +159,6 @@ ASK, SAY, MORE = U | {"content": "ask"}, A | {"content": "SAY"}, U | {"content":
         ({"messages": [SAY, ASK, SAY], "prompt": "ask"}, "<assistant>SAY<user>ask<assistant>"),
         ({"prompt": [ASK], "completion": [SAY]}, "<user>ask<assistant>"),
         ({"instruction": "ask", "input": "more", "output": "SAY"}, "<user>ask\n\nmore<assistant>"),
-        ({"question": "ask", "context": "more", "answer": "SAY"}, "<user>ask\n\nmore<assistant>"),
         ({"system": "be", "prompt": "ask", "response": "SAY"}, "<system>be<user>ask<assistant>"),
         ({"system": "be", "turns": ["ask"], "reference": ["S"]}, "<system>be<user>ask<assistant>"),
         ({"prompt": "ask", "canonical_solution": "SAY", "test": "SAY"}, "ask"),

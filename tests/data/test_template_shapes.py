@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -549,10 +549,13 @@ def reader(source: str, eos: str = "<|end|>") -> Any:
     return made
 
 
+def tokenizer_of(family: str) -> Any:
+    return reader(FAMILIES[family].template(family), FAMILIES[family].eos)
+
+
 @cache
 def template_of(family: str) -> Template:
-    one = FAMILIES[family]
-    return Template(reader(one.template(family), one.eos))
+    return Template(tokenizer_of(family))
 
 
 def samples(template: Template, messages: list[dict[str, Any]]) -> list[Sample]:
@@ -565,13 +568,8 @@ def samples(template: Template, messages: list[dict[str, Any]]) -> list[Sample]:
 
 def stretches(one: Sample) -> Iterator[tuple[int, int]]:
     """Yield (begin, stop) of each run in the loss."""
-    edges = [
-        place
-        for place, pair in enumerate(
-            zip([False, *one.loss_mask], [*one.loss_mask, False], strict=True)
-        )
-        if pair[0] != pair[1]
-    ]
+    pairs = enumerate(pairwise([False, *one.loss_mask, False]))
+    edges = [place for place, (before, after) in pairs if before != after]
     yield from zip(edges[::2], edges[1::2], strict=True)
 
 
@@ -614,21 +612,19 @@ def test_answers_and_their_ends_are_counted_or_the_row_is_refused(family: str, c
             bad.report("x", "drop")
         return
     found = samples(template, CASES[case])
-    tokenizer = reader(shape.template(family), shape.eos)
+    tokenizer = tokenizer_of(family)
     texts = [counted(one, tokenizer) for one in found]
     assert list(chain(*texts)) == written(family, case, list(map(len, texts)))
     # each text is the conversation up to an answer, as transformers renders it
     read = conversation({"messages": CASES[case]}, "a row").messages
     places = [place for place, one in enumerate(read, 1) if one["role"] == "assistant"]
-    for one, size in zip(
-        found, [sum(map(len, texts[: n + 1])) for n in range(len(texts))], strict=True
-    ):
+    for one, size in zip(found, accumulate(map(len, texts)), strict=True):
         assert one.text == template.text(read[: places[size - 1]])
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", [one.families[-1] for one in SHAPES])
-def test_mask_with_one_token_more_or_less_is_refused(family: str, case: str):
+def test_wrong_mask_is_refused_with_its_text(family: str, case: str):
     template, messages = template_of(family), conversation({"messages": CASES[case]}, "").messages
     if case in FAMILIES[family].refused:
         return
@@ -639,13 +635,19 @@ def test_mask_with_one_token_more_or_less_is_refused(family: str, case: str):
     (begin, _), (_, stop) = spans[0], spans[-1]
     wrongs = {"begin": [(begin - 1, True), (begin, False)], "end": [(stop - 1, False)]}
     wrongs["end"] += [(stop, True)] if stop < len(one.tokens) else []
+    masks = [[value] * len(one.tokens) for value in (False, True)]
     for place, value in chain(*wrongs.values()):
-        mask = [*one.loss_mask[:place], value, *one.loss_mask[place + 1 :]]
+        masks.append([*one.loss_mask[:place], value, *one.loss_mask[place + 1 :]])
+    # without the last answer
+    begin, stop = spans[-1]
+    masks.append([*one.loss_mask[:begin], *[False] * (stop - begin), *one.loss_mask[stop:]])
+    for mask in masks:
         with (
-            pytest.raises(InputError, match="must count the assistant's answers"),
+            pytest.raises(InputError, match="must count the assistant's answers") as caught,
             warnings.catch_warnings(action="ignore"),
         ):
             template.refuse_wrong_mask(replace(one, loss_mask=mask), answers)
+        assert caught.value.details.replace("⟦", "").replace("⟧", "") == one.text
 
 
 # --- templates without a mask -------------------------------------------------------------------
@@ -658,7 +660,6 @@ DOUBLE = dict(
     asks="<|turn|><|assistant|><|text|>",
 )
 OPENED = dict(other="<|{{ m.role }}|>{{ m.content }}", asks="<|assistant|><think>{{ '\n' }}")
-TURN = dict(other="<|turn|>user:{{ m.content }}", asks="<|turn|>assistant:")
 ENDED = ["Four.<|end|>", "Six, I think.<|end|>", "7.<|end|>"]
 
 
@@ -677,23 +678,11 @@ ENDED = ["Four.<|end|>", "Six, I think.<|end|>", "7.<|end|>"]
             r"this tokenizer's adds '<\|stop\|>'; write {{ eos_token }}",
             turns("<|assistant|>" + TEXT + "{{ eos_token }}", **OTHER | {"asks": "<|assistant|>"}),
         ),
-        # the token that opens every turn does not end one
-        (
-            turns("<|turn|>assistant:" + TEXT, **TURN),
-            "must end an answer with a special token",
-            turns("<|turn|>assistant:" + TEXT + "{{ eos_token }}", **TURN),
-        ),
         # the generation prompt has words that the answer lacks
         (
             turns("<|assistant|>" + TEXT + "<|end|>", **OTHER),
             "the mask is unstable .give the tokenizer a template with {% generation %} markers",
             turns("<|assistant|>{% generation %}" + TEXT + "<|end|>{% endgeneration %}", **OTHER),
-        ),
-        # the markers contain a header that is not that of the prompt
-        (
-            turns("{% generation %}<|turn|>bot:" + TEXT + "<|end|>{% endgeneration %}", **TURN),
-            "the mask is unstable",
-            turns("<|turn|>bot:{% generation %}" + TEXT + "<|end|>{% endgeneration %}", **TURN),
         ),
         # the markers are empty
         (
@@ -708,7 +697,7 @@ ENDED = ["Four.<|end|>", "Six, I think.<|end|>", "7.<|end|>"]
             turns("<|assistant|>" + TEXT + "<|end|>", **OPENED),
         ),
     ],
-    ids=["endless", "unknown", "opener", "words", "header", "empty", "end"],
+    ids=["endless", "unknown", "words", "empty", "end"],
 )  # fmt: skip
 def test_remedy_of_a_refusal_works(refused: str, message: str, remedied: str):
     with pytest.raises(InputError, match=message) as caught:
@@ -734,7 +723,7 @@ def test_second_turn_keeps_the_ids_of_the_answer_or_is_what_the_template_makes(
     family: str, thought: str
 ):
     shape, template = FAMILIES[family], template_of(family)
-    tokenizer = reader(shape.template(family), shape.eos)
+    tokenizer = tokenizer_of(family)
     wrote = shape.said(Wrote("Four.", thought, after="user"))
     if thought not in wrote:
         # the family does not think
@@ -774,10 +763,7 @@ def test_second_turn_keeps_the_ids_of_the_answer_or_is_what_the_template_makes(
     ],
 )
 def test_next_prompt_ends_an_answer_as_the_template_does(family: str, wrote: str):
-    template, tokenizer = (
-        template_of(family),
-        reader(FAMILIES[family].template(family), FAMILIES[family].eos),
-    )
+    template, tokenizer = template_of(family), tokenizer_of(family)
     messages = conversation({"messages": MULTI[:3]}, "a row").messages
     text = "\n<think></think>\nFour." if family == "glm4moe" else "Four."
     ids = tokenizer.encode(text + wrote)
@@ -789,16 +775,14 @@ def test_next_prompt_ends_an_answer_as_the_template_does(family: str, wrote: str
     assert found == template.prompt(messages)
 
 
+ANALYSIS = "<|channel|>analysis<|message|>2 + 2<|end|>"
+
+
 @pytest.mark.parametrize(
     ("wrote", "content", "thought"),
     [
         ("<|channel|>final<|message|>Four.<|eos|>", "Four.", ""),
-        (
-            "<|channel|>analysis<|message|>2 + 2<|end|><|turn|>assistant<|channel|>final"
-            "<|message|>Four.",
-            "Four.",
-            "2 + 2",
-        ),
+        (f"{ANALYSIS}<|turn|>assistant<|channel|>final<|message|>Four.", "Four.", "2 + 2"),
         # no answer in the form of the template
         ("<|channel|>commentary<|message|>{}<|calls|>", "commentary{}", ""),
     ],
@@ -806,19 +790,14 @@ def test_next_prompt_ends_an_answer_as_the_template_does(family: str, wrote: str
 def test_channels_of_an_answer_become_its_thought_and_content(
     wrote: str, content: str, thought: str
 ):
-    template = template_of("gptoss")
-    ids = reader(FAMILIES["gptoss"].source.replace("[[", "").replace("]]", ""), "<|eos|>").encode(
-        wrote
-    )
-    assert template.message(ids) == answer(content, thought)
+    ids = tokenizer_of("gptoss").encode(wrote)
+    assert template_of("gptoss").message(ids) == answer(content, thought)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_end_of_a_turn_is_the_last_token_that_the_model_writes(family: str):
-    shape = FAMILIES[family]
-    tokenizer = reader(shape.template(family), shape.eos)
-    wrote = tokenizer.encode(shape.said(Wrote("Four.", after="user")))
-    assert end_ids(tokenizer) == (wrote[-1],)
+    wrote = tokenizer_of(family).encode(FAMILIES[family].said(Wrote("Four.", after="user")))
+    assert end_ids(tokenizer_of(family)) == (wrote[-1],)
 
 
 def test_base_stops_at_the_end_of_the_template_and_at_its_own():

@@ -3,13 +3,12 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from specheads.config import check
 from specheads.core.errors import InputError
 from specheads.data import sources, tokenise
 from specheads.data.prompts import held_out
@@ -115,26 +114,6 @@ def test_changed_documents_have_another_identity(tokenizer, tmp_path):
     assert len(set(found)) == len(changed) + 1
 
 
-def _fill(data: Data, ready: Any) -> None:
-    ready.wait()
-    tokenised(data, "train", AutoTokenizer.from_pretrained(BASE))
-
-
-@pytest.mark.slow
-def test_two_processes_write_one_folder(tokenizer, tmp_path, cache_folder):
-    data, context = corpus(tmp_path), multiprocessing.get_context("spawn")
-    ready = context.Event()
-    both = [context.Process(target=_fill, args=(data, ready)) for _ in range(2)]
-    for one in both:
-        one.start()
-    ready.set()
-    for one in both:
-        one.join(120)
-    assert [one.exitcode for one in both] == [0, 0]
-    assert len(list((cache_folder / "tokens").iterdir())) == 1
-    assert len(tokenised(data, "train", tokenizer)) > 0
-
-
 def _stall(data: Data) -> None:
     def slow(*args: Any) -> Any:
         for found in read_all(*args):
@@ -208,24 +187,6 @@ def test_small_source_of_a_mixture_repeats_evenly(tokenizer, tmp_path):
     assert counts.max() - counts.min() == 1
     rare = [text for text in texts if text.startswith("long")]
     assert len(set(rare)) == len(rare)
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (Data(source="mixture"), "a mixture needs one of data.sources .* got none"),
-        ({"weight": -1.0}, r"data\.sources\.a\.weight must be a number, at least 0"),
-        ({"source": "mixture"}, r"data\.sources\.a\.source must be one of"),
-        ({"path": ""}, r"data\.sources\.a\.source=jsonl needs data\.sources\.a\.path"),
-    ],
-    ids=str,
-)
-def test_bad_mixture_settings_are_refused(data, message):
-    if isinstance(data, dict):
-        one = WeightedSource(**cast(Any, {"source": "jsonl", "path": "x"} | data))
-        data = Data(source="mixture", sources={"a": one})
-    with pytest.raises(InputError, match=message):
-        check(data, "data")
 
 
 def test_empty_source_of_a_mixture_is_refused(tokenizer, tmp_path):

@@ -231,22 +231,6 @@ def test_gate_refuses_a_mutation_of_any_tensor(kind, engine, base, texts, lent, 
     assert passed == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "name"),
-    [
-        ("eagle3", {}, "embed_tokens.weight"),
-        ("dflash", {"draft_tokens": 20}, "lm_head.weight"),
-    ],
-)
-def test_gate_refuses_a_wrong_copy_of_a_base_tensor(kind, settings, name, base, texts, tmp_path):
-    head = make(kind, base, **settings)
-    export_head(head, base, "speculators", tmp_path / "out", texts[:1])
-    file = tmp_path / "out" / "model.safetensors"
-    save_file(load_file(file) | {name: load_file(file)[name].flip(0)}, file)
-    with pytest.raises(ValueError, match=f"{name}' in the export differs from the base's"):
-        load_export(tmp_path / "out", head, base)
-
-
 def test_gate_refuses_a_wrong_writer_and_leaves_no_folder(base, texts, tmp_path, monkeypatch):
     layouts = engine_module("vllm").LAYOUTS
     right = layouts["medusa"].write
@@ -283,20 +267,14 @@ def edit(folder: Path, **changes) -> None:
         # vLLM 0.32 would drop the biases, and TGI would serve without a head
         ("medusa", "tgi", {}, {"medusa_fc_bias": ...}),
         ("medusa", "tgi", {}, {"hidden_size": ...}),
-        ("medusa", "tgi", {}, {"num_attention_heads": 4}),
-        ("medusa", "tgi", {}, {"architectures": ["MedusaModel"]}),
-        ("medusa", "tgi", {}, {"base_model_name_or_path": ...}),
         ("mlp_speculator", "tgi", {}, {"n_predict": 4}),
         ("mlp_speculator", "tgi", {}, {"tie_weights": False}),
-        ("mlp_speculator", "tgi", {}, {"scale_input": False}),
         # ids in the wrong convention, and a default that is True in one format only
         ("eagle3", "vllm", {}, {eagle3.IDS: [1, 2, 3]}),
         ("eagle3", "sglang", {}, {"eagle_config": {eagle3.IDS: [2, 3, 4]}}),
         ("eagle3", "vllm", {"norm_before_residual": True}, {"norm_before_residual": ...}),
         ("eagle3", "speculators", {}, {"norm_before_residual": ...}),
         ("eagle3", "vllm", {"draft_tokens": 20}, {"draft_vocab_size": 61}),
-        ("eagle3", "vllm", {}, {"rope_theta": 500_000.0}),
-        ("eagle3", "vllm", {}, {"rms_norm_eps": 1e-1}),
         ("dflash", "speculators", {}, {"aux_hidden_state_layer_ids": [1, 2, 3, 4, 5]}),
         ("dflash", "speculators", {}, {"mask_token_id": 3}),
         ("dflash", "speculators", {}, {"sliding_window_non_causal": False}),
@@ -304,23 +282,18 @@ def edit(folder: Path, **changes) -> None:
         ("dspark", "speculators", {}, {"block_size": 8}),
         # SGLang's ids are one lower, and its default block size is 16
         ("dflash", "sglang", {}, {"dflash_config": BLOCKS | {"target_layer_ids": [0, 1, 2, 3, 4]}}),
-        ("dflash", "sglang", {}, {"dflash_config": BLOCKS | {"mask_token_id": 3}}),
         ("dflash", "sglang", {}, {"dflash_config": BLOCKS | {"block_size": 3}}),
-        ("dflash", "sglang", {}, {"block_size": ...}),
         ("dflash", "sglang", {}, {"is_causal": True}),
         ("dflash", "sglang", {}, {"layer_types": ["sliding_attention"] * 5}),
         ("dspark", "sglang", {"sample_from_anchor": False}, {"sample_from_anchor": ...}),
-        ("dspark", "sglang", {"sample_from_anchor": False}, {"block_size": 4}),
         ("dspark", "sglang", {}, {"markov_head_type": ...}),
         ("eagle3", "llama_cpp", {}, {eagle3.IDS: [1, 2, 3]}),
-        ("eagle3", "llama_cpp", {}, {eagle3.IDS: [2, 3]}),
         ("eagle3", "llama_cpp", {}, {"num_hidden_layers": 2}),
         ("dflash", "llama_cpp", {}, {"architectures": ["DFlashDraftModel"]}),
         ("dflash", "llama_cpp", {}, {"sample_from_anchor": True}),
         ("dflash", "llama_cpp", {}, {"is_causal": True}),
         ("dspark", "llama_cpp", {}, {"sample_from_anchor": ...}),
         ("dspark", "llama_cpp", {}, {"markov_head_type": "gated"}),
-        ("dspark", "llama_cpp", {}, {"mask_token_id": 3}),
     ],
 )
 def test_oracle_refuses_settings_that_an_engine_would_read_differently(
@@ -339,7 +312,6 @@ UNSUPPORTED = [
     ("redrafter", "sglang", {}, "does not load this kind; engines that can: vllm$"),
     ("medusa", "tgi", {"draft_tokens": 20}, "draft_tokens=20; engines that can: vllm$"),
     ("mlp_speculator", "tgi", {"tie_weights": False}, "tie_weights=False; .*: vllm$"),
-    ("mlp_speculator", "tgi", {"state": "gated"}, "state='gated'; engines that can: vllm$"),
     (
         "eagle3",
         "sglang",
@@ -355,7 +327,6 @@ UNSUPPORTED = [
     ("eagle3", "tensorrt_llm", {"fc_norm": True}, "hold fc_norm=True"),
     ("eagle3", "speculators", {"parallel": True, "fc_norm": True}, "fc_norm of a .*: vllm$"),
     ("eagle3", "vllm", {"aux_layers": [2, 3, 7]}, "streams after layers 0 to 6.*: none$"),
-    ("dflash", "llama_cpp", {"aux_layers": [2, 7]}, "streams after layers 0 to 6.*: none$"),
     ("dflash", "speculators", {"sample_from_anchor": True}, "=True; .*: llama_cpp$"),
     ("dflash", "sglang", {"draft_tokens": 20}, "draft_tokens=20; .*: llama_cpp, speculators$"),
     ("dflash", "sglang", {"sample_from_anchor": True}, "sample_from_anchor=True; .*: llama_cpp$"),
@@ -496,9 +467,7 @@ def test_sglang_oracles_give_the_drafts_of_the_authors(name, read, tmp_path):
     ("name", "reason"),
     [
         ("file", "file is a file"),
-        ("file/below", "file is a file"),
         ("x" * 300, "File name too long"),
-        ("x" * 250, "its name is too long"),
         ("a\0b", "null byte"),
         ("loop", "Symlink loop"),
         ("locked/new", "is not writable"),

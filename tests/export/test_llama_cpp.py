@@ -150,19 +150,15 @@ def check(answer: dict[str, Any], name: str) -> None:
     """Require the text of the base and the counters of our replay."""
     assert answer["tokens"] == [text[:NEW_TOKENS] for text in said()]
     wanted = engine_counts(name)
+    # some are accepted at every depth, and some are rejected
+    per_depth = wanted["accepted_tokens_per_pos"]
+    assert per_depth[-1] > 0
+    assert per_depth[0] < wanted["drafts"]
     assert {one: answer["counters"][one] for one in wanted} == wanted
 
 
 def test_llama_cpp_without_a_head_generates_the_text_of_the_base(ask):
     assert ask()["tokens"] == [text[:NEW_TOKENS] for text in said()]
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_heads_are_accepted_and_rejected_at_every_depth(name):
-    counts = engine_counts(name)
-    per_depth = counts["accepted_tokens_per_pos"]
-    assert per_depth[-1] > 0
-    assert per_depth[0] < counts["drafts"]
 
 
 @pytest.mark.parametrize("name", SETTINGS)

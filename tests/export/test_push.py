@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 import specheads
 from specheads.base.model import FrozenBase
 from specheads.commands import push
-from specheads.commands._call import call
 from specheads.commands._library import read_run
 from specheads.config import Push, Train, compose, data_dir
 from specheads.core.errors import InputError
@@ -34,7 +33,6 @@ from tests import tiny
 from tests.export.hub_server import OWNER, TOKEN, Blob, HubServer, Repository
 from tests.tuned import tuned as made_up
 
-ROOT = Path(__file__).resolve().parents[2]
 REPO = f"{OWNER}/head"
 LICENCES = {"licence": "apache-2.0", "data_licence": "cc-by-4.0"}
 
@@ -184,16 +182,6 @@ def test_card_has_the_measurements_as_metadata_and_as_text(publish, server, run)
         assert line in found.text, line
 
 
-def card_of(
-    run: RunDirectory, base: FrozenBase, model: str = "", base_repo: str = "", repo: str = ""
-) -> str:
-    """Return the card of a run, with another name of its base."""
-    settings = asdict(read_run(run.config, Train))
-    settings["base"]["model"] = model or settings["base"]["model"]
-    about = read_summary(run, settings, base, base_repo)
-    return card.model_card(about, load_head(run.head, base), base, repo=repo)
-
-
 @pytest.mark.parametrize("kind", kinds())
 def test_card_lists_for_every_engine_whether_it_serves_the_head(kind, made, base):
     about = read_summary(made, asdict(read_run(made.config, Train)), base, "ada/base")
@@ -205,59 +193,6 @@ def test_card_lists_for_every_engine_whether_it_serves_the_head(kind, made, base
     # vLLM serves every kind, by its plug-in or in the speculators format
     assert {"vllm", "speculators"} & {*shown}
     assert text.count(f"engine={shown[0]} out=served") == 1
-
-
-def test_card_calls_missing_information_unknown(run, base, base_folder):
-    (run.report / "results.json").unlink()
-    settings = asdict(read_run(run.config, Train))
-    settings["data"] |= {"source": "jsonl", "path": str(run.path / "corpus.jsonl")}
-    text = card.model_card(read_summary(run, settings, base), load_head(run.head, base), base)
-    metadata = ModelCard(text).data.to_dict()
-    assert metadata["license"] == "unknown"
-    assert "base_model" not in metadata
-    assert "model-index" not in metadata
-    assert "this card has no numbers" in text
-    assert "Licence of the corpus: unknown" in text
-    assert "local text that is not published (`corpus.jsonl`, jsonl)" in text
-    assert "a folder named `tiny_base`, under no Hub id" in text
-    assert 'FrozenBase.load("path/to/base")' in text
-    assert str(base_folder.parent) not in text
-
-
-@pytest.mark.parametrize(
-    ("model", "named", "ours"),
-    [
-        ("package:carrier", "the GGUF file of the Python package `carrier`", "package:carrier"),
-        ("/secret_place/small.Q4_1.gguf", "a GGUF file named `small.Q4_1.gguf`", "path/to/base"),
-    ],
-)
-def test_card_names_the_package_or_file_of_a_gguf_base_without_its_path(
-    run, base, monkeypatch, model, named, ours
-):
-    monkeypatch.setattr(base, "place", "/secret_place/cache/gguf/small-0123")
-    text = card_of(run, base, model)
-    assert f"{named}, dequantised, under no Hub id" in text
-    assert f'FrozenBase.load("{ours}")' in text
-    assert f"base={ours} engine=" in text
-    assert "base_model" not in ModelCard(text).data.to_dict()
-    assert "secret_place" not in text
-
-
-def test_card_requests_the_base_revision_of_training(run, base, monkeypatch):
-    monkeypatch.setattr(base, "revision", "v2")
-    # a short name is part of many words of a command line
-    monkeypatch.setattr(base, "place", "m")
-    text = card_of(run, base, "ada/base", repo="ada/head")
-    for line in (
-        "specheads.FrozenBase.load(\"ada/base\", revision='v2')",
-        "AutoTokenizer.from_pretrained('ada/base', revision='v2')",
-        "base=ada/base base.revision=v2 engine=vllm out=served",
-        "vllm serve ada/base --revision v2 --speculative-config",
-        "text-generation-launcher --model-id served",
-    ):
-        assert line in text
-    # base_repo= is another repository, with other revisions
-    assert "v2" not in card_of(run, base, "ada/base", "ada/other").partition("## Use")[2]
 
 
 def test_access_is_set_before_any_file_is_public(publish, server):
@@ -304,17 +239,6 @@ def test_later_push_removes_results_and_trees_of_an_earlier_one(publish, server,
     shutil.rmtree(run.report)
     publish()
     assert set(before) - set(server.files(REPO)) == {"results.json", "speed.png", "tuned.json"}
-
-
-@pytest.mark.usefixtures("owner")
-def test_command_prints_a_refusal_in_one_line(server, run, capsys):
-    server.fail_at = 9
-    with pytest.raises(SystemExit) as left:
-        call("push", [f"run={run.path}", f"repo={REPO}", "private=true"])
-    printed = capsys.readouterr()
-    assert (left.value.code, printed.out) == (2, "")
-    assert len(printed.err.splitlines()) == 1
-    assert printed.err.startswith(f"error: {REPO} holds either all of this push or the")
 
 
 def test_dry_run_lists_every_file_without_a_request(publish, server, capsys, monkeypatch):

@@ -20,7 +20,6 @@ from specheads.core.features import Committed
 from specheads.decoding.trees import policies
 from specheads.export.layouts.vllm import HEAD_VARIABLE, PROPOSER
 from specheads.export.write import export_head
-from specheads.heads.load import build
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import guess_ranks, replay
 from tests.export.trained import (
@@ -174,19 +173,15 @@ def check(answer: dict[str, Any], kind: str, places: Sequence[int] = range(6)) -
     """Require the text of vLLM without speculation and the counters of our replay."""
     assert answer["tokens"] == [alone()[place] for place in places]
     wanted = engine_counts(kind, places)
+    # some of all texts' drafts are accepted at every depth, and some are rejected
+    per_depth = wanted["spec_decode_num_accepted_tokens_per_pos"]
+    assert per_depth[-1] > 0 or len(places) < len(prompts())
+    assert per_depth[0] < wanted["spec_decode_num_drafts"] or len(places) < len(prompts())
     assert {name: answer["counters"][name] for name in wanted} == wanted
 
 
 def test_vllm_without_a_head_generates_the_text_of_the_base():
     assert alone() == [text[:NEW_TOKENS] for text in said()]
-
-
-@pytest.mark.parametrize("kind", SETTINGS)
-def test_heads_are_accepted_and_rejected_at_every_depth(kind):
-    counts = engine_counts(kind)
-    per_depth = counts["spec_decode_num_accepted_tokens_per_pos"]
-    assert per_depth[-1] > 0
-    assert per_depth[0] < counts["spec_decode_num_drafts"]
 
 
 @pytest.mark.parametrize("kind", PLUGGED)
@@ -200,11 +195,13 @@ def test_plugin_is_loaded_in_processes_that_vllm_starts(export):
     check(serve(engine, environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}), "medusa")
 
 
-@pytest.mark.parametrize("kind", NATIVE)
-def test_native_eagle3_counters_equal_the_replay(kind, export):
+@pytest.mark.parametrize(
+    ("kind", "layout"), [*((kind, "vllm") for kind in NATIVE), ("medusa", "tgi")]
+)
+def test_native_heads_are_lossless_and_counters_equal_the_replay(kind, layout, export):
     settings = {
-        "method": "eagle3",
-        "model": str(export(kind, "vllm")),
+        "method": "medusa" if kind == "medusa" else "eagle3",
+        "model": str(export(kind, layout)),
         "num_speculative_tokens": DEPTH,
         "parallel_drafting": kind == "p_eagle",
     }
@@ -243,15 +240,6 @@ def test_serving_benchmark_counts_equal_its_replay(tmp_path):
         assert row["speedup"]["interval"][0] <= row["speedup"]["ratio"]
 
 
-def test_vllm_0_32_loads_medusa_natively(export):
-    settings = {
-        "method": "medusa",
-        "model": str(export("medusa", "tgi")),
-        "num_speculative_tokens": DEPTH,
-    }
-    check(serve({"speculative_config": settings}), "medusa")
-
-
 def drafted(kind: str, text: list[int]) -> list[int]:
     """Return the chain that our own head drafts after a text."""
     features = base().read(torch.tensor([text[:-1]]))
@@ -277,20 +265,6 @@ def test_drafts_do_not_depend_on_chunks_shared_prefixes_or_preemption(kind, expo
         assert draft == drafted(kind, text)
 
 
-def test_request_at_the_end_of_its_context_does_not_stop_drafting(export):
-    # the requests end at the maximum length
-    engine, environment = plugged(export("hydra_heads", "vllm"), recorded=True)
-    engine["max_model_len"] = len(prompts()[1]) + NEW_TOKENS
-    texts = list(prompts()[:2])
-    answer = serve(engine, environment, texts=texts, sampling={"max_tokens": None})
-    for prompt, text, reference in zip(texts, answer["tokens"], said(), strict=False):
-        assert len(prompt) + len(text) == engine["max_model_len"]
-        known = min(len(text), len(reference))
-        assert text[:known] == reference[:known]
-    for text, draft in answer["drafts"]:
-        assert draft == drafted("hydra_heads", text)
-
-
 def decision(place: int) -> float:
     """Return the smallest difference between the base's two best logits."""
     first = len(prompts()[place]) - 1
@@ -314,11 +288,3 @@ def test_sampling_at_low_temperature_accepts_as_greedy(export):
         repair=True,
     )
     check(answer, "redrafter", [place] * 3)
-
-
-def test_head_of_another_base_is_refused(tmp_path):
-    folder = tmp_path / "other"
-    build({"kind": "mlp_speculator"}, width=64, vocab_size=128).save_pretrained(folder)
-    engine, environment = plugged(folder)
-    with pytest.raises(AssertionError, match="load the base it was trained on"):
-        serve(engine, environment)

@@ -4,21 +4,20 @@ import itertools
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from specheads.base.model import FrozenBase
 from specheads.core.features import Committed
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.heads.kinds import dflash, dspark
 from specheads.heads.layers.block import BlockHead, block_mask
-from specheads.heads.load import build, build_for, load_head
+from specheads.heads.load import build, load_head
 from tests import tiny
 from tests.heads.golden import GOLDEN, close, expected, features
+from tests.heads.test_heads import make
 
 DEEPSPEC = {"dflash_deepspec": dflash.Head, "dspark_deepspec": dspark.Head}
 FIRST = 6
@@ -32,16 +31,6 @@ def case(name: str) -> tuple[BlockHead, dict[str, Tensor]]:
     if "in.embedding" in golden:
         head.bind(golden["in.embedding"], golden["in.projection"])
     return head, golden
-
-
-def random(base: FrozenBase, kind: str, **settings: Any) -> BlockHead:
-    """Return a head with random tensors in float64."""
-    torch.manual_seed(1)
-    head = build_for({"kind": kind, "num_layers": 2, **settings}, base).double().eval()
-    assert isinstance(head, BlockHead)
-    for parameter in head.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    return head
 
 
 @pytest.mark.usefixtures("in_float64")
@@ -109,7 +98,8 @@ def test_public_heads_draft_like_their_projects(name: str):
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_only_anchors_are_computed(kind: str, monkeypatch: pytest.MonkeyPatch):
     base = tiny.base("llama")
-    head = random(base, kind, depth=3)
+    head = make({"kind": kind, "num_layers": 2}, base)
+    assert isinstance(head, BlockHead)
     tokens = torch.randint(base.vocab_size, (2, 16), generator=torch.manual_seed(3))
     marks = torch.zeros_like(tokens, dtype=torch.bool)
     marks[0, [2, 9]] = marks[1, 5] = True
@@ -127,24 +117,11 @@ def test_only_anchors_are_computed(kind: str, monkeypatch: pytest.MonkeyPatch):
     assert not states[0][0, 3, : base.width].any()
 
 
-def test_dspark_levels_depend_on_the_previous_token_and_dflash_levels_do_not():
-    base = tiny.base("llama")
-    tokens = torch.randint(base.vocab_size, (1, 12), generator=torch.manual_seed(3))
-    for kind, hangs in (("dflash", False), ("dspark", True)):
-        head = random(base, kind, depth=3)
-        committed = Committed(
-            base.read(tokens[:, :11], head.aux_layers), tokens[:, 1:], torch.tensor([11])
-        )
-        _, state = head.begin(committed, head.memory(1, 32))
-        logits, _ = head.extend(state, torch.tensor([[3, 9]]), torch.zeros(1, 2, dtype=torch.long))
-        assert bool((logits[0, 0] != logits[0, 1]).any()) == hangs
-
-
 @pytest.mark.parametrize("sure", [-9.0, 9.0])
 def test_a_chain_stops_at_low_dspark_confidence(sure: float):
     """Its confidence replaces its probabilities; the text stays the same."""
     base = tiny.base("llama")
-    head = random(base, "dspark", depth=3)
+    head = make({"kind": "dspark", "num_layers": 2}, base)
     assert isinstance(head, dspark.Head)
     head.get_parameter("confidence_head.proj.weight").data.zero_()
     head.get_parameter("confidence_head.proj.bias").data.fill_(sure)

@@ -12,7 +12,7 @@ from specheads.decoding.trees import policies
 from specheads.heads.kinds import eagle3
 from specheads.heads.load import build, build_for, load_head
 from tests import tiny
-from tests.heads.golden import GOLDEN, expected, features
+from tests.heads.golden import GOLDEN, close, expected, features
 
 CHAIN = GOLDEN / "eagle3_chain"
 TTT = GOLDEN / "eagle3_speculators_ttt"
@@ -38,30 +38,25 @@ def chain(head: eagle3.Head, aux: torch.Tensor, tokens: torch.Tensor) -> torch.T
     return torch.cat(drafted, dim=1)
 
 
+def bound(golden: dict[str, torch.Tensor]) -> eagle3.Head:
+    head = loaded(CHAIN)
+    head.bind(golden["in.embed_tokens"])
+    return head
+
+
 @pytest.fixture
 def golden() -> dict[str, torch.Tensor]:
     return load_file(CHAIN / "expected.safetensors")
 
 
-def test_a_public_eagle3_drafts_its_project_s_chain(golden: dict[str, torch.Tensor]):
-    head = loaded(CHAIN)
-    head.bind(golden["in.embed_tokens"])
-    forced = torch.cat([golden["in.tokens"][:, 1:], golden["in.forced"]], dim=1)
-    logits = chain(head, golden["in.aux"], forced)
-    wanted = golden["out.forced.logits"]
-    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_a_public_eagle3_drafts_its_project_s_tokens(golden: dict[str, torch.Tensor]):
-    head = loaded(CHAIN)
-    head.bind(golden["in.embed_tokens"])
-    said = golden["out.greedy.tokens"]
+@pytest.mark.parametrize("run", ["forced", "greedy"])
+def test_a_public_eagle3_drafts_its_project_s_chain(golden: dict[str, torch.Tensor], run: str):
+    head, said = bound(golden), golden["out.greedy.tokens"]
     # the last drafted token is not read
-    tokens = torch.cat([golden["in.tokens"][:, 1:], said[:, :-1]], dim=1)
-    logits = chain(head, golden["in.aux"], tokens)
-    assert torch.equal(head.to_tokens(logits.argmax(-1)), said)
-    wanted = golden["out.greedy.logits"]
-    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    after = golden["in.forced"] if run == "forced" else said[:, :-1]
+    logits = chain(head, golden["in.aux"], torch.cat([golden["in.tokens"][:, 1:], after], dim=1))
+    assert run == "forced" or torch.equal(head.to_tokens(logits.argmax(-1)), said)
+    close(logits, golden[f"out.{run}.logits"], 1e-4)
 
 
 @pytest.mark.parametrize(("search", "top_k", "num_nodes"), [(0, 1, 5), (1, 4, 16)])
@@ -69,8 +64,7 @@ def test_a_public_eagle3_drafts_its_project_s_trees(
     golden: dict[str, torch.Tensor], search: int, top_k: int, num_nodes: int
 ):
     """There a depth of 3 counts the levels after the first."""
-    head = loaded(CHAIN)
-    head.bind(golden["in.embed_tokens"])
+    head = bound(golden)
     policy = policies.BestFirst(num_nodes, depth=4, beam=top_k, branch=top_k)
     aux, following = golden["in.aux"], golden["in.tokens"][:, 1:]
     count, memory = torch.full((2,), 10), head.memory(2, capacity=16)
@@ -82,14 +76,11 @@ def test_a_public_eagle3_drafts_its_project_s_trees(
 
 
 def test_a_public_eagle3_reads_known_text_as_its_project_does(golden: dict[str, torch.Tensor]):
-    head = loaded(CHAIN)
-    head.bind(golden["in.embed_tokens"])
+    head = bound(golden)
     # its states read one token beyond the features
     aux = torch.nn.functional.pad(golden["in.aux"], (0, 0, 0, 1))
     state = next(head.states(features(aux), golden["in.tokens"]))[:, :-1]
-    torch.testing.assert_close(
-        head.logits(state, 0), golden["out.known.logits"], rtol=1e-4, atol=1e-4
-    )
+    close(head.logits(state, 0), golden["out.known.logits"], 1e-4)
 
 
 def test_training_time_test_gives_speculators_logits():

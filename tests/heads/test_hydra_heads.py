@@ -11,8 +11,8 @@ from specheads.core.drafter import Features
 from specheads.core.features import Committed
 from specheads.decoding.trees import policies
 from specheads.heads.load import load_head
+from tests.heads.golden import GOLDEN, expected
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = ["hydra_mlp", "hydra_prefix_mlp"]
 
 
@@ -45,7 +45,7 @@ def test_a_public_hydra_gives_its_project_s_logits(
     case: str, dtype: torch.dtype, rtol: float, atol: float
 ):
     head = load_head(GOLDEN / case).to(dtype)
-    golden = load_file(GOLDEN / case / "expected.safetensors")
+    golden = expected(case)
     time = golden["out64.logits"].shape[2]
     states = list(head.states(Features(golden["in.hidden"].to(dtype)), golden["in.tokens"]))
     assert len(states) == len(golden["out64.logits"])
@@ -59,7 +59,7 @@ def test_a_public_hydra_gives_its_project_s_logits(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
 def test_a_public_hydra_drafts_its_project_s_tree(case: str, dtype: torch.dtype):
     head = load_head(GOLDEN / case).to(dtype)
-    golden = load_file(GOLDEN / case / "expected.safetensors")
+    golden = expected(case)
     policy = policies.Static(json.loads((GOLDEN / case / "tree.json").read_text()))
     hidden = golden["in.hidden"][:1].to(dtype)
     time = hidden.shape[1]

@@ -1,37 +1,17 @@
 """Medusa: the numbers of its project, and its three kinds of vocabulary projection."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
-from specheads.core.drafter import Features, Head
-from specheads.heads.load import build_for, fit, load_head
-from specheads.training.depth_loss import Targets, depth_loss
+from specheads.core.drafter import Features
+from specheads.heads.load import fit, load_head
 from tests import tiny
-
-GOLDEN = Path(__file__).parents[1] / "golden"
-TIME = 14
-BORROWERS = [{"projection": "shared"}, {"projection": "low_rank", "rank": 3}]
-
-
-@pytest.fixture(scope="module")
-def base() -> FrozenBase:
-    return tiny.base("llama")
-
-
-def random(base: FrozenBase, **settings: Any) -> Head:
-    """Return a head with random tensors in float64."""
-    torch.manual_seed(1)
-    head = build_for({"kind": "medusa", "depth": 3, **settings}, base).double()
-    for parameter in head.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    return head
+from tests.heads.golden import GOLDEN, close, expected
 
 
 def legacy(folder: Path) -> Path:
@@ -49,20 +29,18 @@ def legacy(folder: Path) -> Path:
 )
 def test_a_public_medusa_gives_its_project_s_logits(dtype: torch.dtype, tolerance: float):
     head = load_head(GOLDEN / "medusa_heads").to(dtype)
-    golden = load_file(GOLDEN / "medusa_heads" / "expected.safetensors")
+    golden = expected("medusa_heads")
     hidden = golden["in.hidden"].to(dtype)
     tokens = torch.zeros(hidden.shape[:2], dtype=torch.long)
     states = head.states(Features(hidden), tokens)
     for level, state in enumerate(states):
         wanted = golden["out64.logits"][level].to(dtype)
-        torch.testing.assert_close(
-            head.logits(state, level), wanted, rtol=tolerance, atol=tolerance
-        )
+        close(head.logits(state, level), wanted, tolerance)
 
 
 def test_legacy_heads_use_the_base_s_projection(tmp_path: Path):
     head = load_head(legacy(tmp_path))
-    golden = load_file(GOLDEN / "medusa_heads" / "expected.safetensors")
+    golden = expected("medusa_heads")
     tensors = load_file(GOLDEN / "medusa_heads" / "medusa_lm_head.safetensors")
     features = Features(golden["in.hidden"])
     tokens = torch.zeros(golden["in.hidden"].shape[:2], dtype=torch.long)
@@ -94,30 +72,3 @@ def test_legacy_heads_get_the_vocabulary_size_from_their_base(tmp_path: Path):
 def _another_base() -> FrozenBase:
     config = tiny.config("llama", vocab_size=67)
     return FrozenBase(AutoModelForCausalLM.from_config(config), name="another")
-
-
-@pytest.mark.parametrize("draft_tokens", [0, 20])
-@pytest.mark.parametrize(
-    "settings", [{"projection": "own"}, *BORROWERS], ids=lambda one: one["projection"]
-)
-def test_the_fused_loss_equals_the_loss_of_the_logits(
-    settings: dict, draft_tokens: int, base: FrozenBase
-):
-    """States times projections, as in the loss, equal the logits of drafting."""
-    head = random(base, draft_tokens=draft_tokens, **settings)
-    tokens = torch.randint(base.vocab_size, (2, TIME), generator=torch.manual_seed(0))
-    features = base.read(tokens)
-    labels = torch.randint(head.drafted_size, (2 * TIME,), generator=torch.manual_seed(1))
-    states = [state.flatten(0, 1) for state in head.states(features, tokens)]
-    dense = sum(
-        F.cross_entropy(head.logits(state, level), labels) for level, state in enumerate(states)
-    )
-    assert isinstance(dense, torch.Tensor)
-    wanted = torch.autograd.grad(dense, list(head.parameters()), retain_graph=True)
-    targets = Targets(labels, features.hidden.flatten(0, 1), base.logits_of)
-    projections = [head.projection(level) for level in range(head.depth)]
-    fused = depth_loss(states, projections, targets, kind="cross_entropy").total
-    torch.testing.assert_close(fused, dense, rtol=1e-12, atol=1e-12)
-    found = torch.autograd.grad(fused, list(head.parameters()))
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

@@ -10,8 +10,6 @@ from torch import Tensor
 from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
 from specheads.decoding.draft_model import DraftModel, Streaming
-from specheads.decoding.engine import Engine
-from specheads.decoding.request import Request
 from specheads.heads.layers.attention import Slots
 from specheads.training.plan import PeakMemory
 from tests import tiny
@@ -115,33 +113,6 @@ def test_the_check_detects_a_memory_that_ignores_its_rows(method: str, monkeypat
     monkeypatch.setattr(Slots, method, WRONG[method])
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         check_memory(eagle3())
-
-
-def test_a_memory_without_join_is_not_a_memory(monkeypatch):
-    class Joinless:
-        keep, scatter = Slots.keep, Slots.scatter
-
-    assert isinstance(eagle3().memory(1, 64), Memory)
-    assert not isinstance(Joinless(), Memory)
-    monkeypatch.delattr(Slots, "join")
-    with pytest.raises(AttributeError, match="join"):
-        check_memory(eagle3())
-
-
-@pytest.mark.parametrize("broken", ["returns self", "is missing"])
-def test_an_engine_does_not_draft_from_rows_that_did_not_join(broken: str, monkeypatch):
-    if broken == "is missing":
-        monkeypatch.delattr(Slots, "join")
-    else:
-        monkeypatch.setattr(Slots, "join", WRONG["join"])
-    engine = Engine(tiny.base(), eagle3(), max_batch=2, max_length=64)
-    first, second = (Request(prompt=prompt, max_new_tokens=12) for prompt in tiny.prompts()[:2])
-    streams = [engine.submit(first)]
-    engine.step()
-    streams.append(engine.submit(second))
-    with pytest.raises((AttributeError, IndexError)):
-        engine.run()
-    assert {stream.finish_reason for stream in streams} == {"failed"}
 
 
 def test_keys_and_values_are_not_copied():

@@ -13,8 +13,8 @@ from torch.nn import functional as F  # noqa: N812
 from specheads.core.drafter import Features
 from specheads.heads.load import load_head
 from specheads.measure.offline import offline_logits
+from tests.heads.golden import GOLDEN, close, expected
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 GATES = ("forget", "input", "output", "cell")
 ARCTIC = {
     "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"],
@@ -41,14 +41,14 @@ def test_a_public_mlp_speculator_gives_its_project_s_logits(
     case: str, dtype: torch.dtype, tolerance: float
 ):
     head = load_head(GOLDEN / case).to(dtype)
-    golden = load_file(GOLDEN / case / "expected.safetensors")
+    golden = expected(case)
     time = golden["in.hidden"].shape[1]
     # there inds[:, t] is the token at t + 1; the token at 0 is not read
     tokens = F.pad(golden["in.inds"], (1, 0))
     hidden = F.pad(golden["in.hidden"], (0, 0, 0, tokens.shape[1] - time)).to(dtype)
     for level, logits in enumerate(offline_logits(head, Features(hidden), tokens)):
         wanted = golden["out64.logits"][level].to(dtype)
-        torch.testing.assert_close(logits[:, :time], wanted, rtol=tolerance, atol=tolerance)
+        close(logits[:, :time], wanted, tolerance)
 
 
 def test_tied_copies_that_differ_are_refused(tmp_path: Path):

@@ -16,10 +16,11 @@ from specheads.core.drafter import Features
 from specheads.core.features import Committed
 from specheads.decoding.generate import generate
 from specheads.heads.kinds import mtp
-from specheads.heads.load import build_for, load_head, resume_head
+from specheads.heads.load import load_head, resume_head
 from specheads.training.depth_loss import depth_shares
 from tests import tiny
 from tests.heads.golden import GOLDEN, close, expected
+from tests.heads.test_heads import make
 
 CASES = ["mtp_speculators", "mtp_mimo", "mtp_deepseek"]
 FIRST = 5
@@ -45,16 +46,6 @@ def case(name: str) -> tuple[mtp.Head, dict[str, Tensor]]:
     return head, golden
 
 
-def random(base: FrozenBase, **settings) -> mtp.Head:
-    """Return a head with random tensors in float64."""
-    torch.manual_seed(1)
-    head = build_for({"kind": "mtp", **settings}, base).double().eval()
-    assert isinstance(head, mtp.Head)
-    for parameter in head.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    return head
-
-
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", CASES)
 def test_a_public_module_drafts_like_its_project_s_layer(name: str):
@@ -73,20 +64,6 @@ def test_a_public_module_drafts_like_its_project_s_layer(name: str):
             node = said[:, level : level + 1]
             logits, state = head.extend(state, node, torch.zeros_like(node))
     assert golden["out.drafted.0"].shape[1] == head.depth == 3
-
-
-@pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("name", CASES)
-def test_training_states_equal_step_by_step_drafts(name: str):
-    head, golden = case(name)
-    time = golden["in.hidden"].shape[1]
-    for step, end in enumerate((FIRST, time)):
-        # its drafts replace the text
-        text = torch.cat([golden["in.tokens"][:, : end + 1], golden[f"out.drafted.{step}"]], dim=1)
-        padded = torch.nn.functional.pad(golden["in.hidden"][:, :end], (0, 0, 0, 4))
-        for level, state in enumerate(head.states(Features(padded), text)):
-            logits = head.logits(state[:, end - 1], level)
-            close(logits, golden[f"out.draft_logits.{step}"][:, level])
 
 
 @pytest.mark.usefixtures("in_float64")
@@ -134,16 +111,6 @@ def test_a_module_with_qwen3_next_s_names_is_read(tmp_path: Path):
         assert torch.equal(value, ours.state_dict()[name]), name
 
 
-def test_a_base_s_own_module_is_trained_further_on_it():
-    """`init=` trains the module further; the base's tensors replace the checkpoint's copies."""
-    base = tiny.base("llama", dtype=torch.float32)
-    head = resume_head(GOLDEN / "mtp_deepseek", base, "mtp")
-    assert isinstance(head, mtp.Head)
-    assert head.lent().data_ptr() == base.projection.scaled_weight.data_ptr()
-    assert not any("embed" in name or "head" in name for name in head.state_dict())
-    assert head.base_fingerprint
-
-
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
@@ -185,7 +152,7 @@ def test_a_base_and_its_mtp_head_load_from_one_folder(tmp_path: Path):
     folder = tiny.saved(tmp_path)
     base = FrozenBase.load(folder, dtype="float64", device="cpu")
     shape = {"attention_heads": 4, "key_value_heads": 2, "head_dim": 8, "inner_dim": 48}
-    own = random(base, hidden_first=True, **shape).float()
+    own = make({"kind": "mtp", "hidden_first": True, **shape}, base).float()
     parts = {"layer.eh_proj": "input_proj", "norm": "final_layernorm"}
     parts |= {"layer.enorm": "token_layernorm", "layer.hnorm": "hidden_layernorm"}
     module = {}

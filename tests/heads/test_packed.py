@@ -11,7 +11,7 @@ from specheads.core.features import Features
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds
 from tests import tiny
-from tests.packed import alone, packed, pieces, rows, texts
+from tests.packed import alone, packed, pieces, texts
 
 KINDS = kinds()
 ATTENDING = ["dflash", "dspark", "eagle3", "hydra_heads", "mtp"]
@@ -54,17 +54,3 @@ def test_packed_states_equal_those_of_each_document_alone(kind: str):
             torch.testing.assert_close(one[:known], other[:known], rtol=1e-10, atol=1e-10)
             apart = max(apart, (unmasked[:known] - other[:known]).abs().max().item())
     assert (apart > 1e-3) == (kind in ATTENDING)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_states_do_not_depend_on_other_documents(kind: str):
-    head, (first, second, third, *_) = head_of(kind), texts()
-    other = torch.randint(tiny.VOCAB, (len(first),))
-    found = []
-    for pack in ((first, second, third), (other, second, third), (third, second, other)):
-        batch = rows([pack])
-        found.append([pieces(value, batch)[1] for value in states(head, read(head, batch), batch)])
-    for level, (one, changed, moved) in enumerate(zip(*found, strict=True)):
-        known = len(second) - 1 - level
-        for ours in (changed, moved):
-            torch.testing.assert_close(ours[:known], one[:known], rtol=1e-12, atol=1e-12)

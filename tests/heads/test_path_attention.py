@@ -92,10 +92,3 @@ def test_an_error_of_the_backward_pass_would_be_seen(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(path_attention, "_flash_backward", shifted)
     with pytest.raises(AssertionError):
         agree(problem(2, 2, 1, {"dtype": torch.float64}), 1e-10)
-
-
-def test_bounds_are_those_of_the_documents():
-    documents = Documents.of(places())
-    assert documents.lengths == [4, 7, 11]
-    assert documents.bounds.tolist() == [0, 4, 11, 22]
-    assert documents.bounds.dtype == torch.int32

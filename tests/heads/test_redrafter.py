@@ -1,7 +1,5 @@
 """ReDrafter: the numbers and beams of the original project, and initialisation."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,8 +9,8 @@ from specheads.core.features import Committed
 from specheads.core.tree import from_paths
 from specheads.decoding.trees import policies
 from specheads.heads.load import load_head
+from tests.heads.golden import GOLDEN, expected
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = ["redrafter_rnn", "redrafter_sum"]
 BEAMS = [(5, 4), (3, 5)]
 """Width and length of the stored beam searches; the given token counts as the first."""
@@ -25,7 +23,7 @@ TOLERANCES = pytest.mark.parametrize(
 
 
 def load(case: str, dtype: torch.dtype) -> tuple[Head, dict[str, torch.Tensor]]:
-    golden = load_file(GOLDEN / case / "expected.safetensors")
+    golden = expected(case)
     head = load_head(GOLDEN / case)
     head.bind(golden["in.embeddings"])
     return head.to(dtype), golden
@@ -115,7 +113,7 @@ def test_drafting_along_the_project_s_beams_gives_their_scores(
 )
 def test_beams_share_prefixes_as_the_project_packs_them(case: str, part: str, given: str):
     packed = load_file(GOLDEN / case / f"{part}.safetensors")
-    beams_of = load_file(GOLDEN / case / "expected.safetensors")
+    beams_of = expected(case)
     for search in range(len([name for name in packed if name.startswith("out.packed")])):
         beams = beams_of[f"{given}.{search}"]
         tree = from_paths(beams)

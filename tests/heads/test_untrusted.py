@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
-from specheads.heads.checkpoint import read_settings, read_tensors
+from specheads.heads.checkpoint import read_tensors
 from specheads.heads.load import build, build_for, load_head, resume_head
 from specheads.measure.generation import Continuations, GenerationSettings
 from specheads.measure.offline import measure_offline, offline_logits
@@ -125,15 +125,16 @@ def test_a_setting_that_a_public_layout_lacks_is_named(tmp_path: Path):
     refused(place, "KeyError 'emb_dim'")
 
 
-def test_a_header_larger_than_its_file_is_refused(folder: Path):
-    claim = {"x": {"dtype": "F32", "shape": [10**6, 10**6], "data_offsets": [0, 4 * 10**12]}}
-    header = json.dumps(claim).encode()
-    content = struct.pack("<Q", len(header)) + header + bytes(8)
-    (folder / "model.safetensors").write_bytes(content)
-    refused(folder, "not a complete safetensors file")
+CLAIM = json.dumps(
+    {"x": {"dtype": "F32", "shape": [10**6, 10**6], "data_offsets": [0, 4 * 10**12]}}
+).encode()
 
 
-@pytest.mark.parametrize("content", [b"", b"x", struct.pack("<Q", 2**62) + b"{}"])
+@pytest.mark.parametrize(
+    "content",
+    [b"x", struct.pack("<Q", 2**62) + b"{}", struct.pack("<Q", len(CLAIM)) + CLAIM + bytes(8)],
+    ids=["damaged", "long header", "large claim"],
+)
 def test_a_damaged_file_is_refused(folder: Path, content: bytes):
     (folder / "model.safetensors").write_bytes(content)
     refused(folder, "not a complete safetensors file")
@@ -230,10 +231,6 @@ def test_an_invalid_draft_vocabulary_is_refused(tmp_path: Path, ids: list[int]):
     refused(tmp_path, "must increase and be between 0 and 10")
 
 
-def test_the_auto_map_of_speculators_is_accepted():
-    assert "auto_map" in read_settings(GOLDEN / "eagle3_speculators_ttt")
-
-
 def test_half_precision_checkpoints_load_in_float32(folder: Path):
     tensors = {name: value.half() for name, value in read_tensors(folder).items()}
     save_file(tensors, folder / "model.safetensors")
@@ -279,14 +276,6 @@ def test_an_unknown_tensor_is_refused(case: str, name: str, tmp_path: Path):
     tensors[name] = torch.zeros(1)
     save_file(tensors, hostile.weights(place))
     refused(place, "do not describe a head|of another kind")
-
-
-def test_a_tensor_of_the_wrong_shape_is_refused(tmp_path: Path):
-    place = shutil.copytree(GOLDEN / "medusa_heads", tmp_path / "head")
-    (place / "expected.safetensors").unlink(missing_ok=True)
-    flat = {name: one.reshape(-1) for name, one in load_file(hostile.weights(place)).items()}
-    save_file(flat, hostile.weights(place))
-    refused(place, "do not describe a head: ValueError")
 
 
 @pytest.mark.parametrize("path", ["x" * 300, "~nobodyatall/head", "a/b/c", "a\0b"])

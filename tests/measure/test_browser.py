@@ -89,23 +89,6 @@ def test_plots_verdict_and_texts_are_visible(watched: Watched):
     assert len(set(grounds.values())) == 5, "each origin has a background of its own"
 
 
-def test_page_fits_the_screen_and_wide_tables_scroll(watched: Watched):
-    page = watched.page
-    wide, screen = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
-    assert wide == screen
-    table = page.locator(".scroll").first
-    inner, outer = table.evaluate("box => [box.scrollWidth, box.clientWidth]")
-    assert inner > outer or screen > 390
-    if inner > outer:
-        table.focus()
-        page.keyboard.press("ArrowRight")
-        # the content policy of the page forbids waiting inside it
-        moved = (
-            table.evaluate("box => box.scrollLeft") or page.wait_for_timeout(20) for _ in range(200)
-        )
-        assert any(moved)
-
-
 def test_click_draws_the_tree_of_a_step(watched: Watched):
     page, text = watched.page, watched.page.locator(".text").first
     steps = hybrid()[2][0].steps
@@ -149,21 +132,3 @@ def test_token_text_in_the_tree_is_not_markup(watched: Watched):
     assert "</script>" in text.locator(".tree").inner_text()
     assert watched.page.evaluate("document.scripts.length") == 2
     assert text.locator(".tree img, .tree script").count() == 0
-
-
-def test_texts_work_without_script_and_in_print(browser: Browser, file: Path):
-    context = browser.new_context(java_script_enabled=False, viewport={"width": 390, "height": 844})
-    page = context.new_page()
-    page.goto(file.as_uri())
-    assert page.locator(".tokens .t").first.is_visible()
-    assert page.locator(".tree").count() == 0
-    assert page.locator(".hint").first.is_hidden(), "the hint describes the script"
-    page.emulate_media(media="print", color_scheme="dark")
-    body = page.locator("body").evaluate("one => getComputedStyle(one).backgroundColor")
-    assert body == "rgb(255, 255, 255)"
-    digit = ".tokens .d2", "one => getComputedStyle(one, '::after').content"
-    assert page.locator(digit[0]).first.evaluate(digit[1]) == '"2"', (
-        "colours may be missing in print"
-    )
-    assert page.pdf().startswith(b"%PDF")
-    context.close()

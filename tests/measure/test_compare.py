@@ -2,13 +2,10 @@
 
 import functools
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import GenerationConfig
 
-from specheads.commands._call import call
 from specheads.core.files import dumps
 from specheads.decoding.generate import generate
 from specheads.decoding.prompt_lookup import PromptLookup
@@ -80,30 +77,6 @@ def test_methods_get_the_same_prompts_and_write_the_same_text():
     assert shown.rows[-1][0] == "base alone"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["run=nowhere"], "needs a config.yaml, got nowhere"),
-        ([], "name what to compare: run=DIR"),
-        (["run=x", "drafters=[head,oak]"], "each one of head, prompt_lookup"),
-        (["heads=[x]", "drafters=[draft_model]"], "draft_model=FOLDER_OR_HUB_ID"),
-        (["heads=[x]", "drafters=[transformers_assisted]"], "draft_model=FOLDER_OR_HUB_ID"),
-        (["heads=[no/head,no/other]"], "need out=FOLDER"),
-        (["heads=[no/head,no/other]", "out=there"], "no/head"),
-    ],
-)
-def test_mistakes_get_one_line(
-    overrides: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
-):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as left:
-        call("compare", overrides)
-    printed = capsys.readouterr().err
-    assert left.value.code == 2, printed
-    assert told in printed
-    assert len(printed.strip().splitlines()) == 1
-
-
 def test_ratios_between_methods_are_paired():
     measured = rows()
     for name, row in measured.items():
@@ -120,10 +93,8 @@ def test_ratios_between_methods_are_paired():
     shown = ratios(condition(measured, 0.0, 3), ["head", "hybrid"], "second")
     assert shown.header == ("head", *(row[0] for row in shown.rows))
     assert [row[place + 1] for place, row in enumerate(shown.rows)] == ["", ""]
-    told = [table.title for table in tables(comparison(measured))]
-    assert told[0] == "drafters at temperature 0, batch 3"
-    assert told[1::3] == ["tokens per second, row over column"] * 2
-    assert told[2::3] == ["tokens per forward, row over column"] * 2
+    # for two conditions: the drafters, and both ratios between heads
+    assert len(list(tables(comparison(measured)))) == 6
 
 
 TRANSFORMERS = {

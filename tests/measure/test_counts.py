@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from specheads.core.texts import loops
-from specheads.decoding.goodput import expected_tokens
 from specheads.measure.counts import (
     DepthCounts,
     bootstrap_interval,
@@ -37,13 +36,6 @@ def test_prompts_of_one_source_are_resampled_together():
     assert bootstrap_interval(tokens, [10] * 20, [""] * 20) == each
 
 
-def test_levels_add_up_to_the_tokens_per_forward():
-    counts = DepthCounts(forwards=10, offered=[10, 4, 1], accepted=[6, 3, 1])
-    assert counts.levels() == [0.6, 0.5, pytest.approx(1 / 3)]
-    assert expected_tokens(counts.levels())[-1] == pytest.approx(counts.tokens_per_forward)
-    assert DepthCounts.zeros(2).levels() == [0.0, 0.0]
-
-
 def test_conditional_acceptance_has_an_interval_per_depth():
     counts = [DepthCounts(10, [10, 6, 0], [6, 3, 0]), DepthCounts(10, [10, 2, 0], [2, 1, 0])]
     first, second = conditional_acceptance(counts)
@@ -60,10 +52,6 @@ def test_interval_has_its_nominal_coverage():
         low, high = bootstrap_interval(tokens.tolist(), [10.0] * 40)
         hits += low <= 1.5 <= high
     assert 180 <= hits <= 198
-
-
-def test_equal_prompts_have_a_zero_interval():
-    assert bootstrap_interval([3, 3, 3], [2, 2, 2]) == (1.5, 1.5)
 
 
 def test_prompts_without_a_forward_are_skipped():

@@ -9,7 +9,7 @@ import torch
 from specheads.core.drafter import Head
 from specheads.decoding.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
-from specheads.heads.load import build_for, kinds
+from specheads.heads.load import kinds
 from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import (
     GenerationSettings,
@@ -18,6 +18,7 @@ from specheads.measure.generation import (
 )
 from specheads.measure.offline import guess_ranks, replay
 from tests import tiny
+from tests.heads.test_heads import make
 from tests.measure.test_measure import Habit
 
 DEPTH = 3
@@ -51,10 +52,7 @@ def head(name: str) -> Head:
     torch.manual_seed(1)
     if name == "habit of few tokens":
         return FewTokens()
-    made = build_for({"kind": name, "depth": DEPTH}, tiny.base()).double().eval()
-    for parameter in made.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    return made
+    return make({"kind": name, "depth": DEPTH}, tiny.base())
 
 
 class FewTokens(Habit):

@@ -121,22 +121,6 @@ def replayed(head: Head, policy: policies.Static, texts: list[list[int]]) -> lis
 # --- counting ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("noise", [0.0, 1.0, 4.0])
-@pytest.mark.parametrize("depth", [1, 3, DEPTH])
-def test_replay_of_a_chain_gives_the_loops_integers(noise, depth):
-    head = Habit(noise)
-    replay = replayed(head, policies.chain(depth), alone())
-    assert replay == online_counts(head, policies.chain(depth))
-    total = DepthCounts.total(replay, depth)
-    assert 0 < sum(total.accepted) < sum(total.offered), "some right and some wrong, or no test"
-
-
-@pytest.mark.parametrize("noise", [0.0, 1.0, 4.0])
-def test_replay_of_a_static_tree_gives_the_loops_integers(noise):
-    head = Habit(noise)
-    assert replayed(head, TREE, alone()) == online_counts(head, TREE)
-
-
 @pytest.mark.parametrize("policy", [policies.chain(DEPTH), TREE], ids=["chain", "tree"])
 def test_replay_and_loop_agree_at_end_of_text(policy, monkeypatch):
     ends = alone()[0][17], alone()[2][9]
@@ -156,40 +140,7 @@ def test_tree_offers_a_depth_only_below_the_accepted_path():
     assert counts == DepthCounts(forwards=3, offered=[3, 2], accepted=[3, 1])
 
 
-@pytest.mark.parametrize(
-    ("name", "offline_mean", "truth"),
-    [("every fourth", 2.60, 3.51), ("bursts", 2.81, 2.19), ("all alike", 2.77, 2.77)],
-)
-def test_replay_skips_the_positions_that_the_loop_skips(name, offline_mean, truth):
-    # every fourth token hard, or ten easy and ten hard in turns, or all equal;
-    # the mean over all positions is wrong by a quarter in both directions
-    length, depth = 100_000, 4
-    place = torch.arange(length + depth)
-    rate = {
-        "every fourth": torch.where(place % 4 == 0, 0.1, 0.95),
-        "bursts": torch.where(place // 10 % 2 == 0, 0.95, 0.3),
-        "all alike": torch.full(place.shape, 0.7),
-    }[name]
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.rand(length, depth, generator=generator)
-    wrong = (draws >= rate.unfold(0, depth, 1)[1:]).long()
-    mean = 1 + (wrong.cumsum(1) == 0).sum().item() / length
-    assert mean == pytest.approx(offline_mean, abs=0.02)
-    replayed = replay(wrong, policies.chain(depth))
-    assert replayed.tokens_per_forward == pytest.approx(truth, abs=0.02)
-
-
 # --- offline -----------------------------------------------------------------------------------
-
-
-def test_offline_logits_end_with_the_last_label():
-    text = torch.tensor([tiny.prompts()[1]])
-    features = tiny.base().read(text)
-    head = Habit(1.0)
-    logits = offline.offline_logits(head, features, text)
-    assert [tuple(one.shape) for one in logits] == [(1, 21 - 2 - k, tiny.VOCAB) for k in range(4)]
-    for level, state in enumerate(head.states(features, text)):
-        assert torch.equal(logits[level], state[:, : 19 - level])
 
 
 # --- online ------------------------------------------------------------------------------------
@@ -223,20 +174,6 @@ def test_looping_texts_are_flagged_and_left_out_of_the_second_rate():
 
 
 # --- speed -------------------------------------------------------------------------------------
-
-
-def test_speed_has_rates_ratio_and_step_times():
-    section = speed.measure_speed(
-        tiny.base(), Habit(), tiny.prompts(), GenerationSettings(max_new_tokens=12), repetitions=2
-    )
-    ratio = section.tokens_per_second / section.base_tokens_per_second
-    assert section.speedup == pytest.approx(ratio), "both write the same tokens"
-    assert section.interval[0] <= section.speedup <= section.interval[1]
-    assert (section.step_overhead or 0) > 0
-    assert (section.step_milliseconds or 0) > 0
-    assert section.new_tokens == 36
-    assert section.forwards < 33
-    assert (section.peak_gib or 0) > 0
 
 
 @pytest.mark.parametrize("inner", [policies.chain(2), policies.NOTHING], ids=["head", "no head"])

@@ -14,7 +14,7 @@ from specheads.decoding.sampling import Sampling, SamplingState, each_prompt
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.decoding.trees.policies import Sampled
-from specheads.heads.load import build_for, kinds
+from specheads.heads.load import kinds
 from specheads.measure.counts import DepthCounts, paired_gain
 from specheads.measure.generation import (
     Continuations,
@@ -26,6 +26,7 @@ from specheads.measure.offline import anchor_mask, guess_ranks, measure_offline,
 from specheads.measure.online import measure_online
 from specheads.measure.tune_trees import most_followed
 from tests import tiny
+from tests.heads.test_heads import make
 from tests.measure.test_measure import Habit
 
 DEPTH = 3
@@ -40,11 +41,7 @@ def head(name: str) -> Head:
     """Return a head that is right in some positions."""
     if name == "habit":
         return Habit(1.0, DEPTH)
-    torch.manual_seed(1)
-    made = build_for({"kind": name, "depth": DEPTH}, tiny.base()).double().eval()
-    for parameter in made.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    return made
+    return make({"kind": name, "depth": DEPTH}, tiny.base())
 
 
 def prompts() -> list[list[int]]:

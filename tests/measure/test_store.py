@@ -66,25 +66,19 @@ def spoil(file: Path, how: str) -> None:
         file.write_bytes(BROKEN[how])
 
 
-@pytest.mark.parametrize("how", [*BROKEN, "elsewhere"])
-def test_broken_results_raise_one_line(tmp_path: Path, how: str):
-    file = tmp_path / "report" / "results.json"
-    file.parent.mkdir()
-    spoil(file, how)
-    with pytest.raises(InputError, match=r"results\.json") as caught:
-        read(Results, file)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("how", [*BROKEN, "elsewhere", "missing", "wrong"])
-def test_broken_provenance_raises_one_line(tmp_path: Path, how: str):
+def test_broken_results_and_provenance_raise_one_line(tmp_path: Path, how: str):
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
-    if how == "wrong":
-        run.provenance.write_text('{"draft_vocabulary": ["size"]}')
-    elif how != "missing":
-        spoil(run.provenance, how)
     head = build({"kind": "medusa", "draft_tokens": 3}, width=8, vocab_size=11)
-    with pytest.raises(InputError, match="provenance") as caught:
-        draft_vocabulary(head, run)
-    assert "\n" not in str(caught.value)
+    results = run.path / "results.json"
+    for file in (results, run.provenance):
+        if how == "wrong":
+            file.write_text('{"draft_vocabulary": ["size"]}')
+        elif how != "missing":
+            spoil(file, how)
+        # missing results are none
+        if (file, how) != (results, "missing"):
+            with pytest.raises(InputError, match=rf"{file.stem}") as caught:
+                read(Results, file) if file == results else draft_vocabulary(head, run)
+            assert "\n" not in str(caught.value)

@@ -12,10 +12,10 @@ import pytest
 from specheads.decoding.loop import node_origins
 from specheads.measure import report
 from specheads.measure.generation import NUM_TEXTS
-from specheads.measure.report import headlines, visible, wilson
+from specheads.measure.report import visible, wilson
 from specheads.measure.results import DecodedText, Results, read
 from tests.decoding.test_detokenize import tokenizer
-from tests.measure.test_measure import HISTORY, results
+from tests.measure.test_measure import HISTORY
 from tests.measure.texts import NEW_TOKENS, RTL, hybrid, nasty, told
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -127,27 +127,6 @@ def test_content_policy_allows_only_the_script(page: str):
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in str(policy)
     assert str(policy).startswith("default-src 'none'")
-
-
-def test_visible_replaces_hidden_characters_only():
-    assert visible("a\n\tב é 日") == "a\n\tב é 日"
-    assert visible("\x07\x7f\u200b\ufeff") == "␇⟨U+007F⟩⟨U+200B⟩⟨U+FEFF⟩"
-
-
-def test_first_screen_has_three_figures_with_intervals(page: str):
-    assert [one["name"] for one in headlines(results())] == [
-        "speed-up", "tokens per forward", "texts identical to the base alone",
-    ]  # fmt: skip
-    assert page.count("95 % interval") == 3 + 1, "and the verdict's"
-    for one in headlines(results()):
-        low, high = one["interval"]
-        assert low <= one["value"] <= high
-    # drafts of one text depend on each other, so prompts are resampled
-    (*_, first) = headlines(replace(results(), speed=None))
-    online = results().online
-    assert online is not None
-    assert first["name"] == "first drafts accepted"
-    assert first["interval"] == online.conditional_acceptance[0].interval
 
 
 @pytest.mark.parametrize(

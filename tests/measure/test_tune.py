@@ -339,14 +339,6 @@ def written(context: int, prompts: list[list[int]], texts: list[list[int]]) -> T
     return TuningTexts(context, [], judged)
 
 
-def test_rows_end_in_the_middle_of_texts_that_do_not_repeat():
-    texts = [[1, 2, 3], [6, 7]], [[4, 5, -1, -1], [8, -1, -1]]
-    rows = written(7, *texts).rows
-    assert rows(2) == [[7, 8, 1, 2, 3, 4, 5], [2, 3, 4, 5, 6, 7, 8]]
-    assert rows(1, 1) == rows(1, 3) == [[2, 3, 4, 5, 6, 7, 8]]
-    assert written(3, *texts).rows(1) == [[3, 4, 5]]
-
-
 def test_texts_of_one_source_either_build_or_judge_trees():
     #  source     a b a c b d    a and c build trees, b and d judge them
     rows = [[place] for place in range(6)]

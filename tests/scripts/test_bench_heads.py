@@ -56,24 +56,15 @@ def test_an_ablation_is_the_recipe_but_for_what_it_names(
     )
     text = [f"{phase}.distill.folder", f"{phase}.distill.num_samples"]
     found = {name: sorted(changed(as_it_is, trained(name))) for name in script.ABLATIONS}
-    assert found == {
-        "as_it_is": [],
-        "hard_labels": [f"{phase}.loss"],
-        "total_variation": [f"{phase}.loss"],
-        "lk_hybrid": [f"{phase}.loss"],
-        "answers_only": [f"{phase}.answers_only"],
-        "depth_1": ["head.depth"],
-        "depth_5": ["head.depth"],
-        "layers_1": ["head.num_layers"],
-        "layers_4": ["head.num_layers"],
-        "half_width": ["head.exit_dim"],
-        "drafts_1024": ["head.draft_tokens"],
-        "drafts_all": ["head.draft_tokens"],
-        "text_10": text,
-        "text_30": text,
-        "corpus_alone": ["data.source", "head.draft_tokens", "schedule.phases"],
-        "corpus_first": ["init"],
-    }
+    # each one changes something, and most of them one setting
+    assert {name for name, names in found.items() if not names} == {"as_it_is"}
+    assert found["hard_labels"] == [f"{phase}.loss"]
+    assert found["depth_5"] == ["head.depth"]
+    assert found["text_10"] == text
+    assert found["corpus_alone"] == ["data.source", "head.draft_tokens", "schedule.phases"]
+    assert {name for name, names in found.items() if len(names) > 1} == {
+        "text_10", "text_30", "corpus_alone",
+    }  # fmt: skip
     assert trained("corpus_first")["init"] == str(tmp_path / "corpus_alone" / "head")
     one = script._parse(["--ablate"])
     assert [*script._changes(one)] == [*script.ABLATIONS]

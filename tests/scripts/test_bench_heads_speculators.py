@@ -146,48 +146,12 @@ def test_it_trains_on_a_run_s_own_text_and_its_folder_drafts_here(
 
 
 @with_speculators
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["ttt_steps=5"], "no run, got 'ttt_steps'"),
-        (["steps=5"], "no run, got 'steps'"),
-        (["lr=fast"], "optimizer.lr Input should be a valid number"),
-    ],
-)
-def test_settings_that_it_has_not_are_refused(
-    script: ModuleType, tmp_path: Path, words: list[str], message: str
-):
-    source = script.opened(begun(tmp_path))
-    with pytest.raises(InputError, match=message):
-        script.made(source, words)
-
-
-@with_speculators
 def test_a_base_that_scales_its_logits_is_refused(script: ModuleType, tmp_path: Path):
     source = script.opened(begun(tmp_path, architecture="granite"))
     trainer, _ = script.made(source, [])
     batch, _ = last_of(script, source)
     with pytest.raises(InputError, match="nats away; choose one that neither scales nor caps"):
         script.refuse_misread(source, trainer.model, batch)
-
-
-def test_what_cannot_be_is_told_in_a_line(
-    script: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    def told(run: Path, out: Path) -> str:
-        assert script.main(["--speculators", str(run), "--out", str(out)]) == 2
-        return capsys.readouterr().err
-
-    monkeypatch.setattr(script, "find_spec", lambda _: None)
-    assert told(tmp_path, tmp_path / "out").startswith("error: speculators must be installed")
-    monkeypatch.setattr(script, "find_spec", str)
-    assert told(tmp_path, tmp_path) == (
-        f"error: --out must be a new folder, and {tmp_path} exists; remove it\n"
-    )
-    assert "has no config.yaml; name one" in told(tmp_path, tmp_path / "out")
 
 
 def test_a_point_of_the_curve_is_the_mean_of_some_steps(script: ModuleType):

@@ -1,7 +1,6 @@
 """bench_serve.py without vLLM: tests/export/test_vllm.py and test_llama_cpp.py run the engines."""
 
 import json
-import shlex
 import sys
 from itertools import chain
 from pathlib import Path
@@ -14,21 +13,13 @@ from transformers import AutoTokenizer
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.decoding.trees import policies
-from specheads.heads.load import build_for, load_head
-from specheads.measure.counts import DepthCounts
-from specheads.measure.generation import GenerationSettings, decode_prompts, write_alone
+from specheads.heads.load import build_for
+from specheads.measure.generation import GenerationSettings, write_alone
 from tests.export.trained import taught
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "recipes" / "tiny_code" / "base"
 SAID = ("import os\n\n\ndef walk(", "class Tree:\n    def", "for name in", "def test_that(")
-
-
-def prompts_file(folder: Path) -> Path:
-    file = folder / "said.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in SAID))
-    return file
 
 
 def trained(base: FrozenBase) -> Head:
@@ -43,126 +34,6 @@ def trained(base: FrozenBase) -> Head:
     )
     tokens = torch.tensor([one[-3:] + text for one, text in zip(prompts, texts, strict=True)][::2])
     return taught(head, base, tokens, 12, learning_rate=3e-3)
-
-
-class Ours:
-    """In place of vLLM's server: our own loop, which answers as vLLM does."""
-
-    base: FrozenBase
-
-    def __init__(self, command: list[str], _log: Path, environment: dict[str, str]) -> None:
-        self.command, self.asked = command, []
-        self.versions = {"vllm": "none"}
-        at = command.index("--speculative-config") + 1 if "--speculative-config" in command else 0
-        self.depth = json.loads(command[at])["num_speculative_tokens"] if at else 0
-        self.head = load_head(environment["SPECHEADS_HEAD"], self.base) if self.depth else None
-        self.counts = DepthCounts.zeros(self.depth)
-        engines.append(self)
-
-    def ask(self, asked: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        order.append(self.depth)
-        self.asked.append(asked)
-        how = GenerationSettings(
-            max_new_tokens=max_tokens,
-            tree=policies.chain(self.depth) if self.depth else None,
-            batch_size=len(asked),
-        )
-        made = decode_prompts(self.base, self.head, asked, how)
-        counters = {}
-        if self.depth:
-            self.counts = DepthCounts.total(
-                [self.counts, *(one.counts for one in made)], self.depth
-            )
-            counters = {
-                "drafts": self.counts.forwards,
-                "draft_tokens": self.counts.forwards * self.depth,
-                "accepted_tokens": sum(self.counts.accepted),
-                "accepted_tokens_per_pos": self.counts.accepted,
-            }
-        # each arm is as fast as it is deep
-        tokens = [one.tokens for one in made]
-        seconds = sum(map(len, tokens)) / (1 + self.depth)
-        return {"seconds": seconds, "tokens": tokens, "counters": counters}
-
-    def close(self) -> None:
-        pass
-
-
-engines: list[Ours] = []
-order: list[int] = []
-
-
-@pytest.mark.slow
-def test_a_run_asks_counts_replays_and_writes(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(script, "VllmServer", Ours)
-    engines.clear()
-    order.clear()
-    Ours.base = FrozenBase.load(BASE, dtype="float32", device="cpu")
-    trained(Ours.base).save_pretrained(tmp_path / "head")
-    out = tmp_path / "serve.json"
-    words = f"--base {BASE} --head {tmp_path / 'head'} --sets said={prompts_file(tmp_path)} "
-    words += f"--out {out} --limit 4 --new-tokens 12 --batch 1,3 --depths 1,3 --dtype float32 "
-    words += "--threads 1"
-    assert script.main(shlex.split(words)) == 0
-    served = json.loads(out.read_text())
-    rows = served["rows"]
-    assert [(row["prompts"], row["batch"], row["depth"], row["count"]) for row in rows] == [
-        ("said", 1, 1, 4),
-        ("said", 1, 3, 4),
-        # the fourth prompt fills no batch of three
-        ("said", 3, 1, 3),
-        ("said", 3, 3, 3),
-    ]
-    for row in rows:
-        counted, replayed, ratio = row["served"], row["replay"], row["speedup"]["ratio"]
-        assert row["identical"] == row["count"]
-        assert counted["forwards"] == replayed["forwards"]
-        assert counted["accepted"] == replayed["accepted"]
-        assert counted["tokens_per_forward"] == pytest.approx(replayed["tokens_per_forward"])
-        assert ratio == pytest.approx(1 + row["depth"])
-        assert row["speedup"]["interval"] == pytest.approx([ratio, ratio])
-        assert row["forward_overhead"] == pytest.approx(counted["tokens_per_forward"] / ratio)
-    assert rows[1]["served"]["accepted"][1] > 0
-    assert served["engine"] == {"vllm": "none"}
-    assert (served["kind"], served["prompts"]["said"]["count"]) == ("mlp_speculator", 4)
-    assert served["provenance"]["hardware"]["machine"]
-    assert len(capsys.readouterr().out.splitlines()) == len(rows)
-    # one warm-up each, then four prompts and each arm first in turn
-    assert order[:12] == [0, 1, 3, 0, 1, 3, 1, 3, 0, 3, 0, 1]
-    assert engines[0].asked == engines[1].asked == engines[2].asked
-    alone = engines[0].command
-    assert alone[3:5] == ["--model", str(BASE)]
-    for engine in engines[1:]:
-        assert engine.command[: len(alone)] == alone
-        assert engine.command[len(alone)] == "--speculative-config"
-
-
-def test_llama_cpp_serves_the_base_alone_and_each_chain_of_the_converted_head(
-    script, tmp_path, monkeypatch
-):
-    converted, started = [], []
-    monkeypatch.setattr(script, "convert", lambda *told: converted.append(told))
-    monkeypatch.setattr(script, "LlamaServer", lambda *told: started.append(told))
-    lines = (
-        "python convert_hf_to_gguf.py '/a b' --target-model-dir base --outfile /h.gguf",
-        "llama-server -m BASE.gguf -md /h.gguf --spec-type eagle --spec-draft-n-max 3 --last",
-    )
-    words = "--head x --sets a --engine llama_cpp --depths 1,3 --batch 1,2 --threads 2 "
-    with pytest.raises(SystemExit, match=r"llama.cpp serves GGUF files, .* name --gguf"):
-        script._parse([*words.split(), "--base", str(BASE)])
-    options = script._parse(f"{words} --gguf /base.gguf --out {tmp_path / 'serve.json'}".split())
-    assert [*script._llama_cpp(lines, 100, options)] == [0, 1, 3]
-    asked = ["/a b", "--target-model-dir", "base", "--outfile", "/h.gguf"]
-    assert converted == [(asked, "f16")]
-    shared = shlex.split("--threads 2 --threads-batch 2 --cache-ram 0 --metrics --parallel 2")
-    shared += ["--ctx-size", "200"]
-    drafts = "-md /h.gguf --spec-type eagle --spec-draft-n-max {} --last"
-    told = {0: [], 1: shlex.split(drafts.format(1)), 3: shlex.split(drafts.format(3))}
-    server = str(script.BUILT / script.LLAMA_SERVER)
-    assert started == [
-        ([server, "-m", "/base.gguf", *said, *shared], tmp_path / f"serve.{depth}.log")
-        for depth, said in told.items()
-    ]
 
 
 def test_plain_prompts_are_said_by_a_user_and_mt_bench_is_eight_categories(script, tmp_path):
@@ -203,13 +74,6 @@ def test_speed_is_paired_and_for_as_many_tokens(script):
     drafted = [script.Turn(0.25, [[0] * 5]), script.Turn(4.5, [[0] * 30])]
     gain = script.speedup(alone, drafted)
     assert gain == {"ratio": 2, "interval": (2, 2)}
-
-
-def test_a_set_that_fills_no_batch_is_refused(script, tmp_path):
-    base = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(BASE))
-    options = SimpleNamespace(limit=3, batch=[1, 8])
-    with pytest.raises(SystemExit, match="said must fill a batch of 8, got 3"):
-        script.first_turns(base, "said", str(prompts_file(tmp_path)), options)
 
 
 PLAYED = f"""#!{sys.executable}
@@ -291,20 +155,3 @@ def test_counters_of_vllm_are_read_by_the_same_names(script):
     server = SimpleNamespace(request=lambda _: SimpleNamespace(text=lines))
     counted = {"drafts": 5, "accepted_tokens_per_pos": [3, 1]}
     assert script.Server.counters(server) == counted
-
-
-@pytest.mark.parametrize("pre_tokenizer", ["", "llama-bpe"])
-def test_the_converter_is_told_how_an_unknown_tokenizer_splits(script, built, pre_tokenizer):
-    sources = built / script.SOURCES
-    (sources / "conversion" / "base.py").write_text(
-        "class TextModel:\n    def get_vocab_base_pre(self, tokenizer): return 'its own'\n"
-    )
-    (sources / "convert_hf_to_gguf.py").write_text(
-        "import json, sys\nfrom conversion.base import TextModel\n"
-        "told = [*sys.argv[1:], TextModel().get_vocab_base_pre(None)]\n"
-        "open(sys.argv[2], 'w').write(json.dumps(told))\n"
-    )
-    out = str(built / "out")
-    script.convert(["folder", out], "f16", pre_tokenizer=pre_tokenizer, built=built)
-    told = json.loads(Path(out).read_text())
-    assert told == ["folder", out, "--outtype", "f16", pre_tokenizer or "its own"]

@@ -11,8 +11,6 @@ import psutil
 import pytest
 import torch
 
-from tests.scripts.loading import load_script
-
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu.py"
 REHEARSAL = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny"]
@@ -67,17 +65,6 @@ def test_stage_that_runs_over_its_time_is_stopped_with_its_children(
     options = script._parse(words)
     assert not script._stage_process("smollm2", options, 0.1)
     assert "the time of this stage is over" in (tmp_path / "smollm2.log").read_text()
-
-
-def test_card_has_a_table_for_each_measured_stage(report: Any, tmp_path: Path):
-    tables = load_script("results_table")
-    assert tables.gpu(tmp_path) == "not yet run"
-    report.row("step over 32 nodes / bare forward of 1", "1.10 [1.05, 1.15]", "at most 1.15")
-    report.part("broken", lambda: 1 / 0)
-    shown = tables.gpu(tmp_path)
-    assert "**decode**" in shown
-    assert "| step over 32 nodes / bare forward of 1 | 1.10 [1.05, 1.15] | at most 1.15 |" in shown
-    assert "| broken | failed: ZeroDivisionError: division by zero |" in shown
 
 
 @pytest.mark.slow

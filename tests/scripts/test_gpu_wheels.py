@@ -59,11 +59,3 @@ def test_pinned_wheels_replace_older_ones(asked: Path, tmp_path: Path):
     fetched, built = asked.read_text().splitlines()
     assert "--only-binary=:all:" in fetched
     assert "antlr4-python3-runtime==" in built
-
-
-def test_wheels_of_15_mb_are_too_large(asked: Path, tmp_path: Path):
-    done = download(asked, tmp_path / "wheels", 1_000_000)
-    assert done.returncode == 1
-    assert "MB, in" in done.stdout
-    (line,) = done.stderr.splitlines()
-    assert "must stay under 15 MB" in line

@@ -91,14 +91,3 @@ def test_a_mistake_is_one_line_and_leaves_nothing(script, data, tmp_path, capsys
     assert len(told) == 1
     assert message in told[0]
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
-
-
-def test_an_unfinished_run_is_not_continued_with_other_settings(script, data, tmp_path, capsys):
-    work = tmp_path / "out.partial"
-    work.mkdir()
-    settings = {"data": data, "column": "text", "out": str(tmp_path / "out"), "steps": 5}
-    (work / "settings.json").write_text(json.dumps(settings | {"init": ""}))
-    assert pretrain(script, data, tmp_path / "out", "--steps", "6") == 2
-    error = capsys.readouterr().err
-    assert "holds an unfinished run with" in error
-    assert list(work.iterdir()) == [work / "settings.json"]

@@ -55,25 +55,3 @@ def test_damaged_pieces_leave_the_old_file(
     assert "split_file.sh: " in ended.stderr.splitlines()[-1]
     assert out.read_text() == "old"
     assert list(out.parent.iterdir()) == [out]
-
-
-@pytest.mark.parametrize(
-    ("words", "rule"),
-    [
-        (["split", "missing", "1KB", "new"], "FILE must be an existing file"),
-        (["split", "model.gguf", "1KB", "pieces"], "FOLDER must not exist"),
-        (["split", "model.gguf", "4.5X", "new"], "SIZE must be a size of GNU split"),
-        (["join", "pieces", "pieces"], "FILE must not be a folder"),
-        (["join", "pieces"], "the arguments must be"),
-    ],
-)
-@pytest.mark.usefixtures("pieces")
-def test_wrong_arguments_are_refused_and_nothing_is_written(
-    tmp_path: Path, words: list[str], rule: str
-):
-    before = sorted(tmp_path.rglob("*"))
-    names = {"missing", "model.gguf", "new", "pieces"}
-    ended = run(*(str(tmp_path / one) if one in names else one for one in words))
-    assert ended.returncode == 2
-    assert f"split_file.sh: {rule}" in ended.stderr.splitlines()[-1]
-    assert sorted(tmp_path.rglob("*")) == before

@@ -92,32 +92,3 @@ def test_only_whole_questions_are_kept_and_each_once(
     assert {str(base.tokenizer.decode(ask.tokens)) for ask in asked} == {OPENING}
     assert [ask.sampling.seed for ask in asked] == [7, 8, 9, 10, 11]
     assert {(ask.sampling.temperature, ask.sampling.top_p) for ask in asked} == {(0.5, 0.8)}
-
-
-@pytest.mark.parametrize("place", ["", "file/a.jsonl"])
-def test_what_cannot_be_written_is_said_before_the_base_is_read(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, place: str
-):
-    monkeypatch.setattr(script.FrozenBase, "load", lambda *_, **__: pytest.fail("was read"))
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit) as left:
-        run(script, monkeypatch, tmp_path / place)
-    assert left.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "name another" in line
-
-
-def test_a_base_that_writes_no_question_is_given_up_in_one_line(
-    script: ModuleType,
-    base: FrozenBase,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    plan(monkeypatch, script, base, ["Hi\n"] * 100)
-    with pytest.raises(SystemExit) as left:
-        run(script, monkeypatch, tmp_path / "a.jsonl", "--num", "2")
-    assert left.value.code == 2
-    (line,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error")]
-    assert "wrote 0 different ones in 20 texts, asked for 2; raise --new-tokens" in line
-    assert not (tmp_path / "a.jsonl").exists()
