@@ -305,7 +305,7 @@ class Forwards:
         if self.config.num_hidden_layers not in aux_layers:
             yield found
             return
-        named = dict(self.model.base_model.named_children())
+        named = dict(self.model.get_decoder().named_children())
         norm = next((named[name] for name in FINAL_NORMS if name in named), None)
         if norm is None:
             raise InputError(

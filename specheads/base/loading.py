@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -25,7 +23,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.base.gguf import located
 from specheads.base.masks import refuse_attention
 from specheads.base.reading import reading, refuse_mismatch
-from specheads.base.settings import honour_tokenizer, refuse_ignored
+from specheads.base.settings import auto_class, honour_tokenizer, refuse_ignored
 from specheads.base.sharding import Sharding
 from specheads.core.errors import InputError, first_line
 from specheads.core.machine import computes_bfloat16
@@ -58,7 +56,7 @@ def load_model(
     place = device.device if isinstance(device, Sharding) else _device(device)
     direct = place.type == "cuda" and not sharded
     source = located(source)
-    load_config(source, revision=revision)
+    config = load_config(source, revision=revision)
     folder, tokenizer = Path(source), load_tokenizer(source, revision=revision)
     if (folder / "generation_config.json").is_file():
         # transformers ignores a damaged file, and with it the tokens that end a text
@@ -69,7 +67,7 @@ def load_model(
                 raise InputError(f"eos_token_id must be token ids, got {ends!r}; fix it there")
     with reading("weights", source):
         # output_loading_info adds a result that pyright does not know
-        read: Any = AutoModelForCausalLM.from_pretrained
+        read: Any = auto_class(config).from_pretrained
         loaded, info = read(
             source,
             revision=revision,
@@ -103,8 +101,13 @@ def load_config(source: str, *, revision: str) -> PreTrainedConfig:
         if code and kind not in CONFIG_MAPPING:
             _refuse_code(source, "config.json", f"model_type is {kind!r:.80}")
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-        if code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            _refuse_code(source, "config.json", f"model_type is {kind!r:.80}")
+        if auto_class(config) is None:
+            if code:
+                _refuse_code(source, "config.json", f"model_type is {kind!r:.80}")
+            raise InputError(
+                "a base must generate text, and transformers has no class that does for "
+                f"model_type {kind!r:.80}; name another base"
+            )
         refuse_ignored(config, settings)
         return config
 

@@ -91,7 +91,8 @@ def _reads_window(model: PreTrainedModel) -> bool:
     A Llama that was converted from a Mistral may have the setting, and ignores it. Classes outside
     of transformers count by those that they inherit from.
     """
-    classes = {*type(model).__mro__, *type(model.base_model).__mro__}
+    parts = (model, model.base_model, model.get_decoder())
+    classes = {one for part in parts for one in type(part).__mro__}
     names = {one.__module__ for one in classes}
     names = [name for name in names if name.startswith("transformers.models.")]
     codes = [inspect.getsource(sys.modules[name]) for name in names]

@@ -1,5 +1,6 @@
 """The frozen base: load it, read text and verify trees with it."""
 
+import re
 import weakref
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,9 @@ from specheads.base.sharding import Sharding
 from specheads.core.machine import refuse_bytes
 from specheads.core.weight_layout import for_few_rows
 from specheads.data.chat import end_ids
+
+MEDIA = re.compile("(image|video|audio)_token_(id|index)")
+"""Settings of multimodal models that name the token in place of a picture, video or sound."""
 
 
 class FrozenBase(Forwards):
@@ -145,6 +149,12 @@ class FrozenBase(Forwards):
     @cached_property
     def _turn_ends(self) -> tuple[int, ...]:
         return end_ids(self.tokenizer)
+
+    @cached_property
+    def media_ids(self) -> dict[int, str]:
+        """Tokens that stand for pictures, videos and sounds, with the settings that name them."""
+        settings = self.model.config.to_dict().items()
+        return {id: name for name, id in settings if MEDIA.fullmatch(name) and type(id) is int}
 
     @property
     def embedding(self) -> Tensor:

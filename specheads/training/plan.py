@@ -18,11 +18,12 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specheads.base.gguf import located
 from specheads.base.loading import load_config
 from specheads.base.model import FrozenBase
+from specheads.base.settings import auto_class
 from specheads.core import machine
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -335,7 +336,7 @@ class Shapes:
         dtype = getattr(torch, base["dtype"].replace("auto", auto))
         init = load_head(setup.init) if setup.init else None
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = auto_class(config).from_config(
                 config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
             )
             # no checks of the attention: there are no values to compare
