@@ -23,7 +23,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.base.gguf import located
 from specheads.base.masks import refuse_attention
 from specheads.base.reading import reading, refuse_mismatch
-from specheads.base.settings import auto_class, honour_tokenizer, refuse_ignored
+from specheads.base.settings import attention_of, auto_class, honour_tokenizer, refuse_ignored
 from specheads.base.sharding import Sharding
 from specheads.core.errors import InputError, first_line
 from specheads.core.machine import computes_bfloat16
@@ -48,8 +48,9 @@ def load_model(
 
     The source is a folder, a Hub id, or a name that `gguf.located` resolves. The revision is for
     the Hub and ignored for a folder. The dtype is one of `DTYPES` or "auto": bfloat16 if the
-    device computes it, else float32. The device "auto" is CUDA if available. With a `Sharding` the
-    model is loaded on the CPU first.
+    device computes it, else float32. The device "auto" is CUDA if available. The attention "sdpa"
+    becomes "eager" for a class that transformers has no sdpa for. With a `Sharding` the model is
+    loaded on the CPU first.
     """
     refuse_attention(attention)
     sharded = isinstance(device, Sharding)
@@ -72,7 +73,7 @@ def load_model(
             source,
             revision=revision,
             dtype=_dtype(dtype, place),
-            attn_implementation=attention,
+            attn_implementation=attention_of(config, attention),
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,

@@ -14,6 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.base import lora
 from specheads.base.cache import KVCache, Slab
 from specheads.base.compile import CompiledLayers, CudaGraphs, compiled
+from specheads.base.experts import choose_experts
 from specheads.base.fingerprint import exact_fingerprint
 from specheads.base.forward import Forwards, answer
 from specheads.base.loading import load_model
@@ -64,6 +65,7 @@ class FrozenBase(Forwards):
         if owned:
             model.eval().requires_grad_(False)
             for_few_rows(model)
+            choose_experts(model)
             check(self)
         if exact:
             check_exact(self, compile=compile)

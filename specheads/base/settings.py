@@ -85,6 +85,12 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return next((auto for auto, classes in CLASSES.items() if type(config) in classes), None)
 
 
+def attention_of(config: PreTrainedConfig, attention: str) -> str:
+    """Return the attention, or "eager" in place of "sdpa" if the class lacks it (Gemma 2)."""
+    model = CLASSES[auto_class(config)][type(config)]
+    return "eager" if attention == "sdpa" and not model._supports_sdpa else attention
+
+
 def refuse_ignored(
     config: PreTrainedConfig, settings: dict[str, Any], outer: PreTrainedConfig | None = None
 ) -> None:

@@ -14,10 +14,10 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
-from specheads.measure.oracle import Oracle
 from specheads.runs.trackers import read_metrics
 from specheads.training.settings import Schedule
 from tests import tiny
+from tests.oracle import Oracle
 from tests.training.test_trainer import phase, run_training
 
 PICTURE = 5
