@@ -73,6 +73,50 @@ RECIPES = {
 ARCHITECTURES = tuple(RECIPES)
 WINDOWED = ("mistral", "gemma3")
 
+_EXPERTS = {"num_experts_per_tok": 2}
+_GEMMA2 = {
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 8,
+}
+RECIPES |= {
+    "qwen2": Recipe(transformers.Qwen2Config, _GATED, seed=1, sharpness=14.0),
+    "phi3": Recipe(
+        transformers.Phi3Config, _GATED | {"sliding_window": 12}, seed=1, sharpness=14.0
+    ),
+    "gemma2": Recipe(transformers.Gemma2Config, _GATED | _GEMMA2, seed=3),
+    "olmo2": Recipe(transformers.Olmo2Config, _GATED, seed=6, sharpness=200.0),
+    "smollm3": Recipe(
+        transformers.SmolLM3Config, _GATED | {"no_rope_layers": [1, 0, 1]}, seed=4, sharpness=14.0
+    ),
+    "starcoder2": Recipe(
+        transformers.Starcoder2Config, _GATED | {"sliding_window": 12}, seed=4, sharpness=20.0
+    ),
+    "qwen3_moe": Recipe(
+        transformers.Qwen3MoeConfig,
+        _GATED | _EXPERTS | {"num_experts": 6, "moe_intermediate_size": 16, "mlp_only_layers": [1]},
+        seed=4,
+        sharpness=20.0,
+    ),
+    "mixtral": Recipe(
+        transformers.MixtralConfig,
+        _GATED | _EXPERTS | {"num_local_experts": 4, "sliding_window": 12},
+        seed=1,
+    ),
+    "olmoe": Recipe(
+        transformers.OlmoeConfig, _GATED | _EXPERTS | {"num_experts": 6}, seed=3, sharpness=14.0
+    ),
+    "granitemoe": Recipe(
+        transformers.GraniteMoeConfig,
+        _GATED | _GRANITE | _EXPERTS | {"num_local_experts": 6},
+        seed=4,
+    ),
+}
+EXPERTS = ("qwen3_moe", "mixtral", "olmoe", "granitemoe")
+"""Mixtures of experts."""
+FURTHER = tuple(name for name in RECIPES if name not in ARCHITECTURES)
+"""Architectures that only tests/decoding/test_further_bases.py runs."""
+
 
 def config(architecture: str = "llama", **changes: Any) -> PreTrainedConfig:
     """Return the config of a tiny base, with some settings changed."""
@@ -106,6 +150,9 @@ def own_base(
 ) -> FrozenBase:
     """Return a base like `base` that is not shared, for tests that change or compile it."""
     recipe = RECIPES[architecture]
+    if architecture == "gemma2":
+        # transformers has no sdpa for it
+        attention = "eager"
     # sampled on the CPU, so that the weights are equal on every device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)

@@ -19,6 +19,7 @@ from specheads.base.cache import KVCache, RowCache, upload
 from specheads.base.compile import CompiledLayers, CudaGraphs
 from specheads.base.document_attention import attending_documents
 from specheads.base.exact_attention import ExactAttention
+from specheads.base.experts import experts_of, tokens_twice
 from specheads.base.masks import (
     attention_windows,
     context_length,
@@ -68,6 +69,8 @@ class Forwards:
         refuse_attention(self.config._attn_implementation)
         self.exact = False
         """Whether `verify` gives each node bit for bit the result of decoding it alone."""
+        self.experts = experts_of(model)
+        """Modules with a mixture of experts, one per layer that has one."""
         self._compiled_answer: Callable[..., tuple[Tensor, Any]] | None = None
         self._graphs: CudaGraphs | None = None
         self._layers: CompiledLayers | None = None
@@ -209,7 +212,9 @@ class Forwards:
             return self._forward_compiled(inputs, cache, aux_layers)
         run = self._compiled_answer or answer
         exact = ExactAttention(ancestors, cache.row_lengths) if self.exact else None
-        with attending(self.config, cache, exact=exact), self._last_stream(aux_layers) as last:
+        twice = tokens_twice(self.experts if self.exact else [])
+        attending_tree = attending(self.config, cache, exact=exact)
+        with attending_tree, twice, self._last_stream(aux_layers) as last:
             logits, out = run(
                 self.model, self.projection, **inputs, output_hidden_states=bool(aux_layers)
             )
@@ -305,7 +310,7 @@ class Forwards:
         if self.config.num_hidden_layers not in aux_layers:
             yield found
             return
-        named = dict(self.model.base_model.named_children())
+        named = dict(self.model.get_decoder().named_children())
         norm = next((named[name] for name in FINAL_NORMS if name in named), None)
         if norm is None:
             raise InputError(

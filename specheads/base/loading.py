@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -25,7 +23,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.base.gguf import located
 from specheads.base.masks import refuse_attention
 from specheads.base.reading import reading, refuse_mismatch
-from specheads.base.settings import honour_tokenizer, refuse_ignored
+from specheads.base.settings import attention_of, auto_class, honour_tokenizer, refuse_ignored
 from specheads.base.sharding import Sharding
 from specheads.core.errors import InputError, first_line
 from specheads.core.machine import computes_bfloat16
@@ -50,15 +48,16 @@ def load_model(
 
     The source is a folder, a Hub id, or a name that `gguf.located` resolves. The revision is for
     the Hub and ignored for a folder. The dtype is one of `DTYPES` or "auto": bfloat16 if the
-    device computes it, else float32. The device "auto" is CUDA if available. With a `Sharding` the
-    model is loaded on the CPU first.
+    device computes it, else float32. The device "auto" is CUDA if available. The attention "sdpa"
+    becomes "eager" for a class that transformers has no sdpa for. With a `Sharding` the model is
+    loaded on the CPU first.
     """
     refuse_attention(attention)
     sharded = isinstance(device, Sharding)
     place = device.device if isinstance(device, Sharding) else _device(device)
     direct = place.type == "cuda" and not sharded
     source = located(source)
-    load_config(source, revision=revision)
+    config = load_config(source, revision=revision)
     folder, tokenizer = Path(source), load_tokenizer(source, revision=revision)
     if (folder / "generation_config.json").is_file():
         # transformers ignores a damaged file, and with it the tokens that end a text
@@ -69,12 +68,12 @@ def load_model(
                 raise InputError(f"eos_token_id must be token ids, got {ends!r}; fix it there")
     with reading("weights", source):
         # output_loading_info adds a result that pyright does not know
-        read: Any = AutoModelForCausalLM.from_pretrained
+        read: Any = auto_class(config).from_pretrained
         loaded, info = read(
             source,
             revision=revision,
             dtype=_dtype(dtype, place),
-            attn_implementation=attention,
+            attn_implementation=attention_of(config, attention),
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
@@ -103,8 +102,13 @@ def load_config(source: str, *, revision: str) -> PreTrainedConfig:
         if code and kind not in CONFIG_MAPPING:
             _refuse_code(source, "config.json", f"model_type is {kind!r:.80}")
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-        if code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            _refuse_code(source, "config.json", f"model_type is {kind!r:.80}")
+        if auto_class(config) is None:
+            if code:
+                _refuse_code(source, "config.json", f"model_type is {kind!r:.80}")
+            raise InputError(
+                "a base must generate text, and transformers has no class that does for "
+                f"model_type {kind!r:.80}; name another base"
+            )
         refuse_ignored(config, settings)
         return config
 

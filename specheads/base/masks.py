@@ -85,17 +85,23 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
     return {kind: known[kind] for kind in kinds} or {"all": window}
 
 
+TO_ATTENTION = 'sliding_window=getattr(self.config, "sliding_window", None)'
+"""Code that passes a window to the attention function, and not to its mask."""
+
+
 def _reads_window(model: PreTrainedModel) -> bool:
     """Return whether the code of a model reads `sliding_window` of its config.
 
-    A Llama that was converted from a Mistral may have the setting, and ignores it. Classes outside
-    of transformers count by those that they inherit from.
+    A Llama that was converted from a Mistral may have the setting, and ignores it. OLMoE ignores it
+    too: its code passes the window to the attention function only, where sdpa and eager drop it.
+    Classes outside of transformers count by those that they inherit from.
     """
-    classes = {*type(model).__mro__, *type(model.base_model).__mro__}
+    parts = (model, model.base_model, model.get_decoder())
+    classes = {one for part in parts for one in type(part).__mro__}
     names = {one.__module__ for one in classes}
     names = [name for name in names if name.startswith("transformers.models.")]
     codes = [inspect.getsource(sys.modules[name]) for name in names]
-    return not codes or any("sliding_window" in code for code in codes)
+    return not codes or any("sliding_window" in code.replace(TO_ATTENTION, "") for code in codes)
 
 
 def context_length(config: Any) -> int:

@@ -1,5 +1,6 @@
 """The frozen base: load it, read text and verify trees with it."""
 
+import re
 import weakref
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.base import lora
 from specheads.base.cache import KVCache, Slab
 from specheads.base.compile import CompiledLayers, CudaGraphs, compiled
+from specheads.base.experts import choose_experts
 from specheads.base.fingerprint import exact_fingerprint
 from specheads.base.forward import Forwards, answer
 from specheads.base.loading import load_model
@@ -22,6 +24,9 @@ from specheads.base.sharding import Sharding
 from specheads.core.machine import refuse_bytes
 from specheads.core.weight_layout import for_few_rows
 from specheads.data.chat import end_ids
+
+MEDIA = re.compile("(image|video|audio)_token_(id|index)")
+"""Settings of multimodal models that name the token in place of a picture, video or sound."""
 
 
 class FrozenBase(Forwards):
@@ -60,6 +65,7 @@ class FrozenBase(Forwards):
         if owned:
             model.eval().requires_grad_(False)
             for_few_rows(model)
+            choose_experts(model)
             check(self)
         if exact:
             check_exact(self, compile=compile)
@@ -145,6 +151,12 @@ class FrozenBase(Forwards):
     @cached_property
     def _turn_ends(self) -> tuple[int, ...]:
         return end_ids(self.tokenizer)
+
+    @cached_property
+    def media_ids(self) -> dict[int, str]:
+        """Tokens that stand for pictures, videos and sounds, with the settings that name them."""
+        settings = self.model.config.to_dict().items()
+        return {id: name for name, id in settings if MEDIA.fullmatch(name) and type(id) is int}
 
     @property
     def embedding(self) -> Tensor:

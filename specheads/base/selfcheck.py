@@ -3,6 +3,7 @@
 from inspect import signature
 
 import torch
+from torch import Tensor
 
 from specheads.base.cache import KVCache
 from specheads.base.exact_attention import BLOCK, keeps_order
@@ -17,6 +18,11 @@ LONGEST = 512
 """Longest window behind which a base is checked: longer ones would delay every start."""
 
 
+TRIES = 3
+"""Texts with which a base with experts is checked. Rounding can send a token to another expert,
+which changes its logits by more than `TOLERANCE`; a wrong mask fails with every text."""
+
+
 @torch.no_grad()
 def check(base: Forwards) -> None:
     """Compare the logits of four tokens with those of the same tokens as a path of a tree.
@@ -27,48 +33,56 @@ def check(base: Forwards) -> None:
         ValueError: The model does not support trees, or the logits differ, or they are not the
             vocabulary projection of the final hidden state.
     """
-    model, device, kind = base.model, base.device, base.model.config.model_type
-    try:
-        projection = base.projection
-        path = torch.arange(1, 5, device=device) % len(projection.weight)
-        #  0 - 2 - 4 - 5     the path, with a wrong sibling of its second and third token
-        #   `- 1  `- 3
-        tokens = path[torch.tensor([0, 3, 1, 0, 2, 3], device=device)][None]
-        tree = TokenTree(tokens, torch.tensor([[-1, 0, 0, 2, 2, 4]], device=device))
-        windows = [one for one in base.windows.values() if one and one <= LONGEST]
-        text = torch.arange(5, 5 + max(windows, default=0) + 1, device=device)[None]
-        text = text % len(projection.weight)
-        cache = KVCache(base.config.num_hidden_layers, 1, text.shape[1] + 6, device)
-        base.prefill(text, cache, [text.shape[1]])
-        whole = torch.cat([text, path[None]], dim=1)
-        # with a vocabulary of 262k the logits of a whole window take half a gigabyte
-        may_keep = "logits_to_keep" in signature(model.forward).parameters
-        last = {"logits_to_keep": 4} if may_keep else {}
-        plain = model(input_ids=whole, use_cache=False, **last).logits[0, -4:]
-        projected = projection(base.read(whole).hidden[:, -4:])[0]
-        verified = base.verify(tree, cache).logits[0]
-    except Exception as error:
-        # a model that does not know masks or positions can raise any error
-        raise InputError(
-            f"tree verification needs a base that takes a 4D mask and positions; {kind!r} "
-            f"fails with {first_line(error)!r}; choose another base"
-        ) from error
-    if not plain.isfinite().all():
-        raise InputError(
-            f"the logits of a base must be finite, and those of {kind!r} are not; its weights are "
-            "damaged, or too large for its dtype: load it again, or with dtype=float32"
-        )
-    bound = TOLERANCE.get(base.dtype, 0.05) * (1e-3 + plain.abs().max())
-    if not (plain - projected).abs().max() <= bound:
-        raise InputError(
-            f"the logits of {kind!r} must be its vocabulary projection of the final hidden "
-            "state, and are not: it scales or changes them in its own way; choose another base"
-        )
-    if not (plain - verified[[0, 2, 4, 5]]).abs().max() <= bound:
-        raise InputError(
-            f"tree verification needs a base that uses only mask and position; {kind!r} gives a "
-            "path in a tree other logits; choose another base"
-        )
+    kind = base.model.config.model_type
+    for number in range(TRIES if base.experts else 1):
+        try:
+            plain, projected, verified = _logits_in_three_ways(base, 17 * number)
+        except Exception as error:
+            # a model that does not know masks or positions can raise any error
+            raise InputError(
+                f"tree verification needs a base that takes a 4D mask and positions; {kind!r} "
+                f"fails with {first_line(error)!r}; choose another base"
+            ) from error
+        if not plain.isfinite().all():
+            raise InputError(
+                f"the logits of a base must be finite, and those of {kind!r} are not; its weights "
+                "are damaged, or too large for its dtype: load it again, or with dtype=float32"
+            )
+        bound = TOLERANCE.get(base.dtype, 0.05) * (1e-3 + plain.abs().max())
+        if not (plain - projected).abs().max() <= bound:
+            raise InputError(
+                f"the logits of {kind!r} must be its vocabulary projection of the final hidden "
+                "state, and are not: it scales or changes them in its own way; choose another base"
+            )
+        if (plain - verified).abs().max() <= bound:
+            return
+    raise InputError(
+        f"tree verification needs a base that uses only mask and position; {kind!r} gives a "
+        "path in a tree other logits; choose another base"
+    )
+
+
+def _logits_in_three_ways(base: Forwards, shift: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the logits of four tokens: the model's, those of their hidden states, and a tree's."""
+    model, device, projection = base.model, base.device, base.projection
+    vocab_size = len(projection.weight)
+    path = torch.arange(1 + shift, 5 + shift, device=device) % vocab_size
+    #  0 - 2 - 4 - 5     the path, with a wrong sibling of its second and third token
+    #   `- 1  `- 3
+    tokens = path[torch.tensor([0, 3, 1, 0, 2, 3], device=device)][None]
+    tree = TokenTree(tokens, torch.tensor([[-1, 0, 0, 2, 2, 4]], device=device))
+    windows = [one for one in base.windows.values() if one and one <= LONGEST]
+    length = max(windows, default=0) + 1
+    text = torch.arange(5 + shift, 5 + shift + length, device=device)[None] % vocab_size
+    cache = KVCache(base.config.num_hidden_layers, 1, length + 6, device)
+    base.prefill(text, cache, [length])
+    whole = torch.cat([text, path[None]], dim=1)
+    # with a vocabulary of 262k the logits of a whole window take half a gigabyte
+    may_keep = "logits_to_keep" in signature(model.forward).parameters
+    last = {"logits_to_keep": 4} if may_keep else {}
+    plain = model(input_ids=whole, use_cache=False, **last).logits[0, -4:]
+    projected = projection(base.read(whole).hidden[:, -4:])[0]
+    return plain, projected, base.verify(tree, cache).logits[0, [0, 2, 4, 5]]
 
 
 @torch.no_grad()

@@ -12,7 +12,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any, cast
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -67,7 +73,27 @@ TOKENIZER_REMEDY = (
 )
 
 
-def refuse_ignored(config: PreTrainedConfig, settings: dict[str, Any]) -> None:
+CLASSES: dict[Any, Any] = {
+    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+}
+"""Auto classes of transformers for a base, with their classes by config."""
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return the auto class that loads a base with this config, or None for an unknown config."""
+    return next((auto for auto, classes in CLASSES.items() if type(config) in classes), None)
+
+
+def attention_of(config: PreTrainedConfig, attention: str) -> str:
+    """Return the attention, or "eager" in place of "sdpa" if the class lacks it (Gemma 2)."""
+    model = CLASSES[auto_class(config)][type(config)]
+    return "eager" if attention == "sdpa" and not model._supports_sdpa else attention
+
+
+def refuse_ignored(
+    config: PreTrainedConfig, settings: dict[str, Any], outer: PreTrainedConfig | None = None
+) -> None:
     """Refuse settings that the class of a base ignores and that would change its logits.
 
     A setting passes if a known one with a similar name has the same value.
@@ -75,11 +101,12 @@ def refuse_ignored(config: PreTrainedConfig, settings: dict[str, Any]) -> None:
     Args:
         config: The config that transformers made.
         settings: The content of config.json.
+        outer: The config of the vision-language model around it, if any.
 
     Raises:
         InputError: There is one; the message names all of them.
     """
-    code = _code(config)
+    code = _code(config, outer)
     known = {*re.findall(r"\w+", code)} | (
         ROPE if hasattr(type(config), "rope_parameters") else set()
     )
@@ -97,12 +124,13 @@ def refuse_ignored(config: PreTrainedConfig, settings: dict[str, Any]) -> None:
     refuse_unused(type(config).__name__, ignored, *ropes, used=(), fixed=fixed, remedy=REMEDY)
     inner = getattr(config, "text_config", None)
     if isinstance(inner, PreTrainedConfig) and isinstance(settings.get("text_config"), dict):
-        refuse_ignored(inner, settings["text_config"])
+        refuse_ignored(inner, settings["text_config"], config)
 
 
-def _code(config: PreTrainedConfig) -> str:
-    """Return the code of a config's class and of its model."""
-    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+def _code(config: PreTrainedConfig, outer: PreTrainedConfig | None) -> str:
+    """Return the code of a config's class and of its model, which may be a part of another one."""
+    whole = config if auto_class(config) or outer is None else outer
+    model = CLASSES.get(auto_class(whole), {}).get(type(whole), None)
     classes = [one for cls in (type(config), model) if cls for one in cls.__mro__]
     modules = {one.__module__ for one in classes}
     own = [name for name in modules if name.startswith("transformers.models.")]

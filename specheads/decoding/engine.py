@@ -146,14 +146,20 @@ class Engine:
 
         Raises:
             ValueError: The request can never be decoded: its prompt exceeds the context or has ids
-                outside the vocabulary, it needs more blocks than the pool has, or it has stop
-                strings and the base has no tokenizer. The engine does not change.
+                outside the vocabulary or of pictures, it needs more blocks than the pool has, or it
+                has stop strings and the base has no tokenizer. The engine does not change.
         """
         length, size = len(request.prompt), len(self.base.embedding)
         if (largest := max(request.prompt)) >= size:
             raise InputError(
                 f"token ids must be below the base's vocabulary size {size}, got {largest}; use "
                 "this base's own tokenizer"
+            )
+        if pictured := self.base.media_ids.keys() & {*request.prompt}:
+            token = min(pictured)
+            raise InputError(
+                f"a prompt must be text, and token {token} stands for a picture or a sound "
+                f"({self.base.media_ids[token]} of config.json); leave it out"
             )
         if length > self.max_length:
             raise InputError(

@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from specheads.base.gguf import PACKAGE
 from specheads.base.model import FrozenBase
+from specheads.base.settings import auto_class
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import HUB_ID, from_json, read_json, write_atomic
@@ -179,6 +180,7 @@ def model_card(
         or KNOWN_LICENCES.get(about.settings["data"]["source"], "unknown"),
         tokens=_phase_tokens(about),
         dtype=results.settings.dtype if results else "float32",
+        auto=auto_class(base.model.config).__name__,
         engines=table,
         commands=commands,
     )

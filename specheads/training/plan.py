@@ -18,11 +18,12 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specheads.base.gguf import located
 from specheads.base.loading import load_config
 from specheads.base.model import FrozenBase
+from specheads.base.settings import attention_of, auto_class
 from specheads.core import machine
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -335,8 +336,11 @@ class Shapes:
         dtype = getattr(torch, base["dtype"].replace("auto", auto))
         init = load_head(setup.init) if setup.init else None
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+            model: PreTrainedModel = auto_class(config).from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=attention_of(config, "sdpa"),
+                trust_remote_code=False,
             )
             # no checks of the attention: there are no values to compare
             self.base = FrozenBase(model.eval().requires_grad_(False), owned=False)
@@ -381,7 +385,7 @@ class Shapes:
         counted = int(loss_mask.numel() * settings.scored_share)
         # with several parts the second one runs next to the gradients of the first
         runs = min(parts, 2)
-        with FusedAttention(), PeakMemory(counted) as memory, flop_counter() as counter:
+        with FusedKernels(), PeakMemory(counted) as memory, flop_counter() as counter:
             for _ in range(runs):
                 counts = label_counts(
                     self.head, batch.tokens, batch.document_ids, loss_mask, settings
@@ -399,7 +403,7 @@ class Shapes:
     def text(self, distill: Distill) -> Parts:
         """Return the peak of text generation with the local engine."""
         prompts = torch.empty(distill.batch_size, distill.prompt_tokens, dtype=torch.long)
-        with self.teacher.as_loaded(), FusedAttention(), PeakMemory() as memory:
+        with self.teacher.as_loaded(), FusedKernels(), PeakMemory() as memory:
             self.base.read(prompts.to("meta"), self.head.aux_layers)
         # new texts have their own rows until they are copied into the batch
         rows = distill.batch_size + distill.batch_size // REFILL
@@ -465,10 +469,11 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class FusedAttention(TorchFunctionMode):
-    """Makes attention on the meta device allocate as the fused kernels do.
+class FusedKernels(TorchFunctionMode):
+    """Makes attention and experts on the meta device allocate as their kernels do.
 
-    Otherwise it would use the math kernel, which stores the whole attention matrix.
+    Otherwise attention would use the math kernel, which stores the whole attention matrix. The
+    grouped product of experts has no shapes there except in bfloat16.
     """
 
     def __torch_function__(
@@ -476,8 +481,16 @@ class FusedAttention(TorchFunctionMode):
     ) -> Any:
         """Run a torch function."""
         del types
-        is_attention = func is F.scaled_dot_product_attention and args[0].is_meta
-        return (_fused if is_attention else func)(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention and args[0].is_meta:
+            func = _fused
+        if getattr(func, "__name__", "") == "_grouped_mm" and args[0].is_meta:
+            func = _grouped
+        return func(*args, **(kwargs or {}))
+
+
+def _grouped(rows: Tensor, matrices: Tensor, **_: Any) -> Tensor:
+    """Multiply all rows by one expert's matrix: the shapes are those of the grouped product."""
+    return rows @ matrices[0]
 
 
 def _fused(

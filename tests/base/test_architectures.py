@@ -130,9 +130,7 @@ def small_model(kind: str) -> Any:
         raise ValueError(f"{size:,} parameters")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(
-            small_config(kind), dtype=torch.float64, experts_implementation="eager"
-        )
+        model = AutoModelForCausalLM.from_config(small_config(kind), dtype=torch.float64)
     for name, parameter in model.named_parameters():
         if "norm" not in name and parameter.ndim > 1:
             parameter.data.mul_(8)

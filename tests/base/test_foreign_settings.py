@@ -32,6 +32,7 @@ def test_published_configs_are_accepted(family: str, tmp_path: Path):
 
 
 LLAMA3 = FAMILIES["llama3.1"]["rope_scaling"]
+VICUNA = FAMILIES["llava-1.5"]["text_config"]
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 
 
@@ -61,6 +62,7 @@ WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_windo
         ("llama3", {"rope_scaling": {"type": "warp"}}, "rope_type='warp'", {"rope_scaling": None}),
         ("llama3.1", {"rope_scaling": LLAMA3 | {"mscale": 0.7}}, "rope.mscale=0.7", {}),
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func='softmax'", {}),
+        ("llava-1.5", {"text_config": VICUNA | {"residual_multiplier": 0.2}}, "residual_mul", {}),
     ],
 )
 def test_a_setting_that_transformers_ignores_is_refused_and_its_neutral_value_passes(

@@ -20,7 +20,9 @@ def test_local_layers_are_refused_and_global_ones_are_not():
     assert attention_windows(neo("global")) == {"all": None}
 
 
-@pytest.mark.parametrize("architecture", ["llama", "granite", "gpt_neox", "gpt2", "mistral"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "granite", "gpt_neox", "gpt2", "olmoe", "mistral"]
+)
 def test_a_window_counts_only_where_the_model_reads_it(architecture):
     base = tiny.own_base(architecture, sliding_window=12)
     assert base.windows == {"all": 12 if architecture == "mistral" else None}

@@ -1,0 +1,76 @@
+"""The experts of a mixture-of-experts base: which code of transformers computes them, and how."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from transformers import PreTrainedModel
+
+GROUPED = "grouped_mm"
+"""transformers' default: one grouped product for all experts. "eager" is one product for each."""
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def experts_of(model: nn.Module) -> list[Any]:
+    """Return the modules whose implementation transformers chooses by a setting, one per layer."""
+    # set by transformers' decorator use_experts_implementation
+    return [one for one in model.modules() if hasattr(one, "is_transposed")]
+
+
+def choose_experts(model: PreTrainedModel) -> None:
+    """Use transformers' eager experts if torch has no grouped product for the weights of a base.
+
+    torch lacks it in float64, and for rows that are not a multiple of 16 bytes.
+    """
+    config: Any = model.config.get_text_config()
+    # one expert of each shape
+    shapes = {
+        ((1, *matrix.shape[1:]), matrix.dtype, matrix.device, experts.is_transposed)
+        for experts in experts_of(model)
+        for matrix in experts.parameters(recurse=False)
+        # others are quantised, and have code of their own
+        if matrix.ndim == 3 and matrix.dtype in DTYPES
+    }
+    is_grouped = config._experts_implementation == GROUPED
+    if is_grouped and not all(_computes_grouped(*shape) for shape in shapes):
+        config._experts_implementation = "eager"
+
+
+def _computes_grouped(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_transposed: bool
+) -> bool:
+    """Return whether torch computes a grouped product with one expert of this shape."""
+    matrix = torch.zeros(shape, dtype=dtype, device=device)
+    matrix = matrix if is_transposed else matrix.mT
+    ends = torch.ones(1, dtype=torch.int32, device=device)
+    try:
+        F.grouped_mm(matrix.new_zeros(1, matrix.shape[1]), matrix, offs=ends)
+    except RuntimeError:
+        return False
+    return True
+
+
+@contextmanager
+def tokens_twice(experts: list[nn.Module]) -> Iterator[None]:
+    """Give each token to its experts twice: torch can sum the only row of a product differently."""
+    with ExitStack() as hooks:
+        for one in experts:
+            before = one.register_forward_pre_hook(_double, with_kwargs=True)
+            after = one.register_forward_hook(_first_half)
+            hooks.callback(before.remove)
+            hooks.callback(after.remove)
+        yield
+
+
+def _double(_: nn.Module, args: Any, settings: Any) -> tuple[Any, Any]:
+    """Return the arguments of experts with every row, which stands for a token, twice."""
+    twice = [torch.cat([one, one]) for one in args]
+    return tuple(twice), {name: torch.cat([one, one]) for name, one in settings.items()}
+
+
+def _first_half(_module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor:
+    return out[: len(out) // 2]
