@@ -314,7 +314,11 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         (save_directory / "config.json").write_text(text + "\n", encoding="utf-8")
 
     def settings(self) -> dict[str, Any]:
-        """Return the content of config.json: kind, settings, sizes, and fingerprint of the base."""
+        """Return the content of config.json: kind, settings, sizes, and fingerprint of the base.
+
+        A setting that is null is left out.
+        """
         sizes = {"width": self.width, "vocab_size": self.vocab_size}
         base = {"base_fingerprint": self.base_fingerprint} if self.base_fingerprint else {}
-        return {"kind": self.kind, **asdict(self.config), **sizes, **base}
+        own = {name: one for name, one in asdict(self.config).items() if one is not None}
+        return {"kind": self.kind, **own, **sizes, **base}

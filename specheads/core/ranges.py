@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Len, Lt, MinLen, Predicate
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -193,7 +193,7 @@ def words(hint: Any) -> str:
     origin, inner = get_origin(plain), get_args(plain)
     if rules and plain in (str, Any):
         return rules[-1].words
-    if origin is UnionType:
+    if origin in (Union, UnionType):
         kind = " or none; ".join(words(one) for one in inner if one is not NoneType) + " or none"
     elif origin is list:
         kind = f"a list, each {words(inner[0])}"

@@ -327,6 +327,12 @@ UNSUPPORTED = [
     ("eagle3", "tensorrt_llm", {"fc_norm": True}, "hold fc_norm=True"),
     ("eagle3", "speculators", {"parallel": True, "fc_norm": True}, "fc_norm of a .*: vllm$"),
     ("eagle3", "vllm", {"aux_layers": [2, 3, 7]}, "streams after layers 0 to 6.*: none$"),
+    *(
+        ("eagle3", one, {"sliding_window": 64}, "hold sliding_window=64; .*: speculators, vllm$")
+        for one in ("sglang", "llama_cpp", "tensorrt_llm")
+    ),
+    ("dflash", "sglang", {"sliding_window": 64}, "hold sliding_window=64; .*: speculators$"),
+    ("dspark", "llama_cpp", {"sliding_window": 64}, "hold sliding_window=64; .*: speculators$"),
     ("dflash", "speculators", {"sample_from_anchor": True}, "=True; .*: llama_cpp$"),
     ("dflash", "sglang", {"draft_tokens": 20}, "draft_tokens=20; .*: llama_cpp, speculators$"),
     ("dflash", "sglang", {"sample_from_anchor": True}, "sample_from_anchor=True; .*: llama_cpp$"),
@@ -343,6 +349,41 @@ def test_unsupported_head_is_refused_with_engines_that_support_it(
         export_head(head, base, engine, tmp_path / "out", texts)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "settings", "by_oracle"),
+    [
+        # vLLM counts what EAGLE-3 has drafted, so that only the first levels are equal
+        ("eagle3", "vllm", {"depth": 1, "num_layers": 2}, True),
+        ("eagle3", "speculators", {"depth": 3}, False),
+        ("eagle3", "speculators", {"depth": 3, "parallel": True, "num_layers": 2}, True),
+        ("dflash", "speculators", {"num_layers": 2}, False),
+        ("dspark", "speculators", {"num_layers": 2, "causal": True}, False),
+    ],
+)
+def test_a_window_is_exported_and_read_back(
+    kind, engine, settings, by_oracle, base, texts, lent, tmp_path
+):
+    head, out = make(kind, base, sliding_window=5, **settings), tmp_path / "out"
+    _, parity = export_head(head, base, engine, out, texts)
+    assert parity.largest_difference < 1e-5
+    config = json.loads((out / "config.json").read_text())
+    inner = config.get("transformer_layer_config", config)
+    assert inner["layer_types"] == ["sliding_attention"] * head.config.num_layers
+    assert (inner["sliding_window"], inner["use_sliding_window"]) == (5, True)
+    if kind != "eagle3":
+        assert config["sliding_window_non_causal"] is (not head.config.causal)
+    again = load_export(out, head, base).config
+    assert again.sliding_window == 5
+    assert getattr(again, "causal", None) == getattr(head.config, "causal", None)
+    if by_oracle:
+        wanted = by_head(head, base, texts, lent)
+        assert compare(wanted, out, engine, head, base, texts, lent) < 1e-5
+        inner["sliding_window"] = 6
+        (out / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="logits at depth"):
+            compare(wanted, out, engine, head, base, texts, lent)
 
 
 def test_unknown_engine_lists_valid_engines():

@@ -1,4 +1,6 @@
-"""Make the golden numbers of EAGLE-3's options with the code of the projects; run by hand.
+"""Make the golden numbers of EAGLE-3's options, and of windows, with the code of the projects.
+
+Run it by hand:
 
     pip download --no-deps speculators==0.9.0 hs-connectors==0.9.0     unpack both into FOLDER
     git show cb7e084:eagle/model/cnets.py of SafeAILab/EAGLE           and put these
@@ -43,6 +45,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8}
+WINDOW = {
+    **{"layer_types": ["sliding_attention"] * 2, "sliding_window": 5, "use_sliding_window": True},
+    **{"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1},
+}
+"""What its command line writes, with a shorter window, for a narrow head of two layers."""
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "eagle3_layers": (
         {"num_hidden_layers": 3, "rope": LLAMA3},
@@ -51,6 +59,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "eagle3_yarn": ({"rope": YARN}, {"norm_before_fc": True, "norm_before_residual": True}),
     "eagle3_linear": ({"rope": {"rope_type": "linear", "factor": 3.0}}, {}),
     "peagle": ({"num_hidden_layers": 2}, {"mask_token_id": 7}),
+    "eagle3_window": (WINDOW, {"norm_before_residual": True}),
+    "peagle_window": (WINDOW, {"mask_token_id": 7}),
 }
 """Settings of the Llama layers, and of the whole."""
 
@@ -87,9 +97,10 @@ def speculators(name: str, layer: dict[str, Any], options: dict[str, Any]) -> No
     from transformers import LlamaConfig
 
     torch.manual_seed(len(name))
-    kind = "peagle" if name == "peagle" else "eagle3"
+    kind = "peagle" if name.startswith("peagle") else "eagle3"
     rope = {"rope_theta": 10000.0, "rope_type": "default"} | layer.pop("rope", {})
-    inner = LlamaConfig(**LAYER, **{"num_hidden_layers": 1, "rope_parameters": rope} | layer)
+    inner = LlamaConfig(**LAYER | {"num_hidden_layers": 1, "rope_parameters": rope} | layer)
+    width = inner.hidden_size
     inner._attn_implementation = "sdpa"
     config = (PEagleSpeculatorConfig if kind == "peagle" else Eagle3SpeculatorConfig)(
         transformer_layer_config=inner,
@@ -111,7 +122,7 @@ def speculators(name: str, layer: dict[str, Any], options: dict[str, Any]) -> No
     model.load_vocab_mappings(marks, ids - torch.arange(DRAFTED))
     said: list[Tensor] = []
     model.lm_head.register_forward_hook(lambda *called: said.append(called[2]))
-    aux, following = torch.randn(1, TIME, AUX * WIDTH).double(), torch.randint(VOCAB, (1, TIME))
+    aux, following = torch.randn(1, TIME, AUX * width).double(), torch.randint(VOCAB, (1, TIME))
     places, documents = torch.arange(TIME)[None], torch.zeros(1, TIME, dtype=torch.long)
     weights = {key: value for key, value in model.state_dict().items() if "verifier" not in key}
     config.save_pretrained(GOLDEN / name)
@@ -127,12 +138,58 @@ def speculators(name: str, layer: dict[str, Any], options: dict[str, Any]) -> No
             core.generate_cod_sample_indices = lambda **how: (
                 sampled.append(made(**how)) or sampled[0]
             )
-            hidden = torch.randn(1, TIME, WIDTH).double()
+            hidden = torch.randn(1, TIME, width).double()
             every = {"down_sample_ratio": 1.0, "down_sample_ratio_min": 1.0, "num_depths": DEPTH}
             every["loss_config"] = resolve_loss_config("kl_div", "eager")
             model.forward(aux, following, documents, verifier_last_hidden_states=hidden, **every)
             expected["out.anchors"], expected["out.depths"] = sampled[0]
             expected["out.logits"] = said[0][0]
+    write(name, weights, expected)
+
+
+def dflash(name: str) -> None:
+    """Write a DFlash head of vllm-project/speculators with a window: logits of all its blocks."""
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.losses import resolve_loss_config
+    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import Qwen3Config
+
+    torch.manual_seed(4)
+    rope = {"rope_theta": 10000.0, "rope_type": "default"}
+    inner = Qwen3Config(**LAYER | WINDOW | {"rope_parameters": rope})
+    inner._attn_implementation = "sdpa"
+    config = DFlashSpeculatorConfig(
+        transformer_layer_config=inner,
+        draft_vocab_size=VOCAB,
+        block_size=DEPTH,
+        aux_hidden_state_layer_ids=[1, 2, 3],
+        mask_token_id=7,
+        speculators_config=SpeculatorsConfig(
+            algorithm="dflash",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=DEPTH - 1)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path="base", architectures=["LlamaForCausalLM"]),
+        ),
+    )
+    model = DFlashDraftModel(config=config)
+    randomise(model)
+    said: list[Tensor] = []
+    model.lm_head.register_forward_hook(lambda *called: said.append(called[2]))
+    found, made = [], model._build_attention_mask
+    model._build_attention_mask = lambda *what: found.append(made(*what)) or found[0]
+    width = inner.hidden_size
+    aux, tokens = torch.randn(1, TIME, AUX * width).double(), torch.randint(VOCAB, (1, TIME))
+    hidden, documents = torch.randn(1, TIME, width).double(), torch.zeros(1, TIME).long()
+    weights = {key: value for key, value in model.state_dict().items() if "verifier" not in key}
+    config.save_pretrained(GOLDEN / name)
+    (GOLDEN / name / "config.py").unlink()
+    model.double()
+    how = {"loss_config": resolve_loss_config("kl_div", "eager"), "max_anchors": TIME - DEPTH}
+    with torch.no_grad(), in_float64():
+        model.forward(aux, tokens, torch.ones(1, TIME), hidden, documents, **how)
+    expected = {"in.aux": aux, "in.tokens": tokens, "out.anchors": found[0][2]}
+    expected["out.logits"] = said[0][0].unflatten(0, (-1, DEPTH))
     write(name, weights, expected)
 
 
@@ -184,4 +241,5 @@ if __name__ == "__main__":
     sys.path.insert(0, sys.argv[1])
     for case, (layer, options) in CASES.items():
         speculators(case, dict(layer), options)
+    dflash("dflash_window")
     chain()

@@ -52,6 +52,8 @@ def test_an_unknown_setting_that_is_off_passes(case: str, value: Any, tmp_path: 
 
 
 WINDOW = {"sliding_window": 2048, "layer_types": ["sliding_attention"]}
+CHUNKS = WINDOW | {"layer_types": ["chunked_attention"]}
+MIXED = WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
 
 
 @pytest.mark.parametrize(
@@ -70,8 +72,10 @@ WINDOW = {"sliding_window": 2048, "layer_types": ["sliding_attention"]}
         ("eagle3_chain", EAGLE, {"planted_setting": 3}, {"parallel_draft_step": 1}),
         ("eagle3_chain", "", {"rope_scaling": {"factor": 4.0}}, {"rope_scaling": {"factor": 1}}),
         ("eagle3_chain", "rope_scaling", {"type": "mrope"}, {"rope_type": "default"}),
-        ("eagle3_speculators_ttt", INNER, WINDOW, {"layer_types": ["full_attention"]}),
-        ("peagle", INNER, WINDOW, WINDOW | {"layer_types": ["full_attention"]}),
+        ("eagle3_speculators_ttt", INNER, CHUNKS, {"layer_types": ["full_attention"]}),
+        ("eagle3_speculators_ttt", INNER, WINDOW | {"sliding_window": 1.5}, WINDOW),
+        ("peagle", INNER, MIXED, MIXED | {"layer_types": ["sliding_attention"] * 2}),
+        ("dflash_window", INNER, MIXED, {"sliding_window": 2048}),
         ("peagle", INNER, {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 1.0}),
         ("mtp_mimo", "", {"use_sliding_window": True}, {"max_window_layers": 2}),
         ("peagle", "speculators_config", {"planted_setting": 3}, {"algorithm": "peagle"}),

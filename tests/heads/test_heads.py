@@ -25,14 +25,19 @@ KINDS = kinds()
 GROUPED = {"attention_heads": 4, "key_value_heads": 2, "num_layers": 2}
 STRETCHED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "dflash": [{"sample_from_anchor": True, **GROUPED}],
-    "dspark": [{"sample_from_anchor": False, "markov_rank": 3, "mask_token": 5, **GROUPED}],
+    "dflash": [{"sample_from_anchor": True, **GROUPED}, {"sliding_window": 3, "causal": True}],
+    "dspark": [
+        {"sample_from_anchor": False, "markov_rank": 3, "mask_token": 5, **GROUPED},
+        {"num_layers": 2, "sliding_window": 3},
+    ],
     "eagle3": [
         {"norm_before_residual": True, "depth": 5, "attention_heads": 4, "key_value_heads": 2},
         {"num_layers": 3, "fc_norm": True, "norm_output": True},
         {"norm_before_fc": True, "rope_scaling": STRETCHED, "own_embedding": True},
         {"parallel": True, "mask_token": 5},
         {"parallel": True, "num_layers": 2, "fc_norm": True, "own_embedding": True},
+        {"num_layers": 2, "sliding_window": 3},
+        {"parallel": True, "num_layers": 2, "sliding_window": 7},
     ],
     "hydra_heads": [{"prefix": False, "num_layers": 1}],
     "medusa": [{"projection": "shared"}, {"projection": "low_rank", "rank": 3}, {"num_layers": 2}],

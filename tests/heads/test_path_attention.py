@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specheads.core.features import Documents
 from specheads.heads.layers import path_attention
-from specheads.heads.layers.attention import _mix
+from specheads.heads.layers.attention import _mix, near
 
 ROWS, TIME, WIDTH = 2, 11, 8
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 7, [0] * 11])
@@ -25,6 +25,8 @@ def scores_of(queries: Tensor, keys: Tensor, documents: path_attention.Bounds) -
     index = torch.arange(len(queries))
     number = (index[:, None] >= documents[0][1:]).sum(-1)
     visible = (number[:, None] == number) & (index[:, None] >= index)
+    if documents[2] is not None:
+        visible &= index > index[:, None] - documents[2]
     return scores.masked_fill(~visible, -math.inf)
 
 
@@ -58,12 +60,12 @@ def problem(heads: int, shared: int, levels: int, how: dict) -> list[Tensor]:
     ]
 
 
-def agree(leaves: list[Tensor], tolerance: float) -> None:
+def agree(leaves: list[Tensor], tolerance: float, window: int | None = None) -> None:
     device = leaves[0].device
     documents = DOCUMENTS.to(device)
-    visible = (documents[:, :, None] == documents[:, None]).tril()
+    visible = near((documents[:, :, None] == documents[:, None]).tril(), window)
     mixed = path_attention.path_attention(
-        leaves[0], leaves[1], leaves[2], Documents.of(places().to(device))
+        leaves[0], leaves[1], leaves[2], Documents.of(places().to(device)), window
     )
     outer = torch.randn_like(mixed)
     found = [mixed, *torch.autograd.grad(mixed, leaves, outer, allow_unused=True)]
@@ -75,13 +77,13 @@ def agree(leaves: list[Tensor], tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("levels", [0, 1, 3])
-@pytest.mark.parametrize(("heads", "shared"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("heads", "shared", "window"), [(2, 2, None), (4, 2, None), (4, 2, 3)])
 def test_merged_softmax_and_its_gradients_equal_the_plain_ones(
-    heads: int, shared: int, levels: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, shared: int, window: int | None, levels: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(path_attention, "_flash_forward", forward)
     monkeypatch.setattr(path_attention, "_flash_backward", backward)
-    agree(problem(heads, shared, levels, {"dtype": torch.float64}), 1e-10)
+    agree(problem(heads, shared, levels, {"dtype": torch.float64}), 1e-10, window)
 
 
 def test_an_error_of_the_backward_pass_would_be_seen(monkeypatch: pytest.MonkeyPatch):

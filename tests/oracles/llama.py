@@ -46,6 +46,8 @@ class Layer:
         inner = config["intermediate_size"]
         self.gate, self.up = (take(f"mlp.{part}_proj", inner, width) for part in ("gate", "up"))
         self.down = take("mlp.down_proj", width, inner)
+        slides = "sliding_attention" in (config.get("layer_types") or ())
+        self.window = config["sliding_window"] if slides else None
         self.kept: list[tuple[Tensor, Tensor]] = []
 
     def round(self, inputs: Tensor, residual: Tensor) -> Tensor:
@@ -68,11 +70,17 @@ class Layer:
         return made if norm is None else rms(made, norm, self.epsilon)
 
     def _attend(self, queries: Tensor) -> Tensor:
-        """Attend to the first round up to this position, and to later rounds of the own draft."""
+        """Attend to the first round up to this position, and to later rounds of the own draft.
+
+        A window counts the later rounds, too.
+        """
         (keys, values), own = self.kept[0], self.kept[1:]
         places = torch.arange(len(queries))
         scores = torch.einsum("thd,shd->ths", queries, keys)
-        scores = scores.masked_fill((places[:, None] < places)[:, None], -math.inf)
+        hidden = places[:, None] < places
+        if self.window is not None:
+            hidden |= places <= places[:, None] + len(own) - self.window
+        scores = scores.masked_fill(hidden[:, None], -math.inf)
         drafted = [(queries * own_keys).sum(-1, keepdim=True) for own_keys, _ in own]
         weights = (torch.cat([scores, *drafted], -1) / math.sqrt(self.size)).softmax(-1)
         mixed = torch.einsum("ths,shd->thd", weights[..., : len(values)], values)

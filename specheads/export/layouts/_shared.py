@@ -116,12 +116,21 @@ def layer_settings(head: Head, base: FrozenBase) -> dict[str, Any]:
         "max_position_embeddings": base.max_length,
         "vocab_size": head.vocab_size,
         "attention_bias": False,
-        **({"layer_types": ["full_attention"] * settings.num_layers} if block else {}),
+        **_window_settings(head),
         **({} if block else {"mlp_bias": False}),
         "tie_word_embeddings": False,
         "bos_token_id": base.config.bos_token_id,
         "eos_token_id": base.config.eos_token_id,
     }
+
+
+def _window_settings(head: Head) -> dict[str, Any]:
+    """Return the settings of a window, in the names of transformers."""
+    window, num_layers = head.config.sliding_window, head.config.num_layers
+    if window is not None:
+        sliding = ["sliding_attention"] * num_layers
+        return {"layer_types": sliding, "sliding_window": window, "use_sliding_window": True}
+    return {"layer_types": ["full_attention"] * num_layers} if isinstance(head, BlockHead) else {}
 
 
 def tensors(head: Head) -> dict[str, Tensor]:
@@ -160,7 +169,7 @@ EAGLE3_ONE_LAYER: AllowedSettings = {**EAGLE3_PLAIN, "norm_before_residual": Non
 EAGLE3_ALL: AllowedSettings = {
     **EAGLE3_ONE_LAYER,
     **all_of("num_layers", "rope_scaling", "norm_before_fc", "fc_norm", "norm_output"),
-    **all_of("own_embedding", "parallel", "mask_token"),
+    **all_of("own_embedding", "parallel", "mask_token", "sliding_window"),
 }
 """All settings."""
 
@@ -213,6 +222,7 @@ DSPARK: AllowedSettings = {**BLOCK, "markov_rank": None}
 DFLASH: AllowedSettings = {**BLOCK, "sample_from_anchor": (False,)}
 """vLLM and SGLang have no DFlash that samples from the anchor."""
 DRAFT_VOCABULARY = all_of("draft_tokens")
+WINDOW = all_of("sliding_window", "causal")
 
 
 def block_config(head: Head, base: FrozenBase) -> dict[str, Any]:
@@ -232,7 +242,7 @@ def block_config(head: Head, base: FrozenBase) -> dict[str, Any]:
         "aux_hidden_state_layer_ids": list(head.aux_layers),
         "mask_token_id": head.mask_token,
         # without this vLLM makes all layers causal
-        "sliding_window_non_causal": True,
+        "sliding_window_non_causal": not head.config.causal,
         "sample_from_anchor": anchored,
         **markov_config(head),
         "torch_dtype": stored_dtype(head),

@@ -80,8 +80,8 @@ READ = "as vLLM 0.32.0's sources read it; it serves no DSpark on a CPU"
 
 EAGLE3_NOTE = f"{RUN}; of 0.33 the sources were read"
 LIMITS = ("parallel without fc_norm",)
-DFLASH: AllowedSettings = {**_shared.DFLASH, **_shared.DRAFT_VOCABULARY}
-DSPARK: AllowedSettings = {**_shared.DSPARK, **_shared.DRAFT_VOCABULARY}
+DFLASH: AllowedSettings = {**_shared.DFLASH, **_shared.DRAFT_VOCABULARY, **_shared.WINDOW}
+DSPARK: AllowedSettings = {**_shared.DSPARK, **_shared.DRAFT_VOCABULARY, **_shared.WINDOW}
 
 LAYOUTS = {
     "eagle3": Layout(

@@ -18,7 +18,7 @@ from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, PositiveInt
 from specheads.heads.checkpoint import fill, take_maps
-from specheads.heads.layers.attention import AttentionConfig, LlamaLayer, Slots, full_attention
+from specheads.heads.layers.attention import AttentionConfig, LlamaLayer, Slots, draft_window
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.feedback import FeedbackHead
 from specheads.heads.layers.rotary import published
@@ -72,6 +72,10 @@ class Config(AttentionConfig):
     epsilon: PositiveFloat = 1e-5
     """Epsilon of the norms."""
 
+    sliding_window: PositiveInt | None = None
+    """Number of positions of the text that its layers see, up to the last one that the base has
+    read. Drafted positions are always seen, and with `parallel` they count. Null is all."""
+
     def __post_init__(self) -> None:
         # serving engines read the list as a sorted set
         if self.aux_layers != sorted(set(self.aux_layers)):
@@ -82,6 +86,11 @@ class Config(AttentionConfig):
         if self.norm_before_fc and self.fc_norm:
             raise InputError(
                 "eagle3 normalises its features once, got norm_before_fc and fc_norm; leave one out"
+            )
+        if self.parallel and self.sliding_window and self.sliding_window < self.depth:
+            raise InputError(
+                f"eagle3 with parallel needs a sliding_window of at least its depth {self.depth}, "
+                f"got {self.sliding_window}; raise head.sliding_window"
             )
 
 
@@ -132,6 +141,12 @@ class Head(FeedbackHead):
     def blocks(self) -> list[LlamaLayer]:
         """Return its layers, of which the first reads tokens."""
         return [self.midlayer, *cast(Iterable[LlamaLayer], self.layers.values())]
+
+    def window(self, level: int) -> int | None:
+        """Return the number of positions of the text that a level sees."""
+        window, parallel = self.config.sliding_window, self.config.parallel
+        # speculators counts P-EAGLE's masks, and not what EAGLE-3 has drafted
+        return window - level if window and parallel else window
 
     def embed(self, tokens: Int[Tensor, "*any"], like: Tensor) -> Float[Tensor, "*any width"]:
         """Return embeddings from its own table, if it has one, or from the base's."""
@@ -260,16 +275,17 @@ def interpret(
     if IDS in nested and IDS not in config:
         nested[IDS] = _streams_of(nested[IDS])
     settings = config.get("transformer_layer_config", {}) | nested | config
+    window, plain = draft_window(settings, settings.get("num_hidden_layers") or 1)
     refuse_unused(
         "eagle3",
         config,
         *(config.get(name, {}) for name in SPECULATORS[:2]),
         nested,
         used=(*LAYERS, *SPECULATORS, *SAME, *MASKS, *USED),
-        fixed=PLAIN | {"target_hidden_size": settings["hidden_size"]} | full_attention(settings),
+        fixed=PLAIN | {"target_hidden_size": settings["hidden_size"]} | plain,
         harmless=HARMLESS,
     )
-    ours = _own_settings(settings)
+    ours = _own_settings(settings) | {"sliding_window": window}
     mask = named.get("mask_hidden")
     if mask is not None:
         named["mask_hidden"] = mask.flatten()

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from specheads.core.errors import InputError
 from specheads.core.features import Documents
-from specheads.core.ranges import NonNegativeInt, WidthOrZero
+from specheads.core.ranges import NonNegativeInt, PositiveInt, WidthOrZero, allows
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.path_attention import path_attention
 from specheads.heads.layers.rotary import rope, rotate
@@ -92,6 +92,7 @@ class Attention(nn.Module):
         visible: Tensor | None,
         path: Tensor | None = None,
         documents: Documents | None = None,
+        window: int | None = None,
     ) -> Tensor:
         """Compute attention over the visible slots and the path, under one softmax.
 
@@ -105,6 +106,8 @@ class Attention(nn.Module):
             documents: Documents of packed rows, if slots are positions and attention is causal
                 within documents. On a CPU each document is computed separately, on other devices
                 all of them by flash attention. None computes every pair of positions.
+            window: With `documents`, the number of positions that each position sees, itself
+                included. None is all of its document so far.
         """
         queries = rotate(self.rope, self.q_norm(self._split(self.q_proj(inputs))), positions)
         if path is None:
@@ -114,9 +117,9 @@ class Attention(nn.Module):
             assert visible is not None
             mixed = _sparing(_mix, queries, past, visible, path)
         elif queries.device.type == "cpu":
-            mixed = _mix_documents(queries, past, path, documents.lengths)
+            mixed = _mix_documents(queries, past, path, documents.lengths, window)
         else:
-            mixed = path_attention(queries, past, path, documents)
+            mixed = path_attention(queries, past, path, documents, window)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def _split(self, values: Tensor) -> Tensor:
@@ -133,7 +136,7 @@ def _attend(queries: Tensor, past: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=shared)
 
 
-def _sparing(mix: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def _sparing(mix: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """Run `mix`, and recompute its weights in the backward pass to save memory."""
     if not torch.is_grad_enabled():
         return mix(*inputs)
@@ -142,22 +145,24 @@ def _sparing(mix: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return mixed
 
 
-def _mix_documents(queries: Tensor, past: Tensor, path: Tensor, lengths: Sequence[int]) -> Tensor:
+def _mix_documents(
+    queries: Tensor, past: Tensor, path: Tensor, lengths: Sequence[int], window: int | None
+) -> Tensor:
     """Run `_mix` for each document separately, without the scores between documents."""
     # one split along one axis needs only one concatenation in the backward pass
     columns = [
         values.movedim(axis, 1).flatten(0, 1).split(lengths)
         for values, axis in ((queries, 2), (past, 3), (path, 3))
     ]
-    pieces = [_sparing(_mix_document, *piece) for piece in zip(*columns, strict=True)]
+    pieces = [_sparing(_mix_document, *piece, window) for piece in zip(*columns, strict=True)]
     return torch.cat(pieces).unflatten(0, (len(queries), -1)).transpose(1, 2)
 
 
-def _mix_document(queries: Tensor, past: Tensor, path: Tensor) -> Tensor:
+def _mix_document(queries: Tensor, past: Tensor, path: Tensor, window: int | None) -> Tensor:
     """Run `_mix` for one document with the time axis first: (time, head, head_dim)."""
     queries, past, path = queries[None].movedim(1, 2), past[None].movedim(1, 3), path[None]
     visible = torch.ones(1, *queries.shape[2:3] * 2, dtype=torch.bool).tril()
-    return _mix(queries, past, visible, path.movedim(1, 3))[0].transpose(0, 1)
+    return _mix(queries, past, near(visible, window), path.movedim(1, 3))[0].transpose(0, 1)
 
 
 def _mix(queries: Tensor, past: Tensor, visible: Tensor, path: Tensor) -> Tensor:
@@ -170,6 +175,28 @@ def _mix(queries: Tensor, past: Tensor, visible: Tensor, path: Tensor) -> Tensor
     shared, alone = weights.split([keys.shape[2], own_keys.shape[3]], dim=-1)
     mixed = torch.einsum("bhgts,bhsd->bhgtd", shared, values)
     return (mixed + torch.einsum("bhgtl,bhtld->bhgtd", alone, own_values)).flatten(1, 2)
+
+
+def near(
+    visible: Bool[Tensor, "row time time"], window: int | None
+) -> Bool[Tensor, "row time time"]:
+    """Return a mask without the pairs of positions that are `window` or more apart."""
+    if window is None:
+        return visible
+    return visible & torch.ones_like(visible[0]).triu(1 - window)
+
+
+def draft_window(settings: Mapping[str, Any], num_layers: int) -> tuple[int | None, dict[str, Any]]:
+    """Return the window of all layers, and the only supported values of settings of windows.
+
+    A head has one window or none: layers of both kinds are not supported.
+    """
+    window, kinds = settings.get("sliding_window"), settings.get("layer_types")
+    on = settings.get("use_sliding_window") is not False and allows(PositiveInt, window)
+    sliding = kinds.count("sliding_attention") if isinstance(kinds, list) else 0
+    if on and sliding == num_layers == len(kinds or ()):
+        return window, {}
+    return None, full_attention(settings)
 
 
 def full_attention(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,13 +305,22 @@ class Slots:
         layer_cache = self.kv_cache[:, layer * heads : (layer + 1) * heads]
         layer_cache[rows, :, :, slots] = fresh.permute(0, 3, 1, 2, 4)
 
-    def past(self, upto: Int[Tensor, "row time"] | None = None) -> tuple[Tensor, Tensor]:
+    def past(
+        self,
+        seen: Int[Tensor, "row time"] | None = None,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Return the slots in use, and a mask of the visible ones: (batch, time, slot).
 
-        The slots up to `upto` are visible; None is the newest position of each row.
+        The committed slots up to `seen` are visible, of these the ones less than `window` before
+        it; None is the newest position of each row, and all of them.
         """
-        upto = self.lengths[:, None] - 1 if upto is None else upto
-        visible = torch.arange(self.extent, device=upto.device) <= upto[..., None]
+        newest = self.lengths[:, None] - 1
+        seen = newest if seen is None else seen
+        slots = torch.arange(self.extent, device=seen.device)
+        visible = slots <= seen.minimum(newest)[..., None]
+        if window is not None:
+            visible &= slots > seen[..., None] - window
         if self.places is not None:
             return self.kv_cache[0][:, :, self.places].permute(2, 0, 1, 3, 4), visible
         return self.kv_cache[:, :, :, : self.extent], visible

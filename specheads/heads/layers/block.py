@@ -17,7 +17,14 @@ from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt, TokenId
 from specheads.heads.checkpoint import fill, take_maps
-from specheads.heads.layers.attention import AttentionConfig, LlamaLayer, Slots, full_attention
+from specheads.heads.layers.attention import (
+    AttentionConfig,
+    LlamaLayer,
+    Slots,
+    draft_window,
+    full_attention,
+    near,
+)
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.embedding import BorrowingHead
 from specheads.heads.layers.rotary import published
@@ -54,14 +61,29 @@ class BlockConfig(AttentionConfig):
     num_anchors: PositiveInt = 512
     """Number of positions per sequence from which a training step drafts, sampled at each step."""
 
+    sliding_window: PositiveInt | None = None
+    """Number of positions before the anchor that all slots of its block see. Null is all."""
+
+    causal: bool | None = None
+    """Whether a slot sees only the slots of its block up to itself, as in speculators with a
+    window. Null is no."""
+
     qk_norm: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.causal and not self.sliding_window:
+            raise InputError(
+                "a causal block is one of a head with a window, got causal=true and no "
+                "sliding_window; set head.sliding_window, or leave out head.causal"
+            )
 
 
 class BlockHead(BorrowingHead):
     """Drafts a block from the fused features of the base and the embedding of the anchor.
 
     The anchor is the token after the position to draft from: the base has chosen it and not read it
-    yet. Masks follow it. All slots of a block see one another and every position before the anchor.
+    yet. Masks follow it. All slots of a block see one another and every position before the anchor,
+    unless a window or a causal block limits them.
     The frozen projection of the base turns slots into logits. The state of a draft is the hidden
     states of all levels, the last level that was returned, and the states of its nodes.
     """
@@ -120,8 +142,9 @@ class BlockHead(BorrowingHead):
         at = marks.int().argsort(dim=1, descending=True, stable=True)[:, :most].sort(1).values
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
         places, fused = features.places().expand_as(tokens), self._fuse(features)
-        visible = features.visible().expand(len(tokens), -1, -1)[rows, at]
-        visible = block_mask(visible, len(self._slots()))
+        visible = near(features.visible(), self.config.sliding_window)
+        visible = visible.expand(len(tokens), -1, -1)[rows, at]
+        visible = block_mask(visible, len(self._slots()), causal=bool(self.config.causal))
         pasts = (layer.self_attn.keys_values(fused, places) for layer in self.blocks())
         roots = tokens.roll(-1, 1)[rows, at]
         hidden = self._draft(roots, places[rows, at] + 1, pasts, visible)
@@ -142,8 +165,11 @@ class BlockHead(BorrowingHead):
         places = memory.advance(fused.shape[1], committed.counts)
         fresh = [layer.self_attn.keys_values(fused, places) for layer in self.blocks()]
         memory.write(torch.cat(fresh, dim=1), places)
-        past, visible = memory.past()
-        visible = nn.functional.pad(visible, (0, len(self._slots())), value=True)
+        past, visible = memory.past(window=self.config.sliding_window)
+        if self.config.causal:
+            visible = block_mask(visible, len(self._slots()), causal=True)
+        else:
+            visible = nn.functional.pad(visible, (0, len(self._slots())), value=True)
         pasts = past.chunk(len(self.layers), dim=1)
         hidden = self._draft(root, memory.lengths[:, None], pasts, visible)
         return self._answer(hidden[:, 0], 0, root)
@@ -198,11 +224,15 @@ class BlockHead(BorrowingHead):
 
 
 def block_mask(
-    visible: Bool[Tensor, "batch anchor time"], slots: int
+    visible: Bool[Tensor, "batch anchor time"], slots: int, *, causal: bool = False
 ) -> Bool[Tensor, "batch query key"]:
-    """Return the mask of slots: the text that their anchor's position sees, and their own block."""
+    """Return the mask of slots: the text that their anchor's position sees, and their own block.
+
+    With `causal` a slot sees its block up to itself.
+    """
     blocks = torch.arange(visible.shape[1] * slots, device=visible.device) // slots
-    own = (blocks[:, None] == blocks).expand(len(visible), -1, -1)
+    own = blocks[:, None] == blocks
+    own = (own.tril() if causal else own).expand(len(visible), -1, -1)
     return torch.cat([visible.repeat_interleave(slots, dim=1), own], dim=2)
 
 
@@ -231,13 +261,11 @@ PLAIN_MARKOV = {
 USED = (
     *("block_size", "target_layer_ids", "aux_hidden_state_layer_ids", "mask_token_id"),
     *("sample_from_anchor", "draft_vocab_size", "dflash_config", "markov_rank"),
-)
-
-HARMLESS = (
-    *("num_target_layers", "num_anchors", "confidence_head_alpha"),
     # it is about layers with a window
     "sliding_window_non_causal",
 )
+
+HARMLESS = ("num_target_layers", "num_anchors", "confidence_head_alpha")
 """Settings that describe the base or the training."""
 
 BY_DEEPSPEC = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel")
@@ -270,6 +298,11 @@ def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
     settings["aux_layers"] = settings.get("aux_hidden_state_layer_ids") or layers
     settings.setdefault("sample_from_anchor", by_deepspec or kind == "dspark")
     markov = bool(settings.get("markov_rank"))
+    window, plain = None, full_attention(settings)
+    if kind:
+        window, plain = draft_window(settings, settings["num_hidden_layers"])
+    settings["sliding_window"] = window
+    settings["causal"] = (bool(window) and not settings.get("sliding_window_non_causal")) or None
     refuse_unused(
         "dspark" if markov else "dflash",
         config,
@@ -280,7 +313,7 @@ def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
         | (PLAIN_MARKOV if markov else {})
         | {"target_hidden_size": settings["hidden_size"]}
         | {"projector_type": "dspark" if by_deepspec or kind == "dspark" else "dflash"}
-        | full_attention(settings),
+        | plain,
         harmless=(*HARMLESS, *(() if markov else PLAIN_MARKOV)),
     )
     # the other formats count the anchor's slot, which drafts nothing
@@ -304,6 +337,8 @@ def own_settings(settings: dict[str, Any]) -> dict[str, Any]:
         "mask_token": settings["mask_token_id"],
         "sample_from_anchor": settings["sample_from_anchor"],
         "draft_tokens": drafted if drafted != settings["vocab_size"] else 0,
+        "sliding_window": settings["sliding_window"],
+        "causal": settings["causal"],
     }
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specheads.core.drafter import Anchors, Logits, Nodes, State, States, Tokens
 from specheads.core.features import Committed, Documents, Features
-from specheads.heads.layers.attention import LlamaLayer, Slots
+from specheads.heads.layers.attention import LlamaLayer, Slots, near
 from specheads.heads.layers.common import RMSNorm, pick_parents
 from specheads.heads.layers.embedding import BorrowingHead
 from specheads.heads.layers.path_attention import takes
@@ -40,6 +40,10 @@ class FeedbackHead(BorrowingHead):
     norm: RMSNorm
     feeds_normed: bool
     """Whether a round reads the normalised output of the previous one."""
+
+    def window(self, level: int) -> int | None:
+        """Return the number of positions of the text that a level sees; None is all of them."""
+        return None
 
     @abstractmethod
     def blocks(self) -> Sequence[LlamaLayer]:
@@ -74,7 +78,8 @@ class FeedbackHead(BorrowingHead):
             documents = Documents.of(places.expand(len(hidden), -1))
         for level, embedded in enumerate(self.embeddings(tokens)):
             hidden, at = self.feed_back(hidden) if level else hidden, places + level
-            hidden = self.enter(hidden, embedded)
+            hidden, window = self.enter(hidden, embedded), self.window(level)
+            seen = visible if visible is None else near(visible, window)
             for place, layer in enumerate(layers):
                 stream, inputs, fresh = layer.read(hidden, at, embedded)
                 if level:
@@ -82,7 +87,8 @@ class FeedbackHead(BorrowingHead):
                 else:
                     pasts.append(fresh)
                     paths.append(_no_path(fresh))
-                hidden = layer(stream, inputs, at, pasts[place], visible, paths[place], documents)
+                own = pasts[place], seen, paths[place], documents, window
+                hidden = layer(stream, inputs, at, *own)
             yield self.norm(hidden)
 
     def memory(self, batch: int, capacity: int) -> Slots:
@@ -113,6 +119,8 @@ class FeedbackHead(BorrowingHead):
         newest, behind = memory.lengths[:, None] - 1, hidden.shape[1] - time
         at = newest + torch.arange(behind + 1, device=newest.device)
         positions = torch.cat([read, at[:, 1:]], dim=1) if behind else read
+        # padding sees what the last position sees
+        seen = torch.cat([read.minimum(newest), at[:, 1:]], dim=1)
         embedded, paths = self.embed(tokens, self.norm.weight), list[Tensor]()
 
         def last(values: Tensor) -> Tensor:
@@ -124,8 +132,8 @@ class FeedbackHead(BorrowingHead):
             stream, inputs, fresh = layer.read(hidden, positions, embedded)
             memory.write(fresh[:, :, :, :time], read, place)
             if place + 1 == len(layers):
-                stream, inputs, positions = last(stream), last(inputs), at
-            past, visible = memory.past(positions.minimum(newest))
+                stream, inputs, positions, seen = last(stream), last(inputs), at, at
+            past, visible = memory.past(seen, self.window(0))
             past = past.chunk(len(layers), dim=1)[place]
             if behind:
                 past = torch.cat([past, fresh[:, :, :, time:]], dim=3)
@@ -142,7 +150,7 @@ class FeedbackHead(BorrowingHead):
         positions = (state.memory.lengths[:, None] - 1 + level).expand_as(parents)
         embedded = self.embed(tokens, self.norm.weight)
         hidden = self.enter(pick_parents(state.hidden, parents), embedded)
-        pasts, visible = state.memory.past()
+        pasts, visible = state.memory.past(window=self.window(level))
         parts = zip(layers, state.paths, pasts.chunk(len(layers), dim=1), strict=True)
         for layer, path, past in parts:
             stream, inputs, fresh = layer.read(hidden, positions, embedded)

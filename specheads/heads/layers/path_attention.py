@@ -19,8 +19,9 @@ from torch import Tensor
 from specheads.core.features import Documents
 from specheads.core.kernels import flash_takes, product_dtype
 
-Bounds = tuple[Tensor, int]
-"""First position of each document and the end of the last one, in int32, and the longest length."""
+Bounds = tuple[Tensor, int, int | None]
+"""First position of each document and the end of the last one, in int32, the longest length, and
+the number of positions that each one sees, itself included; None is all up to itself."""
 
 
 def takes(values: Tensor, head_dim: int) -> bool:
@@ -33,12 +34,17 @@ def path_attention(
     past: Float[Tensor, "batch shared 2 time width"],
     path: Float[Tensor, "batch shared 2 time level width"],
     documents: Documents,
+    window: int | None = None,
 ) -> Float[Tensor, "batch head time width"]:
-    """Attend to the document up to each position and to its path, as under one softmax."""
+    """Attend to the document up to each position and to its path, as under one softmax.
+
+    The last `window` positions of the document are seen; None is all.
+    """
     dtype = product_dtype(queries)
     inputs = (queries, *past.unbind(2), *path.unbind(2))
     rows = (one.transpose(1, 2).flatten(0, 1).to(dtype) for one in inputs)
-    mixed = _PathAttention.apply((documents.bounds, max(documents.lengths)), *rows)
+    bounds = documents.bounds, max(documents.lengths), window
+    mixed = _PathAttention.apply(bounds, *rows)
     assert isinstance(mixed, Tensor)
     return mixed.unflatten(0, (len(queries), -1)).transpose(1, 2)
 
@@ -108,9 +114,9 @@ def _flash_forward(documents: Bounds, *tensors: Tensor) -> tuple[Tensor, Tensor]
 
     Takes queries, keys and values.
     """
-    bounds, longest = documents
+    bounds, longest, window = documents
     found = torch.ops.aten._flash_attention_forward(
-        *tensors, bounds, bounds, longest, longest, 0.0, True, False
+        *tensors, bounds, bounds, longest, longest, 0.0, True, False, **_sides(window)
     )
     return found[0], found[1]
 
@@ -120,10 +126,15 @@ def _flash_backward(documents: Bounds, *tensors: Tensor) -> tuple[Tensor, Tensor
 
     Takes the gradient of the output, queries, keys, values, the output and its log-sum-exp.
     """
-    bounds, longest = documents
+    bounds, longest, window = documents
     # without dropout no random state is read
     seed = torch.zeros(2, dtype=torch.uint64, device=bounds.device)
     unused = torch.zeros((), dtype=torch.uint64, device=bounds.device)
     return torch.ops.aten._flash_attention_backward(
-        *tensors, bounds, bounds, longest, longest, 0.0, True, seed, unused
+        *tensors, bounds, bounds, longest, longest, 0.0, True, seed, unused, **_sides(window)
     )
+
+
+def _sides(window: int | None) -> dict[str, int]:
+    """Return the kernel's arguments: the numbers of positions seen on both sides of each one."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
