@@ -71,7 +71,10 @@ def distill(
             )
         texts = replace(texts, use_head=True)
     refuse_unreadable(settings.data)
-    folder, accelerator = writable_folder(settings.out), accelerator_of_environment()
+    folder, accelerator = (
+        writable_folder(settings.out),
+        accelerator_of_environment(settings.base.dtype),
+    )
     if base is None:
         # other engines load the weights themselves
         is_here = texts.engine not in EXTERNAL_ENGINES

@@ -27,11 +27,25 @@ def flop_counter() -> FlopCounterMode:
     def linear(rows: torch.Size, *_: Any, out_shape: torch.Size, **__: Any) -> int:
         return 2 * rows[-1] * math.prod(out_shape)
 
+    def attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
+        # two products
+        return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+    def attention_backward(_: torch.Size, *shapes: Any, **__: Any) -> int:
+        # five products: the scores again, and the gradients of scores, queries, keys and values
+        query, key, value = shapes[:3]
+        return 2 * math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
+
     packed = (
         getattr(torch.ops.mkl, "_mkl_linear", None),
         getattr(torch.ops.mkldnn, "_linear_pointwise", None),
     )
-    return FlopCounterMode(display=False, custom_mapping={one: linear for one in packed if one})
+    # torch 2.11 refuses to count queries with more heads than their keys
+    fused = [f"_scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn")]
+    formulas = {one: linear for one in packed if one}
+    formulas |= {getattr(torch.ops.aten, name): attention for name in fused}
+    formulas |= {getattr(torch.ops.aten, f"{name}_backward"): attention_backward for name in fused}
+    return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:

@@ -84,7 +84,7 @@ def test_the_smoke_recipe_trains_distils_evaluates_and_loads(device, tmp_path):
 def test_a_head_distils_the_text_of_the_base_alone(temperature, base, head, tmp_path):
     asked = [
         "recipe=smoke", "num_samples=6", "new_tokens=8", "batch_size=3", "data.max_documents=20",
-        f"temperature={temperature}",
+        f"temperature={temperature}", "base.dtype=float32",
     ]  # fmt: skip
     tables = []
     for name, drafter in (("alone", []), ("drafted", [head])):
