@@ -135,7 +135,11 @@ def load_base(name: str, device: str = "auto", dtype: str = "auto") -> FrozenBas
         model = AutoModelForCausalLM.from_config(
             SHAPES[name], dtype=getattr(torch, usual if dtype == "auto" else dtype)
         )
-    return FrozenBase(model, name=f"random weights, shape {name}")
+    model.eval().requires_grad_(False)
+    # in bfloat16 random weights of granite-8b differ by a third between transformers' own kernels,
+    # so a check of the base would refuse them; layers are packed on a CPU only
+    is_owned = place.type == "cpu"
+    return FrozenBase(model, name=f"random weights, shape {name}", owned=is_owned)
 
 
 def head_settings(kind: str, base: FrozenBase, draft_tokens: int = 0) -> dict[str, Any]:
