@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -68,6 +69,9 @@ TEXT = re.compile(
     r"(?![\[{]|'.*'$|\".*\"$|.*\$\{)(.*[^\w\s./:+*?@|$%\\-]|\d+_)", re.ASCII | re.DOTALL
 )
 """A value that Hydra reads as text only in quotes: no list, no mapping, and no reference."""
+
+LITERAL = re.compile(r"[-+.]?\d|(true|false|null|inf|nan)$", re.IGNORECASE)
+"""A value that Hydra may read as a number, a truth value or nothing."""
 
 ENDS = (" full_key:", " object_type=", " Config search path:", " See https:", " 1. To use it as")
 """What follows the rule in a message of Hydra or OmegaConf."""
@@ -157,12 +161,28 @@ def lengthen(command: str, overrides: Sequence[str]) -> list[str]:
         if group := OPTIONAL.match(f"{key}={value}"):
             out.append(f"{group[1]}={{{group[2]}:{{}}}}")
         value = HOME.sub(lambda _: str(Path.home()), equals + value).removeprefix("=")
-        if TEXT.match(value):
+        is_literal = LITERAL.match(value) and "${" not in value
+        if TEXT.match(value) or (is_literal and _is_text(command, key.lstrip("+"))):
             # a backslash is an escape only before a quote
             escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2], value)
             value = "'" + escaped.replace("'", "\\'") + "'"
         out.append(f"{key}{equals}{value}")
     return out
+
+
+def _is_text(command: str, name: str) -> bool:
+    """Return whether a setting is a text, which stays as it is: `name=1e5` is no number."""
+    hint: Any = SCHEMAS[command]
+    for part in name.split("."):
+        if is_dataclass(hint):
+            hint = get_type_hints(hint, include_extras=True).get(part)
+        else:
+            hint = get_args(hint)[1] if get_origin(hint) is dict else None
+        if get_origin(hint) is Annotated:
+            hint = get_args(hint)[0]
+        if isinstance(hint, UnionType):
+            hint = get_args(hint)[0]
+    return hint is str
 
 
 def take_run(settings: Any, trained: commands.Train, overrides: Sequence[str]) -> None:
