@@ -286,9 +286,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     named = (one.partition("=") for one in options.sets)
     options.sets = {name: file or name for name, _, file in named}
-    if options.engine == "llama_cpp" and not (options.gguf or file_of(options.base)):
-        raise SystemExit(f"error: llama.cpp serves GGUF files, {options.base} is none; name --gguf")
     options.gguf = options.gguf or file_of(options.base)
+    if options.engine == "llama_cpp" and not options.gguf:
+        raise SystemExit(f"error: llama.cpp serves GGUF files, {options.base} is none; name --gguf")
     return options
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from jaxtyping import Bool
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from specheads.base.masks import is_special
+from specheads.base.masks import refuse_special
 from specheads.core.errors import InputError
 
 BLOCK = 32
@@ -36,7 +37,7 @@ class _Group:
     shared: int
     """All nodes read the first so many slots of the row together."""
     slots: Tensor
-    """(tail,): the slots of the row that they read after these; 0 where there is none."""
+    """(tail,): the slots of the row that they read after these; 0 if unused."""
     unused: Bool[Tensor, " tail"]
     whole: bool
     """Whether these are all nodes of the row, in order, and none is repeated."""
@@ -61,7 +62,7 @@ class ExactAttention:
             for group in _groups(row, length, reach)
         ]
         self._whole = len(self._groups) == 1 and self._groups[0].whole
-        self._masks: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._masks = WeakTensorKeyDictionary()
 
     def __call__(
         self,
@@ -75,18 +76,14 @@ class ExactAttention:
     ) -> tuple[Tensor, None]:
         """Compute attention; arguments are those of `grouped_attention`."""
         del module
-        if is_special(settings):
-            raise InputError(
-                "exact=true supports plain attention only, and this base adds to its scores; "
-                "leave exact out"
-            )
+        refuse_special(settings, "exact=true")
         heads, shared = query.shape[1], key.shape[1]
-        if id(attention_mask) not in self._masks:
+        if attention_mask not in self._masks:
             # the layers of a forward share their masks
-            self._masks[id(attention_mask)] = _masks(self._groups, attention_mask, heads // shared)
+            self._masks[attention_mask] = _masks(self._groups, attention_mask, heads // shared)
         found = [
             _read(group, query, key, value, masks, scaling)
-            for group, masks in zip(self._groups, self._masks[id(attention_mask)], strict=True)
+            for group, masks in zip(self._groups, self._masks[attention_mask], strict=True)
         ]
         if self._whole:
             return found[0][None].contiguous(), None
@@ -187,17 +184,17 @@ def _groups(row: int, length: int, reach: list[list[bool]]) -> list[_Group]:
 
 def _place(path: list[int], first: int, slots: dict[int, int]) -> bool:
     """Give each node of a path a slot behind its parent's; return whether there is room for all."""
-    taken, new, last = set(slots.values()), dict[int, int](), -1
+    placed, taken, last = dict(slots), set(slots.values()), -1
     for depth, node in enumerate(path):
-        if node not in slots:
+        if node not in placed:
             slot = first + depth
             while slot <= last or slot in taken:
                 slot += BLOCK
             if slot >= TAIL:
                 return False
-            new[node] = slot
-        last = new.get(node, slots.get(node, -1))
-    slots.update(new)
+            placed[node] = slot
+        last = placed[node]
+    slots.update(placed)
     return True
 
 

@@ -5,6 +5,7 @@ peft is imported on first use. See docs/train.md. Source: Hu et al. 2021, arXiv:
 
 import hashlib
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,9 @@ TRAINING = (
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 )
 """Settings of how an adapter is stored or was trained; `merge` checks `megatron_config`."""
+
+OWN = re.compile("lora_|modules_to_save|trainable_tokens")
+"""Names of an adapter's tensors in a wrapped base."""
 
 STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Initialisations of an adapter that leave the weights of the base unchanged, unlike pissa."""
@@ -252,13 +256,11 @@ def merge(model: PreTrainedModel, adapter: str | Path) -> None:
             wrapped = get_peft_model(model, config)
             result = wrapped.load_adapter(str(adapter), "default")
         # peft loads the tensors that fit and ignores the rest
-        parts = ("lora_", "modules_to_save", "trainable_tokens")
-        lacking = [name for name in result.missing_keys if any(part in name for part in parts)]
+        lacking = [name for name in result.missing_keys if OWN.search(name)]
         if strange := lacking + result.unexpected_keys:
             raise ValueError(f"its tensors do not match the base: {strange[0]}")
         # peft merges layer by layer, and would stop in between
-        named = wrapped.named_parameters()
-        new = [value for name, value in named if any(part in name for part in parts)]
+        new = [value for name, value in wrapped.named_parameters() if OWN.search(name)]
         if not all(value.isfinite().all() for value in new):
             raise ValueError("its weights are not finite")
     except InputError:

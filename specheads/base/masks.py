@@ -5,7 +5,7 @@ See docs/tree_verification.md.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,8 +34,14 @@ def tree_mask(
     A node sees the last `window` positions, itself included; None is all of them. Positions follow
     the path, not the slots, so siblings have the same position.
     """
-    num_nodes = ancestors.shape[1]
-    end, scratch = cache.extent(num_nodes), cache.scratch(num_nodes)
+    batch, num_nodes, _ = ancestors.shape
+    end = cache.extent(num_nodes)
+    if cache.shared_length is not None and window is None:
+        # every step takes this way with rows of one length
+        blocked = torch.zeros(batch, num_nodes, end, dtype=dtype, device=ancestors.device)
+        blocked[..., cache.shared_length :].masked_fill_(~ancestors, torch.finfo(dtype).min)
+        return blocked[:, None]
+    scratch = cache.scratch(num_nodes)
     slots = torch.arange(end, device=ancestors.device)
     visible = (slots < cache.lengths[:, None])[:, None].repeat(1, num_nodes, 1)
     visible.scatter_(-1, scratch[:, None].expand(-1, num_nodes, -1), ancestors)
@@ -96,12 +102,15 @@ def _reads_window(model: PreTrainedModel) -> bool:
     too: its code passes the window to the attention function only, where sdpa and eager drop it.
     Classes outside of transformers count by those that they inherit from.
     """
-    parts = (model, model.base_model, model.get_decoder())
-    classes = {one for part in parts for one in type(part).__mro__}
-    names = {one.__module__ for one in classes}
-    names = [name for name in names if name.startswith("transformers.models.")]
-    codes = [inspect.getsource(sys.modules[name]) for name in names]
+    codes = sources(map(type, (model, model.base_model, model.get_decoder())))
     return not codes or any("sliding_window" in code.replace(TO_ATTENTION, "") for code in codes)
+
+
+def sources(classes: Iterable[type]) -> list[str]:
+    """Return the code of transformers' modules that these classes and their bases are from."""
+    names = {one.__module__ for each in classes for one in each.__mro__}
+    own = [name for name in names if name.startswith("transformers.models.")]
+    return [inspect.getsource(sys.modules[name]) for name in own]
 
 
 def context_length(config: Any) -> int:
@@ -147,3 +156,12 @@ def replaced(config: PreTrainedConfig, name: str, function: Callable[..., Any]) 
 def is_special(settings: Mapping[str, Any]) -> bool:
     """Return whether these keyword arguments of attention ask for more than plain attention."""
     return any(settings.get(name) is not None for name in SPECIAL)
+
+
+def refuse_special(settings: Mapping[str, Any], setting: str) -> None:
+    """Refuse a base with more than plain attention, because a setting of it computes no more."""
+    if is_special(settings):
+        raise InputError(
+            f"{setting} supports plain attention only, and this base adds to its scores; "
+            "leave it out"
+        )

@@ -1,5 +1,6 @@
 """Checks of a base when it is loaded: tree verification and the vocabulary projection work."""
 
+from contextlib import suppress
 from inspect import signature
 
 import torch
@@ -117,6 +118,18 @@ def check_exact(base: Forwards, *, compile: bool = False) -> None:
             f"exact=true needs matrix products that do not depend on the number of rows, and "
             f"in {base.dtype} this machine's do; try another dtype, or leave exact out"
         )
+
+
+def make_exact(base: Forwards) -> bool:
+    """Make a base in bfloat16 exact where it and the machine can; return whether it has changed.
+
+    In bfloat16 two texts part where two tokens tie.
+    """
+    if base.exact or base.dtype != torch.bfloat16:
+        return False
+    with suppress(InputError):
+        check_exact(base)
+    return base.exact
 
 
 def _decodes_alike(base: Forwards) -> bool:

@@ -8,7 +8,6 @@ training too.
 
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from specheads.base.masks import sources
 from specheads.core.foreign import refuse_unused
 
 COMPUTES = re.compile(
@@ -131,10 +131,7 @@ def _code(config: PreTrainedConfig, outer: PreTrainedConfig | None) -> str:
     """Return the code of a config's class and of its model, which may be a part of another one."""
     whole = config if auto_class(config) or outer is None else outer
     model = CLASSES.get(auto_class(whole), {}).get(type(whole), None)
-    classes = [one for cls in (type(config), model) if cls for one in cls.__mro__]
-    modules = {one.__module__ for one in classes}
-    own = [name for name in modules if name.startswith("transformers.models.")]
-    return "\n".join(inspect.getsource(sys.modules[name]) for name in own)
+    return "\n".join(sources(one for one in (type(config), model) if one))
 
 
 def _alike(one: str, other: str) -> bool:

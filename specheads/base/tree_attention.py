@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specheads.base.cache import RowCache
 from specheads.base.exact_attention import ExactAttention
-from specheads.base.masks import is_special, replaced
+from specheads.base.masks import is_special, refuse_special, replaced
 from specheads.core.errors import InputError
 from specheads.core.kernels import opaque, without_cudnn_attention
 
@@ -147,11 +147,7 @@ def deferred_attention(
 ) -> tuple[Tensor, None]:
     """Write new keys and values to the next layer's cache, then compute attention."""
     del module
-    if is_special(settings):
-        raise InputError(
-            "compile=true on CUDA supports plain attention only, and this base adds to its scores; "
-            "leave compile=true out"
-        )
+    refuse_special(settings, "compile=true on CUDA")
     return _opaque_deferred(query, key, value, attention_mask, scaling), None
 
 

@@ -53,16 +53,16 @@ def show_examples(settings: Train) -> None:
     except UnansweredError:
         if any(phase.distill is None for phase in settings.schedule.phases.values()):
             raise
-        show_prompts(settings)
+        show_prompts(settings, tokenizer)
         return
     order = np.random.default_rng(seed).permutation(len(documents))[: settings.preview].tolist()
     rows = [(documents.tokens(one).tolist(), documents.loss_mask(one).tolist()) for one in order]
     _show(tokenizer, f"{len(documents):,} documents; tokens in the loss are in {OPEN}{CLOSE}", rows)
 
 
-def show_prompts(settings: Train) -> None:
+def show_prompts(settings: Train, tokenizer: PreTrainedTokenizerBase) -> None:
     """Print prompts that the base will continue, in its chat template."""
-    tokenizer, length = corpus_tokenizer(settings), distilled(settings.schedule).prompt_tokens
+    length = distilled(settings.schedule).prompt_tokens
     prompts = held_out(settings.data, "train", tokenizer, length, settings.preview, settings.seed)
     rows = [(prompt.tokens, [False] * len(prompt.tokens)) for prompt in prompts]
     _show(tokenizer, "the base continues prompts such as these; the head learns its text", rows)

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
-import torch
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -18,7 +17,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from specheads.base.model import FrozenBase
-from specheads.base.selfcheck import check_exact
+from specheads.base.selfcheck import make_exact
 from specheads.commands._library import objects
 from specheads.config import Chat
 from specheads.core.drafter import Drafter
@@ -52,10 +51,8 @@ def run(settings: Chat) -> None:
     base, head = objects(settings)
     if base.tokenizer is None:
         raise InputError(f"a chat needs a base with a tokenizer, got {base.name!r}; add its files")
-    if settings.side_by_side and base.dtype == torch.bfloat16 and not base.exact:
-        # otherwise the two texts part where two tokens tie; not every base and machine can
-        with suppress(InputError):
-            check_exact(base)
+    if settings.side_by_side:
+        make_exact(base)
     tree = fixed_policy(head_depth=head.depth, **asdict(settings.tree))
     dialogue = Dialogue(base.tokenizer, settings.system)
     console = Console(highlight=False, markup=False)

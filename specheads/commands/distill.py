@@ -32,7 +32,7 @@ def run(settings: commands.Distill) -> None:
     if settings.dry_run:
         _dry_run.show_plan(settings)
     elif settings.preview:
-        _dry_run.show_prompts(settings)
+        _dry_run.show_prompts(settings, _dry_run.corpus_tokenizer(settings))
     elif report := distill(settings=settings):
         console = Console(markup=False, highlight=False)
         console.print(as_markdown(report), soft_wrap=True)

@@ -6,7 +6,6 @@ specheads simulate run=runs/smollm2 hardware=h100
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -46,23 +45,18 @@ def simulate(
 ) -> LoadResults:
     """Simulate many requests by load: the base alone, fixed depths and goodput.
 
-    Goodput is that of a tuned head without copied text. If the settings give the acceptance, it
-    chooses among chains. Times and acceptance are those that `specheads tune` measured for the
-    run's head, or computed: `["hardware=h100", "rates=[1,4,16]"]`. load.json is written into the
-    run's report, or into `out`.
+    Goodput chooses among chains, without copied text. Times and acceptance are those that
+    `specheads tune` measured for the run's head, or computed: `["hardware=h100",
+    "rates=[1,4,16]"]`. load.json is written into the run's report, or into `out`.
     """
     settings = settings or settings_for(Simulate, overrides, run=run, out=out)
     folder, hardware = _folder(settings), settings.hardware
     is_measured = hardware.name == MEASURED
     tuned = None if settings.acceptance and not is_measured else _tuned(settings)
     cost = tuned.cost if tuned and is_measured else _computed_cost(settings)
-    if tuned and not settings.acceptance:
-        rates = replace(tuned.acceptance, matches=[])
-        policy = Goodput.of(replace(tuned, cost=cost, acceptance=rates))
-    else:
-        policy = Goodput(cost, settings.acceptance)
+    measured = tuned.acceptance.per_depth if tuned else ()
     load = simulation.simulate_loads(
-        policy,
+        Goodput(cost, settings.acceptance or measured),
         _loads(settings, cost),
         times=MEASURED if is_measured else f"computed for {hardware.name}",
         depths=settings.depths,

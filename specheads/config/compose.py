@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, cast, get_args, get_origin
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -17,7 +17,7 @@ from specheads.config import commands
 from specheads.config.places import data_dir, recipe_dirs
 from specheads.config.validation import check
 from specheads.core.errors import InputError
-from specheads.core.ranges import unknown
+from specheads.core.ranges import hints, unknown
 from specheads.training.settings import Distill
 
 SCHEMAS: dict[str, type] = {
@@ -65,13 +65,11 @@ HOME = re.compile(r"(?<=[=,\[])~(?=/)")
 OPTIONAL = re.compile(r"\+{0,2}(schedule\.phases\.[^.=]+)\.(distill|joint)(?:\.|=\{)")
 """A setting of a group that a phase may lack; Hydra cannot set it before the group exists."""
 
-TEXT = re.compile(
-    r"(?![\[{]|'.*'$|\".*\"$|.*\$\{)(.*[^\w\s./:+*?@|$%\\-]|\d+_)", re.ASCII | re.DOTALL
+PLAIN = re.compile(
+    r"'.*'|\".*\"|.*\$\{.*|(?!(?:true|false|null|inf|nan)$)[a-z/][\w/.-]*",
+    re.ASCII | re.IGNORECASE | re.DOTALL,
 )
-"""A value that Hydra reads as text only in quotes: no list, no mapping, and no reference."""
-
-LITERAL = re.compile(r"[-+.]?\d|(true|false|null|inf|nan)$", re.IGNORECASE)
-"""A value that Hydra may read as a number, a truth value or nothing."""
+"""A text that Hydra reads as it is: quoted, with a reference, or a plain word or path."""
 
 ENDS = (" full_key:", " object_type=", " Config search path:", " See https:", " 1. To use it as")
 """What follows the rule in a message of Hydra or OmegaConf."""
@@ -161,8 +159,7 @@ def lengthen(command: str, overrides: Sequence[str]) -> list[str]:
         if group := OPTIONAL.match(f"{key}={value}"):
             out.append(f"{group[1]}={{{group[2]}:{{}}}}")
         value = HOME.sub(lambda _: str(Path.home()), equals + value).removeprefix("=")
-        is_literal = LITERAL.match(value) and "${" not in value
-        if TEXT.match(value) or (is_literal and _is_text(command, key.lstrip("+"))):
+        if equals and _is_text(command, key.lstrip("+")) and not PLAIN.fullmatch(value):
             # a backslash is an escape only before a quote
             escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2], value)
             value = "'" + escaped.replace("'", "\\'") + "'"
@@ -175,14 +172,13 @@ def _is_text(command: str, name: str) -> bool:
     hint: Any = SCHEMAS[command]
     for part in name.split("."):
         if is_dataclass(hint):
-            hint = get_type_hints(hint, include_extras=True).get(part)
+            hint = hints(cast(type, hint)).get(part)
         else:
             hint = get_args(hint)[1] if get_origin(hint) is dict else None
-        if get_origin(hint) is Annotated:
+        if get_origin(hint) in (Annotated, UnionType):
             hint = get_args(hint)[0]
-        if isinstance(hint, UnionType):
-            hint = get_args(hint)[0]
-    return hint is str
+    # no schema has the choice of a recipe
+    return hint is str or name == "recipe"
 
 
 def take_run(settings: Any, trained: commands.Train, overrides: Sequence[str]) -> None:

@@ -29,6 +29,7 @@ Anchors = Bool[Tensor, "batch time"]
 States = Iterator[Float[Tensor, "batch time width"]]
 Nodes = Int[Tensor, "batch node"]
 Logits = Float[Tensor, "batch node vocab"]
+RootLogits = Float[Tensor, "batch 1 vocab"]
 Weight = Float[Tensor, "vocab width"]
 Projection = tuple[Weight, Float[Tensor, " vocab"] | None]
 """Matrix and bias that turn a state into logits."""
@@ -120,7 +121,7 @@ class Drafter(ABC):
         del state
 
     @abstractmethod
-    def begin(self, committed: Committed, memory: Any) -> tuple[Logits, State]:
+    def begin(self, committed: Committed, memory: Any) -> tuple[RootLogits, State]:
         """Read the committed tokens; return logits for the token after the root, the only node.
 
         Args:

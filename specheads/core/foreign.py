@@ -37,8 +37,11 @@ LAYERS = frozenset(_LAYERS.split())
 """Settings of decoder layers as in Llama and Qwen. The config of a head without such layers may
 have those of its base."""
 
+SECTIONS = ("transformer_layer_config", "speculators_config")
+"""Settings of vllm-project/speculators that have settings of their own."""
+
 SPECULATORS = (
-    *("transformer_layer_config", "speculators_config"),
+    *SECTIONS,
     *("speculators_model_type", "speculators_version", "verifier"),
     *("algorithm", "default_proposal_method", "proposal_methods"),
 )
@@ -83,7 +86,7 @@ def refuse_unused(
         if name in fixed:
             if not _is_all(value, fixed[name]):
                 wrong.append(f"{shown} (only {fixed[name]!r:.60})")
-        elif name not in known and not is_neutral(value):
+        elif name not in known and not _is_neutral(value):
             wrong.append(shown)
     if wrong:
         listed = ", ".join(wrong[:MOST]) + (f" and {len(wrong) - MOST} more" * (len(wrong) > MOST))
@@ -93,7 +96,7 @@ def refuse_unused(
         )
 
 
-def is_neutral(value: Any) -> bool:
+def _is_neutral(value: Any) -> bool:
     """Return whether a value turns its setting off: null, false or empty."""
     return value is None or value is False or value in ("", [], {})
 

@@ -160,9 +160,10 @@ def find(path: str, suffixes: tuple[str, ...], patterns: Sequence[str] = ()) -> 
 def whole_files(files: Iterable[Path], min_characters: int = 0) -> Rows:
     """Yield every UTF-8 file as one document; skip files that are shorter or not UTF-8."""
     for file in files:
-        with _readable(file):
+        with _readable(file), file.open(encoding="utf-8-sig") as stream:
             try:
-                text = file.read_text(encoding="utf-8-sig")
+                # a binary file fails in the first part, before all of it is in memory
+                text = stream.read(2**16) + stream.read()
             except UnicodeDecodeError:
                 continue
         if len(text) >= min_characters:

@@ -159,6 +159,8 @@ def hub_rows(source: Source, seed: int) -> Rows:
     import datasets
 
     most = source.max_documents
+    # "json" is how datasets reads an address
+    name = source.patterns[0] if source.path == "json" else source.path
     try:
         rows: Any = datasets.load_dataset(
             source.path,
@@ -171,11 +173,11 @@ def hub_rows(source: Source, seed: int) -> Rows:
         if most:
             rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER).take(most)
         for number, row in enumerate(rows, start=1):
-            yield f"row {number} of dataset {source.path}", without_nulls(row)
+            yield f"row {number} of dataset {name}", without_nulls(row)
     except Exception as error:
         # the network, the Hub and the readers of each format have their own exceptions
         raise InputError(
-            f"cannot load {source.path!r:.80} from the Hub: {first_line(error.__cause__ or error)};"
+            f"cannot load {name!r:.80} from the Hub: {first_line(error.__cause__ or error)};"
             " check the id, data.split=, data.patterns= and the network, or pass a local file "
             "instead"
         ) from error

@@ -98,7 +98,8 @@ class RequestRates:
                 right = common_prefix_length(self.to_copy, step.tokens)
                 refused = right < min(len(self.to_copy), len(step.tokens))
                 self.match.note(right, refused=refused)
-            self.text.extend(step.tokens)
+            if self.copied:
+                self.text.extend(step.tokens)
         self.num_steps = len(steps)
         if self.copied:
             matched, self.to_copy = self.text.find(size)
@@ -206,7 +207,8 @@ class Goodput(Choice):
                 copied = [*map(MovingRates, self.copied_rates)]
                 rates = RequestRates(MovingRates(self.rates), copied)
                 rates.num_steps = len(request.steps)
-                rates.text.extend(request.all_tokens)
+                if copied:
+                    rates.text.extend(request.all_tokens)
                 self._rates[request] = rates
             rates.observe(request.steps, self.copied)
         rows = [(request, self._rates[request]) for request in requests]

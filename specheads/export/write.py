@@ -153,11 +153,13 @@ def _target(out: Path, base: FrozenBase) -> Path:
     in_use = {"your working folder": Path.cwd()}
     if not base.adapter and Path(base.place).exists():
         in_use["its base"] = Path(base.place).resolve()
-    for what, place in in_use.items():
-        if place.is_relative_to(out):
-            raise InputError(
-                f"out= is replaced as a whole, and {out} holds {what}; name another folder"
-            )
+    reasons = [f"holds {what}" for what, place in in_use.items() if place.is_relative_to(out)]
+    if out.is_mount():
+        reasons = ["is a mount"]
+    if reasons:
+        raise InputError(
+            f"out= is replaced as a whole, and {out} {reasons[0]}; name another folder"
+        )
     return out
 
 

@@ -23,7 +23,7 @@ from specheads.measure.generation import (
     decode_texts,
     write_alone,
 )
-from specheads.measure.offline import measure_offline
+from specheads.measure.offline import fixed_tree, measure_offline
 from specheads.measure.online import measure_online
 from specheads.measure.results import Results
 from specheads.measure.speed import measure_speed
@@ -138,8 +138,8 @@ def draft_vocabulary(head: Head, run: RunDirectory | None) -> results.DraftVocab
 def _replay(
     offline: results.Offline | None, online: results.Online, tree: policies.TreePolicy
 ) -> dict[str, Any] | None:
-    """Compare replay and decoding; None if the replayed tree is another one."""
-    if offline is None or offline.replayed != tree.name:
+    """Compare replay and decoding; None if a chain was replayed because the tree is not fixed."""
+    if offline is None or not tree.depth or fixed_tree(tree) is None:
         return None
     names = ("forwards", "per_depth", "tokens_per_forward")
     pair = [{name: to_json(one)[name] for name in names} for one in (offline, online)]

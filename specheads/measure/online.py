@@ -11,11 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.base.selfcheck import check_exact
+from specheads.base.selfcheck import make_exact
 from specheads.core.drafter import Drafter
-from specheads.core.errors import InputError
 from specheads.core.machine import dtype_name
 from specheads.core.texts import loops
+from specheads.decoding.prompt_lookup import common_prefix_length
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, each_prompt
 from specheads.measure.counts import DepthCounts, rate, sections
 from specheads.measure.generation import Continuations, Decoded, GenerationSettings, decode_prompts
@@ -41,17 +41,17 @@ def measure_online(
 ) -> tuple[Online, Lossless, Degenerate]:
     """Return the sections `online`, `lossless` and `degenerate` of results.json."""
     decoded = decode_prompts(base, drafter, texts.prompts, generation)
-    online, lossless, loops = online_sections(
+    online, lossless, flagged = online_sections(
         base, decoded, texts, generation, comparable=generation.matched
     )
-    parted = [
-        prompt
-        for prompt, one, alone in zip(texts.prompts, decoded, texts.alone, strict=True)
-        if one.tokens != alone
-    ]
-    if lossless.verdict == TIED and generation.sampling == GREEDY:
+    if lossless.verdict == TIED and generation.sampling.greedy:
+        parted = [
+            prompt
+            for prompt, one, alone in zip(texts.prompts, decoded, texts.alone, strict=True)
+            if one.tokens != alone
+        ]
         lossless = replace(lossless, exact=identical_exactly(base, drafter, parted, generation))
-    return online, lossless, loops
+    return online, lossless, flagged
 
 
 def identical_exactly(
@@ -61,11 +61,7 @@ def identical_exactly(
 
     It is None if the base is not in bfloat16, or if it or the machine cannot compute exactly.
     """
-    if base.exact or base.dtype != torch.bfloat16:
-        return None
-    try:
-        check_exact(base)
-    except InputError:
+    if not make_exact(base):
         return None
     try:
         pair = (decode_prompts(base, one, prompts, generation) for one in (drafter, None))
@@ -165,7 +161,7 @@ def first_divergence(
         of the logits' dtype at their size; and, in these units and at least 1, the difference
         between the base's scores read at once and token by token.
     """
-    place = first_difference(mine, theirs)
+    place = common_prefix_length(mine, theirs)
     text = prompt + theirs[:place]
     whole, stepwise = _read(base, text)
     scores, others = (_scores(logits, text, sampling) for logits in (whole, stepwise))
@@ -180,12 +176,6 @@ def first_divergence(
     spacing /= sampling.temperature or 1.0
     rounding = (scores - others).abs().nan_to_num(0.0).max().item()
     return best - other, (best - other) / spacing, max(rounding / spacing, 1.0)
-
-
-def first_difference(mine: list[int], theirs: list[int]) -> int:
-    """Return the first position at which two texts differ, or at which the shorter one ends."""
-    shorter = min(len(mine), len(theirs))
-    return next((place for place in range(shorter) if mine[place] != theirs[place]), shorter)
 
 
 @torch.inference_mode()

@@ -70,7 +70,9 @@ def show(results: Results, console: Console | None = None, page: Path | None = N
     console = console or Console()
     console.print(ConsoleTable("specheads evaluation", summary(results)))
     header, *rows = depth_rows(results)
-    console.print(ConsoleTable("by depth", rows, header))
+    # short names let the table fit 80 columns
+    short = [name.removesuffix(" accepted / offered") for name in header]
+    console.print(ConsoleTable("accepted / offered drafts, and accuracy, by depth", rows, short))
     console.print(verdict(results), style="bold" if pays(results) else "bold red")
     if page is not None:
         # on one line, so that it can be copied
@@ -186,10 +188,8 @@ def headlines(results: Results) -> list[dict[str, Any]]:
         value = rate.tokens_per_forward
         found.append((name, f"{value:.2f}", value, rate.interval, meaning, False))
     if (same := results.lossless) and same.compared:
-        count, meaning = (
-            same.identical,
-            "Token for token; rounding may separate two texts at a tie.",
-        )
+        count = same.identical
+        meaning = "Token for token; rounding may separate two texts at a tie."
         if same.exact is not None:
             meaning = (
                 f"Token for token, with exact sums (base.exact=true). Without them {count}: "

@@ -60,7 +60,7 @@ def _gain(results: Results) -> str:
     if alone := speed.head_alone:
         own = f"{alone.ratio:.2f}x ({alone.interval[0]:.2f} to {alone.interval[1]:.2f})"
         measured += f"; head alone {own}, with prompt lookup {ratio:.2f}x"
-    elif results.settings.tree == "none+lookup":
+    elif results.settings.tree == "lookup":
         measured += "; by prompt lookup alone, as the head's drafts do not pay here"
     why = f"a step gives {online.tokens_per_forward:.2f} tokens"
     if speed.step_overhead is not None:

@@ -348,13 +348,18 @@ def best_stop(
     depth = traces[0][-1].shape[1]
     seconds = [cost.seconds(1, context, drafted + 1, drafted) for drafted in range(depth + 1)]
     rates = dict.fromkeys((0.0, *THRESHOLDS), 0.0)
+    known = [
+        (
+            estimate(log_probs, entropies, torch.arange(depth)),
+            found.int().cumprod(1).sum(1).tolist(),
+        )
+        for log_probs, entropies, found in traces
+    ]
     for confidence in rates:
         tokens, taken = 0, 0.0
-        for log_probs, entropies, found in traces:
-            chances = estimate(log_probs, entropies, torch.arange(depth))
+        for chances, right in known:
             continues = (chances >= confidence)[:, :-1].int().cumprod(1).sum(1)
             lengths = (1 + continues).tolist()
-            right = found.int().cumprod(1).sum(1).tolist()
             place = 0
             while place < len(lengths):
                 accepted = min(right[place], lengths[place])

@@ -56,8 +56,8 @@ def train(
     `open_text` returns the text of a phase when the phase starts, and may generate it first. Its
     last argument is a function that all processes call together from time to time, and that raises
     KeyboardInterrupt after an interrupt. `tracker` is None on all processes except the main one.
-    `checkpoint_every` zero writes checkpoints at the end of phases only. The score on `held_out`
-    may end a phase early. With a `cache` a frozen base reads each batch once.
+    `checkpoint_every` zero writes checkpoints at the end of phases only. With a `cache` a frozen
+    base reads each batch once.
 
     The first interrupt (SIGINT or SIGTERM) of any process finishes the current step, writes a
     checkpoint and raises KeyboardInterrupt on all processes. With several processes they finish one

@@ -101,6 +101,8 @@ def test_short_names_homes_and_quotes_are_written_out(command: str, given: str, 
         ("a\\", "a\\'b", "a|b", "<a>"),
         ("a`b", "a*?", "1_0", "~a"),
         ("1e5", "1.50", "+5", "true"),
+        ("-.5", "+inf", "a\\\\b", "[x].jsonl"),
+        ("a ", "nan ", "a\\ b", "{x}"),
     ],
 )
 def test_paths_and_names_are_read_as_the_shell_gives_them(texts: tuple[str, ...]):

@@ -120,7 +120,10 @@ def test_forgetting_the_sliding_window_is_caught(architecture, monkeypatch):
     assert decode(architecture, "sdpa").tokens != tiny.continuations(architecture)
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+FURTHER = [pytest.param(name, marks=pytest.mark.slow) for name in tiny.FURTHER]
+
+
+@pytest.mark.parametrize("architecture", [*tiny.ARCHITECTURES, *FURTHER])
 def test_the_reference_is_varied_and_never_close_to_a_tie(architecture):
     """A base that repeats itself would forgive wrong masks, and a tie would fail right ones."""
     model = tiny.base(architecture, "eager").model

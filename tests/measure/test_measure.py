@@ -184,9 +184,10 @@ def test_speed_and_verdict_tell_head_and_prompt_lookup_apart(inner, monkeypatch)
         return speed.Timing(seconds, seconds, 10, 10, 11)
 
     monkeypatch.setattr(speed, "time_generate", fake)
-    how = GenerationSettings(max_new_tokens=9, tree=HybridTree(inner, 3))
+    tree = HybridTree(inner, 3)
+    how = GenerationSettings(max_new_tokens=9, tree=tree)
     section = speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), how)
-    settings = replace(results().settings, copied_tokens=3, tree=f"{inner.name}+lookup")
+    settings = replace(results().settings, copied_tokens=3, tree=tree.name)
     made = replace(results(), settings=settings, speed=section)
     assert section.speedup == 4.0
     if inner is policies.NOTHING:

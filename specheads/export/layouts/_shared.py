@@ -156,6 +156,9 @@ EAGLE3_IDS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Settings that have the same name in the engines."""
 
+NETWORK = ("the paper's network only",)
+"""The limit of an engine with `EAGLE3_PLAIN`."""
+
 EAGLE3_PLAIN: AllowedSettings = {
     **all_of("aux_layers", "attention_heads", "key_value_heads", "head_dim"),
     **all_of("inner_dim", "rope_theta", "epsilon", "draft_tokens"),

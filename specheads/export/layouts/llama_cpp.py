@@ -64,7 +64,9 @@ DFLASH: AllowedSettings = {**_shared.BLOCK, **_shared.DRAFT_VOCABULARY}
 DSPARK: AllowedSettings = {**_shared.DSPARK, **_shared.DRAFT_VOCABULARY}
 
 LAYOUTS = {
-    "eagle3": Layout(write_eagle3, EAGLE3, "run", RUN, 0, 3, eagle3_objection, LIMITS),
+    "eagle3": Layout(
+        write_eagle3, EAGLE3, "run", RUN, num_aux=3, objection=eagle3_objection, limits=LIMITS
+    ),
     "dflash": Layout(write_block, DFLASH, "run", RUN),
     "dspark": Layout(write_block, DSPARK, "run", RUN),
 }

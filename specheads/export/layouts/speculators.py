@@ -85,7 +85,12 @@ DSPARK: AllowedSettings = {**_shared.DSPARK, **_shared.DRAFT_VOCABULARY, **_shar
 
 LAYOUTS = {
     "eagle3": Layout(
-        write_eagle3, _shared.EAGLE3_ALL, "run", EAGLE3_NOTE, 0, 0, eagle3_objection, LIMITS
+        write_eagle3,
+        _shared.EAGLE3_ALL,
+        "run",
+        EAGLE3_NOTE,
+        objection=eagle3_objection,
+        limits=LIMITS,
     ),
     "dflash": Layout(write_blocks, DFLASH, "run", RUN),
     "dspark": Layout(write_blocks, DSPARK, "layout", READ),

@@ -108,5 +108,5 @@ NOTE = "vLLM 0.32.0 ran with the same folder on a CPU (`make vllm`)"
 
 LAYOUTS = {
     "medusa": Layout(write_medusa, MEDUSA, "layout", f"{READ}; {NOTE}"),
-    "mlp_speculator": Layout(write_mlp, TIED, "layout", READ, 0, 0, mlp_objection, DEEP),
+    "mlp_speculator": Layout(write_mlp, TIED, "layout", READ, objection=mlp_objection, limits=DEEP),
 }

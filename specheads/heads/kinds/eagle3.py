@@ -12,10 +12,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from specheads.core.drafter import Logits, Nodes, Projection, State, Tokens
+from specheads.core.drafter import (
+    Logits,
+    Nodes,
+    Projection,
+    RootLogits,
+    State,
+    Tokens,
+)
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
-from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
+from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, PositiveInt
 from specheads.heads.checkpoint import fill, take_maps
 from specheads.heads.layers.attention import AttentionConfig, LlamaLayer, Slots, draft_window
@@ -166,7 +173,7 @@ class Head(FeedbackHead):
         return self.lm_head.weight, None
 
     @torch.no_grad()
-    def begin(self, committed: Committed, memory: Slots) -> tuple[Logits, State]:
+    def begin(self, committed: Committed, memory: Slots) -> tuple[RootLogits, State]:
         """Store the keys and values of all positions; return the logits after the last.
 
         With `parallel` the state is the logits of the other levels, which read masks.
@@ -279,7 +286,7 @@ def interpret(
     refuse_unused(
         "eagle3",
         config,
-        *(config.get(name, {}) for name in SPECULATORS[:2]),
+        *(config.get(name, {}) for name in SECTIONS),
         nested,
         used=(*LAYERS, *SPECULATORS, *SAME, *MASKS, *USED),
         fixed=PLAIN | {"target_hidden_size": settings["hidden_size"]} | plain,

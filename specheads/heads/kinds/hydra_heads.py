@@ -10,7 +10,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from specheads.core.drafter import Anchors, Logits, Nodes, Projection, State, States, Tokens
+from specheads.core.drafter import (
+    Anchors,
+    Logits,
+    Nodes,
+    Projection,
+    RootLogits,
+    State,
+    States,
+    Tokens,
+)
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
@@ -112,7 +121,7 @@ class Head(BorrowingHead):
 
     def memory(self, batch: int, capacity: int) -> Slots | None:
         """Return empty slots for the keys and values of the prefix layer."""
-        return Slots.empty(self.prefix.self_attn, batch, capacity) if self.prefix else None
+        return Slots.empty([self.prefix], batch, capacity) if self.prefix else None
 
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield the states that read one token after each position, then two, and so on."""
@@ -127,7 +136,7 @@ class Head(BorrowingHead):
         head = self.head[level]
         return head.get_parameter("weight"), head.get_parameter("bias")
 
-    def begin(self, committed: Committed, memory: Any) -> tuple[Logits, State]:
+    def begin(self, committed: Committed, memory: Any) -> tuple[RootLogits, State]:
         """Read the root after the base's last hidden state."""
         path = self.prefix.newest(committed, memory) if self.prefix else committed.hidden()
         return self._step(path, committed.root(), 0)
@@ -157,7 +166,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         # the tensors have the shape of its own layer
         harmless=LAYERS,
     )
-    found = [config.get(name) for name in OPTIONS[:2]]
+    found = [config.get(name) for name in ("hydra_head_arch", "grounded_heads")]
     if found not in (["mlp", True], ["prefix-mlp", True]) or config.get("hidden_state_offset"):
         raise InputError(
             "Hydra heads must be 'mlp' or 'prefix-mlp', grounded, and read the last hidden state; "

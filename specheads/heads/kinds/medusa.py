@@ -10,7 +10,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from specheads.core.drafter import Anchors, Logits, Nodes, Projection, State, States, Tokens
+from specheads.core.drafter import (
+    Anchors,
+    Logits,
+    Nodes,
+    Projection,
+    RootLogits,
+    State,
+    States,
+    Tokens,
+)
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
@@ -100,7 +109,7 @@ class Head(BorrowingHead):
             return self.corrected_logits(state, self.up[level])
         return super().logits(state, level)
 
-    def begin(self, committed: Committed, memory: None) -> tuple[Logits, State]:
+    def begin(self, committed: Committed, memory: None) -> tuple[RootLogits, State]:
         """Return the logits after the root, from the base's last hidden state."""
         hidden = committed.hidden()
         return self.logits(self._state(hidden, 0), 0), (hidden, 0)

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.drafter import Anchors, Logits, Nodes, Projection, State, States, Tokens
+from specheads.core.drafter import (
+    Anchors,
+    Logits,
+    Nodes,
+    Projection,
+    RootLogits,
+    State,
+    States,
+    Tokens,
+)
 from specheads.core.drafter import Head as BaseHead
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
@@ -124,7 +133,7 @@ class Head(BaseHead):
         """Return the vocabulary projection of a level, without a bias."""
         return _of(self.head, level).weight, None
 
-    def begin(self, committed: Committed, memory: None) -> tuple[Logits, State]:
+    def begin(self, committed: Committed, memory: None) -> tuple[RootLogits, State]:
         """Read the root after the base's last hidden state."""
         state = self._step(self._first(committed.hidden()), self.emb[0](committed.root()), 0)
         return self.logits(state[..., : self.inner], 0), (state, 0)

@@ -148,12 +148,15 @@ def interpret(
             f"{len(prefixes)}: {', '.join(prefixes)[:80]}; choose another, or train head=mtp"
         )
     named = _named(tensors, prefixes[0])
-    parts = [config, *(config.get(name, {}) for name in ("text_config", SPECULATORS[0]))]
+    parts = [
+        config,
+        *(config.get(name, {}) for name in ("text_config", "transformer_layer_config")),
+    ]
     settings = {name: value for part in parts for name, value in part.items()}
     refuse_unused(
         "mtp",
         *parts,
-        config.get(SPECULATORS[1], {}),
+        config.get("speculators_config", {}),
         used=(*LAYERS, *SPECULATORS, "text_config"),
         fixed=PLAIN | full_attention(settings),
         # the module applies one layer again and again, and experts have other tensors

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.drafter import Anchors, Logits, Nodes, Projection, State, States, Tokens
+from specheads.core.drafter import (
+    Anchors,
+    Logits,
+    Nodes,
+    Projection,
+    RootLogits,
+    State,
+    States,
+    Tokens,
+)
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import refuse_unused
 from specheads.core.ranges import Depth, DepthOrZero, NonNegativeInt, WidthOrZero
@@ -83,7 +92,7 @@ class Head(BorrowingHead):
         """Return the vocabulary projection, the same at every level, without a bias."""
         return self.head.weight, None
 
-    def begin(self, committed: Committed, memory: None) -> tuple[Logits, State]:
+    def begin(self, committed: Committed, memory: None) -> tuple[RootLogits, State]:
         """Read the root from a zero state, next to the base's last hidden state."""
         hidden = committed.hidden()
         state = self._read(torch.zeros_like(hidden), self.embed(committed.root(), hidden))

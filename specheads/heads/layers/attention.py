@@ -276,13 +276,14 @@ class Slots:
     """Slot of each position in the only row of `kv_cache`; None: each row has its own slots."""
 
     @classmethod
-    def empty(cls, attention: Attention, batch: int, capacity: int, layers: int = 1) -> "Slots":
-        """Return rows without positions, in the dtype and on the device of their attention.
+    def empty(cls, layers: Sequence[LlamaLayer], batch: int, capacity: int) -> "Slots":
+        """Return rows without positions, in the dtype and on the device of these layers.
 
-        Several layers of one shape are concatenated along the axis of key heads.
+        Layers have one shape, and are concatenated along the axis of key heads.
         """
-        weight = attention.k_proj.weight
-        shape = (batch, layers * attention.num_key_value_heads, 2, capacity, attention.head_dim)
+        attention = layers[0].self_attn
+        weight, heads = attention.k_proj.weight, len(layers) * attention.num_key_value_heads
+        shape = (batch, heads, 2, capacity, attention.head_dim)
         return cls(weight.new_zeros(shape), torch.zeros(batch, dtype=torch.long).to(weight.device))
 
     def advance(self, time: int, count: Int[Tensor, " batch"]) -> Int[Tensor, "row time"]:

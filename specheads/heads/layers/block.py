@@ -11,10 +11,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from specheads.core.drafter import Anchors, Logits, Nodes, State, States, Tokens
+from specheads.core.drafter import (
+    Anchors,
+    Logits,
+    Nodes,
+    RootLogits,
+    State,
+    States,
+    Tokens,
+)
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
-from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
+from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt, TokenId
 from specheads.heads.checkpoint import fill, take_maps
 from specheads.heads.layers.attention import (
@@ -115,8 +123,8 @@ class BlockHead(BorrowingHead):
             return
         wanted = self.config.num_layers
         # engines do not export the output of the last layer before the final norm
-        near, far = (2, num_layers - 2), (1, max(num_layers - 1, 1))
-        first, last = near if num_layers - 4 >= wanted - 1 else far
+        inner, outer = (2, num_layers - 2), (1, max(num_layers - 1, 1))
+        first, last = inner if num_layers - 4 >= wanted - 1 else outer
         count = min(wanted, last - first + 1)
         if count == 1:
             self.choose([min(num_layers // 2 + 1, last)])
@@ -144,7 +152,7 @@ class BlockHead(BorrowingHead):
         places, fused = features.places().expand_as(tokens), self._fuse(features)
         visible = near(features.visible(), self.config.sliding_window)
         visible = visible.expand(len(tokens), -1, -1)[rows, at]
-        visible = block_mask(visible, len(self._slots()), causal=bool(self.config.causal))
+        visible = block_mask(visible, self.num_slots, causal=bool(self.config.causal))
         pasts = (layer.self_attn.keys_values(fused, places) for layer in self.blocks())
         roots = tokens.roll(-1, 1)[rows, at]
         hidden = self._draft(roots, places[rows, at] + 1, pasts, visible)
@@ -155,11 +163,10 @@ class BlockHead(BorrowingHead):
 
     def memory(self, batch: int, capacity: int) -> Slots:
         """Return empty slots for the keys and values of committed positions in all layers."""
-        layers = self.blocks()
-        return Slots.empty(layers[0].self_attn, batch, capacity, len(layers))
+        return Slots.empty(self.blocks(), batch, capacity)
 
     @torch.no_grad()
-    def begin(self, committed: Committed, memory: Slots) -> tuple[Logits, State]:
+    def begin(self, committed: Committed, memory: Slots) -> tuple[RootLogits, State]:
         """Store the keys and values of all positions; draft the whole block after the root."""
         fused, root = self._fuse(committed.features), committed.root()
         places = memory.advance(fused.shape[1], committed.counts)
@@ -167,9 +174,9 @@ class BlockHead(BorrowingHead):
         memory.write(torch.cat(fresh, dim=1), places)
         past, visible = memory.past(window=self.config.sliding_window)
         if self.config.causal:
-            visible = block_mask(visible, len(self._slots()), causal=True)
+            visible = block_mask(visible, self.num_slots, causal=True)
         else:
-            visible = nn.functional.pad(visible, (0, len(self._slots())), value=True)
+            visible = nn.functional.pad(visible, (0, self.num_slots), value=True)
         pasts = past.chunk(len(self.layers), dim=1)
         hidden = self._draft(root, memory.lengths[:, None], pasts, visible)
         return self._answer(hidden[:, 0], 0, root)
@@ -200,7 +207,7 @@ class BlockHead(BorrowingHead):
             pasts: Keys and values of the features for each layer.
             visible: Mask over the features and then the slots; its query axis may be one.
         """
-        slots = self._slots()
+        slots = torch.arange(self.num_slots, device=self.fc.weight.device)
         tokens = torch.where(slots == 0, roots[..., None], self.mask_token)
         stream = self.embed(tokens, self.fc.weight).flatten(1, 2)
         positions = (starts[..., None] + slots).flatten(1)
@@ -208,16 +215,16 @@ class BlockHead(BorrowingHead):
             stream, inputs, fresh = layer.read(stream, positions)
             stream = layer(stream, inputs, positions, torch.cat([past, fresh], dim=3), visible)
         hidden = self.norm(stream).unflatten(1, tokens.shape[1:])
-        return hidden[:, :, len(slots) - self.depth :]
+        return hidden[:, :, self.num_slots - self.depth :]
 
     def blocks(self) -> list[LlamaLayer]:
         """Return its layers."""
         return cast(list[LlamaLayer], [*self.layers])
 
-    def _slots(self) -> Int[Tensor, " slot"]:
-        """Return the distances of a block's slots from the anchor."""
-        slots = self.depth + (not self.config.sample_from_anchor)
-        return torch.arange(slots, device=self.fc.weight.device)
+    @property
+    def num_slots(self) -> int:
+        """Number of slots of a block: its levels, and the anchor unless it is sampled from."""
+        return self.depth + (not self.config.sample_from_anchor)
 
     def _fuse(self, features: Features) -> Tensor:
         return self.hidden_norm(self.fc(self.streams(features)))
@@ -306,7 +313,7 @@ def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
     refuse_unused(
         "dspark" if markov else "dflash",
         config,
-        *(config.get(name, {}) for name in (*SPECULATORS[:2], "dflash_config")),
+        *(config.get(name, {}) for name in (*SECTIONS, "dflash_config")),
         {"rope_type": rope["rope_scaling"].get("rope_type")},
         used=(*LAYERS, *SPECULATORS, *USED),
         fixed=PLAIN_SETTINGS

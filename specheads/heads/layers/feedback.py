@@ -12,7 +12,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specheads.core.drafter import Anchors, Logits, Nodes, State, States, Tokens
+from specheads.core.drafter import (
+    Anchors,
+    Logits,
+    Nodes,
+    RootLogits,
+    State,
+    States,
+    Tokens,
+)
 from specheads.core.features import Committed, Documents, Features
 from specheads.heads.layers.attention import LlamaLayer, Slots, near
 from specheads.heads.layers.common import RMSNorm, pick_parents
@@ -93,11 +101,10 @@ class FeedbackHead(BorrowingHead):
 
     def memory(self, batch: int, capacity: int) -> Slots:
         """Return empty slots for the keys and values of committed positions."""
-        layers = self.blocks()
-        return Slots.empty(layers[0].self_attn, batch, capacity, len(layers))
+        return Slots.empty(self.blocks(), batch, capacity)
 
     @torch.no_grad()
-    def begin(self, committed: Committed, memory: Slots) -> tuple[Logits, State]:
+    def begin(self, committed: Committed, memory: Slots) -> tuple[RootLogits, State]:
         """Store the keys and values of all positions; return the logits after the last."""
         hidden = self.first(committed.features)
         return self._answer(self.commit(hidden, committed.next_tokens, committed, memory))
