@@ -76,7 +76,6 @@ class Forwards:
         self._layers: CompiledLayers | None = None
         self._weights = 0
         """Number of times the weights moved; CUDA graphs depend on their addresses."""
-        self._compiled_read: Callable[..., Any] | None = None
 
     @cached_property
     def max_length(self) -> int:
@@ -126,10 +125,6 @@ class Forwards:
             return self.projection.finish(layer(hidden))
         return self.projection(hidden)
 
-    def compile_reads(self, **how: Any) -> None:
-        """Compile `read` by `torch.compile` with these arguments."""
-        self._compiled_read = torch.compile(self.model.base_model, **how)
-
     def read(
         self,
         tokens: Int[Tensor, "batch time"],
@@ -157,7 +152,7 @@ class Forwards:
             inputs["position_ids"] = places = document_places(document_ids)
             attending = attending_documents(self.config, places, list(masks))
         with torch.set_grad_enabled(gradients), attending as documents:
-            features = self._features(inputs, aux_layers, self._compiled_read)
+            features = self._features(inputs, aux_layers)
             return replace(features, document_ids=document_ids, documents=documents)
 
     @torch.no_grad()
@@ -289,15 +284,9 @@ class Forwards:
         kinds = {kind: masks[window] for kind, window in self.windows.items()}
         return kinds if len(kinds) > 1 else next(iter(masks.values()))
 
-    def _features(
-        self,
-        inputs: dict[str, Any],
-        aux_layers: tuple[int, ...],
-        run: Callable[..., Any] | None = None,
-    ) -> Features:
-        run = self.model.base_model if run is None else run
+    def _features(self, inputs: dict[str, Any], aux_layers: tuple[int, ...]) -> Features:
         with self._last_stream(aux_layers) as last:
-            out = run(**inputs, output_hidden_states=bool(aux_layers))
+            out = self.model.base_model(**inputs, output_hidden_states=bool(aux_layers))
         return _features(out, inputs["input_ids"], aux_layers, last)
 
     @contextmanager

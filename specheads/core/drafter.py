@@ -22,14 +22,12 @@ from specheads.core.weight_layout import product
 
 State = Any
 """State of a drafter between the levels of one draft; opaque to the engines."""
-
-# the types of the contract
 Tokens = Int[Tensor, "batch time"]
 Anchors = Bool[Tensor, "batch time"]
 States = Iterator[Float[Tensor, "batch time width"]]
 Nodes = Int[Tensor, "batch node"]
-Logits = Float[Tensor, "batch node vocab"]
-RootLogits = Float[Tensor, "batch 1 vocab"]
+Guesses = tuple[Float[Tensor, "batch node vocab"], State]
+"""Logits for the token after each node of a level, and the state that the next level continues."""
 Weight = Float[Tensor, "vocab width"]
 Projection = tuple[Weight, Float[Tensor, " vocab"] | None]
 """Matrix and bias that turn a state into logits."""
@@ -121,7 +119,7 @@ class Drafter(ABC):
         del state
 
     @abstractmethod
-    def begin(self, committed: Committed, memory: Any) -> tuple[RootLogits, State]:
+    def begin(self, committed: Committed, memory: Any) -> Guesses:
         """Read the committed tokens; return logits for the token after the root, the only node.
 
         Args:
@@ -135,7 +133,7 @@ class Drafter(ABC):
             self.begin(committed, memory)
 
     @abstractmethod
-    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read one level of nodes; return logits for the token after each.
 
         `parents[b, i]` is the node of the previous level that node i continues.

@@ -12,14 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from specheads.core.drafter import (
-    Logits,
-    Nodes,
-    Projection,
-    RootLogits,
-    State,
-    Tokens,
-)
+from specheads.core.drafter import Guesses, Nodes, Projection, State, Tokens
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
@@ -173,7 +166,7 @@ class Head(FeedbackHead):
         return self.lm_head.weight, None
 
     @torch.no_grad()
-    def begin(self, committed: Committed, memory: Slots) -> tuple[RootLogits, State]:
+    def begin(self, committed: Committed, memory: Slots) -> Guesses:
         """Store the keys and values of all positions; return the logits after the last.
 
         With `parallel` the state is the logits of the other levels, which read masks.
@@ -188,7 +181,7 @@ class Head(FeedbackHead):
         return logits[:, :1], logits[:, 1:]
 
     @torch.no_grad()
-    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's state, with attention to its path."""
         if not self.config.parallel:
             return super().extend(state, tokens, parents)

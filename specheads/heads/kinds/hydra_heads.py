@@ -10,16 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from specheads.core.drafter import (
-    Anchors,
-    Logits,
-    Nodes,
-    Projection,
-    RootLogits,
-    State,
-    States,
-    Tokens,
-)
+from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, States, Tokens
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
@@ -136,12 +127,12 @@ class Head(BorrowingHead):
         head = self.head[level]
         return head.get_parameter("weight"), head.get_parameter("bias")
 
-    def begin(self, committed: Committed, memory: Any) -> tuple[RootLogits, State]:
+    def begin(self, committed: Committed, memory: Any) -> Guesses:
         """Read the root after the base's last hidden state."""
         path = self.prefix.newest(committed, memory) if self.prefix else committed.hidden()
         return self._step(path, committed.root(), 0)
 
-    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's path."""
         above, level = state
         return self._step(pick_parents(above, parents), tokens, level + 1)

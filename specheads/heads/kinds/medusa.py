@@ -10,16 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from specheads.core.drafter import (
-    Anchors,
-    Logits,
-    Nodes,
-    Projection,
-    RootLogits,
-    State,
-    States,
-    Tokens,
-)
+from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, States, Tokens
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
@@ -109,12 +100,12 @@ class Head(BorrowingHead):
             return self.corrected_logits(state, self.up[level])
         return super().logits(state, level)
 
-    def begin(self, committed: Committed, memory: None) -> tuple[RootLogits, State]:
+    def begin(self, committed: Committed, memory: None) -> Guesses:
         """Return the logits after the root, from the base's last hidden state."""
         hidden = committed.hidden()
         return self.logits(self._state(hidden, 0), 0), (hidden, 0)
 
-    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Return the same logits for every node of the level: Medusa ignores the path."""
         hidden, level = state[0], state[1] + 1
         logits = self.logits(self._state(hidden, level), level)

@@ -13,16 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.drafter import (
-    Anchors,
-    Logits,
-    Nodes,
-    Projection,
-    RootLogits,
-    State,
-    States,
-    Tokens,
-)
+from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, States, Tokens
 from specheads.core.drafter import Head as BaseHead
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
@@ -133,12 +124,12 @@ class Head(BaseHead):
         """Return the vocabulary projection of a level, without a bias."""
         return _of(self.head, level).weight, None
 
-    def begin(self, committed: Committed, memory: None) -> tuple[RootLogits, State]:
+    def begin(self, committed: Committed, memory: None) -> Guesses:
         """Read the root after the base's last hidden state."""
         state = self._step(self._first(committed.hidden()), self.emb[0](committed.root()), 0)
         return self.logits(state[..., : self.inner], 0), (state, 0)
 
-    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's state."""
         above, level = state
         read = _of(self.emb, level + 1)(tokens)

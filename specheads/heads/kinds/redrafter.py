@@ -11,16 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.drafter import (
-    Anchors,
-    Logits,
-    Nodes,
-    Projection,
-    RootLogits,
-    State,
-    States,
-    Tokens,
-)
+from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, States, Tokens
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import refuse_unused
 from specheads.core.ranges import Depth, DepthOrZero, NonNegativeInt, WidthOrZero
@@ -92,13 +83,13 @@ class Head(BorrowingHead):
         """Return the vocabulary projection, the same at every level, without a bias."""
         return self.head.weight, None
 
-    def begin(self, committed: Committed, memory: None) -> tuple[RootLogits, State]:
+    def begin(self, committed: Committed, memory: None) -> Guesses:
         """Read the root from a zero state, next to the base's last hidden state."""
         hidden = committed.hidden()
         state = self._read(torch.zeros_like(hidden), self.embed(committed.root(), hidden))
         return self.logits(self._exit(hidden, state), 0), (hidden, state)
 
-    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's state."""
         hidden, above = state
         below = self._read(pick_parents(above, parents), self.embed(tokens, hidden))

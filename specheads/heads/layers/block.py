@@ -11,15 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from specheads.core.drafter import (
-    Anchors,
-    Logits,
-    Nodes,
-    RootLogits,
-    State,
-    States,
-    Tokens,
-)
+from specheads.core.drafter import Anchors, Guesses, Nodes, State, States, Tokens
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
@@ -166,7 +158,7 @@ class BlockHead(BorrowingHead):
         return Slots.empty(self.blocks(), batch, capacity)
 
     @torch.no_grad()
-    def begin(self, committed: Committed, memory: Slots) -> tuple[RootLogits, State]:
+    def begin(self, committed: Committed, memory: Slots) -> Guesses:
         """Store the keys and values of all positions; draft the whole block after the root."""
         fused, root = self._fuse(committed.features), committed.root()
         places = memory.advance(fused.shape[1], committed.counts)
@@ -182,12 +174,12 @@ class BlockHead(BorrowingHead):
         return self._answer(hidden[:, 0], 0, root)
 
     @torch.no_grad()
-    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Return the logits of the next level, which depend on each node's own token at most."""
         hidden, level, _ = state
         return self._answer(hidden, level + 1, tokens)
 
-    def _answer(self, hidden: Tensor, level: int, tokens: Tensor) -> tuple[Logits, State]:
+    def _answer(self, hidden: Tensor, level: int, tokens: Tensor) -> Guesses:
         states = self.answering(hidden[:, level : level + 1], tokens)
         logits = self.logits(states, level).expand(-1, tokens.shape[1], -1)
         return logits, (hidden, level, states.expand(-1, tokens.shape[1], -1))
