@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specheads.base.compile import EXTENT
+from specheads.core.drafter import refuse_scattering
 from specheads.core.errors import InputError
 from specheads.core.machine import to_device
 
@@ -117,14 +118,22 @@ class RowCache(Cache, ABC):
         """
         self._set_lengths([self.row_lengths[row] for row in rows])
 
-    def join(self, other: "RowCache") -> None:
-        """Append the rows of another cache, which is then empty.
+    def keep(self, rows: Tensor) -> "RowCache":
+        """Keep only these rows, as `Memory.keep`: a draft model's memory is its cache."""
+        self.keep_rows(rows.tolist())
+        return self
+
+    def join(self, other: "RowCache") -> "RowCache":
+        """Append the rows of another cache, which is then empty; return this one.
 
         Raises:
             ValueError: Its rows have another capacity or another pool.
         """
         self._set_lengths(self.row_lengths + other.row_lengths)
         other.keep_rows([])
+        return self
+
+    scatter = refuse_scattering
 
 
 def upload(values: list[Any], device: torch.device) -> Tensor:
@@ -361,7 +370,7 @@ class KVCache(RowCache):
                 stack[:, targets, :, : self.longest] = stack[:, sources, :, : self.longest]
         super().keep_rows(rows)
 
-    def join(self, other: RowCache) -> None:
+    def join(self, other: RowCache) -> RowCache:
         """Append another cache's rows, in free memory or in new tensors."""
         if not isinstance(other, KVCache) or other.capacity != self.capacity:
             raise InputError(
@@ -377,4 +386,4 @@ class KVCache(RowCache):
         if end:
             for stack, states in zip(self.slab.stacks, other.slab.stacks, strict=True):
                 stack[:, before : before + new, :, :end] = states[:, :new, :, :end]
-        super().join(other)
+        return super().join(other)

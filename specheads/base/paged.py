@@ -157,7 +157,7 @@ class PagedKVCache(RowCache):
         self.blocks = [self.blocks[row] for row in rows]
         super().keep_rows(rows)
 
-    def join(self, other: RowCache) -> None:
+    def join(self, other: RowCache) -> RowCache:
         """Append another batch's rows, without copying."""
         if not isinstance(other, PagedKVCache) or other.pool is not self.pool:
             raise InputError(
@@ -167,4 +167,4 @@ class PagedKVCache(RowCache):
         other._trim()
         self.blocks += other.blocks
         other.blocks = [[] for _ in other.blocks]
-        super().join(other)
+        return super().join(other)

@@ -16,10 +16,8 @@ class ForwardCost:
 
     fixed: NonNegativeFloat
     """Seconds of any forward."""
-
     token: NonNegativeFloat
     """Seconds per token, over all rows."""
-
     context: NonNegativeFloat
     """Seconds per committed position that a row attends to, over all rows."""
 
@@ -34,13 +32,8 @@ class StepCost:
 
     verify: ForwardCost
     """The base's forward over the trees of all rows."""
-
     draft: ForwardCost
     """One forward of the drafter, for all rows."""
-
-    window: NonNegativeFloat = 0.0
-    """Most positions of a row that the drafter attends to; zero is unlimited."""
-
     levels: PositiveInt = 1
     """Levels that one forward of the drafter drafts; above 1 it always drafts a whole block."""
 
@@ -59,8 +52,7 @@ class StepCost:
         verified = self.verify.seconds(batch * (nodes + copied), batch * context)
         if depth == 0:
             return verified
-        seen = min(context, self.window) if self.window else context
         # a level reads the nodes of the one above; each node but the root was drafted once
         read = self.levels if self.levels > 1 else (nodes - 1) / depth
         forwards = -(-depth // self.levels)
-        return verified + forwards * self.draft.seconds(batch * read, batch * seen)
+        return verified + forwards * self.draft.seconds(batch * read, batch * context)

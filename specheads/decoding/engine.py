@@ -14,10 +14,8 @@ from specheads.core.errors import InputError, whole
 from specheads.core.machine import device_bytes
 from specheads.decoding import accept
 from specheads.decoding.loop import DecodingState, start, step
-from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request, Stream, alike
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import lookup_tree
 from specheads.decoding.trees.tuned import Tuned
 
 
@@ -42,8 +40,6 @@ def default_tree(drafter: Drafter, base: FrozenBase) -> policies.TreePolicy:
         policy = tuned.policy()
         if policy.depth or tuned.fits(base.device, base.dtype):
             return policy
-    if isinstance(drafter, PromptLookup):
-        return lookup_tree(drafter.depth)
     return policies.chain(drafter.depth)
 
 
@@ -52,20 +48,21 @@ def drafted_by(
 ) -> tuple[Drafter | None, policies.TreePolicy]:
     """Return the drafter and the tree policy; refuse a tree that the drafter cannot draft.
 
-    A tree that drafts nothing, the best one for some tuned heads, needs no drafter, so that none
-    has to store the text.
+    A tree of copied text or without a draft, the best one for some tuned heads, needs no drafter,
+    so that none has to store the text.
     """
-    if drafter is None:
-        return None, policies.NOTHING
-    policy = default_tree(drafter, base) if tree is None else tree
+    if tree is None:
+        policy = default_tree(drafter, base) if drafter else policies.NOTHING
+    else:
+        policy = tree
     if not isinstance(policy, policies.TreePolicy):
         raise InputError(f"a tree is a TreePolicy, such as policies.chain(3), got {tree!r:.80}")
-    if not policy.depth:
+    if not policy.own_depth:
         return None, policy
-    if policy.own_depth > drafter.depth:
+    if drafter is None or policy.own_depth > drafter.depth:
         raise InputError(
-            f"the tree has {policy.own_depth} levels but the head drafts {drafter.depth}; "
-            "choose a shallower tree"
+            f"the tree has {policy.own_depth} levels but the head drafts "
+            f"{drafter.depth if drafter else 0}; choose a shallower tree"
         )
     if 0 < drafter.drafted_size < policy.num_guesses:
         raise InputError(
@@ -173,7 +170,7 @@ class Engine:
             )
         limit = min(request.max_new_tokens, self.max_length - length)
         needed = self._blocks(length + limit)
-        stream = Stream(request, self.base, limit, needed, self.step, self.cancel)
+        stream = Stream(request, self, limit, needed)
         if stream.finish_reason is None:
             self.waiting.append(stream)
         return stream

@@ -41,7 +41,6 @@ def generate(
     max_batch: int | None = None,
     pool: BlockPool | None = None,
     coupled: bool = True,
-    timed: bool = False,
 ) -> Decoding:
     """Decode prompts with speculative decoding: several tokens per base forward.
 
@@ -66,7 +65,6 @@ def generate(
             None uses contiguous rows.
         coupled: Whether drafts see the noise that the base samples with, which depends on seed and
             position. More drafts are accepted above temperature zero; the output is the same.
-        timed: Whether steps synchronise so that their times are exact.
 
     Raises:
         ValueError: A prompt is empty or not token ids, or prompt and new tokens exceed the context,
@@ -86,7 +84,6 @@ def generate(
         max_length=max(map(len, prompts), default=0) + max_new_tokens,
         pool=pool,
         coupled=coupled,
-        timed=timed,
     )
     eos_ids = None if stop_at_eos else ()
     streams = [

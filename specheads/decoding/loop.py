@@ -113,10 +113,7 @@ def step(
     state.rows.depth = tree.depth
     unread = None
     with without_cudnn_attention(base.device):
-        if drafter is not None and tree.depth:
-            grown = tree.grow(drafter, state.committed, state.memory, state.rows)
-        else:
-            grown = root_only(state.committed)
+        grown = tree.grow(drafter, state.committed, state.memory, state.rows)
         if drafter is not None and not tree.own_depth and state.memory is not None:
             if state.committed.next_tokens.shape[1] < drafter.most_unread:
                 unread = state.committed

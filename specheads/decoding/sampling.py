@@ -50,20 +50,15 @@ class Sampling:
     # logits divided by less overflow in float32
     temperature: Annotated[float, Rule(lambda t: t == 0 or t >= 1e-30, "0 or at least 1e-30")] = 0.0
     """Divides logits; zero is greedy and ignores `top_k`, `top_p` and `min_p`."""
-
     top_k: NonNegativeInt = 0
     """Sample from this many likeliest tokens. Zero is all."""
-
     top_p: PositiveProbability = 1.0
     """Sample from the likeliest tokens that reach this total probability. One is all."""
-
     min_p: Probability = 0.0
     """Smallest probability of a token, relative to the likeliest one's. Zero is off."""
-
     repetition_penalty: Annotated[float, Gt(0)] = 1.0
     """Divides positive logits, and multiplies negative ones, of tokens that are already in the
     prompt or the text. One is off."""
-
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 0
     """Seed of the samples."""
 

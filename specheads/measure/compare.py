@@ -18,7 +18,6 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter, Head
 from specheads.core.machine import synchronise
 from specheads.decoding.draft_model import DraftModel, Streaming
-from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
@@ -47,7 +46,7 @@ DRAFT_DEPTH = 4
 class DraftMethod:
     """A drafter with a tree in our loop."""
 
-    drafter: Drafter
+    drafter: Drafter | None
     tree: policies.TreePolicy
     batches: bool = True
 
@@ -70,8 +69,6 @@ def make_methods(
     heads: Mapping[str, Head],
     trees: Mapping[str, policies.TreePolicy],
     draft_model: FrozenBase | None = None,
-    draft_depth: int = DRAFT_DEPTH,
-    window: int = WINDOW,
 ) -> "dict[str, Method]":
     """Return the methods with these names; `head` and `hybrid` give one for each head.
 
@@ -81,8 +78,6 @@ def make_methods(
         heads: Heads by name; a single head is called `head`.
         trees: Each head's own tree, without prompt-lookup tokens.
         draft_model: The draft model, if a method needs it.
-        draft_depth: Tokens that streaming and the draft model draft.
-        window: Recent tokens that streaming attends to.
     """
     methods: dict[str, Method] = {}
     for name in names:
@@ -93,19 +88,17 @@ def make_methods(
                 label = "hybrid" if called == "head" else f"{called}_hybrid"
                 methods[label] = DraftMethod(head, HybridTree(trees[called], COPIED_TOKENS))
         else:
-            methods[name] = _untrained(name, base, draft_model, draft_depth, window)
+            methods[name] = _untrained(name, base, draft_model)
     return methods
 
 
-def _untrained(
-    name: str, base: FrozenBase, draft_model: FrozenBase | None, draft_depth: int, window: int
-) -> "Method":
+def _untrained(name: str, base: FrozenBase, draft_model: FrozenBase | None) -> "Method":
     match name:
         case "prompt_lookup":
-            return DraftMethod(PromptLookup(COPIED_TOKENS), lookup_tree(COPIED_TOKENS))
+            return DraftMethod(None, lookup_tree(COPIED_TOKENS))
         case "streaming":
-            drafter = Streaming(base, draft_depth, sinks=SINKS, window=window)
-            return DraftMethod(drafter, policies.chain(draft_depth))
+            drafter = Streaming(base, DRAFT_DEPTH, sinks=SINKS, window=WINDOW)
+            return DraftMethod(drafter, policies.chain(DRAFT_DEPTH))
         case "transformers":
             return TransformersMethod()
         case "transformers_lookup":
@@ -113,8 +106,8 @@ def _untrained(
     assert draft_model is not None
     if name == "transformers_assisted":
         return TransformersMethod(assistant=draft_model.model)
-    drafter = DraftModel(draft_model, draft_depth, base)
-    return DraftMethod(drafter, policies.chain(draft_depth))
+    drafter = DraftModel(draft_model, DRAFT_DEPTH, base)
+    return DraftMethod(drafter, policies.chain(DRAFT_DEPTH))
 
 
 # --- transformers' own generation --------------------------------------------------------------

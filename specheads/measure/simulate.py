@@ -297,16 +297,13 @@ def computed_cost(
     parameters: float,
     draft_parameters: float,
     position_bytes: int = 0,
-    draft_position_bytes: int = 0,
-    window: int = 0,
     levels: int = 1,
 ) -> StepCost:
     """Return step times from the limits of a machine and the sizes of base and drafter.
 
-    A forward reads the weights once, and the keys and values of its context; each token takes two
-    operations per parameter. These times are added. The arithmetic of attention and the time for
-    kernel launches, sampling and communication are left out: a real machine is slower. A window is
-    that of MagicDec: Sadhukhan et al. 2024, arXiv:2408.11049, section 3.
+    A forward reads the weights once, and the base's also the keys and values of its context; each
+    token takes two operations per parameter. These times are added. The arithmetic of attention and
+    the time for kernel launches, sampling and communication are left out: a real machine is slower.
 
     Args:
         bandwidth: Bytes per second between memory and processor.
@@ -314,8 +311,6 @@ def computed_cost(
         parameters: Parameters of the base.
         draft_parameters: Parameters of one forward of the drafter.
         position_bytes: Bytes of keys and values of one position of the base, in all layers.
-        draft_position_bytes: The same of the drafter; zero without a cache.
-        window: As in `StepCost`.
         levels: As in `StepCost`.
     """
 
@@ -328,8 +323,7 @@ def computed_cost(
 
     return StepCost(
         verify=forward(parameters, position_bytes),
-        draft=forward(draft_parameters, draft_position_bytes),
-        window=window,
+        draft=forward(draft_parameters, 0),
         levels=levels,
     )
 

@@ -225,11 +225,9 @@ class Tuning:
         ]
         place: dict[str, Any] = {"batch": batch, "context": texts.context}
         tried = [Tried(**place, **ALONE)]
-        rates: dict[policies.TreePolicy, list[float]] = {}
         for tree, step in zip(trees, seconds[1:], strict=True):
             overhead, each = step / seconds[0], self.counts(tree, texts)
             counts = DepthCounts.total(each, tree.depth)
-            rates[tree] = counts.levels()
             row = Tried(
                 **place,
                 tree=tree.name,
@@ -244,7 +242,7 @@ class Tuning:
         fastest = max(range(len(tried)), key=lambda index: tried[index].speedup)
         tried[fastest] = replace(tried[fastest], chosen=True)
         tree = methods[fastest][1]
-        return tried, _tuned_tree(tried[fastest], tree, rates.get(own_tree(tree), []))
+        return tried, _tuned_tree(tried[fastest], tree)
 
     def counts(self, tree: policies.TreePolicy, texts: TuningTexts) -> list[DepthCounts]:
         """Return the counts of each judged text: by replay if the tree is fixed, else decoded."""
@@ -259,7 +257,7 @@ class Tuning:
         return [one.counts for one in decode_prompts(self.base, self.head, prompts, generation)]
 
 
-def _tuned_tree(row: Tried, tree: policies.TreePolicy, rates: list[float]) -> TunedTree:
+def _tuned_tree(row: Tried, tree: policies.TreePolicy) -> TunedTree:
     """Return a tree as tuned.json stores it."""
     own = own_tree(tree)
     chosen = TunedTree(
@@ -272,7 +270,6 @@ def _tuned_tree(row: Tried, tree: policies.TreePolicy, rates: list[float]) -> Tu
         num_nodes=own.num_nodes,
         depth=own.depth,
         copied=tree.size if isinstance(tree, HybridTree) else 0,
-        rates=rates,
     )
     if isinstance(own, policies.BestFirst):
         return replace(chosen, kind="best_first", beam=own.beam, branch=own.branch)

@@ -9,7 +9,6 @@ import torch
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter, Head
 from specheads.decoding.coupling import over_vocabulary
-from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.sampling import Sampling, SamplingState, each_prompt
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
@@ -90,7 +89,7 @@ def test_replay_of_trees_and_hybrids_gives_the_loops_integers(name: str, tree: p
 def test_replay_of_prompt_lookup_gives_the_loops_integers():
     ranks = [torch.zeros(len(text) - 1, 0, dtype=torch.long) for text in alone()]
     found = replayed(ranks, policies.NOTHING)
-    assert found == decoded(PromptLookup(SIZE), lookup_tree(SIZE))
+    assert found == decoded(None, lookup_tree(SIZE))
     assert sum(sum(one.accepted) for one in found) > 0
 
 

@@ -7,11 +7,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from specheads.base.cache import upload
-from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree, refuse_nodes
 from specheads.decoding.accept import kept
-from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees.policies import NOTHING, TreePolicy
 
 
@@ -77,11 +75,8 @@ class HybridTree(TreePolicy):
         """Levels of the head's own tree."""
         return self.inner.own_depth
 
-    def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
-    ) -> TokenTree:
+    def grow(self, drafter: Any, committed: Committed, memory: Any, rows: Any = None) -> TokenTree:
         """Draft with the head, copy, and join the two."""
-        assert rows is not None
         tree = self.inner.grow(drafter, committed, memory, rows)
         found = [text.find(self.copied)[1] for text in rows.texts]
         if not (longest := max(map(len, found))):

@@ -49,14 +49,20 @@ class TreePolicy:
         return self
 
     def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
+        self,
+        drafter: Drafter | None,
+        committed: Committed,
+        memory: Any,
+        rows: SamplingState | None = None,
     ) -> TokenTree:
         """Draft one tree per row; `rows` has their sampling settings and noise.
 
-        If rows sample, the drafter's logits get the noise that the base samples with.
+        If rows sample, the drafter's logits get the noise that the base samples with. Copied text
+        and the base alone need no drafter.
         """
         if not self.depth:
             return root_only(committed)
+        assert drafter is not None
         if rows is not None and rows.draws and rows.coupled:
             drafter = Coupled(drafter, rows)
         logits, state = drafter.begin(committed, memory)
@@ -370,11 +376,8 @@ class Sampled(TreePolicy):
         self.num_nodes, self.depth = sum(level_sizes(branches)), len(branches)
         self.num_guesses = max(branches)
 
-    def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
-    ) -> TokenTree:
+    def grow(self, drafter: Any, committed: Committed, memory: Any, rows: Any = None) -> TokenTree:
         """Sample level by level."""
-        assert rows is not None
         logits, state = drafter.begin(committed, memory)
         drafted, probs = [committed.root()], []
         paths = drafted[0][..., None]

@@ -21,7 +21,6 @@ class Config(BlockConfig):
 
     markov_rank: Width = 256
     """Rank of the correction by the previous token."""
-
     sample_from_anchor: bool = True
     """Whether the anchor's slot drafts the first level, and each slot the token after it. Otherwise
     each mask drafts the token at its own position."""

@@ -33,45 +33,32 @@ class Config(AttentionConfig):
 
     depth: Depth = 7
     """Number of levels it drafts, and of steps in its training-time test."""
-
     aux_layers: list[LayerIndex] = field(default_factory=list)
     """Base layers it reads, in increasing order: k is the residual stream after k layers. Empty
     selects 2, n // 2 and n - 3 of n, as serving engines do, or others for a shallow base."""
-
     num_layers: PositiveInt = 1
     """Number of layers: the first reads tokens and features, the others are plain Llama layers."""
-
     norm_before_residual: bool = False
     """Whether the residual starts from the normalised features, as in some checkpoints."""
-
     norm_before_fc: bool = False
     """Whether the features are normalised, all layers together."""
-
     fc_norm: bool = False
     """Whether the features are normalised, each layer separately (EAGLE-3.1)."""
-
     norm_output: bool = False
     """Whether a round reads the normalised output of the previous one (EAGLE-3.1)."""
-
     parallel: bool = False
     """Whether it drafts all levels in one pass, from masks (P-EAGLE)."""
-
     mask_token: NonNegativeInt = 0
     """Token whose embedding is used for masks, with `parallel`."""
-
     own_embedding: bool = False
     """Whether it trains its own embedding, initialised from the base's, as P-EAGLE does."""
-
     rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary position embedding."""
-
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     """Scaling of the rotary embedding for longer texts, as in a Llama's config.json, by rope_type:
     linear, llama3 or yarn. Empty is no scaling."""
-
     epsilon: PositiveFloat = 1e-5
     """Epsilon of the norms."""
-
     sliding_window: PositiveInt | None = None
     """Number of positions of the text that its layers see, up to the last one that the base has
     read. Drafted positions are always seen, and with `parallel` they count. Null is all."""

@@ -34,28 +34,20 @@ class Config:
 
     depth: Depth = 4
     """Number of levels it drafts, each with its own head."""
-
     num_layers: Depth = 4
     """Number of blocks of each head: 1 is Hydra, 4 is Hydra++."""
-
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
-
     prefix: bool = True
     """Whether a decoder layer processes the base's hidden states first, as in Hydra++."""
-
     attention_heads: WidthOrZero = 0
     """Number of that layer's attention heads. Zero is one per 64 channels of the base."""
-
     key_value_heads: WidthOrZero = 0
     """Number of key and value heads. Zero is the number of attention heads."""
-
     inner_dim: WidthOrZero = 0
     """Width of its MLP. Zero is 8/3 of the base's width, rounded up to a multiple of 16."""
-
     rope_theta: PositiveFloat = 10_000.0
     """Base of its rotary position embedding."""
-
     epsilon: ClassVar[float] = 1e-5
 
 

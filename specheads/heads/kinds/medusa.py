@@ -26,17 +26,13 @@ class Config:
 
     depth: Depth = 5
     """Number of levels it drafts, each with its own head."""
-
     num_layers: DepthOrZero = 1
     """Number of residual blocks of each head."""
-
     projection: Annotated[str, one_of("own", "shared", "low_rank")] = "own"
     """Vocabulary projection: own (one matrix per head), shared (the base's, frozen and not saved)
     or low_rank (the base's, plus a low-rank update per head)."""
-
     rank: Width = 64
     """Rank of the update, with projection=low_rank."""
-
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 

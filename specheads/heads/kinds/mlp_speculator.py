@@ -33,20 +33,15 @@ class Config:
 
     depth: Depth = 3
     """Number of levels it drafts."""
-
     inner_dim: WidthOrZero = 0
     """Width of its state. Zero is the width of the base."""
-
     state: Annotated[str, one_of("mlp", "gated")] = "mlp"
     """Update of the state by a token: mlp (a linear layer) or gated (an LSTM)."""
-
     tie_weights: bool = True
     """Whether all levels share embedding, projection and norm, and all but the first share the
     recurrence."""
-
     scale_input: bool = True
     """Whether the base's hidden state is scaled to an RMS of 1/sqrt(2) first."""
-
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 

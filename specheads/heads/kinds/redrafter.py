@@ -26,16 +26,12 @@ class Config:
 
     depth: Depth = 5
     """Number of levels it trains and drafts; its size does not depend on this."""
-
     num_layers: DepthOrZero = 2
     """Number of residual blocks before the vocabulary projection."""
-
     exit_dim: WidthOrZero = 0
     """Width of blocks and projection. Zero is twice the base's width, which needs no adapter."""
-
     rnn: bool = True
     """Whether a recurrent cell reads the drafted tokens. Otherwise their embeddings are summed."""
-
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 

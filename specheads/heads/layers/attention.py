@@ -30,16 +30,12 @@ class AttentionConfig:
 
     attention_heads: WidthOrZero = 0
     """Number of attention heads. Zero is one per 64 channels of the base."""
-
     key_value_heads: WidthOrZero = 0
     """Number of key and value heads. Zero is the number of attention heads."""
-
     head_dim: WidthOrZero = 0
     """Number of channels per attention head. Zero is the base's width divided by the heads."""
-
     inner_dim: WidthOrZero = 0
     """Width of its MLPs. Zero is 8/3 of the base's width, rounded up to a multiple of 16."""
-
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 

@@ -36,38 +36,28 @@ class BlockConfig(AttentionConfig):
 
     depth: Depth = 7
     """Number of levels it drafts, all in one forward."""
-
     num_layers: Depth = 5
     """Number of layers."""
-
     aux_layers: list[LayerIndex] = field(default_factory=list)
     """Base layers it reads, in increasing order: k is the residual stream after k layers. Empty
     selects num_layers ones, evenly from 2 to n - 2 of n, or 1 to n - 1 of a shallow base."""
-
     rope_theta: PositiveFloat = 1_000_000.0
     """Base of the rotary position embedding."""
-
     epsilon: PositiveFloat = 1e-6
     """Epsilon of the norms."""
-
     mask_token: TokenId = -1
     """Token whose embedding is used for masks; choose one that is rare in text. -1 is the last
     token of the vocabulary."""
-
     sample_from_anchor: bool = False
     """Whether the anchor's slot drafts the first level, and each slot the token after it. Otherwise
     each mask drafts the token at its own position."""
-
     num_anchors: PositiveInt = 512
     """Number of positions per sequence from which a training step drafts, sampled at each step."""
-
     sliding_window: PositiveInt | None = None
     """Number of positions before the anchor that all slots of its block see. Null is all."""
-
     causal: bool | None = None
     """Whether a slot sees only the slots of its block up to itself, as in speculators with a
     window. Null is no."""
-
     qk_norm: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
