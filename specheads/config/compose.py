@@ -13,8 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from specheads.config import commands
-from specheads.config.places import data_dir, recipe_dirs
+from specheads.config import commands, data_dir, recipe_dirs
 from specheads.config.validation import check
 from specheads.core.errors import InputError
 from specheads.core.ranges import hints, unknown

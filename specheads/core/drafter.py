@@ -94,7 +94,6 @@ class Drafter(ABC):
 
     depth: int
     """Number of levels it can draft."""
-
     drafted_size: int = 0
     """Number of columns of its logits; zero if unknown."""
     aux_layers: tuple[int, ...] = ()
@@ -151,14 +150,11 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
 
     draft_ids: Tensor | None
     """Tokens that it can draft, in increasing order; None is the whole vocabulary."""
-
     num_anchors: int = 0
     """Number of positions per row from which it drafts in a training step, sampled at each step.
     Zero: every depth learns from every position of the loss mask."""
-
     base_fingerprint: str = ""
     """Fingerprint of the base it was trained on: see base/fingerprint.py. Empty if unknown."""
-
     tuned: Any = None
     """Measurements of `specheads tune`: see decoding/trees/tuned.py. None if there are none."""
 
