@@ -29,10 +29,7 @@ Forward = Callable[..., Outputs]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, compiled at its first call for any number of rows, nodes and slots.
-
-    The first call raises a ValueError if no compiler works.
-    """
+    """Return the function, compiled at its first call for any number of rows, nodes and slots."""
     graphs = torch.compile(function, dynamic=True)
 
     def call(*args: Any, **settings: Any) -> Any:
@@ -75,8 +72,7 @@ class CudaGraphs:
     ) -> Outputs:
         """Return the outputs of the forward, replayed from the graph of this key in `graphs`.
 
-        The next call with the same key overwrites the outputs. The first `PLAIN` calls run the
-        forward without a graph. Raises a ValueError if the forward cannot be recorded.
+        The next call with this key overwrites them. The first `PLAIN` calls run without a graph.
         """
         # memory allocated in inference mode cannot be written to outside of it
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -122,9 +118,8 @@ class CudaGraphs:
 class CompiledLayers:
     """The layers of a model, which share their code and so are compiled once.
 
-    Each layer is a function of tensors only, because an opaque operator writes its keys and values
-    to the cache: see `tree_attention.deferred_attention`. A model runs uncompiled if transformers
-    does not name its layers or if they are of several classes.
+    `tree_attention.deferred_attention` hides the cache from the compiler. A model runs uncompiled
+    if transformers does not name its layers or if they are of several classes.
     """
 
     def __init__(self, model: PreTrainedModel, backend: str = "inductor") -> None:

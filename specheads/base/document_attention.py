@@ -30,8 +30,7 @@ def attending_documents(
     """Select attention within documents for the forwards in this context, if it is faster.
 
     `places` are the positions within each document. Models whose attention cannot be replaced use
-    the mask instead, and the context is None. On CUDA this synchronises once, to read the lengths
-    of the documents.
+    the mask instead, and the context is None. On CUDA this synchronises once.
     """
     if places.device.type not in ("cpu", "cuda") or config._attn_implementation != "sdpa":
         yield None
@@ -55,10 +54,7 @@ def document_attention(
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention within each document; transformers calls this in each layer.
-
-    Queries are (batch, heads, time, width), keys and values (batch, key heads, time, width).
-    """
+    """Compute attention (batch, heads, time, width) within each document, for transformers."""
     if is_special(settings) or settings.get("dropout") or not _takes(query, key, value):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **settings

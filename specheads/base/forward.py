@@ -58,8 +58,7 @@ FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "layer_nor
 class Forwards:
     """Forwards of a causal LM: features of texts, verification of trees, and prefill.
 
-    The model is not changed and must be in eval mode. See `FrozenBase` for arguments and errors.
-    It belongs to one thread: a forward replaces the attention of the model while it runs.
+    The model must be in eval mode, and belongs to one thread: a forward replaces its attention.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -115,11 +114,8 @@ class Forwards:
         return vocabulary_projection(self.model)
 
     def logits_of(self, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch vocab"]:
-        """Return the logits of final hidden states, with gradients for an adapter in training.
-
-        An adapter of the projection layer runs here as its own module, with dropout, so that its
-        matrices get gradients. `projection` contains the merged matrix, without gradients.
-        """
+        """Return the logits of final hidden states, with gradients for an adapter in training."""
+        # `projection` has the merged matrix, without gradients
         layer: Any = self.model.get_output_embeddings()
         if lora.adapts(layer):
             return self.projection.finish(layer(hidden))
@@ -133,11 +129,10 @@ class Forwards:
         *,
         gradients: bool = False,
     ) -> Features:
-        """Return the features of whole sequences, without logits and without a cache.
+        """Return the features of whole sequences, with the residual streams of `aux_layers`.
 
-        The features include the residual streams of `aux_layers`. `gradients` lets them flow to an
-        adapter in training. Packed documents, numbered by `document_ids` within each row, do not
-        see each other; None means that each row is one text.
+        `gradients` lets them flow to an adapter in training. Packed documents, numbered by
+        `document_ids` within each row, do not see each other; None: each row is one text.
         """
         self._refuse_training()
         inputs: dict[str, Any] = {"input_ids": tokens.to(self.device), "use_cache": False}
@@ -161,8 +156,8 @@ class Forwards:
     ) -> Verification:
         """Run all nodes of a tree in one forward; each sees the committed text and its path.
 
-        Keys and values stay in the scratch of the cache until `cache.commit`. If the cache has no
-        room for the tree, it raises as `cache.reserve` does and is unchanged.
+        Keys and values stay in the scratch of the cache until `cache.commit`. Raises as
+        `cache.reserve` does, which leaves the cache unchanged.
         """
         self._refuse_training()
         if self.exact and tree.tokens.numel() == 1:
@@ -237,13 +232,11 @@ class Forwards:
         aux_layers: tuple[int, ...] = (),
         chunk: int = 512,
     ) -> tuple[Float[Tensor, "batch vocab"], Features]:
-        """Read and commit prompts of different lengths, in chunks.
+        """Read and commit prompts of different lengths, at most `chunk` positions per forward.
 
-        The prompt of row b is its first `counts[b]` tokens, at least one; the rest is padding and
-        is never attended to. A forward reads at most `chunk` positions, so the memory of masks and
-        activations does not grow with the prompt. Returns the logits after the last token of each
-        row, and the features of every position. Errors are those of `verify`; earlier chunks stay
-        committed.
+        The prompt of row b is its first `counts[b]` tokens, at least one; the rest is padding.
+        Returns the logits after the last token of each row, and the features of every position.
+        Errors are those of `verify`; earlier chunks stay committed.
         """
         self._refuse_training()
         pieces = []
@@ -291,10 +284,8 @@ class Forwards:
 
     @contextmanager
     def _last_stream(self, aux_layers: tuple[int, ...]) -> Iterator[list[Tensor]]:
-        """Yield a list that a forward fills with the stream after all layers, if it is read.
-
-        The last hidden states of transformers are those after the final norm.
-        """
+        """Yield a list that a forward fills with the stream after all layers, if it is read."""
+        # the last hidden states of transformers are those after the final norm
         found: list[Tensor] = []
         if self.config.num_hidden_layers not in aux_layers:
             yield found

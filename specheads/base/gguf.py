@@ -44,26 +44,19 @@ END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 def located(source: str) -> str:
     """Return the folder or Hub id that transformers can load for the name of a base.
 
-    `FILE.gguf` and `package:NAME` are dequantised into a folder of safetensors in the user's
-    cache. `package:NAME` is the one GGUF file in an installed Python package, which is not
-    imported. The first call takes seconds to minutes, and four bytes of disk and memory per
-    parameter. The folder's name contains the name and SHA-256 of the file, so changed content is
-    converted again. A second process waits for the first.
+    `FILE.gguf` and `package:NAME`, the one GGUF file in an installed Python package, are
+    dequantised into a folder of safetensors in the user's cache. This takes four bytes of disk and
+    memory per parameter. The folder is named after the content; a second process waits.
 
     Raises:
-        ValueError: The package or the file does not exist, is damaged, or is of a kind that
-            transformers does not know; or memory is too small.
+        ValueError: The file does not exist, is damaged or of an unknown kind, or memory is small.
     """
     file = file_of(source)
     return source if file is None else str(_dequantised(file, source))
 
 
 def file_of(source: str) -> Path | None:
-    """Return the GGUF file that the name of a base means; None if it is not a GGUF file.
-
-    Raises:
-        ValueError: The package or the file does not exist.
-    """
+    """Return the GGUF file that the name of a base means; None if it is not a GGUF file."""
     if source.startswith(PACKAGE):
         return _in_package(source.removeprefix(PACKAGE))
     if not source.lower().endswith(".gguf") or local_path(source).is_dir():
@@ -202,14 +195,9 @@ def pre_tokenizer(splitting: str) -> pre_tokenizers.PreTokenizer:
 
 
 def make_tokenizer(file: Path, fields: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a GGUF file, with its chat template.
+    """Return the tokenizer of a GGUF file with this metadata, with its chat template.
 
-    Args:
-        file: The file; transformers reads the sentencepiece kind itself.
-        fields: Metadata of the file by name.
-
-    Raises:
-        ValueError: Its kind or its pre-tokenisation is not supported.
+    A ValueError is raised if its kind or its pre-tokenisation is not supported.
     """
     kind, way = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if kind == "llama":

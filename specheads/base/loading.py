@@ -46,11 +46,9 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model and its tokenizer; the tokenizer is None if the folder has no tokenizer files.
 
-    The source is a folder, a Hub id, or a name that `gguf.located` resolves. The revision is for
-    the Hub and ignored for a folder. The dtype is one of `DTYPES` or "auto": bfloat16 if the
-    device computes it, else float32. The device "auto" is CUDA if available. The attention "sdpa"
-    becomes "eager" for a class that transformers has no sdpa for. With a `Sharding` the model is
-    loaded on the CPU first.
+    The source is what `gguf.located` takes. The dtype is one of `DTYPES` or "auto": bfloat16 if the
+    device computes it, else float32. The device "auto" is CUDA if available. With a `Sharding` the
+    model is loaded on the CPU first.
     """
     refuse_attention(attention)
     sharded = isinstance(device, Sharding)
@@ -86,10 +84,10 @@ def load_model(
 
 
 def load_config(source: str, *, revision: str) -> PreTrainedConfig:
-    """Load the config.json of a base's folder or Hub id; code that comes with it never runs.
+    """Load the config.json of a base's folder or Hub id.
 
-    Code named in `auto_map` is ignored if transformers has its own class, else the base is refused.
-    So is a setting that transformers ignores and that changes logits: see settings.py.
+    A base that needs its own code is refused, and so is a setting that transformers ignores and
+    that changes logits: see settings.py.
     """
     with reading("config.json", source):
         if Path(source).is_file():

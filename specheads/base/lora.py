@@ -77,10 +77,9 @@ class Dropout(nn.Module):
 
 
 class Adapter:
-    """LoRA layers inside a model; they start as zero and can be removed.
+    """LoRA layers inside a model in eval mode; they start as zero and can be removed.
 
-    The weights of the model never change. It stays in eval mode: only the dropout of LoRA is
-    enabled. The A matrices are sampled from the seed; the B matrices are zero.
+    The A matrices are sampled from the seed; the B matrices are zero.
     """
 
     def __init__(
@@ -171,9 +170,8 @@ class Adapter:
 def targets(model: PreTrainedModel, wanted: Sequence[str] = ()) -> list[str]:
     """Return the full names of the linear layers that get LoRA.
 
-    `wanted` lists full names or suffixes such as `q_proj`. An empty list means all linear layers.
-    A vocabulary projection tied to the input embedding is excluded, because merging an update into
-    it would change the embedding too.
+    `wanted` lists full names or suffixes such as `q_proj`; empty is all of them, except a
+    vocabulary projection tied to the input embedding, which an update would change too.
     """
     _refuse_quantised(model)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()

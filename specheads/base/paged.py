@@ -18,9 +18,7 @@ class PoolFullError(Exception):
 
 
 class BlockPool:
-    """Blocks of slots for any number of `PagedKVCache`s.
-
-    The caches know which row has which block. A block contains its slots in all layers of the base.
+    """Blocks of slots, in all layers of the base, for any number of `PagedKVCache`s.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.
     """
@@ -86,11 +84,7 @@ def _gathered(held: Tensor, table: Tensor, end: int) -> Tensor:
 
 
 class PagedKVCache(RowCache):
-    """Rows as tables of blocks: memory follows the text, and batches over one pool join uncopied.
-
-    A row allocates blocks when a forward needs them, and returns them when it commits less or is
-    removed.
-    """
+    """Rows as tables of blocks: memory follows the text, and batches of one pool join uncopied."""
 
     def __init__(self, pool: BlockPool, batch: int) -> None:
         self.pool = pool

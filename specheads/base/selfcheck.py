@@ -28,11 +28,8 @@ which changes its logits by more than `TOLERANCE`; a wrong mask fails with every
 def check(base: Forwards) -> None:
     """Compare the logits of four tokens with those of the same tokens as a path of a tree.
 
-    The tokens follow a text that is longer than the windows of the base.
-
-    Raises:
-        ValueError: The model does not support trees, or the logits differ, or they are not the
-            vocabulary projection of the final hidden state.
+    The tokens follow a text that is longer than the windows of the base. A ValueError is raised if
+    they differ, or are not the vocabulary projection of the final hidden state.
     """
     kind = base.model.config.model_type
     for number in range(TRIES if base.experts else 1):
@@ -88,12 +85,7 @@ def _logits_in_three_ways(base: Forwards, shift: int) -> tuple[Tensor, Tensor, T
 
 @torch.no_grad()
 def check_exact(base: Forwards, *, compile: bool = False) -> None:
-    """Make a base exact, after a check that it can be; a base that cannot stays as it was.
-
-    Raises:
-        ValueError: Nodes of a tree and single steps differ, or the base is compiled, not on a CPU,
-            or its attention is not sdpa.
-    """
+    """Make a base exact; raise a ValueError if it cannot be, and leave it as it was."""
     attention = base.config._attn_implementation
     compile = compile or base.is_compiled
     if compile or base.device.type != "cpu" or attention != "sdpa":
@@ -121,10 +113,7 @@ def check_exact(base: Forwards, *, compile: bool = False) -> None:
 
 
 def make_exact(base: Forwards) -> bool:
-    """Make a base in bfloat16 exact where it and the machine can; return whether it has changed.
-
-    In bfloat16 two texts part where two tokens tie.
-    """
+    """Make a base in bfloat16 exact where it and the machine can; return whether it has changed."""
     if base.exact or base.dtype != torch.bfloat16:
         return False
     with suppress(InputError):

@@ -94,17 +94,10 @@ def attention_of(config: PreTrainedConfig, attention: str) -> str:
 def refuse_ignored(
     config: PreTrainedConfig, settings: dict[str, Any], outer: PreTrainedConfig | None = None
 ) -> None:
-    """Refuse settings that the class of a base ignores and that would change its logits.
+    """Refuse settings that the class of a base ignores and that would change its logits, by name.
 
-    A setting passes if a known one with a similar name has the same value.
-
-    Args:
-        config: The config that transformers made.
-        settings: The content of config.json.
-        outer: The config of the vision-language model around it, if any.
-
-    Raises:
-        InputError: There is one; the message names all of them.
+    A setting passes if a known one with a similar name has the same value. `settings` are those of
+    config.json, `outer` is the config of the vision-language model around it, if any.
     """
     code = _code(config, outer)
     known = {*re.findall(r"\w+", code)} | (
@@ -160,17 +153,10 @@ def _ignored_ropes(config: Any, known: set[str]) -> Iterator[dict[str, Any]]:
 
 
 def honour_tokenizer(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> None:
-    """Honour or refuse the settings of tokenizer_config.json that change token ids.
+    """Honour in place, or refuse, the settings of tokenizer_config.json that change token ids.
 
     With a tokenizer.json, transformers drops several of them. The token before a text is added
     here. An end token needs nothing: a document ends with one anyway, and a prompt never does.
-
-    Args:
-        tokenizer: The tokenizer that transformers made; it is changed in place.
-        settings: The content of tokenizer_config.json.
-
-    Raises:
-        InputError: A setting is not honoured; the message names all of them.
     """
     bos, vocabulary = tokenizer.bos_token_id, tokenizer.get_vocab()
     wrong: dict[str, Any] = {}

@@ -43,9 +43,8 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention from each row's nodes to its slots; transformers calls this in each layer.
 
-    Queries are (batch, heads, node, width), keys and values (batch, key heads, slot, width). Query
-    heads that share keys are folded into the node axis. transformers repeats keys and values for
-    each query head instead, which copies the whole cache at every step.
+    Query heads that share keys are folded into the node axis. transformers repeats keys and values
+    for each query head instead, which copies the whole cache at every step.
     """
     nodes = query.shape[2]
     if is_special(settings) or (nodes > MOST_NODES and query.device.type == "cpu"):
@@ -103,8 +102,7 @@ _LAYERS: ContextVar[Iterator[Any]] = ContextVar("layers of the cache, the next t
 class DeferredCache(Cache):
     """A cache for compiled layers: it passes new keys and values on to attention.
 
-    `deferred_attention` writes them and reads the real cache where no compiler looks. A compiled
-    layer that knew its cache would be compiled again for each layer and each length.
+    A compiled layer that knew its cache would be compiled again for each layer and each length.
     """
 
     def __init__(self) -> None:
@@ -179,8 +177,7 @@ def attending(
 ) -> Iterator[None]:
     """Select the attention implementation for the forwards in this context.
 
-    `exact` is the attention of an exact base. `deferred` is for compiled layers, which receive a
-    `DeferredCache`.
+    `exact` is that of an exact base; `deferred` is for compiled layers with a `DeferredCache`.
     """
     if deferred:
         name, function = "specheads_deferred", deferred_attention

@@ -37,8 +37,7 @@ Projection = tuple[Weight, Float[Tensor, " vocab"] | None]
 class Memory(Protocol):
     """State of a drafter between steps, such as EAGLE's keys and values.
 
-    Each class implements how rows are kept, joined and scattered. There is no default, because rows
-    that are not updated would draft from another request's text.
+    There are no defaults: rows that are not updated would draft from another request's text.
     """
 
     def keep(self, rows: Int[Tensor, " kept"]) -> "Memory":
@@ -48,8 +47,7 @@ class Memory(Protocol):
     def join(self, other: Any) -> "Memory":
         """Return the memory of the rows of both batches, those of `other` last.
 
-        New requests join this way. Both come from `Drafter.memory` with the same capacity, and
-        neither may be used afterwards.
+        Both have the same capacity, and neither may be used afterwards.
         """
         ...
 
@@ -58,15 +56,9 @@ class Memory(Protocol):
     ) -> "Memory":
         """Return rows whose positions are stored in any slots of the only row of this memory.
 
-        This is for engines that assign each position a slot of one large cache. `begin` writes new
-        positions there. The result is valid for one `begin` and the `extend` calls after it.
-
-        Args:
-            places: Slot of each position.
-            lengths: Number of positions of each row that are stored already.
-
-        Raises:
-            ValueError: This memory does not support paged slots.
+        This is for engines that assign each position a slot (`places`) of one large cache; the
+        first `lengths` ones of each row are stored already. The result is valid for one `begin` and
+        the `extend` calls after it. A memory without paged slots raises a ValueError.
         """
         ...
 
@@ -74,11 +66,7 @@ class Memory(Protocol):
 def refuse_scattering(
     memory: object, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
 ) -> NoReturn:
-    """Implement `scatter` for a memory that does not support paged slots.
-
-    Raises:
-        ValueError: Always.
-    """
+    """Implement `scatter` for a memory that does not support paged slots: raise a ValueError."""
     del places, lengths
     raise InputError(
         f"{type(memory).__name__} does not support paged slots; use a trained head with this engine"
@@ -181,12 +169,9 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         return self.base_fingerprint[: len(fingerprint)] in ("", fingerprint)
 
     def choose_vocabulary(self, counts: Int[Tensor, " vocab"]) -> None:
-        """Restrict the draft vocabulary to the `draft_tokens` most frequent tokens.
+        """Restrict the draft vocabulary to the tokens with the largest counts in training text.
 
         Decoding stays lossless: the base generates the other tokens itself.
-
-        Args:
-            counts: Number of occurrences of each token in the training text.
 
         Source: Zhao et al. 2025, FR-Spec, arXiv:2502.14856.
         """
@@ -214,9 +199,8 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     def draft_maps(self) -> tuple[Int[Tensor, " drafted"], Bool[Tensor, " vocab"]]:
         """Return the maps that serving engines and public checkpoints call d2t and t2d.
 
-        Returns:
-            The token minus the column for each column of its logits, and a mask of the vocabulary
-            that marks the tokens it can draft.
+        These are the token minus the column for each column of its logits, and a mask of the
+        vocabulary that marks the tokens it can draft.
         """
         columns = torch.arange(self.drafted_size)
         tokens = columns if self.draft_ids is None else self.draft_ids.to(columns.device)
@@ -248,8 +232,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     def projection(self, level: int) -> Projection:
         """Return the matrix and bias that turn a state of this level into logits.
 
-        They are separate from the states so that the loss can fuse the product and never stores
-        the logits of a whole batch.
+        The loss fuses the product and never stores the logits of a whole batch.
         """
 
     def projections(self) -> list[Projection]:
@@ -270,28 +253,21 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         return projection if self.draft_ids is None else projection[self.draft_ids]
 
     def choose_aux_layers(self, num_layers: int) -> None:
-        """Choose `aux_layers` if the settings leave them open; called when the base is known.
-
-        Args:
-            num_layers: Number of layers of the base.
-        """
+        """Choose `aux_layers`, if the settings leave them open, for a base of so many layers."""
         del num_layers
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
         """Initialise from the base's tensors if that helps; called once, before training.
 
-        Args:
-            embedding: Input embedding of the base (vocab, width).
-            projection: Vocabulary projection of the base, with the rows of the draft vocabulary.
+        These are the input embedding (vocab, width), and the vocabulary projection with the rows of
+        the draft vocabulary.
         """
         del embedding, projection
 
     def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
         """Set the base's tensors that a head borrows; they are never trained or saved.
 
-        Args:
-            embedding: Input embedding of the base (vocab, width).
-            projection: Vocabulary projection of the base; None if it is the embedding.
+        A projection of None is the input embedding (vocab, width).
         """
         del embedding, projection
 
@@ -309,10 +285,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         (save_directory / "config.json").write_text(text + "\n", encoding="utf-8")
 
     def settings(self) -> dict[str, Any]:
-        """Return the content of config.json: kind, settings, sizes, and fingerprint of the base.
-
-        A setting that is null is left out.
-        """
+        """Return the content of config.json: kind, settings but null ones, sizes, fingerprint."""
         sizes = {"width": self.width, "vocab_size": self.vocab_size}
         base = {"base_fingerprint": self.base_fingerprint} if self.base_fingerprint else {}
         own = {name: one for name, one in asdict(self.config).items() if one is not None}

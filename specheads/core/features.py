@@ -23,9 +23,9 @@ class Documents(NamedTuple):
 
     @classmethod
     def of(cls, places: Int[Tensor, "row time"]) -> "Documents":
-        """Return the documents of rows, by the place of each position in its document.
+        """Return the documents of rows, by the place of each position; this synchronises once.
 
-        This waits for the device once, to read the lengths. On the meta device a row is a document.
+        On the meta device a row is a document.
         """
         batch, time = places.shape
         lengths = [time] * batch if places.is_meta else document_lengths(places)
@@ -127,10 +127,8 @@ class Committed:
 
     def then(self, later: "Committed") -> "Committed":
         """Append later positions to the earlier ones of each row."""
-        width, total = (
-            self.next_tokens.shape[1],
-            sum(one.next_tokens.shape[1] for one in (self, later)),
-        )
+        width = self.next_tokens.shape[1]
+        total = width + later.next_tokens.shape[1]
         slots = torch.arange(total, device=self.counts.device).expand(len(self.counts), -1)
         own = self.counts[:, None]
         places = torch.where(slots < own, slots, width + slots - own).clamp(max=total - 1)

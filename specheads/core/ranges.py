@@ -126,9 +126,6 @@ def check_fields(
         settings: A dataclass of settings, which may contain others.
         where: Full name of the settings, such as `schedule`; empty for those of a command.
         together: Refuses settings of one group that contradict each other.
-
-    Raises:
-        InputError: A setting cannot be used.
     """
     known = hints(type(settings))
     # Hydra's +name=value adds an attribute

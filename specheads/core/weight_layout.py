@@ -69,14 +69,10 @@ class PackedLinear(nn.Linear):
 def for_few_rows(module: nn.Module) -> None:
     """Change the layout of all linear layers on a CPU so that products of a few rows are fast.
 
-    A decode step multiplies a few rows, one per tree node, by each matrix. torch's libraries are
-    slow at this for row-major matrices, the layout of checkpoints. Large matrices get a second,
-    packed copy (`PACKED_BY`): by MKL in float32 on Intel CPUs, by oneDNN in float32 on AMD CPUs and
-    in bfloat16 where the CPU computes it. All others become column-major. Shapes, values and tied
-    weights stay the same, so no other code is affected.
-
-    Do not use this for trained parameters. A pack older than its matrix is ignored, except if the
-    matrix was changed through `.data`.
+    Large matrices get a second, packed copy (`PACKED_BY`): by MKL in float32 on Intel CPUs, by
+    oneDNN in float32 on AMD CPUs and in bfloat16 where the CPU computes it. All others become
+    column-major. Shapes, values and tied weights stay the same. Do not use this for trained
+    parameters: a pack is outdated unseen if its matrix is changed through `.data`.
     """
     layers = [
         layer
