@@ -31,7 +31,7 @@ def tree_mask(
 ) -> Float[Tensor, "batch 1 node slot"]:
     """Return the additive mask under which each node sees the committed text and its path.
 
-    A node sees the last `window` positions, itself included; None is all. Siblings have one position.
+    A node sees the last `window` positions, itself included; None is all. Siblings share one.
     """
     batch, num_nodes, _ = ancestors.shape
     end = cache.extent(num_nodes)

@@ -78,11 +78,7 @@ HOW_MEASURED = ("base.compile", "base.exact", "base.device", "base.dtype")
 
 
 def register() -> None:
-    """Register schemas, recipes and the `recipes:` resolver with Hydra.
-
-    Hydra names a group after its folder. Each `recipes/*/recipe.yaml` is registered in the group
-    `recipe` under the name of its folder.
-    """
+    """Register schemas, the `recipes:` resolver, and recipes by the names of their folders."""
     store = ConfigStore.instance()
     for name, schema in SCHEMAS.items():
         store.store(name=f"{name}_schema", node=schema)
@@ -109,13 +105,9 @@ def recipes() -> dict[str, Path]:
 
 
 def settings_of(command: str, overrides: Sequence[str]) -> Any:
-    """Return the checked settings of a command.
+    """Return the checked settings of a command; refuse overrides that cannot be used.
 
-    Hydra composes only. If it also ran the command, it would print lines before our errors and
-    create folders.
-
-    Raises:
-        InputError: An override cannot be used.
+    Hydra composes only: if it ran the command, it would print lines and create folders.
     """
     register()
     try:

@@ -18,12 +18,7 @@ from specheads.training.settings import Phase, Schedule, Validation
 def check(settings: Any, where: str = "") -> None:
     """Refuse settings with a wrong type, out of range, unknown, or in contradiction.
 
-    Args:
-        settings: A dataclass of settings, which may contain others.
-        where: Full name of the settings, such as `schedule`; empty for those of a command.
-
-    Raises:
-        InputError: A setting cannot be used.
+    `where` is the full name of the settings, such as `schedule`; empty for those of a command.
     """
     for schedule in (settings, getattr(settings, "schedule", None)):
         if isinstance(schedule, Schedule):

@@ -40,14 +40,10 @@ class StepCost:
     def seconds(
         self, batch: int, context: int | float, nodes: int, depth: int, copied: int = 0
     ) -> float:
-        """Return the seconds of a step.
+        """Return the seconds of a step of `batch` rows with so many committed tokens each.
 
-        Args:
-            batch: Number of rows.
-            context: Committed tokens of a row; rows are read up to the longest.
-            nodes: Nodes of a row's own tree, root included; one is the base alone.
-            depth: Levels that are drafted; zero is the base alone.
-            copied: Nodes of copied text, which are verified but not drafted.
+        `nodes` are those of a row's own tree, root included; `depth` is the number of levels that
+        are drafted; zero is the base alone. `copied` nodes are verified but not drafted.
         """
         verified = self.verify.seconds(batch * (nodes + copied), batch * context)
         if depth == 0:

@@ -25,7 +25,7 @@ class TextStream:
     """Generated text that grows token by token, and ends before the first stop string.
 
     A token boundary can split a character or a stop string, so the newest text may have to wait or
-    be removed again. `settled` counts what is final. The prompt is not part of the text.
+    be removed again. `settled` counts what is final.
     """
 
     def __init__(
@@ -67,10 +67,7 @@ class TextStream:
             self.is_over = True
 
     def settled(self) -> tuple[int, int]:
-        """Return how many tokens and characters are final, whatever follows.
-
-        A token is final once all of its text is.
-        """
+        """Return how many tokens and characters are final, whatever follows."""
         length = len(self.written) - (0 if self.is_over else self._may_stop())
         return bisect_right(self._ends, length), length
 

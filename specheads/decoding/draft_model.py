@@ -19,9 +19,9 @@ committed, and the first node of the level read last; -1 is the root."""
 class DraftModel(Drafter):
     """Drafts with another causal LM, which has its own KV cache.
 
-    Committed tokens, with the root, are read once and kept, at most `chunk` tokens per forward. The
-    nodes of a draft, at most `max_nodes`, are read into the cache's scratch and dropped with the
-    next draft. Each level is one forward over all nodes so far, for a tree as for a chain.
+    Committed tokens, with the root, are read once, at most `chunk` per forward. The nodes of a
+    draft, at most `max_nodes`, stay in the cache's scratch. Each level is one forward over all
+    nodes so far.
 
     Source: Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318.
     """
@@ -84,8 +84,7 @@ def refuse_vocabulary(model: FrozenBase, base: FrozenBase) -> None:
 class WindowCache(KVCache):
     """A KV cache that keeps a text's first tokens (sinks) and its most recent ones (window).
 
-    Keys keep their position in the full text, so it works with every position encoding. A window as
-    long as the text drops nothing. One forward has `scratch` slots.
+    Keys keep their position in the full text. One forward has `scratch` slots.
     """
 
     def __init__(
@@ -142,13 +141,11 @@ class Streaming(DraftModel):
     """The base as its own draft model, over attention sinks and a window of recent text.
 
     The size of its cache and the time of a draft do not grow with the context. It reads only the
-    sinks (at least one) and the window of a long prompt, and then every committed token. With a
-    window as long as the context the drafts are the base's own tokens. `max_nodes` limits the nodes
-    of a draft and the tokens of one forward.
+    sinks (at least one) and the window of a long prompt, and then every committed token.
+    `max_nodes` limits the nodes of a draft and the tokens of one forward.
 
     Source: Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049; Xiao et al. 2023, StreamingLLM,
-    arXiv:2309.17453. StreamingLLM numbers positions within the cache; here they are those of the
-    text.
+    arXiv:2309.17453, which numbers positions within the cache; here they are those of the text.
     """
 
     def __init__(

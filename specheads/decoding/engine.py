@@ -77,22 +77,19 @@ class Engine:
 
     It is not thread-safe: `step`, and iterating over a stream, decode for all requests.
 
-    Base, drafter, tree and acceptance are as in `generate`. A head's tuned trees follow the batch
-    and the context of each step.
-
     Args:
-        max_batch: Rows decoded together; further requests wait. It is lowered to what fits into
-            memory.
+        base, drafter, tree, acceptance, coupled: As in `generate`. A head's tuned trees follow the
+            batch and the context of each step.
+        max_batch: Rows decoded together, as far as they fit into memory; further requests wait.
         max_length: Limit of prompt and new tokens together; None is the base's context length.
             Without a pool every row, and the drafter's memory, has this length from the start.
         pool: Blocks for keys and values, for this engine only; None uses contiguous rows. A request
             waits until the pool has all blocks that it may need.
-        coupled: Whether drafts see the noise that the base samples with: see `generate`.
         timed: Whether steps synchronise so that their times are exact: see `loop.step`.
 
     Raises:
-        ValueError: The tree is deeper or wider than the drafter can draft, a setting is out of
-            range, or the head's dtype or device differs from the base's.
+        ValueError: The drafter cannot draft the tree, a setting is out of range, or the head's
+            dtype or device differs from the base's.
     """
 
     def __init__(
@@ -139,13 +136,7 @@ class Engine:
         return int(device_bytes(base.device) / (row + tree.num_nodes * node))
 
     def submit(self, request: Request) -> Stream:
-        """Append a request to the queue.
-
-        Raises:
-            ValueError: The request can never be decoded: its prompt exceeds the context or has ids
-                outside the vocabulary or of pictures, it needs more blocks than the pool has, or it
-                has stop strings and the base has no tokenizer. The engine does not change.
-        """
+        """Append a request to the queue; raise a ValueError if it can never be decoded."""
         length, size = len(request.prompt), len(self.base.embedding)
         if (largest := max(request.prompt)) >= size:
             raise InputError(
@@ -196,8 +187,7 @@ class Engine:
     def step(self) -> bool:
         """Admit waiting requests and decode one step; return whether any request is left.
 
-        An error of base, drafter or tokenizer is raised here. The requests of that step end as
-        failed and release their memory; the others continue with the next step.
+        After an error the requests of the step end as failed, and the others continue.
         """
         self._admit()
         if (state := self._state) is not None:

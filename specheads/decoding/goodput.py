@@ -67,11 +67,7 @@ class Draft(NamedTuple):
 
 @dataclass(slots=True)
 class RequestRates:
-    """Acceptance rates of one request: of drafted and of copied tokens.
-
-    Both are assumed to be independent: at each depth one of them is right with probability
-    1 - (1 - a)(1 - b).
-    """
+    """Acceptance rates of one request, of drafted and of copied tokens, assumed independent."""
 
     own: MovingRates
     """Rates of drafted tokens."""
@@ -112,10 +108,7 @@ Row = tuple[Any, RequestRates]
 
 
 def step_tokens(drafts: Sequence[Draft], rows: Sequence[Row]) -> list[float]:
-    """Return the expected tokens of a step of these rows, for each draft.
-
-    A row yields at most as many tokens as its limit allows.
-    """
+    """Return the expected tokens of a step of these rows, within their limits, for each draft."""
     own = _summed([(row, rates.own.tokens) for row, rates in rows])
     matches = [(row, rates.own, rates.match) for row, rates in rows if rates.match]
     if not matches:
@@ -141,12 +134,8 @@ def _summed(rows: Sequence[tuple[Any, list[float]]]) -> list[float]:
 def best_draft(cost: StepCost, drafts: Sequence[Draft], rows: Sequence[Row]) -> int:
     """Return the index of the draft with the highest goodput in tokens per second.
 
-    The first of equals is chosen. Copied text is not drafted if no row has a match.
-
-    Args:
-        cost: Cost of a step.
-        drafts: Candidates: the smaller first, those with copied text last.
-        rows: At least one request and its rates.
+    The first of equals is chosen, so smaller drafts come first and those with copied text last;
+    these are left out if no row has a match.
     """
     context = max(row.length for row, _ in rows)
     if not any(rates.match for _, rates in rows):
@@ -163,9 +152,8 @@ def best_draft(cost: StepCost, drafts: Sequence[Draft], rows: Sequence[Row]) -> 
 class Goodput(Choice):
     """Chooses the draft with the highest goodput for the batch of each step, or no draft.
 
-    The candidates are chains of every depth from zero on, each without and with copied text. Which
-    requests have a match is known before the step. The rates of a request are moving averages over
-    its own steps. The choice never changes the decoded text.
+    The candidates are chains of every depth from zero on, each without and with copied text. The
+    rates of a request are moving averages over its own steps.
 
     Args:
         cost: Cost of a step on this machine.
@@ -219,10 +207,6 @@ class Goodput(Choice):
 
 
 def drafted_levels(step: DecodingStep) -> int:
-    """Return how many levels of the head's own tree a step accepted, with copied text or without.
-
-    If these are fewer than the tree has, the next level counts as refused, also without a node
-    below the accepted ones: rates are those of levels, drafted or not.
-    """
+    """Return how many levels of the head's own tree a step accepted."""
     size = len(step.drafted) - step.num_copied
     return sum(node < size for node in step.path) - 1

@@ -169,8 +169,7 @@ class Stream:
 def alike(lengths: list[int]) -> list[list[int]]:
     """Group the indices of prompts by length, each group in order of arrival.
 
-    Prompts that are read together are padded to the longest one. A few prompts are read together
-    even if their lengths differ; prompts that fill a forward are not.
+    A few prompts are read together even if their lengths differ; those that fill a forward are not.
     """
     lists: list[list[int]] = []
     shortest = tokens = 0

@@ -162,10 +162,9 @@ class SamplingState:
         self.lengths, self._noise = lengths, None
 
     def scores(self, logits: Scores, paths: Paths) -> Scores:
-        """Apply each row's sampling settings to logits after each node.
+        """Apply each row's sampling settings to logits over the base's vocabulary after each node.
 
-        Logits cover the base's vocabulary. Paths are the tokens from the root to each node, in any
-        order, and may repeat tokens. At temperature zero only the largest score has a meaning.
+        At temperature zero only the largest score has a meaning.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if len(self._groups) == 1:
@@ -177,10 +176,7 @@ class SamplingState:
         return out
 
     def probs(self, logits: Scores, paths: Paths) -> Scores:
-        """Return the distribution that each row samples from: see `scores`.
-
-        At temperature zero one token has probability one.
-        """
+        """Return the distribution that each row samples from; at temperature zero it is a point."""
         scores = self.scores(logits, paths)
         probs = scores.softmax(-1)
         if self.all_draw:
@@ -195,8 +191,7 @@ class SamplingState:
     def choose(self, tree: TokenTree, logits: Scores, ancestors: Ancestors) -> Nodes:
         """Return the token that the base alone would choose after each node of a tree.
 
-        It is the argmax of the scores plus the position's noise, which is a sample of their
-        distribution; at temperature zero there is no noise.
+        It is the argmax of the scores plus the position's noise, a sample of their distribution.
         """
         if self.greedy:
             return likeliest(logits)
@@ -218,10 +213,8 @@ class SamplingState:
         return found[:, level, None]
 
     def _made_noise(self, depth: int) -> Float[Tensor, "batch level vocab"]:
-        """Return the noise after each level of this step's trees, down to `depth`.
-
-        It is computed once for draft and verification. Greedy rows have zeros.
-        """
+        """Return the noise after each level of this step's trees; greedy rows have zeros."""
+        # computed once for draft and verification
         if self._noise is None or self._noise.shape[1] <= depth:
             after = self.lengths[:, None] + torch.arange(1, depth + 2, device=self.lengths.device)
             keys = noise.bits(after, noise.TOKEN, state=self._seeded[:, None])
@@ -247,10 +240,8 @@ class SamplingState:
         return self.lengths[:, None] + ancestors.sum(-1)
 
     def _paths(self, tree: TokenTree, ancestors: Ancestors) -> Paths:
-        """Return the tokens from the root to each node, with the root's token as padding.
-
-        Only a repetition penalty reads them; without one, return the root's token.
-        """
+        """Return the tokens from the root to each node, with the root's token as padding."""
+        # only a repetition penalty reads them
         root = tree.tokens[:, :1, None]
         if not self.penalised:
             return root.expand(-1, tree.tokens.shape[1], -1)

@@ -43,11 +43,7 @@ that library under a key that transformers never reads."""
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's config.json.
-
-    Raises:
-        ValueError: It is missing, not a JSON object, too large or deep, or names code.
-    """
+    """Return a checkpoint's config.json; refuse one that is missing, no JSON, or names code."""
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"a head needs a config.json; {folder} has none")
@@ -68,9 +64,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return a checkpoint's tensors, merged from all shards.
 
-    Raises:
-        ValueError: There are no tensors; a file is outside the folder, is damaged, contains objects
-            that are not tensors, or repeats a name; or an index names missing files.
+    A ValueError is raised if a file is missing, damaged, outside the folder, has other objects than
+    tensors, or repeats a name.
     """
     files = next(filter(None, (_files(folder, pattern) for pattern in WEIGHT_FILES)), None)
     if files is None:
@@ -159,12 +154,9 @@ def _is_whole(value: Any) -> bool:
 
 
 def fill(head: Head, tensors: Mapping[str, Tensor]) -> None:
-    """Load tensors into a head by name; none may be missing, unexpected or of another shape.
+    """Load tensors into a head by name; refuse a missing, unexpected or misshapen one by name.
 
     The head may be on the meta device, because its tensors are replaced.
-
-    Raises:
-        ValueError: A tensor does not fit; the message names it.
     """
     wanted = head.state_dict()
     copies = {
@@ -183,11 +175,7 @@ def fill(head: Head, tensors: Mapping[str, Tensor]) -> None:
 
 
 def take_maps(head: Head, named: dict[str, Tensor]) -> None:
-    """Replace the maps d2t and t2d by `draft_ids`, the tokens that the head can draft.
-
-    Raises:
-        ValueError: The maps contradict each other.
-    """
+    """Replace the maps d2t and t2d by `draft_ids`; refuse maps that contradict each other."""
     marks, offsets = named.pop("t2d", None), named.pop("d2t", None)
     if offsets is None:
         return

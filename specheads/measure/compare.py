@@ -72,12 +72,7 @@ def make_methods(
 ) -> "dict[str, Method]":
     """Return the methods with these names; `head` and `hybrid` give one for each head.
 
-    Args:
-        names: Names of methods.
-        base: The base.
-        heads: Heads by name; a single head is called `head`.
-        trees: Each head's own tree, without prompt-lookup tokens.
-        draft_model: The draft model, if a method needs it.
+    A single head is called `head`. `trees` are the heads' own, without prompt-lookup tokens.
     """
     methods: dict[str, Method] = {}
     for name in names:
@@ -116,8 +111,7 @@ def _untrained(name: str, base: FrozenBase, draft_model: FrozenBase | None) -> "
 class TransformersMethod:
     """Decode with transformers' `generate`, alone, with a draft model or with prompt lookup.
 
-    Alone it takes a whole batch. When it drafts it takes one prompt at a time, because transformers
-    cannot batch there. Above temperature zero its text is another sample.
+    With drafts transformers cannot batch. Above temperature zero its text is another sample.
     """
 
     tree = policies.NOTHING

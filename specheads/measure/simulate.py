@@ -53,11 +53,7 @@ def poisson(
 
 
 def read_arrivals(path: str | Path) -> list[Arrival]:
-    """Return the recorded requests of a .jsonl file in order of time: see docs/serve.md.
-
-    Raises:
-        InputError: A line is not {"seconds": 0.5, "prompt_tokens": 20, "new_tokens": 64}.
-    """
+    """Return the recorded requests of a .jsonl file in order of time: see docs/serve.md."""
     found = []
     for where, row in read_jsonl(local_path(path)):
         for name, hint in hints(Arrival).items():
@@ -129,14 +125,8 @@ def simulate(
     """Serve all requests, first come, first served; return them in order of arrival, and the steps.
 
     A turn admits the requests that have arrived and fit, reads prompts of similar length together,
-    and takes a step of all rows.
-
-    Args:
-        policy: Costs and drafts of the server.
-        arrivals: Requests in order of time.
-        right: For each request, how many drafts are right after each new token.
-        max_batch: Largest number of rows.
-        depth: Depth of the chain of every step; None chooses by goodput.
+    and takes a step of all rows. `right` is how many drafts are right after each new token of each
+    request. `depth` is that of the chain of every step; None chooses by goodput.
     """
     pairs = zip(arrivals, right, strict=True)
     rates = policy.rates
@@ -258,15 +248,10 @@ def simulate_loads(
     max_batch: int = 16,
     seed: int = 0,
 ) -> LoadResults:
-    """Simulate the base alone, fixed depths and goodput under each load.
+    """Simulate the base alone, fixed depths and goodput, without copied text, under each load.
 
-    Args:
-        policy: Goodput without copied text.
-        loads: Requests by the name of the load.
-        times: Source of the step times: "measured", or "computed for" a machine.
-        depths: Fixed depths; zero is the base alone. Empty is zero and the deepest chain.
-        max_batch: Largest number of rows.
-        seed: Seed of the accepted drafts.
+    `times` names the source of the step times. `depths` are the fixed ones; zero is the base alone,
+    and empty is zero and the deepest chain.
     """
     rates = list(policy.rates)
     depths = list(dict.fromkeys(depths or [0, len(rates)]))

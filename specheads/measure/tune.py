@@ -180,9 +180,8 @@ class Tuning:
     ) -> list[policies.TreePolicy]:
         """Return the trees to time at a batch size, as far as the context has room for them.
 
-        These are the best of the trees by prediction, two of another size, the best chain, the
-        chain that stops early and, if `grown`, a best-first tree about as large. Tree, chain and
-        best-first tree are also tried with prompt-lookup tokens.
+        These are the best by prediction, two of another size, the best chain, the chain that stops
+        early and, if `grown`, a best-first tree about as large, some also with prompt lookup.
         """
         depth, branch = self.head.depth, min(4, self.head.drafted_size or 4)
         ranks = [one.ranks for one in texts.judged]
@@ -206,11 +205,8 @@ class Tuning:
     def time_finals(
         self, trees: Sequence[policies.TreePolicy], texts: TuningTexts, batch: int, rounds: int
     ) -> tuple[list[Tried], TunedTree]:
-        """Time trees and the base alone, count tokens on held-out texts; return all and the best.
-
-        Steps with prompt-lookup tokens take longer, and their number differs from text to text, so
-        each turn continues other texts.
-        """
+        """Time trees and the base alone, count tokens on other texts; return all and the best."""
+        # the number of prompt-lookup tokens differs from text to text: each turn continues others
         methods: list[TreeMethod] = [(None, policies.NOTHING)]
         methods += [(self.head, tree) for tree in trees]
         turns, points = max(1, rounds // batch), []
@@ -291,10 +287,9 @@ def choose_tree(
     """Return the tree of `tree=tuned` for an evaluation: the tuned tree, or one chosen now.
 
     The tuned tree is used if `specheads tune` measured it on a machine like this one and the
-    evaluation is greedy. It is the tree of this batch size, and of the context of a typical text
-    that is half decoded, for all steps, so that it can be replayed. Otherwise a tree is chosen now
-    with fewer steps and this sampling, on validation prompts of a corpus, and the measurements are
-    returned as well.
+    evaluation is greedy: that of this batch size and of a typical text that is half decoded, for
+    all steps. Otherwise a tree is chosen now with fewer steps and this sampling, and the
+    measurements are returned as well.
     """
     sampling, batch = generation.sampling, generation.batch_size
     lengths = [len(prompt.tokens) for prompt in prompts.prompts]
@@ -372,7 +367,6 @@ def time_steps(
     """Return the step time of each method, all of its rows decoding together.
 
     Methods take turns, a burst of steps each: a slow phase of the machine then slows all of them.
-    Each method continues `prompts` of its own. The trimmed mean of its steps counts.
     """
     deepest = max(tree.depth for _, tree in methods)
     widest = max(tree.num_nodes for _, tree in methods)
@@ -436,10 +430,7 @@ def _time_step(
 
 
 def trimmed_mean(seconds: Sequence[float]) -> float:
-    """Return the mean without the slowest and the fastest fifth.
-
-    A median would describe one kind of step only if a method stops early or copies in some steps.
-    """
+    """Return the mean without the slowest and the fastest fifth: some steps stop early or copy."""
     ordered = sorted(seconds)
     cut = len(ordered) // 5
     return statistics.fmean(ordered[cut : len(ordered) - cut])

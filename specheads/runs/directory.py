@@ -55,14 +55,10 @@ class RunDirectory:
             )
 
     def begin(self, config_text: str, identity: dict[str, Any]) -> None:
-        """Open a new run, or resume an unfinished one.
+        """Open a new run, or resume an unfinished one; only the process with the lock may do this.
 
-        Only the process with the lock may call this: incomplete files of a killed process are
-        removed.
-
-        Args:
-            config_text: The settings as YAML. Those that change training must be the same.
-            identity: Other facts that must be the same.
+        The settings in YAML that change training, and the other facts of `identity`, must be the
+        same. Incomplete files of a killed process are removed.
         """
         if self.finished:
             raise InputError(

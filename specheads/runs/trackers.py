@@ -26,8 +26,7 @@ def refuse_missing(kind: str) -> None:
 class Tracker:
     """Writes each row to `metrics`, and to one of accelerate's trackers if one is chosen.
 
-    `project` and `name` are those of the tracker. An error of the tracker is logged in one line,
-    and from then on the rows go to `metrics` only.
+    An error of that tracker is logged in one line, and from then on rows go to `metrics` only.
     """
 
     def __init__(
@@ -91,11 +90,7 @@ class Tracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl, without a last line that a crash cut short.
-
-    Raises:
-        InputError: The file links out of its folder, or a line before the last is not a row.
-    """
+    """Return the rows of a metrics.jsonl, without a last line that a crash cut short."""
     if not path.is_file():
         return []
     refuse_outside(path)

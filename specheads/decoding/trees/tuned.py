@@ -188,10 +188,8 @@ class Tuned:
     def read(cls, value: Mapping[str, Any], where: str, depth: int | None = None) -> "Tuned":
         """Return the contents of a file, for a head of this depth; None accepts any depth.
 
-        Unknown fields are ignored, such as those of the nonlinear costs of early files.
-
-        Raises:
-            InputError: The file has another schema, is damaged, or is for another head.
+        Unknown fields, as of early files, are ignored. An InputError is raised for another schema,
+        a damaged file, or one of another head.
         """
         remedy = f"delete {where}, and measure again with specheads tune"
         if value.get("schema") != SCHEMA:

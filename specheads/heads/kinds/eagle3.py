@@ -85,10 +85,7 @@ class Head(FeedbackHead):
     """Features of three layers, fused, then `depth` rounds of its layers over their own output.
 
     Each round reads the last drafted token, and attends to the committed positions and to the
-    earlier rounds on its path. Training runs the same rounds from every position at once
-    (training-time test), so that each round trains on what it reads when drafting.
-
-    With `parallel` the later rounds read masks, all in one pass: levels are independent.
+    earlier rounds on its path. With `parallel` the later rounds read masks, all in one pass.
     """
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
@@ -247,12 +244,8 @@ def interpret(
 ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
     """Convert the settings and tensors of a public checkpoint; None for another layout.
 
-    Public checkpoints name the first layer `midlayer` or `layers.0`. An embedding that was not
-    trained is a copy of the base's, and is returned as `embedding`. The settings include the sizes
-    `width` and `vocab_size`.
-
-    Raises:
-        ValueError: The checkpoint needs something that the head does not support.
+    An embedding that was not trained is a copy of the base's, and is returned as `embedding`. The
+    settings include the sizes `width` and `vocab_size`.
     """
     named = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
     kind = config.get("speculators_model_type", "eagle3")
@@ -288,9 +281,6 @@ def _streams_of(ids: list[int]) -> list[int]:
 
     SpecForge and SGLang store the numbers of layers whose output is read, and their first one is 1.
     Some heads of SafeAILab's EAGLE store the numbers of layers whose input is read.
-
-    Raises:
-        InputError: Both meanings are possible.
     """
     outputs = [layer + 1 for layer in ids]
     if min(ids, default=1) != 1:

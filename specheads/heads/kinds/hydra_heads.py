@@ -52,10 +52,7 @@ class Config:
 
 
 class PrefixLayer(LlamaLayer):
-    """A Llama layer and a norm over the base's final hidden states.
-
-    It is initialised to the norm alone, so that training starts from the base.
-    """
+    """A Llama layer, at first the identity, and a norm over the base's final hidden states."""
 
     def __init__(self, config: Config, width: int) -> None:
         super().__init__(config, width)
@@ -137,8 +134,7 @@ class Head(BorrowingHead):
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
     """Read zankner's layout: `hydra_mlp`, `hydra_lm_head` and `prefix_embeding_layer` (sic).
 
-    The size of the prefix layer's heads comes from its table of rotary frequencies. The blocks
-    after a head's first one share weights there, and are copies here.
+    The blocks after a head's first one share weights there, and are copies here.
     """
     if "hydra_num_heads" not in config:
         return None

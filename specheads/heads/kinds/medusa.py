@@ -115,8 +115,7 @@ class Head(BorrowingHead):
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
     """Read FasterDecoding's layout: `{head}.{layer}.linear.*`, then `{head}.{layers}.weight`.
 
-    Legacy heads have no projections and share the base's. The width and the vocabulary size come
-    from the tensors, because config.json has none; legacy heads have no vocabulary size.
+    Legacy heads have no projections and no vocabulary size, and share the base's.
     """
     if "medusa_num_heads" not in config:
         return None

@@ -93,10 +93,7 @@ class Head(BaseHead):
         self.token_weight = math.sqrt((1 - self.state_weight**2) * inner / 2)
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
-        """Initialise embedding and projection from the base's, if the widths are equal.
-
-        This saves the first few hundred steps. Otherwise the published random initialisation stays.
-        """
+        """Initialise embedding and projection from the base's, if the widths are equal."""
         if embedding.shape != self.emb[0].get_parameter("weight").shape:
             return
         scale = embedding.pow(2).mean().sqrt() * math.sqrt(embedding.shape[1])
@@ -159,10 +156,9 @@ def _of(modules: nn.ModuleList | list[Tensor], level: int) -> Any:
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
-    """Read an IBM accelerator or one of Snowflake's Arctic speculators.
+    """Read an IBM accelerator, or one of Snowflake's Arctic speculators, which have a method.
 
-    Both have model_type mlp_speculator; Arctic's recurrent ones also have a method. Tied tensors
-    are stored once per level, and the copies must be equal.
+    Tied tensors are stored once per level, and the copies must be equal.
     """
     if config.get("model_type") != "mlp_speculator":
         return None

@@ -102,10 +102,7 @@ class Head(BorrowingHead):
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
-    """Read Apple's layout: `rnn_*`, `input_proj`, `lm_head.{layer}.linear`, `lm_head.{layers}`.
-
-    The depth is the published five levels, because config.json has none.
-    """
+    """Read Apple's layout: `rnn_*`, `input_proj`, `lm_head.{layer}.linear`, `lm_head.{layers}`."""
     if config.get("model_type") != "recurrent_drafting_drafter":
         return None
     refuse_unused(

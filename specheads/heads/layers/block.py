@@ -71,11 +71,10 @@ class BlockConfig(AttentionConfig):
 class BlockHead(BorrowingHead):
     """Drafts a block from the fused features of the base and the embedding of the anchor.
 
-    The anchor is the token after the position to draft from: the base has chosen it and not read it
-    yet. Masks follow it. All slots of a block see one another and every position before the anchor,
-    unless a window or a causal block limits them.
-    The frozen projection of the base turns slots into logits. The state of a draft is the hidden
-    states of all levels, the last level that was returned, and the states of its nodes.
+    The anchor is the token after the position to draft from. Masks follow it. All slots of a block
+    see one another and every position before the anchor, unless a window or a causal block limits
+    them. The frozen projection of the base turns slots into logits. The state of a draft is the
+    hidden states of all levels, the last level that was returned, and the states of its nodes.
     """
 
     borrows_projection = True
@@ -181,13 +180,10 @@ class BlockHead(BorrowingHead):
         pasts: Iterable[Tensor],
         visible: Bool[Tensor, "batch query key"],
     ) -> Float[Tensor, "batch anchor depth width"]:
-        """Return the hidden states of the levels of blocks.
+        """Return the hidden states of the levels of blocks, with anchors `roots` at `starts`.
 
-        Args:
-            roots: Anchors of the blocks.
-            starts: Positions of the anchors in the text.
-            pasts: Keys and values of the features for each layer.
-            visible: Mask over the features and then the slots; its query axis may be one.
+        `pasts` are the keys and values of the features for each layer. The mask is over the
+        features and then the slots; its query axis may be one.
         """
         slots = torch.arange(self.num_slots, device=self.fc.weight.device)
         tokens = torch.where(slots == 0, roots[..., None], self.mask_token)
@@ -265,14 +261,7 @@ LENT = ("lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 
 
 def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the flattened settings of a published folder; None for another layout.
-
-    z-lab, DeepSpec and vllm-project's speculators publish DFlash and DSpark. SGLang reads the first
-    two, and DeepSpec's by further names.
-
-    Raises:
-        ValueError: A setting has an unsupported value.
-    """
+    """Return the flattened settings of a folder of z-lab, DeepSpec or speculators, else None."""
     kind = config.get("speculators_model_type", "")
     named = config.get("architectures") or []
     by_deepspec = not kind and any(name in named for name in BY_DEEPSPEC)

@@ -110,8 +110,7 @@ class FeedbackHead(BorrowingHead):
     ) -> Branch:
         """Store the committed positions; return the first round at the last one of each row.
 
-        If `hidden` has more positions than were committed, the additional ones follow each row's
-        last one and are computed with it, with causal attention among them.
+        Further positions of `hidden` follow each row's last one and are computed with it.
         """
         layers, time = self.blocks(), committed.next_tokens.shape[1]
         read = memory.advance(time, committed.counts)

@@ -28,11 +28,7 @@ Rope = tuple[float, tuple[tuple[str, Any], ...]]
 
 
 def rope(theta: float, scaling: Mapping[str, Any]) -> Rope:
-    """Return the embedding for the `rope_scaling` of a Llama.
-
-    Raises:
-        ValueError: Its type is unsupported, or a parameter is missing, unknown or invalid.
-    """
+    """Return the embedding for the `rope_scaling` of a Llama; refuse one that is not supported."""
     kind = scaling.get("rope_type", None if scaling else "default")
     if kind == "default":
         return theta, ()
