@@ -163,7 +163,6 @@ class RowLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of slots that a forward reads, and the first one."""
-        del query_length
         return self.cache.end, 0
 
     def get_seq_length(self) -> int:
@@ -231,17 +230,6 @@ class Slab:
                 self.stacks[place][:, : old.shape[1], :, :end] = old[:, :, :, :end]
         self._moved()
 
-    def pick(self, rows: list[int], *, static: bool) -> None:
-        """Copy these rows, in this order, to new memory; `static` copies in place."""
-        with torch.inference_mode(mode=False):
-            for place, old in enumerate(self.stacks):
-                if static:
-                    old[:, : len(rows)] = old[:, rows]
-                else:
-                    self.stacks[place] = old[:, rows]
-        if not static:
-            self._moved()
-
     def _moved(self) -> None:
         """Point the layers to the stacks, and discard the graphs of the memory before."""
         for layer, parts in self.parts.items():
@@ -286,7 +274,6 @@ class KVCache(RowCache):
 
     def reserve(self, length: int, counts: list[int] | None = None) -> None:
         """Check that the next forward fits; raise a ValueError if it does not."""
-        del counts
         if self.longest + length > self.capacity:
             raise InputError(
                 f"the cache must hold committed and new tokens together: {self.longest} + "
@@ -341,11 +328,8 @@ class KVCache(RowCache):
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keep only these rows, in this order; each at most once."""
-        # rows that keep their index are not copied if the others come from beyond the new batch
         moved = [(place, row) for place, row in enumerate(rows) if place != row]
-        if any(row < len(rows) for _, row in moved):
-            self.slab.pick(rows, static=self.static)
-        elif moved:
+        if moved:
             targets, sources = map(list, zip(*moved, strict=True))
             for stack in self.slab.stacks:
                 stack[:, targets, :, : self.longest] = stack[:, sources, :, : self.longest]

@@ -24,7 +24,7 @@ PLAIN = 2
 MOST_GRAPHS = 32
 """Graphs kept per cache; each owns its outputs, including the logits of all nodes."""
 
-Outputs = tuple[Tensor | None, ...]
+Outputs = tuple[Any, ...]
 Forward = Callable[..., Outputs]
 
 

@@ -73,7 +73,6 @@ class ExactAttention:
         **settings: Any,
     ) -> tuple[Tensor, None]:
         """Compute attention; arguments are those of `grouped_attention`."""
-        del module
         refuse_special(settings, "exact=true")
         heads, shared = query.shape[1], key.shape[1]
         if attention_mask not in self._masks:

@@ -99,11 +99,6 @@ class Forwards:
             )
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether forwards over trees are compiled."""
-        return self._compiled_answer is not None or self.static
-
-    @property
     def static(self) -> bool:
         """Whether forwards need fixed shapes; each CUDA graph has one shape."""
         return self._graphs is not None
@@ -189,8 +184,6 @@ class Forwards:
             )
         else:
             logits, hidden, aux = self._forward(cache, aux_layers, tree.tokens, ancestors)
-        assert logits is not None
-        assert hidden is not None
         return Verification(logits, Features(hidden, aux, tree.tokens), ancestors)
 
     def _forward(

@@ -2,6 +2,7 @@
 
 import re
 import weakref
+from collections import deque
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -71,7 +72,7 @@ class FrozenBase(Forwards):
             self._graphs, self._layers = CudaGraphs(), CompiledLayers(model)
         elif compile:
             self._compiled_answer = compiled(answer)
-        self._spare: list[Slab] = []
+        self._spare: deque[Slab] = deque(maxlen=1)
         self.width: int = self.config.hidden_size
         """Width of the final hidden state."""
         self.vocab_size = self.projection.weight.shape[0]
@@ -173,7 +174,7 @@ class FrozenBase(Forwards):
             slab = None
         cache = KVCache(self.num_layers, batch, slots, self.device, static=True, slab=slab)
         # a run makes many caches: the next one reuses the memory and its CUDA graphs
-        weakref.finalize(cache, _keep, self._spare, cache.slab).atexit = False
+        weakref.finalize(cache, self._spare.append, cache.slab).atexit = False
         return cache
 
     def pool(self, num_blocks: int, block_size: int = 16) -> BlockPool:
@@ -198,11 +199,6 @@ class FrozenBase(Forwards):
         """Refuse more slots of keys and values than fit into the memory of the device."""
         what = f"a cache of {slots:.4g} tokens"
         refuse_bytes(slots * self.slot_bytes, self.device, what, remedy)
-
-
-def _keep(spare: list[Slab], slab: Slab) -> None:
-    """Keep the memory of the last freed cache."""
-    spare[:] = [slab]
 
 
 def _placed(adapter: str | Path) -> str:

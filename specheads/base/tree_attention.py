@@ -78,10 +78,7 @@ def _attend_masked(
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
 
 
-def _masked_shape(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
-) -> Tensor:
-    del key, mask, scaling
+def _masked_shape(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
@@ -135,7 +132,7 @@ def deferring(cache: RowCache) -> Iterator[None]:
 
 
 def deferred_attention(
-    module: torch.nn.Module,
+    _module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -144,7 +141,6 @@ def deferred_attention(
     **settings: Any,
 ) -> tuple[Tensor, None]:
     """Write new keys and values to the next layer's cache, then compute attention."""
-    del module
     refuse_special(settings, "compile=true on CUDA")
     return _opaque_deferred(query, key, value, attention_mask, scaling), None
 
@@ -156,10 +152,7 @@ def _attend_deferred(
     return folded(query, keys, values, mask, scaling)
 
 
-def _deferred_shape(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
-) -> Tensor:
-    del key, mask, scaling
+def _deferred_shape(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:
     batch, heads, nodes, _ = query.shape
     return query.new_empty(batch, nodes, heads, value.shape[-1])
 

@@ -63,11 +63,8 @@ class Memory(Protocol):
         ...
 
 
-def refuse_scattering(
-    memory: object, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
-) -> NoReturn:
+def refuse_scattering(memory: object, *_: Tensor) -> NoReturn:
     """Implement `scatter` for a memory that does not support paged slots: raise a ValueError."""
-    del places, lengths
     raise InputError(
         f"{type(memory).__name__} does not support paged slots; use a trained head with this engine"
     )
@@ -91,7 +88,6 @@ class Drafter(ABC):
 
     def memory(self, batch: int, capacity: int) -> Memory | None:
         """Return the state between steps for rows of at most `capacity`; None if it has none."""
-        del batch, capacity
         return None
 
     def to_tokens(self, drafted: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
@@ -103,7 +99,7 @@ class Drafter(ABC):
 
         It does not depend on the token. None if the drafter has no confidence output.
         """
-        del state
+        return None
 
     @abstractmethod
     def begin(self, committed: Committed, memory: Any) -> Guesses:
@@ -246,7 +242,6 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
 
         None if the head has no confidence output. `confidence` returns it during a draft.
         """
-        del state
 
     def projection_rows(self, projection: Weight) -> Float[Tensor, "drafted width"]:
         """Return the rows of the base's projection for the draft vocabulary."""
@@ -254,7 +249,6 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
 
     def choose_aux_layers(self, num_layers: int) -> None:
         """Choose `aux_layers`, if the settings leave them open, for a base of so many layers."""
-        del num_layers
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
         """Initialise from the base's tensors if that helps; called once, before training.
@@ -262,14 +256,12 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         These are the input embedding (vocab, width), and the vocabulary projection with the rows of
         the draft vocabulary.
         """
-        del embedding, projection
 
     def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
         """Set the base's tensors that a head borrows; they are never trained or saved.
 
         A projection of None is the input embedding (vocab, width).
         """
-        del embedding, projection
 
     def logits(
         self, state: Float[Tensor, "*batch width"], level: int

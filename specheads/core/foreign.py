@@ -84,9 +84,10 @@ def refuse_unused(
         if value is None or "dropout" in name:
             continue
         if name in fixed:
-            if not _is_all(value, fixed[name]):
+            values = value if isinstance(value, list) else [value]
+            if any(one != fixed[name] for one in values):
                 wrong.append(f"{shown} (only {fixed[name]!r:.60})")
-        elif name not in known and not _is_neutral(value):
+        elif name not in known and value is not False and value not in ("", [], {}):
             wrong.append(shown)
     if wrong:
         listed = ", ".join(wrong[:MOST]) + (f" and {len(wrong) - MOST} more" * (len(wrong) > MOST))
@@ -96,16 +97,6 @@ def refuse_unused(
         )
 
 
-def _is_neutral(value: Any) -> bool:
-    """Return whether a value turns its setting off: null, false or empty."""
-    return value is None or value is False or value in ("", [], {})
-
-
 def _shown(name: str) -> str:
     """Return a name, quoted if it is not one of a setting."""
     return name if name.replace(".", "_").isidentifier() else repr(name)
-
-
-def _is_all(value: Any, only: Any) -> bool:
-    """Return whether a value, or each item of a list, is the only supported one."""
-    return all(one == only for one in value) if isinstance(value, list) else value == only

@@ -133,8 +133,7 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(rows, pack.matrix, bias, "none", [], "")
 
 
-def _shaped(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    del bias
+def _shaped(rows: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
     return rows.new_empty(*rows.shape[:-1], weight.shape[0])
 
 

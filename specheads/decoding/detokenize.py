@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _CONTEXT = 5
 """Tokens decoded before a new one: its text may depend on the tokens before it, and a character may
@@ -16,9 +15,6 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 _MOST_BROKEN = 3
 """How many of them an incomplete character can be decoded to: one for each byte."""
-
-_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
-"""The byte for each letter of a byte-level vocabulary."""
 
 
 class TextStream:
@@ -98,22 +94,11 @@ class TextStream:
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], token: int) -> str:
-    r"""Return the text that one token adds, for display.
+    """Return the text that one token adds, for display.
 
     The last token of a split character adds that character. A token that adds no text, such as the
-    other parts and special tokens, gets its name: `⟨\xe2\x82⟩`, `⟨<|endoftext|>⟩`.
+    other parts and special tokens, gets its name in the vocabulary: `⟨<|endoftext|>⟩`.
     """
     text = TextStream(tokenizer, list(before))
     text.push(token)
-    return text.written or f"⟨{_name(tokenizer, token)}⟩"
-
-
-def _name(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """Return a token's name in the vocabulary, with bytes escaped if they are not text."""
-    name = str(tokenizer.convert_ids_to_tokens(token))
-    try:
-        raw = bytes(_BYTES[letter] for letter in name)
-    except KeyError:
-        # not a byte-level vocabulary
-        return name
-    return raw.decode(errors="backslashreplace")
+    return text.written or f"⟨{tokenizer.convert_ids_to_tokens(token)}⟩"

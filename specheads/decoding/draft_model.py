@@ -169,7 +169,6 @@ class Streaming(DraftModel):
 
     def memory(self, batch: int, capacity: int) -> KVCache:
         """Return an empty window; its size does not depend on the capacity."""
-        del capacity
         sinks, window, scratch = self.sinks, self.window, self.max_nodes
         return WindowCache(self.model, batch, sinks=sinks, window=window, scratch=scratch)
 

@@ -160,7 +160,8 @@ def load_head(
 def _interpret(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
     """Return the head of a checkpoint; None if no kind reads its layout."""
     if "kind" not in config:
-        found = (_read_public(kind, config, tensors) for kind in kinds())
+        readers = (getattr(_module(kind), "read_public", None) for kind in kinds())
+        found = (read(config, tensors) for read in readers if read)
         return next((head for head in found if head is not None), None)
     sizes = {name: config.pop(name, 0) for name in ("width", "vocab_size")}
     made_for = config.pop("base_fingerprint", "")
@@ -245,11 +246,6 @@ def _fetch(path: str | Path, revision: str) -> Path:
         if any(folder.glob(pattern)):
             break
     return folder
-
-
-def _read_public(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
-    read = getattr(_module(kind), "read_public", None)
-    return None if read is None else read(config, tensors)
 
 
 TRAINING_BYTES = 16

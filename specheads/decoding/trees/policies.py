@@ -39,7 +39,6 @@ class TreePolicy:
 
     def of_step(self, requests: Sequence[Any]) -> "TreePolicy":
         """Return the policy for the next step of these streams, none larger than this one."""
-        del requests
         return self
 
     def grow(

@@ -189,22 +189,6 @@ class Head(FeedbackHead):
         return self.fc(normed)
 
 
-def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
-    """Read a folder of SafeAILab's EAGLE, SpecForge or vllm-project's speculators."""
-    found = interpret(config, tensors)
-    if found is None:
-        return None
-    settings, named = found
-    width, vocab_size = settings.pop("width"), settings.pop("vocab_size")
-    embedding = named.pop("embedding", None)
-    head = Head(Config(**settings), width, vocab_size)
-    take_maps(head, named)
-    fill(head, named)
-    if embedding is not None:
-        head.bind(embedding)
-    return head
-
-
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 PLAIN = {
@@ -239,14 +223,8 @@ SAME = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Settings with the same name and meaning in public checkpoints and here."""
 
 
-def interpret(
-    config: dict[str, Any], tensors: dict[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """Convert the settings and tensors of a public checkpoint; None for another layout.
-
-    An embedding that was not trained is a copy of the base's, and is returned as `embedding`. The
-    settings include the sizes `width` and `vocab_size`.
-    """
+def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
+    """Read a folder of SafeAILab's EAGLE, SpecForge or vllm-project's speculators."""
     named = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
     kind = config.get("speculators_model_type", "eagle3")
     if kind not in ("eagle3", "peagle") or "midlayer.hidden_norm.weight" not in named:
@@ -265,15 +243,21 @@ def interpret(
         fixed=PLAIN | {"target_hidden_size": settings["hidden_size"]} | plain,
         harmless=HARMLESS,
     )
-    ours = _own_settings(settings) | {"sliding_window": window}
-    mask = named.get("mask_hidden")
-    if mask is not None:
+    own = _own_settings(settings) | {"sliding_window": window}
+    if (mask := named.get("mask_hidden")) is not None:
         named["mask_hidden"] = mask.flatten()
-        ours |= {"parallel": True, "mask_token": _mask_token(settings)}
-    if not settings.get("embed_requires_grad", kind == "peagle") and "embed_tokens.weight" in named:
-        named["embedding"] = named.pop("embed_tokens.weight")
-    ours["own_embedding"] = "embed_tokens.weight" in named
-    return ours, named
+        own |= {"parallel": True, "mask_token": _mask_token(settings)}
+    embedding = None
+    if not settings.get("embed_requires_grad", kind == "peagle"):
+        # a copy of the base's
+        embedding = named.pop("embed_tokens.weight", None)
+    own["own_embedding"] = "embed_tokens.weight" in named
+    head = Head(Config(**own), settings["hidden_size"], settings["vocab_size"])
+    take_maps(head, named)
+    fill(head, named)
+    if embedding is not None:
+        head.bind(embedding)
+    return head
 
 
 def _streams_of(ids: list[int]) -> list[int]:
@@ -297,8 +281,6 @@ def _own_settings(settings: dict[str, Any]) -> dict[str, Any]:
     proposal = settings.get("speculators_config", {}).get("proposal_methods", [settings])[0]
     drafted, depth = settings.get("draft_vocab_size") or 0, proposal.get("speculative_tokens")
     return {
-        "width": settings["hidden_size"],
-        "vocab_size": settings["vocab_size"],
         **({"depth": depth} if depth else {}),
         **published(settings),
         "aux_layers": sorted(set(settings.get(IDS) or ())),
