@@ -37,12 +37,7 @@ MOST = {"num_hidden_layers": 1024, "num_labels": 2**20, "max_position_embeddings
 
 
 def load_model(
-    source: str,
-    *,
-    revision: str,
-    dtype: str,
-    device: str | Sharding,
-    attention: str,
+    source: str, *, revision: str, dtype: str, device: str | Sharding, attention: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model and its tokenizer; the tokenizer is None if the folder has no tokenizer files.
 

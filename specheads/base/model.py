@@ -99,11 +99,7 @@ class FrozenBase(Forwards):
         id of a LoRA adapter to merge. All processes of a `Sharding` call this together.
         """
         loaded, tokenizer = load_model(
-            str(model),
-            revision=revision,
-            dtype=dtype,
-            device=device,
-            attention=attention,
+            str(model), revision=revision, dtype=dtype, device=device, attention=attention
         )
         if adapter:
             lora.merge(loaded, adapter)

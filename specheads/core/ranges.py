@@ -108,12 +108,7 @@ Pair = Len(2, 2)
 NonEmpty = MinLen(1)
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-BOUNDS = {
-    Ge: ("at least", "ge"),
-    Gt: ("above", "gt"),
-    Le: ("at most", "le"),
-    Lt: ("below", "lt"),
-}
+BOUNDS = {Ge: ("at least", "ge"), Gt: ("above", "gt"), Le: ("at most", "le"), Lt: ("below", "lt")}
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 

@@ -122,11 +122,7 @@ def drafter_of(head: Head, base: FrozenBase) -> Head:
 
 
 def load_head(
-    path: str | Path,
-    base: FrozenBase | None = None,
-    *,
-    revision: str = "main",
-    force: bool = False,
+    path: str | Path, base: FrozenBase | None = None, *, revision: str = "main", force: bool = False
 ) -> Head:
     """Load a trained head: ours, or a public checkpoint in the layout of its project.
 

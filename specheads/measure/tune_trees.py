@@ -252,11 +252,7 @@ def candidate_trees(ranks: Sequence[Tensor], depth: int, max_nodes: int) -> list
 
 
 def predict(
-    tree: policies.Static,
-    ranks: Sequence[Tensor],
-    cost: StepCost,
-    batch: int,
-    context: int | float,
+    tree: policies.Static, ranks: Sequence[Tensor], cost: StepCost, batch: int, context: int | float
 ) -> float:
     """Return the predicted speed-up of a tree: exact replay and the fitted step time.
 

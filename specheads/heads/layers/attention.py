@@ -293,9 +293,7 @@ class Slots:
         layer_cache[rows, :, :, slots] = fresh.permute(0, 3, 1, 2, 4)
 
     def past(
-        self,
-        seen: Int[Tensor, "row time"] | None = None,
-        window: int | None = None,
+        self, seen: Int[Tensor, "row time"] | None = None, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the slots in use, and a mask of the visible ones: (batch, time, slot).
 

@@ -53,9 +53,7 @@ def rope(theta: float, scaling: Mapping[str, Any]) -> Rope:
 
 
 def rotate(
-    rope: Rope,
-    values: Float[Tensor, "batch path time width"],
-    positions: Int[Tensor, "row time"],
+    rope: Rope, values: Float[Tensor, "batch path time width"], positions: Int[Tensor, "row time"]
 ) -> Float[Tensor, "batch path time width"]:
     """Rotate channels i and i + half of each head by their angle at the position."""
     frequencies, factor = _frequencies(
