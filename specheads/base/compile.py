@@ -64,11 +64,7 @@ class CudaGraphs:
         """Recorded graphs that still exist: torch frees a memory pool with its last graph."""
 
     def __call__(
-        self,
-        graphs: dict[Hashable, Any],
-        key: Hashable,
-        forward: Forward,
-        inputs: tuple[Tensor, ...],
+        self, graphs: dict[Hashable, Any], key: Hashable, forward: Forward, inputs: Outputs
     ) -> Outputs:
         """Return the outputs of the forward, replayed from the graph of this key in `graphs`.
 
@@ -155,11 +151,6 @@ class CompiledLayers:
 def _without_hooks(module: nn.Module) -> Callable[[], None]:
     """Remove transformers' output hooks, which would break graphs; return a function to undo it."""
     hooks = module._forward_hooks
-    taken = {
-        key: one
-        for key, one in hooks.items()
-        if "output_capturing" in getattr(one, "__module__", "")
-    }
-    for key in taken:
-        del hooks[key]
+    homes = {key: getattr(one, "__module__", "") for key, one in hooks.items()}
+    taken = {key: hooks.pop(key) for key, home in homes.items() if "output_capturing" in home}
     return lambda: hooks.update(taken)

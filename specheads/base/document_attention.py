@@ -96,19 +96,9 @@ def _flash(
 ) -> Tensor:
     """Compute attention within all documents in one kernel: (position, heads, width)."""
     # torch 2.11 has no enable_gqa, and shares keys without it
-    is_shared = query.shape[1] != key.shape[1] and _HAS_ENABLE_GQA
-    shared: dict[str, Any] = {"enable_gqa": True} if is_shared else {}
-    mixed = varlen_attn(
-        query,
-        key,
-        value,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1, 0),
-        **shared,
-    )
+    settings: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
+    if query.shape[1] != key.shape[1] and _HAS_ENABLE_GQA:
+        settings["enable_gqa"] = True
+    mixed = varlen_attn(query, key, value, bounds, bounds, longest, longest, **settings)
     assert isinstance(mixed, Tensor)
     return mixed

@@ -4,6 +4,7 @@ See docs/tree_verification.md.
 """
 
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +25,7 @@ class BlockPool:
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int = 16,
-        device: torch.device | str = "cpu",
+        self, num_layers: int, num_blocks: int, block_size: int = 16, device: Any = "cpu"
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.device = torch.device(device)

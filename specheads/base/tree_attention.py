@@ -153,7 +153,7 @@ def _attend_deferred(
 
 
 def _deferred_shape(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    batch, heads, nodes, _ = query.shape
+    batch, heads, nodes = query.shape[:3]
     return query.new_empty(batch, nodes, heads, value.shape[-1])
 
 

@@ -29,6 +29,8 @@ Nodes = Int[Tensor, "batch node"]
 Guesses = tuple[Float[Tensor, "batch node vocab"], State]
 """Logits for the token after each node of a level, and the state that the next level continues."""
 Weight = Float[Tensor, "vocab width"]
+Hidden = Float[Tensor, "*batch width"]
+"""States of a head, from which logits are computed."""
 Projection = tuple[Weight, Float[Tensor, " vocab"] | None]
 """Matrix and bias that turn a state into logits."""
 
@@ -52,7 +54,7 @@ class Memory(Protocol):
         ...
 
     def scatter(
-        self, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
+        self, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"], /
     ) -> "Memory":
         """Return rows whose positions are stored in any slots of the only row of this memory.
 
@@ -235,9 +237,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         """Return the projection of every level; levels with a shared one return the same tensor."""
         return [self.projection(level) for level in range(self.depth)]
 
-    def confidence_logits(
-        self, state: Float[Tensor, "*batch width"]
-    ) -> Float[Tensor, "*batch"] | None:
+    def confidence_logits(self, state: Hidden) -> Float[Tensor, "*batch"] | None:
         """Return the logit of the probability that the base accepts the token of this state.
 
         None if the head has no confidence output. `confidence` returns it during a draft.
@@ -263,9 +263,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         A projection of None is the input embedding (vocab, width).
         """
 
-    def logits(
-        self, state: Float[Tensor, "*batch width"], level: int
-    ) -> Float[Tensor, "*batch vocab"]:
+    def logits(self, state: Hidden, level: int) -> Float[Tensor, "*batch vocab"]:
         """Return the logits of a state of this level."""
         weight, bias = self.projection(level)
         return product(state, weight, bias)

@@ -234,13 +234,7 @@ class Engine:
             cache = self._cache(len(streams))
         with self._failing(streams, cache):
             state, first = start(
-                self.base,
-                self.drafter,
-                prompts,
-                self._capacity,
-                sampling,
-                cache,
-                coupled=self.coupled,
+                self.base, self.drafter, prompts, self._capacity, sampling, cache, self.coupled
             )
             for stream, token in zip(streams, first, strict=True):
                 stream.take([token])

@@ -115,12 +115,8 @@ def step_tokens(drafts: Sequence[Draft], rows: Sequence[Row]) -> list[float]:
         return [own[draft.depth] for draft in drafts]
     # expected tokens of either = of one + of the other - of both
     copied = _summed([(row, match.tokens) for row, _, match in matches])
-    both = _summed(
-        [
-            (row, expected_tokens(map(mul, drafted.rates, match.rates)))
-            for row, drafted, match in matches
-        ]
-    )
+    joint = [(row, map(mul, own.rates, match.rates)) for row, own, match in matches]
+    both = _summed([(row, expected_tokens(rates)) for row, rates in joint])
     return [own[depth] + copied[size] - both[min(depth, size)] for depth, size in drafts]
 
 
@@ -173,11 +169,9 @@ class Goodput(Choice):
         self.drafts = [Draft(depth, size) for size in sizes for depth in depths]
         trees = [policies.chain(depth) for depth in depths]
         # all look up equally many tokens, those whose rates are observed
-        copying = [
-            HybridTree(trees[depth], size, copied=len(rates) + most)
-            for depth, size in self.drafts
-            if size
-        ]
+        longest = len(rates) + most
+        own = [(trees[depth], size) for depth, size in self.drafts if size]
+        copying = [HybridTree(tree, size, copied=longest) for tree, size in own]
         super().__init__("goodput", [*trees, *copying], self._best)
         self._rates: WeakKeyDictionary[Any, RequestRates] = WeakKeyDictionary()
 

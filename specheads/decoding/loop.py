@@ -170,7 +170,6 @@ def start(
     capacity: int,
     sampling: list[Sampling] | None = None,
     cache: RowCache | None = None,
-    *,
     coupled: bool = True,
 ) -> tuple[DecodingState, list[int]]:
     """Read the prompts with base and drafter; return the state and each row's first token.

@@ -122,9 +122,8 @@ def _ranks(
     if drawn is not None:
         # the drafted path equals the text, so the token before a label can serve as the root
         each = text.expand(len(before), -1)
-        rows = SamplingState(
-            [drawn] * len(before), before, each, head.vocab_size, dtype=logits.dtype
-        )
+        size, sampling = head.vocab_size, [drawn] * len(before)
+        rows = SamplingState(sampling, before, each, size, dtype=logits.dtype)
         logits = with_noise(head, logits[:, None], text[0, before][:, None, None], rows)[:, 0]
     labels = text[0, before + 1]
     guesses = logits.topk(min(width, logits.shape[-1]), dim=-1).indices

@@ -185,10 +185,8 @@ class Tuning:
         """
         depth, branch = self.head.depth, min(4, self.head.drafted_size or 4)
         ranks = [one.ranks for one in texts.judged]
-        speedups = {
-            tree: tune_trees.predict(tree, ranks, cost, batch, texts.context) for tree in trees
-        }
-        ordered = sorted(trees, key=lambda tree: -speedups[tree])
+        place = cost, batch, texts.context
+        ordered = sorted(trees, key=lambda tree: -tune_trees.predict(tree, ranks, *place))
         first, chain = ordered[0], next(tree for tree in ordered if tree.name == "chain")
         others = [tree for tree in ordered if abs(tree.num_nodes - first.num_nodes) > 1]
         plain: list[policies.TreePolicy] = [first, chain]
@@ -211,14 +209,12 @@ class Tuning:
         methods += [(self.head, tree) for tree in trees]
         turns, points = max(1, rounds // batch), []
         quiet = replace(self.generation, progress=False)
+        each = rounds // turns
         for turn in bar(range(turns), "step times", self.generation.progress):
             rows = [texts.rows(batch, turn * batch)] * len(methods)
-            points.append(
-                time_steps(self.base, methods, rows, generation=quiet, rounds=rounds // turns)
-            )
-        seconds = [
-            statistics.fmean(one.seconds for one in column) for column in zip(*points, strict=True)
-        ]
+            points.append(time_steps(self.base, methods, rows, generation=quiet, rounds=each))
+        columns = zip(*points, strict=True)
+        seconds = [statistics.fmean(one.seconds for one in column) for column in columns]
         place: dict[str, Any] = {"batch": batch, "context": texts.context}
         tried = [Tried(**place, **ALONE)]
         for tree, step in zip(trees, seconds[1:], strict=True):
@@ -243,10 +239,8 @@ class Tuning:
     def counts(self, tree: policies.TreePolicy, texts: TuningTexts) -> list[DepthCounts]:
         """Return the counts of each judged text: by replay if the tree is fixed, else decoded."""
         if fixed_tree(tree) is not None:
-            return [
-                replay(one.ranks, tree, one.source, (one.prompt, one.continuation))
-                for one in texts.judged
-            ]
+            texts_of = [(one, (one.prompt, one.continuation)) for one in texts.judged]
+            return [replay(one.ranks, tree, one.source, text) for one, text in texts_of]
         sources = tuple(one.source for one in texts.judged)
         generation = replace(self.generation, tree=tree, batch_size=8, sources=sources)
         prompts = [one.prompt for one in texts.judged]
@@ -384,17 +378,12 @@ def time_steps(
     states: list[loop.DecodingState] = []
     for turn in bar(range(rounds), "step times", generation.progress):
         if turn % bursts == 0:
-            states = [
-                loop.start(
-                    base,
-                    drafter,
-                    rows,
-                    length + beyond,
-                    [generation.sampling] * len(rows),
-                    coupled=generation.coupled,
-                )[0]
-                for (drafter, _), rows, length in zip(methods, prompts, lengths, strict=True)
-            ]
+            states = []
+            for (drafter, _), rows, length in zip(methods, prompts, lengths, strict=True):
+                sampling, size = [generation.sampling] * len(rows), length + beyond
+                coupled = generation.coupled
+                state, _ = loop.start(base, drafter, rows, size, sampling, coupled=coupled)
+                states.append(state)
         # the order rotates, so that no method always follows the slowest one
         for place in [*range(turn % len(methods), len(methods)), *range(turn % len(methods))]:
             steps = [_time_step(base, *methods[place], states[place]) for _ in range(BURST)]

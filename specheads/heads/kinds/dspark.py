@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from specheads.core.drafter import Nodes, Projection, State
+from specheads.core.drafter import Hidden, Nodes, Projection, State
 from specheads.core.ranges import Width
 from specheads.heads.layers.block import BlockConfig, BlockHead, filled, flat_settings, own_settings
 
@@ -56,13 +56,11 @@ class Head(BlockHead):
         """Return the same projection for every level, concatenated once."""
         return [self.projection(0)] * self.depth
 
-    def logits(
-        self, state: Float[Tensor, "*batch width"], level: int
-    ) -> Float[Tensor, "*batch vocab"]:
+    def logits(self, state: Hidden, level: int) -> Float[Tensor, "*batch vocab"]:
         """Return the logits of a state of this level."""
         return self.corrected_logits(state, self.markov_head["markov_w2"])
 
-    def confidence_logits(self, state: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch"]:
+    def confidence_logits(self, state: Hidden) -> Float[Tensor, "*batch"]:
         """Return the logit of the probability that the base accepts the token of this state."""
         return self.confidence_head["proj"](state)[..., 0]
 

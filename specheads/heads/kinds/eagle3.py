@@ -243,7 +243,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         fixed=PLAIN | {"target_hidden_size": settings["hidden_size"]} | plain,
         harmless=HARMLESS,
     )
-    own = _own_settings(settings) | {"sliding_window": window}
+    own: dict[str, Any] = _own_settings(settings) | {"sliding_window": window}
     if (mask := named.get("mask_hidden")) is not None:
         named["mask_hidden"] = mask.flatten()
         own |= {"parallel": True, "mask_token": _mask_token(settings)}
