@@ -51,6 +51,8 @@ def answer(
     return projection(out.last_hidden_state), out
 
 
+AuxLayers = tuple[int, ...]
+"""Layers whose residual stream is read: k is the stream after k layers."""
 FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "layer_norm")
 """Names of the norm after the last layer."""
 
@@ -119,7 +121,7 @@ class Forwards:
     def read(
         self,
         tokens: Int[Tensor, "batch time"],
-        aux_layers: tuple[int, ...] = (),
+        aux_layers: AuxLayers = (),
         document_ids: Int[Tensor, "batch time"] | None = None,
         *,
         gradients: bool = False,
@@ -146,9 +148,7 @@ class Forwards:
             return replace(features, document_ids=document_ids, documents=documents)
 
     @torch.no_grad()
-    def verify(
-        self, tree: TokenTree, cache: RowCache, aux_layers: tuple[int, ...] = ()
-    ) -> Verification:
+    def verify(self, tree: TokenTree, cache: RowCache, aux_layers: AuxLayers = ()) -> Verification:
         """Run all nodes of a tree in one forward; each sees the committed text and its path.
 
         Keys and values stay in the scratch of the cache until `cache.commit`. Raises as
@@ -160,9 +160,7 @@ class Forwards:
         cache.reserve(tree.tokens.shape[1])
         return self._verify_reserved(tree, cache, aux_layers)
 
-    def _verify_lone(
-        self, tree: TokenTree, cache: RowCache, aux_layers: tuple[int, ...]
-    ) -> Verification:
+    def _verify_lone(self, tree: TokenTree, cache: RowCache, aux_layers: AuxLayers) -> Verification:
         """Verify one node next to an absent one: a single row is summed in another order."""
         tokens, absent = tree.tokens.expand(-1, 2), tree.parents.new_full((1, 2), -1)
         cache.reserve(2, [1])
@@ -171,23 +169,19 @@ class Forwards:
         return Verification(both.logits[:, :1], features, both.ancestors[:, :1, :1])
 
     def _verify_reserved(
-        self, tree: TokenTree, cache: RowCache, aux_layers: tuple[int, ...]
+        self, tree: TokenTree, cache: RowCache, aux_layers: AuxLayers
     ) -> Verification:
         ancestors = tree.ancestors()
         if self._graphs is not None and isinstance(cache, KVCache) and cache.static:
             key = (tree.tokens.shape, cache.end, aux_layers, self._weights)
-            logits, hidden, aux = self._graphs(
-                cache.slab.graphs,
-                key,
-                partial(self._forward, cache, aux_layers),
-                (tree.tokens, ancestors),
-            )
+            forward, inputs = partial(self._forward, cache, aux_layers), (tree.tokens, ancestors)
+            logits, hidden, aux = self._graphs(cache.slab.graphs, key, forward, inputs)
         else:
             logits, hidden, aux = self._forward(cache, aux_layers, tree.tokens, ancestors)
         return Verification(logits, Features(hidden, aux, tree.tokens), ancestors)
 
     def _forward(
-        self, cache: RowCache, aux_layers: tuple[int, ...], tokens: Tensor, ancestors: Tensor
+        self, cache: RowCache, aux_layers: AuxLayers, tokens: Tensor, ancestors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return logits, final hidden states and residual streams of a tree's nodes."""
         inputs = self._inputs(tokens, ancestors, ancestors.sum(-1) - 1, cache)
@@ -205,7 +199,7 @@ class Forwards:
         return logits, features.hidden, features.aux
 
     def _forward_compiled(
-        self, inputs: dict[str, Any], cache: RowCache, aux_layers: tuple[int, ...]
+        self, inputs: dict[str, Any], cache: RowCache, aux_layers: AuxLayers
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         assert self._layers is not None
         inputs["past_key_values"] = DeferredCache()
@@ -222,7 +216,7 @@ class Forwards:
         tokens: Int[Tensor, "batch time"],
         cache: RowCache,
         counts: list[int],
-        aux_layers: tuple[int, ...] = (),
+        aux_layers: AuxLayers = (),
         chunk: int = 512,
     ) -> tuple[Float[Tensor, "batch vocab"], Features]:
         """Read and commit prompts of different lengths, at most `chunk` positions per forward.
@@ -270,13 +264,13 @@ class Forwards:
         kinds = {kind: masks[window] for kind, window in self.windows.items()}
         return kinds if len(kinds) > 1 else next(iter(masks.values()))
 
-    def _features(self, inputs: dict[str, Any], aux_layers: tuple[int, ...]) -> Features:
+    def _features(self, inputs: dict[str, Any], aux_layers: AuxLayers) -> Features:
         with self._last_stream(aux_layers) as last:
             out = self.model.base_model(**inputs, output_hidden_states=bool(aux_layers))
         return _features(out, inputs["input_ids"], aux_layers, last)
 
     @contextmanager
-    def _last_stream(self, aux_layers: tuple[int, ...]) -> Iterator[list[Tensor]]:
+    def _last_stream(self, aux_layers: AuxLayers) -> Iterator[list[Tensor]]:
         """Yield a list that a forward fills with the stream after all layers, if it is read."""
         # the last hidden states of transformers are those after the final norm
         found: list[Tensor] = []
@@ -298,9 +292,7 @@ class Forwards:
             hook.remove()
 
 
-def _features(
-    out: Any, tokens: Tensor, aux_layers: tuple[int, ...], last: list[Tensor]
-) -> Features:
+def _features(out: Any, tokens: Tensor, aux_layers: AuxLayers, last: list[Tensor]) -> Features:
     # numbered as in transformers: the input of each layer; then the stream after all layers
     streams = [*(out.hidden_states or ())[:-1], *last]
     streams = [streams[layer] for layer in aux_layers]

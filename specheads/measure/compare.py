@@ -18,7 +18,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter, Head
 from specheads.core.machine import synchronise
 from specheads.decoding.draft_model import DraftModel, Streaming
-from specheads.decoding.sampling import Sampling, each_prompt
+from specheads.decoding.sampling import each_prompt
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.measure.counts import DepthCounts, paired_gain
@@ -162,15 +162,13 @@ class TransformersMethod:
         seeds = each_prompt(generation.sampling, len(prompts))
         size = generation.batch_size if self.batches else 1
         for first in range(0, len(prompts), size):
-            yield self._call(base, prompts[first : first + size], generation, seeds[first])
+            how = replace(generation, sampling=seeds[first])
+            yield self._call(base, prompts[first : first + size], how)
 
     def _call(
-        self,
-        base: FrozenBase,
-        prompts: list[list[int]],
-        generation: GenerationSettings,
-        sampling: Sampling,
+        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
     ) -> "_Call":
+        sampling = generation.sampling
         width = max(map(len, prompts))
         padded = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]

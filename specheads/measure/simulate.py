@@ -306,11 +306,8 @@ def computed_cost(
             context=position_bytes / bandwidth,
         )
 
-    return StepCost(
-        verify=forward(parameters, position_bytes),
-        draft=forward(draft_parameters, 0),
-        levels=levels,
-    )
+    verify, draft = forward(parameters, position_bytes), forward(draft_parameters, 0)
+    return StepCost(verify=verify, draft=draft, levels=levels)
 
 
 def sizes(base: FrozenBase, head: Head) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def alone() -> list[list[int]]:
     return write_alone(tiny.base(), prompts(), GenerationSettings(max_new_tokens=NEW_TOKENS))
 
 
-def decoded(drafter: Drafter, tree: policies.TreePolicy) -> list[DepthCounts]:
+def decoded(drafter: Drafter | None, tree: policies.TreePolicy) -> list[DepthCounts]:
     how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=tree, batch_size=3)
     found = decode_prompts(tiny.base(), drafter, prompts(), how)
     assert [one.tokens for one in found] == alone()

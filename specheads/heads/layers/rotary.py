@@ -56,9 +56,8 @@ def rotate(
     rope: Rope, values: Float[Tensor, "batch path time width"], positions: Int[Tensor, "row time"]
 ) -> Float[Tensor, "batch path time width"]:
     """Rotate channels i and i + half of each head by their angle at the position."""
-    frequencies, factor = _frequencies(
-        *rope, values.shape[-1], values.device, torch.get_default_dtype()
-    )
+    dtype = torch.get_default_dtype()
+    frequencies, factor = _frequencies(rope, values.shape[-1], values.device, dtype)
     angles = positions[:, None, :, None] * frequencies
     cos, sin = ((part * factor).to(values.dtype) for part in (angles.cos(), angles.sin()))
     first, second = values.chunk(2, dim=-1)
@@ -106,16 +105,13 @@ def _published_scaling(rope: dict[str, Any], length: int | None) -> dict[str, An
 
 @cache
 def _frequencies(
-    theta: float,
-    scaling: tuple[tuple[str, Any], ...],
-    size: int,
-    device: torch.device,
-    dtype: torch.dtype,
+    rope: Rope, size: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, float]:
     """Return the angle per position of each pair of channels, and the attention factor.
 
     `dtype` is torch's default dtype: float32, except in some tests.
     """
+    theta, scaling = rope
     if not scaling:
         exponents = torch.arange(0, size, 2, device=device, dtype=dtype) / size
         return 1.0 / theta**exponents, 1.0
