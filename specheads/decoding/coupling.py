@@ -45,12 +45,8 @@ class Coupled(Drafter):
         """Read one level of nodes; return logits for the token after each node."""
         state, paths = state
         logits, state = self.drafter.extend(state, tokens, parents)
-        if self.rows.penalised:
-            above = paths.take_along_dim(parents[..., None], dim=1)
-            paths = torch.cat([above, tokens[..., None]], dim=-1)
-        else:
-            # only a repetition penalty reads the tokens; others need the length of the paths
-            paths = paths[:, :1, :1].expand(-1, tokens.shape[1], paths.shape[-1] + 1)
+        above = paths.take_along_dim(parents[..., None], dim=1)
+        paths = torch.cat([above, tokens[..., None]], dim=-1)
         return with_noise(self.drafter, logits, paths, self.rows), (state, paths)
 
 

@@ -186,7 +186,7 @@ class SamplingState:
 
     def tree_probs(self, tree: TokenTree, logits: Scores, ancestors: Ancestors) -> Scores:
         """Return the base's distribution after each node of a tree."""
-        return self.probs(logits, self._paths(tree, ancestors))
+        return self.probs(logits, _paths(tree, ancestors))
 
     def choose(self, tree: TokenTree, logits: Scores, ancestors: Ancestors) -> Nodes:
         """Return the token that the base alone would choose after each node of a tree.
@@ -195,7 +195,7 @@ class SamplingState:
         """
         if self.greedy:
             return likeliest(logits)
-        scores = self.scores(logits, self._paths(tree, ancestors))
+        scores = self.scores(logits, _paths(tree, ancestors))
         if not self.draws:
             return likeliest(scores)
         deepest = tree.tokens.shape[1] - 1
@@ -239,13 +239,10 @@ class SamplingState:
         """Return the position after each node."""
         return self.lengths[:, None] + ancestors.sum(-1)
 
-    def _paths(self, tree: TokenTree, ancestors: Ancestors) -> Paths:
-        """Return the tokens from the root to each node, with the root's token as padding."""
-        # only a repetition penalty reads them
-        root = tree.tokens[:, :1, None]
-        if not self.penalised:
-            return root.expand(-1, tree.tokens.shape[1], -1)
-        return torch.where(ancestors, tree.tokens[:, None], root)
+
+def _paths(tree: TokenTree, ancestors: Ancestors) -> Paths:
+    """Return the tokens from the root to each node, with the root's token as padding."""
+    return torch.where(ancestors, tree.tokens[:, None], tree.tokens[:, :1, None])
 
 
 def _group_scores(
