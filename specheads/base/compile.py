@@ -17,13 +17,10 @@ from specheads.core.errors import InputError
 
 EXTENT = 256
 """On CUDA a forward reads a multiple of this many slots, which limits the number of graphs."""
-
 PLAIN = 2
 """Calls of a shape before its graph is recorded: they compile kernels and warm up."""
-
 MOST_GRAPHS = 32
 """Graphs kept per cache; each owns its outputs, including the logits of all nodes."""
-
 Outputs = tuple[Any, ...]
 Forward = Callable[..., Outputs]
 

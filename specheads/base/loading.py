@@ -31,7 +31,6 @@ from specheads.core.machine import computes_bfloat16
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 """A folder with a tokenizer has at least one of these."""
-
 MOST = {"num_hidden_layers": 1024, "num_labels": 2**20, "max_position_embeddings": 2**40}
 """Largest plausible sizes: the first two allocate memory before any weight is read."""
 

@@ -25,7 +25,6 @@ from specheads.core.errors import InputError
 from specheads.core.foreign import refuse_unused
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
 HONOURED = (
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "fan_in_fan_out"),
     *("target_modules", "exclude_modules", "target_parameters", "modules_to_save"),
@@ -33,17 +32,14 @@ HONOURED = (
     *("use_dora", "use_qalora", "qalora_group_size"),
 )
 """Settings of an adapter that peft merges exactly; a test compares each with peft's own layers."""
-
 TRAINING = (
     *("peft_type", "peft_version", "task_type", "inference_mode", "revision", "auto_mapping"),
     *("megatron_config", "megatron_core", "runtime_config", "velora_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 )
 """Settings of how an adapter is stored or was trained; `merge` checks `megatron_config`."""
-
 OWN = re.compile("lora_|modules_to_save|trainable_tokens")
 """Names of an adapter's tensors in a wrapped base."""
-
 STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Initialisations of an adapter that leave the weights of the base unchanged, unlike pissa."""
 

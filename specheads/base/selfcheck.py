@@ -14,11 +14,8 @@ from specheads.core.tree import TokenTree
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest relative difference between two ways to compute the same logits; 0.05 for 16 bits."""
-
 LONGEST = 512
 """Longest window behind which a base is checked: longer ones would delay every start."""
-
-
 TRIES = 3
 """Texts with which a base with experts is checked. Rounding can send a token to another expert,
 which changes its logits by more than `TOLERANCE`; a wrong mask fails with every text."""
@@ -84,10 +81,10 @@ def _logits_in_three_ways(base: Forwards, shift: int) -> tuple[Tensor, Tensor, T
 
 
 @torch.no_grad()
-def check_exact(base: Forwards, *, compile: bool = False) -> None:
+def check_exact(base: Forwards) -> None:
     """Make a base exact; raise a ValueError if it cannot be, and leave it as it was."""
     attention = base.config._attn_implementation
-    compile = compile or base.static or base._compiled_answer is not None
+    compile = base.static or base._compiled_answer is not None
     if compile or base.device.type != "cpu" or attention != "sdpa":
         raise InputError(
             "exact=true needs compile=false, device=cpu and attention=sdpa, got "

@@ -29,10 +29,8 @@ COMPUTES = re.compile(
     "|multiplier|logit|norm|eps|hidden_act|activation|act_fn|glu|rout|topk|expert|scoring|n_group"
 )
 """Names of settings that change what is computed, without a tensor of their own."""
-
 TRAINING = re.compile("drop|loss|jitter|init_|output_|flash|fp32|implementation|head_dim|fuse")
 """Names of settings that change training or speed only, or the shape of a tensor."""
-
 ROPE = {"rope_scaling", "rope_theta", "rope_parameters", "partial_rotary_factor"}
 """Settings that transformers moves into `rope_parameters`."""
 
@@ -56,23 +54,16 @@ COMPUTED: dict[str, dict[str, Any]] = {
     },
 }
 """Published settings that a class ignores, with the value that its code computes anyway."""
-
 NEUTRAL = {"factor": 1, "beta_fast": 32, "beta_slow": 1, "mscale": 1, "mscale_all_dim": 1}
 """Parameters of a rotary embedding with the value that changes nothing."""
-
 QUOTED = r"[\"'](\w+)[\"']"
-
 REMEDY = (
     "use a base whose class in transformers has them, or remove from config.json what has no effect"
 )
-
-
 TOKENIZER_REMEDY = (
     "write the tokenizer again with save_pretrained so that its tokenizer.json has them, or remove "
     "them from tokenizer_config.json"
 )
-
-
 CLASSES: dict[Any, Any] = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,

@@ -24,10 +24,8 @@ from specheads.core.kernels import opaque, without_cudnn_attention
 
 MOST_NODES = 64
 """Largest tree for which folding query heads into nodes is faster than repeating the keys."""
-
 ALIGNED = 16
 """Row stride of a mask, in elements: the CUDA kernel copies a mask with any other stride."""
-
 _TALL = WeakTensorKeyDictionary()
 """The repeated mask of each mask, for as long as that mask lives: its layers share it."""
 

@@ -57,22 +57,17 @@ SHORT: dict[str, dict[str, str]] = {
     "chat": HEAD,
 }
 """Short names of nested settings, by command."""
-
 HOME = re.compile(r"(?<=[=,\[])~(?=/)")
 """A `~` for the home folder that the shell did not expand."""
-
 OPTIONAL = re.compile(r"\+{0,2}(schedule\.phases\.[^.=]+)\.(distill|joint)(?:\.|=\{)")
 """A setting of a group that a phase may lack; Hydra cannot set it before the group exists."""
-
 PLAIN = re.compile(
     r"'.*'|\".*\"|.*\$\{.*|(?!(?:true|false|null|inf|nan)$)[a-z/][\w/.-]*",
     re.ASCII | re.IGNORECASE | re.DOTALL,
 )
 """A text that Hydra reads as it is: quoted, with a reference, or a plain word or path."""
-
 ENDS = (" full_key:", " object_type=", " Config search path:", " See https:", " 1. To use it as")
 """What follows the rule in a message of Hydra or OmegaConf."""
-
 HOW_MEASURED = ("base.compile", "base.exact", "base.device", "base.dtype")
 """Settings of the base that a command may change for a run."""
 

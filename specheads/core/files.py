@@ -19,10 +19,8 @@ from pydantic import TypeAdapter, ValidationError
 from specheads.core.errors import InputError, first_line
 
 T = TypeVar("T")
-
 SCRATCH = re.compile(r"\.(?P<name>.+)\.(?:[0-9a-f]{8}|(?P<old>old))")
 """Names of files that are incomplete or being replaced."""
-
 LOCK = ".lock"
 
 

@@ -26,7 +26,6 @@ _BOOKKEEPING = """
 BOOKKEEPING = frozenset(_BOOKKEEPING.split())
 """Settings that no forward pass of a trained model reads. `auto_map` is one of them only because
 code is refused before: see heads/checkpoint.py."""
-
 _LAYERS = """
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim hidden_act rms_norm_eps attention_bias mlp_bias
@@ -36,20 +35,16 @@ _LAYERS = """
 LAYERS = frozenset(_LAYERS.split())
 """Settings of decoder layers as in Llama and Qwen. The config of a head without such layers may
 have those of its base."""
-
 SECTIONS = ("transformer_layer_config", "speculators_config")
 """Settings of vllm-project/speculators that have settings of their own."""
-
 SPECULATORS = (
     *SECTIONS,
     *("speculators_model_type", "speculators_version", "verifier"),
     *("algorithm", "default_proposal_method", "proposal_methods"),
 )
 """Settings of vllm-project/speculators that name the layout of a folder and how it is served."""
-
 MOST = 8
 """Number of settings that a message names."""
-
 REMEDY = "choose another checkpoint, or remove from config.json what has no effect"
 
 

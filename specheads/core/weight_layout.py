@@ -15,11 +15,8 @@ from specheads.core.machine import computes_bfloat16, processor
 
 PACKED_FOR = 256
 """Number of rows that packs are optimised for: the best of 1, 16 and 256 for 1 to 512 rows."""
-
 LEAST, MOST = 2**15, 2**32
 """Fewest elements of a matrix that is packed, and most bytes of matrices to store twice."""
-
-
 MKL, ONEDNN = "mkl", "onednn"
 """Libraries of torch that pack a matrix and multiply by the pack."""
 
@@ -53,7 +50,6 @@ def _libraries() -> dict[torch.dtype, str]:
 
 PACKED_BY = _libraries()
 """Library that packs matrices of each dtype, on CPUs where measurements show a gain."""
-
 _PACKS: dict[int, _Pack] = {}
 """By the address of the matrix, which heads that borrow it share."""
 

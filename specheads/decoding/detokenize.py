@@ -9,10 +9,8 @@ from transformers import PreTrainedTokenizerBase
 _CONTEXT = 5
 """Tokens decoded before a new one: its text may depend on the tokens before it, and a character may
 begin up to three tokens earlier."""
-
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 """What decoders return for bytes that are not a complete character."""
-
 _MOST_BROKEN = 3
 """How many of them an incomplete character can be decoded to: one for each byte."""
 

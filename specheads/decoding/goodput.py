@@ -20,7 +20,6 @@ from specheads.decoding.trees.tuned import Choice, Tuned
 WEIGHT, RETURN = 0.05, 0.01
 """Weight of a new observation in a moving average, and of the seed if nothing was observed. A depth
 that stopped paying is thus tried again later."""
-
 SIZES = 2, 4, 7
 """Numbers of copied tokens to choose from, in addition to all that have a rate."""
 

@@ -24,11 +24,9 @@ def token_ids(given: Any, name: str) -> list[int]:
 FinishReason = Literal["eos", "stop", "length", "context", "cancelled", "failed"]
 """An end-of-text token, a stop string, the request's limit, a full context, `cancel`, or an error
 in a step of this request."""
-
 SPREAD, SHORT = 1.5, 64
 """Largest ratio of the longest to the shortest prompt that are read together, and the length that a
 shorter one counts as."""
-
 FULL, FULL_SPREAD = 512, 1.1
 """Number of tokens from which on the time of a forward is proportional to its tokens with padding,
 and the largest ratio of prompt lengths in such a forward."""

@@ -76,7 +76,6 @@ class Sampling:
 
 
 GREEDY = Sampling()
-
 CHUNK = 2**22
 """Numbers of noise computed at once, to limit temporary memory."""
 

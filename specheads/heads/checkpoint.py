@@ -28,15 +28,10 @@ WEIGHT_FILES = (
     "*.pt",
 )
 """Weight files; the first pattern with a match is used. Pickles are read with weights_only."""
-
 INDEX_SUFFIX = ".index.json"
-
-
 CODE_KEYS = ("_target_", "auto_map", "custom_pipelines")
 """Settings that name code. They are refused instead of ignored."""
-
 SAVED_BY = ("Eagle3", "PEagle", "DFlash", "DSpark", "MTP")
-
 HARMLESS = [{"": f"config.{kind}SpeculatorConfig"} for kind in SAVED_BY]
 """The `auto_map` that vllm-project/speculators writes into all its folders. It names a class of
 that library under a key that transformers never reads."""

@@ -246,7 +246,6 @@ def _fetch(path: str | Path, revision: str) -> Path:
 
 TRAINING_BYTES = 16
 """Bytes per trained parameter: the value, its gradient and the two moments of AdamW, in float32."""
-
 UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that settings of an impossible head raise."""
 

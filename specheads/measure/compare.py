@@ -31,13 +31,10 @@ from specheads.measure.tables import ConsoleTable, with_interval
 
 COPIED_TOKENS = 10
 """Tokens that prompt lookup copies at most, alone and in the tree of the hybrid."""
-
 SINKS = 4
 """First tokens of a text that streaming attends to."""
-
 WINDOW = 60
 """Recent tokens that streaming attends to."""
-
 DRAFT_DEPTH = 4
 """Tokens that streaming and the draft model draft, as a chain."""
 
@@ -209,7 +206,6 @@ class TransformersMethod:
 
 
 CUTS = ("temperature", "top_k", "top_p", "min_p")
-
 Method = DraftMethod | TransformersMethod
 
 

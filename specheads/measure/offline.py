@@ -30,10 +30,8 @@ from specheads.runs.progress import bar
 
 TOP = 5
 """The top-k accuracy has k = 1..TOP."""
-
 CHUNK = 512
 """Positions whose logits are in memory at one time."""
-
 RankPath = tuple[int, ...]
 """Ranks of drafts, from the root down."""
 

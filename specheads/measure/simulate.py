@@ -26,7 +26,6 @@ from specheads.measure.tables import ConsoleTable
 
 SHARES = 0.25, 0.5, 0.75, 0.95, 1.2
 """Default loads, relative to the highest load that the base alone can serve."""
-
 WEIGHT_BYTES = 2
 """Bytes of a parameter and of a cached number, for computed times: bfloat16."""
 

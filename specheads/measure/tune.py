@@ -30,30 +30,22 @@ from specheads.runs.progress import bar
 
 COPIED = (4, 10)
 """Numbers of prompt-lookup nodes that are tried next to the head's tree."""
-
 MOST_TOKENS = 512
 """Largest number of tokens of one forward in the cost fit: rows times nodes."""
-
 CONTEXTS = (64, 512)
 """Default context lengths, as far as the base has room for them."""
-
 GRID = (4, 8, 16, 32, 64)
 """Node counts of the trees in the cost fit; the chains are added."""
-
 TUNING_TOKENS = 64
 """New tokens after each prompt when an evaluation chooses a tree."""
-
 TUNE_PROMPTS = 24
 """Most validation prompts on which an evaluation chooses a tree."""
-
 QUICK_NODES = 16
 """Nodes of the largest tree when an evaluation chooses, root included."""
-
 ALONE: dict[str, Any] = {"tree": "none", "num_nodes": 1, "depth": 0} | dict.fromkeys(
     ("tokens_per_forward", "step_overhead", "speedup"), 1.0
 )
 """The base alone, as in `Tried`."""
-
 BURST = 4
 """Consecutive steps of one method. The first is not timed: other methods have filled the caches
 before it."""
@@ -411,11 +403,10 @@ def _time_step(
     base: FrozenBase, drafter: Drafter | None, tree: policies.TreePolicy, state: loop.DecodingState
 ) -> tuple[float, float]:
     """Return the seconds of one step, and those of its draft."""
-    synchronise(base.device)
-    began = time.perf_counter()
     taken = loop.step(base, drafter, tree, accept.match_rule, state, timed=True)
     synchronise(base.device)
-    return time.perf_counter() - began, taken[0].times.drafted - began
+    began, drafted, _ = taken[0].times
+    return time.perf_counter() - began, drafted - began
 
 
 def trimmed_mean(seconds: Sequence[float]) -> float:

@@ -34,13 +34,10 @@ from specheads.runs.progress import bar
 
 WIDTH = 8
 """Largest number of children of a node."""
-
 SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 """Node counts of candidate trees, root included; the largest size in the settings is added."""
-
 THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """Thresholds that are tried for an early stop."""
-
 LEAST_GAIN = 1.01
 """Gain over a chain without a stop below which the stop is not tried."""
 

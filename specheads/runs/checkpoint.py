@@ -16,7 +16,6 @@ from specheads.core.errors import InputError, first_line
 from specheads.core.files import atomic_folder
 
 SUMS = "checksums.json"
-
 KEPT = 2
 """Newest checkpoints that are kept: if the last is damaged, the one before it is used."""
 

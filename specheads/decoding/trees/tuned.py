@@ -31,7 +31,6 @@ from specheads.decoding.trees.hybrid import HybridTree
 
 FILE = "tuned.json"
 """Its name in a head's folder."""
-
 SCHEMA = 1
 
 

@@ -206,19 +206,15 @@ PLAIN = {
     "parallel_draft_step": 1,
 }
 """Settings of public checkpoints with the only supported value of each."""
-
 USED = (IDS, "eagle_config", "embed_requires_grad", "draft_vocab_size", "speculative_tokens")
-
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Names of P-EAGLE's mask token."""
-
 HARMLESS = (
     *("num_aux_hidden_states", "parallel_draft_heads_num_layers", "has_lm_head"),
     *("num_local_experts", "experts_per_token", "num_experts_per_tok"),
     *("target_model_type", "modal_type"),
 )
 """Settings that describe the base or that the tensors decide: experts have other tensors."""
-
 SAME = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Settings with the same name and meaning in public checkpoints and here."""
 

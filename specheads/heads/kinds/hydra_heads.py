@@ -22,8 +22,6 @@ from specheads.heads.layers.embedding import BorrowingHead
 
 BORROWED = ("input_embed_fn.weight", "embed_tokens.weight", "rotary_emb.inv_freq")
 """Tensors of public checkpoints that are not part of the head."""
-
-
 OPTIONS = ("hydra_head_arch", "grounded_heads", "hidden_state_offset")
 """Settings of public checkpoints that select the network."""
 

@@ -235,27 +235,22 @@ PLAIN_SETTINGS = {
     "output_multiplier": 1,
 }
 """Settings of public checkpoints with the only supported value of each."""
-
 PLAIN_MARKOV = {
     "markov_head_type": "vanilla",
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }
 """The same for folders with a Markov head."""
-
 USED = (
     *("block_size", "target_layer_ids", "aux_hidden_state_layer_ids", "mask_token_id"),
     *("sample_from_anchor", "draft_vocab_size", "dflash_config", "markov_rank"),
     # it is about layers with a window
     "sliding_window_non_causal",
 )
-
 HARMLESS = ("num_target_layers", "num_anchors", "confidence_head_alpha")
 """Settings that describe the base or the training."""
-
 BY_DEEPSPEC = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel")
 """Class names of one network, DeepSpec's first."""
-
 LENT = ("lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 """Copies of the base's tensors."""
 

@@ -19,10 +19,8 @@ REQUIRED = {
     "yarn": ("factor", ORIGINAL),
 }
 """Required parameters of each type of scaling."""
-
 YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
 """Optional parameters of yarn."""
-
 Rope = tuple[float, tuple[tuple[str, Any], ...]]
 """Base of the frequencies, and their scaling as sorted items; empty is no scaling."""
 
