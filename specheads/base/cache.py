@@ -276,8 +276,7 @@ class KVCache(RowCache):
         """Check that the next forward fits; raise a ValueError if it does not."""
         if self.longest + length > self.capacity:
             raise InputError(
-                f"the cache must hold committed and new tokens together: {self.longest} + "
-                f"{length} exceed its {self.capacity} slots; allocate more"
+                f"a cache of {self.capacity} slots cannot hold {self.longest} + {length} tokens"
             )
         self.end, self._places = self.extent(length), None
 
@@ -339,8 +338,7 @@ class KVCache(RowCache):
         """Append another cache's rows, in free memory or in new tensors."""
         if not isinstance(other, KVCache) or other.capacity != self.capacity:
             raise InputError(
-                f"rows that join a contiguous batch must be contiguous rows of {self.capacity} "
-                f"slots, got {other.capacity}; allocate both with the same capacity"
+                f"rows of {other.capacity} slots cannot join contiguous rows of {self.capacity}"
             )
         before, new = len(self.row_lengths), len(other.row_lengths)
         rows, end = max(before + new, self.room), other.longest

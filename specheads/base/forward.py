@@ -96,8 +96,7 @@ class Forwards:
     def _refuse_training(self) -> None:
         if self.model.training:
             raise InputError(
-                "a base must be in eval mode, and its model is in training mode; call "
-                "model.eval(), or keep a copy to train"
+                "a base must be in eval mode, got its model in training mode; call model.eval()"
             )
 
     @property

@@ -106,8 +106,7 @@ def _dequantise(file: Path, source: str, folder: Path) -> None:
     if (kind := fields.get(name, "none")) != "none":
         # transformers would ignore it
         raise InputError(
-            f"a GGUF file must not scale positions, and {name} is {kind!r}; use the base's own "
-            "folder or Hub id"
+            f"a GGUF file must not scale positions, {name} is {kind!r}; use the base's own folder"
         )
     size = numbers * torch.float32.itemsize
     refuse_bytes(size, torch.device("cpu"), f"dequantising {file.name}", "take a smaller base")

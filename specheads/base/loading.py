@@ -98,8 +98,7 @@ def load_config(source: str, *, revision: str) -> PreTrainedConfig:
             if code:
                 _refuse_code(source, "config.json", f"model_type is {kind!r:.80}")
             raise InputError(
-                "a base must generate text, and transformers has no class that does for "
-                f"model_type {kind!r:.80}; name another base"
+                f"transformers has no class that generates text for {kind!r:.80}; name another base"
             )
         refuse_ignored(config, settings)
         return config

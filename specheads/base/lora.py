@@ -224,8 +224,7 @@ def whole_weight(layer: nn.Module) -> Float[Tensor, "vocab width"]:
 def _refuse_quantised(model: PreTrainedModel) -> None:
     if getattr(model.config, "quantization_config", None) is not None:
         raise InputError(
-            "an adapter needs an unquantised base, and this one is quantised; load an unquantised "
-            "base, or leave joint and base.adapter out"
+            "an adapter needs an unquantised base, got a quantised one; load an unquantised base"
         )
 
 

@@ -128,8 +128,7 @@ def refuse_attention(name: str | None) -> None:
     """Refuse an attention implementation that takes no 4D mask: a node must see its path only."""
     if name not in ATTENTION:
         raise InputError(
-            f"tree verification needs an attention that takes a 4D mask, got {name!r}; "
-            f"load the base with one of {ATTENTION}"
+            f"tree verification needs attention of {ATTENTION}, got {name!r}; load it with one"
         )
 
 
@@ -157,6 +156,5 @@ def refuse_special(settings: Mapping[str, Any], setting: str) -> None:
     """Refuse a base with more than plain attention, because a setting of it computes no more."""
     if is_special(settings):
         raise InputError(
-            f"{setting} supports plain attention only, and this base adds to its scores; "
-            "leave it out"
+            f"{setting} supports plain attention, this base adds to its scores; leave it out"
         )

@@ -52,8 +52,7 @@ def check(base: Forwards) -> None:
         if (plain - verified).abs().max() <= bound:
             return
     raise InputError(
-        f"tree verification needs a base that uses only mask and position; {kind!r} gives a "
-        "path in a tree other logits; choose another base"
+        f"{kind!r} does not compute a path in a tree as it computes a text; choose another base"
     )
 
 

@@ -122,8 +122,7 @@ def deferring(cache: RowCache) -> Iterator[None]:
         yield
         if next(layers, None) is not None:
             raise InputError(
-                "compile=true on CUDA needs layers that call attention once each, in order; "
-                "leave compile=true out"
+                "compile=true needs layers that call attention once, in order; leave it out"
             )
     finally:
         _LAYERS.reset(token)

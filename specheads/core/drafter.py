@@ -152,8 +152,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         size = getattr(config, "draft_tokens", 0)
         if not 0 <= size <= vocab_size:
             raise InputError(
-                f"draft_tokens must be between 0 (all) and {vocab_size} (the vocabulary), got "
-                f"{size}; lower head.draft_tokens"
+                f"head.draft_tokens must be 0 (all) to {vocab_size}, got {size}; lower it"
             )
         # the first tokens, to have the right shape until `choose_vocabulary`
         self.register_buffer("draft_ids", torch.arange(size) if size else None)

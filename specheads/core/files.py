@@ -180,8 +180,7 @@ def refuse_outside(file: Path) -> None:
         allowed.append(folder.parent.parent / "blobs")
     if not any(real.is_relative_to(place) for place in allowed):
         raise InputError(
-            f"a checkpoint's files must be in its own folder, and {file} links to {real}; put a "
-            "copy there if you trust it"
+            f"a checkpoint's files must be in its own folder, {file} links to {real}; copy it"
         )
 
 

@@ -107,8 +107,7 @@ def refuse_nodes(num_nodes: int, setting: str) -> int:
     """Return a number of nodes, or refuse it and name the setting to lower."""
     if num_nodes > MAX_NODES:
         raise InputError(
-            f"a tree may have at most {MAX_NODES} nodes, and as many drafted nodes, got "
-            f"{num_nodes:.4g} or more; lower {setting}"
+            f"a tree may have at most {MAX_NODES} nodes, got {num_nodes:.4g}; lower {setting}"
         )
     return num_nodes
 

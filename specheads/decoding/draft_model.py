@@ -159,8 +159,7 @@ class Streaming(DraftModel):
     ) -> None:
         if sinks < 1 or window <= depth:
             raise InputError(
-                f"streaming needs sinks >= 1 and a window longer than its depth of {depth}, got "
-                f"{sinks} and {window}"
+                f"streaming needs sinks >= 1 and a window above {depth}, got {sinks} and {window}"
             )
         super().__init__(base, depth, base, max_nodes=max_nodes)
         self.sinks, self.window, self.chunk = sinks, window, max_nodes

@@ -140,8 +140,7 @@ class Engine:
         length, size = len(request.prompt), len(self.base.embedding)
         if (largest := max(request.prompt)) >= size:
             raise InputError(
-                f"token ids must be below the base's vocabulary size {size}, got {largest}; use "
-                "this base's own tokenizer"
+                f"token ids must be below {size}, got {largest}; use this base's own tokenizer"
             )
         if pictured := self.base.media_ids.keys() & {*request.prompt}:
             token = min(pictured)
@@ -151,13 +150,11 @@ class Engine:
             )
         if length > self.max_length:
             raise InputError(
-                f"a prompt must fit the context: {length} tokens exceed {self.max_length}; "
-                "shorten it"
+                f"a prompt must fit {self.max_length} tokens of context, got {length}; shorten it"
             )
         if request.stop and self.base.tokenizer is None:
             raise InputError(
-                f"stop strings need a tokenizer, got a base without one: {self.base.name!r}; "
-                "name eos_ids instead"
+                f"stop strings need a base with a tokenizer, got {self.base.name!r}; name eos_ids"
             )
         limit = min(request.max_new_tokens, self.max_length - length)
         needed = self._blocks(length + limit)

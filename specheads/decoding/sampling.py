@@ -277,7 +277,6 @@ def each_prompt(sampling: Sampling | Sequence[Sampling] | None, count: int) -> l
         return [(sampling or GREEDY).of_prompt(index) for index in range(count)]
     if not isinstance(sampling, Sequence) or len(sampling) != count:
         raise InputError(
-            f"sampling must be a Sampling(...), or a list with one for each of {count} prompts, "
-            f"got {sampling!r:.80}"
+            f"sampling must be a Sampling(...) or a list of {count}, got {sampling!r:.80}"
         )
     return list(sampling)

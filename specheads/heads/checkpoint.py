@@ -90,8 +90,7 @@ def _check_index(index: Path) -> None:
     existing = {file.name for file in index.parent.iterdir() if file.is_file()}
     if strange := sorted(names - existing):
         raise InputError(
-            f"an index must name files of its folder, and {index} names {strange[0]!r:.80}; "
-            "complete the download"
+            f"an index must name files of its folder, {index} names {strange[0]!r:.80}; download it"
         )
 
 
@@ -192,6 +191,5 @@ def _check_draft_ids(head: Head, ids: Tensor | None) -> None:
     inside = ids[0] >= 0 and ids[-1] < head.vocab_size
     if ids.is_floating_point() or not inside or (ids.diff() < 1).any():
         raise InputError(
-            f"draft_ids must increase and be between 0 and {head.vocab_size - 1}; repair the "
-            "checkpoint's map"
+            f"draft_ids must increase and be below {head.vocab_size}; repair the checkpoint"
         )

@@ -52,11 +52,10 @@ def configure(settings: Mapping[str, Any]) -> Any:
     """Return the `Config` of `kind` for its settings; refuse unknown and invalid ones."""
     values = dict(settings)
     module = _module(values.pop("kind", None))
-    known = {field.name for field in dataclasses.fields(module.Config)}
-    if unknown := sorted(set(values) - known):
+    known = sorted(field.name for field in dataclasses.fields(module.Config))
+    if unknown := sorted(set(values) - {*known}):
         raise InputError(
-            f"head {settings['kind']!r} does not have the setting {unknown[0]!r}; it has "
-            f"{', '.join(sorted(known))}"
+            f"head={settings['kind']} has no setting {unknown[0]!r}; it has {', '.join(known)}"
         )
     # before the dataclass is made, because tests check its annotations at runtime
     for name, hint in hints(module.Config).items():

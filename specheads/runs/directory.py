@@ -50,8 +50,7 @@ class RunDirectory:
         """Raise if training has not ended; the message says that a run cannot be `verb`."""
         if not self.finished:
             raise InputError(
-                f"only a finished run can be {verb}, and {self.path} is not; finish it with the "
-                "same specheads train command"
+                f"only a finished run can be {verb}, and {self.path} is not; train it to its end"
             )
 
     def begin(self, config_text: str, identity: dict[str, Any]) -> None:
@@ -69,8 +68,7 @@ class RunDirectory:
             self._refuse_changed(config_text, identity)
         elif self.path.is_dir() and not all(is_ours(item.name) for item in self.path.iterdir()):
             raise InputError(
-                f"a run needs its own folder, and {self.path} has other files; choose another "
-                "run_dir="
+                f"a run needs its own folder, {self.path} has other files; choose another run_dir="
             )
         for folder in (self.path, self.checkpoints, self.phases, self.head):
             sweep(folder)

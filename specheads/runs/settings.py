@@ -43,8 +43,7 @@ def read_settings(file: Path) -> dict[str, Any]:
     refuse_outside(file)
     if (size := file.stat().st_size) > MAX_SETTINGS_BYTES:
         raise InputError(
-            f"{file} must be at most {MAX_SETTINGS_BYTES} bytes of settings, it has {size}; remove "
-            "what is none"
+            f"{file} must be at most {MAX_SETTINGS_BYTES} bytes of settings, got {size}; shorten it"
         )
     try:
         return parse(file.read_text(encoding="utf-8"))

@@ -18,8 +18,7 @@ def refuse_missing(kind: str) -> None:
     """Refuse a tracker whose package is not installed."""
     if kind != "jsonl" and LoggerType(kind) not in get_available_trackers():
         raise InputError(
-            f"tracker.kind={kind} needs the package {kind}, which is not installed; pip install "
-            f"{kind}, or set tracker.kind=jsonl"
+            f"tracker.kind={kind} needs a package; pip install {kind}, or set tracker.kind=jsonl"
         )
 
 
@@ -104,8 +103,5 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             rows.append(row)
         # the last line has no line end: it is empty or incomplete
         elif number < len(lines):
-            raise InputError(
-                f"each line of {path} must be an object with a step, and line {number} is not; "
-                "remove it"
-            )
+            raise InputError(f"line {number} of {path} must be an object with a step; remove it")
     return rows

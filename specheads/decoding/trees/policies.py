@@ -142,8 +142,7 @@ class Static(TreePolicy):
         orphans = [path for path in ordered if path[:-1] not in known]
         if orphans or len(known) <= len(ordered) or () in ordered:
             raise InputError(
-                "a static tree needs distinct, non-empty rank paths whose parents are in it too, "
-                f"got {orphans or ordered}"
+                f"a static tree needs distinct, non-empty rank paths with parents, got {ordered}"
             )
         self.name, self.paths = name, tuple(ordered)
         self.confidence, self.estimate = confidence, estimate
@@ -254,8 +253,7 @@ class Beam(TreePolicy):
     def __init__(self, width: int, depth: int, top: int = 50) -> None:
         if not 1 <= width <= top or depth < 1:
             raise InputError(
-                f"a beam needs a width from 1 to top={top} and a depth of at least 1, got "
-                f"{width} and {depth}"
+                f"a beam needs a width from 1 to {top} and a depth above 0, got {width}, {depth}"
             )
         self.name = "beam"
         self.num_nodes, self.depth = refuse_nodes(1 + width * depth, "tree.beam, tree.depth"), depth

@@ -66,10 +66,7 @@ class Config(AttentionConfig):
     def __post_init__(self) -> None:
         # serving engines read the list as a sorted set
         if self.aux_layers != sorted(set(self.aux_layers)):
-            raise InputError(
-                f"eagle3 needs aux_layers in increasing order, got {self.aux_layers}; "
-                "set head.aux_layers"
-            )
+            raise InputError(f"head.aux_layers must increase, got {self.aux_layers}; sort them")
         if self.norm_before_fc and self.fc_norm:
             raise InputError(
                 "eagle3 normalises its features once, got norm_before_fc and fc_norm; leave one out"
@@ -94,8 +91,7 @@ class Head(FeedbackHead):
         num_aux, epsilon = len(self.aux_layers) or NUM_AUX_LAYERS, config.epsilon
         if config.mask_token >= vocab_size:
             raise InputError(
-                f"mask_token must be below the vocabulary's size {vocab_size}, got "
-                f"{config.mask_token}; lower head.mask_token"
+                f"head.mask_token must be below {vocab_size}, got {config.mask_token}; lower it"
             )
         self.input_norm = RMSNorm(num_aux * width, epsilon) if config.norm_before_fc else None
         norms = (RMSNorm(width, epsilon) for _ in range(num_aux * config.fc_norm))
@@ -295,7 +291,6 @@ def _mask_token(settings: dict[str, Any]) -> int:
     found = [settings[name] for name in MASKS if settings.get(name) is not None]
     if not found:
         raise InputError(
-            f"a checkpoint with mask_hidden needs one of {', '.join(MASKS)} in config.json, got "
-            "none; add its mask token"
+            f"mask_hidden needs one of {', '.join(MASKS)} in config.json, got none; add it"
         )
     return found[0]

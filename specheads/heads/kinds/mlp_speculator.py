@@ -219,8 +219,7 @@ def _join_gates(named: dict[str, Tensor]) -> dict[str, Tensor]:
                 continue
             if part == "emb" and not all(torch.equal(gates[0], gate) for gate in gates):
                 raise InputError(
-                    "with tie_lstm_embs the gates' embeddings must be equal, and they differ; "
-                    "download it again"
+                    "with tie_lstm_embs the gates' embeddings must be equal; download it again"
                 )
             named[f"{part}.{level}.weight"] = gates[0] if part == "emb" else torch.cat(gates)
     return named
@@ -234,7 +233,6 @@ def _untie(named: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
         kept = f"{part}.{1 if part == 'proj' else 0}.{suffix}"
         if kept not in named or not torch.equal(named[kept], named[name]):
             raise InputError(
-                f"with tie_weights {name!r} and {kept!r} must be equal, and they differ; download "
-                "it again"
+                f"with tie_weights {name!r} and {kept!r} must be equal; download it again"
             )
     return {name: value for name, value in named.items() if name in wanted}

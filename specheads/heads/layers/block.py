@@ -63,8 +63,7 @@ class BlockConfig(AttentionConfig):
     def __post_init__(self) -> None:
         if self.causal and not self.sliding_window:
             raise InputError(
-                "a causal block is one of a head with a window, got causal=true and no "
-                "sliding_window; set head.sliding_window, or leave out head.causal"
+                "head.causal=true needs head.sliding_window, got none; set it, or leave causal out"
             )
 
 
@@ -85,8 +84,7 @@ class BlockHead(BorrowingHead):
         self.aux_layers = tuple(config.aux_layers)
         if not -1 <= config.mask_token < vocab_size:
             raise InputError(
-                f"mask_token must be a token of the base, -1 to {vocab_size - 1}, got "
-                f"{config.mask_token}; set head.mask_token"
+                f"head.mask_token must be -1 to {vocab_size - 1}, got {config.mask_token}; set it"
             )
         self.mask_token = config.mask_token % vocab_size
         self.fc = nn.Linear((len(self.aux_layers) or config.num_layers) * width, width, bias=False)

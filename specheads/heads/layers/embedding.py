@@ -64,8 +64,7 @@ class BorrowingHead(Head):
         """Return the residual streams of the base after the layers that this head reads."""
         if features.aux is None:
             raise InputError(
-                f"{self.kind} reads aux_layers, got none; read the base with "
-                "aux_layers=head.aux_layers"
+                f"{self.kind} reads aux_layers, got none; read the base with head.aux_layers"
             )
         return features.aux
 
