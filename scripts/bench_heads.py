@@ -48,7 +48,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
 from specheads.commands._library import read_run
-from specheads.config import Train
+from specheads.config.commands import Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.features import Features, document_lengths

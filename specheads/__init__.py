@@ -10,51 +10,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specheads.base.model import FrozenBase
-    from specheads.commands.compare import compare
-    from specheads.commands.distill import distill
-    from specheads.commands.evaluate import evaluate
-    from specheads.commands.export import export
-    from specheads.commands.push import push
-    from specheads.commands.simulate import simulate
-    from specheads.commands.train import train
-    from specheads.commands.tune import tune
-    from specheads.core.drafter import Committed, Drafter, Features, Head, Memory
-    from specheads.core.tree import TokenTree
-    from specheads.decoding.engine import Engine
-    from specheads.decoding.generate import Decoding, generate
-    from specheads.decoding.request import Request, Stream
-    from specheads.decoding.sampling import Sampling
-    from specheads.export.custom_generate import custom_generate
-    from specheads.heads.load import load_head
-    from specheads.measure.offline import offline_logits
-
-__all__ = [
-    "Committed",
-    "Decoding",
-    "Drafter",
-    "Engine",
-    "Features",
-    "FrozenBase",
-    "Head",
-    "Memory",
-    "Request",
-    "Sampling",
-    "Stream",
-    "TokenTree",
-    "compare",
-    "custom_generate",
-    "distill",
-    "evaluate",
-    "export",
-    "generate",
-    "load_head",
-    "offline_logits",
-    "push",
-    "simulate",
-    "train",
-    "tune",
-]
+    from specheads.base.model import FrozenBase as FrozenBase
+    from specheads.commands.compare import compare as compare
+    from specheads.commands.distill import distill as distill
+    from specheads.commands.evaluate import evaluate as evaluate
+    from specheads.commands.export import export as export
+    from specheads.commands.push import push as push
+    from specheads.commands.simulate import simulate as simulate
+    from specheads.commands.train import train as train
+    from specheads.commands.tune import tune as tune
+    from specheads.core.drafter import Committed as Committed
+    from specheads.core.drafter import Drafter as Drafter
+    from specheads.core.drafter import Features as Features
+    from specheads.core.drafter import Head as Head
+    from specheads.core.drafter import Memory as Memory
+    from specheads.core.tree import TokenTree as TokenTree
+    from specheads.decoding.engine import Engine as Engine
+    from specheads.decoding.generate import Decoding as Decoding
+    from specheads.decoding.generate import generate as generate
+    from specheads.decoding.request import Request as Request
+    from specheads.decoding.request import Stream as Stream
+    from specheads.decoding.sampling import Sampling as Sampling
+    from specheads.export.custom_generate import custom_generate as custom_generate
+    from specheads.heads.load import load_head as load_head
+    from specheads.measure.offline import offline_logits as offline_logits
 
 _PUBLIC = {
     "base.model": ["FrozenBase"],
@@ -78,6 +57,8 @@ _PUBLIC = {
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 """Module of each public name. Modules are imported at first use: torch alone takes seconds."""
+
+__all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 # `specheads.export` is a function, and also the name of a package. Python binds a package as an
 # attribute once, at its first import, so import it now and remove the attribute.

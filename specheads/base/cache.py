@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specheads.base.compile import EXTENT
+from specheads.core.drafter import refuse_scattering
 from specheads.core.errors import InputError
 from specheads.core.machine import to_device
 
@@ -20,18 +21,14 @@ from specheads.core.machine import to_device
 class RowCache(Cache, ABC):
     """Base class of the caches: rows of committed tokens, each followed by scratch slots.
 
-    Row b has `row_lengths[b]` committed tokens. A forward writes its tokens into the scratch after
-    each row's own length, so rows of different lengths need no left padding and no realignment.
-    `commit` then keeps the accepted ones. The mask hides slots beyond the length of a row, and the
-    next forward overwrites them.
-
-    The order of calls is `reserve`, one forward, `commit`. Rows are added and removed between
-    steps (`keep_rows`, `join`). Lengths are on `device`; keys and values follow the base.
+    A forward writes its tokens into the scratch after each row's own length, so rows of different
+    lengths need no padding. The mask hides slots beyond the length of a row. The order of calls is
+    `reserve`, one forward, `commit`; rows join and leave between steps.
     """
 
     static = False
-    """Whether forwards of one length have the same shapes while rows grow. Lengths are then read
-    from one address on the device, and the number of slots is a multiple of `EXTENT`."""
+    """Whether forwards of one length have the same shapes while rows grow, at the same addresses:
+    the number of slots is a multiple of `EXTENT`."""
     capacity = -1
     """Slots of a row: committed tokens and the scratch of one forward; -1 for unlimited."""
     room = 0
@@ -55,7 +52,6 @@ class RowCache(Cache, ABC):
         self.shared_length = self.longest if alike else None
 
     def _placed(self, lengths: Tensor) -> Tensor:
-        """Return the tensor that stores the lengths."""
         return lengths
 
     def scratch(self, length: int) -> Tensor:
@@ -88,10 +84,7 @@ class RowCache(Cache, ABC):
         """Write a layer's new positions into each row's scratch; return the slots in use."""
 
     def commit(self, paths: list[list[int]]) -> None:
-        """Keep nodes `paths[b]` of the last forward, in order; discard the rest.
-
-        The paths are on the host, because the engine reads them once per step anyway.
-        """
+        """Keep nodes `paths[b]` of the last forward, in order; discard the rest."""
         if any(path != list(range(len(path))) for path in paths):
             self._move(paths)
         self._set_lengths(
@@ -111,20 +104,24 @@ class RowCache(Cache, ABC):
         """Copy slots `source[b]` of each row b to slots `target[b]`."""
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order; each at most once.
-
-        Finished and cancelled requests leave the batch this way.
-        """
+        """Keep only these rows, in this order; each at most once."""
         self._set_lengths([self.row_lengths[row] for row in rows])
 
-    def join(self, other: "RowCache") -> None:
-        """Append the rows of another cache, which is then empty.
+    def keep(self, rows: Tensor) -> "RowCache":
+        """Keep only these rows, as `Memory.keep`: a draft model's memory is its cache."""
+        self.keep_rows(rows.tolist())
+        return self
 
-        Raises:
-            ValueError: Its rows have another capacity or another pool.
+    def join(self, other: "RowCache") -> "RowCache":
+        """Append the rows of another cache, which is then empty; return this one.
+
+        A ValueError is raised if its rows have another capacity or another pool.
         """
         self._set_lengths(self.row_lengths + other.row_lengths)
         other.keep_rows([])
+        return self
+
+    scatter = refuse_scattering
 
 
 def upload(values: list[Any], device: torch.device) -> Tensor:
@@ -166,7 +163,6 @@ class RowLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of slots that a forward reads, and the first one."""
-        del query_length
         return self.cache.end, 0
 
     def get_seq_length(self) -> int:
@@ -179,7 +175,7 @@ class RowLayer(CacheLayerMixin):
 
 
 class Slab:
-    """The memory of a contiguous cache; the next cache can reuse it with its CUDA graphs."""
+    """The memory of a contiguous cache; the next static cache can reuse it with its CUDA graphs."""
 
     def __init__(self, num_layers: int, capacity: int) -> None:
         self.capacity = capacity
@@ -188,8 +184,8 @@ class Slab:
         self.graphs: dict[Hashable, Any] = {}
         """CUDA graphs recorded over this memory: see `compile.CudaGraphs`."""
         self.stacks: list[Tensor] = []
-        """Keys and values, each (part, batch, heads, slot, width). If all layers are alike, one
-        stack has the keys and values of all of them, so that one copy commits a step."""
+        """Keys and values (part, batch, heads, slot, width); one stack has those of all layers that
+        are alike, so that one copy commits a step."""
         self.parts: dict[int, tuple[tuple[int, int], ...]] = {}
         """For the keys and the values of a layer: the number of the stack, and the index in it."""
         self.views: dict[int, tuple[Tensor, ...]] = {}
@@ -234,17 +230,6 @@ class Slab:
                 self.stacks[place][:, : old.shape[1], :, :end] = old[:, :, :, :end]
         self._moved()
 
-    def pick(self, rows: list[int], *, static: bool) -> None:
-        """Copy these rows, in this order, to new memory; `static` copies in place."""
-        with torch.inference_mode(mode=False):
-            for place, old in enumerate(self.stacks):
-                if static:
-                    old[:, : len(rows)] = old[:, rows]
-                else:
-                    self.stacks[place] = old[:, rows]
-        if not static:
-            self._moved()
-
     def _moved(self) -> None:
         """Point the layers to the stacks, and discard the graphs of the memory before."""
         for layer, parts in self.parts.items():
@@ -259,10 +244,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 class KVCache(RowCache):
-    """Contiguous rows of equal capacity: the fastest to read, and sized for the longest text.
-
-    A static cache can reuse the slab of a freed one, and then has its capacity.
-    """
+    """Contiguous rows of equal capacity: the fastest to read, and sized for the longest text."""
 
     def __init__(
         self,
@@ -292,11 +274,9 @@ class KVCache(RowCache):
 
     def reserve(self, length: int, counts: list[int] | None = None) -> None:
         """Check that the next forward fits; raise a ValueError if it does not."""
-        del counts
         if self.longest + length > self.capacity:
             raise InputError(
-                f"the cache must hold committed and new tokens together: {self.longest} + "
-                f"{length} exceed its {self.capacity} slots; allocate more"
+                f"a cache of {self.capacity} slots cannot hold {self.longest} + {length} tokens"
             )
         self.end, self._places = self.extent(length), None
 
@@ -329,8 +309,7 @@ class KVCache(RowCache):
         if self.device.type != "cpu":
             super()._move(paths)
             return
-        # a processor copies one slot of all layers after the other in a twentieth of the time
-        # that an index of slots takes; paths ascend, so that no node is overwritten before its turn
+        # twenty times as fast as an index of slots; paths ascend, so no node is overwritten early
         for row, (length, path) in enumerate(zip(self.row_lengths, paths, strict=True)):
             for place, node in enumerate(path):
                 if node != place:
@@ -342,31 +321,24 @@ class KVCache(RowCache):
         for stack in self.slab.stacks:
             held = stack[:, : len(target)]
             if len(target) == 1:
-                # one row needs no index of rows, and is copied in less time without
                 held.index_copy_(3, target[0], held.index_select(3, source[0]))
             else:
                 held[:, rows, :, target] = held[:, rows, :, source]
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order; each at most once.
-
-        If each row keeps its index or comes from beyond the new batch, only the latter are copied.
-        """
+        """Keep only these rows, in this order; each at most once."""
         moved = [(place, row) for place, row in enumerate(rows) if place != row]
-        if any(row < len(rows) for _, row in moved):
-            self.slab.pick(rows, static=self.static)
-        elif moved:
+        if moved:
             targets, sources = map(list, zip(*moved, strict=True))
             for stack in self.slab.stacks:
                 stack[:, targets, :, : self.longest] = stack[:, sources, :, : self.longest]
         super().keep_rows(rows)
 
-    def join(self, other: RowCache) -> None:
+    def join(self, other: RowCache) -> RowCache:
         """Append another cache's rows, in free memory or in new tensors."""
         if not isinstance(other, KVCache) or other.capacity != self.capacity:
             raise InputError(
-                f"rows that join a contiguous batch must be contiguous rows of {self.capacity} "
-                f"slots, got {other.capacity}; allocate both with the same capacity"
+                f"rows of {other.capacity} slots cannot join contiguous rows of {self.capacity}"
             )
         before, new = len(self.row_lengths), len(other.row_lengths)
         rows, end = max(before + new, self.room), other.longest
@@ -377,4 +349,4 @@ class KVCache(RowCache):
         if end:
             for stack, states in zip(self.slab.stacks, other.slab.stacks, strict=True):
                 stack[:, before : before + new, :, :end] = states[:, :new, :, :end]
-        super().join(other)
+        return super().join(other)

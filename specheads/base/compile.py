@@ -17,22 +17,16 @@ from specheads.core.errors import InputError
 
 EXTENT = 256
 """On CUDA a forward reads a multiple of this many slots, which limits the number of graphs."""
-
 PLAIN = 2
 """Calls of a shape before its graph is recorded: they compile kernels and warm up."""
-
 MOST_GRAPHS = 32
 """Graphs kept per cache; each owns its outputs, including the logits of all nodes."""
-
-Outputs = tuple[Tensor | None, ...]
+Outputs = tuple[Any, ...]
 Forward = Callable[..., Outputs]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, compiled at its first call for any number of rows, nodes and slots.
-
-    The first call raises a ValueError if no compiler works.
-    """
+    """Return the function, compiled at its first call for any number of rows, nodes and slots."""
     graphs = torch.compile(function, dynamic=True)
 
     def call(*args: Any, **settings: Any) -> Any:
@@ -67,16 +61,11 @@ class CudaGraphs:
         """Recorded graphs that still exist: torch frees a memory pool with its last graph."""
 
     def __call__(
-        self,
-        graphs: dict[Hashable, Any],
-        key: Hashable,
-        forward: Forward,
-        inputs: tuple[Tensor, ...],
+        self, graphs: dict[Hashable, Any], key: Hashable, forward: Forward, inputs: Outputs
     ) -> Outputs:
         """Return the outputs of the forward, replayed from the graph of this key in `graphs`.
 
-        The next call with the same key overwrites the outputs. The first `PLAIN` calls run the
-        forward without a graph. Raises a ValueError if the forward cannot be recorded.
+        The next call with this key overwrites them. The first `PLAIN` calls run without a graph.
         """
         # memory allocated in inference mode cannot be written to outside of it
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -122,9 +111,8 @@ class CudaGraphs:
 class CompiledLayers:
     """The layers of a model, which share their code and so are compiled once.
 
-    Each layer is a function of tensors only, because an opaque operator writes its keys and values
-    to the cache: see `tree_attention.deferred_attention`. A model runs uncompiled if transformers
-    does not name its layers or if they are of several classes.
+    `tree_attention.deferred_attention` hides the cache from the compiler. A model runs uncompiled
+    if transformers does not name its layers or if they are of several classes.
     """
 
     def __init__(self, model: PreTrainedModel, backend: str = "inductor") -> None:
@@ -160,11 +148,6 @@ class CompiledLayers:
 def _without_hooks(module: nn.Module) -> Callable[[], None]:
     """Remove transformers' output hooks, which would break graphs; return a function to undo it."""
     hooks = module._forward_hooks
-    taken = {
-        key: one
-        for key, one in hooks.items()
-        if "output_capturing" in getattr(one, "__module__", "")
-    }
-    for key in taken:
-        del hooks[key]
+    homes = {key: getattr(one, "__module__", "") for key, one in hooks.items()}
+    taken = {key: hooks.pop(key) for key, home in homes.items() if "output_capturing" in home}
     return lambda: hooks.update(taken)

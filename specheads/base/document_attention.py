@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -16,13 +16,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specheads.base.masks import is_special, replaced
 from specheads.core.features import Documents
-from specheads.core.kernels import flash_takes, opaque
+from specheads.core.kernels import flash_takes
 
 NAME = "specheads_documents"
-
 _HAS_ENABLE_GQA = "enable_gqa" in signature(varlen_attn).parameters
-
-_DOCUMENTS: ContextVar[Documents] = ContextVar("documents of the batch")
 
 
 @contextmanager
@@ -32,8 +29,7 @@ def attending_documents(
     """Select attention within documents for the forwards in this context, if it is faster.
 
     `places` are the positions within each document. Models whose attention cannot be replaced use
-    the mask instead, and the context is None. On CUDA this synchronises once, to read the lengths
-    of the documents.
+    the mask instead, and the context is None. On CUDA this synchronises once.
     """
     if places.device.type not in ("cpu", "cuda") or config._attn_implementation != "sdpa":
         yield None
@@ -43,16 +39,12 @@ def attending_documents(
     if any(window is not None and window < longest for window in windows):
         yield documents
         return
-    # a context variable, because one compiled graph serves batches of any documents
-    token = _DOCUMENTS.set(documents)
-    try:
-        with replaced(config, NAME, document_attention):
-            yield documents
-    finally:
-        _DOCUMENTS.reset(token)
+    with replaced(config, NAME, partial(document_attention, documents)):
+        yield documents
 
 
 def document_attention(
+    documents: Documents,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -61,17 +53,12 @@ def document_attention(
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention within each document; transformers calls this in each layer.
-
-    Queries are (batch, heads, time, width), keys and values (batch, key heads, time, width).
-    """
+    """Compute attention (batch, heads, time, width) within each document, for transformers."""
     if is_special(settings) or settings.get("dropout") or not _takes(query, key, value):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **settings
         )
-    # one compiled graph serves all documents: the operator looks them up when it runs
-    attend = _opaque if torch.compiler.is_compiling() else _attend
-    return attend(query, key, value, scaling), None
+    return _attend(documents, query, key, value, scaling), None
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -82,9 +69,11 @@ def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return alike and flash_takes(query.dtype, query.shape[-1])
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+def _attend(
+    documents: Documents, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+) -> Tensor:
     """Return (batch, time, heads, width)."""
-    lengths, bounds = _DOCUMENTS.get()
+    lengths, bounds = documents
     # one split along one axis needs only one concatenation in the backward pass
     tokens = [values.transpose(1, 2).flatten(0, 1) for values in (query, key, value)]
     if query.device.type == "cuda":
@@ -106,28 +95,9 @@ def _flash(
 ) -> Tensor:
     """Compute attention within all documents in one kernel: (position, heads, width)."""
     # torch 2.11 has no enable_gqa, and shares keys without it
-    is_shared = query.shape[1] != key.shape[1] and _HAS_ENABLE_GQA
-    shared: dict[str, Any] = {"enable_gqa": True} if is_shared else {}
-    mixed = varlen_attn(
-        query,
-        key,
-        value,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1, 0),
-        **shared,
-    )
+    settings: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
+    if query.shape[1] != key.shape[1] and _HAS_ENABLE_GQA:
+        settings["enable_gqa"] = True
+    mixed = varlen_attn(query, key, value, bounds, bounds, longest, longest, **settings)
     assert isinstance(mixed, Tensor)
     return mixed
-
-
-def _shaped(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    del key, scaling
-    batch, heads, time, _ = query.shape
-    return query.new_empty(batch, time, heads, value.shape[-1])
-
-
-_opaque = opaque("document_attention", _attend, _shaped)

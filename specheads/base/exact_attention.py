@@ -46,13 +46,11 @@ class _Group:
 class ExactAttention:
     """Attention of one tree over a cache, in the order of sums of single steps.
 
-    A sum of floating-point numbers depends on its order, and a tree changes it: the keys of its
-    nodes follow one another, not their parents. Here the order depends on the position in the text
-    only. A node at position p reads the text in two parts. The first has the blocks of `BLOCK`
-    slots before the one that precedes p's. The other has at most `TAIL` slots: the rest of the
-    text, then each node behind its parent, in a slot that differs from its position by a multiple
-    of `BLOCK`. Slots that a node does not see add zeros. Both parts are joined by their sums of
-    exponentials.
+    The order of a sum depends on the position in the text only. A node at position p reads the text
+    in two parts. The first has the blocks of `BLOCK` slots before the one that precedes p's. The
+    other has at most `TAIL` slots: the rest of the text, then each node behind its parent, in a
+    slot that differs from its position by a multiple of `BLOCK`. Slots that a node does not see add
+    zeros. Both parts are joined by their sums of exponentials.
     """
 
     def __init__(self, ancestors: Bool[Tensor, "batch node node"], lengths: list[int]) -> None:
@@ -75,7 +73,6 @@ class ExactAttention:
         **settings: Any,
     ) -> tuple[Tensor, None]:
         """Compute attention; arguments are those of `grouped_attention`."""
-        del module
         refuse_special(settings, "exact=true")
         heads, shared = query.shape[1], key.shape[1]
         if attention_mask not in self._masks:
@@ -127,10 +124,8 @@ def _attend(
 
 
 def keeps_order(dtype: torch.dtype) -> bool:
-    """Return whether attention on this machine sums in an order that depends on positions only.
-
-    A few tokens after a text are moved by whole blocks, and read with other numbers of rows.
-    """
+    """Return whether attention on this machine sums in an order that depends on positions only."""
+    # a few tokens after a text are moved by whole blocks, and read with other numbers of rows
     rows, heads, width, moved = 40, 64, 64, 5
     generator = torch.Generator().manual_seed(0)
     for length in (20, 40, 60):

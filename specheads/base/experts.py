@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 GROUPED = "grouped_mm"
 """transformers' default: one grouped product for all experts. "eager" is one product for each."""
-
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -15,10 +15,7 @@ WEIGHT_SAMPLES = 256
 
 
 def exact_fingerprint(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return a hash of the weights (evenly spaced samples of each tensor) and the vocabulary.
-
-    It differs for the same weights in another dtype.
-    """
+    """Return a hash of the weights in their dtype (samples of each tensor) and the vocabulary."""
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         flat = whole(value.detach()).flatten()
@@ -32,14 +29,10 @@ def exact_fingerprint(model: nn.Module, tokenizer: PreTrainedTokenizerBase | Non
 def base_fingerprint(model: nn.Module, embedding: Tensor, projection: Tensor) -> str:
     """Return a fingerprint that distinguishes a base from fine-tuned versions of it.
 
-    Samples are rounded to bfloat16 first, so float32, float64 and bfloat16 loads of one checkpoint
-    agree; a float16 load agrees if the checkpoint has 16 bits. A change is detected if it moves one
-    of the samples to another bfloat16 number. A relative change of 2**-8 moves every sample, and a
-    change of all weights by 2**-8 / samples probably moves one. In a bfloat16 checkpoint every
-    changed sample is detected. The names of tensors are ignored.
-
-    The projection is the unscaled one. The result is `tables_fingerprint`, a hyphen, and 16 hex
-    digits of all parameters.
+    Samples are rounded to bfloat16, so loads of one checkpoint in another dtype agree (in float16
+    if the checkpoint has 16 bits), and a change is detected if it moves a sample to another
+    bfloat16 number. Names of tensors are ignored; the projection is the unscaled one. The result is
+    `tables_fingerprint`, a hyphen, and 16 hex digits of all parameters.
     """
     found = {_sample(whole(value.detach()), WEIGHT_SAMPLES) for value in model.parameters()}
     weights = hashlib.sha256(b"".join(sorted(found))).hexdigest()[:16]

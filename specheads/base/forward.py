@@ -51,6 +51,8 @@ def answer(
     return projection(out.last_hidden_state), out
 
 
+AuxLayers = tuple[int, ...]
+"""Layers whose residual stream is read: k is the stream after k layers."""
 FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "layer_norm")
 """Names of the norm after the last layer."""
 
@@ -58,8 +60,7 @@ FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "layer_nor
 class Forwards:
     """Forwards of a causal LM: features of texts, verification of trees, and prefill.
 
-    The model is not changed and must be in eval mode. See `FrozenBase` for arguments and errors.
-    It belongs to one thread: a forward replaces the attention of the model while it runs.
+    The model must be in eval mode, and belongs to one thread: a forward replaces its attention.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -76,7 +77,6 @@ class Forwards:
         self._layers: CompiledLayers | None = None
         self._weights = 0
         """Number of times the weights moved; CUDA graphs depend on their addresses."""
-        self._compiled_read: Callable[..., Any] | None = None
 
     @cached_property
     def max_length(self) -> int:
@@ -96,14 +96,8 @@ class Forwards:
     def _refuse_training(self) -> None:
         if self.model.training:
             raise InputError(
-                "a base must be in eval mode, and its model is in training mode; call "
-                "model.eval(), or keep a copy to train"
+                "a base must be in eval mode, got its model in training mode; call model.eval()"
             )
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether forwards over trees are compiled."""
-        return self._compiled_answer is not None or self.static
 
     @property
     def static(self) -> bool:
@@ -116,33 +110,25 @@ class Forwards:
         return vocabulary_projection(self.model)
 
     def logits_of(self, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch vocab"]:
-        """Return the logits of final hidden states, with gradients for an adapter in training.
-
-        An adapter of the projection layer runs here as its own module, with dropout, so that its
-        matrices get gradients. `projection` contains the merged matrix, without gradients.
-        """
+        """Return the logits of final hidden states, with gradients for an adapter in training."""
+        # `projection` has the merged matrix, without gradients
         layer: Any = self.model.get_output_embeddings()
         if lora.adapts(layer):
             return self.projection.finish(layer(hidden))
         return self.projection(hidden)
 
-    def compile_reads(self, **how: Any) -> None:
-        """Compile `read` by `torch.compile` with these arguments."""
-        self._compiled_read = torch.compile(self.model.base_model, **how)
-
     def read(
         self,
         tokens: Int[Tensor, "batch time"],
-        aux_layers: tuple[int, ...] = (),
+        aux_layers: AuxLayers = (),
         document_ids: Int[Tensor, "batch time"] | None = None,
         *,
         gradients: bool = False,
     ) -> Features:
-        """Return the features of whole sequences, without logits and without a cache.
+        """Return the features of whole sequences, with the residual streams of `aux_layers`.
 
-        The features include the residual streams of `aux_layers`. `gradients` lets them flow to an
-        adapter in training. Packed documents, numbered by `document_ids` within each row, do not
-        see each other; None means that each row is one text.
+        `gradients` lets them flow to an adapter in training. Packed documents, numbered by
+        `document_ids` within each row, do not see each other; None: each row is one text.
         """
         self._refuse_training()
         inputs: dict[str, Any] = {"input_ids": tokens.to(self.device), "use_cache": False}
@@ -157,17 +143,15 @@ class Forwards:
             inputs["position_ids"] = places = document_places(document_ids)
             attending = attending_documents(self.config, places, list(masks))
         with torch.set_grad_enabled(gradients), attending as documents:
-            features = self._features(inputs, aux_layers, self._compiled_read)
+            features = self._features(inputs, aux_layers)
             return replace(features, document_ids=document_ids, documents=documents)
 
     @torch.no_grad()
-    def verify(
-        self, tree: TokenTree, cache: RowCache, aux_layers: tuple[int, ...] = ()
-    ) -> Verification:
+    def verify(self, tree: TokenTree, cache: RowCache, aux_layers: AuxLayers = ()) -> Verification:
         """Run all nodes of a tree in one forward; each sees the committed text and its path.
 
-        Keys and values stay in the scratch of the cache until `cache.commit`. If the cache has no
-        room for the tree, it raises as `cache.reserve` does and is unchanged.
+        Keys and values stay in the scratch of the cache until `cache.commit`. Raises as
+        `cache.reserve` does, which leaves the cache unchanged.
         """
         self._refuse_training()
         if self.exact and tree.tokens.numel() == 1:
@@ -175,9 +159,7 @@ class Forwards:
         cache.reserve(tree.tokens.shape[1])
         return self._verify_reserved(tree, cache, aux_layers)
 
-    def _verify_lone(
-        self, tree: TokenTree, cache: RowCache, aux_layers: tuple[int, ...]
-    ) -> Verification:
+    def _verify_lone(self, tree: TokenTree, cache: RowCache, aux_layers: AuxLayers) -> Verification:
         """Verify one node next to an absent one: a single row is summed in another order."""
         tokens, absent = tree.tokens.expand(-1, 2), tree.parents.new_full((1, 2), -1)
         cache.reserve(2, [1])
@@ -186,25 +168,19 @@ class Forwards:
         return Verification(both.logits[:, :1], features, both.ancestors[:, :1, :1])
 
     def _verify_reserved(
-        self, tree: TokenTree, cache: RowCache, aux_layers: tuple[int, ...]
+        self, tree: TokenTree, cache: RowCache, aux_layers: AuxLayers
     ) -> Verification:
         ancestors = tree.ancestors()
         if self._graphs is not None and isinstance(cache, KVCache) and cache.static:
             key = (tree.tokens.shape, cache.end, aux_layers, self._weights)
-            logits, hidden, aux = self._graphs(
-                cache.slab.graphs,
-                key,
-                partial(self._forward, cache, aux_layers),
-                (tree.tokens, ancestors),
-            )
+            forward, inputs = partial(self._forward, cache, aux_layers), (tree.tokens, ancestors)
+            logits, hidden, aux = self._graphs(cache.slab.graphs, key, forward, inputs)
         else:
             logits, hidden, aux = self._forward(cache, aux_layers, tree.tokens, ancestors)
-        assert logits is not None
-        assert hidden is not None
         return Verification(logits, Features(hidden, aux, tree.tokens), ancestors)
 
     def _forward(
-        self, cache: RowCache, aux_layers: tuple[int, ...], tokens: Tensor, ancestors: Tensor
+        self, cache: RowCache, aux_layers: AuxLayers, tokens: Tensor, ancestors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return logits, final hidden states and residual streams of a tree's nodes."""
         inputs = self._inputs(tokens, ancestors, ancestors.sum(-1) - 1, cache)
@@ -222,7 +198,7 @@ class Forwards:
         return logits, features.hidden, features.aux
 
     def _forward_compiled(
-        self, inputs: dict[str, Any], cache: RowCache, aux_layers: tuple[int, ...]
+        self, inputs: dict[str, Any], cache: RowCache, aux_layers: AuxLayers
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         assert self._layers is not None
         inputs["past_key_values"] = DeferredCache()
@@ -239,16 +215,14 @@ class Forwards:
         tokens: Int[Tensor, "batch time"],
         cache: RowCache,
         counts: list[int],
-        aux_layers: tuple[int, ...] = (),
+        aux_layers: AuxLayers = (),
         chunk: int = 512,
     ) -> tuple[Float[Tensor, "batch vocab"], Features]:
-        """Read and commit prompts of different lengths, in chunks.
+        """Read and commit prompts of different lengths, at most `chunk` positions per forward.
 
-        The prompt of row b is its first `counts[b]` tokens, at least one; the rest is padding and
-        is never attended to. A forward reads at most `chunk` positions, so the memory of masks and
-        activations does not grow with the prompt. Returns the logits after the last token of each
-        row, and the features of every position. Errors are those of `verify`; earlier chunks stay
-        committed.
+        The prompt of row b is its first `counts[b]` tokens, at least one; the rest is padding.
+        Returns the logits after the last token of each row, and the features of every position.
+        Errors are those of `verify`; earlier chunks stay committed.
         """
         self._refuse_training()
         pieces = []
@@ -289,23 +263,15 @@ class Forwards:
         kinds = {kind: masks[window] for kind, window in self.windows.items()}
         return kinds if len(kinds) > 1 else next(iter(masks.values()))
 
-    def _features(
-        self,
-        inputs: dict[str, Any],
-        aux_layers: tuple[int, ...],
-        run: Callable[..., Any] | None = None,
-    ) -> Features:
-        run = self.model.base_model if run is None else run
+    def _features(self, inputs: dict[str, Any], aux_layers: AuxLayers) -> Features:
         with self._last_stream(aux_layers) as last:
-            out = run(**inputs, output_hidden_states=bool(aux_layers))
+            out = self.model.base_model(**inputs, output_hidden_states=bool(aux_layers))
         return _features(out, inputs["input_ids"], aux_layers, last)
 
     @contextmanager
-    def _last_stream(self, aux_layers: tuple[int, ...]) -> Iterator[list[Tensor]]:
-        """Yield a list that a forward fills with the stream after all layers, if it is read.
-
-        The last hidden states of transformers are those after the final norm.
-        """
+    def _last_stream(self, aux_layers: AuxLayers) -> Iterator[list[Tensor]]:
+        """Yield a list that a forward fills with the stream after all layers, if it is read."""
+        # the last hidden states of transformers are those after the final norm
         found: list[Tensor] = []
         if self.config.num_hidden_layers not in aux_layers:
             yield found
@@ -325,9 +291,7 @@ class Forwards:
             hook.remove()
 
 
-def _features(
-    out: Any, tokens: Tensor, aux_layers: tuple[int, ...], last: list[Tensor]
-) -> Features:
+def _features(out: Any, tokens: Tensor, aux_layers: AuxLayers, last: list[Tensor]) -> Features:
     # numbered as in transformers: the input of each layer; then the stream after all layers
     streams = [*(out.hidden_states or ())[:-1], *last]
     streams = [streams[layer] for layer in aux_layers]

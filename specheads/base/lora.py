@@ -25,7 +25,6 @@ from specheads.core.errors import InputError
 from specheads.core.foreign import refuse_unused
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
 HONOURED = (
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "fan_in_fan_out"),
     *("target_modules", "exclude_modules", "target_parameters", "modules_to_save"),
@@ -33,17 +32,14 @@ HONOURED = (
     *("use_dora", "use_qalora", "qalora_group_size"),
 )
 """Settings of an adapter that peft merges exactly; a test compares each with peft's own layers."""
-
 TRAINING = (
     *("peft_type", "peft_version", "task_type", "inference_mode", "revision", "auto_mapping"),
     *("megatron_config", "megatron_core", "runtime_config", "velora_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 )
 """Settings of how an adapter is stored or was trained; `merge` checks `megatron_config`."""
-
 OWN = re.compile("lora_|modules_to_save|trainable_tokens")
 """Names of an adapter's tensors in a wrapped base."""
-
 STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Initialisations of an adapter that leave the weights of the base unchanged, unlike pissa."""
 
@@ -77,10 +73,9 @@ class Dropout(nn.Module):
 
 
 class Adapter:
-    """LoRA layers inside a model; they start as zero and can be removed.
+    """LoRA layers inside a model in eval mode; they start as zero and can be removed.
 
-    The weights of the model never change. It stays in eval mode: only the dropout of LoRA is
-    enabled. The A matrices are sampled from the seed; the B matrices are zero.
+    The A matrices are sampled from the seed; the B matrices are zero.
     """
 
     def __init__(
@@ -171,9 +166,8 @@ class Adapter:
 def targets(model: PreTrainedModel, wanted: Sequence[str] = ()) -> list[str]:
     """Return the full names of the linear layers that get LoRA.
 
-    `wanted` lists full names or suffixes such as `q_proj`. An empty list means all linear layers.
-    A vocabulary projection tied to the input embedding is excluded, because merging an update into
-    it would change the embedding too.
+    `wanted` lists full names or suffixes such as `q_proj`; empty is all of them, except a
+    vocabulary projection tied to the input embedding, which an update would change too.
     """
     _refuse_quantised(model)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -230,8 +224,7 @@ def whole_weight(layer: nn.Module) -> Float[Tensor, "vocab width"]:
 def _refuse_quantised(model: PreTrainedModel) -> None:
     if getattr(model.config, "quantization_config", None) is not None:
         raise InputError(
-            "an adapter needs an unquantised base, and this one is quantised; load an unquantised "
-            "base, or leave joint and base.adapter out"
+            "an adapter needs an unquantised base, got a quantised one; load an unquantised base"
         )
 
 

@@ -31,8 +31,7 @@ def tree_mask(
 ) -> Float[Tensor, "batch 1 node slot"]:
     """Return the additive mask under which each node sees the committed text and its path.
 
-    A node sees the last `window` positions, itself included; None is all of them. Positions follow
-    the path, not the slots, so siblings have the same position.
+    A node sees the last `window` positions, itself included; None is all. Siblings share one.
     """
     batch, num_nodes, _ = ancestors.shape
     end = cache.extent(num_nodes)
@@ -98,9 +97,7 @@ TO_ATTENTION = 'sliding_window=getattr(self.config, "sliding_window", None)'
 def _reads_window(model: PreTrainedModel) -> bool:
     """Return whether the code of a model reads `sliding_window` of its config.
 
-    A Llama that was converted from a Mistral may have the setting, and ignores it. OLMoE ignores it
-    too: its code passes the window to the attention function only, where sdpa and eager drop it.
-    Classes outside of transformers count by those that they inherit from.
+    Llama ignores it. OLMoE passes it to the attention function only, where sdpa and eager drop it.
     """
     codes = sources(map(type, (model, model.base_model, model.get_decoder())))
     return not codes or any("sliding_window" in code.replace(TO_ATTENTION, "") for code in codes)
@@ -116,9 +113,7 @@ def sources(classes: Iterable[type]) -> list[str]:
 def context_length(config: Any) -> int:
     """Return the longest text in which the encoding of a position does not change.
 
-    LongRoPE uses other angles once a text exceeds its original context, and cached keys keep the
-    old ones. Beyond that length, one forward over a text and token-by-token decoding give different
-    distributions, so such a base is limited to its original context.
+    LongRoPE uses other angles beyond its original context, and cached keys keep the old ones.
     """
     limits = [config.max_position_embeddings]
     rope = getattr(config, "rope_parameters", None) or {}
@@ -133,8 +128,7 @@ def refuse_attention(name: str | None) -> None:
     """Refuse an attention implementation that takes no 4D mask: a node must see its path only."""
     if name not in ATTENTION:
         raise InputError(
-            f"tree verification needs an attention that takes a 4D mask, got {name!r}; "
-            f"load the base with one of {ATTENTION}"
+            f"tree verification needs attention of {ATTENTION}, got {name!r}; load it with one"
         )
 
 
@@ -162,6 +156,5 @@ def refuse_special(settings: Mapping[str, Any], setting: str) -> None:
     """Refuse a base with more than plain attention, because a setting of it computes no more."""
     if is_special(settings):
         raise InputError(
-            f"{setting} supports plain attention only, and this base adds to its scores; "
-            "leave it out"
+            f"{setting} supports plain attention, this base adds to its scores; leave it out"
         )

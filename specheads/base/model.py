@@ -2,6 +2,7 @@
 
 import re
 import weakref
+from collections import deque
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -37,12 +38,10 @@ class FrozenBase(Forwards):
         compile: Whether trees are verified by a compiled graph: see docs/bases.md.
         exact: Whether every node of a tree gets bit for bit the result of decoding it alone: see
             docs/losslessness.md. Needs a CPU and `attention="sdpa"`.
-        owned: Whether the model is frozen and checked first. False is for a model that was checked
-            before and is in eval mode.
+        owned: Whether the model is frozen and checked first; it may have been before.
 
     Raises:
-        ValueError: The state of the model cannot be rolled back, or its attention takes no mask,
-            or its logits are not a function of the final hidden state, or `exact` is not possible.
+        ValueError: Trees cannot be verified with this model, or `exact` is not possible.
     """
 
     def __init__(
@@ -67,13 +66,13 @@ class FrozenBase(Forwards):
             for_few_rows(model)
             choose_experts(model)
             check(self)
-        if exact:
-            check_exact(self, compile=compile)
         if compile and self.device.type == "cuda":
             self._graphs, self._layers = CudaGraphs(), CompiledLayers(model)
         elif compile:
             self._compiled_answer = compiled(answer)
-        self._spare: list[Slab] = []
+        if exact:
+            check_exact(self)
+        self._spare: deque[Slab] = deque(maxlen=1)
         self.width: int = self.config.hidden_size
         """Width of the final hidden state."""
         self.vocab_size = self.projection.weight.shape[0]
@@ -96,16 +95,11 @@ class FrozenBase(Forwards):
     ) -> "FrozenBase":
         """Load a base from a folder, the Hub or a GGUF file; code of a checkpoint never runs.
 
-        Arguments are those of `loading.load_model` and of the class; `model` is the name that
-        `gguf.located` takes. `adapter` is the folder or Hub id of a LoRA adapter to merge, or
-        empty. A `Sharding` as device shards the base over the processes, which all call this.
+        Arguments are those of `loading.load_model` and of the class. `adapter` is the folder or Hub
+        id of a LoRA adapter to merge. All processes of a `Sharding` call this together.
         """
         loaded, tokenizer = load_model(
-            str(model),
-            revision=revision,
-            dtype=dtype,
-            device=device,
-            attention=attention,
+            str(model), revision=revision, dtype=dtype, device=device, attention=attention
         )
         if adapter:
             lora.merge(loaded, adapter)
@@ -117,10 +111,9 @@ class FrozenBase(Forwards):
         return base
 
     def merge(self, adapter: str | Path) -> None:
-        """Merge a LoRA adapter into the weights, permanently, as `lora.merge` does.
+        """Merge a LoRA adapter into the weights, permanently, unless it was merged last.
 
-        If the same adapter was merged last, nothing happens. Bind heads that borrow the base's
-        tensors after this.
+        Bind heads that borrow the base's tensors after this.
         """
         if self.holds(adapter):
             return
@@ -140,10 +133,7 @@ class FrozenBase(Forwards):
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text, by the generation config and by the chat template; may be empty.
-
-        Every way to generate text with this base stops at them.
-        """
+        """Tokens that end a text, by the generation config and the chat template; may be empty."""
         ids = (self.model.generation_config or self.config).eos_token_id
         known = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
         return tuple(dict.fromkeys([*known, *self._turn_ends]))
@@ -180,7 +170,7 @@ class FrozenBase(Forwards):
             slab = None
         cache = KVCache(self.num_layers, batch, slots, self.device, static=True, slab=slab)
         # a run makes many caches: the next one reuses the memory and its CUDA graphs
-        weakref.finalize(cache, _keep, self._spare, cache.slab).atexit = False
+        weakref.finalize(cache, self._spare.append, cache.slab).atexit = False
         return cache
 
     def pool(self, num_blocks: int, block_size: int = 16) -> BlockPool:
@@ -205,11 +195,6 @@ class FrozenBase(Forwards):
         """Refuse more slots of keys and values than fit into the memory of the device."""
         what = f"a cache of {slots:.4g} tokens"
         refuse_bytes(slots * self.slot_bytes, self.device, what, remedy)
-
-
-def _keep(spare: list[Slab], slab: Slab) -> None:
-    """Keep the memory of the last freed cache."""
-    spare[:] = [slab]
 
 
 def _placed(adapter: str | Path) -> str:

@@ -4,6 +4,7 @@ See docs/tree_verification.md.
 """
 
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,19 +19,13 @@ class PoolFullError(Exception):
 
 
 class BlockPool:
-    """Blocks of slots for any number of `PagedKVCache`s.
-
-    The caches know which row has which block. A block contains its slots in all layers of the base.
+    """Blocks of slots, in all layers of the base, for any number of `PagedKVCache`s.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int = 16,
-        device: torch.device | str = "cpu",
+        self, num_layers: int, num_blocks: int, block_size: int = 16, device: Any = "cpu"
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.device = torch.device(device)
@@ -86,11 +81,7 @@ def _gathered(held: Tensor, table: Tensor, end: int) -> Tensor:
 
 
 class PagedKVCache(RowCache):
-    """Rows as tables of blocks: memory follows the text, and batches over one pool join uncopied.
-
-    A row allocates blocks when a forward needs them, and returns them when it commits less or is
-    removed.
-    """
+    """Rows as tables of blocks: memory follows the text, and batches of one pool join uncopied."""
 
     def __init__(self, pool: BlockPool, batch: int) -> None:
         self.pool = pool
@@ -157,7 +148,7 @@ class PagedKVCache(RowCache):
         self.blocks = [self.blocks[row] for row in rows]
         super().keep_rows(rows)
 
-    def join(self, other: RowCache) -> None:
+    def join(self, other: RowCache) -> RowCache:
         """Append another batch's rows, without copying."""
         if not isinstance(other, PagedKVCache) or other.pool is not self.pool:
             raise InputError(
@@ -167,4 +158,4 @@ class PagedKVCache(RowCache):
         other._trim()
         self.blocks += other.blocks
         other.blocks = [[] for _ in other.blocks]
-        super().join(other)
+        return super().join(other)

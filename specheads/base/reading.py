@@ -13,7 +13,6 @@ from specheads.core.errors import InputError
 
 REWRITE = "name another, or write the folder again with save_pretrained"
 FIX_CONFIG = "fix config.json, or write both again with save_pretrained"
-
 MTP_MODULES = re.compile(r"(model\.)?mtp(_layers\.\d+)?\.")
 """Tensors of a module for multi-token prediction, which a base may contain. transformers ignores
 them. A head of kind `mtp` is loaded from it: see heads/kinds/mtp.py."""

@@ -14,11 +14,8 @@ from specheads.core.tree import TokenTree
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest relative difference between two ways to compute the same logits; 0.05 for 16 bits."""
-
 LONGEST = 512
 """Longest window behind which a base is checked: longer ones would delay every start."""
-
-
 TRIES = 3
 """Texts with which a base with experts is checked. Rounding can send a token to another expert,
 which changes its logits by more than `TOLERANCE`; a wrong mask fails with every text."""
@@ -28,11 +25,8 @@ which changes its logits by more than `TOLERANCE`; a wrong mask fails with every
 def check(base: Forwards) -> None:
     """Compare the logits of four tokens with those of the same tokens as a path of a tree.
 
-    The tokens follow a text that is longer than the windows of the base.
-
-    Raises:
-        ValueError: The model does not support trees, or the logits differ, or they are not the
-            vocabulary projection of the final hidden state.
+    The tokens follow a text that is longer than the windows of the base. A ValueError is raised if
+    they differ, or are not the vocabulary projection of the final hidden state.
     """
     kind = base.model.config.model_type
     for number in range(TRIES if base.experts else 1):
@@ -58,8 +52,7 @@ def check(base: Forwards) -> None:
         if (plain - verified).abs().max() <= bound:
             return
     raise InputError(
-        f"tree verification needs a base that uses only mask and position; {kind!r} gives a "
-        "path in a tree other logits; choose another base"
+        f"{kind!r} does not compute a path in a tree as it computes a text; choose another base"
     )
 
 
@@ -87,15 +80,10 @@ def _logits_in_three_ways(base: Forwards, shift: int) -> tuple[Tensor, Tensor, T
 
 
 @torch.no_grad()
-def check_exact(base: Forwards, *, compile: bool = False) -> None:
-    """Make a base exact, after a check that it can be; a base that cannot stays as it was.
-
-    Raises:
-        ValueError: Nodes of a tree and single steps differ, or the base is compiled, not on a CPU,
-            or its attention is not sdpa.
-    """
+def check_exact(base: Forwards) -> None:
+    """Make a base exact; raise a ValueError if it cannot be, and leave it as it was."""
     attention = base.config._attn_implementation
-    compile = compile or base.is_compiled
+    compile = base.static or base._compiled_answer is not None
     if compile or base.device.type != "cpu" or attention != "sdpa":
         raise InputError(
             "exact=true needs compile=false, device=cpu and attention=sdpa, got "
@@ -121,10 +109,7 @@ def check_exact(base: Forwards, *, compile: bool = False) -> None:
 
 
 def make_exact(base: Forwards) -> bool:
-    """Make a base in bfloat16 exact where it and the machine can; return whether it has changed.
-
-    In bfloat16 two texts part where two tokens tie.
-    """
+    """Make a base in bfloat16 exact where it and the machine can; return whether it has changed."""
     if base.exact or base.dtype != torch.bfloat16:
         return False
     with suppress(InputError):

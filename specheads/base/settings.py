@@ -29,10 +29,8 @@ COMPUTES = re.compile(
     "|multiplier|logit|norm|eps|hidden_act|activation|act_fn|glu|rout|topk|expert|scoring|n_group"
 )
 """Names of settings that change what is computed, without a tensor of their own."""
-
 TRAINING = re.compile("drop|loss|jitter|init_|output_|flash|fp32|implementation|head_dim|fuse")
 """Names of settings that change training or speed only, or the shape of a tensor."""
-
 ROPE = {"rope_scaling", "rope_theta", "rope_parameters", "partial_rotary_factor"}
 """Settings that transformers moves into `rope_parameters`."""
 
@@ -56,23 +54,16 @@ COMPUTED: dict[str, dict[str, Any]] = {
     },
 }
 """Published settings that a class ignores, with the value that its code computes anyway."""
-
 NEUTRAL = {"factor": 1, "beta_fast": 32, "beta_slow": 1, "mscale": 1, "mscale_all_dim": 1}
 """Parameters of a rotary embedding with the value that changes nothing."""
-
 QUOTED = r"[\"'](\w+)[\"']"
-
 REMEDY = (
     "use a base whose class in transformers has them, or remove from config.json what has no effect"
 )
-
-
 TOKENIZER_REMEDY = (
     "write the tokenizer again with save_pretrained so that its tokenizer.json has them, or remove "
     "them from tokenizer_config.json"
 )
-
-
 CLASSES: dict[Any, Any] = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -94,17 +85,10 @@ def attention_of(config: PreTrainedConfig, attention: str) -> str:
 def refuse_ignored(
     config: PreTrainedConfig, settings: dict[str, Any], outer: PreTrainedConfig | None = None
 ) -> None:
-    """Refuse settings that the class of a base ignores and that would change its logits.
+    """Refuse settings that the class of a base ignores and that would change its logits, by name.
 
-    A setting passes if a known one with a similar name has the same value.
-
-    Args:
-        config: The config that transformers made.
-        settings: The content of config.json.
-        outer: The config of the vision-language model around it, if any.
-
-    Raises:
-        InputError: There is one; the message names all of them.
+    A setting passes if a known one with a similar name has the same value. `settings` are those of
+    config.json, `outer` is the config of the vision-language model around it, if any.
     """
     code = _code(config, outer)
     known = {*re.findall(r"\w+", code)} | (
@@ -160,17 +144,10 @@ def _ignored_ropes(config: Any, known: set[str]) -> Iterator[dict[str, Any]]:
 
 
 def honour_tokenizer(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> None:
-    """Honour or refuse the settings of tokenizer_config.json that change token ids.
+    """Honour in place, or refuse, the settings of tokenizer_config.json that change token ids.
 
     With a tokenizer.json, transformers drops several of them. The token before a text is added
     here. An end token needs nothing: a document ends with one anyway, and a prompt never does.
-
-    Args:
-        tokenizer: The tokenizer that transformers made; it is changed in place.
-        settings: The content of tokenizer_config.json.
-
-    Raises:
-        InputError: A setting is not honoured; the message names all of them.
     """
     bos, vocabulary = tokenizer.bos_token_id, tokenizer.get_vocab()
     wrong: dict[str, Any] = {}

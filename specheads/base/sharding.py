@@ -25,9 +25,8 @@ STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 class Sharding:
     """How the layers of a base are sharded; every process has a copy of everything else.
 
-    FSDP2 shards parameters: a layer is gathered while it computes, and each process reads its own
-    rows. Tensor parallelism shards products: no matrix is ever gathered, and all processes read the
-    same rows.
+    With FSDP2 a layer is gathered while it computes, and each process reads its own rows. With
+    tensor parallelism no matrix is ever gathered, and all processes read the same rows.
     """
 
     mesh: DeviceMesh
@@ -47,14 +46,7 @@ class Sharding:
         return self.mesh.size() if self.tensor_parallel else 1
 
     def apply(self, model: PreTrainedModel) -> None:
-        """Shard a model that each process has loaded on its CPU.
-
-        Processes of one machine share the pages of a memory-mapped file, so each copies only its
-        own shards.
-
-        Raises:
-            ValueError: transformers does not name the model's layers, or its plan is unsupported.
-        """
+        """Shard a model that each process has loaded on its CPU; refuse one that has no plan."""
         if self.tensor_parallel:
             self._share_products(model)
         else:

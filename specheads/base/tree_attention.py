@@ -24,10 +24,8 @@ from specheads.core.kernels import opaque, without_cudnn_attention
 
 MOST_NODES = 64
 """Largest tree for which folding query heads into nodes is faster than repeating the keys."""
-
 ALIGNED = 16
 """Row stride of a mask, in elements: the CUDA kernel copies a mask with any other stride."""
-
 _TALL = WeakTensorKeyDictionary()
 """The repeated mask of each mask, for as long as that mask lives: its layers share it."""
 
@@ -43,9 +41,8 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention from each row's nodes to its slots; transformers calls this in each layer.
 
-    Queries are (batch, heads, node, width), keys and values (batch, key heads, slot, width). Query
-    heads that share keys are folded into the node axis. transformers repeats keys and values for
-    each query head instead, which copies the whole cache at every step.
+    Query heads that share keys are folded into the node axis. transformers repeats keys and values
+    for each query head instead, which copies the whole cache at every step.
     """
     nodes = query.shape[2]
     if is_special(settings) or (nodes > MOST_NODES and query.device.type == "cpu"):
@@ -79,10 +76,7 @@ def _attend_masked(
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
 
 
-def _masked_shape(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
-) -> Tensor:
-    del key, mask, scaling
+def _masked_shape(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
@@ -103,8 +97,7 @@ _LAYERS: ContextVar[Iterator[Any]] = ContextVar("layers of the cache, the next t
 class DeferredCache(Cache):
     """A cache for compiled layers: it passes new keys and values on to attention.
 
-    `deferred_attention` writes them and reads the real cache where no compiler looks. A compiled
-    layer that knew its cache would be compiled again for each layer and each length.
+    A compiled layer that knew its cache would be compiled again for each layer and each length.
     """
 
     def __init__(self) -> None:
@@ -129,15 +122,14 @@ def deferring(cache: RowCache) -> Iterator[None]:
         yield
         if next(layers, None) is not None:
             raise InputError(
-                "compile=true on CUDA needs layers that call attention once each, in order; "
-                "leave compile=true out"
+                "compile=true needs layers that call attention once, in order; leave it out"
             )
     finally:
         _LAYERS.reset(token)
 
 
 def deferred_attention(
-    module: torch.nn.Module,
+    _module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -146,7 +138,6 @@ def deferred_attention(
     **settings: Any,
 ) -> tuple[Tensor, None]:
     """Write new keys and values to the next layer's cache, then compute attention."""
-    del module
     refuse_special(settings, "compile=true on CUDA")
     return _opaque_deferred(query, key, value, attention_mask, scaling), None
 
@@ -158,11 +149,8 @@ def _attend_deferred(
     return folded(query, keys, values, mask, scaling)
 
 
-def _deferred_shape(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
-) -> Tensor:
-    del key, mask, scaling
-    batch, heads, nodes, _ = query.shape
+def _deferred_shape(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    batch, heads, nodes = query.shape[:3]
     return query.new_empty(batch, nodes, heads, value.shape[-1])
 
 
@@ -179,8 +167,7 @@ def attending(
 ) -> Iterator[None]:
     """Select the attention implementation for the forwards in this context.
 
-    `exact` is the attention of an exact base. `deferred` is for compiled layers, which receive a
-    `DeferredCache`.
+    `exact` is that of an exact base; `deferred` is for compiled layers with a `DeferredCache`.
     """
     if deferred:
         name, function = "specheads_deferred", deferred_attention

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from specheads.commands import _help
-from specheads.config import Train, compose
+from specheads.config import compose
+from specheads.config.commands import Train
 from specheads.core.errors import InputError, first_line, printable
 from specheads.runs.settings import read_settings
 

@@ -9,7 +9,8 @@ from rich.console import Console
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.loading import load_tokenizer
-from specheads.config import Train, compose
+from specheads.config import compose
+from specheads.config.commands import Train
 from specheads.core.errors import InputError, printable
 from specheads.data.masks import CLOSE, OPEN, marked
 from specheads.data.prompts import held_out

@@ -12,6 +12,7 @@ import yaml
 from specheads import config
 from specheads.commands import described
 from specheads.config import compose
+from specheads.config.commands import Train
 from specheads.core import ranges
 
 
@@ -19,7 +20,7 @@ def settings(command: str) -> str:
     """Return the help of a command: usage, examples, choices and every setting."""
     kind = compose.SCHEMAS[command]
     groups = sorted(item.name for item in fields(kind) if _choices(item.name))
-    if issubclass(kind, config.Train):
+    if issubclass(kind, Train):
         groups.insert(0, "recipe")
     choices = [f"{group}={'|'.join(_choices(group))}" for group in groups]
     short = [f"{name} is {full}" for name, full in compose.SHORT.get(command, {}).items()]

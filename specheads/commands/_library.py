@@ -3,25 +3,25 @@
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from specheads import config
 from specheads.base.model import FrozenBase
 from specheads.commands._call import read_run
+from specheads.config.commands import Chat, Compare, Evaluate, Export, Train, Tune
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.heads.load import load_head
 from specheads.runs.directory import RunDirectory
 
-SettingsWithEvaluation = config.Train | config.Evaluate | config.Compare
-SettingsWithBase = SettingsWithEvaluation | config.Tune | config.Export | config.Chat
-SettingsWithHead = config.Evaluate | config.Tune | config.Export | config.Chat
+SettingsWithEvaluation = Train | Evaluate | Compare
+SettingsWithBase = SettingsWithEvaluation | Tune | Export | Chat
+SettingsWithHead = Evaluate | Tune | Export | Chat
 
 
-def own(settings: config.Evaluate) -> tuple[RunDirectory, config.Train]:
+def own(settings: Evaluate) -> tuple[RunDirectory, Train]:
     """Return a run, and its settings as this command measures it."""
     run = RunDirectory(Path(settings.run))
     names = ("seed", "base", "tree", "evaluation")
     changes = {name: getattr(settings, name) for name in names}
-    return run, replace(read_run(run.config, config.Train), **changes)
+    return run, replace(read_run(run.config, Train), **changes)
 
 
 def load_base(settings: SettingsWithBase) -> FrozenBase:

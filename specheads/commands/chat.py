@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from specheads.base.model import FrozenBase
 from specheads.base.selfcheck import make_exact
 from specheads.commands._library import objects
-from specheads.config import Chat
+from specheads.config.commands import Chat
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError, printable
 from specheads.data.chat import Template

@@ -15,8 +15,7 @@ from specheads.base.model import FrozenBase
 from specheads.commands._call import run_of, settings_for
 from specheads.commands._library import head_of, load_base
 from specheads.commands.evaluate import generation_settings, tree_for, usable_prompts
-from specheads.config import Compare
-from specheads.config.commands import DRAFTERS, OF_DRAFT_MODEL
+from specheads.config.commands import DRAFTERS, OF_DRAFT_MODEL, Compare
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import dumps, writable_folder, write_atomic

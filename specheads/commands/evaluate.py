@@ -12,7 +12,7 @@ from pathlib import Path
 from specheads.base.model import FrozenBase
 from specheads.commands._call import settings_for
 from specheads.commands._library import SettingsWithEvaluation, load_base, objects, own
-from specheads.config import Evaluate, Train
+from specheads.config.commands import Evaluate, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import writable_folder

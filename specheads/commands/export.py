@@ -14,7 +14,7 @@ from rich.console import Console
 from specheads.base.model import FrozenBase
 from specheads.commands._call import settings_for
 from specheads.commands._library import objects
-from specheads.config import Export
+from specheads.config.commands import Export
 from specheads.core.errors import InputError
 from specheads.data.prompts import load_prompts
 from specheads.export.layouts import engine_module

@@ -14,7 +14,7 @@ from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 
 from specheads.commands._call import read_run, settings_for
-from specheads.config import Push, Train
+from specheads.config.commands import Push, Train
 from specheads.core.errors import InputError
 from specheads.core.files import HUB_ID
 from specheads.export import hub

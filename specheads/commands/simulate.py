@@ -12,7 +12,7 @@ from rich.console import Console
 
 from specheads.commands._call import read_run, settings_for
 from specheads.commands._library import load_base
-from specheads.config import Simulate, Train
+from specheads.config.commands import Simulate, Train
 from specheads.core.errors import InputError
 from specheads.core.files import dumps, read_json, writable_folder, write_atomic
 from specheads.decoding.cost import StepCost

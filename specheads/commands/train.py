@@ -20,7 +20,8 @@ from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
 from specheads.commands._call import settings_for
 from specheads.commands.evaluate import measure_run, usable_prompts
-from specheads.config import Train, compose
+from specheads.config import compose
+from specheads.config.commands import Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import dumps, sole_writer, write_atomic

@@ -12,7 +12,7 @@ from rich.console import Console
 from specheads.base.model import FrozenBase
 from specheads.commands._call import settings_for
 from specheads.commands._library import objects
-from specheads.config import Tune
+from specheads.config.commands import Tune
 from specheads.core.errors import InputError
 from specheads.core.files import dumps, local_path, writable_folder, write_atomic
 from specheads.decoding.trees.tuned import FILE, Tuned

@@ -1,27 +1,18 @@
-"""Every setting, declared once, with its type, range and unit. Hydra composes them."""
+"""Every setting once, with its type, range and unit, and the folders that hold settings."""
 
-from specheads.config.commands import Chat, Compare, Evaluate, Export, Push, Simulate, Train, Tune
-from specheads.config.parts import Base, Evaluation, Hardware, Tracker, Tree
-from specheads.config.places import data_dir, recipe_dirs
-from specheads.config.validation import check
-from specheads.data.settings import Data
+import os
+from pathlib import Path
 
-__all__ = [
-    "Base",
-    "Chat",
-    "Compare",
-    "Data",
-    "Evaluate",
-    "Evaluation",
-    "Export",
-    "Hardware",
-    "Push",
-    "Simulate",
-    "Tracker",
-    "Train",
-    "Tree",
-    "Tune",
-    "check",
-    "data_dir",
-    "recipe_dirs",
-]
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def data_dir(name: str) -> Path:
+    """Return the folder `configs` or `recipes`: in the wheel, else next to the package."""
+    packaged = PACKAGE / "_data" / name
+    return packaged if packaged.is_dir() else PACKAGE.parent / name
+
+
+def recipe_dirs() -> list[Path]:
+    """Return the folders of recipes: ours, then those of SPECHEADS_RECIPES."""
+    extra = os.environ.get("SPECHEADS_RECIPES", "").split(os.pathsep)
+    return [data_dir("recipes"), *(Path(folder) for folder in extra if folder)]

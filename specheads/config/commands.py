@@ -49,34 +49,25 @@ class Train(HasSeed):
     evaluation: Evaluation
     name: FolderName
     """Name of the run."""
-
     run_dir: PathOrId = "runs/${name}"
     """Output directory of the run."""
-
     head: dict[str, Any]
     """`kind` of the head and the settings of that kind."""
-
     init: PathOrId = ""
     """Folder or Hub id of a head of the same kind to start from, ours or public. Its settings
     replace those of `head`. Empty starts from random weights."""
-
     schedule: Schedule
     tracker: Tracker
     validation: Validation = field(default_factory=Validation)
     feature_cache: FeatureCache = field(default_factory=FeatureCache)
-
     log_every: PositiveInt = 10
     """Steps between two lines of metrics.jsonl."""
-
     checkpoint_every: NonNegativeInt = 0
     """Steps between two checkpoints. Zero writes one at the end of each phase only."""
-
     evaluate_after: bool = True
     """Evaluate the head after training."""
-
     dry_run: bool = False
     """Print the settings and the plan, and stop."""
-
     preview: NonNegativeInt = 0
     """Print this many examples of the training text with its loss mask, or of the prompts if the
     base generates the text, and stop. Zero trains."""
@@ -100,13 +91,10 @@ class Chat(HasSeed, Sampling, HeadOnBase):
     """`specheads chat`. tree=tuned uses the tree that was tuned for the head, or a chain."""
 
     tree: Tree
-
     system: PrintableText = ""
     """System prompt. Empty is none."""
-
     max_new_tokens: PositiveInt = 512
     """Largest number of tokens of an answer."""
-
     side_by_side: bool = False
     """Show the answer of the base alone next to it."""
 
@@ -125,19 +113,14 @@ class Push(HasRun):
 
     dry_run: bool = False
     """Print the files, and stop."""
-
     repo: PrintableText = ""
     """USER/NAME on the Hub; created if it does not exist."""
-
     private: bool | None = None
     """Make the repository private. None keeps an existing one and makes a new one public."""
-
     base_repo: PrintableText = ""
     """Hub id of the base. Empty is the base of the run, if it is a Hub id."""
-
     licence: PrintableText = "unknown"
     """Licence of the head as the Hub writes it, such as apache-2.0."""
-
     data_licence: PrintableText = ""
     """Licence of the training text. Empty is the known licence of the corpus."""
 
@@ -159,22 +142,17 @@ class Compare(HasSeed, HasOut, HasRun):
     data: Data
     tree: Tree
     evaluation: Evaluation
-
     heads: list[PathOrId] = field(default_factory=list)
     """More heads of the same base, of any kind and width: finished runs, or folders or Hub ids of
     heads. The first run among them gives the settings of the measurement."""
-
     drafters: list[Annotated[str, one_of(*DRAFTERS)]] = field(default_factory=list)
     """Methods to compare: head, prompt_lookup, hybrid, streaming, draft_model, transformers (the
     base in its own generate), transformers_lookup and transformers_assisted. Empty is all; those
     with a draft model need draft_model."""
-
     temperatures: list[Temperature] = field(default_factory=list)
     """Temperatures to measure. Empty is evaluation.temperature."""
-
     batch_sizes: list[PositiveInt] = field(default_factory=list)
     """Batch sizes to measure. Empty is evaluation.batch_size."""
-
     draft_model: PathOrId = ""
     """Folder or Hub id of a smaller model with the base's vocabulary. Empty is none."""
 
@@ -184,21 +162,16 @@ class Tune(HasSeed, HeadOnBase):
     """`specheads tune`. tuned.json is written into the folder of the head."""
 
     data: Data
-
     max_nodes: TreeSize = 64
     """Largest number of nodes that the head drafts, root included. Prompt lookup adds 4 or 10."""
-
     batch_sizes: Annotated[list[PositiveInt], NonEmpty] = field(default_factory=lambda: [1, 4])
     """Batch sizes; a tree is chosen for each."""
-
     contexts: list[PositiveInt] = field(default_factory=list)
     """Context lengths in tokens; a tree is chosen for each. Empty is 64 and 512, if they fit the
     base's context."""
-
     num_prompts: AtLeastTwo = 48
     """Validation prompts for each context length. Half of them grow the trees, the other half
     measures them."""
-
     new_tokens: AtLeastTwo = 64
     """Tokens that the base generates after each prompt."""
 
@@ -208,29 +181,21 @@ class Simulate(HasSeed, HasOut, HasRun):
     """`specheads simulate`. Needs a run with a tuned head, or computed times and acceptance."""
 
     hardware: Hardware
-
     prompt_tokens: PositiveInt = 64
     """Prompt tokens of each request, unless the load was recorded."""
-
     rates: list[PositiveFloat] = field(default_factory=list)
     """Loads in requests per second, simulated one by one. Empty is five loads around the capacity
     of the base alone."""
-
     arrivals: PathOrId = ""
     """Recorded load, in place of rates: a .jsonl file of seconds, prompt_tokens, new_tokens."""
-
     acceptance: list[Probability] = field(default_factory=list)
     """Conditional acceptance rate by depth. Empty uses the rates that `specheads tune` measured."""
-
     num_requests: PositiveInt = 2000
     """Requests for each load."""
-
     new_tokens: PositiveInt = 128
     """New tokens of each request, unless the load was recorded."""
-
     max_batch: PositiveInt = 16
     """Largest batch size."""
-
     depths: list[DepthOrZero] = field(default_factory=list)
     """Fixed draft depths to simulate next to goodput. Empty is zero, the base alone, and the
     head's depth."""

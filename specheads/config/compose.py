@@ -13,8 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from specheads.config import commands
-from specheads.config.places import data_dir, recipe_dirs
+from specheads.config import commands, data_dir, recipe_dirs
 from specheads.config.validation import check
 from specheads.core.errors import InputError
 from specheads.core.ranges import hints, unknown
@@ -58,32 +57,23 @@ SHORT: dict[str, dict[str, str]] = {
     "chat": HEAD,
 }
 """Short names of nested settings, by command."""
-
 HOME = re.compile(r"(?<=[=,\[])~(?=/)")
 """A `~` for the home folder that the shell did not expand."""
-
 OPTIONAL = re.compile(r"\+{0,2}(schedule\.phases\.[^.=]+)\.(distill|joint)(?:\.|=\{)")
 """A setting of a group that a phase may lack; Hydra cannot set it before the group exists."""
-
 PLAIN = re.compile(
     r"'.*'|\".*\"|.*\$\{.*|(?!(?:true|false|null|inf|nan)$)[a-z/][\w/.-]*",
     re.ASCII | re.IGNORECASE | re.DOTALL,
 )
 """A text that Hydra reads as it is: quoted, with a reference, or a plain word or path."""
-
 ENDS = (" full_key:", " object_type=", " Config search path:", " See https:", " 1. To use it as")
 """What follows the rule in a message of Hydra or OmegaConf."""
-
 HOW_MEASURED = ("base.compile", "base.exact", "base.device", "base.dtype")
 """Settings of the base that a command may change for a run."""
 
 
 def register() -> None:
-    """Register schemas, recipes and the `recipes:` resolver with Hydra.
-
-    Hydra names a group after its folder. Each `recipes/*/recipe.yaml` is registered in the group
-    `recipe` under the name of its folder.
-    """
+    """Register schemas, the `recipes:` resolver, and recipes by the names of their folders."""
     store = ConfigStore.instance()
     for name, schema in SCHEMAS.items():
         store.store(name=f"{name}_schema", node=schema)
@@ -110,13 +100,9 @@ def recipes() -> dict[str, Path]:
 
 
 def settings_of(command: str, overrides: Sequence[str]) -> Any:
-    """Return the checked settings of a command.
+    """Return the checked settings of a command; refuse overrides that cannot be used.
 
-    Hydra composes only. If it also ran the command, it would print lines before our errors and
-    create folders.
-
-    Raises:
-        InputError: An override cannot be used.
+    Hydra composes only: if it ran the command, it would print lines and create folders.
     """
     register()
     try:

@@ -29,22 +29,16 @@ class Base:
     model: PathOrId
     """Folder, Hub id, FILE.gguf, or package:NAME for the GGUF file of a Python package. Weights
     must be safetensors or GGUF; code of a checkpoint never runs."""
-
     revision: PrintableText = "main"
     """Hub revision; ignored for a folder."""
-
     dtype: Annotated[str, one_of("auto", "float32", "float64", "bfloat16", "float16")] = "auto"
     """Precision of the weights. auto is bfloat16 if the device computes in it, else float32."""
-
     device: PrintableText = "auto"
     """Torch device. auto is CUDA if there is a GPU, else the CPU."""
-
     adapter: PathOrId = ""
     """Folder or Hub id of a LoRA adapter to merge into the base. Empty merges none."""
-
     compile: bool = False
     """Verify trees with compiled graphs: faster steps, but the first ones compile for minutes."""
-
     exact: bool = False
     """Compute every tree node bit for bit as a step of its own, so that text in bfloat16 equals
     the base's too. A tenth slower, and CPU only."""
@@ -57,24 +51,18 @@ class Tree:
     kind: Annotated[str, one_of(*TREES)] = "tuned"
     """tuned (chosen by `specheads tune`, or by a short measurement), chain, static, best_first,
     beam, product or sampled."""
-
     depth: DepthOrZero = 0
     """Levels of the tree. Zero is the head's depth."""
-
     num_nodes: NumNodes = 8
     """Nodes of a best-first or product tree, root included."""
-
     beam: NumNodes = 4
     """Nodes that a best-first tree or a beam expands at each level, and the children of each in a
     best-first tree."""
-
     branches: list[NumNodes] = field(default_factory=list)
     """Children of every node of a product or sampled tree, level by level. Empty is one each."""
-
     confidence: ProbabilityBelowOne = 0.0
     """A chain or a static tree does not grow below a token with a lower probability; the
     token itself is verified. Zero always grows."""
-
     paths: list[list[TokenRank]] = field(default_factory=list)
     """Nodes of a static tree, each as the path of token ranks from the root."""
 
@@ -85,10 +73,8 @@ class Sampling:
 
     temperature: Temperature = 0.0
     """Sampling temperature. Zero is greedy decoding."""
-
     top_k: NonNegativeInt = 0
     """Sample from the k most probable tokens. Zero samples from all."""
-
     top_p: PositiveProbability = 1.0
     """Sample from the most probable tokens that together reach this probability. One samples from
     all."""
@@ -100,40 +86,29 @@ class Evaluation(Sampling):
 
     prompt_tokens: PositiveInt = 64
     """Tokens of a prompt that is cut from plain text. Questions keep their own length."""
-
     prompts: PathOrId = "python_stdlib"
     """Name of a prompt set, or a .jsonl file."""
-
     num_prompts: PositiveInt = 40
     """Prompts to decode."""
-
     all_turns: bool = False
     """A row with `turns` gives one prompt, its first turn. With true every turn becomes a prompt
     that follows the earlier turns, without answers in between."""
-
     max_new_tokens: PositiveInt = 128
     """Largest number of new tokens for each prompt."""
-
     acceptance: Annotated[str, one_of("match", "rejection", "typical")] = "match"
     """Acceptance rule: match (the base's own tokens, at every temperature), rejection (the base's
     distribution; for sampled trees) or typical (lossy, above temperature zero)."""
-
     coupled: bool = True
     """Draft with the noise that the base samples with, above temperature zero: more drafts are
     accepted and the text is the same."""
-
     batch_size: PositiveInt = 1
     """Prompts decoded at once."""
-
     mode: Annotated[str, one_of("offline", "online", "all")] = "all"
     """offline (replay only), online (decoding only), or all (with speed)."""
-
     repeats: PositiveInt = 2
     """Timed runs of each prompt, in turns with the base alone."""
-
     speed_prompts: PositiveInt = 16
     """Prompts to time."""
-
     too_long: Annotated[str, one_of("stop", "skip")] = "stop"
     """What to do with prompts that do not fit into the context: stop and name them, or skip and
     count them."""
@@ -145,10 +120,8 @@ class Hardware:
 
     name: PrintableText = "measured"
     """Name of the machine. `measured` uses the times that `specheads tune` measured."""
-
     bandwidth: NonNegativeFloat = 0.0
     """Memory bandwidth in bytes per second. Zero with measured times only."""
-
     flops: NonNegativeFloat = 0.0
     """Dense floating-point operations per second in the precision of the weights. Zero with
     measured times only."""
@@ -161,7 +134,6 @@ class Tracker:
     kind: Annotated[str, one_of("jsonl", "wandb", "trackio", "tensorboard")] = "jsonl"
     """jsonl (no tracker), wandb, trackio or tensorboard. If the tracker fails, training logs it
     and continues."""
-
     project: PrintableText = "specheads"
     """Project of wandb (offline if no key is set) or trackio. tensorboard writes into the run
     directory."""
@@ -196,10 +168,8 @@ class HeadOnBase(HasRun):
     """The head of a run, or any head and its base."""
 
     base: Base
-
     head_path: PathOrId = ""
     """Folder or Hub id of a head; `head=` on the command line."""
-
     force: bool = False
     """Accept a head that was trained on other weights than the base's, such as a fine-tuned
     sibling's."""

@@ -18,12 +18,7 @@ from specheads.training.settings import Phase, Schedule, Validation
 def check(settings: Any, where: str = "") -> None:
     """Refuse settings with a wrong type, out of range, unknown, or in contradiction.
 
-    Args:
-        settings: A dataclass of settings, which may contain others.
-        where: Full name of the settings, such as `schedule`; empty for those of a command.
-
-    Raises:
-        InputError: A setting cannot be used.
+    `where` is the full name of the settings, such as `schedule`; empty for those of a command.
     """
     for schedule in (settings, getattr(settings, "schedule", None)):
         if isinstance(schedule, Schedule):
@@ -35,8 +30,7 @@ def _check_together(settings: Any, where: str) -> None:
     """Refuse settings that contradict each other."""
     if getattr(settings, "run", "") and getattr(settings, "head_path", ""):
         raise InputError(
-            f"a run has its own head, got run={settings.run} and head={settings.head_path}; leave "
-            "one out"
+            f"a run has its own head, got run={settings.run}, head={settings.head_path}; drop one"
         )
     if isinstance(settings, Phase):
         _check_phase(where, settings)
@@ -69,8 +63,7 @@ def _check_phase(where: str, phase: Phase) -> None:
     distill = phase.distill
     if phase.text != ("distilled" if distill else "corpus"):
         raise InputError(
-            f"{where} needs text=corpus, or text=distilled with distill settings, got "
-            f"text={phase.text!r}; change one"
+            f"{where}.text must be distilled with distill settings, else corpus, got {phase.text!r}"
         )
     if distill is None and not phase.sequence_length:
         raise InputError(
@@ -120,8 +113,7 @@ def _check_source(where: str, source: Source) -> None:
 def _check_validation(where: str, settings: Validation) -> None:
     if settings.keep == "best" and not settings.prompts:
         raise InputError(
-            f"{where}.keep=best needs prompts to decode, got {where}.prompts=0; raise it, or set "
-            "keep=last"
+            f"{where}.keep=best needs {where}.prompts above 0, got 0; raise it, or set keep=last"
         )
 
 
@@ -146,6 +138,5 @@ def _check_one_adapter(phases: Mapping[str, Phase]) -> None:
         values = [getattr(one, setting) for one in joint]
         if any(value != values[0] for value in values):
             raise InputError(
-                f"all joint phases train one adapter and need the same joint.{setting}, got "
-                f"{values}; make them equal"
+                f"all joint phases need the same joint.{setting}, got {values}; make them equal"
             )

@@ -22,15 +22,15 @@ from specheads.core.weight_layout import product
 
 State = Any
 """State of a drafter between the levels of one draft; opaque to the engines."""
-
-# the types of the contract
 Tokens = Int[Tensor, "batch time"]
 Anchors = Bool[Tensor, "batch time"]
 States = Iterator[Float[Tensor, "batch time width"]]
 Nodes = Int[Tensor, "batch node"]
-Logits = Float[Tensor, "batch node vocab"]
-RootLogits = Float[Tensor, "batch 1 vocab"]
+Guesses = tuple[Float[Tensor, "batch node vocab"], State]
+"""Logits for the token after each node of a level, and the state that the next level continues."""
 Weight = Float[Tensor, "vocab width"]
+Hidden = Float[Tensor, "*batch width"]
+"""States of a head, from which logits are computed."""
 Projection = tuple[Weight, Float[Tensor, " vocab"] | None]
 """Matrix and bias that turn a state into logits."""
 
@@ -39,8 +39,7 @@ Projection = tuple[Weight, Float[Tensor, " vocab"] | None]
 class Memory(Protocol):
     """State of a drafter between steps, such as EAGLE's keys and values.
 
-    Each class implements how rows are kept, joined and scattered. There is no default, because rows
-    that are not updated would draft from another request's text.
+    There are no defaults: rows that are not updated would draft from another request's text.
     """
 
     def keep(self, rows: Int[Tensor, " kept"]) -> "Memory":
@@ -50,38 +49,24 @@ class Memory(Protocol):
     def join(self, other: Any) -> "Memory":
         """Return the memory of the rows of both batches, those of `other` last.
 
-        New requests join this way. Both come from `Drafter.memory` with the same capacity, and
-        neither may be used afterwards.
+        Both have the same capacity, and neither may be used afterwards.
         """
         ...
 
     def scatter(
-        self, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
+        self, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"], /
     ) -> "Memory":
         """Return rows whose positions are stored in any slots of the only row of this memory.
 
-        This is for engines that assign each position a slot of one large cache. `begin` writes new
-        positions there. The result is valid for one `begin` and the `extend` calls after it.
-
-        Args:
-            places: Slot of each position.
-            lengths: Number of positions of each row that are stored already.
-
-        Raises:
-            ValueError: This memory does not support paged slots.
+        This is for engines that assign each position a slot (`places`) of one large cache; the
+        first `lengths` ones of each row are stored already. The result is valid for one `begin` and
+        the `extend` calls after it. A memory without paged slots raises a ValueError.
         """
         ...
 
 
-def refuse_scattering(
-    memory: object, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
-) -> NoReturn:
-    """Implement `scatter` for a memory that does not support paged slots.
-
-    Raises:
-        ValueError: Always.
-    """
-    del places, lengths
+def refuse_scattering(memory: object, *_: Tensor) -> NoReturn:
+    """Implement `scatter` for a memory that does not support paged slots: raise a ValueError."""
     raise InputError(
         f"{type(memory).__name__} does not support paged slots; use a trained head with this engine"
     )
@@ -96,7 +81,6 @@ class Drafter(ABC):
 
     depth: int
     """Number of levels it can draft."""
-
     drafted_size: int = 0
     """Number of columns of its logits; zero if unknown."""
     aux_layers: tuple[int, ...] = ()
@@ -106,7 +90,6 @@ class Drafter(ABC):
 
     def memory(self, batch: int, capacity: int) -> Memory | None:
         """Return the state between steps for rows of at most `capacity`; None if it has none."""
-        del batch, capacity
         return None
 
     def to_tokens(self, drafted: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
@@ -118,10 +101,10 @@ class Drafter(ABC):
 
         It does not depend on the token. None if the drafter has no confidence output.
         """
-        del state
+        return None
 
     @abstractmethod
-    def begin(self, committed: Committed, memory: Any) -> tuple[RootLogits, State]:
+    def begin(self, committed: Committed, memory: Any) -> Guesses:
         """Read the committed tokens; return logits for the token after the root, the only node.
 
         Args:
@@ -135,7 +118,7 @@ class Drafter(ABC):
             self.begin(committed, memory)
 
     @abstractmethod
-    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read one level of nodes; return logits for the token after each.
 
         `parents[b, i]` is the node of the previous level that node i continues.
@@ -153,14 +136,11 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
 
     draft_ids: Tensor | None
     """Tokens that it can draft, in increasing order; None is the whole vocabulary."""
-
     num_anchors: int = 0
     """Number of positions per row from which it drafts in a training step, sampled at each step.
     Zero: every depth learns from every position of the loss mask."""
-
     base_fingerprint: str = ""
     """Fingerprint of the base it was trained on: see base/fingerprint.py. Empty if unknown."""
-
     tuned: Any = None
     """Measurements of `specheads tune`: see decoding/trees/tuned.py. None if there are none."""
 
@@ -172,8 +152,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         size = getattr(config, "draft_tokens", 0)
         if not 0 <= size <= vocab_size:
             raise InputError(
-                f"draft_tokens must be between 0 (all) and {vocab_size} (the vocabulary), got "
-                f"{size}; lower head.draft_tokens"
+                f"head.draft_tokens must be 0 (all) to {vocab_size}, got {size}; lower it"
             )
         # the first tokens, to have the right shape until `choose_vocabulary`
         self.register_buffer("draft_ids", torch.arange(size) if size else None)
@@ -187,12 +166,9 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         return self.base_fingerprint[: len(fingerprint)] in ("", fingerprint)
 
     def choose_vocabulary(self, counts: Int[Tensor, " vocab"]) -> None:
-        """Restrict the draft vocabulary to the `draft_tokens` most frequent tokens.
+        """Restrict the draft vocabulary to the tokens with the largest counts in training text.
 
         Decoding stays lossless: the base generates the other tokens itself.
-
-        Args:
-            counts: Number of occurrences of each token in the training text.
 
         Source: Zhao et al. 2025, FR-Spec, arXiv:2502.14856.
         """
@@ -220,9 +196,8 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     def draft_maps(self) -> tuple[Int[Tensor, " drafted"], Bool[Tensor, " vocab"]]:
         """Return the maps that serving engines and public checkpoints call d2t and t2d.
 
-        Returns:
-            The token minus the column for each column of its logits, and a mask of the vocabulary
-            that marks the tokens it can draft.
+        These are the token minus the column for each column of its logits, and a mask of the
+        vocabulary that marks the tokens it can draft.
         """
         columns = torch.arange(self.drafted_size)
         tokens = columns if self.draft_ids is None else self.draft_ids.to(columns.device)
@@ -254,56 +229,40 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     def projection(self, level: int) -> Projection:
         """Return the matrix and bias that turn a state of this level into logits.
 
-        They are separate from the states so that the loss can fuse the product and never stores
-        the logits of a whole batch.
+        The loss fuses the product and never stores the logits of a whole batch.
         """
 
     def projections(self) -> list[Projection]:
         """Return the projection of every level; levels with a shared one return the same tensor."""
         return [self.projection(level) for level in range(self.depth)]
 
-    def confidence_logits(
-        self, state: Float[Tensor, "*batch width"]
-    ) -> Float[Tensor, "*batch"] | None:
+    def confidence_logits(self, state: Hidden) -> Float[Tensor, "*batch"] | None:
         """Return the logit of the probability that the base accepts the token of this state.
 
         None if the head has no confidence output. `confidence` returns it during a draft.
         """
-        del state
 
     def projection_rows(self, projection: Weight) -> Float[Tensor, "drafted width"]:
         """Return the rows of the base's projection for the draft vocabulary."""
         return projection if self.draft_ids is None else projection[self.draft_ids]
 
     def choose_aux_layers(self, num_layers: int) -> None:
-        """Choose `aux_layers` if the settings leave them open; called when the base is known.
-
-        Args:
-            num_layers: Number of layers of the base.
-        """
-        del num_layers
+        """Choose `aux_layers`, if the settings leave them open, for a base of so many layers."""
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
         """Initialise from the base's tensors if that helps; called once, before training.
 
-        Args:
-            embedding: Input embedding of the base (vocab, width).
-            projection: Vocabulary projection of the base, with the rows of the draft vocabulary.
+        These are the input embedding (vocab, width), and the vocabulary projection with the rows of
+        the draft vocabulary.
         """
-        del embedding, projection
 
     def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
         """Set the base's tensors that a head borrows; they are never trained or saved.
 
-        Args:
-            embedding: Input embedding of the base (vocab, width).
-            projection: Vocabulary projection of the base; None if it is the embedding.
+        A projection of None is the input embedding (vocab, width).
         """
-        del embedding, projection
 
-    def logits(
-        self, state: Float[Tensor, "*batch width"], level: int
-    ) -> Float[Tensor, "*batch vocab"]:
+    def logits(self, state: Hidden, level: int) -> Float[Tensor, "*batch vocab"]:
         """Return the logits of a state of this level."""
         weight, bias = self.projection(level)
         return product(state, weight, bias)
@@ -315,10 +274,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         (save_directory / "config.json").write_text(text + "\n", encoding="utf-8")
 
     def settings(self) -> dict[str, Any]:
-        """Return the content of config.json: kind, settings, sizes, and fingerprint of the base.
-
-        A setting that is null is left out.
-        """
+        """Return the content of config.json: kind, settings but null ones, sizes, fingerprint."""
         sizes = {"width": self.width, "vocab_size": self.vocab_size}
         base = {"base_fingerprint": self.base_fingerprint} if self.base_fingerprint else {}
         own = {name: one for name, one in asdict(self.config).items() if one is not None}

@@ -18,15 +18,14 @@ class Documents(NamedTuple):
 
     lengths: list[int]
     """Number of tokens of each document."""
-
     bounds: Int[Tensor, " bound"]
     """First position of each document and the end of the last one, on the device, in int32."""
 
     @classmethod
     def of(cls, places: Int[Tensor, "row time"]) -> "Documents":
-        """Return the documents of rows, by the place of each position in its document.
+        """Return the documents of rows, by the place of each position; this synchronises once.
 
-        This waits for the device once, to read the lengths. On the meta device a row is a document.
+        On the meta device a row is a document.
         """
         batch, time = places.shape
         lengths = [time] * batch if places.is_meta else document_lengths(places)
@@ -40,16 +39,12 @@ class Features:
 
     hidden: Float[Tensor, "batch time width"]
     """Final hidden states, after the base's final norm."""
-
     aux: Float[Tensor, "batch time aux"] | None = None
     """Residual streams after the layers that a head reads, concatenated (EAGLE-3)."""
-
     tokens: Int[Tensor, "batch time"] | None = None
     """Tokens at these positions, for drafters that read text instead of features."""
-
     document_ids: Int[Tensor, "batch time"] | None = None
     """Index of the document of each position within its row; None: each row is one text."""
-
     documents: Documents | None = None
     """The documents, if they are known already."""
 
@@ -104,11 +99,9 @@ class Committed:
 
     features: Features
     """Features of the committed positions; rows are padded on the right."""
-
     next_tokens: Int[Tensor, "batch time"]
     """`next_tokens[:, t]` follows position t. The last one within `counts` is the root: the base
     chose this token and has not read it yet."""
-
     counts: Int[Tensor, " batch"]
     """Number of committed positions in each row, at least one; the rest is padding."""
 
@@ -134,10 +127,8 @@ class Committed:
 
     def then(self, later: "Committed") -> "Committed":
         """Append later positions to the earlier ones of each row."""
-        width, total = (
-            self.next_tokens.shape[1],
-            sum(one.next_tokens.shape[1] for one in (self, later)),
-        )
+        width = self.next_tokens.shape[1]
+        total = width + later.next_tokens.shape[1]
         slots = torch.arange(total, device=self.counts.device).expand(len(self.counts), -1)
         own = self.counts[:, None]
         places = torch.where(slots < own, slots, width + slots - own).clamp(max=total - 1)

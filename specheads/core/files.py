@@ -19,10 +19,8 @@ from pydantic import TypeAdapter, ValidationError
 from specheads.core.errors import InputError, first_line
 
 T = TypeVar("T")
-
 SCRATCH = re.compile(r"\.(?P<name>.+)\.(?:[0-9a-f]{8}|(?P<old>old))")
 """Names of files that are incomplete or being replaced."""
-
 LOCK = ".lock"
 
 
@@ -86,12 +84,9 @@ def sole_writer(
 ) -> Iterator[None]:
     """Lock a folder against other writers in this context; the folder is created if needed.
 
-    If another process has the lock, `wait` is called with a description of it, and this process
-    waits. A created folder that is still empty at the end is removed. The lock is a system lock and
-    ends with its process, so the lock file of a killed process has no effect.
-
-    Raises:
-        ValueError: Another process has the lock and `wait` is None, or the folder is not writable.
+    If another process has the lock, `wait` is called with a description of it before waiting, or a
+    ValueError is raised if it is None or the folder is not writable. A created folder that stays
+    empty is removed. The lock ends with its process.
     """
     try:
         made = [one for one in (folder, *folder.parents) if not one.exists()]
@@ -160,11 +155,7 @@ MAX_SETTINGS_BYTES = 2**20
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return a small JSON object from an untrusted folder.
-
-    Raises:
-        InputError: The file is a link to another folder, too large or deep, or not a JSON object.
-    """
+    """Return a small JSON object from an untrusted folder, or refuse the file."""
     refuse_outside(file)
     try:
         size = file.stat().st_size
@@ -189,8 +180,7 @@ def refuse_outside(file: Path) -> None:
         allowed.append(folder.parent.parent / "blobs")
     if not any(real.is_relative_to(place) for place in allowed):
         raise InputError(
-            f"a checkpoint's files must be in its own folder, and {file} links to {real}; put a "
-            "copy there if you trust it"
+            f"a checkpoint's files must be in its own folder, {file} links to {real}; copy it"
         )
 
 
@@ -199,11 +189,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def local_path(path: str | Path) -> Path:
-    """Return a path with ~ expanded; it need not exist.
-
-    Raises:
-        ValueError: The path is invalid or not readable.
-    """
+    """Return a path with ~ expanded, which need not exist; refuse one that cannot be read."""
     try:
         place = Path(path).expanduser()
         place.exists()
@@ -217,11 +203,7 @@ def local_path(path: str | Path) -> Path:
 
 
 def writable_folder(path: str | Path) -> Path:
-    """Return the resolved path of a writable folder; it need not exist.
-
-    Raises:
-        ValueError: It is a file or below one, its name is too long, or it is not writable.
-    """
+    """Return the resolved path of a folder, which need not exist; refuse one that is unwritable."""
     place, reason = local_path(path), ""
     try:
         place = place.resolve()
@@ -241,10 +223,7 @@ def writable_folder(path: str | Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: SPECHEADS_CACHE, or `specheads` in XDG_CACHE_HOME or ~/.cache.
-
-    It need not exist.
-    """
+    """Return the cache folder: SPECHEADS_CACHE, or `specheads` in XDG_CACHE_HOME or ~/.cache."""
     own, general = os.environ.get("SPECHEADS_CACHE"), os.environ.get("XDG_CACHE_HOME")
     return local_path(own or Path(general or "~/.cache") / "specheads").absolute()
 
@@ -263,12 +242,9 @@ def dumps(value: Any, indent: int | None = 1) -> str:
 
 
 def from_json(kind: type[T], value: Any, where: str = "the JSON object") -> T:
-    """Return the dataclass of a JSON value; unknown keys are ignored.
+    """Return the dataclass of a JSON value of the file `where`; unknown keys are ignored.
 
-    `where` is the file, for error messages.
-
-    Raises:
-        ValueError: A value is missing or has the wrong type.
+    A ValueError is raised if a value is missing or has the wrong type.
     """
     try:
         return _adapter(kind).validate_json(json.dumps(value), strict=True)

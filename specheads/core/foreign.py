@@ -26,7 +26,6 @@ _BOOKKEEPING = """
 BOOKKEEPING = frozenset(_BOOKKEEPING.split())
 """Settings that no forward pass of a trained model reads. `auto_map` is one of them only because
 code is refused before: see heads/checkpoint.py."""
-
 _LAYERS = """
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim hidden_act rms_norm_eps attention_bias mlp_bias
@@ -36,20 +35,16 @@ _LAYERS = """
 LAYERS = frozenset(_LAYERS.split())
 """Settings of decoder layers as in Llama and Qwen. The config of a head without such layers may
 have those of its base."""
-
 SECTIONS = ("transformer_layer_config", "speculators_config")
 """Settings of vllm-project/speculators that have settings of their own."""
-
 SPECULATORS = (
     *SECTIONS,
     *("speculators_model_type", "speculators_version", "verifier"),
     *("algorithm", "default_proposal_method", "proposal_methods"),
 )
 """Settings of vllm-project/speculators that name the layout of a folder and how it is served."""
-
 MOST = 8
 """Number of settings that a message names."""
-
 REMEDY = "choose another checkpoint, or remove from config.json what has no effect"
 
 
@@ -84,9 +79,10 @@ def refuse_unused(
         if value is None or "dropout" in name:
             continue
         if name in fixed:
-            if not _is_all(value, fixed[name]):
+            values = value if isinstance(value, list) else [value]
+            if any(one != fixed[name] for one in values):
                 wrong.append(f"{shown} (only {fixed[name]!r:.60})")
-        elif name not in known and not _is_neutral(value):
+        elif name not in known and value is not False and value not in ("", [], {}):
             wrong.append(shown)
     if wrong:
         listed = ", ".join(wrong[:MOST]) + (f" and {len(wrong) - MOST} more" * (len(wrong) > MOST))
@@ -96,16 +92,6 @@ def refuse_unused(
         )
 
 
-def _is_neutral(value: Any) -> bool:
-    """Return whether a value turns its setting off: null, false or empty."""
-    return value is None or value is False or value in ("", [], {})
-
-
 def _shown(name: str) -> str:
     """Return a name, quoted if it is not one of a setting."""
     return name if name.replace(".", "_").isidentifier() else repr(name)
-
-
-def _is_all(value: Any, only: Any) -> bool:
-    """Return whether a value, or each item of a list, is the only supported one."""
-    return all(one == only for one in value) if isinstance(value, list) else value == only

@@ -16,10 +16,8 @@ from specheads.core.errors import InputError
 
 MAX_INT = 2**31 - 1
 """Largest value of any count; messages leave this limit out."""
-
 MAX_NAME_BYTES = 255
 """Longest file name that common file systems take."""
-
 AUTO = "auto"
 
 
@@ -82,7 +80,6 @@ NumNodes = Annotated[int, Ge(1), Le(4096)]
 TreeSize = Annotated[int, Ge(2), Le(4096)]
 TokenId = Annotated[int, Ge(-1), Le(MAX_INT)]
 TokenRank = Annotated[int, Ge(0), Le(4095)]
-
 Probability = Annotated[float, Ge(0), Le(1)]
 ProbabilityBelowOne = Annotated[float, Ge(0), Lt(1)]
 PositiveProbability = Annotated[float, Gt(0), Le(1)]
@@ -92,7 +89,6 @@ PositiveFloat = Annotated[float, Gt(0), Le(1e9)]
 Temperature = Annotated[
     float, Rule(lambda value: value == 0 or value >= 0.001, "0 or at least 0.001"), Le(100)
 ]
-
 PrintableText = Annotated[str, Rule(_is_printable, "text, printable and at most 4096 characters")]
 PathOrId = Annotated[
     str, Rule(_is_path, f"a path or an id, its parts of at most {MAX_NAME_BYTES} bytes")
@@ -103,17 +99,10 @@ GlobPattern = Annotated[
 FolderName = Annotated[str, Rule(_is_folder_name, "a name that a folder can have, without /")]
 BatchSize = Annotated[Any, Rule(_is_batch_size, f"a whole number, at least 1, or {AUTO}")]
 """An integer to every reader: `auto` is replaced before anything reads it."""
-
 Pair = Len(2, 2)
 NonEmpty = MinLen(1)
-
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-BOUNDS = {
-    Ge: ("at least", "ge"),
-    Gt: ("above", "gt"),
-    Le: ("at most", "le"),
-    Lt: ("below", "lt"),
-}
+BOUNDS = {Ge: ("at least", "ge"), Gt: ("above", "gt"), Le: ("at most", "le"), Lt: ("below", "lt")}
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
@@ -126,9 +115,6 @@ def check_fields(
         settings: A dataclass of settings, which may contain others.
         where: Full name of the settings, such as `schedule`; empty for those of a command.
         together: Refuses settings of one group that contradict each other.
-
-    Raises:
-        InputError: A setting cannot be used.
     """
     known = hints(type(settings))
     # Hydra's +name=value adds an attribute

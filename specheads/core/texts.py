@@ -11,8 +11,7 @@ SECOND = -7723592293110705685  # 0x94D049BB133111EB
 def derive_seed(seed: int, index: int) -> int:
     """Return the seed of the `index`-th of many requests with one seed.
 
-    It is `decoding.noise.bits(seed, index)` without the sign, computed with Python integers:
-    tensors of one number would take long for many prompts.
+    It is `decoding.noise.bits(seed, index)` without the sign, in Python: fast for one number.
     """
     state = 0
     for key in (seed, index):
@@ -24,12 +23,10 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 def loops(tokens: Sequence[int], *, max_period: int = 16, window: int = 48) -> bool:
-    """Return whether a text ends in a repetition.
+    """Return whether the last `window` tokens repeat one block of at most `max_period` tokens.
 
-    The last `window` tokens must repeat one block of at most `max_period` tokens: for some period
-    p <= max_period, each token of the window equals the one p positions before it. Such text is
-    trivially easy to draft, so results have figures with and without it. A text shorter than the
-    window never counts as repetitive.
+    Such text is trivially easy to draft, so results have figures with and without it. A text
+    shorter than the window never counts as repetitive.
     """
     tail = tokens[-window:]
     if len(tokens) < window:

@@ -44,11 +44,7 @@ class TokenTree:
     """How many of the last nodes were copied from the text; the others were drafted."""
 
     def ancestors(self) -> Bool[Tensor, "batch node node"]:
-        """Return `out[b, i, j]`: true if j is i itself or an ancestor of i.
-
-        It is computed by squaring: k rounds find every path of up to 2**k edges, so a tree of n
-        nodes takes log2(n) small products and no loop over nodes.
-        """
+        """Return `out[b, i, j]`: true if j is i itself or an ancestor of i."""
         if self.reach is not None:
             return self.reach
         num_nodes = self.parents.shape[1]
@@ -57,6 +53,7 @@ class TokenTree:
         reach = (self.parents[:, :, None] == nodes).float() + torch.eye(
             num_nodes, device=self.parents.device
         )
+        # k rounds of squaring find every path of up to 2**k edges
         for _ in range((num_nodes - 1).bit_length()):
             reach = (reach @ reach).clamp(max=1.0)
         return reach > 0
@@ -69,10 +66,9 @@ class TokenTree:
 def from_paths(paths: Int[Tensor, "batch path level"], num_nodes: int | None = None) -> TokenTree:
     """Return the tree of all prefixes of some paths, each prefix once.
 
-    Nodes are in the order of the paths, so a tree with too few nodes leaves out the end of the last
-    paths. A row with fewer prefixes than nodes is padded with a chain of its root's token. All
-    paths of a row begin with the same root, and the best path is the first. By default the tree has
-    as many nodes as the largest row needs.
+    All paths of a row begin with the same root. Nodes are in the order of the paths, so a tree with
+    too few nodes leaves out the end of the last ones. A row with fewer prefixes than nodes is
+    padded with a chain of its root's token. By default the largest row has all of its nodes.
 
     Source: Cheng et al. 2024, arXiv:2403.09919, section 3.3.
     """
@@ -111,8 +107,7 @@ def refuse_nodes(num_nodes: int, setting: str) -> int:
     """Return a number of nodes, or refuse it and name the setting to lower."""
     if num_nodes > MAX_NODES:
         raise InputError(
-            f"a tree may have at most {MAX_NODES} nodes, and as many drafted nodes, got "
-            f"{num_nodes:.4g} or more; lower {setting}"
+            f"a tree may have at most {MAX_NODES} nodes, got {num_nodes:.4g}; lower {setting}"
         )
     return num_nodes
 

@@ -15,11 +15,8 @@ from specheads.core.machine import computes_bfloat16, processor
 
 PACKED_FOR = 256
 """Number of rows that packs are optimised for: the best of 1, 16 and 256 for 1 to 512 rows."""
-
 LEAST, MOST = 2**15, 2**32
 """Fewest elements of a matrix that is packed, and most bytes of matrices to store twice."""
-
-
 MKL, ONEDNN = "mkl", "onednn"
 """Libraries of torch that pack a matrix and multiply by the pack."""
 
@@ -53,7 +50,6 @@ def _libraries() -> dict[torch.dtype, str]:
 
 PACKED_BY = _libraries()
 """Library that packs matrices of each dtype, on CPUs where measurements show a gain."""
-
 _PACKS: dict[int, _Pack] = {}
 """By the address of the matrix, which heads that borrow it share."""
 
@@ -69,14 +65,10 @@ class PackedLinear(nn.Linear):
 def for_few_rows(module: nn.Module) -> None:
     """Change the layout of all linear layers on a CPU so that products of a few rows are fast.
 
-    A decode step multiplies a few rows, one per tree node, by each matrix. torch's libraries are
-    slow at this for row-major matrices, the layout of checkpoints. Large matrices get a second,
-    packed copy (`PACKED_BY`): by MKL in float32 on Intel CPUs, by oneDNN in float32 on AMD CPUs and
-    in bfloat16 where the CPU computes it. All others become column-major. Shapes, values and tied
-    weights stay the same, so no other code is affected.
-
-    Do not use this for trained parameters. A pack older than its matrix is ignored, except if the
-    matrix was changed through `.data`.
+    Large matrices get a second, packed copy (`PACKED_BY`): by MKL in float32 on Intel CPUs, by
+    oneDNN in float32 on AMD CPUs and in bfloat16 where the CPU computes it. All others become
+    column-major. Shapes, values and tied weights stay the same. Do not use this for trained
+    parameters: a pack is outdated unseen if its matrix is changed through `.data`.
     """
     layers = [
         layer
@@ -137,8 +129,7 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(rows, pack.matrix, bias, "none", [], "")
 
 
-def _shaped(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    del bias
+def _shaped(rows: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
     return rows.new_empty(*rows.shape[:-1], weight.shape[0])
 
 

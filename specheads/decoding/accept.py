@@ -22,10 +22,9 @@ Coins = Float[Tensor, "batch node"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Accepted path of each row.
+    """Accepted path of each row: nodes `path[b, :count[b]]` from the root on, then arbitrary ones.
 
-    `path[b, :count[b]]` are the accepted nodes, starting with the root; the entries after
-    `count[b]` are arbitrary nodes. `bonus` is the base's own next token.
+    `bonus` is the base's own next token.
     """
 
     path: Int[Tensor, "batch path"]
@@ -34,11 +33,10 @@ class Verdict:
 
 
 def match(tree: TokenTree, chosen: Nodes, ancestors: Ancestors | None = None) -> Verdict:
-    """Keep the longest path on which every token is the one chosen after its parent.
+    """Keep the root and the longest path on which every token is the one chosen after its parent.
 
-    If `chosen` are samples of the base's distribution that do not depend on the tree, this is
-    sample and match: every emitted token is such a sample, so the rule is lossless for any tree.
-    The root is always kept.
+    If `chosen` are samples of the base's distribution that do not depend on the tree, every emitted
+    token is such a sample, so the rule is lossless for any tree.
     """
     if tree.tokens.shape[1] == 1:
         return Verdict(torch.zeros_like(chosen), torch.ones_like(chosen[:, 0]), chosen[:, 0])
@@ -191,8 +189,8 @@ AcceptanceRule = Callable[[TokenTree, Tensor, Tensor, SamplingState], Verdict]
 def match_rule(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: SamplingState) -> Verdict:
     """Sample one token after every node and keep the path that agrees: lossless for any tree.
 
-    Nodes of one depth share the noise that the base alone would sample with at that position. So
-    the output is that of the base alone, token for token, even if drafts have seen the noise.
+    Nodes of one depth share the noise of the base alone at that position, so the output is its own
+    token for token, even if drafts have seen the noise.
     """
     return match(tree, rows.choose(tree, logits, ancestors), ancestors)
 

@@ -16,10 +16,8 @@ class ForwardCost:
 
     fixed: NonNegativeFloat
     """Seconds of any forward."""
-
     token: NonNegativeFloat
     """Seconds per token, over all rows."""
-
     context: NonNegativeFloat
     """Seconds per committed position that a row attends to, over all rows."""
 
@@ -34,33 +32,23 @@ class StepCost:
 
     verify: ForwardCost
     """The base's forward over the trees of all rows."""
-
     draft: ForwardCost
     """One forward of the drafter, for all rows."""
-
-    window: NonNegativeFloat = 0.0
-    """Most positions of a row that the drafter attends to; zero is unlimited."""
-
     levels: PositiveInt = 1
     """Levels that one forward of the drafter drafts; above 1 it always drafts a whole block."""
 
     def seconds(
         self, batch: int, context: int | float, nodes: int, depth: int, copied: int = 0
     ) -> float:
-        """Return the seconds of a step.
+        """Return the seconds of a step of `batch` rows with so many committed tokens each.
 
-        Args:
-            batch: Number of rows.
-            context: Committed tokens of a row; rows are read up to the longest.
-            nodes: Nodes of a row's own tree, root included; one is the base alone.
-            depth: Levels that are drafted; zero is the base alone.
-            copied: Nodes of copied text, which are verified but not drafted.
+        `nodes` are those of a row's own tree, root included; `depth` is the number of levels that
+        are drafted; zero is the base alone. `copied` nodes are verified but not drafted.
         """
         verified = self.verify.seconds(batch * (nodes + copied), batch * context)
         if depth == 0:
             return verified
-        seen = min(context, self.window) if self.window else context
         # a level reads the nodes of the one above; each node but the root was drafted once
         read = self.levels if self.levels > 1 else (nodes - 1) / depth
         forwards = -(-depth // self.levels)
-        return verified + forwards * self.draft.seconds(batch * read, batch * seen)
+        return verified + forwards * self.draft.seconds(batch * read, batch * context)

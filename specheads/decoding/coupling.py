@@ -15,11 +15,8 @@ class Coupled(Drafter):
     """Adds the noise of each position to a drafter's logits.
 
     The logits get each row's temperature, cuts and penalties, and then the noise that the base
-    samples with at that position. The argmax is the base's token if the drafter is right, and often
-    if it is not. With p the base's distribution and q the drafter's, they agree with the
-    probability sum over x of 1 / sum over y of max(p(y) / p(x), q(y) / q(x)), which is at least
-    (1 - TV) / (1 + TV), where TV is the total variation distance. The softmax of the logits is the
-    probability of each token given the noise, if the drafter's errors are Gumbel noise. Rows at
+    samples with at that position. The argmax is the base's token with a probability of at least
+    (1 - TV) / (1 + TV), where TV is the total variation distance of both distributions. Rows at
     temperature zero keep their logits. The decoded text is the same for every drafter.
 
     Source: Daliri, Musco and Suresh 2024, arXiv:2408.07978.
@@ -48,12 +45,8 @@ class Coupled(Drafter):
         """Read one level of nodes; return logits for the token after each node."""
         state, paths = state
         logits, state = self.drafter.extend(state, tokens, parents)
-        if self.rows.penalised:
-            above = paths.take_along_dim(parents[..., None], dim=1)
-            paths = torch.cat([above, tokens[..., None]], dim=-1)
-        else:
-            # only a repetition penalty reads the tokens; others need the length of the paths
-            paths = paths[:, :1, :1].expand(-1, tokens.shape[1], paths.shape[-1] + 1)
+        above = paths.take_along_dim(parents[..., None], dim=1)
+        paths = torch.cat([above, tokens[..., None]], dim=-1)
         return with_noise(self.drafter, logits, paths, self.rows), (state, paths)
 
 

@@ -5,27 +5,21 @@ from collections.abc import Sequence
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _CONTEXT = 5
 """Tokens decoded before a new one: its text may depend on the tokens before it, and a character may
 begin up to three tokens earlier."""
-
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 """What decoders return for bytes that are not a complete character."""
-
 _MOST_BROKEN = 3
 """How many of them an incomplete character can be decoded to: one for each byte."""
-
-_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
-"""The byte for each letter of a byte-level vocabulary."""
 
 
 class TextStream:
     """Generated text that grows token by token, and ends before the first stop string.
 
     A token boundary can split a character or a stop string, so the newest text may have to wait or
-    be removed again. `settled` counts what is final. The prompt is not part of the text.
+    be removed again. `settled` counts what is final.
     """
 
     def __init__(
@@ -67,10 +61,7 @@ class TextStream:
             self.is_over = True
 
     def settled(self) -> tuple[int, int]:
-        """Return how many tokens and characters are final, whatever follows.
-
-        A token is final once all of its text is.
-        """
+        """Return how many tokens and characters are final, whatever follows."""
         length = len(self.written) - (0 if self.is_over else self._may_stop())
         return bisect_right(self._ends, length), length
 
@@ -101,22 +92,11 @@ class TextStream:
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], token: int) -> str:
-    r"""Return the text that one token adds, for display.
+    """Return the text that one token adds, for display.
 
     The last token of a split character adds that character. A token that adds no text, such as the
-    other parts and special tokens, gets its name: `⟨\xe2\x82⟩`, `⟨<|endoftext|>⟩`.
+    other parts and special tokens, gets its name in the vocabulary: `⟨<|endoftext|>⟩`.
     """
     text = TextStream(tokenizer, list(before))
     text.push(token)
-    return text.written or f"⟨{_name(tokenizer, token)}⟩"
-
-
-def _name(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """Return a token's name in the vocabulary, with bytes escaped if they are not text."""
-    name = str(tokenizer.convert_ids_to_tokens(token))
-    try:
-        raw = bytes(_BYTES[letter] for letter in name)
-    except KeyError:
-        # not a byte-level vocabulary
-        return name
-    return raw.decode(errors="backslashreplace")
+    return text.written or f"⟨{tokenizer.convert_ids_to_tokens(token)}⟩"

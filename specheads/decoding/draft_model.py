@@ -1,37 +1,15 @@
 """Draft with a smaller language model, or with the base itself over a window of the text."""
 
-from dataclasses import dataclass
-
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from specheads.base.cache import KVCache, RowCache, upload
 from specheads.base.model import FrozenBase
-from specheads.core.drafter import Drafter, State, refuse_scattering
+from specheads.core.drafter import Drafter, Guesses, Nodes
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree, chain
-
-
-@dataclass(frozen=True, slots=True)
-class DraftModelCache:
-    """The draft model's own KV cache."""
-
-    cache: KVCache
-
-    def keep(self, rows: Int[Tensor, " kept"]) -> "DraftModelCache":
-        """Return the cache of these rows."""
-        self.cache.keep_rows(rows.tolist())
-        return self
-
-    def join(self, other: "DraftModelCache") -> "DraftModelCache":
-        """Return the cache with the rows of both batches."""
-        self.cache.join(other.cache)
-        return self
-
-    scatter = refuse_scattering
-
 
 Draft = tuple[KVCache, TokenTree, int]
 """State of a draft: the cache, all levels that the model has read, without the root, which is
@@ -41,9 +19,9 @@ committed, and the first node of the level read last; -1 is the root."""
 class DraftModel(Drafter):
     """Drafts with another causal LM, which has its own KV cache.
 
-    Committed tokens, with the root, are read once and kept, at most `chunk` tokens per forward. The
-    nodes of a draft, at most `max_nodes`, are read into the cache's scratch and dropped with the
-    next draft. Each level is one forward over all nodes so far, for a tree as for a chain.
+    Committed tokens, with the root, are read once, at most `chunk` per forward. The nodes of a
+    draft, at most `max_nodes`, stay in the cache's scratch. Each level is one forward over all
+    nodes so far.
 
     Source: Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318.
     """
@@ -55,17 +33,15 @@ class DraftModel(Drafter):
         self.model, self.depth = model, depth
         self.max_nodes, self.chunk = max_nodes, 512
         # both projections may have padding rows without a token
-        self.vocab_size = self.drafted_size = min(model.vocab_size, base.vocab_size)
+        self.drafted_size = min(model.vocab_size, base.vocab_size)
 
-    def memory(self, batch: int, capacity: int) -> DraftModelCache:
+    def memory(self, batch: int, capacity: int) -> KVCache:
         """Return an empty cache of the draft model."""
-        return DraftModelCache(self.model.cache(batch, capacity + self.max_nodes))
+        return self.model.cache(batch, capacity + self.max_nodes)
 
-    def begin(
-        self, committed: Committed, memory: DraftModelCache
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], Draft]:
+    def begin(self, committed: Committed, memory: KVCache) -> Guesses:
         """Read the committed tokens and the root in one forward."""
-        read, tokens, cache = committed.features.tokens, committed.next_tokens, memory.cache
+        read, tokens, cache = committed.features.tokens, committed.next_tokens, memory
         assert read is not None
         # the root of the last draft has been read; only a new row starts at its first token
         text = torch.cat([read[:, :1], tokens], dim=1)
@@ -77,11 +53,9 @@ class DraftModel(Drafter):
         reading = reading[:, : max(counts)]
         logits, _ = self.model.prefill(reading, cache, counts, chunk=self.chunk)
         nothing = tokens[:, :0]
-        return logits[:, None, : self.vocab_size], (cache, TokenTree(nothing, nothing), -1)
+        return logits[:, None, : self.drafted_size], (cache, TokenTree(nothing, nothing), -1)
 
-    def extend(
-        self, state: Draft, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
-    ) -> tuple[Float[Tensor, "batch node vocab"], Draft]:
+    def extend(self, state: Draft, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read the tree so far and this level."""
         cache, read, above = state
         first = read.tokens.shape[1]
@@ -90,7 +64,7 @@ class DraftModel(Drafter):
             torch.cat([read.parents, above + parents], dim=1),
         )
         logits = self.model.verify(tree, cache).logits[:, first:]
-        return logits[..., : self.vocab_size], (cache, tree, first)
+        return logits[..., : self.drafted_size], (cache, tree, first)
 
 
 def refuse_vocabulary(model: FrozenBase, base: FrozenBase) -> None:
@@ -110,8 +84,7 @@ def refuse_vocabulary(model: FrozenBase, base: FrozenBase) -> None:
 class WindowCache(KVCache):
     """A KV cache that keeps a text's first tokens (sinks) and its most recent ones (window).
 
-    Keys keep their position in the full text, so it works with every position encoding. A window as
-    long as the text drops nothing. One forward has `scratch` slots.
+    Keys keep their position in the full text. One forward has `scratch` slots.
     """
 
     def __init__(
@@ -155,25 +128,24 @@ class WindowCache(KVCache):
         super().keep_rows(rows)
         self.dropped = self.dropped[upload(rows, self.device)]
 
-    def join(self, other: RowCache) -> None:
+    def join(self, other: RowCache) -> RowCache:
         """Append another cache's rows; both are copied to new, larger tensors."""
         assert isinstance(other, WindowCache)
         dropped = torch.cat([self.dropped, other.dropped])
         super().join(other)
         self.dropped = dropped
+        return self
 
 
 class Streaming(DraftModel):
     """The base as its own draft model, over attention sinks and a window of recent text.
 
     The size of its cache and the time of a draft do not grow with the context. It reads only the
-    sinks (at least one) and the window of a long prompt, and then every committed token. With a
-    window as long as the context the drafts are the base's own tokens. `max_nodes` limits the nodes
-    of a draft and the tokens of one forward.
+    sinks (at least one) and the window of a long prompt, and then every committed token.
+    `max_nodes` limits the nodes of a draft and the tokens of one forward.
 
     Source: Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049; Xiao et al. 2023, StreamingLLM,
-    arXiv:2309.17453. StreamingLLM numbers positions within the cache; here they are those of the
-    text.
+    arXiv:2309.17453, which numbers positions within the cache; here they are those of the text.
     """
 
     def __init__(
@@ -187,31 +159,25 @@ class Streaming(DraftModel):
     ) -> None:
         if sinks < 1 or window <= depth:
             raise InputError(
-                f"streaming needs sinks >= 1 and a window longer than its depth of {depth}, got "
-                f"{sinks} and {window}"
+                f"streaming needs sinks >= 1 and a window above {depth}, got {sinks} and {window}"
             )
         super().__init__(base, depth, base, max_nodes=max_nodes)
         self.sinks, self.window, self.chunk = sinks, window, max_nodes
         # with more unread positions than the window it would take the row for a new one
         self.most_unread = min(self.most_unread, window)
 
-    def memory(self, batch: int, capacity: int) -> DraftModelCache:
+    def memory(self, batch: int, capacity: int) -> KVCache:
         """Return an empty window; its size does not depend on the capacity."""
-        del capacity
         sinks, window, scratch = self.sinks, self.window, self.max_nodes
-        return DraftModelCache(
-            WindowCache(self.model, batch, sinks=sinks, window=window, scratch=scratch)
-        )
+        return WindowCache(self.model, batch, sinks=sinks, window=window, scratch=scratch)
 
-    def begin(
-        self, committed: Committed, memory: DraftModelCache
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
+    def begin(self, committed: Committed, memory: KVCache) -> Guesses:
         """Read the committed tokens; only the end of a long prompt that fits the window."""
         features, tokens, counts = committed.features, committed.next_tokens, committed.counts
-        assert isinstance(memory.cache, WindowCache)
+        assert isinstance(memory, WindowCache)
         if tokens.shape[1] > self.window:
             assert features.tokens is not None
-            start = self._skip(features.tokens, counts, memory.cache)
+            start = self._skip(features.tokens, counts, memory)
             recent = start[:, None] + torch.arange(
                 int((counts - start).max()), device=counts.device
             )

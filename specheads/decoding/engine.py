@@ -14,10 +14,8 @@ from specheads.core.errors import InputError, whole
 from specheads.core.machine import device_bytes
 from specheads.decoding import accept
 from specheads.decoding.loop import DecodingState, start, step
-from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request, Stream, alike
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import lookup_tree
 from specheads.decoding.trees.tuned import Tuned
 
 
@@ -42,8 +40,6 @@ def default_tree(drafter: Drafter, base: FrozenBase) -> policies.TreePolicy:
         policy = tuned.policy()
         if policy.depth or tuned.fits(base.device, base.dtype):
             return policy
-    if isinstance(drafter, PromptLookup):
-        return lookup_tree(drafter.depth)
     return policies.chain(drafter.depth)
 
 
@@ -52,20 +48,21 @@ def drafted_by(
 ) -> tuple[Drafter | None, policies.TreePolicy]:
     """Return the drafter and the tree policy; refuse a tree that the drafter cannot draft.
 
-    A tree that drafts nothing, the best one for some tuned heads, needs no drafter, so that none
-    has to store the text.
+    A tree of copied text or without a draft, the best one for some tuned heads, needs no drafter,
+    so that none has to store the text.
     """
-    if drafter is None:
-        return None, policies.NOTHING
-    policy = default_tree(drafter, base) if tree is None else tree
+    if tree is None:
+        policy = default_tree(drafter, base) if drafter else policies.NOTHING
+    else:
+        policy = tree
     if not isinstance(policy, policies.TreePolicy):
         raise InputError(f"a tree is a TreePolicy, such as policies.chain(3), got {tree!r:.80}")
-    if not policy.depth:
+    if not policy.own_depth:
         return None, policy
-    if policy.own_depth > drafter.depth:
+    if drafter is None or policy.own_depth > drafter.depth:
         raise InputError(
-            f"the tree has {policy.own_depth} levels but the head drafts {drafter.depth}; "
-            "choose a shallower tree"
+            f"the tree has {policy.own_depth} levels but the head drafts "
+            f"{drafter.depth if drafter else 0}; choose a shallower tree"
         )
     if 0 < drafter.drafted_size < policy.num_guesses:
         raise InputError(
@@ -80,22 +77,19 @@ class Engine:
 
     It is not thread-safe: `step`, and iterating over a stream, decode for all requests.
 
-    Base, drafter, tree and acceptance are as in `generate`. A head's tuned trees follow the batch
-    and the context of each step.
-
     Args:
-        max_batch: Rows decoded together; further requests wait. It is lowered to what fits into
-            memory.
+        base, drafter, tree, acceptance, coupled: As in `generate`. A head's tuned trees follow the
+            batch and the context of each step.
+        max_batch: Rows decoded together, as far as they fit into memory; further requests wait.
         max_length: Limit of prompt and new tokens together; None is the base's context length.
             Without a pool every row, and the drafter's memory, has this length from the start.
         pool: Blocks for keys and values, for this engine only; None uses contiguous rows. A request
             waits until the pool has all blocks that it may need.
-        coupled: Whether drafts see the noise that the base samples with: see `generate`.
         timed: Whether steps synchronise so that their times are exact: see `loop.step`.
 
     Raises:
-        ValueError: The tree is deeper or wider than the drafter can draft, a setting is out of
-            range, or the head's dtype or device differs from the base's.
+        ValueError: The drafter cannot draft the tree, a setting is out of range, or the head's
+            dtype or device differs from the base's.
     """
 
     def __init__(
@@ -142,18 +136,11 @@ class Engine:
         return int(device_bytes(base.device) / (row + tree.num_nodes * node))
 
     def submit(self, request: Request) -> Stream:
-        """Append a request to the queue.
-
-        Raises:
-            ValueError: The request can never be decoded: its prompt exceeds the context or has ids
-                outside the vocabulary or of pictures, it needs more blocks than the pool has, or it
-                has stop strings and the base has no tokenizer. The engine does not change.
-        """
+        """Append a request to the queue; raise a ValueError if it can never be decoded."""
         length, size = len(request.prompt), len(self.base.embedding)
         if (largest := max(request.prompt)) >= size:
             raise InputError(
-                f"token ids must be below the base's vocabulary size {size}, got {largest}; use "
-                "this base's own tokenizer"
+                f"token ids must be below {size}, got {largest}; use this base's own tokenizer"
             )
         if pictured := self.base.media_ids.keys() & {*request.prompt}:
             token = min(pictured)
@@ -163,17 +150,15 @@ class Engine:
             )
         if length > self.max_length:
             raise InputError(
-                f"a prompt must fit the context: {length} tokens exceed {self.max_length}; "
-                "shorten it"
+                f"a prompt must fit {self.max_length} tokens of context, got {length}; shorten it"
             )
         if request.stop and self.base.tokenizer is None:
             raise InputError(
-                f"stop strings need a tokenizer, got a base without one: {self.base.name!r}; "
-                "name eos_ids instead"
+                f"stop strings need a base with a tokenizer, got {self.base.name!r}; name eos_ids"
             )
         limit = min(request.max_new_tokens, self.max_length - length)
         needed = self._blocks(length + limit)
-        stream = Stream(request, self.base, limit, needed, self.step, self.cancel)
+        stream = Stream(request, self, limit, needed)
         if stream.finish_reason is None:
             self.waiting.append(stream)
         return stream
@@ -199,8 +184,7 @@ class Engine:
     def step(self) -> bool:
         """Admit waiting requests and decode one step; return whether any request is left.
 
-        An error of base, drafter or tokenizer is raised here. The requests of that step end as
-        failed and release their memory; the others continue with the next step.
+        After an error the requests of the step end as failed, and the others continue.
         """
         self._admit()
         if (state := self._state) is not None:
@@ -247,13 +231,7 @@ class Engine:
             cache = self._cache(len(streams))
         with self._failing(streams, cache):
             state, first = start(
-                self.base,
-                self.drafter,
-                prompts,
-                self._capacity,
-                sampling,
-                cache,
-                coupled=self.coupled,
+                self.base, self.drafter, prompts, self._capacity, sampling, cache, self.coupled
             )
             for stream, token in zip(streams, first, strict=True):
                 stream.take([token])

@@ -41,7 +41,6 @@ def generate(
     max_batch: int | None = None,
     pool: BlockPool | None = None,
     coupled: bool = True,
-    timed: bool = False,
 ) -> Decoding:
     """Decode prompts with speculative decoding: several tokens per base forward.
 
@@ -56,21 +55,19 @@ def generate(
         max_new_tokens: Limit of each prompt.
         sampling: Sampling of all prompts or a list with one per prompt; None is greedy. From one
             object each prompt gets its own seed.
-        tree: Tree policy. None uses the tree that `specheads tune` chose for the head on such a
+        tree: Tree policy. None is the tree that `specheads tune` chose for the head on such a
             machine, which may be not to draft, or else a chain as deep as the head.
         acceptance: Acceptance rule: "match", "rejection", "typical", or a function like those in
             `specheads.decoding.accept`.
         stop_at_eos: Whether the base's end-of-text token ends a row.
         max_batch: Rows decoded together; further prompts wait. None is all.
-        pool: Blocks for keys and values, from `base.pool(num_blocks)`; if it is full, prompts wait.
-            None uses contiguous rows.
+        pool: Blocks for keys and values, from `base.pool(num_blocks)`; None is contiguous rows.
         coupled: Whether drafts see the noise that the base samples with, which depends on seed and
             position. More drafts are accepted above temperature zero; the output is the same.
-        timed: Whether steps synchronise so that their times are exact.
 
     Raises:
-        ValueError: A prompt is empty or not token ids, or prompt and new tokens exceed the context,
-            the pool or the memory, or a setting is out of range.
+        ValueError: A prompt is no token ids or too long for the context, the pool or the memory, or
+            a setting is out of range.
     """
     if not hasattr(prompts, "__len__") or isinstance(prompts, Mapping):
         raise InputError(f"prompts must be a list of lists of token ids, got {prompts!r:.60}")
@@ -86,7 +83,6 @@ def generate(
         max_length=max(map(len, prompts), default=0) + max_new_tokens,
         pool=pool,
         coupled=coupled,
-        timed=timed,
     )
     eos_ids = None if stop_at_eos else ()
     streams = [

@@ -20,7 +20,6 @@ from specheads.decoding.trees.tuned import Choice, Tuned
 WEIGHT, RETURN = 0.05, 0.01
 """Weight of a new observation in a moving average, and of the seed if nothing was observed. A depth
 that stopped paying is thus tried again later."""
-
 SIZES = 2, 4, 7
 """Numbers of copied tokens to choose from, in addition to all that have a rate."""
 
@@ -67,11 +66,7 @@ class Draft(NamedTuple):
 
 @dataclass(slots=True)
 class RequestRates:
-    """Acceptance rates of one request: of drafted and of copied tokens.
-
-    Both are assumed to be independent: at each depth one of them is right with probability
-    1 - (1 - a)(1 - b).
-    """
+    """Acceptance rates of one request, of drafted and of copied tokens, assumed independent."""
 
     own: MovingRates
     """Rates of drafted tokens."""
@@ -112,22 +107,15 @@ Row = tuple[Any, RequestRates]
 
 
 def step_tokens(drafts: Sequence[Draft], rows: Sequence[Row]) -> list[float]:
-    """Return the expected tokens of a step of these rows, for each draft.
-
-    A row yields at most as many tokens as its limit allows.
-    """
+    """Return the expected tokens of a step of these rows, within their limits, for each draft."""
     own = _summed([(row, rates.own.tokens) for row, rates in rows])
     matches = [(row, rates.own, rates.match) for row, rates in rows if rates.match]
     if not matches:
         return [own[draft.depth] for draft in drafts]
     # expected tokens of either = of one + of the other - of both
     copied = _summed([(row, match.tokens) for row, _, match in matches])
-    both = _summed(
-        [
-            (row, expected_tokens(map(mul, drafted.rates, match.rates)))
-            for row, drafted, match in matches
-        ]
-    )
+    joint = [(row, map(mul, own.rates, match.rates)) for row, own, match in matches]
+    both = _summed([(row, expected_tokens(rates)) for row, rates in joint])
     return [own[depth] + copied[size] - both[min(depth, size)] for depth, size in drafts]
 
 
@@ -141,12 +129,8 @@ def _summed(rows: Sequence[tuple[Any, list[float]]]) -> list[float]:
 def best_draft(cost: StepCost, drafts: Sequence[Draft], rows: Sequence[Row]) -> int:
     """Return the index of the draft with the highest goodput in tokens per second.
 
-    The first of equals is chosen. Copied text is not drafted if no row has a match.
-
-    Args:
-        cost: Cost of a step.
-        drafts: Candidates: the smaller first, those with copied text last.
-        rows: At least one request and its rates.
+    The first of equals is chosen, so smaller drafts come first and those with copied text last;
+    these are left out if no row has a match.
     """
     context = max(row.length for row, _ in rows)
     if not any(rates.match for _, rates in rows):
@@ -163,9 +147,8 @@ def best_draft(cost: StepCost, drafts: Sequence[Draft], rows: Sequence[Row]) -> 
 class Goodput(Choice):
     """Chooses the draft with the highest goodput for the batch of each step, or no draft.
 
-    The candidates are chains of every depth from zero on, each without and with copied text. Which
-    requests have a match is known before the step. The rates of a request are moving averages over
-    its own steps. The choice never changes the decoded text.
+    The candidates are chains of every depth from zero on, each without and with copied text. The
+    rates of a request are moving averages over its own steps.
 
     Args:
         cost: Cost of a step on this machine.
@@ -185,11 +168,9 @@ class Goodput(Choice):
         self.drafts = [Draft(depth, size) for size in sizes for depth in depths]
         trees = [policies.chain(depth) for depth in depths]
         # all look up equally many tokens, those whose rates are observed
-        copying = [
-            HybridTree(trees[depth], size, copied=len(rates) + most)
-            for depth, size in self.drafts
-            if size
-        ]
+        longest = len(rates) + most
+        own = [(trees[depth], size) for depth, size in self.drafts if size]
+        copying = [HybridTree(tree, size, copied=longest) for tree, size in own]
         super().__init__("goodput", [*trees, *copying], self._best)
         self._rates: WeakKeyDictionary[Any, RequestRates] = WeakKeyDictionary()
 
@@ -219,10 +200,6 @@ class Goodput(Choice):
 
 
 def drafted_levels(step: DecodingStep) -> int:
-    """Return how many levels of the head's own tree a step accepted, with copied text or without.
-
-    If these are fewer than the tree has, the next level counts as refused, also without a node
-    below the accepted ones: rates are those of levels, drafted or not.
-    """
+    """Return how many levels of the head's own tree a step accepted."""
     size = len(step.drafted) - step.num_copied
     return sum(node < size for node in step.path) - 1

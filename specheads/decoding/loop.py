@@ -102,21 +102,15 @@ def step(
 ) -> list[DecodingStep]:
     """Decode one step for every row and advance `state`; without a drafter, with the base alone.
 
-    A tree without levels drafts nothing, and a tree of copied text does not use the head. A drafter
-    with a memory reads the tokens of such steps when it drafts again, or when there are as many as
-    it reads at once.
-
-    `timed` waits for the device before and after drafting, so that `StepTimes.drafted` is true on a
-    GPU too. It costs one or two synchronisations.
+    A drafter with a memory reads the tokens of steps without a draft when it drafts again, or when
+    there are as many as it reads at once. `timed` waits for the device before and after drafting,
+    so that `StepTimes.drafted` is true on a GPU too.
     """
     began = _now(base, wait=timed)
     state.rows.depth = tree.depth
     unread = None
     with without_cudnn_attention(base.device):
-        if drafter is not None and tree.depth:
-            grown = tree.grow(drafter, state.committed, state.memory, state.rows)
-        else:
-            grown = root_only(state.committed)
+        grown = tree.grow(drafter, state.committed, state.memory, state.rows)
         if drafter is not None and not tree.own_depth and state.memory is not None:
             if state.committed.next_tokens.shape[1] < drafter.most_unread:
                 unread = state.committed
@@ -176,16 +170,12 @@ def start(
     capacity: int,
     sampling: list[Sampling] | None = None,
     cache: RowCache | None = None,
-    *,
     coupled: bool = True,
 ) -> tuple[DecodingState, list[int]]:
     """Read the prompts with base and drafter; return the state and each row's first token.
 
     A row has at most `capacity` tokens, with the nodes of its last tree. By default rows are greedy
-    and their cache is contiguous. `coupled` lets drafts see the noise that the base samples with.
-
-    Raises:
-        PoolFullError: The cache's pool cannot hold the prompts.
+    and their cache is contiguous. Raises PoolFullError if the cache's pool cannot hold the prompts.
     """
     batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
     padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)

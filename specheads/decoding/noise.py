@@ -19,8 +19,7 @@ BLOCK = 128
 def likeliest(logits: Float[Tensor, "*batch vocab"]) -> Int[Tensor, "*batch"]:
     """Return the index of the largest number of each row, the first of equals.
 
-    On a CPU torch's argmax compares one number at a time and amax many. Finding the block of the
-    largest number first takes at most a third of the time.
+    On a CPU finding the block of the largest number first takes at most a third of the time.
     """
     if logits.device.type != "cpu" or logits.shape[-1] % BLOCK:
         return logits.argmax(-1)
@@ -40,8 +39,7 @@ def bits(
 ) -> Int64[Tensor, "..."]:
     """Return 64 random bits for each combination of keys, which broadcast.
 
-    Each key is mixed in by one step of SplitMix64. Numbers of several kinds for the same keys need
-    one more key for the kind. `state` is the result for earlier keys.
+    Each key is mixed in by one step of SplitMix64. `state` is the result for earlier keys.
 
     Source: Steele, Lea and Flood 2014, Fast splittable pseudorandom number generators.
     """
@@ -67,10 +65,9 @@ def gumbel(
     The argmax of log-probabilities plus this noise is a sample of their distribution, and the
     largest k in order are k samples without replacement (Kool et al. 2019, arXiv:1903.06059).
 
-    Each token costs one product: the key and the token's constant are random odd numbers, so their
-    product modulo 2**64 is random too, and its upper bits depend on all bits of both. Large noise
-    comes from small products, which floats can distinguish down to 2**-63, so that rare tokens can
-    be sampled.
+    The key and the token's constant are random odd numbers, so their product modulo 2**64 is random
+    too. Large noise comes from small products, which floats can distinguish down to 2**-63, so that
+    rare tokens can be sampled.
 
     Source: Dietzfelbinger et al. 1997, A reliable randomized algorithm for the closest-pair
     problem, for the product; Daliri et al. 2024, arXiv:2408.07978, for noise shared with drafts.

@@ -8,11 +8,6 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import takewhile
 from operator import eq
-from typing import Any, NoReturn
-
-from specheads.core.drafter import Drafter
-from specheads.core.errors import InputError, whole
-from specheads.core.tree import refuse_nodes
 
 MAX_NGRAM = 3
 """Length of the longest suffix that is looked for."""
@@ -49,21 +44,6 @@ class LookupText:
                 begin = ends[max(full - 1, 0)] + 1
                 return length, self._text[begin : begin + copied]
         return 0, []
-
-
-class PromptLookup(Drafter):
-    """Copies up to `depth` tokens of the text, with the tree `lookup_tree`, without any head."""
-
-    def __init__(self, depth: int = 10) -> None:
-        self.depth = refuse_nodes(whole(depth, "the depth of prompt lookup", 1), "copied_tokens")
-
-    def begin(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to draft level by level."""
-        raise InputError("prompt lookup copies whole trees: decode it with lookup_tree(depth)")
-
-    def extend(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to draft level by level."""
-        self.begin()
 
 
 def common_prefix_length(copied: Iterable[int], decoded: Iterable[int]) -> int:

@@ -1,10 +1,9 @@
 """Requests, their checks, and the streams that return their output."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError, whole
 from specheads.decoding.detokenize import TextStream
 from specheads.decoding.loop import DecodingStep
@@ -25,11 +24,9 @@ def token_ids(given: Any, name: str) -> list[int]:
 FinishReason = Literal["eos", "stop", "length", "context", "cancelled", "failed"]
 """An end-of-text token, a stop string, the request's limit, a full context, `cancel`, or an error
 in a step of this request."""
-
 SPREAD, SHORT = 1.5, 64
 """Largest ratio of the longest to the shortest prompt that are read together, and the length that a
 shorter one counts as."""
-
 FULL, FULL_SPREAD = 512, 1.1
 """Number of tokens from which on the time of a forward is proportional to its tokens with padding,
 and the largest ratio of prompt lengths in such a forward."""
@@ -41,15 +38,11 @@ class Request:
 
     prompt: list[int]
     """Token ids: a list, tuple, range, array or tensor of integers."""
-
     max_new_tokens: int = 64
     """Limit of new tokens; zero ends at once."""
-
     sampling: Sampling = GREEDY
-
     stop: tuple[str, ...] = ()
     """Stop strings: the text ends before the first complete one."""
-
     eos_ids: tuple[int, ...] | None = None
     """Tokens that end the text and are its last token; None uses the base's."""
 
@@ -72,28 +65,17 @@ class Request:
 class Stream:
     """Output of one request. Iterating over it steps the engine, for all requests.
 
-    Args:
-        limit: New tokens that request and context allow.
-        num_blocks: Blocks of the pool that it may need.
-        advance: Steps the engine.
-        leave: Removes a stream from the engine.
+    `limit` is the number of new tokens that request and context allow, `num_blocks` the number of
+    blocks of the pool that it may need.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        base: FrozenBase,
-        limit: int,
-        num_blocks: int,
-        advance: Callable[[], object],
-        leave: Callable[["Stream"], None],
-    ) -> None:
-        self.request, self.num_blocks = request, num_blocks
+    def __init__(self, request: Request, engine: Any, limit: int, num_blocks: int) -> None:
+        self.request, self.num_blocks, self._engine = request, num_blocks, engine
         self.steps: list[DecodingStep] = []
         """Steps of this request, without the prefill."""
         self.finish_reason: FinishReason | None = None
         """None while it is not done."""
-        self._limit, self._advance, self._leave = limit, advance, leave
+        self._limit, base = limit, engine.base
         self._eos = base.eos_ids if request.eos_ids is None else request.eos_ids
         self._tokenizer = base.tokenizer
         self._text: TextStream | None = None
@@ -137,7 +119,7 @@ class Stream:
 
     def cancel(self) -> None:
         """Remove the request from the engine and release its memory."""
-        self._leave(self)
+        self._engine.cancel(self)
 
     def __iter__(self) -> Iterator[tuple[list[int], str]]:
         """Yield new final tokens and their text, each once, after as many steps as needed."""
@@ -150,7 +132,7 @@ class Stream:
             elif self.finish_reason is not None:
                 return
             else:
-                self._advance()
+                self._engine.step()
 
     def take(self, tokens: list[int]) -> None:
         """Append decoded tokens up to the end of the request."""
@@ -185,8 +167,7 @@ class Stream:
 def alike(lengths: list[int]) -> list[list[int]]:
     """Group the indices of prompts by length, each group in order of arrival.
 
-    Prompts that are read together are padded to the longest one. A few prompts are read together
-    even if their lengths differ; prompts that fill a forward are not.
+    A few prompts are read together even if their lengths differ; those that fill a forward are not.
     """
     lists: list[list[int]] = []
     shortest = tokens = 0

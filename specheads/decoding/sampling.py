@@ -50,20 +50,15 @@ class Sampling:
     # logits divided by less overflow in float32
     temperature: Annotated[float, Rule(lambda t: t == 0 or t >= 1e-30, "0 or at least 1e-30")] = 0.0
     """Divides logits; zero is greedy and ignores `top_k`, `top_p` and `min_p`."""
-
     top_k: NonNegativeInt = 0
     """Sample from this many likeliest tokens. Zero is all."""
-
     top_p: PositiveProbability = 1.0
     """Sample from the likeliest tokens that reach this total probability. One is all."""
-
     min_p: Probability = 0.0
     """Smallest probability of a token, relative to the likeliest one's. Zero is off."""
-
     repetition_penalty: Annotated[float, Gt(0)] = 1.0
     """Divides positive logits, and multiplies negative ones, of tokens that are already in the
     prompt or the text. One is off."""
-
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 0
     """Seed of the samples."""
 
@@ -81,7 +76,6 @@ class Sampling:
 
 
 GREEDY = Sampling()
-
 CHUNK = 2**22
 """Numbers of noise computed at once, to limit temporary memory."""
 
@@ -167,10 +161,9 @@ class SamplingState:
         self.lengths, self._noise = lengths, None
 
     def scores(self, logits: Scores, paths: Paths) -> Scores:
-        """Apply each row's sampling settings to logits after each node.
+        """Apply each row's sampling settings to logits over the base's vocabulary after each node.
 
-        Logits cover the base's vocabulary. Paths are the tokens from the root to each node, in any
-        order, and may repeat tokens. At temperature zero only the largest score has a meaning.
+        At temperature zero only the largest score has a meaning.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if len(self._groups) == 1:
@@ -182,10 +175,7 @@ class SamplingState:
         return out
 
     def probs(self, logits: Scores, paths: Paths) -> Scores:
-        """Return the distribution that each row samples from: see `scores`.
-
-        At temperature zero one token has probability one.
-        """
+        """Return the distribution that each row samples from; at temperature zero it is a point."""
         scores = self.scores(logits, paths)
         probs = scores.softmax(-1)
         if self.all_draw:
@@ -195,17 +185,16 @@ class SamplingState:
 
     def tree_probs(self, tree: TokenTree, logits: Scores, ancestors: Ancestors) -> Scores:
         """Return the base's distribution after each node of a tree."""
-        return self.probs(logits, self._paths(tree, ancestors))
+        return self.probs(logits, _paths(tree, ancestors))
 
     def choose(self, tree: TokenTree, logits: Scores, ancestors: Ancestors) -> Nodes:
         """Return the token that the base alone would choose after each node of a tree.
 
-        It is the argmax of the scores plus the position's noise, which is a sample of their
-        distribution; at temperature zero there is no noise.
+        It is the argmax of the scores plus the position's noise, a sample of their distribution.
         """
         if self.greedy:
             return likeliest(logits)
-        scores = self.scores(logits, self._paths(tree, ancestors))
+        scores = self.scores(logits, _paths(tree, ancestors))
         if not self.draws:
             return likeliest(scores)
         deepest = tree.tokens.shape[1] - 1
@@ -223,10 +212,8 @@ class SamplingState:
         return found[:, level, None]
 
     def _made_noise(self, depth: int) -> Float[Tensor, "batch level vocab"]:
-        """Return the noise after each level of this step's trees, down to `depth`.
-
-        It is computed once for draft and verification. Greedy rows have zeros.
-        """
+        """Return the noise after each level of this step's trees; greedy rows have zeros."""
+        # computed once for draft and verification
         if self._noise is None or self._noise.shape[1] <= depth:
             after = self.lengths[:, None] + torch.arange(1, depth + 2, device=self.lengths.device)
             keys = noise.bits(after, noise.TOKEN, state=self._seeded[:, None])
@@ -251,15 +238,10 @@ class SamplingState:
         """Return the position after each node."""
         return self.lengths[:, None] + ancestors.sum(-1)
 
-    def _paths(self, tree: TokenTree, ancestors: Ancestors) -> Paths:
-        """Return the tokens from the root to each node, with the root's token as padding.
 
-        Only a repetition penalty reads them; without one, return the root's token.
-        """
-        root = tree.tokens[:, :1, None]
-        if not self.penalised:
-            return root.expand(-1, tree.tokens.shape[1], -1)
-        return torch.where(ancestors, tree.tokens[:, None], root)
+def _paths(tree: TokenTree, ancestors: Ancestors) -> Paths:
+    """Return the tokens from the root to each node, with the root's token as padding."""
+    return torch.where(ancestors, tree.tokens[:, None], tree.tokens[:, :1, None])
 
 
 def _group_scores(
@@ -295,7 +277,6 @@ def each_prompt(sampling: Sampling | Sequence[Sampling] | None, count: int) -> l
         return [(sampling or GREEDY).of_prompt(index) for index in range(count)]
     if not isinstance(sampling, Sequence) or len(sampling) != count:
         raise InputError(
-            f"sampling must be a Sampling(...), or a list with one for each of {count} prompts, "
-            f"got {sampling!r:.80}"
+            f"sampling must be a Sampling(...) or a list of {count}, got {sampling!r:.80}"
         )
     return list(sampling)

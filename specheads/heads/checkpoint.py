@@ -28,26 +28,17 @@ WEIGHT_FILES = (
     "*.pt",
 )
 """Weight files; the first pattern with a match is used. Pickles are read with weights_only."""
-
 INDEX_SUFFIX = ".index.json"
-
-
 CODE_KEYS = ("_target_", "auto_map", "custom_pipelines")
 """Settings that name code. They are refused instead of ignored."""
-
 SAVED_BY = ("Eagle3", "PEagle", "DFlash", "DSpark", "MTP")
-
 HARMLESS = [{"": f"config.{kind}SpeculatorConfig"} for kind in SAVED_BY]
 """The `auto_map` that vllm-project/speculators writes into all its folders. It names a class of
 that library under a key that transformers never reads."""
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's config.json.
-
-    Raises:
-        ValueError: It is missing, not a JSON object, too large or deep, or names code.
-    """
+    """Return a checkpoint's config.json; refuse one that is missing, no JSON, or names code."""
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"a head needs a config.json; {folder} has none")
@@ -68,9 +59,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return a checkpoint's tensors, merged from all shards.
 
-    Raises:
-        ValueError: There are no tensors; a file is outside the folder, is damaged, contains objects
-            that are not tensors, or repeats a name; or an index names missing files.
+    A ValueError is raised if a file is missing, damaged, outside the folder, has other objects than
+    tensors, or repeats a name.
     """
     files = next(filter(None, (_files(folder, pattern) for pattern in WEIGHT_FILES)), None)
     if files is None:
@@ -100,8 +90,7 @@ def _check_index(index: Path) -> None:
     existing = {file.name for file in index.parent.iterdir() if file.is_file()}
     if strange := sorted(names - existing):
         raise InputError(
-            f"an index must name files of its folder, and {index} names {strange[0]!r:.80}; "
-            "complete the download"
+            f"an index must name files of its folder, {index} names {strange[0]!r:.80}; download it"
         )
 
 
@@ -159,12 +148,9 @@ def _is_whole(value: Any) -> bool:
 
 
 def fill(head: Head, tensors: Mapping[str, Tensor]) -> None:
-    """Load tensors into a head by name; none may be missing, unexpected or of another shape.
+    """Load tensors into a head by name; refuse a missing, unexpected or misshapen one by name.
 
     The head may be on the meta device, because its tensors are replaced.
-
-    Raises:
-        ValueError: A tensor does not fit; the message names it.
     """
     wanted = head.state_dict()
     copies = {
@@ -183,11 +169,7 @@ def fill(head: Head, tensors: Mapping[str, Tensor]) -> None:
 
 
 def take_maps(head: Head, named: dict[str, Tensor]) -> None:
-    """Replace the maps d2t and t2d by `draft_ids`, the tokens that the head can draft.
-
-    Raises:
-        ValueError: The maps contradict each other.
-    """
+    """Replace the maps d2t and t2d by `draft_ids`; refuse maps that contradict each other."""
     marks, offsets = named.pop("t2d", None), named.pop("d2t", None)
     if offsets is None:
         return
@@ -209,6 +191,5 @@ def _check_draft_ids(head: Head, ids: Tensor | None) -> None:
     inside = ids[0] >= 0 and ids[-1] < head.vocab_size
     if ids.is_floating_point() or not inside or (ids.diff() < 1).any():
         raise InputError(
-            f"draft_ids must increase and be between 0 and {head.vocab_size - 1}; repair the "
-            "checkpoint's map"
+            f"draft_ids must increase and be below {head.vocab_size}; repair the checkpoint"
         )

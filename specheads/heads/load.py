@@ -49,18 +49,13 @@ def _module(kind: Any) -> ModuleType:
 
 
 def configure(settings: Mapping[str, Any]) -> Any:
-    """Return the `Config` of `kind` for its settings.
-
-    Raises:
-        ValueError: The kind or a setting is unknown, or a value is invalid.
-    """
+    """Return the `Config` of `kind` for its settings; refuse unknown and invalid ones."""
     values = dict(settings)
     module = _module(values.pop("kind", None))
-    known = {field.name for field in dataclasses.fields(module.Config)}
-    if unknown := sorted(set(values) - known):
+    known = sorted(field.name for field in dataclasses.fields(module.Config))
+    if unknown := sorted(set(values) - {*known}):
         raise InputError(
-            f"head {settings['kind']!r} does not have the setting {unknown[0]!r}; it has "
-            f"{', '.join(sorted(known))}"
+            f"head={settings['kind']} has no setting {unknown[0]!r}; it has {', '.join(known)}"
         )
     # before the dataclass is made, because tests check its annotations at runtime
     for name, hint in hints(module.Config).items():
@@ -70,15 +65,10 @@ def configure(settings: Mapping[str, Any]) -> Any:
 
 
 def build(settings: Mapping[str, Any], *, width: int, vocab_size: int) -> Head:
-    """Make an untrained head.
+    """Make an untrained head of `kind` for these settings and sizes of the base.
 
-    Args:
-        settings: `kind` and the settings of that kind. The kind is one of `kinds()`, never code.
-        width: Width of the base's final hidden state.
-        vocab_size: Rows of the base's vocabulary projection.
-
-    Raises:
-        ValueError: As `configure`.
+    `vocab_size` is the number of rows of the base's vocabulary projection. Errors are those of
+    `configure`.
     """
     config = configure(settings)
     return _module(settings["kind"]).Head(config, width=width, vocab_size=vocab_size)
@@ -87,14 +77,8 @@ def build(settings: Mapping[str, Any], *, width: int, vocab_size: int) -> Head:
 def build_for(settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | None = None) -> Head:
     """Make an untrained head, initialised from the base's tensors, on the base's device.
 
-    Args:
-        settings: As in `build`.
-        base: The base of the head.
-        counts: Number of occurrences of each token in the training text, for a head with a reduced
-            draft vocabulary; None selects the first tokens.
-
-    Raises:
-        ValueError: As `build`, or the head is too large to train in the available memory.
+    `counts` are the occurrences of each token in the training text, for a reduced draft vocabulary;
+    None selects the first tokens. A head that is too large to train is refused.
     """
     sizes = {"width": base.width, "vocab_size": base.vocab_size}
     with planning("head settings"):
@@ -113,16 +97,7 @@ def build_for(settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | No
 
 
 def resume_head(path: str | Path, base: FrozenBase, kind: str) -> Head:
-    """Load a head for further training: in float32, on the base's device, bound to the base.
-
-    Args:
-        path: As in `load_head`.
-        base: As in `build_for`.
-        kind: The expected kind.
-
-    Raises:
-        ValueError: As `load_head`, or the head is of another kind.
-    """
+    """Load a head of this kind for further training: in float32, bound to the base."""
     head = load_head(path)
     if head.kind != kind:
         raise InputError(f"init={path} is a head of kind {head.kind}: set head={head.kind}")
@@ -146,11 +121,7 @@ def drafter_of(head: Head, base: FrozenBase) -> Head:
 
 
 def load_head(
-    path: str | Path,
-    base: FrozenBase | None = None,
-    *,
-    revision: str = "main",
-    force: bool = False,
+    path: str | Path, base: FrozenBase | None = None, *, revision: str = "main", force: bool = False
 ) -> Head:
     """Load a trained head: ours, or a public checkpoint in the layout of its project.
 
@@ -161,9 +132,8 @@ def load_head(
         force: Whether to accept a head trained on other weights of the same sizes.
 
     Raises:
-        ValueError: No config.json or weights, an unknown layout, tensors that are missing,
-            unexpected or of the wrong shape, a head that does not fit the base, an unsafe folder
-            (see checkpoint.py), or a tuned.json that is damaged or of another head.
+        ValueError: The folder is incomplete, unsafe (see checkpoint.py) or of an unknown layout,
+            the head does not fit the base, or tuned.json is damaged or of another head.
     """
     folder = _fetch(path, revision)
     config, tensors = read_settings(folder), read_tensors(folder)
@@ -185,7 +155,8 @@ def load_head(
 def _interpret(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
     """Return the head of a checkpoint; None if no kind reads its layout."""
     if "kind" not in config:
-        found = (_read_public(kind, config, tensors) for kind in kinds())
+        readers = (getattr(_module(kind), "read_public", None) for kind in kinds())
+        found = (read(config, tensors) for read in readers if read)
         return next((head for head in found if head is not None), None)
     sizes = {name: config.pop(name, 0) for name in ("width", "vocab_size")}
     made_for = config.pop("base_fingerprint", "")
@@ -196,15 +167,9 @@ def _interpret(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | Non
 
 
 def fit(head: Head, base: FrozenBase, *, force: bool = False) -> None:
-    """Move a head to its base's device and bind it to the base's tensors.
+    """Move a head to its base's device and bind it to the base's tensors; `force` as `load_head`.
 
-    Args:
-        head: Head to move.
-        base: Base of the head.
-        force: As in `load_head`.
-
-    Raises:
-        ValueError: The head is for another width, vocabulary or weights, or for more layers.
+    A head for another width, vocabulary or weights, or for more layers, is refused.
     """
     known = head.base_fingerprint and not force
     refuse_misfit(head, base.embedding, _fingerprint(base) if known else "")
@@ -218,13 +183,8 @@ def refuse_misfit(
 ) -> None:
     """Refuse a base of other sizes or weights than those of the head's own base.
 
-    Args:
-        head: Head, perhaps with the fingerprint of its base; older and public ones have none.
-        embedding: Input embedding of this base.
-        fingerprint: Fingerprint of this base, or only its first half; empty compares sizes only.
-
-    Raises:
-        ValueError: Sizes or weights differ.
+    `fingerprint` is that of this base, or only its first half; empty compares sizes only. Older and
+    public heads have none.
     """
     for name, ours in zip(("width", "vocab_size"), reversed(embedding.shape), strict=True):
         theirs = getattr(head, name)
@@ -283,14 +243,8 @@ def _fetch(path: str | Path, revision: str) -> Path:
     return folder
 
 
-def _read_public(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
-    read = getattr(_module(kind), "read_public", None)
-    return None if read is None else read(config, tensors)
-
-
 TRAINING_BYTES = 16
 """Bytes per trained parameter: the value, its gradient and the two moments of AdamW, in float32."""
-
 UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that settings of an impossible head raise."""
 

@@ -18,8 +18,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter, Head
 from specheads.core.machine import synchronise
 from specheads.decoding.draft_model import DraftModel, Streaming
-from specheads.decoding.prompt_lookup import PromptLookup
-from specheads.decoding.sampling import Sampling, each_prompt
+from specheads.decoding.sampling import each_prompt
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.measure.counts import DepthCounts, paired_gain
@@ -32,13 +31,10 @@ from specheads.measure.tables import ConsoleTable, with_interval
 
 COPIED_TOKENS = 10
 """Tokens that prompt lookup copies at most, alone and in the tree of the hybrid."""
-
 SINKS = 4
 """First tokens of a text that streaming attends to."""
-
 WINDOW = 60
 """Recent tokens that streaming attends to."""
-
 DRAFT_DEPTH = 4
 """Tokens that streaming and the draft model draft, as a chain."""
 
@@ -47,7 +43,7 @@ DRAFT_DEPTH = 4
 class DraftMethod:
     """A drafter with a tree in our loop."""
 
-    drafter: Drafter
+    drafter: Drafter | None
     tree: policies.TreePolicy
     batches: bool = True
 
@@ -70,19 +66,10 @@ def make_methods(
     heads: Mapping[str, Head],
     trees: Mapping[str, policies.TreePolicy],
     draft_model: FrozenBase | None = None,
-    draft_depth: int = DRAFT_DEPTH,
-    window: int = WINDOW,
 ) -> "dict[str, Method]":
     """Return the methods with these names; `head` and `hybrid` give one for each head.
 
-    Args:
-        names: Names of methods.
-        base: The base.
-        heads: Heads by name; a single head is called `head`.
-        trees: Each head's own tree, without prompt-lookup tokens.
-        draft_model: The draft model, if a method needs it.
-        draft_depth: Tokens that streaming and the draft model draft.
-        window: Recent tokens that streaming attends to.
+    A single head is called `head`. `trees` are the heads' own, without prompt-lookup tokens.
     """
     methods: dict[str, Method] = {}
     for name in names:
@@ -93,19 +80,17 @@ def make_methods(
                 label = "hybrid" if called == "head" else f"{called}_hybrid"
                 methods[label] = DraftMethod(head, HybridTree(trees[called], COPIED_TOKENS))
         else:
-            methods[name] = _untrained(name, base, draft_model, draft_depth, window)
+            methods[name] = _untrained(name, base, draft_model)
     return methods
 
 
-def _untrained(
-    name: str, base: FrozenBase, draft_model: FrozenBase | None, draft_depth: int, window: int
-) -> "Method":
+def _untrained(name: str, base: FrozenBase, draft_model: FrozenBase | None) -> "Method":
     match name:
         case "prompt_lookup":
-            return DraftMethod(PromptLookup(COPIED_TOKENS), lookup_tree(COPIED_TOKENS))
+            return DraftMethod(None, lookup_tree(COPIED_TOKENS))
         case "streaming":
-            drafter = Streaming(base, draft_depth, sinks=SINKS, window=window)
-            return DraftMethod(drafter, policies.chain(draft_depth))
+            drafter = Streaming(base, DRAFT_DEPTH, sinks=SINKS, window=WINDOW)
+            return DraftMethod(drafter, policies.chain(DRAFT_DEPTH))
         case "transformers":
             return TransformersMethod()
         case "transformers_lookup":
@@ -113,8 +98,8 @@ def _untrained(
     assert draft_model is not None
     if name == "transformers_assisted":
         return TransformersMethod(assistant=draft_model.model)
-    drafter = DraftModel(draft_model, draft_depth, base)
-    return DraftMethod(drafter, policies.chain(draft_depth))
+    drafter = DraftModel(draft_model, DRAFT_DEPTH, base)
+    return DraftMethod(drafter, policies.chain(DRAFT_DEPTH))
 
 
 # --- transformers' own generation --------------------------------------------------------------
@@ -123,8 +108,7 @@ def _untrained(
 class TransformersMethod:
     """Decode with transformers' `generate`, alone, with a draft model or with prompt lookup.
 
-    Alone it takes a whole batch. When it drafts it takes one prompt at a time, because transformers
-    cannot batch there. Above temperature zero its text is another sample.
+    With drafts transformers cannot batch. Above temperature zero its text is another sample.
     """
 
     tree = policies.NOTHING
@@ -175,15 +159,13 @@ class TransformersMethod:
         seeds = each_prompt(generation.sampling, len(prompts))
         size = generation.batch_size if self.batches else 1
         for first in range(0, len(prompts), size):
-            yield self._call(base, prompts[first : first + size], generation, seeds[first])
+            how = replace(generation, sampling=seeds[first])
+            yield self._call(base, prompts[first : first + size], how)
 
     def _call(
-        self,
-        base: FrozenBase,
-        prompts: list[list[int]],
-        generation: GenerationSettings,
-        sampling: Sampling,
+        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
     ) -> "_Call":
+        sampling = generation.sampling
         width = max(map(len, prompts))
         padded = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -224,7 +206,6 @@ class TransformersMethod:
 
 
 CUTS = ("temperature", "top_k", "top_p", "min_p")
-
 Method = DraftMethod | TransformersMethod
 
 

@@ -1,7 +1,7 @@
 """Decode prompts with a drafter: settings, tokens, counts, and texts for the report."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -49,6 +49,15 @@ class GenerationSettings:
         """Whether the text must equal that of the base alone; rejection samples another one."""
         return self.sampling.temperature == 0 or self.acceptance == "match"
 
+    @property
+    def alone(self) -> "GenerationSettings":
+        """The same conditions for the base alone."""
+        return replace(self, tree=policies.NOTHING, acceptance="match")
+
+    def tree_of(self, drafter: Drafter | None) -> policies.TreePolicy:
+        """Return the tree of a drafter; None needs one of copied text, or without a draft."""
+        return self.tree or policies.chain(drafter.depth if drafter else 0)
+
     def sources_of(self, prompts: Sequence[object]) -> Sequence[str]:
         """Return the sources of the first prompts, or of all."""
         return self.sources[: len(prompts)] or [""] * len(prompts)
@@ -61,15 +70,15 @@ def generate_with(
     generation: GenerationSettings,
     sampling: Sampling | Sequence[Sampling] | None = None,
 ) -> Decoding:
-    """Call `generate`; without a drafter the tree and the acceptance rule have no effect."""
+    """Call `generate` under these conditions."""
     return generate(
         base,
         drafter,
         prompts,
         max_new_tokens=generation.max_new_tokens,
         sampling=generation.sampling if sampling is None else sampling,
-        tree=None if drafter is None else generation.tree or policies.chain(drafter.depth),
-        acceptance=generation.acceptance if drafter is not None else "match",
+        tree=generation.tree_of(drafter),
+        acceptance=generation.acceptance,
         stop_at_eos=generation.stop_at_eos,
         coupled=generation.coupled,
     )
@@ -101,15 +110,12 @@ def decode_prompts(
     prompts: list[list[int]],
     generation: GenerationSettings,
 ) -> list[Decoded]:
-    """Decode every prompt in the real loop and count its forwards.
-
-    Without a drafter the base decodes alone, with exactly 1.0 tokens per forward.
-    """
-    depth = 0 if drafter is None else (generation.tree or policies.chain(drafter.depth)).depth
+    """Decode every prompt in the real loop and count its forwards."""
+    depth = generation.tree_of(drafter).depth
     each, sources = each_prompt(generation.sampling, len(prompts)), generation.sources_of(prompts)
     firsts = range(0, len(prompts), generation.batch_size)
     decoded: list[Decoded] = []
-    for first in bar(firsts, "online" if drafter else "base alone", generation.progress):
+    for first in bar(firsts, "online" if depth else "base alone", generation.progress):
         batch = slice(first, first + generation.batch_size)
         out = generate_with(base, drafter, prompts[batch], generation, each[batch])
         decoded += [
@@ -135,7 +141,7 @@ def write_alone(
     base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
 ) -> list[list[int]]:
     """Return the new tokens that the base alone writes after each prompt."""
-    return [one.tokens for one in decode_prompts(base, None, prompts, generation)]
+    return [one.tokens for one in decode_prompts(base, None, prompts, generation.alone)]
 
 
 def decode_texts(

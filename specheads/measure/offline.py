@@ -30,10 +30,8 @@ from specheads.runs.progress import bar
 
 TOP = 5
 """The top-k accuracy has k = 1..TOP."""
-
 CHUNK = 512
 """Positions whose logits are in memory at one time."""
-
 RankPath = tuple[int, ...]
 """Ranks of drafts, from the root down."""
 
@@ -69,20 +67,12 @@ def guess_ranks(
     sampling: Sampling = GREEDY,
     coupled: bool = True,
 ) -> Int[Tensor, "drafted depth"]:
-    """Return the rank among the head's guesses of each token that the base wrote.
+    """Return the rank among the head's guesses of each token that the base alone wrote.
 
     Row i drafts from `continuation[i]` as root, with the features before it. Column k is the rank
     of `continuation[i + 1 + k]` given the tokens between; 0 is the best guess, `width` is "not
-    among the best `width`", and -1 is "after the end of the text".
-
-    Args:
-        base: The base that wrote the continuation.
-        head: The head.
-        prompt: Tokens of the prompt.
-        continuation: New tokens of the base alone.
-        width: Number of ranks to distinguish.
-        sampling: Sampling of the continuation, with its seed.
-        coupled: Whether the head sees the noise of that sampling.
+    among the best `width`", and -1 is "after the end of the text". `sampling`, with its seed, is
+    that of the continuation; with `coupled` the head sees its noise.
     """
     if len(continuation) < 2:
         return torch.empty(0, head.depth, dtype=torch.long)
@@ -130,9 +120,8 @@ def _ranks(
     if drawn is not None:
         # the drafted path equals the text, so the token before a label can serve as the root
         each = text.expand(len(before), -1)
-        rows = SamplingState(
-            [drawn] * len(before), before, each, head.vocab_size, dtype=logits.dtype
-        )
+        size, sampling = head.vocab_size, [drawn] * len(before)
+        rows = SamplingState(sampling, before, each, size, dtype=logits.dtype)
         logits = with_noise(head, logits[:, None], text[0, before][:, None, None], rows)[:, 0]
     labels = text[0, before + 1]
     guesses = logits.topk(min(width, logits.shape[-1]), dim=-1).indices
@@ -146,8 +135,7 @@ def _ranks(
 def top_k_accuracy(ranks: Int[Tensor, "drafted depth"], top: int = TOP) -> list[list[float]]:
     """Return `out[depth][k - 1]`: how often the base's token is among the k best guesses.
 
-    This is a plain mean over all positions whose label is inside the text, given the true tokens
-    between. It describes the head and is not the acceptance rate of the loop.
+    This is a plain mean over all positions, and not the acceptance rate of the loop.
     """
     return [
         [((column < k) & known).sum().item() / known.sum().item() for k in range(1, top + 1)]
@@ -162,8 +150,7 @@ def measure_offline(
     """Return the `offline` section of results.json.
 
     A chain as deep as the head is replayed if there is no tree, if the tree drafts nothing, and if
-    its shape differs from step to step, which stored ranks cannot reproduce. `replayed` names the
-    tree that was replayed.
+    its shape differs from step to step, which stored ranks cannot reproduce.
     """
     tree = generation.tree
     if tree is None or not tree.depth or fixed_tree(tree) is None:
@@ -209,10 +196,8 @@ def replay(
     """Walk one stored continuation as the loop would and return the loop's integers.
 
     The first token comes from reading the prompt and is no forward. If `room` tokens remain after
-    the root, a forward gives at most that many. The last of them is always the base's own, so at
-    most `room - 1` drafts count as accepted; `generation.decode_prompts` counts in the same way.
-    In a `HybridTree` the tokens that prompt lookup finds in the text, a prompt and its
-    continuation, join the head's own tree.
+    the root, at most `room - 1` drafts count as accepted; `generation.decode_prompts` counts in the
+    same way. A `HybridTree` also copies from the text, a prompt and its continuation.
 
     The integers are exact except at ties: reading a text at once and token by token round
     differently, so the two best guesses may swap.

@@ -64,8 +64,9 @@ def identical_exactly(
     if not make_exact(base):
         return None
     try:
-        pair = (decode_prompts(base, one, prompts, generation) for one in (drafter, None))
-        return sum(one.tokens == alone.tokens for one, alone in zip(*pair, strict=True))
+        drafted = decode_prompts(base, drafter, prompts, generation)
+        alone = decode_prompts(base, None, prompts, generation.alone)
+        return sum(one.tokens == other.tokens for one, other in zip(drafted, alone, strict=True))
     finally:
         base.exact = False
 

@@ -26,7 +26,6 @@ from specheads.measure.tables import ConsoleTable
 
 SHARES = 0.25, 0.5, 0.75, 0.95, 1.2
 """Default loads, relative to the highest load that the base alone can serve."""
-
 WEIGHT_BYTES = 2
 """Bytes of a parameter and of a cached number, for computed times: bfloat16."""
 
@@ -53,11 +52,7 @@ def poisson(
 
 
 def read_arrivals(path: str | Path) -> list[Arrival]:
-    """Return the recorded requests of a .jsonl file in order of time: see docs/serve.md.
-
-    Raises:
-        InputError: A line is not {"seconds": 0.5, "prompt_tokens": 20, "new_tokens": 64}.
-    """
+    """Return the recorded requests of a .jsonl file in order of time: see docs/serve.md."""
     found = []
     for where, row in read_jsonl(local_path(path)):
         for name, hint in hints(Arrival).items():
@@ -129,14 +124,8 @@ def simulate(
     """Serve all requests, first come, first served; return them in order of arrival, and the steps.
 
     A turn admits the requests that have arrived and fit, reads prompts of similar length together,
-    and takes a step of all rows.
-
-    Args:
-        policy: Costs and drafts of the server.
-        arrivals: Requests in order of time.
-        right: For each request, how many drafts are right after each new token.
-        max_batch: Largest number of rows.
-        depth: Depth of the chain of every step; None chooses by goodput.
+    and takes a step of all rows. `right` is how many drafts are right after each new token of each
+    request. `depth` is that of the chain of every step; None chooses by goodput.
     """
     pairs = zip(arrivals, right, strict=True)
     rates = policy.rates
@@ -258,15 +247,10 @@ def simulate_loads(
     max_batch: int = 16,
     seed: int = 0,
 ) -> LoadResults:
-    """Simulate the base alone, fixed depths and goodput under each load.
+    """Simulate the base alone, fixed depths and goodput, without copied text, under each load.
 
-    Args:
-        policy: Goodput without copied text.
-        loads: Requests by the name of the load.
-        times: Source of the step times: "measured", or "computed for" a machine.
-        depths: Fixed depths; zero is the base alone. Empty is zero and the deepest chain.
-        max_batch: Largest number of rows.
-        seed: Seed of the accepted drafts.
+    `times` names the source of the step times. `depths` are the fixed ones; zero is the base alone,
+    and empty is zero and the deepest chain.
     """
     rates = list(policy.rates)
     depths = list(dict.fromkeys(depths or [0, len(rates)]))
@@ -297,16 +281,13 @@ def computed_cost(
     parameters: float,
     draft_parameters: float,
     position_bytes: int = 0,
-    draft_position_bytes: int = 0,
-    window: int = 0,
     levels: int = 1,
 ) -> StepCost:
     """Return step times from the limits of a machine and the sizes of base and drafter.
 
-    A forward reads the weights once, and the keys and values of its context; each token takes two
-    operations per parameter. These times are added. The arithmetic of attention and the time for
-    kernel launches, sampling and communication are left out: a real machine is slower. A window is
-    that of MagicDec: Sadhukhan et al. 2024, arXiv:2408.11049, section 3.
+    A forward reads the weights once, and the base's also the keys and values of its context; each
+    token takes two operations per parameter. These times are added. The arithmetic of attention and
+    the time for kernel launches, sampling and communication are left out: a real machine is slower.
 
     Args:
         bandwidth: Bytes per second between memory and processor.
@@ -314,8 +295,6 @@ def computed_cost(
         parameters: Parameters of the base.
         draft_parameters: Parameters of one forward of the drafter.
         position_bytes: Bytes of keys and values of one position of the base, in all layers.
-        draft_position_bytes: The same of the drafter; zero without a cache.
-        window: As in `StepCost`.
         levels: As in `StepCost`.
     """
 
@@ -326,12 +305,8 @@ def computed_cost(
             context=position_bytes / bandwidth,
         )
 
-    return StepCost(
-        verify=forward(parameters, position_bytes),
-        draft=forward(draft_parameters, draft_position_bytes),
-        window=window,
-        levels=levels,
-    )
+    verify, draft = forward(parameters, position_bytes), forward(draft_parameters, 0)
+    return StepCost(verify=verify, draft=draft, levels=levels)
 
 
 def sizes(base: FrozenBase, head: Head) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def time_generate(
     prompts: list[list[int]],
     generation: GenerationSettings,
 ) -> Timing:
-    """Decode prompts together once and time it; without a drafter the base decodes alone."""
+    """Decode prompts together once and time it."""
     synchronise(base.device)
     start = time.perf_counter()
     out = generate_with(base, drafter, prompts, generation)
@@ -83,7 +83,7 @@ def time_in_turns(
     units = [prompts[i : i + size] for i in range(0, len(prompts), size)]
     sources = generation.sources_of(prompts) if size == 1 else [""] * len(units)
     runs: dict[str | None, Runner] = {
-        None: lambda unit: time_generate(base, None, unit, generation),
+        None: lambda unit: time_generate(base, None, unit, generation.alone),
         **methods,
     }
     for run in bar([*runs.values()], "warming up", generation.progress):

@@ -30,30 +30,22 @@ from specheads.runs.progress import bar
 
 COPIED = (4, 10)
 """Numbers of prompt-lookup nodes that are tried next to the head's tree."""
-
 MOST_TOKENS = 512
 """Largest number of tokens of one forward in the cost fit: rows times nodes."""
-
 CONTEXTS = (64, 512)
 """Default context lengths, as far as the base has room for them."""
-
 GRID = (4, 8, 16, 32, 64)
 """Node counts of the trees in the cost fit; the chains are added."""
-
 TUNING_TOKENS = 64
 """New tokens after each prompt when an evaluation chooses a tree."""
-
 TUNE_PROMPTS = 24
 """Most validation prompts on which an evaluation chooses a tree."""
-
 QUICK_NODES = 16
 """Nodes of the largest tree when an evaluation chooses, root included."""
-
 ALONE: dict[str, Any] = {"tree": "none", "num_nodes": 1, "depth": 0} | dict.fromkeys(
     ("tokens_per_forward", "step_overhead", "speedup"), 1.0
 )
 """The base alone, as in `Tried`."""
-
 BURST = 4
 """Consecutive steps of one method. The first is not timed: other methods have filled the caches
 before it."""
@@ -180,16 +172,13 @@ class Tuning:
     ) -> list[policies.TreePolicy]:
         """Return the trees to time at a batch size, as far as the context has room for them.
 
-        These are the best of the trees by prediction, two of another size, the best chain, the
-        chain that stops early and, if `grown`, a best-first tree about as large. Tree, chain and
-        best-first tree are also tried with prompt-lookup tokens.
+        These are the best by prediction, two of another size, the best chain, the chain that stops
+        early and, if `grown`, a best-first tree about as large, some also with prompt lookup.
         """
         depth, branch = self.head.depth, min(4, self.head.drafted_size or 4)
         ranks = [one.ranks for one in texts.judged]
-        speedups = {
-            tree: tune_trees.predict(tree, ranks, cost, batch, texts.context) for tree in trees
-        }
-        ordered = sorted(trees, key=lambda tree: -speedups[tree])
+        place = cost, batch, texts.context
+        ordered = sorted(trees, key=lambda tree: -tune_trees.predict(tree, ranks, *place))
         first, chain = ordered[0], next(tree for tree in ordered if tree.name == "chain")
         others = [tree for tree in ordered if abs(tree.num_nodes - first.num_nodes) > 1]
         plain: list[policies.TreePolicy] = [first, chain]
@@ -206,30 +195,23 @@ class Tuning:
     def time_finals(
         self, trees: Sequence[policies.TreePolicy], texts: TuningTexts, batch: int, rounds: int
     ) -> tuple[list[Tried], TunedTree]:
-        """Time trees and the base alone, count tokens on held-out texts; return all and the best.
-
-        Steps with prompt-lookup tokens take longer, and their number differs from text to text, so
-        each turn continues other texts.
-        """
+        """Time trees and the base alone, count tokens on other texts; return all and the best."""
+        # the number of prompt-lookup tokens differs from text to text: each turn continues others
         methods: list[TreeMethod] = [(None, policies.NOTHING)]
         methods += [(self.head, tree) for tree in trees]
         turns, points = max(1, rounds // batch), []
         quiet = replace(self.generation, progress=False)
+        each = rounds // turns
         for turn in bar(range(turns), "step times", self.generation.progress):
             rows = [texts.rows(batch, turn * batch)] * len(methods)
-            points.append(
-                time_steps(self.base, methods, rows, generation=quiet, rounds=rounds // turns)
-            )
-        seconds = [
-            statistics.fmean(one.seconds for one in column) for column in zip(*points, strict=True)
-        ]
+            points.append(time_steps(self.base, methods, rows, generation=quiet, rounds=each))
+        columns = zip(*points, strict=True)
+        seconds = [statistics.fmean(one.seconds for one in column) for column in columns]
         place: dict[str, Any] = {"batch": batch, "context": texts.context}
         tried = [Tried(**place, **ALONE)]
-        rates: dict[policies.TreePolicy, list[float]] = {}
         for tree, step in zip(trees, seconds[1:], strict=True):
             overhead, each = step / seconds[0], self.counts(tree, texts)
             counts = DepthCounts.total(each, tree.depth)
-            rates[tree] = counts.levels()
             row = Tried(
                 **place,
                 tree=tree.name,
@@ -244,22 +226,20 @@ class Tuning:
         fastest = max(range(len(tried)), key=lambda index: tried[index].speedup)
         tried[fastest] = replace(tried[fastest], chosen=True)
         tree = methods[fastest][1]
-        return tried, _tuned_tree(tried[fastest], tree, rates.get(own_tree(tree), []))
+        return tried, _tuned_tree(tried[fastest], tree)
 
     def counts(self, tree: policies.TreePolicy, texts: TuningTexts) -> list[DepthCounts]:
         """Return the counts of each judged text: by replay if the tree is fixed, else decoded."""
         if fixed_tree(tree) is not None:
-            return [
-                replay(one.ranks, tree, one.source, (one.prompt, one.continuation))
-                for one in texts.judged
-            ]
+            texts_of = [(one, (one.prompt, one.continuation)) for one in texts.judged]
+            return [replay(one.ranks, tree, one.source, text) for one, text in texts_of]
         sources = tuple(one.source for one in texts.judged)
         generation = replace(self.generation, tree=tree, batch_size=8, sources=sources)
         prompts = [one.prompt for one in texts.judged]
         return [one.counts for one in decode_prompts(self.base, self.head, prompts, generation)]
 
 
-def _tuned_tree(row: Tried, tree: policies.TreePolicy, rates: list[float]) -> TunedTree:
+def _tuned_tree(row: Tried, tree: policies.TreePolicy) -> TunedTree:
     """Return a tree as tuned.json stores it."""
     own = own_tree(tree)
     chosen = TunedTree(
@@ -272,7 +252,6 @@ def _tuned_tree(row: Tried, tree: policies.TreePolicy, rates: list[float]) -> Tu
         num_nodes=own.num_nodes,
         depth=own.depth,
         copied=tree.size if isinstance(tree, HybridTree) else 0,
-        rates=rates,
     )
     if isinstance(own, policies.BestFirst):
         return replace(chosen, kind="best_first", beam=own.beam, branch=own.branch)
@@ -294,10 +273,9 @@ def choose_tree(
     """Return the tree of `tree=tuned` for an evaluation: the tuned tree, or one chosen now.
 
     The tuned tree is used if `specheads tune` measured it on a machine like this one and the
-    evaluation is greedy. It is the tree of this batch size, and of the context of a typical text
-    that is half decoded, for all steps, so that it can be replayed. Otherwise a tree is chosen now
-    with fewer steps and this sampling, on validation prompts of a corpus, and the measurements are
-    returned as well.
+    evaluation is greedy: that of this batch size and of a typical text that is half decoded, for
+    all steps. Otherwise a tree is chosen now with fewer steps and this sampling, and the
+    measurements are returned as well.
     """
     sampling, batch = generation.sampling, generation.batch_size
     lengths = [len(prompt.tokens) for prompt in prompts.prompts]
@@ -375,7 +353,6 @@ def time_steps(
     """Return the step time of each method, all of its rows decoding together.
 
     Methods take turns, a burst of steps each: a slow phase of the machine then slows all of them.
-    Each method continues `prompts` of its own. The trimmed mean of its steps counts.
     """
     deepest = max(tree.depth for _, tree in methods)
     widest = max(tree.num_nodes for _, tree in methods)
@@ -393,17 +370,12 @@ def time_steps(
     states: list[loop.DecodingState] = []
     for turn in bar(range(rounds), "step times", generation.progress):
         if turn % bursts == 0:
-            states = [
-                loop.start(
-                    base,
-                    drafter,
-                    rows,
-                    length + beyond,
-                    [generation.sampling] * len(rows),
-                    coupled=generation.coupled,
-                )[0]
-                for (drafter, _), rows, length in zip(methods, prompts, lengths, strict=True)
-            ]
+            states = []
+            for (drafter, _), rows, length in zip(methods, prompts, lengths, strict=True):
+                sampling, size = [generation.sampling] * len(rows), length + beyond
+                coupled = generation.coupled
+                state, _ = loop.start(base, drafter, rows, size, sampling, coupled=coupled)
+                states.append(state)
         # the order rotates, so that no method always follows the slowest one
         for place in [*range(turn % len(methods), len(methods)), *range(turn % len(methods))]:
             steps = [_time_step(base, *methods[place], states[place]) for _ in range(BURST)]
@@ -431,18 +403,14 @@ def _time_step(
     base: FrozenBase, drafter: Drafter | None, tree: policies.TreePolicy, state: loop.DecodingState
 ) -> tuple[float, float]:
     """Return the seconds of one step, and those of its draft."""
-    synchronise(base.device)
-    began = time.perf_counter()
     taken = loop.step(base, drafter, tree, accept.match_rule, state, timed=True)
     synchronise(base.device)
-    return time.perf_counter() - began, taken[0].times.drafted - began
+    began, drafted, _ = taken[0].times
+    return time.perf_counter() - began, drafted - began
 
 
 def trimmed_mean(seconds: Sequence[float]) -> float:
-    """Return the mean without the slowest and the fastest fifth.
-
-    A median would describe one kind of step only if a method stops early or copies in some steps.
-    """
+    """Return the mean without the slowest and the fastest fifth: some steps stop early or copy."""
     ordered = sorted(seconds)
     cut = len(ordered) // 5
     return statistics.fmean(ordered[cut : len(ordered) - cut])

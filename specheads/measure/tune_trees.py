@@ -34,13 +34,10 @@ from specheads.runs.progress import bar
 
 WIDTH = 8
 """Largest number of children of a node."""
-
 SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 """Node counts of candidate trees, root included; the largest size in the settings is added."""
-
 THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """Thresholds that are tried for an early stop."""
-
 LEAST_GAIN = 1.01
 """Gain over a chain without a stop below which the stop is not tried."""
 
@@ -74,8 +71,7 @@ class TuningTexts:
     def rows(self, batch: int, first: int = 0) -> list[list[int]]:
         """Return `batch` rows of exactly `context` tokens, from judged text `first` on.
 
-        A row ends in the middle of its continuation. If that is too short, other texts precede it:
-        a repeated text would give prompt lookup too much to copy.
+        A row ends in the middle of its continuation. If it is too short, other texts precede it.
         """
         texts = [one.prompt + one.continuation[: len(one.continuation) // 2] for one in self.judged]
         rows = []
@@ -92,9 +88,8 @@ def validation_prompts(
 ) -> list[Prompt]:
     """Return whole validation prompts of about `length` tokens, and at most `longest`.
 
-    Trees are chosen on them, heads are not measured on them. Windows of a corpus have exactly this
-    length. Questions of users have any length, so the nearest of four times as many are taken: a
-    truncated prompt has less to copy.
+    Questions of users have any length, so the nearest of four times as many are taken: a truncated
+    prompt has less to copy.
     """
     if base.tokenizer is None:
         raise InputError(f"tuning reads text: the base {base.name} needs a tokenizer")
@@ -122,8 +117,7 @@ def write_texts(
 ) -> TuningTexts:
     """Continue prompts with the base alone, and rank its tokens among the head's guesses.
 
-    Above temperature zero `coupled` decides whether the head sees the noise. Texts of one source
-    go to the same half.
+    Texts of one source go to the same half.
     """
     tokens, sources = [one.tokens for one in prompts], [one.source for one in prompts]
     written = write_alone(base, tokens, replace(generation, batch_size=8))
@@ -147,11 +141,7 @@ def write_texts(
 
 
 def path_shares(ranks: Sequence[Tensor]) -> dict[RankPath, float]:
-    """Return the share of positions of texts that each rank path follows.
-
-    `ranks` come from `guess_ranks` with width `WIDTH`. A path is never more frequent than its
-    prefix.
-    """
+    """Return the share of positions that each rank path follows, by `guess_ranks` of `WIDTH`."""
     counts: Counter[RankPath] = Counter()
     rows = torch.cat(list(ranks)).tolist()
     for row in rows:
@@ -173,8 +163,7 @@ def positional(shares: Mapping[RankPath, float], depth: int) -> list[float]:
 def match_rates(copies: Sequence[Copied], size: int) -> list[MatchRates]:
     """Return how often prompt lookup finds n-grams of each length, and is right then.
 
-    The positions are the steps of a loop that copies `size` tokens in every step and skips what it
-    accepts. A mean over all positions would count repetitive text too often.
+    The positions are the steps of a loop that copies `size` tokens and skips what it accepts.
     """
     steps, found = 0, [DepthCounts.zeros(size) for _ in range(MAX_NGRAM)]
     for one in copies:
@@ -205,8 +194,6 @@ def most_followed(
 ) -> list[RankPath]:
     """Return the paths that text follows most; unseen paths are ordered by positional rates.
 
-    It uses joint shares and no products: products are too low if hard tokens come in bursts.
-
     Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3.
     """
 
@@ -217,10 +204,9 @@ def most_followed(
 
 
 def sequoia(rates: Sequence[float], size: int, depth: int) -> list[RankPath]:
-    """Return the paths of the tree with the most expected tokens per forward.
+    """Return the likeliest paths if the guess of each rank is right equally often after each node.
 
-    The guess of each rank is right with the same probability after every node. The best tree of a
-    size then consists of the likeliest paths. Sequoia's dynamic programme finds the same value.
+    Sequoia's dynamic programme finds the same expected tokens per forward.
 
     Source: Chen et al. 2024, arXiv:2402.12374, section 4.1.
     """
@@ -263,11 +249,7 @@ def candidate_trees(ranks: Sequence[Tensor], depth: int, max_nodes: int) -> list
 
 
 def predict(
-    tree: policies.Static,
-    ranks: Sequence[Tensor],
-    cost: StepCost,
-    batch: int,
-    context: int | float,
+    tree: policies.Static, ranks: Sequence[Tensor], cost: StepCost, batch: int, context: int | float
 ) -> float:
     """Return the predicted speed-up of a tree: exact replay and the fitted step time.
 

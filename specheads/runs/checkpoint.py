@@ -16,7 +16,6 @@ from specheads.core.errors import InputError, first_line
 from specheads.core.files import atomic_folder
 
 SUMS = "checksums.json"
-
 KEPT = 2
 """Newest checkpoints that are kept: if the last is damaged, the one before it is used."""
 
@@ -35,11 +34,7 @@ class Checkpoint(NamedTuple):
 
 
 def save(folder: Path, content: Checkpoint) -> None:
-    """Write a checkpoint as `step-N` into a folder, and remove others.
-
-    The newest `KEPT` are kept. Those of later steps are removed too: training resumes from before
-    them only if they are damaged.
-    """
+    """Write a checkpoint as `step-N` into a folder, and keep the newest `KEPT` up to it."""
     target = folder / f"step-{content.state['step']}"
     with atomic_folder(target) as scratch:
         for name, tensors in (("head", content.weights), ("adapter", content.adapter)):
@@ -52,6 +47,7 @@ def save(folder: Path, content: Checkpoint) -> None:
         (scratch / "state.json").write_text(json.dumps(content.state), encoding="utf-8")
         (scratch / SUMS).write_text(json.dumps(_sums(scratch)), encoding="utf-8")
     steps = _steps(folder)
+    # of later steps there are checkpoints only if they are damaged
     for other in {*steps} - {*steps[: steps.index(target) + 1][-KEPT:]}:
         shutil.rmtree(other)
 
@@ -59,10 +55,7 @@ def save(folder: Path, content: Checkpoint) -> None:
 def newest(folder: Path, log: Callable[[str], object] = warnings.warn) -> Checkpoint | None:
     """Return the newest valid checkpoint of a folder; None if the folder has no checkpoint.
 
-    Damaged checkpoints after it are logged in one line.
-
-    Raises:
-        InputError: There are checkpoints, and all of them are damaged.
+    Damaged checkpoints after it are logged in one line. If all are damaged, they are refused.
     """
     damaged: list[str] = []
     for found in reversed(_steps(folder)):

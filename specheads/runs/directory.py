@@ -50,19 +50,14 @@ class RunDirectory:
         """Raise if training has not ended; the message says that a run cannot be `verb`."""
         if not self.finished:
             raise InputError(
-                f"only a finished run can be {verb}, and {self.path} is not; finish it with the "
-                "same specheads train command"
+                f"only a finished run can be {verb}, and {self.path} is not; train it to its end"
             )
 
     def begin(self, config_text: str, identity: dict[str, Any]) -> None:
-        """Open a new run, or resume an unfinished one.
+        """Open a new run, or resume an unfinished one; only the process with the lock may do this.
 
-        Only the process with the lock may call this: incomplete files of a killed process are
-        removed.
-
-        Args:
-            config_text: The settings as YAML. Those that change training must be the same.
-            identity: Other facts that must be the same.
+        The settings in YAML that change training, and the other facts of `identity`, must be the
+        same. Incomplete files of a killed process are removed.
         """
         if self.finished:
             raise InputError(
@@ -73,8 +68,7 @@ class RunDirectory:
             self._refuse_changed(config_text, identity)
         elif self.path.is_dir() and not all(is_ours(item.name) for item in self.path.iterdir()):
             raise InputError(
-                f"a run needs its own folder, and {self.path} has other files; choose another "
-                "run_dir="
+                f"a run needs its own folder, {self.path} has other files; choose another run_dir="
             )
         for folder in (self.path, self.checkpoints, self.phases, self.head):
             sweep(folder)

@@ -15,8 +15,7 @@ def progress(
 ) -> Iterator[Any]:
     """Yield rich's Progress and show it; its tasks need a field `numbers`.
 
-    A thread prints the lines, so that one long task cannot delay them. Only the main process
-    should show progress. A transient bar disappears at the end.
+    A thread prints the lines, so that one long task cannot delay them.
     """
     # decoding works without rich
     from rich.console import Console

@@ -17,12 +17,9 @@ import torch
 from specheads.core.machine import instructions, processor
 
 PACKAGES = ("specheads", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors")
-
 PACKAGE = Path(__file__).resolve().parents[1]
 """The package; its recipes are in a checkout next to it, in a wheel in its folder `_data`."""
-
 ABSOLUTE = re.compile(r"(/|~|[A-Za-z]:[\\/]|\\\\|file:)")
-
 INSIDE = re.compile(r"(?<![^\[,:'\"=])/(?!/)[^\],'\"]+")
 """An absolute path in a list, such as [/a/b,/c]."""
 

@@ -35,12 +35,7 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """Return the settings of a run, whose file is not trusted.
-
-    Raises:
-        InputError: The file links out of its folder, is too large or too deep, is not a YAML
-            mapping, or has tags, aliases or interpolations.
-    """
+    """Return the settings of a run, whose file is not trusted, or refuse it: see `parse`."""
     if not file.is_file():
         raise InputError(
             f"a run directory needs a {file.name}, got {file.parent} without it; name another"
@@ -48,8 +43,7 @@ def read_settings(file: Path) -> dict[str, Any]:
     refuse_outside(file)
     if (size := file.stat().st_size) > MAX_SETTINGS_BYTES:
         raise InputError(
-            f"{file} must be at most {MAX_SETTINGS_BYTES} bytes of settings, it has {size}; remove "
-            "what is none"
+            f"{file} must be at most {MAX_SETTINGS_BYTES} bytes of settings, got {size}; shorten it"
         )
     try:
         return parse(file.read_text(encoding="utf-8"))
@@ -61,12 +55,7 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Return settings from YAML of mappings, lists and scalars.
-
-    Raises:
-        ValueError: The text has other elements.
-        YAMLError: The text is not YAML.
-    """
+    """Return settings from YAML of mappings, lists and scalars; raise a ValueError for the rest."""
     depth = 0
     # events are read one by one, without recursion, before any object is built
     for event in yaml.parse(text, Loader=_Loader):

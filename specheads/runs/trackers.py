@@ -18,16 +18,14 @@ def refuse_missing(kind: str) -> None:
     """Refuse a tracker whose package is not installed."""
     if kind != "jsonl" and LoggerType(kind) not in get_available_trackers():
         raise InputError(
-            f"tracker.kind={kind} needs the package {kind}, which is not installed; pip install "
-            f"{kind}, or set tracker.kind=jsonl"
+            f"tracker.kind={kind} needs a package; pip install {kind}, or set tracker.kind=jsonl"
         )
 
 
 class Tracker:
     """Writes each row to `metrics`, and to one of accelerate's trackers if one is chosen.
 
-    `project` and `name` are those of the tracker. An error of the tracker is logged in one line,
-    and from then on the rows go to `metrics` only.
+    An error of that tracker is logged in one line, and from then on rows go to `metrics` only.
     """
 
     def __init__(
@@ -91,11 +89,7 @@ class Tracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl, without a last line that a crash cut short.
-
-    Raises:
-        InputError: The file links out of its folder, or a line before the last is not a row.
-    """
+    """Return the rows of a metrics.jsonl, without a last line that a crash cut short."""
     if not path.is_file():
         return []
     refuse_outside(path)
@@ -109,8 +103,5 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             rows.append(row)
         # the last line has no line end: it is empty or incomplete
         elif number < len(lines):
-            raise InputError(
-                f"each line of {path} must be an object with a step, and line {number} is not; "
-                "remove it"
-            )
+            raise InputError(f"line {number} of {path} must be an object with a step; remove it")
     return rows

@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import (
     DistributedDataParallelKwargs,
-    DynamoBackend,
     FullyShardedDataParallelPlugin,
     gather_object,
 )
@@ -74,10 +73,6 @@ def load_base(choices: Mapping[str, Any], accelerator: Accelerator) -> FrozenBas
         device = sharding or str(accelerator.device)
     with _whole():
         base = FrozenBase.load(**{**choices, "device": device})
-    compiler: Any = accelerator.state.dynamo_plugin
-    # torch.compile does not support layers that are gathered while they compute
-    if compiler.backend != DynamoBackend.NO and base.sharding is None:
-        base.compile_reads(**compiler.to_kwargs())
     return base
 
 

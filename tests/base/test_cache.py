@@ -12,7 +12,7 @@ from tests import tiny
 
 
 def test_more_tokens_than_slots_are_refused():
-    with pytest.raises(ValueError, match=r"0 \+ 6 exceed its 5 slots"):
+    with pytest.raises(ValueError, match=r"cannot hold 0 \+ 6 tokens"):
         KVCache(1, 2, 5).reserve(6)
 
 

@@ -35,9 +35,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
     attend = document_attention._attend
 
-    def seeing(query: torch.Tensor, *others: Any) -> torch.Tensor:
+    def seeing(documents: Any, query: torch.Tensor, *others: Any) -> torch.Tensor:
         seen.append(query)
-        return attend(query, *others)
+        return attend(documents, query, *others)
 
     monkeypatch.setattr(document_attention, "_attend", seeing)
     return seen

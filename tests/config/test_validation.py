@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from specheads.config import Compare, Evaluate, Export, Push, Train, check, parts
+from specheads.config import parts
+from specheads.config.commands import Compare, Evaluate, Export, Push, Train
 from specheads.config.parts import Evaluation, Tree
+from specheads.config.validation import check
 from specheads.core.errors import InputError
 from specheads.core.ranges import hints
 from specheads.data.settings import Data, WeightedSource

@@ -15,9 +15,9 @@ from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.generate import generate
-from specheads.decoding.prompt_lookup import MAX_NGRAM, LookupText, PromptLookup
+from specheads.decoding.prompt_lookup import MAX_NGRAM, LookupText
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import HybridTree, join_copied
+from specheads.decoding.trees.hybrid import HybridTree, join_copied, lookup_tree
 from tests import tiny
 
 TREE = policies.Static([(0,), (1,), (0, 0), (1, 0)])
@@ -37,7 +37,7 @@ def arm(name: str, architecture: str) -> tuple[Drafter, policies.TreePolicy | No
     match name:
         case "lookup":
             # single tokens match often in random text, and mostly wrongly
-            return PromptLookup(6), None
+            return None, lookup_tree(6)
         case "draft model, chain":
             return DraftModel(stranger(base), 3, base), None
         case "draft model, tree":
@@ -91,7 +91,7 @@ def test_prompt_lookup_equals_a_search_by_loops(text: list[int], told: int, copi
 
 
 def test_a_step_of_prompt_lookup_drafts_the_longest_match_alone():
-    out = generate(tiny.base(), PromptLookup(4), [[1, 2, 3, 1]], max_new_tokens=30)
+    out = generate(tiny.base(), None, [[1, 2, 3, 1]], tree=lookup_tree(4), max_new_tokens=30)
     text, sizes = [1, 2, 3, 1, out.tokens[0][0]], []
     for step in out.steps[0]:
         sizes.append(len(LookupText(text).find(4)[1]))

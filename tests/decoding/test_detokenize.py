@@ -79,7 +79,7 @@ def test_of_two_stop_strings_the_one_completed_first_counts():
 def test_each_token_has_a_text_of_its_own_or_a_name():
     cut = ids(b"a", b"\xe2", b"\x82\xac", b"\xf0\x9f\x98", b" the")
     shown = [token_text(tokenizer(), cut[:place], token) for place, token in enumerate(cut)]
-    assert shown == ["a", "⟨\\xe2⟩", "€", "⟨\\xf0\\x9f\\x98⟩", "\N{REPLACEMENT CHARACTER} the"]
+    assert shown == ["a", "⟨â⟩", "€", "⟨ðŁĺ⟩", "\N{REPLACEMENT CHARACTER} the"]
     assert token_text(tokenizer(), cut, END) == "⟨<end>⟩"
 
 

@@ -17,11 +17,10 @@ from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.loop import DecodingStep
-from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request, Stream
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import HybridTree
+from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.heads.load import build_for, fit
 from tests import tiny
 from tests.decoding.test_detokenize import PIECES, tokenizer
@@ -52,7 +51,7 @@ ARMS: dict[str, Callable[[], Arm]] = {
     "beam": lambda: (head("hydra_heads", prefix=True), policies.Beam(2, 3)),
     "draft model": lambda: (DraftModel(tiny.base(), 3, tiny.base()), policies.chain(3)),
     "window": lambda: (Streaming(tiny.base(), 2, sinks=2, window=9, max_nodes=16), TREE),
-    "lookup": lambda: (PromptLookup(4), None),
+    "lookup": lambda: (None, lookup_tree(4)),
     "hybrid": lambda: (DraftModel(tiny.base(), 2, tiny.base()), HybridTree(policies.chain(2), 3)),
 }
 

@@ -27,7 +27,7 @@ from specheads.decoding.goodput import (
     drafted_levels,
 )
 from specheads.decoding.loop import DecodingStep, StepTimes
-from specheads.decoding.prompt_lookup import LookupText, PromptLookup, common_prefix_length
+from specheads.decoding.prompt_lookup import LookupText, common_prefix_length
 from specheads.decoding.request import Request, Stream
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
@@ -213,7 +213,7 @@ DRAFTERS: dict[str, Callable[[], tuple[Drafter, list[policies.TreePolicy]]]] = {
     "hydra_heads, prefix": lambda: (head("hydra_heads", prefix=True), TREES),
     "draft model": lambda: (DraftModel(tiny.base(), 3, tiny.base()), TREES),
     "window": lambda: (Streaming(tiny.base(), 3, sinks=2, window=9, max_nodes=16), TREES),
-    "lookup": lambda: (PromptLookup(4), [lookup_tree(4), policies.NOTHING]),
+    "lookup": lambda: (None, [lookup_tree(4), policies.NOTHING]),
     "hybrid": lambda: (
         head("eagle3"),
         [HybridTree(policies.chain(3), 3), policies.NOTHING, policies.NOTHING],

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specheads.config import Tree
 from specheads.config.compose import settings_of
-from specheads.config.parts import TREES
+from specheads.config.parts import TREES, Tree
 from specheads.decoding.trees.named import fixed_policy
 from specheads.decoding.trees.policies import Beam, Static, TreePolicy
 

@@ -15,7 +15,6 @@ from specheads.core.tree import MAX_NODES
 from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
-from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request
 from specheads.decoding.sampling import GREEDY, Sampling
 from specheads.decoding.trees.hybrid import HybridTree
@@ -164,8 +163,6 @@ def built() -> Iterator[Callable[[], int]]:
         (lambda: Beam(BIG, 2, top=BIG), "tree.beam"),
         (lambda: Static([(rank,) for rank in range(MAX_NODES)]), "tree.paths"),
         (lambda: HybridTree(chain(1), 10**6), "copied_tokens"),
-        (lambda: PromptLookup(BIG), "copied_tokens"),
-        (lambda: PromptLookup(0), "at least 1, got 0"),
         (lambda: Static([(0,), (0, 0, 0)]), "distinct, non-empty rank paths"),
         (lambda: Static([(True,)]), r"a rank of tree\.paths must be"),
         (lambda: BestFirst(16, depth=3, beam=4, branch=2), "2 to 15 nodes, got 16"),
@@ -202,9 +199,8 @@ def test_guesses_are_counted_among_the_tokens_that_a_head_drafts():
     refused("9 guesses .* knows 8", lambda: Engine(tiny.base(), made, tree=Static([(8,)])))
 
 
-def test_prompt_lookup_needs_its_own_tree():
-    drafter = PromptLookup(3)
-    refused("lookup_tree", lambda: generate(tiny.base(), drafter, [[1, 2]], tree=chain(2)))
+def test_a_tree_with_levels_needs_a_head():
+    refused("the head drafts 0", lambda: generate(tiny.base(), None, [[1, 2]], tree=chain(2)))
 
 
 # --- memory --------------------------------------------------------------------------------------

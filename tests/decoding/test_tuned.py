@@ -65,7 +65,6 @@ def test_further_training_drops_the_head_s_tuned_trees(tmp_path):
         ({"trees": [to_json(tree(paths=[[0, 0]]))]}, "distinct, non-empty rank paths"),
         ({"trees": [to_json(tree(batch=0))]}, "batch .*greater than or equal to 1"),
         ({"trees": [to_json(tree(copied=10**6))]}, "copied_tokens"),
-        ({"trees": [to_json(tree(rates=[1.5]))]}, "rates.0 .*less than or equal to 1"),
         ({"cost": to_json(StepCost(verify=NEGATIVE, draft=FORWARD))}, "value of cost.verify.token"),
         ({"acceptance": {"per_depth": [float("nan")]}}, "value of acceptance.per_depth.0"),
     ],
@@ -164,7 +163,7 @@ def drafts(out: Decoding) -> dict[int, list[int]]:
 
 
 def test_places_of_one_tree_have_one_policy_whatever_was_measured_of_it():
-    found = tuned(tree(), tree(4, 512, interval=[1.0, 1.3], rates=[0.5]))
+    found = tuned(tree(), tree(4, 512, interval=[1.0, 1.3]))
     assert isinstance(found.policy(), policies.Static)
     assert isinstance(tuned(tree(), tree(4, paths=[[0]], num_nodes=2)).policy(), Choice)
 

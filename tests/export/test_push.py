@@ -20,7 +20,8 @@ import specheads
 from specheads.base.model import FrozenBase
 from specheads.commands import push
 from specheads.commands._library import read_run
-from specheads.config import Push, Train, compose, data_dir
+from specheads.config import compose, data_dir
+from specheads.config.commands import Push, Train
 from specheads.core.errors import InputError
 from specheads.core.files import dumps
 from specheads.export import card, hub

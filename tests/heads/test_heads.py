@@ -309,7 +309,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(change, message: str, tmp_pat
     ("settings", "message"),
     [
         ({"kind": "os.system"}, "head kind must be one of"),
-        ({"kind": "medusa", "inner_dim": 3}, "'medusa' does not have the setting 'inner_dim'"),
+        ({"kind": "medusa", "inner_dim": 3}, "head=medusa has no setting 'inner_dim'"),
         ({"depth": 3}, "got None"),
         ({"kind": "medusa", "depth": 0}, "depth must be a whole number, at least 1"),
     ],

@@ -8,7 +8,6 @@ from transformers import GenerationConfig
 
 from specheads.core.files import dumps
 from specheads.decoding.generate import generate
-from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
@@ -36,7 +35,7 @@ def methods() -> dict[str, DraftMethod]:
     head = tiny.oracle(2)
     return {
         "head": DraftMethod(head, policies.chain(2)),
-        "prompt_lookup": DraftMethod(PromptLookup(4), lookup_tree(4)),
+        "prompt_lookup": DraftMethod(None, lookup_tree(4)),
         "hybrid": DraftMethod(head, HybridTree(policies.chain(2), 4)),
     }
 

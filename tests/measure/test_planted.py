@@ -87,9 +87,10 @@ def made(head: Habit) -> dict[str, Any]:
     """Return the methods of a comparison; the draft model is a copy of the base."""
     base, model = tiny.base(), tiny.base("llama", "eager")
     names = [*METHODS, "transformers"]
-    return methods.make_methods(
-        names, base, {"head": head}, {"head": CHAIN}, model, draft_depth=DEPTH, window=100
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(methods, "DRAFT_DEPTH", DEPTH)
+        patch.setattr(methods, "WINDOW", 100)
+        return methods.make_methods(names, base, {"head": head}, {"head": CHAIN}, model)
 
 
 def rate(name: str, head: Habit) -> float:

@@ -9,7 +9,6 @@ import torch
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter, Head
 from specheads.decoding.coupling import over_vocabulary
-from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.sampling import Sampling, SamplingState, each_prompt
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
@@ -55,7 +54,7 @@ def alone() -> list[list[int]]:
     return write_alone(tiny.base(), prompts(), GenerationSettings(max_new_tokens=NEW_TOKENS))
 
 
-def decoded(drafter: Drafter, tree: policies.TreePolicy) -> list[DepthCounts]:
+def decoded(drafter: Drafter | None, tree: policies.TreePolicy) -> list[DepthCounts]:
     how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=tree, batch_size=3)
     found = decode_prompts(tiny.base(), drafter, prompts(), how)
     assert [one.tokens for one in found] == alone()
@@ -90,7 +89,7 @@ def test_replay_of_trees_and_hybrids_gives_the_loops_integers(name: str, tree: p
 def test_replay_of_prompt_lookup_gives_the_loops_integers():
     ranks = [torch.zeros(len(text) - 1, 0, dtype=torch.long) for text in alone()]
     found = replayed(ranks, policies.NOTHING)
-    assert found == decoded(PromptLookup(SIZE), lookup_tree(SIZE))
+    assert found == decoded(None, lookup_tree(SIZE))
     assert sum(sum(one.accepted) for one in found) > 0
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from specheads.commands._library import read_run
-from specheads.config import Train, compose
+from specheads.config import compose
+from specheads.config.commands import Train
 from specheads.core.errors import InputError
 from specheads.runs.settings import RESUMABLE, first_difference, parse, read_settings
 from specheads.training.distill.run import NEUTRAL_SETTINGS

@@ -5,23 +5,23 @@ import sys
 import tempfile
 from pathlib import Path
 
-from specheads import config
 from specheads.commands._dry_run import setup_of
 from specheads.commands.train import train
 from specheads.config import compose
+from specheads.config.commands import Train
 from specheads.training.plan import plan
 from specheads.training.processes import accelerator_of_environment
 
 SHORT = ("evaluate_after=false", "validation.rows=0")
 
 
-def planned(settings: config.Train) -> int:
+def planned(settings: Train) -> int:
     """Return the planned peak in bytes."""
     accelerator = accelerator_of_environment(settings.base.dtype)
     return plan(setup_of(settings), accelerator)["peak_bytes"]
 
 
-def measured(settings: config.Train) -> int:
+def measured(settings: Train) -> int:
     """Train, and return the peak resident memory in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         settings.run_dir = f"{folder}/run"

@@ -8,11 +8,11 @@ import pytest
 import torch
 import yaml
 
-from specheads import config
 from specheads.base.model import FrozenBase
 from specheads.commands._dry_run import setup_of
 from specheads.commands.train import _settle_batches
 from specheads.config import compose
+from specheads.config.commands import Train
 from specheads.core.errors import InputError
 from specheads.core.machine import held_bytes
 from specheads.heads.load import kinds
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.saved(tmp_path_factory.mktemp("base"), num_hidden_layers=4)
 
 
-def settings_of(folder: Path, *overrides: str) -> config.Train:
+def settings_of(folder: Path, *overrides: str) -> Train:
     always = ["recipe=smoke", f"base.model={folder}", "base.dtype=float32"]
     always += ["schedule.phases.corpus.sequence_length=64", "schedule.phases.corpus.steps=10"]
     if ALONE not in overrides:

@@ -143,7 +143,7 @@ def nothing_compiled() -> Iterator[None]:
 # of torch, about its own compiler
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("nothing_compiled")
-def test_compiled_head_and_base_have_the_same_losses(tmp_path, monkeypatch):
+def test_compiled_head_has_the_same_losses(tmp_path, monkeypatch):
     asked = {"steps": 2, "shared_out": "none"}
     assert forked(1, each, ["mlp_speculator"], tmp_path / "plain", asked) == [0]
     # the graphs of the compiler, run as they are

@@ -41,18 +41,10 @@ def chances(
 ) -> Float[Tensor, "batch node"]:
     """Return how likely each node of a level is to be accepted.
 
-    This is the estimate, or the token's probability under the drafter. A drafter with its own
-    estimate of acceptance uses that for its best guess; other guesses get it in proportion to their
-    probability.
-
-    Args:
-        drafter: The drafter.
-        estimate: Fitted estimate, if there is one.
-        logits: The drafter's logits for the level above.
-        state: The drafter's state after the level above.
-        drafted: Columns of the logits of this level's nodes.
-        parents: Parent of each node in the level above.
-        level: Number of drafted tokens above these nodes.
+    This is the estimate, if there is one, or the token's probability under the drafter. A drafter
+    with its own estimate uses that for its best guess, and for others in proportion to their
+    probability. `logits` and `state` are those of the level above, `drafted` are the columns of
+    this level's nodes, and `level` is the number of drafted tokens above them.
     """
     logs = logits.log_softmax(-1)
     chosen = logs[:, parents].gather(-1, drafted[..., None])[..., 0]

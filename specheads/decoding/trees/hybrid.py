@@ -7,11 +7,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from specheads.base.cache import upload
-from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree, refuse_nodes
 from specheads.decoding.accept import kept
-from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees.policies import NOTHING, TreePolicy
 
 
@@ -20,10 +18,9 @@ def join_copied(
 ) -> TokenTree:
     """Return the tree with a path of copied tokens added, sharing the tree's own nodes.
 
-    New nodes begin where the tree's nodes differ from the path, so a (parent, token) pair still
-    occurs once, and tokens that both propose count as drafted. Copied tokens are padded with -1.
-    Every row gets `size` new nodes; those that its path does not need are absent. With `trim` only
-    as many are added as the longest path needs, which synchronises.
+    Tokens that both propose count as drafted. Copied tokens are padded with -1. Every row gets
+    `size` new nodes; those that its path does not need are absent. With `trim` only as many are
+    added as the longest path needs, which synchronises.
     """
     batch, num_nodes = tree.tokens.shape
     device, length = copied.device, copied.shape[1]
@@ -51,12 +48,10 @@ def join_copied(
 class HybridTree(TreePolicy):
     """A head's own tree joined with copied text, so that one forward verifies both.
 
-    `inner` grows the head's tree, and up to `size` nodes are added for copied tokens. A copied
-    token that the head drafts too needs no node and leaves room for another one. If `inner` drafts
-    nothing, the tree is copied text alone, and the head reads nothing. Without any match it is the
-    head's tree. `trim` leaves out added nodes that no row needs, which saves time if a forward's
-    time grows with its nodes but gives up a static shape. None trims on a CPU. At most `copied`
-    tokens are looked up; by default as many as fit.
+    `inner` grows the head's tree, and up to `size` nodes are added for copied tokens that the head
+    does not draft too. If `inner` drafts nothing, the tree is copied text alone. `trim` leaves out
+    added nodes that no row needs, which gives up a static shape; None trims on a CPU. At most
+    `copied` tokens are looked up; by default as many as fit.
 
     Source: Saxena 2023, prompt lookup, for what is copied; the union of drafts of several
     sources in one verified tree is that of Miao et al. 2023, SpecInfer, arXiv:2305.09781.
@@ -77,11 +72,8 @@ class HybridTree(TreePolicy):
         """Levels of the head's own tree."""
         return self.inner.own_depth
 
-    def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
-    ) -> TokenTree:
+    def grow(self, drafter: Any, committed: Committed, memory: Any, rows: Any = None) -> TokenTree:
         """Draft with the head, copy, and join the two."""
-        assert rows is not None
         tree = self.inner.grow(drafter, committed, memory, rows)
         found = [text.find(self.copied)[1] for text in rows.texts]
         if not (longest := max(map(len, found))):

@@ -34,29 +34,28 @@ class TreePolicy:
 
     @property
     def own_depth(self) -> int:
-        """Levels that the drafter drafts, without copied text; with zero levels it reads nothing.
-
-        It reads the tokens of such a step later: see `loop.step`.
-        """
+        """Levels that the drafter drafts, without copied text; with zero it reads nothing."""
         return self.depth
 
     def of_step(self, requests: Sequence[Any]) -> "TreePolicy":
-        """Return the policy for the next step of these streams; the default is this one.
-
-        It must not be larger, deeper or wider than this one.
-        """
-        del requests
+        """Return the policy for the next step of these streams, none larger than this one."""
         return self
 
     def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
+        self,
+        drafter: Drafter | None,
+        committed: Committed,
+        memory: Any,
+        rows: SamplingState | None = None,
     ) -> TokenTree:
         """Draft one tree per row; `rows` has their sampling settings and noise.
 
-        If rows sample, the drafter's logits get the noise that the base samples with.
+        If rows sample, the drafter's logits get the noise that the base samples with. Copied text
+        and the base alone need no drafter.
         """
         if not self.depth:
             return root_only(committed)
+        assert drafter is not None
         if rows is not None and rows.draws and rows.coupled:
             drafter = Coupled(drafter, rows)
         logits, state = drafter.begin(committed, memory)
@@ -123,8 +122,7 @@ class Static(TreePolicy):
 
     Paths must be distinct and closed under prefixes. Nothing is drafted below a token whose
     probability under the drafter, or whose `estimate`, is less than `confidence`. The token itself
-    is verified: dropping it would change the output's distribution (docs/losslessness.md). Zero
-    never stops. Reports call the tree `name`.
+    is verified: dropping it would change the output's distribution (docs/losslessness.md).
 
     Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3; Mamou et al. 2024,
     arXiv:2405.04304, for stopping.
@@ -144,8 +142,7 @@ class Static(TreePolicy):
         orphans = [path for path in ordered if path[:-1] not in known]
         if orphans or len(known) <= len(ordered) or () in ordered:
             raise InputError(
-                "a static tree needs distinct, non-empty rank paths whose parents are in it too, "
-                f"got {orphans or ordered}"
+                f"a static tree needs distinct, non-empty rank paths with parents, got {ordered}"
             )
         self.name, self.paths = name, tuple(ordered)
         self.confidence, self.estimate = confidence, estimate
@@ -246,10 +243,8 @@ class BestFirst(TreePolicy):
 class Beam(TreePolicy):
     """Beam search: the `width` best paths of every length, as in ReDrafter.
 
-    Every path of every level stays in the tree, even if no later path continues it, so that all
-    trees have the same size. The original keeps only the prefixes of the last level's paths.
-
-    Only the `top` guesses after each node are used, and probabilities are normalised over them.
+    Every path of every level stays in the tree; the original keeps only the prefixes of the last
+    level's. Probabilities are normalised over the `top` guesses after each node.
 
     Source: Cheng et al. 2024, arXiv:2403.09919, section 3.2; `recurrent_drafting` of
     apple/ml-recurrent-drafter for `top`.
@@ -258,8 +253,7 @@ class Beam(TreePolicy):
     def __init__(self, width: int, depth: int, top: int = 50) -> None:
         if not 1 <= width <= top or depth < 1:
             raise InputError(
-                f"a beam needs a width from 1 to top={top} and a depth of at least 1, got "
-                f"{width} and {depth}"
+                f"a beam needs a width from 1 to {top} and a depth above 0, got {width}, {depth}"
             )
         self.name = "beam"
         self.num_nodes, self.depth = refuse_nodes(1 + width * depth, "tree.beam, tree.depth"), depth
@@ -311,12 +305,8 @@ NOTHING = Static([], name="none")
 class Product(TreePolicy):
     """The likeliest complete paths among all products of each level's best guesses.
 
-    The drafter reads the whole product, because every node of a level is continued. Complete paths
-    are added by probability until the tree is full. Paths share their common nodes: 1 + n * k nodes
-    are always enough for n paths of depth k.
-
-    `branches` is the number of guesses after each node of a level, from the first level on.
-    `num_nodes` includes the root and is at most the size of the product.
+    The drafter reads the whole product, of `branches` guesses after each node of a level. Complete
+    paths are added by probability until the tree has `num_nodes` nodes, root included.
 
     Source: Wertheimer et al. 2024, arXiv:2404.19124; `generate_suffixes` of
     foundation-model-stack/fms-extras, which counts candidates where this counts nodes.
@@ -370,11 +360,8 @@ class Sampled(TreePolicy):
         self.num_nodes, self.depth = sum(level_sizes(branches)), len(branches)
         self.num_guesses = max(branches)
 
-    def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
-    ) -> TokenTree:
+    def grow(self, drafter: Any, committed: Committed, memory: Any, rows: Any = None) -> TokenTree:
         """Sample level by level."""
-        assert rows is not None
         logits, state = drafter.begin(committed, memory)
         drafted, probs = [committed.root()], []
         paths = drafted[0][..., None]
@@ -403,8 +390,7 @@ def _drawn(
 ) -> Int[Tensor, "batch node path"]:
     """Return tokens sampled without replacement after each node at depth `level`, in order.
 
-    A greedy row gets the likeliest tokens instead. If too few tokens have a probability above zero,
-    others follow in random order.
+    A greedy row gets the likeliest tokens. Tokens of probability zero follow in random order.
     """
     order = logits.double().log_softmax(-1)
     if rows.draws:

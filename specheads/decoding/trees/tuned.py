@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import torch
 
-from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.files import from_json
@@ -26,14 +25,12 @@ from specheads.core.ranges import (
 )
 from specheads.core.tree import TokenTree
 from specheads.decoding.cost import StepCost
-from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.hybrid import HybridTree
 
 FILE = "tuned.json"
 """Its name in a head's folder."""
-
 SCHEMA = 1
 
 
@@ -63,9 +60,7 @@ class Choice(policies.TreePolicy):
         """Return the chosen tree."""
         return self.trees[self.choose(requests)]
 
-    def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
-    ) -> TokenTree:
+    def grow(self, drafter: Any, committed: Committed, memory: Any, rows: Any = None) -> TokenTree:
         """Draft the last tree, for steps without an engine."""
         return self.trees[-1].grow(drafter, committed, memory, rows)
 
@@ -135,8 +130,6 @@ class TunedTree:
     branch: int = 0
     copied: NonNegativeInt = 0
     """Nodes for copied text: see `HybridTree`."""
-    rates: list[Probability] = field(default_factory=list)
-    """Conditional acceptance rate of each level, drafted or not. Empty if not measured."""
 
     def policy(self) -> policies.TreePolicy:
         """Return the tree policy."""
@@ -150,7 +143,7 @@ class TunedTree:
     def shape(self) -> "TunedTree":
         """Return the tree without its place and measurements, to compare it with others."""
         gains: dict[str, Any] = {"tokens_per_forward": 1.0, "predicted_speedup": 1.0}
-        return replace(self, batch=1, context=1, interval=[], rates=[], **gains)
+        return replace(self, batch=1, context=1, interval=[], **gains)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,10 +187,8 @@ class Tuned:
     def read(cls, value: Mapping[str, Any], where: str, depth: int | None = None) -> "Tuned":
         """Return the contents of a file, for a head of this depth; None accepts any depth.
 
-        Unknown fields are ignored, such as those of the nonlinear costs of early files.
-
-        Raises:
-            InputError: The file has another schema, is damaged, or is for another head.
+        Unknown fields, as of early files, are ignored. An InputError is raised for another schema,
+        a damaged file, or one of another head.
         """
         remedy = f"delete {where}, and measure again with specheads tune"
         if value.get("schema") != SCHEMA:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from specheads.core.drafter import Nodes, Projection, State
+from specheads.core.drafter import Hidden, Nodes, Projection, State
 from specheads.core.ranges import Width
 from specheads.heads.layers.block import BlockConfig, BlockHead, filled, flat_settings, own_settings
 
@@ -21,7 +21,6 @@ class Config(BlockConfig):
 
     markov_rank: Width = 256
     """Rank of the correction by the previous token."""
-
     sample_from_anchor: bool = True
     """Whether the anchor's slot drafts the first level, and each slot the token after it. Otherwise
     each mask drafts the token at its own position."""
@@ -57,13 +56,11 @@ class Head(BlockHead):
         """Return the same projection for every level, concatenated once."""
         return [self.projection(0)] * self.depth
 
-    def logits(
-        self, state: Float[Tensor, "*batch width"], level: int
-    ) -> Float[Tensor, "*batch vocab"]:
+    def logits(self, state: Hidden, level: int) -> Float[Tensor, "*batch vocab"]:
         """Return the logits of a state of this level."""
         return self.corrected_logits(state, self.markov_head["markov_w2"])
 
-    def confidence_logits(self, state: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch"]:
+    def confidence_logits(self, state: Hidden) -> Float[Tensor, "*batch"]:
         """Return the logit of the probability that the base accepts the token of this state."""
         return self.confidence_head["proj"](state)[..., 0]
 

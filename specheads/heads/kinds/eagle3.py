@@ -12,14 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from specheads.core.drafter import (
-    Logits,
-    Nodes,
-    Projection,
-    RootLogits,
-    State,
-    Tokens,
-)
+from specheads.core.drafter import Guesses, Nodes, Projection, State, Tokens
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
@@ -40,45 +33,32 @@ class Config(AttentionConfig):
 
     depth: Depth = 7
     """Number of levels it drafts, and of steps in its training-time test."""
-
     aux_layers: list[LayerIndex] = field(default_factory=list)
     """Base layers it reads, in increasing order: k is the residual stream after k layers. Empty
     selects 2, n // 2 and n - 3 of n, as serving engines do, or others for a shallow base."""
-
     num_layers: PositiveInt = 1
     """Number of layers: the first reads tokens and features, the others are plain Llama layers."""
-
     norm_before_residual: bool = False
     """Whether the residual starts from the normalised features, as in some checkpoints."""
-
     norm_before_fc: bool = False
     """Whether the features are normalised, all layers together."""
-
     fc_norm: bool = False
     """Whether the features are normalised, each layer separately (EAGLE-3.1)."""
-
     norm_output: bool = False
     """Whether a round reads the normalised output of the previous one (EAGLE-3.1)."""
-
     parallel: bool = False
     """Whether it drafts all levels in one pass, from masks (P-EAGLE)."""
-
     mask_token: NonNegativeInt = 0
     """Token whose embedding is used for masks, with `parallel`."""
-
     own_embedding: bool = False
     """Whether it trains its own embedding, initialised from the base's, as P-EAGLE does."""
-
     rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary position embedding."""
-
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     """Scaling of the rotary embedding for longer texts, as in a Llama's config.json, by rope_type:
     linear, llama3 or yarn. Empty is no scaling."""
-
     epsilon: PositiveFloat = 1e-5
     """Epsilon of the norms."""
-
     sliding_window: PositiveInt | None = None
     """Number of positions of the text that its layers see, up to the last one that the base has
     read. Drafted positions are always seen, and with `parallel` they count. Null is all."""
@@ -86,10 +66,7 @@ class Config(AttentionConfig):
     def __post_init__(self) -> None:
         # serving engines read the list as a sorted set
         if self.aux_layers != sorted(set(self.aux_layers)):
-            raise InputError(
-                f"eagle3 needs aux_layers in increasing order, got {self.aux_layers}; "
-                "set head.aux_layers"
-            )
+            raise InputError(f"head.aux_layers must increase, got {self.aux_layers}; sort them")
         if self.norm_before_fc and self.fc_norm:
             raise InputError(
                 "eagle3 normalises its features once, got norm_before_fc and fc_norm; leave one out"
@@ -105,10 +82,7 @@ class Head(FeedbackHead):
     """Features of three layers, fused, then `depth` rounds of its layers over their own output.
 
     Each round reads the last drafted token, and attends to the committed positions and to the
-    earlier rounds on its path. Training runs the same rounds from every position at once
-    (training-time test), so that each round trains on what it reads when drafting.
-
-    With `parallel` the later rounds read masks, all in one pass: levels are independent.
+    earlier rounds on its path. With `parallel` the later rounds read masks, all in one pass.
     """
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
@@ -117,8 +91,7 @@ class Head(FeedbackHead):
         num_aux, epsilon = len(self.aux_layers) or NUM_AUX_LAYERS, config.epsilon
         if config.mask_token >= vocab_size:
             raise InputError(
-                f"mask_token must be below the vocabulary's size {vocab_size}, got "
-                f"{config.mask_token}; lower head.mask_token"
+                f"head.mask_token must be below {vocab_size}, got {config.mask_token}; lower it"
             )
         self.input_norm = RMSNorm(num_aux * width, epsilon) if config.norm_before_fc else None
         norms = (RMSNorm(width, epsilon) for _ in range(num_aux * config.fc_norm))
@@ -173,7 +146,7 @@ class Head(FeedbackHead):
         return self.lm_head.weight, None
 
     @torch.no_grad()
-    def begin(self, committed: Committed, memory: Slots) -> tuple[RootLogits, State]:
+    def begin(self, committed: Committed, memory: Slots) -> Guesses:
         """Store the keys and values of all positions; return the logits after the last.
 
         With `parallel` the state is the logits of the other levels, which read masks.
@@ -188,7 +161,7 @@ class Head(FeedbackHead):
         return logits[:, :1], logits[:, 1:]
 
     @torch.no_grad()
-    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's state, with attention to its path."""
         if not self.config.parallel:
             return super().extend(state, tokens, parents)
@@ -212,22 +185,6 @@ class Head(FeedbackHead):
         return self.fc(normed)
 
 
-def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
-    """Read a folder of SafeAILab's EAGLE, SpecForge or vllm-project's speculators."""
-    found = interpret(config, tensors)
-    if found is None:
-        return None
-    settings, named = found
-    width, vocab_size = settings.pop("width"), settings.pop("vocab_size")
-    embedding = named.pop("embedding", None)
-    head = Head(Config(**settings), width, vocab_size)
-    take_maps(head, named)
-    fill(head, named)
-    if embedding is not None:
-        head.bind(embedding)
-    return head
-
-
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 PLAIN = {
@@ -245,35 +202,21 @@ PLAIN = {
     "parallel_draft_step": 1,
 }
 """Settings of public checkpoints with the only supported value of each."""
-
 USED = (IDS, "eagle_config", "embed_requires_grad", "draft_vocab_size", "speculative_tokens")
-
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Names of P-EAGLE's mask token."""
-
 HARMLESS = (
     *("num_aux_hidden_states", "parallel_draft_heads_num_layers", "has_lm_head"),
     *("num_local_experts", "experts_per_token", "num_experts_per_tok"),
     *("target_model_type", "modal_type"),
 )
 """Settings that describe the base or that the tensors decide: experts have other tensors."""
-
 SAME = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Settings with the same name and meaning in public checkpoints and here."""
 
 
-def interpret(
-    config: dict[str, Any], tensors: dict[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """Convert the settings and tensors of a public checkpoint; None for another layout.
-
-    Public checkpoints name the first layer `midlayer` or `layers.0`. An embedding that was not
-    trained is a copy of the base's, and is returned as `embedding`. The settings include the sizes
-    `width` and `vocab_size`.
-
-    Raises:
-        ValueError: The checkpoint needs something that the head does not support.
-    """
+def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
+    """Read a folder of SafeAILab's EAGLE, SpecForge or vllm-project's speculators."""
     named = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
     kind = config.get("speculators_model_type", "eagle3")
     if kind not in ("eagle3", "peagle") or "midlayer.hidden_norm.weight" not in named:
@@ -292,15 +235,21 @@ def interpret(
         fixed=PLAIN | {"target_hidden_size": settings["hidden_size"]} | plain,
         harmless=HARMLESS,
     )
-    ours = _own_settings(settings) | {"sliding_window": window}
-    mask = named.get("mask_hidden")
-    if mask is not None:
+    own: dict[str, Any] = _own_settings(settings) | {"sliding_window": window}
+    if (mask := named.get("mask_hidden")) is not None:
         named["mask_hidden"] = mask.flatten()
-        ours |= {"parallel": True, "mask_token": _mask_token(settings)}
-    if not settings.get("embed_requires_grad", kind == "peagle") and "embed_tokens.weight" in named:
-        named["embedding"] = named.pop("embed_tokens.weight")
-    ours["own_embedding"] = "embed_tokens.weight" in named
-    return ours, named
+        own |= {"parallel": True, "mask_token": _mask_token(settings)}
+    embedding = None
+    if not settings.get("embed_requires_grad", kind == "peagle"):
+        # a copy of the base's
+        embedding = named.pop("embed_tokens.weight", None)
+    own["own_embedding"] = "embed_tokens.weight" in named
+    head = Head(Config(**own), settings["hidden_size"], settings["vocab_size"])
+    take_maps(head, named)
+    fill(head, named)
+    if embedding is not None:
+        head.bind(embedding)
+    return head
 
 
 def _streams_of(ids: list[int]) -> list[int]:
@@ -308,9 +257,6 @@ def _streams_of(ids: list[int]) -> list[int]:
 
     SpecForge and SGLang store the numbers of layers whose output is read, and their first one is 1.
     Some heads of SafeAILab's EAGLE store the numbers of layers whose input is read.
-
-    Raises:
-        InputError: Both meanings are possible.
     """
     outputs = [layer + 1 for layer in ids]
     if min(ids, default=1) != 1:
@@ -327,8 +273,6 @@ def _own_settings(settings: dict[str, Any]) -> dict[str, Any]:
     proposal = settings.get("speculators_config", {}).get("proposal_methods", [settings])[0]
     drafted, depth = settings.get("draft_vocab_size") or 0, proposal.get("speculative_tokens")
     return {
-        "width": settings["hidden_size"],
-        "vocab_size": settings["vocab_size"],
         **({"depth": depth} if depth else {}),
         **published(settings),
         "aux_layers": sorted(set(settings.get(IDS) or ())),
@@ -347,7 +291,6 @@ def _mask_token(settings: dict[str, Any]) -> int:
     found = [settings[name] for name in MASKS if settings.get(name) is not None]
     if not found:
         raise InputError(
-            f"a checkpoint with mask_hidden needs one of {', '.join(MASKS)} in config.json, got "
-            "none; add its mask token"
+            f"mask_hidden needs one of {', '.join(MASKS)} in config.json, got none; add it"
         )
     return found[0]

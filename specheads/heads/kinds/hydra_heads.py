@@ -10,16 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from specheads.core.drafter import (
-    Anchors,
-    Logits,
-    Nodes,
-    Projection,
-    RootLogits,
-    State,
-    States,
-    Tokens,
-)
+from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, States, Tokens
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
@@ -31,8 +22,6 @@ from specheads.heads.layers.embedding import BorrowingHead
 
 BORROWED = ("input_embed_fn.weight", "embed_tokens.weight", "rotary_emb.inv_freq")
 """Tensors of public checkpoints that are not part of the head."""
-
-
 OPTIONS = ("hydra_head_arch", "grounded_heads", "hidden_state_offset")
 """Settings of public checkpoints that select the network."""
 
@@ -43,36 +32,25 @@ class Config:
 
     depth: Depth = 4
     """Number of levels it drafts, each with its own head."""
-
     num_layers: Depth = 4
     """Number of blocks of each head: 1 is Hydra, 4 is Hydra++."""
-
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
-
     prefix: bool = True
     """Whether a decoder layer processes the base's hidden states first, as in Hydra++."""
-
     attention_heads: WidthOrZero = 0
     """Number of that layer's attention heads. Zero is one per 64 channels of the base."""
-
     key_value_heads: WidthOrZero = 0
     """Number of key and value heads. Zero is the number of attention heads."""
-
     inner_dim: WidthOrZero = 0
     """Width of its MLP. Zero is 8/3 of the base's width, rounded up to a multiple of 16."""
-
     rope_theta: PositiveFloat = 10_000.0
     """Base of its rotary position embedding."""
-
     epsilon: ClassVar[float] = 1e-5
 
 
 class PrefixLayer(LlamaLayer):
-    """A Llama layer and a norm over the base's final hidden states.
-
-    It is initialised to the norm alone, so that training starts from the base.
-    """
+    """A Llama layer, at first the identity, and a norm over the base's final hidden states."""
 
     def __init__(self, config: Config, width: int) -> None:
         super().__init__(config, width)
@@ -136,12 +114,12 @@ class Head(BorrowingHead):
         head = self.head[level]
         return head.get_parameter("weight"), head.get_parameter("bias")
 
-    def begin(self, committed: Committed, memory: Any) -> tuple[RootLogits, State]:
+    def begin(self, committed: Committed, memory: Any) -> Guesses:
         """Read the root after the base's last hidden state."""
         path = self.prefix.newest(committed, memory) if self.prefix else committed.hidden()
         return self._step(path, committed.root(), 0)
 
-    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's path."""
         above, level = state
         return self._step(pick_parents(above, parents), tokens, level + 1)
@@ -154,8 +132,7 @@ class Head(BorrowingHead):
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
     """Read zankner's layout: `hydra_mlp`, `hydra_lm_head` and `prefix_embeding_layer` (sic).
 
-    The size of the prefix layer's heads comes from its table of rotary frequencies. The blocks
-    after a head's first one share weights there, and are copies here.
+    The blocks after a head's first one share weights there, and are copies here.
     """
     if "hydra_num_heads" not in config:
         return None

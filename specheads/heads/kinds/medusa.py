@@ -10,16 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from specheads.core.drafter import (
-    Anchors,
-    Logits,
-    Nodes,
-    Projection,
-    RootLogits,
-    State,
-    States,
-    Tokens,
-)
+from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, States, Tokens
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
@@ -35,17 +26,13 @@ class Config:
 
     depth: Depth = 5
     """Number of levels it drafts, each with its own head."""
-
     num_layers: DepthOrZero = 1
     """Number of residual blocks of each head."""
-
     projection: Annotated[str, one_of("own", "shared", "low_rank")] = "own"
     """Vocabulary projection: own (one matrix per head), shared (the base's, frozen and not saved)
     or low_rank (the base's, plus a low-rank update per head)."""
-
     rank: Width = 64
     """Rank of the update, with projection=low_rank."""
-
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
@@ -109,12 +96,12 @@ class Head(BorrowingHead):
             return self.corrected_logits(state, self.up[level])
         return super().logits(state, level)
 
-    def begin(self, committed: Committed, memory: None) -> tuple[RootLogits, State]:
+    def begin(self, committed: Committed, memory: None) -> Guesses:
         """Return the logits after the root, from the base's last hidden state."""
         hidden = committed.hidden()
         return self.logits(self._state(hidden, 0), 0), (hidden, 0)
 
-    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Return the same logits for every node of the level: Medusa ignores the path."""
         hidden, level = state[0], state[1] + 1
         logits = self.logits(self._state(hidden, level), level)
@@ -128,8 +115,7 @@ class Head(BorrowingHead):
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
     """Read FasterDecoding's layout: `{head}.{layer}.linear.*`, then `{head}.{layers}.weight`.
 
-    Legacy heads have no projections and share the base's. The width and the vocabulary size come
-    from the tensors, because config.json has none; legacy heads have no vocabulary size.
+    Legacy heads have no projections and no vocabulary size, and share the base's.
     """
     if "medusa_num_heads" not in config:
         return None

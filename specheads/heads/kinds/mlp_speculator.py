@@ -13,16 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.drafter import (
-    Anchors,
-    Logits,
-    Nodes,
-    Projection,
-    RootLogits,
-    State,
-    States,
-    Tokens,
-)
+from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, States, Tokens
 from specheads.core.drafter import Head as BaseHead
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
@@ -42,20 +33,15 @@ class Config:
 
     depth: Depth = 3
     """Number of levels it drafts."""
-
     inner_dim: WidthOrZero = 0
     """Width of its state. Zero is the width of the base."""
-
     state: Annotated[str, one_of("mlp", "gated")] = "mlp"
     """Update of the state by a token: mlp (a linear layer) or gated (an LSTM)."""
-
     tie_weights: bool = True
     """Whether all levels share embedding, projection and norm, and all but the first share the
     recurrence."""
-
     scale_input: bool = True
     """Whether the base's hidden state is scaled to an RMS of 1/sqrt(2) first."""
-
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
@@ -107,10 +93,7 @@ class Head(BaseHead):
         self.token_weight = math.sqrt((1 - self.state_weight**2) * inner / 2)
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
-        """Initialise embedding and projection from the base's, if the widths are equal.
-
-        This saves the first few hundred steps. Otherwise the published random initialisation stays.
-        """
+        """Initialise embedding and projection from the base's, if the widths are equal."""
         if embedding.shape != self.emb[0].get_parameter("weight").shape:
             return
         scale = embedding.pow(2).mean().sqrt() * math.sqrt(embedding.shape[1])
@@ -133,12 +116,12 @@ class Head(BaseHead):
         """Return the vocabulary projection of a level, without a bias."""
         return _of(self.head, level).weight, None
 
-    def begin(self, committed: Committed, memory: None) -> tuple[RootLogits, State]:
+    def begin(self, committed: Committed, memory: None) -> Guesses:
         """Read the root after the base's last hidden state."""
         state = self._step(self._first(committed.hidden()), self.emb[0](committed.root()), 0)
         return self.logits(state[..., : self.inner], 0), (state, 0)
 
-    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's state."""
         above, level = state
         read = _of(self.emb, level + 1)(tokens)
@@ -173,10 +156,9 @@ def _of(modules: nn.ModuleList | list[Tensor], level: int) -> Any:
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
-    """Read an IBM accelerator or one of Snowflake's Arctic speculators.
+    """Read an IBM accelerator, or one of Snowflake's Arctic speculators, which have a method.
 
-    Both have model_type mlp_speculator; Arctic's recurrent ones also have a method. Tied tensors
-    are stored once per level, and the copies must be equal.
+    Tied tensors are stored once per level, and the copies must be equal.
     """
     if config.get("model_type") != "mlp_speculator":
         return None
@@ -237,8 +219,7 @@ def _join_gates(named: dict[str, Tensor]) -> dict[str, Tensor]:
                 continue
             if part == "emb" and not all(torch.equal(gates[0], gate) for gate in gates):
                 raise InputError(
-                    "with tie_lstm_embs the gates' embeddings must be equal, and they differ; "
-                    "download it again"
+                    "with tie_lstm_embs the gates' embeddings must be equal; download it again"
                 )
             named[f"{part}.{level}.weight"] = gates[0] if part == "emb" else torch.cat(gates)
     return named
@@ -252,7 +233,6 @@ def _untie(named: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
         kept = f"{part}.{1 if part == 'proj' else 0}.{suffix}"
         if kept not in named or not torch.equal(named[kept], named[name]):
             raise InputError(
-                f"with tie_weights {name!r} and {kept!r} must be equal, and they differ; download "
-                "it again"
+                f"with tie_weights {name!r} and {kept!r} must be equal; download it again"
             )
     return {name: value for name, value in named.items() if name in wanted}

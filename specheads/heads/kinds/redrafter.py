@@ -11,16 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.drafter import (
-    Anchors,
-    Logits,
-    Nodes,
-    Projection,
-    RootLogits,
-    State,
-    States,
-    Tokens,
-)
+from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, States, Tokens
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import refuse_unused
 from specheads.core.ranges import Depth, DepthOrZero, NonNegativeInt, WidthOrZero
@@ -35,16 +26,12 @@ class Config:
 
     depth: Depth = 5
     """Number of levels it trains and drafts; its size does not depend on this."""
-
     num_layers: DepthOrZero = 2
     """Number of residual blocks before the vocabulary projection."""
-
     exit_dim: WidthOrZero = 0
     """Width of blocks and projection. Zero is twice the base's width, which needs no adapter."""
-
     rnn: bool = True
     """Whether a recurrent cell reads the drafted tokens. Otherwise their embeddings are summed."""
-
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
@@ -92,13 +79,13 @@ class Head(BorrowingHead):
         """Return the vocabulary projection, the same at every level, without a bias."""
         return self.head.weight, None
 
-    def begin(self, committed: Committed, memory: None) -> tuple[RootLogits, State]:
+    def begin(self, committed: Committed, memory: None) -> Guesses:
         """Read the root from a zero state, next to the base's last hidden state."""
         hidden = committed.hidden()
         state = self._read(torch.zeros_like(hidden), self.embed(committed.root(), hidden))
         return self.logits(self._exit(hidden, state), 0), (hidden, state)
 
-    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's state."""
         hidden, above = state
         below = self._read(pick_parents(above, parents), self.embed(tokens, hidden))
@@ -115,10 +102,7 @@ class Head(BorrowingHead):
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
-    """Read Apple's layout: `rnn_*`, `input_proj`, `lm_head.{layer}.linear`, `lm_head.{layers}`.
-
-    The depth is the published five levels, because config.json has none.
-    """
+    """Read Apple's layout: `rnn_*`, `input_proj`, `lm_head.{layer}.linear`, `lm_head.{layers}`."""
     if config.get("model_type") != "recurrent_drafting_drafter":
         return None
     refuse_unused(

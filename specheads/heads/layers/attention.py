@@ -30,16 +30,12 @@ class AttentionConfig:
 
     attention_heads: WidthOrZero = 0
     """Number of attention heads. Zero is one per 64 channels of the base."""
-
     key_value_heads: WidthOrZero = 0
     """Number of key and value heads. Zero is the number of attention heads."""
-
     head_dim: WidthOrZero = 0
     """Number of channels per attention head. Zero is the base's width divided by the heads."""
-
     inner_dim: WidthOrZero = 0
     """Width of its MLPs. Zero is 8/3 of the base's width, rounded up to a multiple of 16."""
-
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
@@ -47,14 +43,9 @@ class AttentionConfig:
 class Attention(nn.Module):
     """Rotary attention with grouped keys and values, and parameter names of Llama.
 
-    Args:
-        config: Settings of a kind: those of `AttentionConfig` that it has, `rope_theta` and, if it
-            has them, `rope_scaling`, `attention_bias` (as in Qwen2) and `qk_norm` (as in Qwen3).
-        width: Width of the output.
-        input_width: Width of the input. Zero is the width of the output.
-
-    Raises:
-        ValueError: The heads do not divide, their size is odd, or `rope_scaling` is unsupported.
+    `config` has the settings of `AttentionConfig`, `rope_theta` and, for some kinds,
+    `rope_scaling`, `attention_bias` (as in Qwen2) and `qk_norm` (as in Qwen3). An `input_width` of
+    zero is the width of the output.
     """
 
     def __init__(self, config: Any, width: int, input_width: int = 0) -> None:
@@ -104,10 +95,8 @@ class Attention(nn.Module):
             path: (batch, key head, 2, time, level, head_dim): the path of each position, itself
                 included, if any.
             documents: Documents of packed rows, if slots are positions and attention is causal
-                within documents. On a CPU each document is computed separately, on other devices
-                all of them by flash attention. None computes every pair of positions.
-            window: With `documents`, the number of positions that each position sees, itself
-                included. None is all of its document so far.
+                within documents. None computes every pair of positions.
+            window: With `documents`, the number of positions that each position sees; None is all.
         """
         queries = rotate(self.rope, self.q_norm(self._split(self.q_proj(inputs))), positions)
         if path is None:
@@ -229,10 +218,7 @@ class GatedMlp(nn.Module):
 class LlamaLayer(nn.Module):
     """A Llama layer that may also read the embedding of a token, as EAGLE-3's first layer does.
 
-    Args:
-        config: Settings of a kind, as for `Attention`, with `inner_dim` and `epsilon`.
-        width: Width of the stream and of the embeddings.
-        reads_tokens: Whether attention reads the token's embedding next to the stream.
+    `config` is that of `Attention`, with `inner_dim` and `epsilon`.
     """
 
     def __init__(self, config: Any, width: int, *, reads_tokens: bool = False) -> None:
@@ -307,14 +293,11 @@ class Slots:
         layer_cache[rows, :, :, slots] = fresh.permute(0, 3, 1, 2, 4)
 
     def past(
-        self,
-        seen: Int[Tensor, "row time"] | None = None,
-        window: int | None = None,
+        self, seen: Int[Tensor, "row time"] | None = None, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the slots in use, and a mask of the visible ones: (batch, time, slot).
 
-        The committed slots up to `seen` are visible, of these the ones less than `window` before
-        it; None is the newest position of each row, and all of them.
+        These are the last `window` ones up to `seen`; None is all, up to a row's newest position.
         """
         newest = self.lengths[:, None] - 1
         seen = newest if seen is None else seen

@@ -11,15 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from specheads.core.drafter import (
-    Anchors,
-    Logits,
-    Nodes,
-    RootLogits,
-    State,
-    States,
-    Tokens,
-)
+from specheads.core.drafter import Anchors, Guesses, Nodes, State, States, Tokens
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
@@ -44,56 +36,44 @@ class BlockConfig(AttentionConfig):
 
     depth: Depth = 7
     """Number of levels it drafts, all in one forward."""
-
     num_layers: Depth = 5
     """Number of layers."""
-
     aux_layers: list[LayerIndex] = field(default_factory=list)
     """Base layers it reads, in increasing order: k is the residual stream after k layers. Empty
     selects num_layers ones, evenly from 2 to n - 2 of n, or 1 to n - 1 of a shallow base."""
-
     rope_theta: PositiveFloat = 1_000_000.0
     """Base of the rotary position embedding."""
-
     epsilon: PositiveFloat = 1e-6
     """Epsilon of the norms."""
-
     mask_token: TokenId = -1
     """Token whose embedding is used for masks; choose one that is rare in text. -1 is the last
     token of the vocabulary."""
-
     sample_from_anchor: bool = False
     """Whether the anchor's slot drafts the first level, and each slot the token after it. Otherwise
     each mask drafts the token at its own position."""
-
     num_anchors: PositiveInt = 512
     """Number of positions per sequence from which a training step drafts, sampled at each step."""
-
     sliding_window: PositiveInt | None = None
     """Number of positions before the anchor that all slots of its block see. Null is all."""
-
     causal: bool | None = None
     """Whether a slot sees only the slots of its block up to itself, as in speculators with a
     window. Null is no."""
-
     qk_norm: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.causal and not self.sliding_window:
             raise InputError(
-                "a causal block is one of a head with a window, got causal=true and no "
-                "sliding_window; set head.sliding_window, or leave out head.causal"
+                "head.causal=true needs head.sliding_window, got none; set it, or leave causal out"
             )
 
 
 class BlockHead(BorrowingHead):
     """Drafts a block from the fused features of the base and the embedding of the anchor.
 
-    The anchor is the token after the position to draft from: the base has chosen it and not read it
-    yet. Masks follow it. All slots of a block see one another and every position before the anchor,
-    unless a window or a causal block limits them.
-    The frozen projection of the base turns slots into logits. The state of a draft is the hidden
-    states of all levels, the last level that was returned, and the states of its nodes.
+    The anchor is the token after the position to draft from. Masks follow it. All slots of a block
+    see one another and every position before the anchor, unless a window or a causal block limits
+    them. The frozen projection of the base turns slots into logits. The state of a draft is the
+    hidden states of all levels, the last level that was returned, and the states of its nodes.
     """
 
     borrows_projection = True
@@ -104,8 +84,7 @@ class BlockHead(BorrowingHead):
         self.aux_layers = tuple(config.aux_layers)
         if not -1 <= config.mask_token < vocab_size:
             raise InputError(
-                f"mask_token must be a token of the base, -1 to {vocab_size - 1}, got "
-                f"{config.mask_token}; set head.mask_token"
+                f"head.mask_token must be -1 to {vocab_size - 1}, got {config.mask_token}; set it"
             )
         self.mask_token = config.mask_token % vocab_size
         self.fc = nn.Linear((len(self.aux_layers) or config.num_layers) * width, width, bias=False)
@@ -166,7 +145,7 @@ class BlockHead(BorrowingHead):
         return Slots.empty(self.blocks(), batch, capacity)
 
     @torch.no_grad()
-    def begin(self, committed: Committed, memory: Slots) -> tuple[RootLogits, State]:
+    def begin(self, committed: Committed, memory: Slots) -> Guesses:
         """Store the keys and values of all positions; draft the whole block after the root."""
         fused, root = self._fuse(committed.features), committed.root()
         places = memory.advance(fused.shape[1], committed.counts)
@@ -182,12 +161,12 @@ class BlockHead(BorrowingHead):
         return self._answer(hidden[:, 0], 0, root)
 
     @torch.no_grad()
-    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Return the logits of the next level, which depend on each node's own token at most."""
         hidden, level, _ = state
         return self._answer(hidden, level + 1, tokens)
 
-    def _answer(self, hidden: Tensor, level: int, tokens: Tensor) -> tuple[Logits, State]:
+    def _answer(self, hidden: Tensor, level: int, tokens: Tensor) -> Guesses:
         states = self.answering(hidden[:, level : level + 1], tokens)
         logits = self.logits(states, level).expand(-1, tokens.shape[1], -1)
         return logits, (hidden, level, states.expand(-1, tokens.shape[1], -1))
@@ -199,13 +178,10 @@ class BlockHead(BorrowingHead):
         pasts: Iterable[Tensor],
         visible: Bool[Tensor, "batch query key"],
     ) -> Float[Tensor, "batch anchor depth width"]:
-        """Return the hidden states of the levels of blocks.
+        """Return the hidden states of the levels of blocks, with anchors `roots` at `starts`.
 
-        Args:
-            roots: Anchors of the blocks.
-            starts: Positions of the anchors in the text.
-            pasts: Keys and values of the features for each layer.
-            visible: Mask over the features and then the slots; its query axis may be one.
+        `pasts` are the keys and values of the features for each layer. The mask is over the
+        features and then the slots; its query axis may be one.
         """
         slots = torch.arange(self.num_slots, device=self.fc.weight.device)
         tokens = torch.where(slots == 0, roots[..., None], self.mask_token)
@@ -257,40 +233,28 @@ PLAIN_SETTINGS = {
     "output_multiplier": 1,
 }
 """Settings of public checkpoints with the only supported value of each."""
-
 PLAIN_MARKOV = {
     "markov_head_type": "vanilla",
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }
 """The same for folders with a Markov head."""
-
 USED = (
     *("block_size", "target_layer_ids", "aux_hidden_state_layer_ids", "mask_token_id"),
     *("sample_from_anchor", "draft_vocab_size", "dflash_config", "markov_rank"),
     # it is about layers with a window
     "sliding_window_non_causal",
 )
-
 HARMLESS = ("num_target_layers", "num_anchors", "confidence_head_alpha")
 """Settings that describe the base or the training."""
-
 BY_DEEPSPEC = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel")
 """Class names of one network, DeepSpec's first."""
-
 LENT = ("lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 """Copies of the base's tensors."""
 
 
 def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the flattened settings of a published folder; None for another layout.
-
-    z-lab, DeepSpec and vllm-project's speculators publish DFlash and DSpark. SGLang reads the first
-    two, and DeepSpec's by further names.
-
-    Raises:
-        ValueError: A setting has an unsupported value.
-    """
+    """Return the flattened settings of a folder of z-lab, DeepSpec or speculators, else None."""
     kind = config.get("speculators_model_type", "")
     named = config.get("architectures") or []
     by_deepspec = not kind and any(name in named for name in BY_DEEPSPEC)

@@ -18,12 +18,8 @@ class RMSNorm(nn.RMSNorm):
 class ResidualBlock(nn.Module):
     """R x + SiLU(W x + b), the block of Medusa, Hydra and ReDrafter.
 
-    R is the identity unless the input is wider than the output. The block is initialised to return
-    the leading channels of its input.
-
-    Args:
-        width: Width of the output.
-        wide: Width of the input. Zero is the width of the output.
+    R is the identity unless the input is `wide`. The block is initialised to return the leading
+    channels of its input.
     """
 
     def __init__(self, width: int, wide: int = 0) -> None:

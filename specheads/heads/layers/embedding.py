@@ -38,21 +38,13 @@ class BorrowingHead(Head):
             self.borrowed = self.projection_rows(projection.detach())
 
     def embed(self, tokens: Int[Tensor, "*any"], like: Tensor) -> Float[Tensor, "*any width"]:
-        """Return the embeddings of tokens in the dtype of `like`.
-
-        Raises:
-            ValueError: The head is not bound to a base.
-        """
+        """Return the embeddings of tokens in the dtype of `like`, for a head bound to a base."""
         if self.embedding is None:
             raise InputError(f"{self.kind} reads its base's embedding; load the head with its base")
         return F.embedding(tokens, self.embedding).to(like.dtype)
 
     def lent(self) -> Weight:
-        """Return the base's projection to the draft vocabulary.
-
-        Raises:
-            ValueError: The head is not bound to a base.
-        """
+        """Return the base's projection to the draft vocabulary, for a head bound to a base."""
         if self.borrowed is None:
             raise InputError(
                 f"{self.kind} borrows its base's projection; load the head with its base"
@@ -72,8 +64,7 @@ class BorrowingHead(Head):
         """Return the residual streams of the base after the layers that this head reads."""
         if features.aux is None:
             raise InputError(
-                f"{self.kind} reads aux_layers, got none; read the base with "
-                "aux_layers=head.aux_layers"
+                f"{self.kind} reads aux_layers, got none; read the base with head.aux_layers"
             )
         return features.aux
 

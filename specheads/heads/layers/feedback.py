@@ -12,15 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specheads.core.drafter import (
-    Anchors,
-    Logits,
-    Nodes,
-    RootLogits,
-    State,
-    States,
-    Tokens,
-)
+from specheads.core.drafter import Anchors, Guesses, Nodes, State, States, Tokens
 from specheads.core.features import Committed, Documents, Features
 from specheads.heads.layers.attention import LlamaLayer, Slots, near
 from specheads.heads.layers.common import RMSNorm, pick_parents
@@ -104,7 +96,7 @@ class FeedbackHead(BorrowingHead):
         return Slots.empty(self.blocks(), batch, capacity)
 
     @torch.no_grad()
-    def begin(self, committed: Committed, memory: Slots) -> tuple[RootLogits, State]:
+    def begin(self, committed: Committed, memory: Slots) -> Guesses:
         """Store the keys and values of all positions; return the logits after the last."""
         hidden = self.first(committed.features)
         return self._answer(self.commit(hidden, committed.next_tokens, committed, memory))
@@ -118,8 +110,7 @@ class FeedbackHead(BorrowingHead):
     ) -> Branch:
         """Store the committed positions; return the first round at the last one of each row.
 
-        If `hidden` has more positions than were committed, the additional ones follow each row's
-        last one and are computed with it, with causal attention among them.
+        Further positions of `hidden` follow each row's last one and are computed with it.
         """
         layers, time = self.blocks(), committed.next_tokens.shape[1]
         read = memory.advance(time, committed.counts)
@@ -150,7 +141,7 @@ class FeedbackHead(BorrowingHead):
         return Branch(hidden, tuple(paths), memory)
 
     @torch.no_grad()
-    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> tuple[Logits, State]:
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's state, with attention to its path."""
         layers, paths = self.blocks(), list[Tensor]()
         level = state.paths[0].shape[4] + 1
@@ -166,7 +157,7 @@ class FeedbackHead(BorrowingHead):
             hidden = layer(stream, inputs, positions, past, visible, paths[-1])
         return self._answer(Branch(hidden, tuple(paths), state.memory))
 
-    def _answer(self, output: Branch) -> tuple[Logits, State]:
+    def _answer(self, output: Branch) -> Guesses:
         """Return the logits of a round, and the state with the input of the next one."""
         normed = self.norm(output.hidden)
         state = replace(output, hidden=normed) if self.feeds_normed else output

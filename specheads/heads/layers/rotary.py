@@ -19,20 +19,14 @@ REQUIRED = {
     "yarn": ("factor", ORIGINAL),
 }
 """Required parameters of each type of scaling."""
-
 YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
 """Optional parameters of yarn."""
-
 Rope = tuple[float, tuple[tuple[str, Any], ...]]
 """Base of the frequencies, and their scaling as sorted items; empty is no scaling."""
 
 
 def rope(theta: float, scaling: Mapping[str, Any]) -> Rope:
-    """Return the embedding for the `rope_scaling` of a Llama.
-
-    Raises:
-        ValueError: Its type is unsupported, or a parameter is missing, unknown or invalid.
-    """
+    """Return the embedding for the `rope_scaling` of a Llama; refuse one that is not supported."""
     kind = scaling.get("rope_type", None if scaling else "default")
     if kind == "default":
         return theta, ()
@@ -57,14 +51,11 @@ def rope(theta: float, scaling: Mapping[str, Any]) -> Rope:
 
 
 def rotate(
-    rope: Rope,
-    values: Float[Tensor, "batch path time width"],
-    positions: Int[Tensor, "row time"],
+    rope: Rope, values: Float[Tensor, "batch path time width"], positions: Int[Tensor, "row time"]
 ) -> Float[Tensor, "batch path time width"]:
     """Rotate channels i and i + half of each head by their angle at the position."""
-    frequencies, factor = _frequencies(
-        *rope, values.shape[-1], values.device, torch.get_default_dtype()
-    )
+    dtype = torch.get_default_dtype()
+    frequencies, factor = _frequencies(rope, values.shape[-1], values.device, dtype)
     angles = positions[:, None, :, None] * frequencies
     cos, sin = ((part * factor).to(values.dtype) for part in (angles.cos(), angles.sin()))
     first, second = values.chunk(2, dim=-1)
@@ -112,16 +103,13 @@ def _published_scaling(rope: dict[str, Any], length: int | None) -> dict[str, An
 
 @cache
 def _frequencies(
-    theta: float,
-    scaling: tuple[tuple[str, Any], ...],
-    size: int,
-    device: torch.device,
-    dtype: torch.dtype,
+    rope: Rope, size: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, float]:
     """Return the angle per position of each pair of channels, and the attention factor.
 
     `dtype` is torch's default dtype: float32, except in some tests.
     """
+    theta, scaling = rope
     if not scaling:
         exponents = torch.arange(0, size, 2, device=device, dtype=dtype) / size
         return 1.0 / theta**exponents, 1.0
