@@ -153,16 +153,6 @@ def test_a_longrope_base_is_exact_up_to_its_original_context_and_refused_beyond(
         generate(base, None, [prompt], max_new_tokens=25 - len(prompt))
 
 
-def test_a_base_is_frozen_and_keeps_its_values():
-    model = AutoModelForCausalLM.from_config(tiny.config()).train()
-    values = copy.deepcopy(model.state_dict())
-    base = FrozenBase(model)
-    assert not any(module.training for module in model.modules())
-    assert not any(value.requires_grad for value in model.parameters())
-    generate(base, tiny.oracle(3), tiny.prompts(), max_new_tokens=8)
-    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
-
-
 def test_a_model_whose_attention_counts_slots_is_refused():
     """ALiBi depends on the slot of the key, and siblings have different slots."""
     config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)

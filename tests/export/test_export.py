@@ -416,14 +416,6 @@ def test_export_replaces_only_an_earlier_export(base, texts, tmp_path, monkeypat
     assert [file.name for file in mine.iterdir()] == ["thesis.tex"]
 
 
-def test_export_contains_nothing_from_the_environment(base, texts, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    for engine in ("vllm", "tensorrt_llm", "speculators"):
-        out = tmp_path / engine
-        export_head(make("eagle3", base), base, engine, out, texts[:1])
-        assert not [file for file in out.iterdir() if b"hf_secret" in file.read_bytes()]
-
-
 # oracles compared with the original projects' outputs
 
 
