@@ -265,9 +265,8 @@ def test_normalising_tokenizer_is_accepted():
     ],
 )
 def test_template_that_drops_or_refuses_a_message_is_refused(family: str, case: Any, told: str):
-    with pytest.raises(InputError, match=told) as caught:
+    with pytest.raises(InputError, match=told):
         Template(tokenizer(family)).samples(said(case), [TOOL], "line 3")
-    assert "\n" not in str(caught.value)
 
 
 HEADER = "{{ '<|im_start|>' + m.role + '\n' }}"

@@ -341,7 +341,6 @@ def test_answers_and_their_ends_are_counted_or_the_row_is_refused(family: str, c
     if told := shape.refused.get(case):
         with pytest.raises(InputError, match=told) as caught:
             samples(template, CASES[case])
-        assert "\n" not in str(caught.value)
         assert not any("\ue000" <= letter <= "\ue002" for letter in str(caught.value))
         # the line says "fix or remove the row", and data.bad_rows=drop removes it
         samples(template, in_turns(CASES[case]))
@@ -440,7 +439,6 @@ ENDED = ["Four.<|end|>", "Six, I think.<|end|>", "7.<|end|>"]
 def test_remedy_of_a_refusal_works(refused: str, message: str, remedied: str):
     with pytest.raises(InputError, match=message) as caught:
         samples(Template(reader(refused)), MULTI)
-    assert "\n" not in str(caught.value)
     assert not any("\ue000" <= letter <= "\ue002" for letter in str(caught.value))
     (one,) = samples(Template(reader(remedied)), MULTI)
     assert counted(one, reader(remedied)) == ENDED

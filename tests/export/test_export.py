@@ -345,9 +345,8 @@ def test_unsupported_head_is_refused_with_engines_that_support_it(
     kind, engine, settings, message, base, texts, tmp_path
 ):
     head = make(kind, base, **settings)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=message):
         export_head(head, base, engine, tmp_path / "out", texts)
-    assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -523,9 +522,8 @@ def test_unwritable_folder_is_refused_before_any_work(
         lambda: gate_texts(head, base, "vllm", out, []),
         lambda: write_report(out, bare(), []),
     ):
-        with pytest.raises(InputError, match=reason) as caught:
+        with pytest.raises(InputError, match=reason):
             attempt()
-        assert "\n" not in str(caught.value)
     assert sorted(tmp_path.iterdir()) == before
 
 

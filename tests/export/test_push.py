@@ -113,7 +113,6 @@ def publish(
 def refusal(publish: Callable[..., None], **settings: Any) -> str:
     with pytest.raises(InputError, match=r"\w") as refused:
         publish(**settings)
-    assert "\n" not in str(refused.value)
     return str(refused.value)
 
 
