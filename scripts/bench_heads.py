@@ -189,10 +189,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     found = sorted(path.stem for path in (ROOT / "configs" / "head").glob("*.yaml"))
     parser.add_argument("--kinds", nargs="+", choices=found, default=found, help="default: all")
     parser.add_argument(
-        "--ablate",
-        nargs="*",
-        choices=[*ABLATIONS],
-        help="ablations, not kinds; default: all",
+        "--ablate", nargs="*", choices=[*ABLATIONS], help="ablations, not kinds; default: all"
     )
     parser.add_argument("--speculators", type=Path, metavar="RUN", help="their head, not ours")
     parser.add_argument("--recipe", default="smollm2", help="recipe to change")

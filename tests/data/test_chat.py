@@ -86,10 +86,7 @@ SAID: dict[str, dict[str, list[list[str]]]] = {
         "multi": [[f"{NO_THOUGHT}Hello."], [f"{NO_THOUGHT}Bye."]],
         "system": [[f"{NO_THOUGHT}Hello."], [f"{NO_THOUGHT}Bye."]],
         "thinking": [[HM], [HA]],
-        "calling": [
-            [f"{NO_THOUGHT}<tool_call>\n{SUN}\n</tool_call>"],
-            [f"{NO_THOUGHT}Sunny."],
-        ],
+        "calling": [[f"{NO_THOUGHT}<tool_call>\n{SUN}\n</tool_call>"], [f"{NO_THOUGHT}Sunny."]],
     },
     "qwen3_training": {
         "multi": [[f"{NO_THOUGHT}Hello.", f"{NO_THOUGHT}Bye."]],

@@ -393,8 +393,7 @@ def test_wrong_mask_is_refused_with_its_text(family: str, case: str):
 PLAIN = dict(other="{{ m.role }}: {{ m.content }}{{ '\n' }}", asks="assistant:")
 OTHER = dict(other="<|{{ m.role }}|>{{ m.content }}<|end|>", asks="<|assistant|>Answer: ")
 DOUBLE = dict(
-    other="<|turn|><|{{ m.role }}|>{{ m.content }}<|end|>",
-    asks="<|turn|><|assistant|><|text|>",
+    other="<|turn|><|{{ m.role }}|>{{ m.content }}<|end|>", asks="<|turn|><|assistant|><|text|>"
 )
 OPENED = dict(other="<|{{ m.role }}|>{{ m.content }}", asks="<|assistant|><think>{{ '\n' }}")
 ENDED = ["Four.<|end|>", "Six, I think.<|end|>", "7.<|end|>"]

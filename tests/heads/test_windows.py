@@ -86,10 +86,7 @@ def of_rounds(head: eagle3.Head, read: Features, tokens: Tensor, last: int) -> l
         for layer in head.blocks():
             stream, inputs, _ = layer.read(stream, at[None], embedded)
             stream = run(
-                layer,
-                (stream, inputs, at[None]),
-                (inputs, at[None]),
-                (at <= at[:, None]) & inside,
+                layer, (stream, inputs, at[None]), (inputs, at[None]), (at <= at[:, None]) & inside
             )
         newest = stream[:, -1:]
         answers.append(head.logits(head.norm(newest), level)[0])

@@ -18,15 +18,7 @@ from torch import Tensor
 
 from specheads.core.errors import InputError
 from specheads.export.write import LevelDraft
-from tests.oracles.shared import (
-    BaseView,
-    Stored,
-    frequencies,
-    read_config,
-    rms,
-    rotate,
-    silu,
-)
+from tests.oracles.shared import BaseView, Stored, frequencies, read_config, rms, rotate, silu
 from tests.oracles.shared import require as need
 
 MARKOV = "markov_head.markov_w1.weight"
