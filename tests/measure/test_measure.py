@@ -132,9 +132,6 @@ def test_tree_offers_a_depth_only_below_the_accepted_path():
     assert counts == DepthCounts(forwards=3, offered=[3, 2], accepted=[3, 1])
 
 
-# --- offline -----------------------------------------------------------------------------------
-
-
 # --- online ------------------------------------------------------------------------------------
 
 
