@@ -1,19 +1,20 @@
-"""Train heads that differ in one setting, or another library's head, and compare them.
+"""Train the variants of one file of settings, and compare them on the same prompts.
 
-    python scripts/bench_heads.py                        every kind, into runs/heads
-    python scripts/bench_heads.py --kinds medusa eagle3 --set schedule.phases.distilled.steps=50
-    python scripts/bench_heads.py --record               and update recipes/README.md
-    python scripts/bench_heads.py --ablate               the recipe's own head and its ablations
-    python scripts/bench_heads.py --ablate as_it_is hard_labels --record    the recipe's card
+    python scripts/bench_heads.py recipes/smollm2/heads.yaml                 into runs/heads
+    python scripts/bench_heads.py recipes/smollm2/ablations.yaml --only as_it_is hard_labels
+    python scripts/bench_heads.py FILE --set schedule.phases.distilled.steps=50 --record
 
     make speculators                                     an environment with that library
     .venv-speculators/bin/python scripts/bench_heads.py --speculators runs/smollm2 --out runs/theirs
-    specheads compare heads=[runs/smollm2,runs/theirs] drafters=[head] out=runs/against_theirs
 
-Every part is a command of `specheads` (`train`, `compare`) in its own process. Finished parts are
-not repeated, so an interrupted call resumes. All heads share text, generated text, optimizers,
-steps, depth and prompts, except for the setting of an ablation. Training speed is read from the log
-of each run, so nothing else should run at the same time.
+A file has `recipe`; `train`, overrides of all trainings; `variants`, the overrides of each by name;
+`compare`, overrides of `specheads compare` by the name of a comparison; and maybe `heads`, folders
+of heads that were trained elsewhere, such as speculators', to be compared too. In an override {out}
+stands for --out and {text} for --text, the generated text that the variants share. Every part is a
+command of `specheads` in its own process. Finished parts are not repeated, so an interrupted call
+resumes. OUT/FILE.json has the variants, what each training took, and all comparisons; --record
+copies it into the recipe's folder and updates the tables. Training speed is read from the log of
+each run, so nothing else should run at the same time.
 
 --speculators trains the EAGLE-3 of the speculators library on the training text of a run. Model,
 loss, optimizers, learning rates, clipping and document layout are those of speculators, with the
@@ -42,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from rich.progress import Progress
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
@@ -50,9 +52,9 @@ from specheads.base.model import FrozenBase
 from specheads.commands._library import read_run
 from specheads.config.commands import Train
 from specheads.core.drafter import Head
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, first_line
 from specheads.core.features import Features, document_lengths
-from specheads.core.files import atomic_folder, to_json
+from specheads.core.files import atomic_folder, dumps, to_json, write_atomic
 from specheads.core.machine import dtype_name
 from specheads.core.texts import derive_seed
 from specheads.data.packing import TokenBatch
@@ -68,46 +70,6 @@ from specheads.training.schedule import placed
 from specheads.training.texts import PhaseTexts
 
 ROOT = Path(__file__).resolve().parents[1]
-COMPARED = {
-    # acceptance does not depend on the batch size, so decode many prompts at once
-    "chain": ["tree=chain", "temperatures=[0,1]", "evaluation.batch_size=8"],
-    "tuned": ["tree=tuned", "temperatures=[0]", "evaluation.batch_size=1"],
-}
-"""Overrides of `specheads compare` by output folder: the same chain for all heads, and the tuned
-tree of each head with one prompt at a time."""
-
-PHASE = "schedule.phases.distilled"
-CORPUS = "schedule.phases.corpus"
-
-ABLATIONS: dict[str, list[str]] = {
-    "as_it_is": [],
-    "hard_labels": [f"{PHASE}.loss=cross_entropy"],
-    "total_variation": [f"{PHASE}.loss=total_variation"],
-    "lk_hybrid": [f"{PHASE}.loss=lk_hybrid"],
-    "answers_only": [f"{PHASE}.answers_only=true"],
-    "depth_1": ["head.depth=1"],
-    "depth_5": ["head.depth=5"],
-    "layers_1": ["head.num_layers=1"],
-    "layers_4": ["head.num_layers=4"],
-    "half_width": ["head.exit_dim=576"],
-    "drafts_1024": ["head.draft_tokens=1024"],
-    "drafts_all": ["head.draft_tokens=0"],
-    # a part of the 256 answers, for as many training tokens
-    "text_10": [f"{PHASE}.distill.num_samples=26", f"{PHASE}.distill.folder="],
-    "text_30": [f"{PHASE}.distill.num_samples=77", f"{PHASE}.distill.folder="],
-    "corpus_alone": [
-        *("data=python_stdlib", "schedule=corpus_only", f"~{PHASE}", "head.draft_tokens=0"),
-        *(f"{CORPUS}.{name}" for name in ("steps=100", "batch_size=3", "sequence_length=512")),
-        *(f"{CORPUS}.{name}" for name in ("learning_rate=2e-3", "loss=soft_cross_entropy")),
-    ],
-    # both phases, so twice the tokens of the others
-    "corpus_first": ["init={out}/corpus_alone/head"],
-}
-"""Overrides of recipe smollm2 by the name of the run."""
-
-OWN = {kind: ["head.num_layers=1"] for kind in ("dflash", "dspark")}
-"""Further overrides of some kinds: their published five layers cost more than a small base."""
-
 MOST_APART = 0.01
 """Largest divergence in nats of the logits that speculators computes; bfloat16 gives a tenth."""
 
@@ -140,105 +102,91 @@ class Source:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train and compare; return the exit code."""
     options = _parse(arguments)
-    if options.speculators:
-        try:
+    try:
+        if options.speculators:
             sys.stdout.write(train_speculators(options))
-        except InputError as error:
-            sys.stderr.write(f"error: {error}\n")
-            return 2
-        return 0
-    changes = _changes(options)
-    runs = {name: options.out / name for name in changes}
-    for name, run in runs.items():
-        if code := _train(run, changes[name], options):
-            return code
-    if options.ablate is not None:
-        return _ablated(list(runs.values()), options)
-    training = {kind: trained(run) for kind, run in runs.items()}
-    table: dict[str, Any] = {"schema": 2, "recipe": options.recipe, "training": training}
-    for name, asked in COMPARED.items():
-        if code := _compare(options.out / name, list(runs.values()), [*asked, *options.measure]):
-            return code
-        table[name] = to_json(read(Comparison, options.out / name / "compare.json"))
-        text = json.dumps(table, indent=1) + "\n"
-        (options.out / "heads.json").write_text(text, encoding="utf-8")
-        print(f"wrote {options.out / 'heads.json'}")
-        if options.record:
-            _record(text, options.recipe, "heads.json")
-    return 0
-
-
-def _ablated(runs: list[Path], options: argparse.Namespace) -> int:
-    """Compare the ablations, each as a chain of its own depth."""
-    out = options.out / "ablations"
-    asked = [*COMPARED["chain"], "temperatures=[0]", *options.measure]
-    if (code := _compare(out, runs, asked)) == 0 and options.record:
-        text = (out / "compare.json").read_text(encoding="utf-8")
-        _record(text, options.recipe, "ablations.json")
-    return code
-
-
-def _record(text: str, recipe: str, name: str) -> None:
-    """Write results into the folder of the recipe, and update its tables."""
-    (ROOT / "recipes" / recipe / name).write_text(text, encoding="utf-8")
-    subprocess.check_call([sys.executable, str(ROOT / "scripts" / "results_table.py")])
+            return 0
+        return bench(read_plan(options), options)
+    except InputError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    found = sorted(path.stem for path in (ROOT / "configs" / "head").glob("*.yaml"))
-    parser.add_argument("--kinds", nargs="+", choices=found, default=found, help="default: all")
-    parser.add_argument(
-        "--ablate",
-        nargs="*",
-        choices=[*ABLATIONS],
-        help="ablations, not kinds; default: all",
-    )
-    parser.add_argument("--speculators", type=Path, metavar="RUN", help="their head, not ours")
-    parser.add_argument("--recipe", default="smollm2", help="recipe to change")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "heads", help="run folder")
-    parser.add_argument("--text", type=Path, help="generated text; default: OUT/text")
-    parser.add_argument("--set", nargs="*", default=[], help="further overrides for training")
-    parser.add_argument("--measure", nargs="*", default=[], help="further overrides for comparing")
-    parser.add_argument("--record", action="store_true", help="write the tables of the recipes")
+    add = parser.add_argument
+    add("file", type=Path, nargs="?", help="variants and comparisons, in YAML")
+    add("--only", nargs="+", metavar="NAME", help="these variants; default: all")
+    add("--speculators", type=Path, metavar="RUN", help="their head, not ours")
+    add("--out", type=Path, default=ROOT / "runs" / "heads", help="folder of the runs")
+    add("--text", type=Path, help="generated text; default: OUT/text")
+    add("--set", nargs="*", default=[], help="further overrides for training")
+    add("--measure", nargs="*", default=[], help="further overrides for comparing")
+    add("--record", action="store_true", help="write the JSON and the tables of the recipe")
     return parser.parse_args(arguments)
 
 
-def _changes(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the overrides of each run."""
-    if options.ablate is None:
-        return {kind: [f"head={kind}", *OWN.get(kind, [])] for kind in options.kinds}
-    names = options.ablate or [*ABLATIONS]
-    return {name: [one.format(out=options.out) for one in ABLATIONS[name]] for name in names}
+def read_plan(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the file of settings, with the variants that are asked for."""
+    if not options.file or not options.file.is_file():
+        raise InputError(f"bench_heads needs a YAML file of variants, got {options.file}; name one")
+    try:
+        plan = yaml.safe_load(options.file.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        raise InputError(f"{options.file} must be YAML: {first_line(error)}; fix it") from error
+    if not isinstance(plan, dict) or not {"recipe", "variants", "compare"} <= plan.keys():
+        raise InputError(f"{options.file} must have recipe, variants and compare; add them")
+    if unknown := sorted({*(options.only or ())} - plan["variants"].keys()):
+        known = ", ".join(plan["variants"])
+        raise InputError(f"--only must be among {known}, got {unknown[0]}; correct its name")
+    chosen = options.only or [*plan["variants"]]
+    return plan | {"variants": {name: plan["variants"][name] for name in chosen}}
 
 
-def _train(run: Path, changes: list[str], options: argparse.Namespace) -> int:
+def bench(plan: Mapping[str, Any], options: argparse.Namespace) -> int:
+    """Train the variants, compare them, and write one JSON after each part."""
+    runs = {name: options.out / name for name in plan["variants"]}
+    for name, run in runs.items():
+        if code := _train(run, training_of(plan, name, options)):
+            return code
+    training = {name: trained(run) for name, run in runs.items()}
+    table: dict[str, Any] = {"schema": 3, **plan, "training": training}
+    out = options.out / f"{options.file.stem}.json"
+    heads = f"heads=[{','.join(map(str, [*runs.values(), *plan.get('heads', [])]))}]"
+    for name, asked in plan["compare"].items():
+        folder = options.out / f"{options.file.stem}-{name}"
+        words = [heads, f"out={folder}", "drafters=[head]", *asked, *options.measure]
+        if not (folder / "compare.json").is_file() and (code := _run("compare", *words)[0]):
+            return code
+        table[name] = to_json(read(Comparison, folder / "compare.json"))
+        write_atomic(out, dumps(table))
+    print(f"wrote {out}")
+    if options.record:
+        write_atomic(ROOT / "recipes" / plan["recipe"] / out.name, out.read_bytes())
+        subprocess.check_call([sys.executable, str(ROOT / "scripts" / "results_table.py")])
+    return 0
+
+
+def training_of(plan: Mapping[str, Any], name: str, options: argparse.Namespace) -> list[str]:
+    """Return the overrides of `specheads train` for a variant."""
+    words = [f"recipe={plan['recipe']}", f"name={name}", "run_dir={out}/" + name]
+    words += ["evaluate_after=false", *plan.get("train", []), *plan["variants"][name]]
+    text = (options.text or options.out / "text").resolve()
+    placed = (
+        word.replace("{out}", str(options.out)).replace("{text}", str(text)) for word in words
+    )
+    return [*placed, *options.set]
+
+
+def _train(run: Path, words: Sequence[str]) -> int:
     """Train one head, unless it is finished; write the time and the peak memory of its process."""
     if (run / "training.json").is_file():
         return 0
-    text = (options.text or options.out / "text").resolve()
-    code, seconds, peak_gib = _run(
-        "train",
-        f"recipe={options.recipe}",
-        f"name={run.name}",
-        f"run_dir={run}",
-        f"{PHASE}.distill.folder={text}",
-        "evaluate_after=false",
-        *changes,
-        *options.set,
-    )
+    code, seconds, peak_gib = _run("train", *words)
     if code == 0:
         costs = {"seconds": seconds, "peak_gib": peak_gib}
         (run / "training.json").write_text(json.dumps(costs) + "\n", encoding="utf-8")
     return code
-
-
-def _compare(out: Path, runs: list[Path], asked: list[str]) -> int:
-    """Compare the heads, unless that is finished."""
-    if (out / "compare.json").is_file():
-        return 0
-    heads = f"heads=[{','.join(map(str, runs))}]"
-    return _run("compare", heads, f"out={out}", "drafters=[head]", *asked)[0]
 
 
 def _run(*words: str) -> tuple[int, float, float]:

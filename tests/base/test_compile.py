@@ -117,9 +117,8 @@ def test_a_missing_compiler_is_an_input_error() -> None:
     double = compiled(lambda values: (values.sin() + values).cos() * 3.25)
     # torch's own patch, because torch 2.11 ignores values restored by monkeypatch
     none = inductor.patch({"cpp.cxx": ("/no/such/compiler",), "force_disable_caches": True})
-    with none, pytest.raises(ValueError, match="needs a working compiler") as raised:
+    with none, pytest.raises(ValueError, match="needs a working compiler"):
         double(torch.ones(41))
-    assert "\n" not in str(raised.value)
 
 
 @functools.cache

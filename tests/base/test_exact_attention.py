@@ -86,23 +86,6 @@ def test_exact_nodes_equal_single_steps_bit_for_bit(architecture, lengths, make)
     assert_single_steps(exact_base(architecture), lengths, make, PARENTS)
 
 
-def random_parents(count: int, depth: int) -> list[int]:
-    """Return a random tree of limited depth."""
-    generator = torch.Generator().manual_seed(count)
-    parents, depths = [-1], [0]
-    while len(parents) < count:
-        parent = int(torch.randint(len(parents), (1,), generator=generator))
-        if depths[parent] < depth:
-            parents.append(parent)
-            depths.append(depths[parent] + 1)
-    return parents
-
-
-@pytest.mark.parametrize("length", [30, 62, 124, 190])
-def test_large_trees_near_a_block_equal_single_steps(length: int):
-    assert_single_steps(exact_base(), [length], rows, random_parents(40, 8))
-
-
 def test_drafts_longer_than_a_block_are_refused():
     base, count = exact_base(), exact_attention.BLOCK + 2
     chain = TokenTree(torch.zeros(1, count, dtype=torch.long), torch.arange(-1, count - 1)[None])

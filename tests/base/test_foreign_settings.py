@@ -71,7 +71,6 @@ def test_a_setting_that_transformers_ignores_is_refused_and_its_neutral_value_pa
     with pytest.raises(InputError, match="every setting of a config must be honoured") as caught:
         read(tmp_path, FAMILIES[family] | setting)
     assert named in str(caught.value)
-    assert "\n" not in str(caught.value)
     read(tmp_path, FAMILIES[family] | neutral)
 
 
@@ -154,7 +153,6 @@ def test_a_setting_of_an_adapter_that_is_not_merged_is_refused(setting, neutral,
     with pytest.raises(InputError, match=r"base\.adapter does not support") as caught:
         lora.merge(model, tmp_path)
     assert all(f"{name}={value!r}" in str(caught.value) for name, value in setting.items())
-    assert "\n" not in str(caught.value)
     file.write_text(json.dumps(config | neutral))
     lora.merge(model, tmp_path)
 
@@ -193,7 +191,6 @@ def test_a_setting_of_a_tokenizer_that_is_dropped_is_refused(setting, neutral, t
     with pytest.raises(InputError, match="the tokenizer does not support") as caught:
         load_tokenizer(folder, revision="main")
     assert [*setting][0 if "bos_token" not in setting else 1] in str(caught.value)
-    assert "\n" not in str(caught.value)
     assert load_tokenizer(tokenizer_folder(tmp_path, **neutral), revision="main") is not None
 
 

@@ -30,7 +30,6 @@ def refused(folder: object, **settings: Any) -> str:
     """Return the error message, which is one line."""
     with pytest.raises(InputError) as caught:
         FrozenBase.load(folder, **{"device": "cpu", **settings})  # pyright: ignore[reportArgumentType]
-    assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
@@ -92,9 +91,8 @@ def test_weights_that_do_not_match_the_config_are_refused_by_name(
     tiny.base().model.save_pretrained(tmp_path)
     capsys.readouterr()
     damage(tmp_path)
-    with pytest.raises(InputError, match=f"{WHOLE}.*{told}") as caught:
+    with pytest.raises(InputError, match=f"{WHOLE}.*{told}"):
         FrozenBase.load(tmp_path, device="cpu")
-    assert "\n" not in str(caught.value)
     # transformers' own table of them is hidden
     assert "LOAD REPORT" not in caplog.text + capsys.readouterr().err
 
@@ -294,9 +292,8 @@ def test_a_broken_adapter_is_refused_and_leaves_the_base_unchanged(damage, tmp_p
     damage(tmp_path)
     base = FrozenBase(copy.deepcopy(tiny.base().model))
     modules, before = [*dict(base.model.named_modules())], base.fingerprint
-    with pytest.raises(InputError, match=r"base\.adapter must be a LoRA adapter") as caught:
+    with pytest.raises(InputError, match=r"base\.adapter must be a LoRA adapter"):
         base.merge(tmp_path)
-    assert "\n" not in str(caught.value)
     assert [*dict(base.model.named_modules())] == modules
     assert base.fingerprint == before
 

@@ -1,13 +1,11 @@
 """Packed documents do not see each other, in every architecture."""
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 
 from specheads.base import document_attention
-from specheads.base.model import FrozenBase
 from tests import tiny
 from tests.packed import alone, packed, pieces, texts
 
@@ -27,40 +25,6 @@ def test_packed_documents_have_the_features_of_each_alone(architecture: str, att
     # without the mask the features differ
     blind = base.read(batch.tokens, (1, 2)).hidden
     assert (blind[:, 12:30] - found.hidden[:, 12:30]).abs().max() > 1e-3
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Return the queries of each call of document attention."""
-    seen: list[torch.Tensor] = []
-    attend = document_attention._attend
-
-    def seeing(documents: Any, query: torch.Tensor, *others: Any) -> torch.Tensor:
-        seen.append(query)
-        return attend(documents, query, *others)
-
-    monkeypatch.setattr(document_attention, "_attend", seeing)
-    return seen
-
-
-def masked(base: FrozenBase, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """Return the features of packed documents under their mask."""
-    batch = packed(texts())
-    with monkeypatch.context() as patch:
-        patch.setattr("specheads.base.forward.attending_documents", lambda *_: nullcontext())
-        return base.read(batch.tokens, document_ids=batch.document_ids).hidden
-
-
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_document_attention_equals_masked_attention(architecture, calls, monkeypatch):
-    base, batch = tiny.base(architecture), packed(texts())
-    wanted = masked(base, monkeypatch)
-    assert not calls
-    found = base.read(batch.tokens, document_ids=batch.document_ids).hidden
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    # shorter windows than documents need a mask
-    assert bool(calls) == (architecture not in tiny.WINDOWED)
-    assert base.config._attn_implementation == "sdpa"
 
 
 def test_gradients_equal_those_of_masked_attention(monkeypatch: pytest.MonkeyPatch):

@@ -115,9 +115,8 @@ def test_folder_of_a_vision_language_model_is_a_base_for_text(family: str, tmp_p
     oracle = Oracle([PROMPT + text], 3, base.vocab_size, rate=0.7)
     out = generate(base, oracle, [PROMPT], max_new_tokens=tiny.NEW_TOKENS, tree=tree)
     assert out.tokens == [text]
-    with pytest.raises(InputError, match=f"token {PICTURE} stands for a picture") as caught:
+    with pytest.raises(InputError, match=f"token {PICTURE} stands for a picture"):
         generate(base, None, [[9, PICTURE, 9]], max_new_tokens=2)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow

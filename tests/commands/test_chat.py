@@ -74,9 +74,7 @@ def test_base_alone_generates_every_token(base: FrozenBase):
     assert answer.tokens_per_forward == 1.0
 
 
-def test_dialogue_uses_the_chat_template_and_keeps_earlier_tokens(
-    base: FrozenBase,
-):
+def test_dialogue_uses_the_chat_template_and_keeps_earlier_tokens(base: FrozenBase):
     tokenizer: Any = FrozenBase.load(BASE_FOLDER, device="cpu").tokenizer
     tokenizer.chat_template, end = CHAT, tokenizer.eos_token
     dialogue = Dialogue(tokenizer, "be brief")

@@ -273,29 +273,6 @@ def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
         (folder / "tuned.json").unlink(missing_ok=True)
 
 
-@pytest.mark.slow
-def test_compare_ranks_several_heads_at_several_temperatures_and_batches(
-    work: Path, here: Here, capsys: pytest.CaptureFixture[str]
-):
-    shutil.copytree(work / "runs" / "smoke" / "head", work / "other")
-    here(
-        "compare", "heads=[runs/smoke,other]", "tree=chain", "num_prompts=2", "max_new_tokens=8",
-        "drafters=[head]", "evaluation.speed_prompts=2", "evaluation.repeats=1", "out=several",
-        "temperatures=[0,1]", "batch_sizes=[1,2]",
-    )  # fmt: skip
-    found = json.loads((work / "several" / "compare.json").read_text())
-    assert [*found["heads"]] == ["smoke", "other"]
-    assert found["heads"]["smoke"] == found["heads"]["other"] == found["head"]
-    told = [(one["temperature"], one["batch_size"]) for one in found["conditions"]]
-    assert told == [(0, 1), (0, 2), (1, 1), (1, 2)]
-    for one in found["conditions"]:
-        rows = one["drafters"]
-        # the same weights draft the same
-        assert rows["smoke"]["online"] == rows["other"]["online"]
-        assert {*rows["smoke"]["over"]} == {*rows} - {"smoke"}
-    assert "tokens per second, row over column" in capsys.readouterr().out
-
-
 @pytest.mark.usefixtures("here")
 def test_compare_refuses_unfinished_runs_and_missing_draft_models(
     work: Path, refusal: Refusal, tmp_path: Path

@@ -2,8 +2,6 @@
 
 import contextlib
 import io
-import re
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -18,14 +16,6 @@ from specheads.commands import _call
 from specheads.config import compose
 from specheads.core.ranges import hints
 from specheads.heads.kinds.mlp_speculator import Config
-
-SMALL = [
-    *("recipe=smoke", "schedule.phases.corpus.steps=2", "schedule.phases.distilled.steps=1"),
-    *("schedule.phases.distilled.distill.num_samples=8", "evaluation.num_prompts=2"),
-    *("evaluation.max_new_tokens=4", "evaluation.speed_prompts=1", "log_every=1"),
-    "schedule.phases.distilled.distill.new_tokens=8",
-    *("schedule.phases.corpus.sequence_length=32", "schedule.phases.distilled.batch_size=2"),
-]
 
 UNHURRIED = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 
@@ -135,40 +125,3 @@ def test_random_overrides_are_accepted_or_refused_in_one_line(
     hold()
     assert codes[0] > 0 or number < 100
     assert codes[2] > number / 4
-
-
-RUNNABLE = [
-    (name, hint)
-    for name, hint in leaves(compose.SCHEMAS["train"])
-    if name.split(".")[0] in ("head", "schedule", "tree", "evaluation", "seed", "log_every")
-    and name not in ("evaluation.prompts", "evaluation.acceptance", "evaluation.mode")
-    and not name.endswith(("folder", "target_modules", "learning_rate", "joint"))
-]
-
-
-def small(override: str) -> bool:
-    """Return whether all numbers are at most 16: larger runs take too long."""
-    numbers = re.findall(r"[\d.]+(?:e[+-]?\d+)?", override.partition("=")[2])
-    return all(float(one) <= 16 for one in numbers)
-
-
-@pytest.mark.slow
-def test_accepted_settings_run_or_are_refused_before_a_file_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    codes = Counter[int]()
-    one = strategies.sampled_from(RUNNABLE).flatmap(assigned).filter(small)
-
-    @settings(max_examples=30, suppress_health_check=UNHURRIED)
-    @given(overrides=strategies.lists(one, min_size=1, max_size=2))
-    def hold(overrides: list[str]) -> None:
-        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
-        code, error = called("train", [*SMALL, *overrides])
-        codes[code] += 1
-        assert code in (0, 2), (overrides, error)
-        left = [path for path in tmp_path.rglob("*") if path.is_file()]
-        assert bool(left) == (code == 0), (overrides, error)
-
-    hold()
-    assert min(codes[0], codes[2]) > 2

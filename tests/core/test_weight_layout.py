@@ -8,13 +8,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.core import weight_layout
-from specheads.core.weight_layout import (
-    PackedLinear,
-    column_major,
-    for_few_rows,
-    pack,
-    product,
-)
+from specheads.core.weight_layout import PackedLinear, column_major, for_few_rows, pack, product
 
 LIBRARIES = {
     "mkl": (torch.backends.mkl.is_available(), weight_layout.MKL),

@@ -86,10 +86,7 @@ SAID: dict[str, dict[str, list[list[str]]]] = {
         "multi": [[f"{NO_THOUGHT}Hello."], [f"{NO_THOUGHT}Bye."]],
         "system": [[f"{NO_THOUGHT}Hello."], [f"{NO_THOUGHT}Bye."]],
         "thinking": [[HM], [HA]],
-        "calling": [
-            [f"{NO_THOUGHT}<tool_call>\n{SUN}\n</tool_call>"],
-            [f"{NO_THOUGHT}Sunny."],
-        ],
+        "calling": [[f"{NO_THOUGHT}<tool_call>\n{SUN}\n</tool_call>"], [f"{NO_THOUGHT}Sunny."]],
     },
     "qwen3_training": {
         "multi": [[f"{NO_THOUGHT}Hello.", f"{NO_THOUGHT}Bye."]],
@@ -265,9 +262,8 @@ def test_normalising_tokenizer_is_accepted():
     ],
 )
 def test_template_that_drops_or_refuses_a_message_is_refused(family: str, case: Any, told: str):
-    with pytest.raises(InputError, match=told) as caught:
+    with pytest.raises(InputError, match=told):
         Template(tokenizer(family)).samples(said(case), [TOOL], "line 3")
-    assert "\n" not in str(caught.value)
 
 
 HEADER = "{{ '<|im_start|>' + m.role + '\n' }}"

@@ -37,7 +37,6 @@ def refused(tokenizer, cache_folder: Path):
     def expect(told: str, *, of: Path | str = "", **choices) -> None:
         with pytest.raises(InputError, match=told) as caught:
             tokenised(Data(**choices), "train", tokenizer)
-        assert "\n" not in str(caught.value)
         assert str(of) in str(caught.value)
         assert not cache_folder.exists()
 
@@ -201,7 +200,6 @@ def test_failing_chat_template_error_names_the_row(tokenizer, tmp_path, template
     with pytest.raises(InputError, match=told) as caught:
         load_prompts(str(file), tokenizer, num_prompts=1)
     assert f"line 1 of {file}" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_tokenizer_without_unknown_token_is_refused(tmp_path: Path):
@@ -259,7 +257,6 @@ def test_bad_rows_are_told_together_or_dropped(chat_tokenizer, tmp_path, bad, to
     data = Data(source="chat", path=talks(tmp_path, bad))
     with pytest.raises(InputError, match=told) as caught:
         tokenised(data, "train", chat_tokenizer)
-    assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("leave them out with data.bad_rows=drop")
     with pytest.warns(UserWarning, match=f"{told}.*they are left out"):
         found = tokenised(replace(data, bad_rows="drop"), split_of('["Hi?"]'), chat_tokenizer)

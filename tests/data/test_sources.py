@@ -103,10 +103,7 @@ def test_hub_data_set_with_max_documents_is_streamed(monkeypatch):
 
 @pytest.mark.parametrize(
     ("splits", "wanted"),
-    [
-        (["train_sft", "test_sft"], "train_sft"),
-        (["validation", "test"], "validation"),
-    ],
+    [(["train_sft", "test_sft"], "train_sft"), (["validation", "test"], "validation")],
 )
 @pytest.mark.parametrize("source", ["hub", "chat"])
 def test_hub_split_is_named_in_the_error_and_by_data_split(monkeypatch, source, splits, wanted):

@@ -1,9 +1,11 @@
 """Short chat templates with the shapes of TRL's 55, and what the loss covers in each.
 
-A name with `_training` has generation markers, as TRL's templates of that name do.
+The templates are in templates/shapes. A name with `_training` has generation markers, as TRL's
+templates of that name do; the markers are removed from the others.
 """
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,132 +32,20 @@ SPECIAL = (
     *("<|turn|>", "<|text|>", "<|/text|>", "<|channel|>", "<|/channel|>", "<|message|>"),
     *("<|call|>", "<|/call|>", "<|calls|>", "<|/calls|>", "<|result|>", "<|/result|>"),
 )
-NL, END = "{{ '\n' }}", "<|end|>{{ '\n' }}"
-
-# --- pieces of templates; [[ and ]] become generation markers, or nothing -----------------------
-
-LAST = (
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-)
-ALTERNATE = (
-    "{% for m in messages if m.role != 'system' %}{% if (m.role == 'user') != "
-    "(loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
-)
-NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-FIRST_SYSTEM = (
-    "{{ messages[0].content + '\n\n' if loop.index0 == 1 and messages[0].role == 'system' }}"
-)
-EACH_CALL = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
-JSON = (
-    EACH_CALL + "{{ '\n' if m.content or not loop.first }}<tool_call>" + NL + '{"name": "'
-    '{{ f.name }}", "arguments": {{ f.arguments | tojson }}}' + NL + "</tool_call>{% endfor %}"
-)
-XML = (
-    EACH_CALL + "<tool_call>\n<function={{ f.name }}>" + NL
-    + "{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>" + NL
-    + "{% endfor %}</function>\n</tool_call>" + NL
-    + "{% endfor %}"
-)  # fmt: skip
-PYTHON = (
-    "{% if m.tool_calls %}<|calls|>[" + EACH_CALL + "{{ ', ' if not loop.first }}{{ f.name }}("
-    '{% for k, v in f.arguments.items() %}{{ k }}={{ "\'" + v + "\'" if v is string else v }}'
-    "{% endfor %}){% endfor %}]<|/calls|>{% endif %}"
-)
-TOKENS = EACH_CALL + (
-    "{{ '<|calls|>' if loop.first }}<|call|>{{ f.name }}" + NL + "{{ '```json\n' + (ARGS) }}" + NL
-    + "```<|/call|>{{ '<|/calls|>' if loop.last }}{% endfor %}"
-)  # fmt: skip
-KEYS = (
-    EACH_CALL + NL + "<tool_call>{{ f.name }}" + NL + "{% for k, v in f.arguments.items() %}"
-    "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>" + NL + "{% endfor %}</tool_call>"
-    "{% endfor %}"
-)
-INLINE = EACH_CALL + (
-    "<|call|>call:{{ f.name }}{{ '{' }}{% for k, v in f.arguments.items() %}{{ k }}:{{ v }}"
-    "{% endfor %}{{ '}' }}<|/call|>{% endfor %}"
-)
-ONE_CALL = (
-    "{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}"
-    '{% endif %}{"name": "{{ m.tool_calls[0].function.name }}", "parameters": '
-    "{{ m.tool_calls[0].function.arguments | tojson }}}{% else %}{{ m.content | trim }}{% endif %}"
-)
+TEXT = "{{ m.content }}"
+SHAPED = Path(__file__).parent / "templates" / "shapes"
+WIDE = "<think>\n{}\n</think>\n\n"
+MARK = r"{% (?:end)?generation %}"
 
 
-def turns(assistant: str, other: str, asks: str, begin: str = "", closing: str = "") -> str:
-    """Write a template of its turns, its generation prompt, its begin and its end."""
+def turns(assistant: str, other: str, asks: str) -> str:
+    """Write a template of its turns and its generation prompt."""
     return (
-        f"{begin}{{% for m in messages %}}{{% if m.role == 'assistant' %}}{assistant}"
+        f"{{% for m in messages %}}{{% if m.role == 'assistant' %}}{assistant}"
         f"{{% else %}}{other}{{% endif %}}{{% endfor %}}"
-        f"{{% if add_generation_prompt %}}{asks}{{% else %}}{closing}{{% endif %}}"
+        f"{{% if add_generation_prompt %}}{asks}{{% endif %}}"
     )
 
-
-def chatml(answer: str, header: str = "\n", asks: str = "", default: str = "") -> str:
-    """Write a template of the ChatML kind; a header without line break has it in the answer."""
-    system = "{% if messages[0].role != 'system' %}<|turn|>system\n" + default + END + "{% endif %}"
-    return turns(
-        "<|turn|>assistant" + header.replace("\n", NL) + answer,
-        "<|turn|>{{ 'user' if m.role == 'tool' else m.role }}\n{{ m.content }}" + END,
-        "<|turn|>assistant" + NL + asks,
-        begin=LAST + (system if default else ""),
-    )
-
-
-def think(inner: str, always: bool = False, empty: bool = True) -> str:
-    """Write the thought of an answer after the last question, or of every answer."""
-    kept = [] if always else ["loop.index0 > ns.last"]
-    kept += [] if empty else ["m.reasoning_content"]
-    return f"{{% if {' and '.join(kept) or 'true'} %}}{inner}{{% endif %}}"
-
-
-CONTENT, THOUGHT = "{{ m.content }}", "{{ m.reasoning_content }}"
-WIDE = "<think>\n" + THOUGHT + "\n</think>" + NL + NL
-NARROW = "<think>{{ '\n' + m.reasoning_content + '\n' if m.reasoning_content }}</think>"
-PHI = dict(
-    other="<|{{ m.role }}|>\n{{ m.content }}" + END,
-    asks="<|assistant|>" + NL,
-    closing="<|eos|>",
-)
-BOT = dict(
-    other="{% if m.role == 'user' %}<|user|>{{ m.content }}{% elif m.role == 'tool' %}"
-    "<|result|>{{ m.content }}<|/result|>{% endif %}",
-    begin="[start]{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}",
-)
-BOT_ANSWER = (
-    "[[{% if messages[loop.index0 - 1].role != 'tool' %}<|assistant|>{% endif %}"
-    "{{ m.content.split('</think>')[-1] }}" + TOKENS + "<|eos|>]]"
-)
-BOT_ASKS = "{% if messages[-1].role != 'tool' %}<|assistant|>{% endif %}"
-BOT_THINKS = "{% if messages[-1].role != 'tool' %}<|assistant|><think>" + NL + "{% endif %}"
-GEMMA = dict(
-    other="<|turn|>{{ m.role }}\n" + FIRST_SYSTEM + "{{ m.content | trim }}" + END,
-    asks="<|turn|>model" + NL,
-)
-GEMMA_4 = (
-    think("<|channel|>thought\n" + THOUGHT + "\n<|/channel|>", empty=False) + INLINE + CONTENT
-    + "{% if not m.tool_calls %}" + END + "{% elif loop.last %}<|result|>{% endif %}"
-)  # fmt: skip
-GEMMA_TOOL = (
-    "{% if m.role == 'tool' %}<|result|>{{ m.content }}<|/result|>{% else %}"
-    "<|turn|>{{ m.role }}\n{{ m.content }}" + END + "{% endif %}"
-)
-GEMMA_ASKS = "{% if messages[-1].role != 'tool' %}<|turn|>model" + NL
-GLM = (
-    think(NL + "<think>" + THOUGHT + "</think>")
-    + ("{% if loop.index0 < ns.last %}" + NL + "<think></think>{% endif %}")
-    + "{{ '\n' + m.content if m.content }}"
-    + KEYS
-)
-GLM_OTHER = "<|{{ m.role }}|>\n{{ m.content }}"
-GPT = (
-    "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}<|turn|>assistant to={{ f.name }}"
-    "<|channel|>commentary<|message|>{{ f.arguments | tojson }}<|calls|>{% else %}"
-    "{% if m.thinking and loop.last %}<|turn|>assistant<|channel|>analysis<|message|>"
-    "{{ m.thinking }}<|end|>{% endif %}<|turn|>assistant<|channel|>final<|message|>{{ m.content }}"
-    "{{ '<|eos|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% endif %}"
-)
-PARTS = "{% for part in m.content %}{{ part.text }}{% endfor %}"
 
 # --- what a model writes, by its family ---------------------------------------------------------
 
@@ -250,237 +140,86 @@ ROLES, CALLS, TWO, SYSTEM = "roles must alternate", "must write all", "one call"
 
 @dataclass(frozen=True)
 class Shape:
-    source: str
     said: Said
     families: tuple[str, ...]
     refused: dict[str, str]
     eos: str = "<|end|>"
 
     def template(self, family: str) -> str:
-        marks = ("{% generation %}", "{% endgeneration %}") if "_training" in family else ("", "")
-        return self.source.replace("[[", marks[0]).replace("]]", marks[1])
+        text = (SHAPED / f"{self.families[0]}.jinja").read_text(encoding="utf-8")
+        if "_training" in family or family == "lfm2_2_5":
+            return text
+        return re.sub(rf"(?m)^ *{MARK}\n?|{MARK}(?:\n *(?={{%)|\n)?", "", text)
 
 
 def shape(
-    families: str, source: str, said: Said, *, calls: str = "", calls_2: str = "", system: str = "",
+    families: str, said: Said, *, calls: str = "", calls_2: str = "", system: str = "",
     eos: str = "<|end|>",
 ) -> Shape:  # fmt: skip
     """Return a shape; the last settings are the words of refusals."""
     refused = {"call": calls, "calls": calls or calls_2, "system": system}
     refused = {case: told for case, told in refused.items() if told}
-    return Shape(source, said, tuple(families.split()), refused, eos)
+    return Shape(said, tuple(families.split()), refused, eos)
 
 
-NEMOTRON = chatml(
-    "[[{% if loop.index0 < ns.last %}<think></think>{% else %}" + NARROW + "{% endif %}"
-    + CONTENT + XML + END + "]]",
-    asks="<think>" + NL,
-)  # fmt: skip
 SHAPES = [
-    shape(
-        "cohere cohere_training",
-        turns(
-            "<|turn|><|assistant|>[[{{ m.content | trim }}<|end|>]]",
-            "<|turn|><|{{ m.role }}|>{{ m.content }}<|end|>", "<|turn|><|assistant|>",
-            begin="[start]" + ALTERNATE,
-        ),
-        ended("<|end|>"), calls=ROLES,
+    shape("cohere cohere_training", ended("<|end|>"), calls=ROLES),
+    shape("cohere2 cohere2_training", ended("<|/text|><|end|>"), calls=ROLES),
+    *(
+        shape(family, ended("<|eos|>", calls=in_tokens), eos="<|eos|>")
+        for family in ("deepseekv3", "deepseekv3_training", "deepseekv3-0528")
     ),
-    shape(
-        "cohere2 cohere2_training",
-        turns(
-            "<|turn|><|assistant|>[[<|text|>{{ m.content }}<|/text|><|end|>]]",
-            "<|turn|><|{{ m.role }}|>{{ m.content }}<|end|>", "<|turn|><|assistant|><|text|>",
-            begin="[start]<|turn|><|system|>Be safe.<|end|>" + ALTERNATE,
-        ),
-        ended("<|/text|><|end|>"), calls=ROLES,
-    ),
-    shape(
-        "deepseekv3",
-        turns(BOT_ANSWER.replace("ARGS", "f.arguments"), asks=BOT_THINKS, **BOT),
-        ended("<|eos|>", calls=in_tokens), eos="<|eos|>",
-    ),
-    shape(
-        "deepseekv3_training",
-        turns(BOT_ANSWER.replace("ARGS", "f.arguments | tojson"), asks=BOT_THINKS, **BOT),
-        ended("<|eos|>", calls=in_tokens), eos="<|eos|>",
-    ),
-    shape(
-        "deepseekv3-0528",
-        turns(BOT_ANSWER.replace("ARGS", "f.arguments | tojson"), asks=BOT_ASKS, **BOT),
-        ended("<|eos|>", calls=in_tokens), eos="<|eos|>",
-    ),
-    shape(
-        "gemma gemma_training",
-        turns(
-            "<|turn|>model\n[[{{ m.content | trim }}" + END + "]]", begin=NO_SYSTEM + ALTERNATE,
-            **GEMMA,
-        ),
-        ended("<|end|>"), calls=ROLES, system=SYSTEM,
-    ),
-    shape(
-        "gemma3 gemma3_training",
-        turns(
-            "<|turn|>model\n[[{{ m.content | trim }}" + END + "]]",
-            "{% if m.role == 'user' %}" + GEMMA["other"] + "{% endif %}", GEMMA["asks"],
-            begin=ALTERNATE,
-        ),
-        ended("<|end|>"), calls=ROLES,
-    ),
+    shape("gemma gemma_training", ended("<|end|>"), calls=ROLES, system=SYSTEM),
+    shape("gemma3 gemma3_training", ended("<|end|>"), calls=ROLES),
     # the prompt has an empty channel, and a tool's result is a part of the model's turn
-    shape(
-        "gemma4",
-        turns(
-            "{% if messages[loop.index0 - 1].role != 'tool' %}<|turn|>model\n{% endif %}" + GEMMA_4,
-            GEMMA_TOOL, GEMMA_ASKS + "<|channel|>thought\n<|/channel|>{% endif %}", begin=LAST,
-        ),
-        by_gemma_4, eos="<|eos|>",
-    ),
+    shape("gemma4", by_gemma_4, eos="<|eos|>"),
     # the header is written again after a tool's result, but not in the prompt
-    shape(
-        "diffusion_gemma diffusion_gemma_training",
-        turns(
-            "<|turn|>model" + NL + GEMMA_4.replace("<|channel|>thought", "[[<|channel|>thought")
-            .replace("<|/channel|>", "<|/channel|>]]").replace(CONTENT, "[[" + CONTENT + "]]")
-            .replace(END, "[[" + END + "]]"),
-            GEMMA_TOOL, GEMMA_ASKS + "{% endif %}", begin=LAST,
-        ),
-        by_gemma_4, eos="<|eos|>",
-    ),
+    shape("diffusion_gemma diffusion_gemma_training", by_gemma_4, eos="<|eos|>"),
     # nothing ends an answer but the header of the next turn
-    shape(
-        "glm4moe",
-        turns("<|assistant|>" + GLM, GLM_OTHER, "<|assistant|>", begin="[start]" + LAST),
-        by_glm, eos="<|eos|>",
-    ),
-    shape(
-        "glm4moe_training",
-        turns(
-            "<|assistant|>[[" + GLM + "{{ '<|tool|>' if m.tool_calls else '<|user|>' }}]]",
-            "{% if messages[loop.index0 - 1].role != 'assistant' or loop.first %}<|{{ m.role }}|>"
-            "{% endif %}\n{{ m.content }}",
-            "<|assistant|>", begin="[start]" + LAST,
-        ),
-        by_glm_training, eos="<|eos|>",
-    ),
+    shape("glm4moe", by_glm, eos="<|eos|>"),
+    shape("glm4moe_training", by_glm_training, eos="<|eos|>"),
     # it writes the first of several calls only
-    shape(
-        "gptoss gptoss_training",
-        turns(
-            "[[" + GPT + "]]", "<|turn|>{{ m.role }}<|message|>{{ m.content }}<|end|>",
-            "<|turn|>assistant",
-        ),
-        by_gpt, calls_2=CALLS, eos="<|eos|>",
-    ),
-    shape(
-        "idefics3 idefics3_training",
-        turns(
-            "Assistant:[[ " + PARTS + END + "]]", "{{ m.role.capitalize() }}: " + PARTS + END,
-            "Assistant:",
-        ),
-        ended("<|end|>", before=" ", thought=" "), calls=CALLS,
-    ),
-    shape(
-        "lfm2 lfm2_training", chatml("[[" + CONTENT + END + "]]"), ended("<|end|>"), calls=CALLS,
-    ),
-    shape(
-        "lfm2_2_5",
-        chatml(
-            "{% generation %}" + think("<think>" + THOUGHT + "</think>", empty=False) + CONTENT
-            + PYTHON + END + "{% endgeneration %}"
-        ),
-        ended("<|end|>", thought="<think>{}</think>", calls=in_python),
-    ),
-    shape(
-        "llama3 llama3_training",
-        turns(
-            "<|turn|>assistant<|message|>" + NL + "[[{{ m.content | trim }}<|end|>]]",
-            "{{ '[start]' if loop.first }}<|turn|>{{ m.role }}<|message|>\n{{ m.content | trim }}"
-            "<|end|>",
-            "<|turn|>assistant<|message|>" + NL,
-        ),
-        ended("<|end|>"), calls=CALLS,
-    ),
-    shape(
-        "llama3_1 llama3_2",
-        turns(
-            "<|turn|>assistant<|message|>" + NL + ONE_CALL + "<|end|>",
-            "{% if m.role != 'system' %}<|turn|>{{ m.role }}<|message|>\n{{ m.content | trim }}"
-            "<|end|>{% endif %}",
-            "<|turn|>assistant<|message|>" + NL,
-            begin="[start]<|turn|>system<|message|>\nToday is {{ strftime_now('%d %b %Y') }}"
-            "{{ messages[0].content if messages[0].role == 'system' }}<|end|>",
-        ),
-        ended("<|end|>", calls=in_llama), calls_2=TWO,
-    ),
+    shape("gptoss gptoss_training", by_gpt, calls_2=CALLS, eos="<|eos|>"),
+    shape("idefics3 idefics3_training", ended("<|end|>", " ", " "), calls=CALLS),
+    shape("lfm2 lfm2_training", ended("<|end|>"), calls=CALLS),
+    shape("lfm2_2_5", ended("<|end|>", thought="<think>{}</think>", calls=in_python)),
+    shape("llama3 llama3_training", ended("<|end|>"), calls=CALLS),
+    shape("llama3_1 llama3_2", ended("<|end|>", calls=in_llama), calls_2=TWO),
     # without a generation prompt, and with a blank after the end
-    shape(
-        "llava_next llava_next_training",
-        turns(
-            "[[ {{ m.content[0].text }}<|end|> ]]",
-            "{% if m.role == 'tool' %}{{ raise_exception('roles must alternate') }}{% endif %}"
-            "[INST] " + PARTS + " [/INST]", "",
-        ),
-        ended("<|end|>", before=" ", thought=" "), calls=ROLES,
-    ),
+    shape("llava_next llava_next_training", ended("<|end|>", " ", " "), calls=ROLES),
     shape(
         "nemotron_3_nano nemotron_3_nano_training nemotron_3_super nemotron_3_super_training",
-        NEMOTRON, ended("<|end|>", "</think>", "{}\n</think>", calls=in_xml),
+        ended("<|end|>", "</think>", "{}\n</think>", calls=in_xml),
     ),
     shape(
         "nemotron_3_ultra nemotron_3_ultra_training",
-        NEMOTRON.replace(" + '\\n' if", " if").replace(" + '\n' if", " if"),
         ended("<|end|>", "</think>", "{}</think>", calls=in_xml),
     ),
     shape(
-        "phi3 phi3_training phi3_5 phi3_5_training",
-        turns("<|assistant|>" + NL + "[[{{ m.content }}" + END + "]]", **PHI),
-        ended("<|end|>"), calls=CALLS, eos="<|eos|>",
+        "phi3 phi3_training phi3_5 phi3_5_training", ended("<|end|>"), calls=CALLS, eos="<|eos|>"
     ),
     # the markers contain the line break of the header
-    shape(
-        "qwen2_5 qwen2_5_training",
-        chatml("[[" + NL + CONTENT + JSON + END + "]]", "", default="You are Q."),
-        ended("<|end|>", calls=in_json),
-    ),
-    shape(
-        "qwen2_5_vl qwen2_5_vl_training", chatml("[[" + CONTENT + END + "]]", default="You are Q."),
-        ended("<|end|>"), calls=CALLS,
-    ),
-    shape(
-        "qwen3", chatml(think(WIDE) + CONTENT + JSON + END),
-        ended("<|end|>", "<think>\n\n</think>\n\n", "<think>\n{}\n</think>\n\n", in_json),
-    ),
-    shape(
-        "qwen3_training", chatml("[[" + WIDE + CONTENT + JSON + END + "]]"),
-        ended("<|end|>", "<think>\n\n</think>\n\n", "<think>\n{}\n</think>\n\n", in_json),
+    shape("qwen2_5 qwen2_5_training", ended("<|end|>", calls=in_json)),
+    shape("qwen2_5_vl qwen2_5_vl_training", ended("<|end|>"), calls=CALLS),
+    *(
+        shape(family, ended("<|end|>", "<think>\n\n</think>\n\n", WIDE, in_json))
+        for family in ("qwen3", "qwen3_training")
     ),
     # two line breaks are one token, which begins in the prompt
-    shape(
-        "qwen3_5_think qwen3_6", chatml(think(WIDE) + CONTENT + XML + END, asks="<think>" + NL),
-        ended("<|end|>", "</think>\n\n", "{}\n</think>\n\n", in_xml),
-    ),
-    shape(
-        "qwen3_5_think_training qwen3_6_training",
-        chatml("[[" + WIDE + CONTENT + XML + END + "]]", asks="<think>" + NL),
-        ended("<|end|>", "</think>\n\n", "{}\n</think>\n\n", in_xml),
+    *(
+        shape(families, ended("<|end|>", "</think>\n\n", "{}\n</think>\n\n", in_xml))
+        for families in ("qwen3_5_think qwen3_6", "qwen3_5_think_training qwen3_6_training")
     ),
     # the prompt closes an empty thought
-    shape(
-        "qwen3_5_nothink",
-        chatml(think(WIDE) + CONTENT + XML + END, asks="<think>\n\n</think>" + NL + NL),
-        ended("<|end|>", "", "<think>\n{}\n</think>\n\n", in_xml),
-    ),
-    shape(
-        "qwen3_5_nothink_training",
-        chatml("[[" + WIDE + CONTENT + XML + END + "]]", asks="<think>\n\n</think>" + NL + NL),
-        ended("<|end|>", "", "<think>\n{}\n</think>\n\n", in_xml),
+    *(
+        shape(family, ended("<|end|>", "", WIDE, in_xml))
+        for family in ("qwen3_5_nothink", "qwen3_5_nothink_training")
     ),
     shape(
         "qwen3_instruct_2507 qwen3_instruct_2507_training qwen3_vl qwen3_vl_training",
-        chatml("[[" + CONTENT + JSON + END + "]]"), ended("<|end|>", calls=in_json),
+        ended("<|end|>", calls=in_json),
     ),
-]  # fmt: skip
+]
 FAMILIES = {family: one for one in SHAPES for family in one.families}
 
 # --- the conversations --------------------------------------------------------------------------
@@ -602,7 +341,6 @@ def test_answers_and_their_ends_are_counted_or_the_row_is_refused(family: str, c
     if told := shape.refused.get(case):
         with pytest.raises(InputError, match=told) as caught:
             samples(template, CASES[case])
-        assert "\n" not in str(caught.value)
         assert not any("\ue000" <= letter <= "\ue002" for letter in str(caught.value))
         # the line says "fix or remove the row", and data.bad_rows=drop removes it
         samples(template, in_turns(CASES[case]))
@@ -652,12 +390,10 @@ def test_wrong_mask_is_refused_with_its_text(family: str, case: str):
 
 # --- templates without a mask -------------------------------------------------------------------
 
-TEXT = "{{ m.content }}"
 PLAIN = dict(other="{{ m.role }}: {{ m.content }}{{ '\n' }}", asks="assistant:")
 OTHER = dict(other="<|{{ m.role }}|>{{ m.content }}<|end|>", asks="<|assistant|>Answer: ")
 DOUBLE = dict(
-    other="<|turn|><|{{ m.role }}|>{{ m.content }}<|end|>",
-    asks="<|turn|><|assistant|><|text|>",
+    other="<|turn|><|{{ m.role }}|>{{ m.content }}<|end|>", asks="<|turn|><|assistant|><|text|>"
 )
 OPENED = dict(other="<|{{ m.role }}|>{{ m.content }}", asks="<|assistant|><think>{{ '\n' }}")
 ENDED = ["Four.<|end|>", "Six, I think.<|end|>", "7.<|end|>"]
@@ -702,7 +438,6 @@ ENDED = ["Four.<|end|>", "Six, I think.<|end|>", "7.<|end|>"]
 def test_remedy_of_a_refusal_works(refused: str, message: str, remedied: str):
     with pytest.raises(InputError, match=message) as caught:
         samples(Template(reader(refused)), MULTI)
-    assert "\n" not in str(caught.value)
     assert not any("\ue000" <= letter <= "\ue002" for letter in str(caught.value))
     (one,) = samples(Template(reader(remedied)), MULTI)
     assert counted(one, reader(remedied)) == ENDED
@@ -808,11 +543,11 @@ def test_base_stops_at_the_end_of_the_template_and_at_its_own():
     # a token of the text becomes the end of a turn
     end = tokenizer.convert_tokens_to_ids("name")
     tokenizer.add_special_tokens({"additional_special_tokens": ["name"]})
-    tokenizer.chat_template = turns("A" + CONTENT + "name", "U" + CONTENT + "name", "A")
+    tokenizer.chat_template = turns("A" + TEXT + "name", "U" + TEXT + "name", "A")
     stopping = FrozenBase(base.model, tokenizer, owned=False)
     assert stopping.eos_ids == (*known, end)
     (short,) = generate(stopping, None, [prompt], max_new_tokens=24).tokens
     assert short == long[: long.index(end) + 1]
     # a template without an end adds none
-    tokenizer.chat_template = turns("A" + CONTENT, "U" + CONTENT, "A")
+    tokenizer.chat_template = turns("A" + TEXT, "U" + TEXT, "A")
     assert FrozenBase(base.model, tokenizer, owned=False).eos_ids == known

@@ -353,11 +353,8 @@ def test_a_stop_string_ends_the_text_right_before_it(depth, stop, base):
 def test_a_head_in_another_dtype_is_refused_before_torch_fails():
     base = tiny.base(dtype=torch.bfloat16)
     head = build_for({"kind": "medusa", "depth": 2}, base).eval()
-    with pytest.raises(
-        ValueError, match=r"float32 on cpu for a base in .*bfloat16.*load_head"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"float32 on cpu for a base in .*bfloat16.*load_head"):
         Engine(base, head)
-    assert "\n" not in str(caught.value)
     fit(head, base)
     assert head.projection(0)[0].dtype == base.dtype
     Engine(base, head)

@@ -17,7 +17,6 @@ from specheads.core.drafter import Drafter
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.engine import Engine
-from specheads.decoding.generate import generate
 from specheads.decoding.goodput import (
     Draft,
     Goodput,
@@ -329,14 +328,6 @@ def left_by(act: Callable[[], object]) -> int:
     act()
     # asking an object for its class wakes some that warn
     return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
-
-
-@pytest.mark.usefixtures("uncollected")
-@pytest.mark.parametrize("name", NAMES)
-def test_texts_free_all_tensors(name: str):
-    drafter, (tree, *_) = DRAFTERS[name]() if name else (None, (policies.NOTHING,))
-    how = {"max_new_tokens": 12, "stop_at_eos": False}
-    assert left_by(lambda: generate(tiny.base(), drafter, tiny.prompts(), tree=tree, **how)) == 0
 
 
 @pytest.mark.parametrize("pooled", [False, True])

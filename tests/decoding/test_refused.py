@@ -39,9 +39,8 @@ def answer(prompts: Any, **settings: Any) -> list[list[int]]:
 
 
 def refused(message: str, make: Callable[[], Any]) -> None:
-    with pytest.raises(InputError, match=message) as caught:
+    with pytest.raises(InputError, match=message):
         make()
-    assert "\n" not in str(caught.value)
 
 
 # --- prompts and settings ------------------------------------------------------------------------

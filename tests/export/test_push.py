@@ -114,7 +114,6 @@ def publish(
 def refusal(publish: Callable[..., None], **settings: Any) -> str:
     with pytest.raises(InputError, match=r"\w") as refused:
         publish(**settings)
-    assert "\n" not in str(refused.value)
     return str(refused.value)
 
 
@@ -361,10 +360,7 @@ MISTAKES: dict[str, tuple[dict[str, str], str]] = {
     "no repository": ({"repo": "head"}, "repo=USER/NAME"),
     "no name of the Hub": ({"repo": "ada/head.git"}, "repo must be USER/NAME as the Hub takes it"),
     "base_repo": ({"base_repo": "../x"}, "base_repo must be USER/NAME"),
-    "repository of another user": (
-        {"repo": "eve/head"},
-        "under eve); check repo=",
-    ),
+    "repository of another user": ({"repo": "eve/head"}, "under eve); check repo="),
 }
 
 

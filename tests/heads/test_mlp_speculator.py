@@ -143,12 +143,7 @@ def test_arctic_s_rnn_equals_ibm_s(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"tie_lstm_embs": False},
-        {"inner_dim": "8.8"},
-        {"proj_dim": "4"},
-        {"method": "sum_gru"},
-    ],
+    [{"tie_lstm_embs": False}, {"inner_dim": "8.8"}, {"proj_dim": "4"}, {"method": "sum_gru"}],
     ids=["untied", "two layers", "two widths", "unknown"],
 )
 def test_unsupported_arctic_speculators_are_refused(change: dict, tmp_path: Path):

@@ -53,9 +53,8 @@ def settings(folder: Path, **changes) -> None:
 
 
 def refused(folder: Path, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=message):
         load_head(folder)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -280,11 +279,8 @@ def test_an_unknown_tensor_is_refused(case: str, name: str, tmp_path: Path):
 
 @pytest.mark.parametrize("path", ["x" * 300, "~nobodyatall/head", "a/b/c", "a\0b"])
 def test_an_invalid_path_of_a_head_is_refused(path: str):
-    with pytest.raises(
-        ValueError, match=r"a path must be|must be a folder or a reachable Hub id"
-    ) as told:
+    with pytest.raises(ValueError, match=r"a path must be|must be a folder or a reachable Hub id"):
         load_head(path)
-    assert "\n" not in str(told.value)
 
 
 def test_a_head_too_large_for_the_memory_is_refused_before_allocation(base: FrozenBase):

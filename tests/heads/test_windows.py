@@ -1,22 +1,14 @@
 """Windows of draft layers: a plain masked reference, and the numbers of speculators."""
 
-import math
-from dataclasses import replace
-
 import pytest
 import torch
-from torch import Tensor
 
 from specheads.core.drafter import Head
-from specheads.core.features import Committed, Features
-from specheads.heads.kinds import eagle3
-from specheads.heads.layers.attention import LlamaLayer
-from specheads.heads.layers.block import BlockHead
-from specheads.heads.layers.rotary import rotate
-from specheads.heads.load import build_for, copy_of, load_head
+from specheads.core.features import Committed
+from specheads.heads.load import build_for, load_head
 from tests import tiny
 from tests.heads.golden import GOLDEN, close, expected, features
-from tests.packed import packed, pieces, rows, texts
+from tests.packed import packed, texts
 
 DEPTH, WINDOW = 4, 5
 CASES = [
@@ -38,139 +30,6 @@ def head_of(settings: dict, window: int | None = WINDOW) -> Head:
     for parameter in head.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return head.double().eval()
-
-
-def with_window(head: Head, window: int) -> Head:
-    other = copy_of(head)
-    other.config = replace(head.config, sliding_window=window)
-    return other
-
-
-def run(layer: LlamaLayer, own: tuple, keys: tuple, visible: Tensor) -> Tensor:
-    """Return a layer's output with plain attention under a mask (query, key).
-
-    `own` is the stream, the inputs and the positions of the queries, `keys` are the last two of
-    the keys.
-    """
-    attention, (stream, inputs, at) = layer.self_attn, own
-    queries = attention.q_proj(inputs).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-    queries = rotate(attention.rope, attention.q_norm(queries), at)
-    there, values = attention.keys_values(*keys).unbind(2)
-    scores = queries @ there.mT / math.sqrt(attention.head_dim)
-    mixed = scores.masked_fill(~visible, -math.inf).softmax(-1) @ values
-    stream = stream + attention.o_proj(mixed.transpose(1, 2).flatten(2))
-    return stream + layer.mlp(layer.post_attention_layernorm(stream))
-
-
-@torch.no_grad()
-def reference(head: Head, aux: Tensor, tokens: Tensor, last: int) -> Tensor:
-    """Return the logits of all levels after position `last` of a text, along the text.
-
-    Every level is computed from scratch, with one mask over all positions.
-    """
-    read = features(aux[None, : last + 1])
-    if isinstance(head, BlockHead):
-        return torch.cat(of_block(head, read, tokens[None], last))
-    assert isinstance(head, eagle3.Head)
-    return torch.cat(of_rounds(head, read, tokens[None], last))
-
-
-def of_rounds(head: eagle3.Head, read: Features, tokens: Tensor, last: int) -> list[Tensor]:
-    hidden, following, answers = head.first(read), tokens[:, 1 : last + 2], []
-    for level in range(head.depth):
-        at = torch.arange(last + 1 + level)
-        counted = at if head.config.parallel else at.clamp(max=last)
-        drafted = at > last
-        inside = drafted | (at > counted[:, None] - head.config.sliding_window)
-        stream, embedded = hidden, head.embed(following, hidden)
-        for layer in head.blocks():
-            stream, inputs, _ = layer.read(stream, at[None], embedded)
-            stream = run(
-                layer,
-                (stream, inputs, at[None]),
-                (inputs, at[None]),
-                (at <= at[:, None]) & inside,
-            )
-        newest = stream[:, -1:]
-        answers.append(head.logits(head.norm(newest), level)[0])
-        token = tokens[:, last + 2 + level : last + 3 + level]
-        if head.config.parallel:
-            token = torch.full((1, 1), head.config.mask_token)
-        hidden = torch.cat([hidden, head.feed_back(newest)], dim=1)
-        following = torch.cat([following, token], dim=1)
-    return answers
-
-
-def of_block(head: BlockHead, read: Features, tokens: Tensor, last: int) -> list[Tensor]:
-    fused, text = head._fuse(read), torch.arange(last + 1)
-    slots = head.depth + (not head.config.sample_from_anchor)
-    at = last + 1 + torch.arange(slots)
-    block = torch.full((1, slots), head.mask_token)
-    block[:, 0] = tokens[:, last + 1]
-    stream = head.embed(block, fused)
-    own = torch.ones(slots, slots, dtype=torch.bool)
-    own = own.tril() if head.config.causal else own
-    near = (text > last - head.config.sliding_window).expand(slots, -1)
-    for layer in head.blocks():
-        stream, inputs, _ = layer.read(stream, at[None])
-        keys = torch.cat([fused, inputs], dim=1), torch.cat([text, at])[None]
-        stream = run(layer, (stream, inputs, at[None]), keys, torch.cat([near, own], dim=1))
-    hidden = head.norm(stream)[:, slots - head.depth :]
-    answers = []
-    for level in range(head.depth):
-        before = tokens[:, last + 1 + level : last + 2 + level]
-        state = head.answering(hidden[:, level : level + 1], before)
-        answers.append(head.logits(state, level)[0])
-    return answers
-
-
-@torch.no_grad()
-def trained(head: Head) -> tuple[Tensor, Tensor]:
-    """Return the logits at three positions of each packed document, and the reference's."""
-    documents = texts(lengths=(12, 22, 15, 10))
-    batch = rows([documents[:2], documents[2:]])
-    read = tiny.base().read(batch.tokens, head.aux_layers, batch.document_ids)
-    assert read.aux is not None
-    cut = [pieces(state, batch) for state in head.states(read, batch.tokens)]
-    found, wanted = [], []
-    for number, (aux, text) in enumerate(zip(pieces(read.aux, batch), documents, strict=True)):
-        for last in sorted({2, WINDOW, len(text) - 1 - DEPTH}):
-            found.append([head.logits(cut[k][number][last], k) for k in range(DEPTH)])
-            wanted.append(reference(head, aux, text, last))
-    return torch.stack([torch.stack(one) for one in found]), torch.stack(wanted)
-
-
-def drafted(head: Head) -> tuple[Tensor, Tensor]:
-    """Return the logits of ragged rows drafted along the text, and the reference's."""
-    tokens = torch.stack([text[:22] for text in texts(lengths=(22, 24))])
-    read = tiny.base().read(tokens, head.aux_layers)
-    assert read.aux is not None
-    memory, ends = head.memory(2, 32), torch.zeros(2, dtype=torch.long)
-    for counts in (torch.tensor([3, 9]), torch.tensor([6, 2]), torch.tensor([1, 4])):
-        places = ends[:, None] + torch.arange(int(counts.max()))
-        committed = Committed(read.at(places), tokens.gather(1, places + 1), counts)
-        logits, state = head.begin(committed, memory)
-        ends = ends + counts
-    found = [logits]
-    for level in range(DEPTH - 1):
-        node = tokens.gather(1, ends[:, None] + 1 + level)
-        logits, state = head.extend(state, node, torch.zeros_like(node))
-        found.append(logits)
-    each = zip(read.aux, tokens, ends.tolist(), strict=True)
-    wanted = [reference(head, aux, text, end - 1) for aux, text, end in each]
-    return torch.cat(found, dim=1), torch.stack(wanted)
-
-
-@each_case
-@pytest.mark.parametrize("answers", [trained, drafted], ids=["trained", "drafted"])
-def test_logits_beyond_the_window_equal_a_plain_masked_reference(settings: dict, answers):
-    head = head_of(settings)
-    found, wanted = answers(head)
-    close(found, wanted, 1e-10)
-    # an error of one position is seen
-    for window in (WINDOW - 1, WINDOW + 1):
-        wrong, _ = answers(with_window(head, window))
-        assert (wrong - wanted).abs().max() > 1e-3
 
 
 @each_case

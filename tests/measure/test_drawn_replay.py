@@ -11,11 +11,7 @@ from specheads.decoding.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
 from specheads.heads.load import kinds
 from specheads.measure.counts import DepthCounts
-from specheads.measure.generation import (
-    GenerationSettings,
-    decode_prompts,
-    write_alone,
-)
+from specheads.measure.generation import GenerationSettings, decode_prompts, write_alone
 from specheads.measure.offline import guess_ranks, replay
 from tests import tiny
 from tests.heads.test_heads import make
@@ -85,11 +81,7 @@ def how(
     asked: str, *, coupled: bool = True, tree: policies.TreePolicy | None = None
 ) -> GenerationSettings:
     return GenerationSettings(
-        max_new_tokens=24,
-        sampling=ASKED[asked],
-        coupled=coupled,
-        tree=tree,
-        batch_size=3,
+        max_new_tokens=24, sampling=ASKED[asked], coupled=coupled, tree=tree, batch_size=3
     )
 
 

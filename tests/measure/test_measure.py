@@ -23,15 +23,7 @@ from specheads.measure import generation, offline, online, report, speed, summar
 from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import Continuations, GenerationSettings
 from specheads.measure.offline import replay
-from specheads.measure.results import (
-    Degenerate,
-    Gain,
-    Lossless,
-    Online,
-    PhaseRate,
-    Results,
-    read,
-)
+from specheads.measure.results import Degenerate, Gain, Lossless, Online, PhaseRate, Results, read
 from tests import tiny
 from tests.results import bare
 
@@ -140,9 +132,6 @@ def test_tree_offers_a_depth_only_below_the_accepted_path():
     assert counts == DepthCounts(forwards=3, offered=[3, 2], accepted=[3, 1])
 
 
-# --- offline -----------------------------------------------------------------------------------
-
-
 # --- online ------------------------------------------------------------------------------------
 
 
@@ -240,7 +229,7 @@ CONTRACT = {
         "tokens_per_forward_without_bonus",
     },
     "speed": {
-        *("base_tokens_per_second", "tokens_per_second", "speedup", "interval", "step_overhead"),
+        *("base_tokens_per_second", "tokens_per_second", "speedup", "interval", "step_overhead")
     },
     "lossless": {"compared", "identical", "first_divergence_logit_gap"},
     "degenerate": {"flagged", "with", "without", "only"},

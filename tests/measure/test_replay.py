@@ -6,22 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter, Head
-from specheads.decoding.coupling import over_vocabulary
-from specheads.decoding.sampling import Sampling, SamplingState, each_prompt
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
-from specheads.decoding.trees.policies import Sampled
 from specheads.heads.load import kinds
-from specheads.measure.counts import DepthCounts, paired_gain
+from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import (
     Continuations,
     GenerationSettings,
     decode_prompts,
     write_alone,
 )
-from specheads.measure.offline import anchor_mask, guess_ranks, measure_offline, replay
+from specheads.measure.offline import guess_ranks, measure_offline, replay
 from specheads.measure.online import measure_online
 from specheads.measure.tune_trees import most_followed
 from tests import tiny
@@ -91,79 +87,6 @@ def test_replay_of_prompt_lookup_gives_the_loops_integers():
     found = replayed(ranks, policies.NOTHING)
     assert found == decoded(None, lookup_tree(SIZE))
     assert sum(sum(one.accepted) for one in found) > 0
-
-
-# --- rejection, in distribution ----------------------------------------------------------------
-
-
-def many_prompts(count: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randint(tiny.VOCAB, (count, 6), generator=generator).tolist()
-
-
-@torch.inference_mode()
-def drawn_ranks(
-    base: FrozenBase, head: Head, prompt: list[int], continuation: list[int], sampling: Sampling
-) -> torch.Tensor:
-    """Return 0 if rejection would accept the stored token as a draft of the head, else 1.
-
-    The continuation is a sample of p, the base's distribution, and a draft is a sample of q, the
-    head's. Given that the text has x, a draft was accepted there with probability
-    min(1, q(x) / p(x)). One coin is tossed for each position and depth, so that `replay` of a chain
-    has the distribution of the loop's counts. Rows and columns are as in `guess_ranks`.
-
-    Source: min(p, q) = p min(1, q / p), of Leviathan et al. 2023, arXiv:2211.17192.
-    """
-    if len(continuation) < 2:
-        return torch.empty(0, head.depth, dtype=torch.long)
-    text = torch.tensor([prompt + continuation], device=base.device)
-    num_roots, first = len(continuation) - 1, len(prompt) - 1
-    features = base.read(text, head.aux_layers)
-    ranks = torch.full((num_roots, head.depth), -1)
-    coins = torch.Generator().manual_seed(sampling.seed)
-    anchors = anchor_mask(text, first, num_roots)
-    for level, state in zip(range(num_roots), head.states(features, text, anchors), strict=False):
-        num_known = num_roots - level
-        before = torch.arange(first + 1 + level, text.shape[1] - 1, device=base.device)
-        each = text.expand(num_known, -1)
-        rows = SamplingState([sampling] * num_known, before, each, base.vocab_size)
-        logits = head.logits(state[0, first : first + num_known], level)[:, None]
-        paths, wanted = text[0, before][:, None, None], text[0, before + 1][:, None]
-        draft = rows.probs(over_vocabulary(head, logits, base.vocab_size), paths)[:, 0]
-        real = rows.probs(base.logits_of(features.hidden[0, before])[:, None], paths)[:, 0]
-        kept = draft.gather(1, wanted) / real.gather(1, wanted)
-        tossed = torch.rand(num_known, generator=coins, dtype=torch.float64)
-        ranks[:num_known, level] = (tossed >= kept[:, 0].double().cpu()).long()
-    return ranks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["habit", "mlp_speculator"])
-def test_replay_of_rejection_has_the_loops_rate_on_2000_prompts(name: str):
-    base, texts = tiny.base(), many_prompts(2000)
-    drafter = Habit(0.2, DEPTH) if name == "habit" else head(name)
-    how = GenerationSettings(
-        max_new_tokens=10,
-        sampling=Sampling(temperature=1.0, seed=5),
-        batch_size=250,
-        coupled=False,
-        acceptance="rejection",
-        tree=Sampled((1,) * DEPTH),
-    )
-    written = write_alone(base, texts, how)
-    real = [one.counts for one in decode_prompts(base, drafter, texts, how)]
-    each = each_prompt(how.sampling, len(texts))
-    ranks = [drawn_ranks(base, drafter, *text) for text in zip(texts, written, each, strict=True)]
-    offline = [replay(rows, CHAIN) for rows in ranks]
-    gain = paired_gain(offline, real)
-    assert gain.interval[0] <= 1.0 <= gain.interval[1]
-    assert gain.interval[1] - gain.interval[0] < 0.05
-    total = DepthCounts.total(offline, DEPTH)
-    assert 0.05 < total.accepted[0] / total.offered[0] < 0.95
-    # drafts shifted by one have other rates
-    shifted = [replay(rows.roll(1, dims=1), CHAIN) for rows in ranks]
-    wrong = paired_gain(shifted, real)
-    assert not wrong.interval[0] <= 1.0 <= wrong.interval[1] or name != "habit"
 
 
 # --- a planted wrong drafter -------------------------------------------------------------------

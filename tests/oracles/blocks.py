@@ -9,7 +9,6 @@ speculative/dflash_utils.py, speculative/dflash_worker_v2.py and speculative/dsp
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,8 @@ from torch import Tensor
 
 from specheads.core.errors import InputError
 from specheads.export.write import LevelDraft
-from tests.oracles.shared import (
-    BaseView,
-    Stored,
-    frequencies,
-    read_config,
-    rms,
-    rotate,
-    silu,
-)
+from tests.oracles.llama import Layer
+from tests.oracles.shared import BaseView, Stored, read_config, rms
 from tests.oracles.shared import require as need
 
 MARKOV = "markov_head.markov_w1.weight"
@@ -143,54 +135,24 @@ def _stored(folder: Path) -> Stored:
     return Stored(folder / "model.safetensors")
 
 
-class _Layer:
+class _Layer(Layer):
     """One Qwen3 layer, with keys and values of the base's features."""
 
     def __init__(self, stored: Stored, name: str, layer: dict[str, Any], fused: Tensor) -> None:
-        width, self.size = layer["hidden_size"], layer["head_dim"]
-        self.heads, self.shared = layer["num_attention_heads"], layer["num_key_value_heads"]
-        self.epsilon = layer["rms_norm_eps"]
-        self.turn = partial(rotate, *frequencies(layer, self.size))
-
-        def take(part: str, *shape: int) -> Tensor:
-            return stored.take(f"{name}.{part}.weight", *shape)
-
-        self.norms = [take(f"{one}_layernorm", width) for one in ("input", "post_attention")]
-        self.query, self.key, self.value = (
-            take(f"self_attn.{part}_proj", count * self.size, width)
-            for part, count in (("q", self.heads), ("k", self.shared), ("v", self.shared))
-        )
-        self.out = take("self_attn.o_proj", width, self.heads * self.size)
-        self.query_norm, self.key_norm = (
-            take(f"self_attn.{part}_norm", self.size) for part in ("q", "k")
-        )
-        inner = layer["intermediate_size"]
-        self.gate, self.up = (take(f"mlp.{part}_proj", inner, width) for part in ("gate", "up"))
-        self.down = take("mlp.down_proj", width, inner)
+        width = layer["hidden_size"]
+        super().__init__(stored, name, layer, width)
+        self.input_norm = stored.take(f"{name}.input_layernorm.weight", width)
         self.past = self.keys_values(fused, torch.arange(len(fused)))
-
-    def keys_values(self, read: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values, repeated for each attention head."""
-        keys = rms((read @ self.key.T).view(len(read), -1, self.size), self.key_norm, self.epsilon)
-        values = (read @ self.value.T).view(len(read), -1, self.size)
-        each = self.heads // self.shared
-        turned = self.turn(keys, at)
-        return turned.repeat_interleave(each, 1), values.repeat_interleave(each, 1)
 
     def forward(self, stream: Tensor, start: int) -> Tensor:
         """Compute the layer for a block whose anchor is at position `start`."""
-        read, at = rms(stream, self.norms[0], self.epsilon), start + torch.arange(len(stream))
-        queries = (read @ self.query.T).view(len(read), -1, self.size)
-        queries = self.turn(rms(queries, self.query_norm, self.epsilon), at)
+        read, at = rms(stream, self.input_norm, self.epsilon), start + torch.arange(len(stream))
         keys, values = (
             torch.cat([past[:start], own])
             for past, own in zip(self.past, self.keys_values(read, at), strict=True)
         )
-        scores = torch.einsum("thd,shd->hts", queries, keys) / math.sqrt(self.size)
-        mixed = torch.einsum("hts,shd->thd", scores.softmax(-1), values)
-        stream = stream + mixed.reshape(len(stream), -1) @ self.out.T
-        read = rms(stream, self.norms[1], self.epsilon)
-        return stream + (silu(read @ self.gate.T) * (read @ self.up.T)) @ self.down.T
+        scores = torch.einsum("thd,shd->hts", self.queries(read, at), keys) / math.sqrt(self.size)
+        return self.ended(stream, torch.einsum("hts,shd->thd", scores.softmax(-1), values))
 
 
 class _Markov:

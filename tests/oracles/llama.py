@@ -1,4 +1,4 @@
-"""One Llama layer, as engines compute it for EAGLE-3, MTP and Hydra's prefix layer."""
+"""One Llama layer, as engines compute it for EAGLE-3, and for DFlash and DSpark."""
 
 import math
 from functools import partial
@@ -13,8 +13,8 @@ from tests.oracles.shared import Stored, frequencies, rms, rotate, silu
 class Layer:
     """One Llama layer after its first norm, applied in rounds to its own output.
 
-    The settings have the names of a Llama config.json; attention reads `size_read` channels. Biases
-    (Qwen2) and norms of queries and keys (Qwen3) are used if they are stored.
+    The settings have the names of a Llama config.json; attention reads `size_read` channels. Norms
+    of queries and keys (Qwen3) are used if they are stored.
     """
 
     def __init__(self, stored: Stored, name: str, config: dict[str, Any], size_read: int) -> None:
@@ -32,11 +32,6 @@ class Layer:
             part: take(f"self_attn.{part}_proj", count * self.size, size_read)
             for part, count in counts.items()
         }
-        self.biases = {
-            part: stored.take(bias, count * self.size)
-            for part, count in counts.items()
-            if (bias := f"{name}.self_attn.{part}_proj.bias") in stored
-        }
         self.norms = {
             part: take(f"self_attn.{part}_norm", self.size)
             for part in "qk"
@@ -52,20 +47,29 @@ class Layer:
 
     def round(self, inputs: Tensor, residual: Tensor) -> Tensor:
         """Compute one more drafting round for every position."""
-        time = len(inputs)
-        at = torch.arange(time) + len(self.kept)
-        queries, keys = (self.turn(self._split(inputs, part), at) for part in "qk")
-        values = self._split(inputs, "v")
+        at = torch.arange(len(inputs)) + len(self.kept)
+        self.kept.append(self.keys_values(inputs, at))
+        return self.ended(residual, self._attend(self.queries(inputs, at)))
+
+    def queries(self, inputs: Tensor, at: Tensor) -> Tensor:
+        """Return the queries of each head at these positions."""
+        return self.turn(self._split(inputs, "q"), at)
+
+    def keys_values(self, inputs: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values, repeated for each attention head."""
         each = self.heads // self.shared
-        self.kept.append((keys.repeat_interleave(each, 1), values.repeat_interleave(each, 1)))
-        stream = residual + self._attend(queries).reshape(time, -1) @ self.out.T
+        keys, values = self.turn(self._split(inputs, "k"), at), self._split(inputs, "v")
+        return keys.repeat_interleave(each, 1), values.repeat_interleave(each, 1)
+
+    def ended(self, stream: Tensor, mixed: Tensor) -> Tensor:
+        """Return the layer's output after its attention."""
+        stream = stream + mixed.reshape(len(stream), -1) @ self.out.T
         read = rms(stream, self.norm, self.epsilon)
         return stream + (silu(read @ self.gate.T) * (read @ self.up.T)) @ self.down.T
 
     def _split(self, inputs: Tensor, part: str) -> Tensor:
         """Return queries, keys or values of each head, before rotary embedding."""
-        made = inputs @ self.weights[part].T + self.biases.get(part, 0)
-        made = made.view(len(inputs), -1, self.size)
+        made = (inputs @ self.weights[part].T).view(len(inputs), -1, self.size)
         norm = self.norms.get(part)
         return made if norm is None else rms(made, norm, self.epsilon)
 

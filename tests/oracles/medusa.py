@@ -1,4 +1,4 @@
-"""Medusa as TGI, vLLM 0.32 and our plug-in read it.
+"""Medusa as TGI and vLLM 0.32 read it.
 
 Sources: text-generation-inference server/layers/medusa.py; vLLM 0.32 models/medusa.py and
 transformers_utils/configs/medusa.py.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specheads.core.errors import InputError
 from specheads.export.write import LevelDraft
-from tests.oracles.shared import BaseView, Stored, open_own, read_config, silu
+from tests.oracles.shared import BaseView, Stored, read_config, silu
 from tests.oracles.shared import require as need
 
 FILE = "medusa_lm_head.safetensors"
@@ -61,21 +61,3 @@ def _block(stored: Stored, name: str, state: Tensor, *, biased: bool = True) -> 
     width = state.shape[-1]
     weight, bias = stored.take(f"{name}.weight", width, width), stored.take(f"{name}.bias", width)
     return state + silu(state @ weight.T + (bias if biased else 0))
-
-
-def own(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
-    """Read our own layout, with its three projections and a draft vocabulary."""
-    config, stored, ids = open_own(folder, base, depth, "medusa")
-    lent = base.projection[ids]
-    drafted, width = lent.shape
-    for head in range(depth):
-        state, matrix = base.hidden, lent
-        for layer in range(config["num_layers"]):
-            state = _block(stored, f"blocks.{head}.{layer}.linear", state)
-        if config["projection"] == "own":
-            matrix = stored.take(f"head.{head}.weight", drafted, width)
-        elif config["projection"] == "low_rank":
-            down = stored.take(f"down.{head}.weight", config["rank"], width)
-            matrix = lent + stored.take(f"up.{head}.weight", drafted, config["rank"]) @ down
-        yield LevelDraft(state @ matrix.T, ids)
-    stored.close()

@@ -1,4 +1,4 @@
-"""MLP speculators as TGI and our plug-in read them.
+"""MLP speculators as TGI reads them.
 
 Source: fms-extras models/speculator.py; text-generation-inference server/layers/mlp.py.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specheads.core.errors import InputError
 from specheads.export.write import LevelDraft
-from tests.oracles.shared import BaseView, Stored, open_own, read_config, rms
+from tests.oracles.shared import BaseView, Stored, read_config, rms
 from tests.oracles.shared import require as need
 
 EPSILON = 1e-6
@@ -54,45 +54,6 @@ def _tied(stored: Stored, name: str, shape: tuple[int, ...], levels: range) -> T
         if not torch.equal(copy, copies[0]):
             raise InputError(f"tied weights must agree: {part}.{level} differs from the first")
     return copies[0]
-
-
-def own(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
-    """Read our own layout: tied or untied, plain or gated state, full or draft vocabulary."""
-    config, stored, ids = open_own(folder, base, depth, "mlp_speculator")
-    vocab, width = base.embedding.shape
-    inner, gated = config["inner_dim"] or width, config["state"] == "gated"
-    sets, rows = 1 if config["tie_weights"] else depth, inner * (4 if gated else 1)
-    emb = [stored.take(f"emb.{level}.weight", vocab, inner) for level in range(sets)]
-    head = [stored.take(f"head.{level}.weight", len(ids), inner) for level in range(sets)]
-    norms = {
-        part: [
-            [stored.take(f"{part}.{n}.{name}", inner) for name in ("weight", "bias")]
-            for n in range(sets)
-        ]
-        for part in (("ln", "state_ln") if gated else ("ln",))
-    }
-    later = min(depth - 1, 1 if config["tie_weights"] else depth)
-    proj = [stored.take(f"proj.{n}.weight", rows, inner if n else width) for n in range(1 + later)]
-    stored.close()
-    state = _scaled(base.hidden) if config["scale_input"] else base.hidden
-    cell = torch.zeros(len(state), inner, dtype=state.dtype)
-    old, new = weigh(depth, inner)
-    for level in range(depth):
-        own_set, read = min(level, sets - 1), emb[min(level, sets - 1)]
-        read = read[base.tokens.roll(-1 - level)]
-        moved = state @ proj[min(level, later)].T
-        scale, shift = norms["ln"][own_set]
-        if gated:
-            forget, enter, leave, fresh = (
-                part + new / old * read for part in moved.split(inner, dim=-1)
-            )
-            fresh = _gelu(rms(fresh, scale, EPSILON) + shift)
-            cell = cell * forget.sigmoid() + fresh * enter.sigmoid()
-            scale, shift = norms["state_ln"][own_set]
-            state = _gelu(rms(cell, scale, EPSILON) + shift) * leave.sigmoid()
-        else:
-            state = _gelu(rms(old * moved + new * read, scale, EPSILON) + shift)
-        yield LevelDraft(state @ head[own_set].T, ids)
 
 
 def weigh(depth: int, inner: int) -> tuple[float, float]:

@@ -65,11 +65,6 @@ class Stored:
             raise InputError(f"{name!r} must have shape {shape}, got {tuple(value.shape)}")
         return value.double() if value.is_floating_point() else value
 
-    def linear(self, name: str, size: int, values: Tensor) -> Tensor:
-        """Apply a stored layer of `size` outputs, weight and bias."""
-        weight = self.take(f"{name}.weight", size, values.shape[-1])
-        return values @ weight.T + self.take(f"{name}.bias", size)
-
     def __contains__(self, name: str) -> bool:
         return name in self.left
 
@@ -124,18 +119,3 @@ def rotate(steps: Tensor, factor: float, values: Tensor, positions: Tensor) -> T
     angles = positions[:, None, None].double() * steps
     turned = torch.complex(values[..., :half], values[..., half:]) * torch.exp(1j * angles)
     return factor * torch.cat([turned.real, turned.imag], dim=-1)
-
-
-def open_own(
-    folder: Path, base: BaseView, depth: int, kind: str
-) -> tuple[dict[str, Any], Stored, Tensor]:
-    """Return settings, tensors and drafted tokens of a folder in our own layout."""
-    config, stored = read_config(folder), Stored(folder / "model.safetensors")
-    vocab, width = base.embedding.shape
-    require(config, kind=kind, depth=depth, width=width, vocab_size=vocab)
-    if not config["draft_tokens"]:
-        return config, stored, torch.arange(vocab)
-    ids = stored.take("draft_ids", config["draft_tokens"])
-    if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= vocab:
-        raise InputError(f"'draft_ids' must grow within 0 and {vocab}")
-    return config, stored, ids

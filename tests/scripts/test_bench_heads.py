@@ -1,4 +1,4 @@
-"""The bench of all kinds: its reading of a run, and (slow) one small run."""
+"""The bench of variants: its reading of a file and of a run, and (slow) one small run."""
 
 import json
 import os
@@ -10,11 +10,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
 from specheads.config import compose
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "bench_heads.py"
+ABLATIONS = ROOT / "recipes" / "smollm2" / "ablations.yaml"
+PHASE = "schedule.phases.distilled"
 
 
 def test_how_a_head_was_trained_is_read_from_its_log(script: ModuleType, tmp_path: Path):
@@ -28,56 +30,68 @@ def test_how_a_head_was_trained_is_read_from_its_log(script: ModuleType, tmp_pat
     assert script.trained(tmp_path) == trained
 
 
-def test_an_ablation_is_the_recipe_but_for_what_it_names(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def trained(name: str) -> dict[str, Any]:
-        options = script._parse(["--ablate", name, "--out", str(tmp_path)])
-        said: list[str] = []
+def test_an_ablation_is_the_recipe_but_for_what_it_names(script: ModuleType, tmp_path: Path):
+    options = script._parse([str(ABLATIONS), "--out", str(tmp_path)])
+    plan = script.read_plan(options)
 
-        def failing(_: str, *words: str) -> tuple[int, float, float]:
-            said.extend(words)
-            return 1, 0.0, 0.0
-
-        monkeypatch.setattr(script, "_run", failing)
-        assert script._train(tmp_path / name, script._changes(options)[name], options) == 1
-        settings = asdict(compose.settings_of("train", said))
-        del settings["name"], settings["run_dir"]
-        return settings
+    def settings(name: str) -> dict[str, Any]:
+        found = asdict(compose.settings_of("train", script.training_of(plan, name, options)))
+        return {key: value for key, value in found.items() if key not in ("name", "run_dir")}
 
     def changed(one: Any, other: Any, path: str = "") -> set[str]:
         if not isinstance(one, dict) or one.keys() != other.keys():
             return {path.removeprefix(".")} if one != other else set()
         return {found for key in one for found in changed(one[key], other[key], f"{path}.{key}")}
 
-    phase, as_it_is = "schedule.phases.distilled", trained("as_it_is")
-    assert as_it_is["schedule"]["phases"]["distilled"]["distill"]["folder"] == str(
-        tmp_path / "text"
-    )
-    text = [f"{phase}.distill.folder", f"{phase}.distill.num_samples"]
-    found = {name: sorted(changed(as_it_is, trained(name))) for name in script.ABLATIONS}
+    as_it_is = settings("as_it_is")
+    text = as_it_is["schedule"]["phases"]["distilled"]["distill"]["folder"]
+    assert text == str(tmp_path / "text")
+    found = {name: sorted(changed(as_it_is, settings(name))) for name in plan["variants"]}
     # each one changes something, and most of them one setting
-    assert {name for name, names in found.items() if not names} == {"as_it_is"}
-    assert found["hard_labels"] == [f"{phase}.loss"]
-    assert found["depth_5"] == ["head.depth"]
-    assert found["text_10"] == text
+    assert [name for name, names in found.items() if not names] == ["as_it_is"]
+    assert found["hard_labels"] == [f"{PHASE}.loss"]
+    assert found["text_10"] == [f"{PHASE}.distill.folder", f"{PHASE}.distill.num_samples"]
     assert found["corpus_alone"] == ["data.source", "head.draft_tokens", "schedule.phases"]
-    assert {name for name, names in found.items() if len(names) > 1} == {
-        "text_10", "text_30", "corpus_alone",
-    }  # fmt: skip
-    assert trained("corpus_first")["init"] == str(tmp_path / "corpus_alone" / "head")
-    one = script._parse(["--ablate"])
-    assert [*script._changes(one)] == [*script.ABLATIONS]
+    several = {name for name, names in found.items() if len(names) > 1}
+    assert several == {"text_10", "text_30", "corpus_alone"}
+    assert settings("corpus_first")["init"] == str(tmp_path / "corpus_alone" / "head")
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "told"),
+    [
+        (None, [], "needs a YAML file"),
+        ("a: [", [], "must be YAML"),
+        ("recipe: smoke", [], "must have recipe, variants and compare"),
+        ("{recipe: a, variants: {b: []}, compare: {}}", ["--only", "c"], "among b, got c"),
+    ],
+)
+def test_a_mistake_is_one_line(script: ModuleType, tmp_path: Path, capsys: Any, text, more, told):
+    file = tmp_path / "plan.yaml"
+    if text is not None:
+        file.write_text(text)
+    assert script.main([str(file), *more]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
 
 
 @pytest.mark.slow
-def test_two_kinds_are_trained_on_the_same_text_and_finished_parts_are_kept(tmp_path: Path):
+def test_variants_share_text_and_prompts_and_finished_parts_are_kept(tmp_path: Path):
+    plan = {
+        "recipe": "smoke",
+        "train": [f"{PHASE}.distill.folder={{text}}", "log_every=1"],
+        "variants": {kind: [f"head={kind}"] for kind in ("medusa", "redrafter")},
+        "compare": {
+            "chain": ["tree=chain", "temperatures=[0,1]"],
+            "tuned": ["tree=tuned", "temperatures=[0]"],
+        },
+    }
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
     command = [
-        sys.executable, str(SCRIPT), "--recipe", "smoke", "--out", str(tmp_path / "out"),
-        "--kinds", "medusa", "redrafter", "--set", "log_every=1",
-        "--measure", "evaluation.num_prompts=2", "evaluation.max_new_tokens=8",
+        *(sys.executable, str(ROOT / "scripts" / "bench_heads.py"), "plan.yaml", "--out", "out"),
+        *("--measure", "evaluation.num_prompts=2", "evaluation.max_new_tokens=8"),
         "evaluation.speed_prompts=1",
-    ]  # fmt: skip
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
     def bench() -> str:
@@ -89,7 +103,8 @@ def test_two_kinds_are_trained_on_the_same_text_and_finished_parts_are_kept(tmp_
 
     said = bench()
     assert (said.count("$ specheads train"), said.count("$ specheads compare")) == (2, 2)
-    table = json.loads((tmp_path / "out" / "heads.json").read_text())
+    table = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert table["variants"] == plan["variants"]
     tokens = {kind: how["tokens"] for kind, how in table["training"].items()}
     assert tokens["medusa"] == tokens["redrafter"] > 0
     for name, temperatures in (("chain", [0.0, 1.0]), ("tuned", [0.0])):

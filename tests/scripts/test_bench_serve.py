@@ -1,13 +1,11 @@
 """bench_serve.py without vLLM: tests/export/test_vllm.py and test_llama_cpp.py run the engines."""
 
 import json
-import sys
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoTokenizer
 
@@ -74,75 +72,6 @@ def test_speed_is_paired_and_for_as_many_tokens(script):
     drafted = [script.Turn(0.25, [[0] * 5]), script.Turn(4.5, [[0] * 30])]
     gain = script.speedup(alone, drafted)
     assert gain == {"ratio": 2, "interval": (2, 2)}
-
-
-PLAYED = f"""#!{sys.executable}
-import json, sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-if "-m" not in sys.argv:
-    sys.exit("error: no model")
-METRICS = '''# TYPE llamacpp:spec_decode_num_drafts counter
-llamacpp:prompt_tokens_total 12
-llamacpp:spec_decode_num_drafts_total 5
-llamacpp:spec_decode_num_draft_tokens_total 10
-llamacpp:spec_decode_num_accepted_tokens_total 4
-llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} 3
-llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="1"}} 1
-'''
-
-class Played(BaseHTTPRequestHandler):
-    waits = 2
-
-    def do_GET(self):
-        if self.path == "/health" and Played.waits:
-            Played.waits -= 1
-            self.say("loading", 503)
-        elif self.path == "/metrics":
-            self.say(METRICS)
-        else:
-            self.say(json.dumps({{"build_info": "b1-0c1e5709"}}))
-
-    def do_POST(self):
-        job = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        tokens = [*job.pop("prompt")[-1:], *range(job["n_predict"] - 1)]
-        timings = {{"draft_n_accepted": 2}} if "-md" in sys.argv else {{}}
-        self.say(json.dumps({{"tokens": tokens, "timings": timings | {{"job": job}}}}))
-
-    def say(self, text, code=200):
-        self.send_response(code)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-port = int(sys.argv[sys.argv.index("--port") + 1])
-ThreadingHTTPServer(("127.0.0.1", port), Played).serve_forever()
-"""
-
-
-@pytest.fixture
-def built(script, tmp_path) -> Path:
-    """Return a folder as `make llama_cpp` fills it, with other programs in it."""
-    server = tmp_path / script.LLAMA_SERVER
-    server.parent.mkdir(parents=True)
-    server.write_text(PLAYED)
-    server.chmod(0o755)
-    (tmp_path / script.SOURCES / "conversion").mkdir(parents=True)
-    return tmp_path
-
-
-def test_a_server_is_waited_for_asked_and_ended(script, built):
-    command = [str(built / script.LLAMA_SERVER), "-m", "base.gguf", "-md", "head.gguf"]
-    server = script.LlamaServer(command, built / "log")
-    first, second = (server.ask([[7, 8], [9]], 4) for _ in range(2))
-    assert first["tokens"] == [[8, 0, 1, 2], [9, 0, 1, 2]]
-    assert first["seconds"] > 0
-    # two texts of four tokens: one is of the prompt's forward, two were accepted drafts
-    counted = {"drafts": 5, "draft_tokens": 10, "accepted_tokens": 4, "forwards": 2}
-    assert first["counters"] == counted | {"accepted_tokens_per_pos": [3, 1]}
-    assert second["counters"]["forwards"] == 4
-    assert server.versions == {"llama.cpp": "b1-0c1e5709"}
-    server.close()
-    assert server.process.poll() is not None
 
 
 def test_counters_of_vllm_are_read_by_the_same_names(script):

@@ -5,9 +5,6 @@ from typing import Any
 
 import pytest
 
-from specheads.core.files import from_json
-from specheads.measure.results import Results
-
 EMPTY = "# A page\n\nBefore.\n\n<!-- results -->\n<!-- /results -->\n\nAfter.\n"
 OVERVIEW = EMPTY + "\n<!-- heads -->\n<!-- /heads -->\n"
 
@@ -49,14 +46,6 @@ def test_a_recipe_never_run_says_so_and_still_names_its_base(script: ModuleType,
         in other
     )
     assert block(checkout / "README.md") == "not yet run"
-
-
-def test_what_was_not_measured_is_named_and_not_made_up(script: ModuleType):
-    nothing = dict.fromkeys(("online", "speed", "lossless", "degenerate"))
-    results = from_json(Results, RESULTS | nothing | {"phases": [], "replay": None})
-    card = script.card(results)
-    assert "| tokens per forward | not measured |" in card
-    assert "| speed-up over the base alone | not measured |" in card
 
 
 def test_check_finds_a_page_that_is_not_current_and_leaves_it(
