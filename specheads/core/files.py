@@ -172,9 +172,12 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def refuse_outside(file: Path) -> None:
-    """Refuse a symbolic link out of the folder, except within the cache of the Hub."""
-    folder, real = file.parent.resolve(), file.resolve()
+def refuse_outside(file: Path, folder: Path | None = None) -> None:
+    """Refuse a symbolic link out of the folder, except within the cache of the Hub.
+
+    `folder` is the file's own by default.
+    """
+    folder, real = (folder or file.parent).resolve(), file.resolve()
     allowed = [folder]
     if folder.parent.name == "snapshots":
         allowed.append(folder.parent.parent / "blobs")

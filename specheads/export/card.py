@@ -246,7 +246,8 @@ def _engines(
     rows, commands, shown = [("engine", "", "serves this head")], [], copy(base)
     shown.place, shown.revision = about.base_place, about.base_pin or "main"
     ours = about.our_base_place + (f" base.revision={about.base_pin}" if about.base_pin else "")
-    for engine in engines():
+    # a copy of the base belongs in the base's repository
+    for engine in (name for name in engines() if name != "base"):
         module = engine_module(engine)
         layout = module.LAYOUTS.get(head.kind)
         reason = objection(head, base, layout)

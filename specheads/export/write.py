@@ -11,20 +11,22 @@ tests/oracles/, which reads each layout as its engine's sources do.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
-from specheads.core.files import atomic_folder, sweep, writable_folder
+from specheads.core.files import atomic_folder, refuse_outside, sweep, writable_folder
 from specheads.decoding.trees import policies
 from specheads.export.layouts import find_layout
 from specheads.export.layouts._shared import Folder
@@ -112,6 +114,7 @@ def export_head(
     if merged:
         base.place = str(out / MERGED_BASE)
     folder = layout.write(head, base, out)
+    head = folder.stored or head
     sweep(out.parent, out.name)
     with atomic_folder(out) as scratch:
         _save(folder, scratch)
@@ -121,7 +124,7 @@ def export_head(
                 base.tokenizer.save_pretrained(scratch / MERGED_BASE)
         lent = tables(base)
         trained = widened(copy_of(head), lent)
-        loaded = widened(load_export(scratch, head, base), lent)
+        loaded = widened(load_export(scratch, head, base, copied=bool(folder.copied)), lent)
         read = bar(read_texts(head, base, texts), "drafts", shown=True)
         difference = largest_difference((drafts(trained, one), drafts(loaded, one)) for one in read)
         chain = policies.chain(head.depth)
@@ -165,6 +168,9 @@ def _target(out: Path, base: FrozenBase) -> Path:
 
 def _save(folder: Folder, target: Path) -> None:
     """Write the files of an export into an existing folder."""
+    if folder.copied:
+        _copy(folder.copied, target, folder.tensors)
+        return
     (target / "config.json").write_text(_json(folder.config), encoding="utf-8")
     # safetensors refuses tensors that share memory, and tied tensors do
     copies = {
@@ -173,6 +179,34 @@ def _save(folder: Folder, target: Path) -> None:
     save_file(copies, target / folder.weights_file, metadata={"format": "pt"})
     for name, text in folder.files.items():
         (target / name).write_text(text, encoding="utf-8")
+
+
+def _copy(source: Path, target: Path, changed: Mapping[str, Tensor]) -> None:
+    """Copy a checkpoint with some tensors replaced; its other weight files become hard links."""
+    for file in source.rglob("*"):
+        part = file.relative_to(source)
+        if not file.is_file() or any(name.startswith(".") for name in part.parts):
+            continue
+        refuse_outside(file, source)
+        place, is_weights = target / part, file.suffix == ".safetensors"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        tensors, metadata = {}, {}
+        if is_weights:
+            with safe_open(file, "pt") as stored:
+                tensors, metadata = dict.fromkeys(stored.keys()), stored.metadata()
+        if new := {name: changed[name] for name in tensors.keys() & changed.keys()}:
+            save_file(load_file(file) | new, place, metadata)
+        elif not (is_weights and _linked(file, place)):
+            shutil.copyfile(file, place)
+
+
+def _linked(file: Path, place: Path) -> bool:
+    """Make a hard link and return True; return False on another file system."""
+    try:
+        place.hardlink_to(file.resolve())
+    except OSError:
+        return False
+    return True
 
 
 # --- the check ---------------------------------------------------------------------------------
@@ -188,16 +222,17 @@ def read_texts(head: Head, base: FrozenBase, texts: Sequence[GateText]) -> list[
     ]
 
 
-def load_export(folder: Path, head: Head, base: FrozenBase) -> Head:
+def load_export(folder: Path, head: Head, base: FrozenBase, *, copied: bool = False) -> Head:
     """Load an export as a user does.
 
     `load_head` ignores the copies of the base's tensors that some layouts need, so they are
-    compared here.
+    compared here. A copied base has all tensors and no depth: engines get it on the command line.
 
     Raises:
         ValueError: The folder cannot be loaded, is another head, or holds a wrong copy.
     """
     loaded = load_head(folder)
+    loaded.depth = head.depth if copied else loaded.depth
     loaded.choose_aux_layers(base.num_layers)
     for name in ("kind", "depth", "aux_layers"):
         ours, theirs = getattr(head, name), getattr(loaded, name)
@@ -206,6 +241,8 @@ def load_export(folder: Path, head: Head, base: FrozenBase) -> Head:
                 f"the export loads with {name}={theirs}, the run's head has {ours}; nothing was "
                 "written"
             )
+    if copied:
+        return loaded
     (file,) = folder.glob("*.safetensors")
     ids = head.to_tokens(torch.arange(head.drafted_size, device=base.device))
     copies = {

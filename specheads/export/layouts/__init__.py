@@ -62,4 +62,4 @@ def objection(head: Head, base: FrozenBase, layout: Layout | None) -> str:
         if not layout.lowest <= min(layers) <= max(layers) < base.num_layers:
             outputs = f"{layout.lowest} to {base.num_layers - 1}"
             return f"it reads the streams after layers {outputs}, aux_layers are {layers}"
-    return layout.objection(head) if layout.objection else ""
+    return layout.objection(head, base) if layout.objection else ""

@@ -39,6 +39,11 @@ class Folder:
     weights_file: str = "model.safetensors"
     files: dict[str, str] = field(default_factory=dict)
     """Other text files by name."""
+    copied: Path | None = None
+    """Checkpoint of the base that is copied, with `tensors` in place of its own of these names.
+    `config` is then not written."""
+    stored: Head | None = None
+    """The head with the rounding of the folder's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class Layout:
     """The lowest of `aux_layers` that the engine can read; it never reads the last layer."""
     num_aux: int = 0
     """The only number of `aux_layers` that the engine can read; zero is any number."""
-    objection: Callable[[Head], str] | None = None
+    objection: Callable[[Head, FrozenBase], str] | None = None
     """Returns why this head does not fit, when the settings alone do not decide."""
     limits: tuple[str, ...] = ()
     """The rules behind `objection`, for the documentation."""

@@ -5,6 +5,7 @@ all levels; the modules of Qwen3-Next and MiMo.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -119,8 +120,16 @@ PLAIN = {
     "hidden_act": "silu",
     "mlp_bias": False,
     "partial_rotary_factor": 1,
+    "mtp_layer_types": "full_attention",
+    "mtp_mlp_layer_types": "dense",
 }
 """Settings of public checkpoints with the only supported value of each."""
+
+EXPERTS = (
+    *("mlp_layer_types", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("norm_topk_prob", "router_aux_loss_coef"),
+)
+"""Settings of experts, which the base may have and the module has not."""
 
 FOREIGN = {
     "experts": re.compile(r"mlp\.(shared_)?experts?\b|mlp\.gate\."),
@@ -139,20 +148,18 @@ def interpret(
     Raises:
         ValueError: There are several modules, or one needs something that is not supported.
     """
-    prefixes = sorted(found[1] for found in map(PROJECTION.fullmatch, tensors) if found)
-    if not prefixes:
+    prefix, names = module_names(tensors)
+    if not names:
         return None
-    if len(prefixes) > 1:
-        raise InputError(
-            f"mtp reads one module and applies it repeatedly, this checkpoint has "
-            f"{len(prefixes)}: {', '.join(prefixes)[:80]}; choose another, or train head=mtp"
-        )
-    named = _named(tensors, prefixes[0])
+    named = {ours: tensors[theirs] for theirs, ours in names.items()}
     parts = [
         config,
         *(config.get(name, {}) for name in ("text_config", "transformer_layer_config")),
     ]
     settings = {name: value for part in parts for name, value in part.items()}
+    rope = settings.get("rope_parameters") or {}
+    # some bases have one for each kind of attention
+    settings["rope_parameters"] = rope.get("full_attention", rope)
     refuse_unused(
         "mtp",
         *parts,
@@ -160,25 +167,43 @@ def interpret(
         used=(*LAYERS, *SPECULATORS, "text_config"),
         fixed=PLAIN | full_attention(settings),
         # the module applies one layer again and again, and experts have other tensors
-        harmless=("num_nextn_predict_layers", "vision_config", "language_model_only"),
+        harmless=("num_nextn_predict_layers", "vision_config", "language_model_only", *EXPERTS),
         remedy="train head=mtp instead",
     )
-    return _own_settings(settings, named, prefixes[0]), named
+    return _own_settings(settings, named, prefix), named
 
 
-def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors of a module by our names."""
-    own = {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
+def module_names(names: Iterable[str]) -> tuple[str, dict[str, str]]:
+    """Return the prefix of a checkpoint's module, and our names by the checkpoint's.
+
+    Both are empty without a module. Copies of the base's tensors are left out.
+
+    Raises:
+        ValueError: There are several modules, or this one has unsupported tensors.
+    """
+    known = list(names)
+    prefixes = sorted(found[1] for found in map(PROJECTION.fullmatch, known) if found)
+    if not prefixes:
+        return "", {}
+    if len(prefixes) > 1:
+        raise InputError(
+            f"mtp reads one module and applies it repeatedly, this checkpoint has "
+            f"{len(prefixes)}: {', '.join(prefixes)[:80]}; choose another, or train head=mtp"
+        )
+    prefix = prefixes[0]
+    own = {name[len(prefix) :]: name for name in known if name.startswith(prefix)}
     for what, pattern in FOREIGN.items():
         if found := next(filter(pattern.search, sorted(own)), None):
             raise InputError(
                 f"mtp reads modules of a dense Llama layer, this one has {what} "
                 f"({prefix}{found:.80}); train head=mtp instead"
             )
-    plain = {name.removeprefix("layers.0."): value for name, value in own.items()}
-    for copy in COPIES:
-        plain.pop(copy, None)
-    return {OURS.get(name, f"layer.mtp_block.{name}"): value for name, value in plain.items()}
+    plain = {whole: name.removeprefix("layers.0.") for name, whole in own.items()}
+    return prefix, {
+        whole: OURS.get(name, f"layer.mtp_block.{name}")
+        for whole, name in plain.items()
+        if name not in COPIES
+    }
 
 
 def _own_settings(

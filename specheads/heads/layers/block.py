@@ -249,16 +249,30 @@ HARMLESS = ("num_target_layers", "num_anchors", "confidence_head_alpha")
 """Settings that describe the base or the training."""
 BY_DEEPSPEC = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel")
 """Class names of one network, DeepSpec's first."""
+BY_TRANSFORMERS = "muse_glimmer_assistant"
+"""The `model_type` of transformers' only class of a DFlash head."""
+
+RENAMED = {
+    "encoder.fc.weight": "fc.weight",
+    "encoder.output_norm_enc.weight": "hidden_norm.weight",
+}
+"""Tensors of that class, and our names."""
+
 LENT = ("lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 """Copies of the base's tensors."""
 
 
 def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the flattened settings of a folder of z-lab, DeepSpec or speculators, else None."""
+    """Return the flattened settings of a folder of z-lab, DeepSpec, speculators or transformers.
+
+    None for another layout; a setting with an unsupported value is refused.
+    """
     kind = config.get("speculators_model_type", "")
     named = config.get("architectures") or []
     by_deepspec = not kind and any(name in named for name in BY_DEEPSPEC)
-    if not (kind in ("dflash", "dspark") or "dflash_config" in config or by_deepspec):
+    by_transformers = config.get("model_type") == BY_TRANSFORMERS
+    known = "dflash_config" in config or by_deepspec or by_transformers
+    if not (kind in ("dflash", "dspark") or known):
         return None
     nested = config.get("transformer_layer_config", {}) | config.get("dflash_config", {})
     settings = nested | config
@@ -315,7 +329,7 @@ def own_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 def filled(head: BlockHead, tensors: dict[str, Tensor]) -> BlockHead:
     """Load the tensors of a published folder into a head, which borrows the base's tensors."""
-    named = dict(tensors)
+    named = {RENAMED.get(name, name): value for name, value in tensors.items()}
     embedding = named.pop("embed_tokens.weight", None)
     lent = [named.pop(name, None) for name in LENT]
     take_maps(head, named)

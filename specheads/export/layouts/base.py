@@ -1,0 +1,74 @@
+"""The base itself: a copy of its checkpoint, with the trained MTP module in place of its own.
+
+What loads the base loads the copy, and drafts with the trained module where it drafts with the
+base's own.
+"""
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
+from specheads.export.layouts._shared import Folder, Layout, all_of, drafted_tokens
+from specheads.export.layouts.vllm import ATTENTION, MTP
+from specheads.heads.checkpoint import read_tensors
+from specheads.heads.kinds.mtp import module_names
+from specheads.heads.load import copy_of, load_head
+
+ABOUT = "a copy of the base, for transformers, vLLM and all that draft with its own module"
+
+
+def checkpoint(base: FrozenBase) -> Path:
+    """Return the folder of a base, in the cache of the Hub if it came from there."""
+    place = Path(base.place)
+    if place.exists():
+        return place
+    return Path(snapshot_download(base.place, revision=base.revision, local_files_only=True))
+
+
+def write(head: Head, base: FrozenBase, out: Path) -> Folder:
+    """Return the tensors of the module, by the names and in the dtypes of the base's own."""
+    folder, ours, stored = checkpoint(base), head.state_dict(), copy_of(head)
+    own = read_tensors(folder)
+    _, names = module_names(own)
+    named = {one: ours[name].cpu().to(own[one].dtype).contiguous() for one, name in names.items()}
+    stored.load_state_dict({name: named[one] for one, name in names.items()})
+    settings = {"method": "mtp", "num_speculative_tokens": drafted_tokens(head)}
+    config = shlex.quote(json.dumps(settings))
+    line = f"vllm serve {shlex.quote(str(out))} --speculative-config {config}"
+    return Folder({}, named, (line,), copied=folder, stored=stored)
+
+
+def objection(head: Head, base: FrozenBase) -> str:
+    """Object to a base whose own module is missing or has another architecture."""
+    if base.adapter:
+        return "an adapter is merged into the base, and the copy would not have it"
+    try:
+        folder = checkpoint(base)
+        if not module_names(read_tensors(folder))[1]:
+            return f"{folder} has no MTP module; transformers drops it when it saves a model"
+        own = load_head(folder).config
+    # the Hub's errors are of both types
+    except (OSError, ValueError) as error:
+        return f"its base cannot be copied: {error}"
+    for item in dataclasses.fields(own):
+        theirs, ours = getattr(own, item.name), getattr(head.config, item.name)
+        if theirs != ours and item.name != "depth":
+            return f"the module in {folder} has {item.name}={theirs!r}, the head has {ours!r}"
+    return ""
+
+
+LAYOUTS = {
+    "mtp": Layout(
+        write,
+        all_of(*ATTENTION, *MTP),
+        "run",
+        "by transformers 5.23 on a CPU",
+        objection=objection,
+        limits=("the architecture of the base's own module",),
+    )
+}

@@ -1,0 +1,200 @@
+"""transformers' own drafting with DFlash and MTP, and a base's copy with a trained MTP module."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, MellumConfig, PreTrainedModel
+from transformers.generation import candidate_generator
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.decoding.generate import generate
+from specheads.export.write import RECORD, export_head
+from specheads.heads.kinds.mtp import PARTS
+from specheads.heads.load import build_for, load_head, resume_head
+from specheads.measure.offline import guess_ranks
+from tests import tiny
+from tests.export.trained import taught
+
+NEW_TOKENS = 40
+DEPTH = 3
+SHAPE = {"attention_heads": 4, "key_value_heads": 2, "head_dim": 8, "inner_dim": 48}
+MELLUM: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "head_dim": 8,
+    "mlp_layer_types": ["dense"] * 3,
+    "num_mtp_layers": 1,
+    "mtp_layer_types": ["full_attention"],
+    "mtp_mlp_layer_types": ["dense"],
+}
+tiny.RECIPES["mellum"] = tiny.Recipe(MellumConfig, tiny._COMMON | MELLUM, seed=2)
+
+
+def texts(base: FrozenBase) -> list[tuple[list[int], list[int]]]:
+    """Return prompts and the base's text, with tokens for a last draft beyond the limit."""
+    prompts, limit = tiny.prompts(), NEW_TOKENS + DEPTH + 1
+    out = generate(base, None, prompts, max_new_tokens=limit, stop_at_eos=False)
+    return list(zip(prompts, out.tokens, strict=True))
+
+
+def accepted(base: FrozenBase, head: Head, prompt: list[int], text: list[int], depth: int) -> Any:
+    """Return the numbers of tokens accepted in the steps of a chain."""
+    ranks, found, at = guess_ranks(base, head, prompt, text, width=1), [], 0
+    while at + 1 < NEW_TOKENS:
+        alike = int((ranks[at, :depth] == 0).cumprod(0).sum())
+        found.append(min(alike, NEW_TOKENS - at - 2))
+        at += found[-1] + 1
+    return found
+
+
+@pytest.fixture
+def counted(monkeypatch) -> Callable[..., Any]:
+    """Return a function that decodes with transformers, and gives tokens and accepted counts."""
+
+    def decode(model: PreTrainedModel, prompt: list[int], kind: str, **how) -> Any:
+        steps: list[int] = []
+        drafter = getattr(candidate_generator, kind)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                drafter, "update_candidate_strategy", lambda *told: steps.append(int(told[3]))
+            )
+            out = model.generate(
+                torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False,
+                eos_token_id=None, **how,
+            )  # fmt: skip
+        # the first step reads the prompt
+        return out[0, len(prompt) :].tolist(), steps[1:]
+
+    return decode
+
+
+def learned(head: Head, base: FrozenBase, known: list) -> Head:
+    """Train a head on half of each text, so that some of its drafts are accepted."""
+    tokens = torch.tensor([(prompt + text)[:40] for prompt, text in known])
+    return taught(head.double(), base, tokens, 30, learning_rate=1e-2)
+
+
+def test_transformers_drafts_with_an_exported_dflash_head_as_we_do(tmp_path, counted):
+    folder = tiny.saved(tmp_path / "base")
+    base = FrozenBase.load(folder, dtype="float64", device="cpu")
+    known = texts(base)
+    torch.manual_seed(0)
+    settings = {"kind": "dflash", "depth": DEPTH, "num_layers": 2, "mask_token": 7, **SHAPE}
+    head = learned(build_for(settings, base), base, known)
+    lines, parity = export_head(head, base, "transformers", tmp_path / "out", known)
+    assert parity.largest_difference < 1e-5
+    assert "assistant_model" in lines[0]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    assistant, info = AutoModel.from_pretrained(
+        tmp_path / "out", dtype=torch.float64, output_loading_info=True
+    )
+    assert not any(info.values())
+    how = {"assistant_model": assistant, "speculation_type": "dflash"}
+    counts = []
+    for prompt, text in known:
+        tokens, steps = counted(model, prompt, "DFlashTokenCandidateGenerator", **how)
+        assert tokens == text[:NEW_TOKENS]
+        assert steps == accepted(base, head, prompt, text, DEPTH)
+        counts += steps
+    assert {0, DEPTH} <= set(counts)
+
+
+def add_module(folder: Path, head: Head, dtype: torch.dtype) -> None:
+    """Store a head in a base's folder as its MTP module, by the names of Mellum and Qwen3-Next."""
+    names = {ours: f"mtp.{theirs[-1]}" for ours, theirs in PARTS.items()}
+    named = {}
+    for name, value in head.state_dict().items():
+        part, kind = name.removeprefix("layer.mtp_block.").rsplit(".", 1)
+        named[f"{names.get(part, f'mtp.layers.0.{part}')}.{kind}"] = value.to(dtype)
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        file = folder / "model.safetensors"
+        save_file(load_file(file) | named, file, {"format": "pt", "made": "by hand"})
+        return
+    save_file(named, folder / "model-mtp.safetensors", {"format": "pt"})
+    told = json.loads(index.read_text())
+    told["weight_map"] |= dict.fromkeys(named, "model-mtp.safetensors")
+    index.write_text(json.dumps(told))
+
+
+def based(folder: Path, dtype: torch.dtype, shard: str = "1GB") -> FrozenBase:
+    """Save a Mellum of dense layers with a random MTP module, and load it."""
+    tiny.saved(folder, "mellum")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size=shard)
+    base = FrozenBase.load(folder, dtype="float64", device="cpu")
+    torch.manual_seed(0)
+    settings = {"kind": "mtp", "qk_norm": True, "rope_theta": 500_000.0, **SHAPE}
+    add_module(folder, build_for(settings, base), dtype)
+    return base
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: value
+        for file in folder.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shard"), [(torch.float32, "1GB"), (torch.bfloat16, "1GB"), (torch.float32, "100KB")]
+)
+def test_a_trained_module_is_written_back_into_a_copy_of_its_base(dtype, shard, tmp_path, counted):
+    folder, out = tmp_path / "base", tmp_path / "out"
+    base = based(folder, dtype, shard)
+    (folder / "chat").mkdir()
+    (folder / "chat" / "tool.jinja").write_text("{{ 1 }}")
+    before, known = stored(folder), texts(base)
+    head = learned(resume_head(folder, base, "mtp"), base, known)
+    lines, parity = export_head(head, base, "base", out, known)
+    assert parity.largest_difference < 1e-5
+    assert lines[0].startswith(f"vllm serve {out} ")
+
+    # only the module differs, and the base's own files are untouched
+    after = stored(out)
+    assert before.keys() == after.keys() == stored(folder).keys()
+    for name, value in before.items():
+        assert torch.equal(value, stored(folder)[name])
+        assert value.dtype == after[name].dtype
+        assert torch.equal(value, after[name]) != name.startswith("mtp."), name
+    for file in (file for file in folder.rglob("*") if file.is_file()):
+        copy = out / file.relative_to(folder)
+        if file.suffix != ".safetensors":
+            assert copy.read_bytes() == file.read_bytes()
+        else:
+            with safe_open(file, "pt") as old, safe_open(copy, "pt") as new:
+                assert old.metadata() == new.metadata()
+                assert copy.samefile(file) != any("mtp." in name for name in new.keys())
+    assert {file.name for file in out.iterdir()} - {file.name for file in folder.iterdir()} == {
+        RECORD
+    }
+
+    # the copy gives the trained module back, bit for bit in the dtype of the file
+    again = load_head(out).state_dict()
+    for name, value in head.state_dict().items():
+        assert torch.equal(value.to(dtype), again[name].to(dtype)), name
+
+    # transformers decodes with it as with the base, and drafts one token per module
+    drafter = load_head(out, base)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
+    counts = []
+    for prompt, text in known:
+        alone = model.generate(
+            torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
+        )
+        assert alone[0, len(prompt) :].tolist() == text[:NEW_TOKENS]
+        tokens, steps = counted(model, prompt, "MTPCandidateGenerator", use_mtp=True)
+        assert tokens == text[:NEW_TOKENS]
+        assert steps == accepted(base, drafter, prompt, text, depth=1)
+        counts += steps
+    assert {0, 1} == set(counts)
