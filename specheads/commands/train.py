@@ -173,7 +173,7 @@ def _train(
             log_every=settings.log_every,
             checkpoint_every=settings.checkpoint_every,
             held_out=held_out,
-            cache=features,
+            source=features,
         )
         if is_main:
             if settings.validation.keep == "best":

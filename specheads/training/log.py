@@ -15,6 +15,7 @@ from specheads.core.machine import peak_gib
 from specheads.data.packing import TokenBatch
 from specheads.runs.trackers import Tracker
 from specheads.training.cost import matmul_rate
+from specheads.training.features import LocalBase
 from specheads.training.schedule import PlacedPhase, Progressed
 from specheads.training.step import Stepper
 
@@ -56,8 +57,8 @@ class PhaseLog:
             if (item := next(source, None)) is None:
                 return
             self.waited += time.perf_counter() - began
-            # a cached batch has no forward of the base
-            if not self.full_speed_seconds and self.teacher.cache is None:
+            # other sources have no forward of the base here
+            if not self.full_speed_seconds and isinstance(self.teacher.source, LocalBase):
                 self._count_time()
                 flops = self.stepper.flops(item[0], self.phase, self.at.step)
                 base = self.teacher.base

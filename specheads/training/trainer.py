@@ -23,7 +23,7 @@ from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress
 from specheads.runs.trackers import Tracker
-from specheads.training.feature_cache import FeatureCache
+from specheads.training.features import FeatureSource
 from specheads.training.log import PhaseLog
 from specheads.training.schedule import PlacedPhase, Progressed, adapter_settings, placed
 from specheads.training.settings import Phase, Schedule
@@ -45,7 +45,7 @@ def train(
     log_every: int = 10,
     checkpoint_every: int = 0,
     held_out: HeldOut | None = None,
-    cache: FeatureCache | None = None,
+    source: FeatureSource | None = None,
 ) -> None:
     """Train a head through every phase; resume from the newest checkpoint.
 
@@ -56,14 +56,14 @@ def train(
     `open_text` returns the text of a phase when the phase starts, and may generate it first. Its
     last argument is a function that all processes call together from time to time, and that raises
     KeyboardInterrupt after an interrupt. `tracker` is None on all processes except the main one.
-    `checkpoint_every` zero writes checkpoints at the end of phases only. With a `cache` a frozen
-    base reads each batch once.
+    `checkpoint_every` zero writes checkpoints at the end of phases only. The features of a frozen
+    base come from `source`; None is the base itself.
 
     The first interrupt (SIGINT or SIGTERM) of any process finishes the current step, writes a
     checkpoint and raises KeyboardInterrupt on all processes. With several processes they finish one
     more step. A second interrupt has its default effect.
     """
-    teacher = Teacher(base, head, adapter_settings(schedule), seed, cache)
+    teacher = Teacher(base, head, adapter_settings(schedule), seed, source)
     try:
         trainer = _Trainer(Stepper(teacher, schedule, accelerator, seed), run)
         with progress(shown=accelerator.is_main_process) as display, trainer.on_interrupt():
