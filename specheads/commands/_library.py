@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from specheads import config
 from specheads.base.model import FrozenBase
@@ -22,6 +23,11 @@ def own(settings: config.Evaluate) -> tuple[RunDirectory, config.Train]:
     names = ("seed", "base", "tree", "evaluation")
     changes = {name: getattr(settings, name) for name in names}
     return run, replace(read_run(run.config, config.Train), **changes)
+
+
+def base_of_training(settings: config.Train) -> dict[str, Any]:
+    """Return the arguments of `FrozenBase.load` for training."""
+    return asdict(settings.base) | {"ends_only": settings.features.source == "vllm"}
 
 
 def load_base(settings: SettingsWithBase) -> FrozenBase:

@@ -4,11 +4,13 @@ Training, validation and the losses know only `FeatureSource`. See docs/scale.md
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.features import Features
 from specheads.data.packing import TokenBatch
+from specheads.runs.directory import RunDirectory
 
 
 class FeatureSource(ABC):
@@ -17,6 +19,13 @@ class FeatureSource(ABC):
     waited_seconds: float | None = None
     """Time spent waiting for features; None if they are computed here."""
 
+    halted: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether the run is asked to stop, so that it waits no longer."""
+
+    def begin(self, run: RunDirectory, rank: int) -> None:
+        """Take the name of a run, which is open now, and the number of this process in it."""
+        del run, rank
+
     @abstractmethod
     def features(self, batch: TokenBatch) -> Features:
         """Return the features of a batch, on the base's device."""
@@ -24,6 +33,10 @@ class FeatureSource(ABC):
     def ahead(self, batch: TokenBatch) -> None:
         """Start to fetch the features of a batch that is needed soon. Another thread may call."""
         del batch
+
+    def drop(self) -> None:
+        """Forget what was fetched ahead."""
+        return
 
 
 class LocalBase(FeatureSource):

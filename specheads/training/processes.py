@@ -63,20 +63,20 @@ def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
 def load_base(choices: Mapping[str, Any], accelerator: Accelerator) -> FrozenBase:
     """Load a base onto this process's device, or this process's shard of it.
 
-    `choices` are the arguments of `FrozenBase.load`.
+    `choices` are the arguments of `FrozenBase.load`. A base without layers is never sharded.
 
     Raises:
         ValueError: As `FrozenBase.load`, or the sharding does not fit the processes.
     """
     device = choices.get("device", "auto")
     if device == "auto":
-        sharding = sharding_of(accelerator, device)
+        sharding = None if choices.get("ends_only") else sharding_of(accelerator, device)
         device = sharding or str(accelerator.device)
     with _whole():
         base = FrozenBase.load(**{**choices, "device": device})
     compiler: Any = accelerator.state.dynamo_plugin
     # torch.compile does not support layers that are gathered while they compute
-    if compiler.backend != DynamoBackend.NO and base.sharding is None:
+    if compiler.backend != DynamoBackend.NO and base.decodes:
         base.compile_reads(**compiler.to_kwargs())
     return base
 

@@ -66,6 +66,7 @@ def train(
     teacher = Teacher(base, head, adapter_settings(schedule), seed, source)
     try:
         trainer = _Trainer(Stepper(teacher, schedule, accelerator, seed), run)
+        teacher.source.halted = lambda: trainer.stop
         with progress(shown=accelerator.is_main_process) as display, trainer.on_interrupt():
             trainer.resume(lambda line: display.console.print(line, markup=False, soft_wrap=True))
             if tracker is not None:
@@ -105,7 +106,7 @@ class _Trainer:
         self.teacher.begin(phase)
         with closing(prefetched(self._batches(text))) as batches:
             for batch, cursor in log.waiting(batches):
-                values, self.at.cursor = self.stepper.step(batch, phase, self.at.step), cursor
+                values, self.at.cursor = self._step(batch, phase), cursor
                 tokens = phase.settings.batch_size * batch.tokens.shape[1]
                 self.at.step += 1
                 self.at.tokens += tokens
@@ -117,6 +118,7 @@ class _Trainer:
                     self.save()
                 if stop:
                     raise KeyboardInterrupt
+        self.teacher.source.drop()
         self.at.cursor = None
         if self.accelerator.is_main_process:
             # so that phases can be compared later
@@ -128,9 +130,20 @@ class _Trainer:
         self.save()
         self.halt()
 
+    def _step(self, batch: TokenBatch, phase: PlacedPhase) -> dict[str, Tensor]:
+        """Take a step; if its features cannot be had, save the steps before it."""
+        try:
+            return self.stepper.step(batch, phase, self.at.step)
+        except InputError as error:
+            # nothing has changed since the step before; with more processes the others would wait
+            if self.at.step and self.accelerator.num_processes == 1:
+                self.save()
+            raise (KeyboardInterrupt if self.stop else error) from None
+
     def _batches(self, text: BatchStream) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
-        """Yield the remaining batches of a text, in pinned memory for a GPU."""
+        """Yield the remaining batches of a text, in pinned memory for a GPU; fetch features."""
         for batch, cursor in text.batches(self.at.cursor):
+            self.teacher.source.ahead(batch)
             yield batch.pinned() if self.teacher.base.device.type == "cuda" else batch, cursor
 
     def save(self) -> None:
