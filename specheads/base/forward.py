@@ -68,6 +68,8 @@ class Forwards:
         self.config = model.config.get_text_config()
         self.windows = attention_windows(model)
         refuse_attention(self.config._attn_implementation)
+        self.has_layers = True
+        """False: it has only what is before and after the layers; a server has them."""
         self.exact = False
         """Whether `verify` gives each node bit for bit the result of decoding it alone."""
         self.experts = experts_of(model)
@@ -93,7 +95,12 @@ class Forwards:
         """Dtype of the model."""
         return self.model.dtype
 
-    def _refuse_training(self) -> None:
+    def _refuse_unusable(self) -> None:
+        if not self.has_layers:
+            raise InputError(
+                "this step reads text with the base, and features.source=vllm loads no layer of "
+                "it; run it with features.source=local"
+            )
         if self.model.training:
             raise InputError(
                 "a base must be in eval mode, got its model in training mode; call model.eval()"
@@ -130,7 +137,7 @@ class Forwards:
         `gradients` lets them flow to an adapter in training. Packed documents, numbered by
         `document_ids` within each row, do not see each other; None: each row is one text.
         """
-        self._refuse_training()
+        self._refuse_unusable()
         inputs: dict[str, Any] = {"input_ids": tokens.to(self.device), "use_cache": False}
         attending = nullcontext()
         if document_ids is not None:
@@ -153,7 +160,7 @@ class Forwards:
         Keys and values stay in the scratch of the cache until `cache.commit`. Raises as
         `cache.reserve` does, which leaves the cache unchanged.
         """
-        self._refuse_training()
+        self._refuse_unusable()
         if self.exact and tree.tokens.numel() == 1:
             return self._verify_lone(tree, cache, aux_layers)
         cache.reserve(tree.tokens.shape[1])
@@ -224,7 +231,7 @@ class Forwards:
         Returns the logits after the last token of each row, and the features of every position.
         Errors are those of `verify`; earlier chunks stay committed.
         """
-        self._refuse_training()
+        self._refuse_unusable()
         pieces = []
         for first in range(0, tokens.shape[1], chunk):
             piece = tokens[:, first : first + chunk]
@@ -268,14 +275,9 @@ class Forwards:
             out = self.model.base_model(**inputs, output_hidden_states=bool(aux_layers))
         return _features(out, inputs["input_ids"], aux_layers, last)
 
-    @contextmanager
-    def _last_stream(self, aux_layers: AuxLayers) -> Iterator[list[Tensor]]:
-        """Yield a list that a forward fills with the stream after all layers, if it is read."""
-        # the last hidden states of transformers are those after the final norm
-        found: list[Tensor] = []
-        if self.config.num_hidden_layers not in aux_layers:
-            yield found
-            return
+    @property
+    def final_norm(self) -> torch.nn.Module:
+        """The norm after the last layer."""
         named = dict(self.model.get_decoder().named_children())
         norm = next((named[name] for name in FINAL_NORMS if name in named), None)
         if norm is None:
@@ -284,7 +286,26 @@ class Forwards:
                 f"base whose final norm is called {' or '.join(FINAL_NORMS)}, and "
                 f"{self.config.model_type!r} has none; choose other aux_layers"
             )
-        hook = norm.register_forward_pre_hook(lambda _, given: found.append(given[0]))
+        return norm
+
+    @torch.no_grad()
+    def embedded(self, tokens: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time width"]:
+        """Return the stream before the first layer, of a base without layers."""
+        assert not self.has_layers
+        # what reaches the final norm has every scale that the architecture gives an embedding
+        with self._last_stream((self.config.num_hidden_layers,)) as found:
+            self.model.get_decoder()(input_ids=tokens.to(self.device), use_cache=False)
+        return found[0]
+
+    @contextmanager
+    def _last_stream(self, aux_layers: AuxLayers) -> Iterator[list[Tensor]]:
+        """Yield a list that a forward fills with the stream after all layers, if it is read."""
+        # the last hidden states of transformers are those after the final norm
+        found: list[Tensor] = []
+        if self.config.num_hidden_layers not in aux_layers:
+            yield found
+            return
+        hook = self.final_norm.register_forward_pre_hook(lambda _, given: found.append(given[0]))
         try:
             yield found
         finally:

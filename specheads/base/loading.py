@@ -36,13 +36,20 @@ MOST = {"num_hidden_layers": 1024, "num_labels": 2**20, "max_position_embeddings
 
 
 def load_model(
-    source: str, *, revision: str, dtype: str, device: str | Sharding, attention: str
+    source: str,
+    *,
+    revision: str,
+    dtype: str,
+    device: str | Sharding,
+    attention: str,
+    ends_only: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model and its tokenizer; the tokenizer is None if the folder has no tokenizer files.
 
     The source is what `gguf.located` takes. The dtype is one of `DTYPES` or "auto": bfloat16 if the
     device computes it, else float32. The device "auto" is CUDA if available. With a `Sharding` the
-    model is loaded on the CPU first.
+    model is loaded on the CPU first. `ends_only` reads no layer, only what is
+    before and after them; the config keeps the number of layers.
     """
     refuse_attention(attention)
     sharded = isinstance(device, Sharding)
@@ -51,6 +58,10 @@ def load_model(
     source = located(source)
     config = load_config(source, revision=revision)
     folder, tokenizer = Path(source), load_tokenizer(source, revision=revision)
+    text_config = config.get_text_config()
+    num_layers = text_config.num_hidden_layers
+    if ends_only:
+        text_config.num_hidden_layers = 0
     if (folder / "generation_config.json").is_file():
         # transformers ignores a damaged file, and with it the tokens that end a text
         with reading("generation_config.json", source):
@@ -63,6 +74,7 @@ def load_model(
         read: Any = auto_class(config).from_pretrained
         loaded, info = read(
             source,
+            config=config if ends_only else None,
             revision=revision,
             dtype=_dtype(dtype, place),
             attn_implementation=attention_of(config, attention),
@@ -73,6 +85,9 @@ def load_model(
             # reads 16 GB several times faster
             device_map={"": place} if direct else None,
         )
+        if ends_only:
+            info["unexpected_keys"] = []
+            loaded.config.get_text_config().num_hidden_layers = num_layers
         refuse_mismatch(source, info)
     return loaded if direct or sharded else loaded.to(place), tokenizer
 

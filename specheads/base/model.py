@@ -22,6 +22,7 @@ from specheads.base.loading import load_model
 from specheads.base.paged import BlockPool
 from specheads.base.selfcheck import check, check_exact
 from specheads.base.sharding import Sharding
+from specheads.core.errors import InputError
 from specheads.core.machine import refuse_bytes
 from specheads.core.weight_layout import for_few_rows
 from specheads.data.chat import end_ids
@@ -92,20 +93,38 @@ class FrozenBase(Forwards):
         adapter: str | Path = "",
         compile: bool = False,
         exact: bool = False,
+        ends_only: bool = False,
     ) -> "FrozenBase":
         """Load a base from a folder, the Hub or a GGUF file; code of a checkpoint never runs.
 
         Arguments are those of `loading.load_model` and of the class. `adapter` is the folder or Hub
         id of a LoRA adapter to merge. All processes of a `Sharding` call this together.
+        With `ends_only` no layer is loaded: training takes hidden states from a server then, and
+        nothing else can be done with the base.
         """
+        if adapter and ends_only:
+            raise InputError(
+                f"features.source=vllm loads no layer to merge base.adapter={adapter} into; merge "
+                "it with peft, and give the merged base to the server and as base.model"
+            )
         loaded, tokenizer = load_model(
-            str(model), revision=revision, dtype=dtype, device=device, attention=attention
+            str(model),
+            revision=revision,
+            dtype=dtype,
+            device=device,
+            attention=attention,
+            ends_only=ends_only,
         )
         if adapter:
             lora.merge(loaded, adapter)
         if isinstance(device, Sharding):
             device.apply(loaded)
-        base = cls(loaded, tokenizer, name=str(model), compile=compile, exact=exact)
+        if ends_only:
+            loaded.eval().requires_grad_(False)
+            base = cls(loaded, tokenizer, name=str(model), owned=False)
+            base.has_layers = False
+        else:
+            base = cls(loaded, tokenizer, name=str(model), compile=compile, exact=exact)
         base.place, base.adapter, base.revision = loaded.name_or_path, _placed(adapter), revision
         base.sharding = device if isinstance(device, Sharding) else None
         return base
@@ -125,6 +144,11 @@ class FrozenBase(Forwards):
     def holds(self, adapter: str | Path) -> bool:
         """Return whether this adapter was merged last; different paths to it count as the same."""
         return self.adapter == _placed(adapter)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether one process can generate text with it: it is neither sharded nor at a server."""
+        return self.has_layers and self.sharding is None
 
     @property
     def num_parameters(self) -> int:

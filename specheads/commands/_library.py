@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from specheads.base.model import FrozenBase
 from specheads.commands._call import read_run
@@ -22,6 +23,11 @@ def own(settings: Evaluate) -> tuple[RunDirectory, Train]:
     names = ("seed", "base", "tree", "evaluation")
     changes = {name: getattr(settings, name) for name in names}
     return run, replace(read_run(run.config, Train), **changes)
+
+
+def base_of_training(settings: Train) -> dict[str, Any]:
+    """Return the arguments of `FrozenBase.load` for training."""
+    return asdict(settings.base) | {"ends_only": settings.features.source == "vllm"}
 
 
 def load_base(settings: SettingsWithBase) -> FrozenBase:

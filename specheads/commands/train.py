@@ -19,6 +19,7 @@ from specheads.base import lora
 from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
 from specheads.commands._call import settings_for
+from specheads.commands._library import base_of_training
 from specheads.commands.evaluate import measure_run, usable_prompts
 from specheads.config import compose
 from specheads.config.commands import Train
@@ -38,6 +39,8 @@ from specheads.runs.trackers import Tracker, refuse_missing
 from specheads.training import trainer
 from specheads.training.distill.run import refuse_sharded
 from specheads.training.feature_cache import feature_cache
+from specheads.training.feature_server import VllmServer
+from specheads.training.features import FeatureSource, LocalBase
 from specheads.training.plan import automatic, largest_batches
 from specheads.training.processes import (
     accelerator_of_environment,
@@ -46,7 +49,7 @@ from specheads.training.processes import (
     on_all_processes,
     readers,
 )
-from specheads.training.schedule import adapter_settings, refuse_misfit
+from specheads.training.schedule import adapter_settings, refuse_misfit, row_tokens
 from specheads.training.texts import PhaseTexts
 
 Announce = Callable[[str], None]
@@ -97,10 +100,10 @@ def train(
     announce(f"head: {made.head}")
     if made.adapter.is_dir():
         announce(f"adapter of the base: {made.adapter}")
-    if settings.evaluate_after and base.sharding:
+    if settings.evaluate_after and not base.decodes:
+        what = "a sharded base" if base.sharding else "a base at a server"
         announce(
-            "a sharded base cannot decode in one process: measure with specheads evaluate "
-            f"run={made.path}"
+            f"{what} cannot decode in one process: measure with specheads evaluate run={made.path}"
         )
     elif settings.evaluate_after:
         results = measure_run(made, settings, base)
@@ -147,8 +150,7 @@ def _train(
         if head is None:
             head = build_for(settings.head, base, counts)
         texts.head = head
-        rows, wanted = settings.validation.rows, settings.feature_cache
-        features = feature_cache(wanted, phases, data, rows, base, head.aux_layers, announce)
+        source = _source(settings, base, head, announce, held)
         held_out = texts.held_out(settings.validation)
         if is_main:
             if counts is not None:
@@ -159,6 +161,7 @@ def _train(
             number = accelerator.num_processes
             announce(f"training with {number} process{'es' if number > 1 else ''}")
         on_all_processes(begin)
+        source.begin(made, accelerator.process_index)
         chosen = asdict(settings.tracker) | {"name": settings.name, "tell": announce}
         tracker = Tracker(made.metrics, **chosen) if is_main else None
         held.enter_context(closing(tracker) if tracker else nullcontext())
@@ -174,13 +177,27 @@ def _train(
             log_every=settings.log_every,
             checkpoint_every=settings.checkpoint_every,
             held_out=held_out,
-            cache=features,
+            source=source,
         )
         if is_main:
             if settings.validation.keep == "best":
                 made.take_best(head)
             made.end(head)
     return head, base
+
+
+def _source(
+    settings: Train, base: FrozenBase, head: Head, announce: Announce, held: ExitStack
+) -> FeatureSource:
+    """Return the source of features; servers are checked, and closed with `held`."""
+    phases, data = settings.schedule.phases, settings.data
+    if not base.has_layers:
+        longest = max(row_tokens(one, data, base.max_length) for one in phases.values())
+        server = VllmServer(settings.features, base, head, longest, announce)
+        return held.enter_context(closing(server))
+    wanted, rows = settings.feature_cache, settings.validation.rows
+    cache = feature_cache(wanted, phases, data, rows, base, head.aux_layers, announce)
+    return cache or LocalBase(base, head.aux_layers)
 
 
 def _settle_batches(
@@ -199,7 +216,7 @@ def _settle_batches(
     before = run.get("schedule", {}).get("phases", {})
     sizes = {name: before.get(name, {}).get("batch_size") for name in automatic(settings.schedule)}
     if not all(isinstance(size, int) for size in sizes.values()):
-        base = base or load_base(asdict(settings.base), accelerator)
+        base = base or load_base(base_of_training(settings), accelerator)
         sizes = largest_batches(_dry_run.setup_of(settings), base, accelerator)
     for name, size in sizes.items():
         phases[name].batch_size = size
@@ -215,7 +232,7 @@ def _checked_base(
     depth: int = (load_head(settings.init) if settings.init else configure(settings.head)).depth
     refuse_missing(settings.tracker.kind)
     refuse_unreadable(settings.data)
-    base = base or load_base(asdict(settings.base), accelerator)
+    base = base or load_base(base_of_training(settings), accelerator)
     processes = readers(base.sharding, accelerator)["world_size"]
     if base.tokenizer is None or len(base.tokenizer) > base.vocab_size:
         raise InputError(
@@ -226,13 +243,25 @@ def _checked_base(
     joint, phases = adapter_settings(settings.schedule), settings.schedule.phases
     for name, phase in phases.items():
         refuse_misfit(name, phase, base.max_length, depth, processes)
-        if base.sharding and phase.distill:
+        if phase.distill:
             refuse_sharded(base, phase.distill, Path(phase.distill.folder or made.text))
     if base.sharding and (joint or settings.feature_cache.gib):
         raise InputError(
             "joint training and a feature cache need the whole base in each process, but "
             "accelerate is configured to shard it; use configs/accelerate/ddp_8gpu.yaml, or leave "
             "out joint and feature_cache.gib"
+        )
+    at_server = settings.features.source == "vllm"
+    if base.has_layers == at_server:
+        raise InputError(
+            f"features.source={settings.features.source} needs a base loaded with ends_only="
+            f"{at_server}, got another; leave out the argument base"
+        )
+    if at_server and (joint or settings.feature_cache.gib):
+        raise InputError(
+            "joint training and a feature cache need the base in this process, but "
+            "features.source=vllm leaves it at a server; leave out joint and feature_cache.gib, or "
+            "set features=local"
         )
     if joint:
         lora.targets(base.model, joint.target_modules)

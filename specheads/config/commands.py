@@ -31,7 +31,7 @@ from specheads.core.ranges import (
     one_of,
 )
 from specheads.data.settings import Data
-from specheads.training.settings import FeatureCache, Schedule, Validation
+from specheads.training.settings import FeatureCache, FeatureSettings, Schedule, Validation
 
 OF_TRANSFORMERS = ("transformers", "transformers_lookup", "transformers_assisted")
 DRAFTERS = ("head", "prompt_lookup", "hybrid", "streaming", "draft_model", *OF_TRANSFORMERS)
@@ -59,6 +59,7 @@ class Train(HasSeed):
     schedule: Schedule
     tracker: Tracker
     validation: Validation = field(default_factory=Validation)
+    features: FeatureSettings = field(default_factory=FeatureSettings)
     feature_cache: FeatureCache = field(default_factory=FeatureCache)
     log_every: PositiveInt = 10
     """Steps between two lines of metrics.jsonl."""

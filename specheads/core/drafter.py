@@ -161,9 +161,10 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     def is_of(self, fingerprint: str) -> bool:
         """Return whether its base may have this fingerprint.
 
-        An empty fingerprint, or only the first half of one, matches more bases.
+        An empty fingerprint, or only the first half of one, matches more bases, on either side.
         """
-        return self.base_fingerprint[: len(fingerprint)] in ("", fingerprint)
+        own = self.base_fingerprint
+        return own.startswith(fingerprint) or fingerprint.startswith(own)
 
     def choose_vocabulary(self, counts: Int[Tensor, " vocab"]) -> None:
         """Restrict the draft vocabulary to the tokens with the largest counts in training text.

@@ -24,7 +24,7 @@ from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImp
 from jaxtyping import Float
 from torch import Tensor
 
-from specheads.base.fingerprint import base_fingerprint
+from specheads.base.fingerprint import base_fingerprint, tables_fingerprint
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
@@ -204,7 +204,8 @@ def refuse_misfit(
 
 
 def _fingerprint(base: FrozenBase) -> str:
-    return base_fingerprint(base.model, base.embedding, base.projection.weight)
+    tables = base.embedding, base.projection.weight
+    return base_fingerprint(base.model, *tables) if base.has_layers else tables_fingerprint(*tables)
 
 
 def _lend(head: Head, base: FrozenBase) -> None:

@@ -15,6 +15,8 @@ MAX_DEPTH = 20
 RESUMABLE = (
     "name", "run_dir", "tree", "tracker", "evaluation", "evaluate_after", "log_every",
     "checkpoint_every", "validation", "feature_cache", "base.device",
+    "features.url", "features.folder", "features.concurrency", "features.timeout_seconds",
+    "features.patience_seconds", "features.max_gib",
     "base.compile", "base.exact", "dry_run", "schedule.phases.*.accumulation_steps",
     "schedule.phases.*.distill.folder",
     "schedule.phases.*.distill.engine", "schedule.phases.*.distill.batch_size",

@@ -18,12 +18,13 @@ from specheads.core.features import Features
 from specheads.core.files import writable_folder, write_atomic
 from specheads.data.packing import TokenBatch
 from specheads.data.settings import Data
+from specheads.training.features import FeatureSource
 from specheads.training.schedule import row_tokens
 from specheads.training.settings import FeatureCache as Settings
 from specheads.training.settings import Phase
 
 
-class FeatureCache:
+class FeatureCache(FeatureSource):
     """Computes the features of each batch once for all runs that share the folder.
 
     The key of a batch is its tokens and documents. The key of a folder is everything else that

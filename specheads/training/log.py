@@ -15,6 +15,7 @@ from specheads.core.machine import peak_gib
 from specheads.data.packing import TokenBatch
 from specheads.runs.trackers import Tracker
 from specheads.training.cost import matmul_rate
+from specheads.training.features import LocalBase
 from specheads.training.schedule import PlacedPhase, Progressed
 from specheads.training.step import Stepper
 
@@ -56,8 +57,8 @@ class PhaseLog:
             if (item := next(source, None)) is None:
                 return
             self.waited += time.perf_counter() - began
-            # a cached batch has no forward of the base
-            if not self.full_speed_seconds and self.teacher.cache is None:
+            # other sources have no forward of the base here
+            if not self.full_speed_seconds and isinstance(self.teacher.source, LocalBase):
                 self._count_time()
                 flops = self.stepper.flops(item[0], self.phase, self.at.step)
                 base = self.teacher.base
@@ -89,6 +90,7 @@ class PhaseLog:
         """Start a new row; the time since the last one does not count."""
         self.sums: dict[str, Tensor] = {}
         self.steps, self.tokens, self.waited = 0, 0, 0.0
+        self.waited_before = self.teacher.source.waited_seconds or 0.0
         self.since, self.read = self.at.seconds, time.perf_counter()
 
     def _count_time(self) -> None:
@@ -112,6 +114,8 @@ class PhaseLog:
         row["tokens_per_second"] = self.tokens / seconds
         row["hours"] = at.seconds / 3600
         row["data_wait_share"] = min(self.waited / seconds, 1.0)
+        if (waited := self.teacher.source.waited_seconds) is not None:
+            row["features_wait_share"] = min((waited - self.waited_before) / seconds, 1.0)
         row["peak_gib"] = peak_gib(self.teacher.base.device)
         if self.full_speed_seconds:
             row["mfu"] = self.full_speed_seconds * self.steps / seconds

@@ -62,14 +62,14 @@ def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
 def load_base(choices: Mapping[str, Any], accelerator: Accelerator) -> FrozenBase:
     """Load a base onto this process's device, or this process's shard of it.
 
-    `choices` are the arguments of `FrozenBase.load`.
+    `choices` are the arguments of `FrozenBase.load`. A base without layers is never sharded.
 
     Raises:
         ValueError: As `FrozenBase.load`, or the sharding does not fit the processes.
     """
     device = choices.get("device", "auto")
     if device == "auto":
-        sharding = sharding_of(accelerator, device)
+        sharding = None if choices.get("ends_only") else sharding_of(accelerator, device)
         device = sharding or str(accelerator.device)
     with _whole():
         base = FrozenBase.load(**{**choices, "device": device})

@@ -233,6 +233,36 @@ class FeatureCache:
 
 
 @dataclass(kw_only=True)
+class FeatureSettings:
+    """Where training takes the base's hidden states from."""
+
+    source: Annotated[str, one_of("local", "vllm")] = "local"
+    """local (the base in this process), or vllm (servers that `specheads serve-features` starts;
+    this process then holds only embedding, final norm and vocabulary projection)."""
+
+    url: list[PrintableText] = field(default_factory=list)
+    """Addresses of the servers, such as http://127.0.0.1:8000/v1. Requests are spread over them.
+    A key is read from the environment variable OPENAI_API_KEY."""
+
+    folder: PathOrId = ""
+    """Folder that the servers write hidden states into, under its name on this machine. Each file
+    is deleted after use."""
+
+    concurrency: PositiveInt = 16
+    """Open requests of one process at each server."""
+
+    timeout_seconds: PositiveFloat = 120.0
+    """Longest wait for one answer."""
+
+    patience_seconds: NonNegativeFloat = 900.0
+    """Longest wait for a server that fails or is started again; then the run writes a checkpoint
+    and stops."""
+
+    max_gib: PositiveFloat = 4.0
+    """Largest size of one process's files in the folder, in GiB."""
+
+
+@dataclass(kw_only=True)
 class Schedule:
     """Phases and optimizer."""
 

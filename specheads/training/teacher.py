@@ -20,7 +20,7 @@ from specheads.core.drafter import Features, Head
 from specheads.data.packing import TokenBatch
 from specheads.decoding.noise import bits
 from specheads.training.depth_loss import DepthLoss
-from specheads.training.feature_cache import FeatureCache
+from specheads.training.features import FeatureSource, LocalBase
 from specheads.training.objective import figures, own_labels
 from specheads.training.schedule import PlacedPhase
 from specheads.training.settings import Joint
@@ -50,7 +50,7 @@ class Step:
 
 
 class Teacher:
-    """A base whose logits are the targets of a head.
+    """A base whose logits are the targets of a head; its features come from `source`.
 
     With `joint` the base has an adapter, initialised from `seed`. Joint phases train it together
     with the head; in other phases it is frozen.
@@ -62,9 +62,10 @@ class Teacher:
         head: Head,
         joint: Joint | None = None,
         seed: int = 0,
-        cache: FeatureCache | None = None,
+        source: FeatureSource | None = None,
     ) -> None:
-        self.base, self.head, self.cache = base, head, cache
+        self.base, self.head = base, head
+        self.source = source or LocalBase(base, head.aux_layers)
         self.adapter: Adapter | None = None
         self.parameters: list[nn.Parameter] = []
         """Trained parameters of the base."""
@@ -94,9 +95,7 @@ class Teacher:
 
     def features(self, batch: TokenBatch) -> Features:
         """Return the base's features of a batch, without gradients."""
-        if self.cache is not None:
-            return self.cache.features(batch)
-        return self.base.read(batch.tokens, self.head.aux_layers, batch.document_ids)
+        return self.source.features(batch)
 
     def losses(self, step: Step, head_loss: HeadLoss) -> tuple[Tensor, dict[str, Tensor]]:
         """Read the batch; return the loss and the metrics to log.

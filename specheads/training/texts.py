@@ -182,8 +182,9 @@ class PhaseTexts:
 
     def _held_prompts(self, settings: Validation) -> tuple[list[list[int]], str]:
         """Return this process's share of the held-out prompts, and the identity of all prompts."""
-        if self.base.sharding:
-            raise InputError("a sharded base does not decode; use an unsharded base")
+        if not self.base.decodes:
+            what = "a sharded base" if self.base.sharding else "a base at a server"
+            raise InputError(f"{what} does not decode here; measure the head after training")
         length, number = settings.prompt_tokens, settings.prompts
         found = prompts_of_split(self.data, "validation", self.tokenizer, length, number, self.seed)
         room = self.base.max_length - settings.new_tokens

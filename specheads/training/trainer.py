@@ -23,7 +23,7 @@ from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress
 from specheads.runs.trackers import Tracker
-from specheads.training.feature_cache import FeatureCache
+from specheads.training.features import FeatureSource
 from specheads.training.log import PhaseLog
 from specheads.training.schedule import PlacedPhase, Progressed, adapter_settings, placed
 from specheads.training.settings import Phase, Schedule
@@ -45,7 +45,7 @@ def train(
     log_every: int = 10,
     checkpoint_every: int = 0,
     held_out: HeldOut | None = None,
-    cache: FeatureCache | None = None,
+    source: FeatureSource | None = None,
 ) -> None:
     """Train a head through every phase; resume from the newest checkpoint.
 
@@ -56,16 +56,17 @@ def train(
     `open_text` returns the text of a phase when the phase starts, and may generate it first. Its
     last argument is a function that all processes call together from time to time, and that raises
     KeyboardInterrupt after an interrupt. `tracker` is None on all processes except the main one.
-    `checkpoint_every` zero writes checkpoints at the end of phases only. With a `cache` a frozen
-    base reads each batch once.
+    `checkpoint_every` zero writes checkpoints at the end of phases only. The features of a frozen
+    base come from `source`; None is the base itself.
 
     The first interrupt (SIGINT or SIGTERM) of any process finishes the current step, writes a
     checkpoint and raises KeyboardInterrupt on all processes. With several processes they finish one
     more step. A second interrupt has its default effect.
     """
-    teacher = Teacher(base, head, adapter_settings(schedule), seed, cache)
+    teacher = Teacher(base, head, adapter_settings(schedule), seed, source)
     try:
         trainer = _Trainer(Stepper(teacher, schedule, accelerator, seed), run)
+        teacher.source.halted = lambda: trainer.stop
         with progress(shown=accelerator.is_main_process) as display, trainer.on_interrupt():
             trainer.resume(lambda line: display.console.print(line, markup=False, soft_wrap=True))
             if tracker is not None:
@@ -105,7 +106,7 @@ class _Trainer:
         self.teacher.begin(phase)
         with closing(prefetched(self._batches(text))) as batches:
             for batch, cursor in log.waiting(batches):
-                values, self.at.cursor = self.stepper.step(batch, phase, self.at.step), cursor
+                values, self.at.cursor = self._step(batch, phase), cursor
                 tokens = phase.settings.batch_size * batch.tokens.shape[1]
                 self.at.step += 1
                 self.at.tokens += tokens
@@ -117,6 +118,7 @@ class _Trainer:
                     self.save()
                 if stop:
                     raise KeyboardInterrupt
+        self.teacher.source.drop()
         self.at.cursor = None
         if self.accelerator.is_main_process:
             # so that phases can be compared later
@@ -128,9 +130,20 @@ class _Trainer:
         self.save()
         self.halt()
 
+    def _step(self, batch: TokenBatch, phase: PlacedPhase) -> dict[str, Tensor]:
+        """Take a step; if its features cannot be had, save the steps before it."""
+        try:
+            return self.stepper.step(batch, phase, self.at.step)
+        except InputError as error:
+            # nothing has changed since the step before; with more processes the others would wait
+            if self.at.step and self.accelerator.num_processes == 1:
+                self.save()
+            raise (KeyboardInterrupt if self.stop else error) from None
+
     def _batches(self, text: BatchStream) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
-        """Yield the remaining batches of a text, in pinned memory for a GPU."""
+        """Yield the remaining batches of a text, in pinned memory for a GPU; fetch features."""
         for batch, cursor in text.batches(self.at.cursor):
+            self.teacher.source.ahead(batch)
             yield batch.pinned() if self.teacher.base.device.type == "cuda" else batch, cursor
 
     def save(self) -> None:

@@ -26,7 +26,7 @@ AUX = {"eagle3": (0, 1, 2)}
 def trained(folder: Path, cache: FeatureCache | None, kind: str = "mlp_speculator") -> Head:
     schedule = Schedule(phases={"corpus": phase(scored_share=0.6)})
     held_out = HeldOut([packed(texts())], every=3)
-    return run_training(folder, schedule, kind=kind, held_out=held_out, cache=cache)
+    return run_training(folder, schedule, kind=kind, held_out=held_out, source=cache)
 
 
 def cached(folder: Path, kind: str = "mlp_speculator") -> tuple[FeatureCache, list[str]]:

@@ -50,7 +50,7 @@ def _lines(draft: str, num_tokens: int, base: FrozenBase, out: Path) -> tuple[st
     )
 
 
-def eagle3_objection(head: Head, base: FrozenBase) -> str:
+def eagle3_objection(head: Head, _: FrozenBase) -> str:
     """Object to settings of yarn that llama.cpp does not read."""
     scaling = head.config.rope_scaling
     unread = sorted({*scaling} - YARN) if scaling.get("rope_type") == "yarn" else []

@@ -69,7 +69,7 @@ def _serve(base: FrozenBase, out: Path) -> str:
     return f"vllm serve {at_revision(base, shlex.quote(str(out)))}"
 
 
-def eagle3_objection(head: Head, base: FrozenBase) -> str:
+def eagle3_objection(head: Head, _: FrozenBase) -> str:
     """Object to a head whose settings vLLM would not read from this format."""
     unread = head.config.parallel and head.config.fc_norm
     return "vLLM does not read fc_norm of a folder of P-EAGLE, this head has both" if unread else ""

@@ -98,7 +98,7 @@ def write_mlp(head: Head, base: FrozenBase, out: Path) -> Folder:
     return Folder(config, named, (serve_tgi(head, base, out),))
 
 
-def mlp_objection(head: Head, base: FrozenBase) -> str:
+def mlp_objection(head: Head, _: FrozenBase) -> str:
     """Object to a head with one level: TGI always reads a second projection."""
     return "" if head.depth > 1 else "it needs depth 2 or more"
 

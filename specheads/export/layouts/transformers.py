@@ -39,7 +39,7 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
     return Folder(config, tensors, (line,))
 
 
-def objection(head: Head, base: FrozenBase) -> str:
+def objection(_: Head, base: FrozenBase) -> str:
     """Object to a base that scales its embedding, because the drafts would read it scaled."""
     embedding = type(base.model.get_input_embeddings())
     return "" if embedding is nn.Embedding else f"the base embeds tokens by {embedding.__name__}"

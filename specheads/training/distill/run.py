@@ -197,14 +197,15 @@ def engine_for(job: Job) -> TextEngine:
 
 
 def refuse_sharded(base: FrozenBase, settings: Distill, folder: Path) -> None:
-    """Raise for a sharded base, whose processes would have to decode in lockstep."""
-    if base.sharding is None or settings.engine in EXTERNAL_ENGINES:
+    """Raise for a base without layers, or sharded: processes would have to decode in lockstep."""
+    if base.decodes or settings.engine in EXTERNAL_ENGINES:
         return
     if missing_blocks(folder, settings.shard_size, settings.num_samples):
         raise InputError(
-            "a sharded base cannot generate text, got distill.engine="
-            f"{settings.engine}; use one of {', '.join(EXTERNAL_ENGINES)}, or generate text with "
-            "an unsharded specheads distill and set distill.folder to its folder"
+            f"a {'sharded base' if base.sharding else 'base at a server'} cannot generate text "
+            f"here, got distill.engine={settings.engine}; use one of "
+            f"{', '.join(EXTERNAL_ENGINES)}, or generate text with a specheads distill that can "
+            "and set distill.folder to its folder"
         )
 
 

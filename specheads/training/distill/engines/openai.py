@@ -59,7 +59,7 @@ class Completions:
 
     def __init__(self, settings: Distill, base: FrozenBase) -> None:
         self.settings, self.base = settings, base
-        self.shown, self._key = _shown(settings.url), _key(KEY_VARIABLE)
+        self.shown, self._key = shown_url(settings.url), key_in(KEY_VARIABLE)
         own = getattr(base.tokenizer, "eos_token_id", None)
         # the tokenizer's own first, which chat models use
         self._ends = sorted(base.eos_ids, key=lambda end: end != own)
@@ -201,7 +201,7 @@ class Completions:
         return f"{' '.join(text.split()) or 'no message':.200}"
 
 
-def _shown(url: str) -> str:
+def shown_url(url: str) -> str:
     """Return a server's address without a password or a token; raise if it is not one."""
     shown = url.rpartition("@")[2].partition("?")[0]
     try:
@@ -216,7 +216,7 @@ def _shown(url: str) -> str:
     )
 
 
-def _key(variable: str) -> str:
+def key_in(variable: str) -> str:
     """Return the key in an environment variable; no message may contain it."""
     key = os.environ.get(variable, "").strip() if variable else ""
     if not key.isascii() or not key.isprintable():

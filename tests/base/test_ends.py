@@ -1,0 +1,63 @@
+"""A base without its layers: what is before and after them is that of the whole base."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specheads.base.model import FrozenBase
+from specheads.core.errors import InputError
+from specheads.heads.load import build_for
+from tests import tiny
+
+
+def loaded(folder: Path, **choices: bool) -> FrozenBase:
+    return FrozenBase.load(folder, dtype="float32", device="cpu", attention="eager", **choices)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["llama", "granite", "gemma2", "gemma3", "qwen2", "qwen3_moe"])
+def test_ends_equal_those_of_the_whole_base(name: str, tied: bool, tmp_path: Path):
+    folder = tiny.saved(tmp_path / "base", name, tie_word_embeddings=tied)
+    whole, ends = loaded(folder), loaded(folder, ends_only=True)
+    tokens = torch.arange(3, 43).view(2, 20)
+    read = whole.read(tokens, (0, 3))
+    assert read.aux is not None
+    first, last = read.aux.chunk(2, -1)
+    assert torch.equal(ends.embedded(tokens), first)
+    assert torch.equal(ends.final_norm(last), read.hidden)
+    logits = ends.projection(read.hidden), whole.projection(read.hidden)
+    assert torch.allclose(*logits, rtol=1e-6, atol=1e-6 * logits[0].abs().max().item())
+    for fact in ("num_layers", "width", "vocab_size", "max_length", "eos_ids", "dtype"):
+        assert getattr(ends, fact) == getattr(whole, fact), fact
+    tables = ends.vocab_size * ends.width * (1 if tied else 2)
+    assert tables < ends.num_parameters < tables + 3 * ends.width
+    made = [build_for({"kind": "eagle3", "depth": 2}, base) for base in (ends, whole)]
+    assert made[0].aux_layers == made[1].aux_layers
+    assert made[0].is_of(made[1].base_fingerprint)
+    assert made[1].is_of(made[0].base_fingerprint)
+
+
+def test_ends_come_from_any_shard(tmp_path: Path):
+    folder = tiny.saved(tmp_path / "base", "qwen2")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    model.save_pretrained(folder, max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    whole, ends = loaded(folder), loaded(folder, ends_only=True)
+    assert torch.equal(ends.embedding, whole.embedding)
+    assert torch.equal(ends.projection.weight, whole.projection.weight)
+    assert not list(ends.model.get_decoder().layers)
+
+
+def test_steps_that_need_layers_are_refused(tmp_path: Path):
+    folder = tiny.saved(tmp_path / "base")
+    ends = loaded(folder, ends_only=True)
+    with pytest.raises(
+        InputError, match=r"features\.source=vllm loads no layer of it; run it with"
+    ):
+        ends.read(torch.arange(4)[None])
+    with pytest.raises(InputError, match="no layer to merge base.adapter=mine into; merge it with"):
+        FrozenBase.load(folder, adapter="mine", ends_only=True)

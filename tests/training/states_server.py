@@ -1,0 +1,150 @@
+"""A server of the tests that gives hidden states as vLLM does, with the same files and locks.
+
+`main` runs one in its own process: FOLDER_OF_BASE SHARED_FOLDER PORT LAYER LAYER ...
+"""
+
+import fcntl
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specheads.base.model import FrozenBase
+
+
+class StatesServer:
+    """Serves `/v1/models` and `/v1/completions` in a thread; tests change its attributes.
+
+    Each file appears after the reply, and its lock is held until then. As vLLM does, the server
+    deletes nothing and writes the file of a client that is gone.
+    """
+
+    def __init__(self, base: FrozenBase, folder: Path, layers: list[int], port: int = 0) -> None:
+        self.base, self.folder, self.layers, self.port = base, folder, layers, port
+        self.name, self.context, self.layer_ids = "base", base.max_length, True
+        self.change: Callable[[Tensor], Tensor] = lambda states: states
+        """Changes the states [token, layer, width]."""
+        self.faults: list[str] = []
+        """Faults of the next requests: status_500, dropped, stalled, absent, cut or late."""
+        self.requests: list[list[int]] = []
+        self.one = threading.Lock()
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def start(self) -> None:
+        """Listen, again on the same port after `stop`."""
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            wbufsize = -1
+
+            def log_message(self, *_: Any) -> None:
+                return
+
+            def do_GET(self) -> None:
+                model = {"id": owner.name, "object": "model", "max_model_len": owner.context}
+                self.reply(200, {"object": "list", "data": [model]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                owner.answer(self, body)
+
+            def reply(self, status: int, value: dict[str, Any]) -> None:
+                content = json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+                self.wfile.flush()
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, *_: Any) -> None:
+                """Say nothing about clients that are gone."""
+
+        self.http = Server(("127.0.0.1", self.port), Handler)
+        self.port = self.http.server_port
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def stop(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+    def answer(self, handler: Any, body: dict[str, Any]) -> None:
+        with self.one:
+            fault = self.faults.pop(0) if self.faults else ""
+            self.requests.append(body["prompt"])
+            tokens = torch.tensor([body["prompt"]])
+            read = self.base.read(tokens, tuple(self.layers))
+            assert read.aux is not None
+            written = int(self.base.projection(read.hidden[:, -1]).argmax())
+        if fault == "status_500":
+            handler.reply(500, {"error": {"message": "EngineDeadError"}})
+            return
+        if body["model"] != self.name:
+            handler.reply(404, {"error": {"message": f"no model {body['model']}"}})
+            return
+        if len(body["prompt"]) + body["max_tokens"] > self.context:
+            handler.reply(400, {"error": {"message": "the prompt is too long"}})
+            return
+        request = f"cmpl-{handler.headers['X-Request-Id']}-0-0123abcd"
+        file = self.folder / f"{request}.safetensors"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with Path(f"{file}.lock").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if fault == "stalled":
+                time.sleep(3)
+            if fault == "dropped":
+                handler.close_connection = True
+            else:
+                self._reply(handler, body, written, file)
+            time.sleep(0.5 if fault == "late" else 0)
+            states = self.change(read.aux[0].unflatten(-1, (len(self.layers), -1)))
+            content = {"hidden_states": states.contiguous(), "token_ids": tokens[0]}
+            if self.layer_ids:
+                content["layer_ids"] = torch.tensor(self.layers)
+            if fault == "cut":
+                file.write_bytes(b"\x10")
+            elif fault != "absent":
+                save_file(content, file)
+
+    def _reply(self, handler: Any, body: dict[str, Any], written: int, file: Path) -> None:
+        choice = {
+            "index": 0, "text": "", "finish_reason": "length",
+            "token_ids": [written], "prompt_token_ids": body["prompt"],
+        }  # fmt: skip
+        handler.reply(
+            200,
+            {
+                "id": file.name, "object": "text_completion", "created": 0, "model": self.name,
+                "choices": [choice],
+                "kv_transfer_params": {"hidden_states_path": str(file)},
+            },
+        )  # fmt: skip
+
+
+def main() -> None:
+    """Serve until killed."""
+    base, folder, port, *layers = sys.argv[1:]
+    torch.set_num_threads(1)
+    loaded = FrozenBase.load(base, dtype="float32", device="cpu")
+    StatesServer(loaded, Path(folder), [int(layer) for layer in layers], int(port))
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()
