@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from specheads.commands.evaluate import evaluate
     from specheads.commands.export import export
     from specheads.commands.push import push
+    from specheads.commands.serve_features import serve_features
     from specheads.commands.simulate import simulate
     from specheads.commands.train import train
     from specheads.commands.tune import tune
@@ -51,6 +52,7 @@ __all__ = [
     "load_head",
     "offline_logits",
     "push",
+    "serve_features",
     "simulate",
     "train",
     "tune",
@@ -63,6 +65,7 @@ _PUBLIC = {
     "commands.evaluate": ["evaluate"],
     "commands.export": ["export"],
     "commands.push": ["push"],
+    "commands.serve_features": ["serve_features"],
     "commands.simulate": ["simulate"],
     "commands.train": ["train"],
     "commands.tune": ["tune"],

@@ -1,6 +1,16 @@
 """Every setting, declared once, with its type, range and unit. Hydra composes them."""
 
-from specheads.config.commands import Chat, Compare, Evaluate, Export, Push, Simulate, Train, Tune
+from specheads.config.commands import (
+    Chat,
+    Compare,
+    Evaluate,
+    Export,
+    Push,
+    ServeFeatures,
+    Simulate,
+    Train,
+    Tune,
+)
 from specheads.config.parts import Base, Evaluation, Hardware, Tracker, Tree
 from specheads.config.places import data_dir, recipe_dirs
 from specheads.config.validation import check
@@ -16,6 +26,7 @@ __all__ = [
     "Export",
     "Hardware",
     "Push",
+    "ServeFeatures",
     "Simulate",
     "Tracker",
     "Train",
