@@ -62,8 +62,9 @@ test-all: $(READY)  ## the slow ones too
 test-min: $(READY_MIN)  ## on the oldest supported torch and transformers
 	$(VENV_MIN)/bin/python -m pytest $(PARALLEL)
 
-vllm: $(READY_VLLM)  ## real vLLM for CPU, 3.5 GB in an environment of its own, serves heads
+vllm: $(READY) $(READY_VLLM)  ## real vLLM for CPU, 3.5 GB in an environment of its own, serves heads and features
 	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/export/test_vllm.py tests/training/distill/test_vllm.py
+	VLLM_PYTHON=$(VENV_VLLM)/bin/python $(VENV)/bin/python -m pytest -m vllm tests/export/test_vllm_features.py
 
 llama_cpp: $(READY) $(READY_LLAMA_CPP)  ## real llama.cpp, built here: cmake and a C++ compiler, half an hour of one core
 	$(VENV)/bin/python -m pytest -m llama_cpp tests/export/test_llama_cpp.py

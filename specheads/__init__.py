@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from specheads.commands.evaluate import evaluate as evaluate
     from specheads.commands.export import export as export
     from specheads.commands.push import push as push
+    from specheads.commands.serve_features import serve_features as serve_features
     from specheads.commands.simulate import simulate as simulate
     from specheads.commands.train import train as train
     from specheads.commands.tune import tune as tune
@@ -42,6 +43,7 @@ _PUBLIC = {
     "commands.evaluate": ["evaluate"],
     "commands.export": ["export"],
     "commands.push": ["push"],
+    "commands.serve_features": ["serve_features"],
     "commands.simulate": ["simulate"],
     "commands.train": ["train"],
     "commands.tune": ["tune"],

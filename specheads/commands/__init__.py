@@ -1,4 +1,4 @@
-"""Commands of `specheads`: each module whose name has no underscore is one, with a `run`."""
+"""Commands of `specheads`: each module whose name does not begin with an underscore has a `run`."""
 
 import ast
 from pathlib import Path
@@ -8,7 +8,8 @@ FOLDER = Path(__file__).parent
 
 def commands() -> dict[str, str]:
     """Return the first docstring line of every command, by name."""
-    return {path.stem: described(path.stem)[0] for path in sorted(FOLDER.glob("[!_]*.py"))}
+    names = [path.stem.replace("_", "-") for path in sorted(FOLDER.glob("[!_]*.py"))]
+    return {name: described(name)[0] for name in names}
 
 
 def described(command: str) -> list[str]:
@@ -16,7 +17,7 @@ def described(command: str) -> list[str]:
 
     Modules are parsed, not imported: a list of commands should not load torch and Hydra.
     """
-    text = FOLDER.joinpath(f"{command}.py").read_text(encoding="utf-8")
+    text = FOLDER.joinpath(f"{command.replace('-', '_')}.py").read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(text)) or "").split("\n")
 
 

@@ -52,7 +52,7 @@ def call(name: str, arguments: Sequence[str]) -> None:
             sys.stdout.write(_help.settings(name))
             return
         settings = settings_for(compose.SCHEMAS[name], arguments)
-        run = import_module(f"specheads.commands.{name}").run
+        run = import_module(f"specheads.commands.{name.replace('-', '_')}").run
         with interruptible():
             run(settings)
     except KeyboardInterrupt:
@@ -77,7 +77,7 @@ def settings_for(kind: type[T], overrides: Sequence[str], **arguments: object) -
     Arguments that are not empty are overrides too.
     """
     words = [*overrides, *(f"{name}={value}" for name, value in arguments.items() if value)]
-    command = kind.__name__.lower()
+    command = compose.command_of(kind)
     settings = compose.settings_of(command, words)
     if hasattr(settings, "base") and (run := run_of(settings)):
         trained = read_run(Path(run, "config.yaml"), Train)

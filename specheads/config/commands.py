@@ -88,6 +88,31 @@ class Distill(HasOut, Train):
 
 
 @dataclass(kw_only=True)
+class ServeFeatures(Train):
+    """`specheads serve-features`.
+
+    Takes the overrides of `train`. Only the base, the head, the lengths of the texts and
+    `features` matter.
+    """
+
+    url: PrintableText = ""
+    """Address of the server. Empty is each of features.url, or http://127.0.0.1:8000/v1."""
+
+    tensor_parallel: PositiveInt = 1
+    """GPUs that share the weights of the base."""
+
+    python: PathOrId = ""
+    """Python interpreter of an environment with vLLM. Empty is this one's."""
+
+    options: PrintableText = ""
+    """Further options of vLLM, such as `--gpu-memory-utilization 0.8`."""
+
+    start: bool = False
+    """Start the server in place of this process; `run=` on the command line. False prints the
+    command."""
+
+
+@dataclass(kw_only=True)
 class Chat(HasSeed, Sampling, HeadOnBase):
     """`specheads chat`. tree=tuned uses the tree that was tuned for the head, or a chain."""
 

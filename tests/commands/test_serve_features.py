@@ -1,0 +1,122 @@
+"""`specheads serve-features`: the printed command, refusals, and the started process."""
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specheads.commands._call import call
+from specheads.commands.serve_features import PLUGIN
+from specheads.config import data_dir
+from tests import tiny
+
+BASE = data_dir("recipes") / "tiny_code" / "base"
+LAYERS = 6
+SERVER = "vllm.entrypoints.openai.api_server"
+
+
+def options(line: str) -> dict[str, str]:
+    """Return the options of a printed command by name."""
+    path, _, *words = shlex.split(line)
+    assert path == f"PYTHONPATH={PLUGIN}"
+    assert words[:2] == ["-m", SERVER]
+    return dict(zip(words[2::2], words[3::2], strict=True))
+
+
+def printed(capsys: Any, *overrides: str) -> list[dict[str, str]]:
+    call("serve-features", [f"base={BASE}", *overrides])
+    return [options(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("head", "layers"),
+    [
+        *(([f"head={kind}"], [0, LAYERS]) for kind in ("medusa", "mlp_speculator", "redrafter")),
+        *(([f"head={kind}"], [0, LAYERS]) for kind in ("hydra_heads", "mtp")),
+        (["head=eagle3"], [0, 1, 3, 5, LAYERS]),
+        (["head=eagle3", "head.parallel=true", "head.mask_token=1"], [0, 1, 3, 5, LAYERS]),
+        (["head=eagle3", "head.aux_layers=[0,2,6]"], [0, 2, LAYERS]),
+        (["head=dflash", "head.aux_layers=[4,1]"], [0, 1, 4, LAYERS]),
+        (["head=dspark"], list(range(LAYERS + 1))),
+    ],
+)
+def test_command_names_the_layers_of_the_head(head: list[str], layers: list[int], capsys: Any):
+    (found,) = printed(capsys, *head)
+    extraction = json.loads(found["--speculative-config"])
+    assert extraction["draft_model_config"] == {
+        "hf_config": {"eagle_aux_hidden_state_layer_ids": layers}
+    }
+
+
+def test_command_follows_the_settings_of_the_training(tmp_path: Path, capsys: Any):
+    base = tiny.saved(tmp_path / "a base")
+    found = printed(
+        capsys,
+        *("recipe=smoke", f"base={base}", "base.dtype=float16", f"folder={tmp_path}/shared"),
+        *("features.url=[http://a:1/v1,http://b:2/v1]", "tensor_parallel=4"),
+        "schedule.phases.corpus.sequence_length=100",
+        "options=--gpu-memory-utilization '0.8'",
+    )
+    assert [(one["--host"], one["--port"]) for one in found] == [("a", "1"), ("b", "2")]
+    (first, _) = found
+    assert first["--model"] == str(base)
+    assert first["--dtype"] == "float16"
+    assert first["--tensor-parallel-size"] == "4"
+    # the longest row of all phases, and a token that is written
+    assert first["--max-model-len"] == "101"
+    assert first["--gpu-memory-utilization"] == "0.8"
+    transfer = json.loads(first["--kv-transfer-config"])
+    assert transfer["kv_connector_extra_config"]["shared_storage_path"] == f"{tmp_path}/shared"
+    # rows may fill the context, which a written token does not extend
+    (whole,) = printed(capsys, "url=http://c:3", f"base={base}")
+    assert whole["--max-model-len"] == "128"
+    assert whole["--port"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["base.dtype=float64"], "in float32, bfloat16 or float16"),
+        (["base.adapter=x"], "merge the adapter"),
+        (["url=127.0.0.1:8000"], "an address with a host and a port"),
+        (["url=http://a:many"], "an address with a host and a port"),
+        (["folder=/dev/null/x"], "a folder to write to is needed"),
+        (["options='"], "fix the quotes"),
+        (["run=true"], "needs vLLM in the environment of "),
+        (["run=true", "python=/no/python"], "'/no/python'; check its name"),
+        (["run=true", "features.url=[http://a:1,http://b:2]"], "got 2 addresses; add url=ADDRESS"),
+        (["tensor_parallel=0"], "at least 1"),
+        (["head.aux_layers=[9]", "head=dflash"], "reads the base after 9 layers"),
+    ],
+)
+def test_settings_that_cannot_be_served_are_refused(overrides: list[str], told: str, refusal: Any):
+    assert told in refusal("serve-features", f"base={BASE}", *overrides)
+
+
+def test_started_server_gets_the_signals_and_gives_the_exit_code(tmp_path: Path):
+    server = tmp_path / "python"
+    server.write_text(
+        "#!/bin/bash\n"
+        '[ "$1" = -c ] && exit 0\n'
+        "trap 'exit 7' TERM\n"
+        f'echo "$PYTHONPATH" > {tmp_path}/path\n'
+        "while true; do sleep 0.01; done\n"
+    )
+    server.chmod(0o755)
+    words = [f"base={BASE}", "run=true", f"python={server}", f"folder={tmp_path}/shared"]
+    command = [sys.executable, "-m", "specheads", "serve-features", *words]
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "path").is_file():
+        assert started.poll() is None
+        time.sleep(0.05)
+    started.send_signal(signal.SIGTERM)
+    _, told = started.communicate()
+    assert started.returncode == 7
+    assert told.startswith(f"{server} -m {SERVER} ")
+    assert (tmp_path / "path").read_text().split(":")[0].strip() == str(PLUGIN)
