@@ -145,15 +145,24 @@ def held_out(
     num_prompts: int,
     seed: int = 0,
 ) -> list[Prompt]:
-    """Return prompts from one split of a corpus: first questions of users, and windows of text.
+    """Return prompts from one split of a corpus: questions, starts of traces, windows of text.
 
+    A conversation gives its first question, and a trace its tokens before the first answer.
     Windows have `prompt_tokens` tokens.
 
     Raises:
         InputError: The split has no text of that length and no conversation.
     """
     found = list[Prompt]()
-    talks, texts = corpus.divided()
+    talks, traces, texts = corpus.divided()
+    with suppress(EmptySplitError):
+        if traces:
+            documents = tokenised(traces, split, tokenizer, seed)
+            for number in _some(list(range(len(documents))), num_prompts, seed):
+                ids = documents.tokens(number)[: documents.loss_mask(number).argmax()].tolist()
+                if ids:
+                    text = str(tokenizer.decode(ids))
+                    found.append(Prompt(ids, traces.source, text, f"trace {number}"))
     with suppress(EmptySplitError):
         if texts:
             documents = tokenised(texts, split, tokenizer, seed)
