@@ -88,7 +88,6 @@ def _compare(
         draft_model = FrozenBase.load(settings.draft_model, dtype=dtype, device=str(base.device))
         refuse_vocabulary(draft_model, base)
     tokens = [prompt.tokens for prompt in prompts.prompts]
-    categories = [prompt.category for prompt in prompts.prompts]
     conditions = []
     for temperature, batch_size in product(
         settings.temperatures or [evaluation.temperature],
@@ -109,7 +108,7 @@ def _compare(
             base,
             make_methods(names, base, heads, trees, draft_model),
             Continuations(
-                tokens, write_alone(base, tokens, replace(generation, batch_size=8)), categories
+                tokens, write_alone(base, tokens, replace(generation, batch_size=8)), prompts.groups
             ),
             generation,
             speed_prompts=evaluation.speed_prompts,

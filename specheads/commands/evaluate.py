@@ -138,6 +138,7 @@ def usable_prompts(
         num_prompts=evaluation.num_prompts,
         prompt_tokens=evaluation.prompt_tokens,
         all_turns=evaluation.all_turns,
+        thinking=evaluation.thinking,
         corpus=settings.data,
     )
     return fitting(prompts, base.max_length - evaluation.max_new_tokens, evaluation.too_long)

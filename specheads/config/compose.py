@@ -43,7 +43,10 @@ SCHEMAS: dict[str, type] = {
 
 EVALUATION = {
     name: f"evaluation.{name}"
-    for name in ("prompts", "num_prompts", "all_turns", "max_new_tokens", "temperature", "coupled")
+    for name in (
+        *("prompts", "num_prompts", "all_turns", "thinking", "max_new_tokens", "temperature"),
+        "coupled",
+    )
 }
 HEAD = {"head": "head_path", "base": "base.model"}
 # Hydra adds names to a mapping only after a plus

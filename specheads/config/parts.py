@@ -93,6 +93,9 @@ class Evaluation(Sampling):
     all_turns: bool = False
     """A row with `turns` gives one prompt, its first turn. With true every turn becomes a prompt
     that follows the earlier turns, without answers in between."""
+    thinking: list[bool] = field(default_factory=list)
+    """Ask every question once for each value, which the chat template reads as enable_thinking.
+    Empty is the template's default."""
     max_new_tokens: PositiveInt = 128
     """Largest number of new tokens for each prompt."""
     acceptance: Annotated[str, one_of("match", "rejection", "typical")] = "match"

@@ -83,11 +83,15 @@ class _Ending:
 class Template:
     """The chat template of a tokenizer: renders messages, and tells answers from prompts.
 
+    Args:
+        tokenizer: The tokenizer.
+        thinking: Value of `enable_thinking`, which some templates read; None leaves it out.
+
     Raises:
         InputError: The tokenizer has no template, or gives no character offsets of its tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> None:
         if tokenizer.chat_template is None:
             raise InputError(
                 "messages need a tokenizer with a chat template, this one lacks it; give rows with "
@@ -99,6 +103,9 @@ class Template:
                 f"{type(tokenizer).__name__} does not; save it with a tokenizer.json"
             )
         self._tokenizer = tokenizer
+        # some templates have the shorter name
+        names = () if thinking is None else ("enable_thinking", "thinking")
+        self._choices = dict.fromkeys(names, thinking)
 
     @property
     def fingerprint(self) -> str:
@@ -466,6 +473,7 @@ class Template:
             tools=list(tools) if tools else None,
             chat_template=self._source(tools),
             date_string=DATE,
+            **self._choices,
             **choices,
         )
 
@@ -507,6 +515,16 @@ def _with_text(message: Message) -> Message:
         for call, one, text in zip(message.get("tool_calls", ()), functions, texts, strict=True)
     ]
     return message | ({"tool_calls": calls} if calls else {})
+
+
+def refuse_fixed_thinking(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise if the chat template renders a question alike with and without thinking."""
+    rendered = {Template(tokenizer, one).text([ASK], ask=True) for one in (True, False)}
+    if len(rendered) == 1:
+        raise InputError(
+            "evaluation.thinking needs a chat template that reads enable_thinking, this "
+            "tokenizer's does not; leave it out"
+        )
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:

@@ -25,8 +25,11 @@ ROLES = {
 FORMS = ("messages", "conversations", "conversation")
 """Columns of whole conversations."""
 
-ASKS = ("instruction", "prompt", "question", "query", "text", "input")
-CONTEXTS = ("input", "context")
+ASKS = (
+    *("instruction", "prompt", "question", "query", "text", "input"),
+    *("problem", "question_content"),
+)
+CONTEXTS = ("input", "context", "starter_code")
 ANSWERS = ("output", "response", "completion", "answer", "code")
 """Columns of a question, of text that belongs to it, and of its answer."""
 
@@ -49,19 +52,22 @@ PARTS = {
 
 METADATA = {
     *("identifier", "config", "configs"),
-    *("id", "ids", "idx", "index", "uuid", "hash", "source", "dataset", "origin", "model"),
+    *("id", "ids", "uid", "idx", "index", "uuid", "hash", "source", "dataset", "origin", "model"),
     *("generator", "category", "subcategory", "topic", "domain", "subject", "type", "tag", "tags"),
     *("label", "labels", "lang", "language", "country", "region", "split", "ip", "version"),
     *("license", "url", "title", "date", "time", "timestamp", "created", "author", "annotator"),
     *("score", "scores", "rating", "reward", "quality", "difficulty", "length", "tokens"),
     *("moderation", "metadata", "meta", "toxic", "redacted", "signature", "test_list"),
-    *("test_setup_code", "challenge_test_list"),
+    *("test_setup_code", "challenge_test_list", "platform", "cluster"),
 }
 """Names, and last words of names, of columns that describe a row and are not part of its turns."""
 
 WORDS = re.compile(r"[_\W]+|(?<=[a-z])(?=[A-Z])")
 
-NOT_ASKED = (*ANSWERS, "reference", "solution", "canonical_solution", "test", "entry_point")
+NOT_ASKED = (
+    *(*ANSWERS, "reference", "solution", "canonical_solution", "test", "entry_point"),
+    *("public_test_cases", "private_test_cases"),
+)
 """Columns of public prompt sets that a prompt must not hold."""
 
 
@@ -124,7 +130,7 @@ def _conversation(
     if not any(message["role"] == "user" for message in messages):
         roles = ", ".join(sorted({message["role"] for message in messages}))
         raise InputError("a conversation needs a turn of the user", fault=f"has only {roles}")
-    _refuse_unread(given, {*read, *SYSTEM, tools}, [one["content"] for one in messages])
+    refuse_unread(given, {*read, *SYSTEM, tools}, [one["content"] for one in messages])
     return Conversation(messages, _tools(tools, given.get(tools)))
 
 
@@ -190,7 +196,7 @@ def _message(given: Mapping[str, Any], ignore: Collection[str]) -> Message:
     thought = _one({"parts": thought, **value}, ("parts", *THOUGHTS))
     if not is_assistant and (thought or calls):
         raise InputError("only the assistant thinks and calls tools", fault=f"has such a {role}")
-    _refuse_unread(value, {"role", "from", "content", "value", *KEPT, *THOUGHTS, *CALLS})
+    refuse_unread(value, {"role", "from", "content", "value", *KEPT, *THOUGHTS, *CALLS})
     out: Message = {"role": role, "content": text}
     out |= {name: value[name] for name in KEPT if name in value}
     if thought:
@@ -216,7 +222,7 @@ def _content(content: Any) -> tuple[str, str]:
                 "the content of a message must be text, or parts with text or reasoning",
                 fault=f"has {'an object' if isinstance(content, Mapping) else kind!s:.60}",
             )
-        _refuse_unread(part, {"type", "text", kind})
+        refuse_unread(part, {"type", "text", kind})
         found[PARTS[kind]] += text
     return found["text"], found["thought"]
 
@@ -236,9 +242,9 @@ def _calls(value: Any) -> list[dict[str, Any]]:
                 "arguments (an object, or its JSON)",
                 fault=f"has {(given if is_named else call)!r:.60}",
             )
-        _refuse_unread(function, {"id", "type", "name", "arguments"})
+        refuse_unread(function, {"id", "type", "name", "arguments"})
         if function is not call:
-            _refuse_unread(call, {"id", "type", "function"})
+            refuse_unread(call, {"id", "type", "function"})
         known = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
         calls.append(({"id": call["id"]} if isinstance(call.get("id"), str) else {}) | known)
     return calls
@@ -261,7 +267,7 @@ def _one(given: Mapping[str, Any], keys: Iterable[str]) -> Any:
     return next(iter(found.values()), None)
 
 
-def _refuse_unread(
+def refuse_unread(
     given: Mapping[str, Any], read: Collection[str], texts: Sequence[str] = ()
 ) -> None:
     """Refuse a key that is not read and may say something about the turns.

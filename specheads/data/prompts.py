@@ -3,8 +3,9 @@
 import hashlib
 import json
 import random
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -15,7 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
 from specheads.core.files import local_path
-from specheads.data.chat import Template
+from specheads.data.chat import Template, refuse_fixed_thinking
 from specheads.data.conversations import Conversation, first_answer, question
 from specheads.data.documents import cut_windows
 from specheads.data.encode import prompt_ids
@@ -37,6 +38,10 @@ class Prompt:
     source: str = ""
     """The file, conversation or row it comes from; prompts of one source are similar. Empty means
     a source of its own."""
+    input_length: str = ""
+    """The set's own name for its length, such as "8k"."""
+    thinking: str = ""
+    """Whether the chat template asks the base to think: "on" or "off". Empty: its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +60,62 @@ class PromptSet:
         ids = json.dumps([prompt.tokens for prompt in prompts]).encode()
         return cls(name, hashlib.sha256(ids).hexdigest()[:12], prompts)
 
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """The groups of each prompt, by which rates are reported."""
+        return {name: [getattr(one, name) for one in self.prompts] for name in GROUPS}
+
+
+GROUPS = ("input_length", "category", "thinking")
 
 ON_HUB = {
     "humaneval": Source(source="hub", path="openai/openai_humaneval", split="test"),
     "mbpp": Source(source="hub", path="google-research-datasets/mbpp", config="full", split="test"),
     "gsm8k": Source(source="hub", path="openai/gsm8k", config="main", split="test"),
+    "math500": Source(source="hub", path="HuggingFaceH4/MATH-500", split="test"),
+    "aime": Source(source="hub", path="math-ai/aime25", split="test"),
     "mt_bench": Source(source="hub", path="HuggingFaceH4/mt_bench_prompts"),
+    "alpaca": Source(source="hub", path="tatsu-lab/alpaca"),
+    "arena_hard": Source(
+        source="hub",
+        path="lmarena-ai/arena-hard-auto",
+        patterns=["data/arena-hard-v2.0/question.jsonl"],
+    ),
+    # datasets does not run this set's script, so its newest file (release_v6) is read
+    "livecodebench": Source(
+        source="hub",
+        path="json",
+        patterns=[
+            "https://huggingface.co/datasets/livecodebench/code_generation_lite/resolve/"
+            "0fe84c3912ea0c4d4a78037083943e8f0c4dd505/test6.jsonl"
+        ],
+    ),
+    # this one is in its own repository and not on the Hub
+    "spec_bench": Source(
+        source="hub",
+        path="json",
+        patterns=[
+            "https://raw.githubusercontent.com/hemingkx/Spec-Bench/"
+            "fd2c1cd7d2201ef71db4c5f4e455008f017967bf/data/spec_bench/question.jsonl"
+        ],
+    ),
 }
 """Public sets by name. A local file in the same format works too."""
 
-SPEC_BENCH = (
-    "https://raw.githubusercontent.com/hemingkx/Spec-Bench/fd2c1cd7d2201ef71db4c5f4e455008f017967bf/"
-    "data/spec_bench/question.jsonl"
-)
-"""Spec-Bench is in its own repository and not on the Hub."""
+NAMES = (*NO_PATH, "held_out", *ON_HUB)
 
-NAMES = (*NO_PATH, "held_out", "spec_bench", *ON_HUB)
+SPEED_BENCH = re.compile(r"qualitative|throughput_(\d+k)")
+"""Names of SPEED-Bench's parts: files or folders, as its scripts write them."""
 
-CONTINUED = {"prompt": "entry_point", "text": "test_list"}
-"""Columns with text to continue. If the row has the second column too (HumanEval's, MBPP's), the
-text is a question to a chat model."""
+UNRESOLVED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+"""Stands in SPEED-Bench's rows on the Hub for text that may not be redistributed."""
+
+CATEGORIES = ("category", "subject", "difficulty")
+"""Columns that name a row's category; the first that a row has is used."""
+
+CONTINUED = {"prompt": ("entry_point", "uid"), "text": ("test_list",)}
+"""Columns with text to continue. If the row has another of these columns too (HumanEval's,
+Arena-Hard's, MBPP's), the text is a question to a chat model."""
 
 
 def load_prompts(
@@ -84,17 +125,20 @@ def load_prompts(
     num_prompts: int,
     prompt_tokens: int = 64,
     all_turns: bool = False,
+    thinking: Sequence[bool] = (),
     seed: int = 0,
     corpus: Data | None = None,
 ) -> PromptSet:
     """Load prompts by name or from a file, whole and tokenised.
 
     A name is "python_stdlib", "stdlib_instructions", "held_out" (the prompts of `corpus`, none of
-    which is trained on), a named public set, or a JSON lines or parquet file. A row has `prompt`
-    or `text` (to continue), `turns` (user turns), or any form of a conversation, whose last answer
-    is left out. Conversations and questions use the chat template; a question also works without.
-    A row with `turns` gives one prompt, its first turn. With `all_turns` every turn becomes a
-    prompt that follows the earlier turns, without answers between them.
+    which is trained on), a named public set, a JSON lines or parquet file, or a folder of
+    SPEED-Bench. A row has `prompt` or `text` (to continue), `turns` (user turns), or any form of a
+    conversation, whose last answer is left out. Conversations and questions use the chat template;
+    a question also works without. A row with `turns` gives one prompt, its first turn. With
+    `all_turns` every turn becomes a prompt that follows the earlier turns, without answers between
+    them. With `thinking` every question is asked once for each value, which the chat template reads
+    as `enable_thinking`.
     A larger set is sampled by the seed. Windows cut from text have `prompt_tokens` tokens; other
     prompts are never cut. A row without a prompt is refused with its line.
     """
@@ -104,15 +148,19 @@ def load_prompts(
         corpus = None
     elif corpus is None:
         raise InputError("prompts=held_out are those of a run's data; name a run, or other prompts")
+    if thinking:
+        refuse_fixed_thinking(tokenizer)
+    values = dict.fromkeys(thinking) or [None]
     if corpus is not None:
-        prompts = held_out(corpus, "prompts", tokenizer, prompt_tokens, num_prompts, seed)
+        wanted = corpus, "prompts", tokenizer, prompt_tokens, num_prompts, seed
+        found = [held_out(*wanted, thinking=value) for value in values]
     else:
-        rows = [
-            prompt
-            for where, row in _rows(name)
-            for prompt in row_prompts(row, where, tokenizer, all_turns=all_turns)
-        ]
-        prompts = _some(rows, num_prompts, seed)
+        rows = [one for where, row in _rows(name) for one in _questions(row, where, all_turns)]
+        # tokenise what is used only: sets of long prompts are large
+        some = _some(rows, num_prompts, seed)
+        found = [[_prompt(*one, tokenizer, value) for one in some] for value in values]
+    # a question with and without thinking is timed side by side
+    prompts = [prompt for pair in zip(*found, strict=True) for prompt in pair]
     return PromptSet.of(name if name in NAMES else Path(name).name, prompts)
 
 
@@ -134,7 +182,8 @@ def fitting(prompts: PromptSet, room: int, too_long: str) -> PromptSet:
         remedy = "lower evaluation.max_new_tokens, or set evaluation.too_long=skip"
         raise InputError(f"{line}; shorten them, {remedy}")
     warnings.warn(f"{line}; they are left out", stacklevel=2)
-    return PromptSet.of(prompts.name, [one for one in prompts.prompts if one not in longer])
+    shorter = [one for one in prompts.prompts if len(one.tokens) <= room]
+    return PromptSet.of(prompts.name, shorter)
 
 
 def held_out(
@@ -144,16 +193,29 @@ def held_out(
     prompt_tokens: int,
     num_prompts: int,
     seed: int = 0,
+    *,
+    thinking: bool | None = None,
 ) -> list[Prompt]:
-    """Return prompts from one split of a corpus: first questions of users, and windows of text.
+    """Return prompts from one split of a corpus: questions, starts of traces, windows of text.
 
+    A conversation gives its first question, and a trace its tokens before the first answer.
     Windows have `prompt_tokens` tokens.
 
     Raises:
-        InputError: The split has no text of that length and no conversation.
+        InputError: The split has no prompt, or one that cannot ask for `thinking`.
     """
     found = list[Prompt]()
-    talks, texts = corpus.divided()
+    talks, traces, texts = corpus.divided()
+    if thinking is not None and (traces or texts):
+        raise InputError(UNASKED)
+    with suppress(EmptySplitError):
+        if traces:
+            documents = tokenised(traces, split, tokenizer, seed)
+            for number in _some(list(range(len(documents))), num_prompts, seed):
+                ids = documents.tokens(number)[: documents.loss_mask(number).argmax()].tolist()
+                if ids:
+                    text = str(tokenizer.decode(ids))
+                    found.append(Prompt(ids, traces.source, text, f"trace {number}"))
     with suppress(EmptySplitError):
         if texts:
             documents = tokenised(texts, split, tokenizer, seed)
@@ -166,7 +228,7 @@ def held_out(
         for where, row in _some(list(read(talks, split, seed)), num_prompts, seed):
             # a greeting before the question is not an answer
             asked = {**row, "messages": row["messages"][: first_answer(row["messages"])]}
-            found += row_prompts(asked, where, tokenizer, all_turns=False)
+            found += [_prompt(*one, tokenizer, thinking) for one in _questions(asked, where)]
     if not found:
         raise InputError(
             f"no conversation and no text of {prompt_tokens} tokens of {corpus.source} is held "
@@ -182,59 +244,112 @@ def _some(items: list[T], most: int, seed: int) -> list[T]:
     return [items[place] for place in sorted(random.Random(seed).sample(range(len(items)), most))]
 
 
+Question = tuple[Conversation, Mapping[str, Any], str]
+"""A question, its row and the location of the row."""
+
+
 def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each row with its location, which error messages name."""
-    if name == "spec_bench":
-        yield from hub_rows(Source(source="hub", path="json", patterns=[SPEC_BENCH]), 0)
-    elif name in ON_HUB:
+    if name in ON_HUB:
         yield from hub_rows(ON_HUB[name], 0)
-    elif not name.endswith((*JSONL, *PARQUET)) or not local_path(name).is_file():
+        return
+    path = local_path(name)
+    inside = sorted(one for one in path.rglob("*") if _part(one)) if path.is_dir() else [path]
+    files = [one for one in inside if one.name.endswith((*JSONL, *PARQUET)) and one.is_file()]
+    if not files:
         raise InputError(
-            f"prompts must be {', '.join(NAMES)} or a .jsonl file that exists; got {name!r}"
+            f"prompts must be {', '.join(NAMES)}, a folder of SPEED-Bench with qualitative.jsonl "
+            f"or throughput_1k.jsonl, or a .jsonl file that exists; got {name!r}"
         )
-    else:
-        yield from rows_of([local_path(name)])
+    for file in files:
+        part = _part(file)
+        for where, row in rows_of([file]):
+            yield where, _resolved(row, where, part[1] or "") if part else row
 
 
-def row_prompts(
-    row: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenizerBase, *, all_turns: bool
-) -> Iterator[Prompt]:
-    """Yield the prompts of a row; error messages name its location."""
+def _part(file: Path) -> re.Match[str] | None:
+    """Match the part of SPEED-Bench that a file holds: NAME.jsonl, or NAME/test.parquet."""
+    stem = file.name.partition(".")[0]
+    return SPEED_BENCH.fullmatch(stem) or SPEED_BENCH.fullmatch(file.parent.name)
+
+
+def _resolved(row: dict[str, Any], where: str, input_length: str) -> dict[str, Any]:
+    """Return a row of SPEED-Bench with `turns`, which its scripts also write as `messages`."""
+    messages, turns = row.get("messages"), row.get("turns")
+    if isinstance(messages, list) and all(
+        isinstance(one, dict) and one.get("role") == "user" for one in messages
+    ):
+        turns = [one.get("content") for one in messages]
+    with located(where):
+        if any(isinstance(turn, str) and UNRESOLVED in turn for turn in turns or []):
+            raise InputError(
+                "rows of SPEED-Bench must hold their prompts (write the folder with the prepare "
+                "script of NeMo-Skills or ModelOpt, which fetches them)",
+                fault="has a placeholder",
+            )
+    rest = {name: value for name, value in row.items() if name != "messages"}
+    return rest | {"turns": turns, "input_length": input_length}
+
+
+def _questions(row: Mapping[str, Any], where: str, all_turns: bool = False) -> Iterator[Question]:
+    """Yield the questions of a row, each with the row that describes it."""
     turns, prompt = row.get("turns"), row.get("prompt")
     if isinstance(prompt, list) and all(isinstance(turn, str) for turn in prompt):
         # MT-bench's name for turns on the Hub
         turns = prompt
     with located(where):
         if turns is None:
-            yield _prompt(question(row), row, where, tokenizer)
+            yield question(row), row, where
             return
         if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
             raise InputError("turns must be a list of texts that are not empty", fault="has others")
         rest = {name: value for name, value in row.items() if value is not turns}
         for last in range(len(turns) if all_turns else 1):
             asked = {**rest, "instruction": "\n\n".join(turns[: last + 1])}
-            yield _prompt(question(asked), asked, where, tokenizer)
+            yield question(asked), asked, where
 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
+UNASKED = (
+    "evaluation.thinking needs questions in the chat template, got text to continue; choose "
+    "evaluation.prompts with questions, or leave thinking out"
+)
+
+
 def _prompt(
-    asked: Conversation, row: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenizerBase
+    asked: Conversation,
+    row: Mapping[str, Any],
+    where: str,
+    tokenizer: PreTrainedTokenizerBase,
+    thinking: bool | None = None,
 ) -> Prompt:
     """Return a prompt: text to continue, or a question or messages in the chat template."""
     text = asked.messages[0]["content"]
     needs_template = len(asked.messages) > 1 or asked.tools
-    continues = any(row.get(name) == text and mark not in row for name, mark in CONTINUED.items())
-    if not needs_template and (continues or tokenizer.chat_template is None):
-        ids = prompt_ids(tokenizer, text)
-    else:
-        ids = Template(tokenizer).prompt(asked.messages, asked.tools)
-        text = str(tokenizer.decode(ids))
-    if not ids or ids[-1] == tokenizer.eos_token_id:
-        raise InputError(
-            "a prompt needs a token, and must not end with the end token",
-            fault=f"gives {ids[-1:] or 'no token'}",
-        )
-    return Prompt(ids, str(row.get("category") or ""), text, where)
+    continues = any(
+        row.get(name) == text and not {*marks} & {*row} for name, marks in CONTINUED.items()
+    )
+    with located(where):
+        if not needs_template and (continues or tokenizer.chat_template is None):
+            if thinking is not None:
+                raise InputError(UNASKED)
+            ids = prompt_ids(tokenizer, text)
+        else:
+            ids = Template(tokenizer, thinking).prompt(asked.messages, asked.tools)
+            text = str(tokenizer.decode(ids))
+        if not ids or ids[-1] == tokenizer.eos_token_id:
+            raise InputError(
+                "a prompt needs a token, and must not end with the end token",
+                fault=f"gives {ids[-1:] or 'no token'}",
+            )
+    return Prompt(
+        tokens=ids,
+        category=next((str(row[name]) for name in CATEGORIES if row.get(name)), ""),
+        text=text,
+        source=where,
+        input_length=str(row.get("input_length") or ""),
+        thinking={True: "on", False: "off", None: ""}[thinking],
+    )

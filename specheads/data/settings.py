@@ -1,5 +1,6 @@
 """Settings of the training text."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -12,12 +13,10 @@ from specheads.core.ranges import (
     one_of,
 )
 
-SOURCES = (
-    *("python_stdlib", "stdlib_instructions", "files", "text", "jsonl", "parquet", "hub", "chat"),
-)
 NO_PATH = ("python_stdlib", "stdlib_instructions")
-CONVERSATIONS = ("stdlib_instructions", "chat")
-"""Sources of conversations; all other sources have text."""
+CONVERSATIONS, TRACES = ("stdlib_instructions", "chat"), ("traces",)
+TEXTS = ("python_stdlib", "files", "text", "jsonl", "parquet", "hub")
+SOURCES = (*TEXTS, *CONVERSATIONS, *TRACES)
 
 
 @dataclass(kw_only=True)
@@ -80,12 +79,12 @@ class Data(Source):
             return [self]
         return [one for one in self.sources.values() if one.weight]
 
-    def divided(self) -> "tuple[Data | None, Data | None]":
-        """Return the conversations and the text, None for a part that is missing."""
-        if self.source != "mixture":
-            return (self, None) if self.source in CONVERSATIONS else (None, self)
-        talks = {name: one for name, one in self.sources.items() if one.source in CONVERSATIONS}
-        texts = {name: one for name, one in self.sources.items() if name not in talks}
-        both = (replace(self, sources=some) for some in (talks, texts))
-        talking, written = (data if data.parts else None for data in both)
-        return talking, written
+    def divided(self) -> "Iterator[Data | None]":
+        """Yield the conversations, the traces and the text, None for a part that is missing."""
+        for kinds in (CONVERSATIONS, TRACES, TEXTS):
+            if self.source != "mixture":
+                yield self if self.source in kinds else None
+                continue
+            some = {name: one for name, one in self.sources.items() if one.source in kinds}
+            data = replace(self, sources=some)
+            yield data if data.parts else None

@@ -16,12 +16,16 @@ from specheads.data.conversations import conversation
 from specheads.data.files import BadRows, Row, Rows, located, names, without_nulls
 from specheads.data.instructions import instructions
 from specheads.data.settings import NO_PATH, Data, Source
+from specheads.data.traces import trace
 
 SPLITS = ("train", "validation", "prompts")
 
+ROWS = ("chat", "traces")
+"""Sources that read every column of a row."""
+
 SUFFIXES = {
     **{"files": ("",), "text": (".txt",), "jsonl": local.JSONL, "parquet": local.PARQUET},
-    "chat": (*local.JSONL, *local.PARQUET),
+    **dict.fromkeys(ROWS, (*local.JSONL, *local.PARQUET)),
 }
 
 SHUFFLE_BUFFER = 1000
@@ -52,8 +56,9 @@ def read_all(
 ) -> Iterator[tuple[str, str, Row]]:
     """Yield (split, location, row) of a source that is not a mixture; skip blank rows.
 
-    A row has `text`, or `messages` and maybe `tools`. With `max_documents` the seed chooses the
-    rows. Rows that cannot be used are reported together at the end, or added to `bad`.
+    A row has `text`, `messages` and maybe `tools`, or `input_ids` and `loss_mask`. With
+    `max_documents` the seed chooses the rows. Rows that cannot be used are reported together at
+    the end, or added to `bad`.
     """
     found = BadRows() if bad is None else bad
     for where, row in _sample(source, seed, found):
@@ -62,7 +67,7 @@ def read_all(
         except InputError as error:
             found.add(error)
             continue
-        text = used.get("text", "messages")
+        text = used.get("text", "no text")
         if text and not text.isspace():
             yield used.get("split") or split_of(_split_key(used)), where, used
     if bad is None:
@@ -72,6 +77,8 @@ def read_all(
 def _document(source: Source, row: Row, where: str) -> Row:
     if source.source == "chat":
         return asdict(conversation(row, where, source.ignore))
+    if source.source == "traces":
+        return trace(row, where, source.ignore)
     if source.source not in ("jsonl", "parquet", "hub"):
         return row
     with located(where):
@@ -83,9 +90,12 @@ def _document(source: Source, row: Row, where: str) -> Row:
 
 
 def _split_key(row: Row) -> str:
-    """Return the text that decides a row's split; in a conversation, the user's messages."""
+    """Return the text that decides a row's split: in conversations and traces, the question."""
     if "text" in row:
         return row["text"]
+    if "input_ids" in row:
+        # the same question may have several traces
+        return json.dumps(row["input_ids"][: row["loss_mask"].index(1)] or row["input_ids"])
     turns = [message["content"] for message in row["messages"] if message["role"] == "user"]
     return json.dumps(turns, ensure_ascii=False, sort_keys=True)
 
@@ -113,7 +123,7 @@ def _files(source: Source) -> list[Path]:
     if kind in NO_PATH:
         return local.stdlib_files()
     is_id = HUB_ID.fullmatch(path) and not path.endswith(SUFFIXES["chat"])
-    if kind == "hub" or (kind == "chat" and is_id and not local_path(path).exists()):
+    if kind == "hub" or (kind in ROWS and is_id and not local_path(path).exists()):
         return []
     return local.find(path, SUFFIXES[kind], source.patterns)
 
@@ -132,7 +142,7 @@ def _rows(source: Source, seed: int, bad: BadRows) -> Rows:
             return local.passages(files)
     if not files:
         return hub_rows(source, seed)
-    return local.rows_of(files, bad.add, "" if source.source == "chat" else source.column)
+    return local.rows_of(files, bad.add, "" if source.source in ROWS else source.column)
 
 
 def _sample(source: Source, seed: int, bad: BadRows) -> Rows:

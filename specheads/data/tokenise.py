@@ -16,9 +16,10 @@ from specheads.data.chat import Template
 from specheads.data.conversations import first_answer
 from specheads.data.documents import Documents
 from specheads.data.encode import token_ids, tokenizer_fingerprint
-from specheads.data.files import BadRows, Row
-from specheads.data.settings import CONVERSATIONS, Data, Source
+from specheads.data.files import BadRows, Row, located
+from specheads.data.settings import CONVERSATIONS, TRACES, Data, Source
 from specheads.data.sources import SPLITS, identity, read_all
+from specheads.data.traces import refuse_unknown_ids
 
 FORMAT = 5
 """Increased when the same text would become other documents; older files are not found then."""
@@ -64,8 +65,8 @@ def tokenised(
     """Return one split of a corpus as documents, and tokenise the corpus if it is not cached.
 
     In text every token is in the loss, and the end-of-text token ends each document. In
-    conversations the assistant's tokens are in the loss. One process tokenises all splits of a
-    source at once, and others wait for it.
+    conversations the assistant's tokens are in the loss, and traces have a mask of their own. One
+    process tokenises all splits of a source at once, and others wait for it.
 
     Args:
         corpus: What to read.
@@ -132,16 +133,18 @@ def _write(
     with atomic_folder(folder) as scratch:
         with pa.ipc.new_file(str(scratch / FILE), SCHEMA) as stream:
             while batch:
-                if template is None:
+                if source.source in TRACES:
+                    found = _traces(tokenizer, bad, batch)
+                elif template is None:
                     found = _texts(tokenizer, batch)
                 else:
                     found = _conversations(template, bad, batch)
                 if found:
                     stream.write_batch(pa.RecordBatch.from_arrays(_columns(found), schema=SCHEMA))
                 elif source.bad_rows == "stop":
-                    # a template that refuses every row would take long over a large source
+                    # a source whose every row is refused would take long
                     bad.report(name, "stop")
-                done += sum(len(row.get("text") or str(row["messages"])) for _, _, row in batch)
+                done += sum(len(row.get("text") or str(row)) for _, _, row in batch)
                 if bar is not None:
                     bar.update(task, completed=done // 10**6, total=max(total, done) // 10**6 + 1)
                 batch = list(islice(rows, BATCH_ROWS))
@@ -161,6 +164,22 @@ def _texts(tokenizer: PreTrainedTokenizerBase, batch: list[Located]) -> list[Enc
         (split, ids if ids[-1:] == [end] else [*ids, end], None)
         for (split, _, _), ids in zip(batch, found, strict=True)
     ]
+
+
+def _traces(
+    tokenizer: PreTrainedTokenizerBase, bad: BadRows, batch: list[Located]
+) -> list[Encoded]:
+    """Return the documents of traces; those with ids that the base lacks are added to `bad`."""
+    found = list[Encoded]()
+    for split, where, row in batch:
+        try:
+            with located(where):
+                refuse_unknown_ids(row["input_ids"], len(tokenizer))
+        except InputError as error:
+            bad.add(error)
+        else:
+            found.append((split, row["input_ids"], row["loss_mask"]))
+    return found
 
 
 def _conversations(template: Template, bad: BadRows, batch: list[Located]) -> list[Encoded]:

@@ -135,7 +135,7 @@ class TransformersMethod:
         for text, one, source in zip(texts, steps, generation.sources_of(prompts), strict=True):
             counts = DepthCounts.zeros(depth, source)
             for read, given in one:
-                counts.add(given - 1, drafted_beyond=read > given)
+                counts.add(given - 1, drafted_beyond=read > given, drafted=read - 1)
             out.append(Decoded(text, counts))
         return out
 

@@ -9,7 +9,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from specheads.core.errors import InputError
-from specheads.measure.results import Depth, DepthRate, Gain, Interval, Rate
+from specheads.measure.results import CategoryRate, Depth, DepthRate, Gain, Interval, Rate
 
 
 @dataclass(slots=True)
@@ -27,6 +27,8 @@ class DepthCounts:
     accepted: list[int]
     source: str = field(default="", compare=False)
     """Document that the prompt was cut from; intervals resample documents. Empty: its own."""
+    drafted: int = field(default=0, compare=False)
+    """Draft tokens that were verified, at all depths; a replay does not count them."""
 
     @classmethod
     def zeros(cls, depth: int, source: str = "") -> "DepthCounts":
@@ -40,6 +42,7 @@ class DepthCounts:
             sum(one.forwards for one in counts),
             [sum(one.offered[level] for one in counts) for level in range(depth)],
             [sum(one.accepted[level] for one in counts) for level in range(depth)],
+            drafted=sum(one.drafted for one in counts),
         )
 
     @property
@@ -58,9 +61,10 @@ class DepthCounts:
             )
         return self.new_tokens / self.forwards
 
-    def add(self, accepted: int, *, drafted_beyond: bool) -> None:
-        """Count one forward: its accepted drafts, and whether a deeper draft was rejected."""
+    def add(self, accepted: int, *, drafted_beyond: bool, drafted: int = 0) -> None:
+        """Count one forward: its accepted drafts, whether a deeper one was rejected, and all."""
         self.forwards += 1
+        self.drafted += drafted
         for level in range(accepted):
             self.offered[level] += 1
             self.accepted[level] += 1
@@ -88,6 +92,25 @@ def rate(counts: Sequence[DepthCounts]) -> Rate:
     return Rate(tokens_per_forward=total.tokens_per_forward, interval=interval)
 
 
+def group_rate(counts: Sequence[DepthCounts]) -> CategoryRate:
+    """Return the rate of a group of prompts, also by the names that vLLM uses.
+
+    Source: vllm/v1/spec_decode/metrics.py, v0.32.0.
+    """
+    total = DepthCounts.total(counts, len(counts[0].offered))
+    accepted, num_drafts = sum(total.accepted), max(total.offered, default=0)
+    return CategoryRate(
+        **asdict(rate(counts)),
+        count=len(counts),
+        num_drafts=num_drafts,
+        num_draft_tokens=total.drafted,
+        num_accepted_tokens=accepted,
+        mean_acceptance_length=1 + accepted / max(num_drafts, 1),
+        draft_acceptance_rate=accepted / max(total.drafted, 1),
+        per_position_acceptance_rates=[one / max(num_drafts, 1) for one in total.accepted],
+    )
+
+
 def conditional_acceptance(counts: Sequence[DepthCounts]) -> list[DepthRate]:
     """Return accepted / offered at every depth that was offered a draft."""
     sources, rates = [one.source for one in counts], []
@@ -101,7 +124,7 @@ def conditional_acceptance(counts: Sequence[DepthCounts]) -> list[DepthRate]:
 
 
 def sections(counts: Sequence[DepthCounts]) -> dict[str, Any]:
-    """Return the fields that the sections `offline` and `online` share."""
+    """Return the fields of `offline` that `online` has too."""
     total = DepthCounts.total(counts, len(counts[0].offered))
     return asdict(rate(counts)) | {
         "per_depth": total.per_depth(),

@@ -60,8 +60,7 @@ def evaluate_head(
     sampling, own = generation.sampling, own_tree(tree)
     chain = replace(generation, tree=None, acceptance="match", batch_size=8)
     tokens = [prompt.tokens for prompt in prompts.prompts]
-    categories = [prompt.category for prompt in prompts.prompts]
-    texts = Continuations(tokens, write_alone(base, tokens, chain), categories)
+    texts = Continuations(tokens, write_alone(base, tokens, chain), prompts.groups)
     found: dict[str, Any] = {}
     if generation.matched:
         found["offline"] = measure_offline(base, head, texts, generation)

@@ -1,7 +1,7 @@
 """Decode prompts with a drafter: settings, tokens, counts, and texts for the report."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -91,7 +91,8 @@ class Continuations:
     prompts: list[list[int]]
     alone: list[list[int]]
     """Output of `write_alone` with the limit and the sampling of the measurement."""
-    categories: Sequence[str] = ()
+    groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Each prompt's category and so on: see `PromptSet.groups`."""
 
 
 @dataclass(slots=True)
@@ -132,7 +133,8 @@ def _count(steps: list[DecodingStep], length: int, depth: int, source: str) -> D
     for taken in steps:
         reached = len(taken.path) - 1
         kept = min(reached, room - 1)
-        counts.add(kept, drafted_beyond=taken.drafted_beyond or kept < reached)
+        drafted = sum(parent >= 0 for parent in taken.parents)
+        counts.add(kept, drafted_beyond=taken.drafted_beyond or kept < reached, drafted=drafted)
         room -= len(taken.tokens)
     return counts
 

@@ -3,8 +3,10 @@
 Text that differs from the base's own is a tie in rounding, or wrong.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -17,7 +19,7 @@ from specheads.core.machine import dtype_name
 from specheads.core.texts import loops
 from specheads.decoding.prompt_lookup import common_prefix_length
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, each_prompt
-from specheads.measure.counts import DepthCounts, rate, sections
+from specheads.measure.counts import DepthCounts, group_rate, rate, sections
 from specheads.measure.generation import Continuations, Decoded, GenerationSettings, decode_prompts
 from specheads.measure.results import (
     IDENTICAL,
@@ -83,24 +85,43 @@ def online_sections(
 
     Texts that are not `comparable` are other samples from the same distribution.
     """
-    counts, groups = [one.counts for one in decoded], dict[str, list[DepthCounts]]()
-    for name, one in zip(texts.categories, counts, strict=bool(texts.categories)):
-        groups.setdefault(name, []).append(one)
+    counts = [one.counts for one in decoded]
     shared, new_tokens = sections(counts), sum(one.new_tokens for one in counts)
+    groups = texts.groups
+    rates: dict[str, Any] = {"by_category": {}} | {
+        f"by_{name}": {label: one for (label,), one in _grouped(counts, zip(values, strict=True))}
+        for name, values in groups.items()
+        if any(values) or name == "category"
+    }
+    labels = list(zip(*groups.values(), strict=True)) or [()] * len(counts)
     online = Online(
-        **shared,
+        **asdict(group_rate(counts)) | shared | rates,
         tokens_per_forward_without_bonus=(new_tokens - shared["forwards"]) / shared["forwards"],
-        by_category={
-            name: CategoryRate(**asdict(rate(group)), count=len(group))
-            for name, group in sorted(groups.items())
-            if any(one.forwards for one in group)
-        },
+        subsets=[
+            (dict(zip(groups, one, strict=True)), found) for one, found in _grouped(counts, labels)
+        ],
         new_tokens=new_tokens,
     )
     tokens = [one.tokens for one in decoded]
     triples = list(zip(texts.prompts, tokens, texts.alone, strict=True))
     lossless = compare_texts(base, triples if comparable else [], generation.sampling)
     return online, lossless, degenerate(counts, texts.alone)
+
+
+def _grouped(
+    counts: Sequence[DepthCounts], labels: Iterable[tuple[str, ...]]
+) -> Iterator[tuple[tuple[str, ...], CategoryRate]]:
+    """Yield each label and the rate of its prompts, if they had a forward; 8k is before 16k."""
+    groups = dict[tuple[str, ...], list[DepthCounts]]()
+    for label, one in zip(labels, counts, strict=True):
+        groups.setdefault(label, []).append(one)
+    for label in sorted(groups, key=lambda one: [_natural(part) for part in one]):
+        if any(one.forwards for one in groups[label]):
+            yield label, group_rate(groups[label])
+
+
+def _natural(name: str) -> list[str | int]:
+    return [int(one) if one.isdecimal() else one for one in re.split(r"(\d+)", name)]
 
 
 def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> Degenerate:

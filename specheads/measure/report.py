@@ -1,6 +1,7 @@
 """The report of an evaluation: files, page and console. See docs/evaluate.md."""
 
 import base64
+import csv
 import hashlib
 import io
 import json
@@ -23,11 +24,11 @@ from rich.console import Console
 from specheads.core.files import dumps, to_json, writable_folder, write_atomic
 from specheads.decoding.loop import BASE_ORIGIN, Origin, node_origins
 from specheads.measure.plots import BLUE, GREY, ORANGE, SHADES, TEXT, figures, png
-from specheads.measure.results import DecodedText, Interval, Results, TextStep
+from specheads.measure.results import DecodedText, Interval, Online, Results, TextStep
 from specheads.measure.summary import (
     candidate_rows,
-    category_rows,
     depth_rows,
+    group_rows,
     pays,
     summary,
     verdict,
@@ -45,7 +46,7 @@ TITLES = {
 
 
 def write_report(folder: Path, results: Results, history: Sequence[Mapping[str, Any]]) -> Path:
-    """Write results.json, texts.json, the plots and report.html; return the page.
+    """Write results.json, texts.json, acceptance.csv, the plots and report.html; return the page.
 
     Every file is written atomically. results.json is written last: when it exists, the report is
     complete. Files of an earlier report that this one lacks are then removed. `history` are the
@@ -57,12 +58,41 @@ def write_report(folder: Path, results: Results, history: Sequence[Mapping[str, 
     if results.texts:
         texts = {"schema": 1, "texts": [asdict(one) for one in results.texts]}
         files["texts.json"] = json.dumps(texts) + "\n"
+    if results.online:
+        files["acceptance.csv"] = acceptance_csv(results.prompts.name, results.online)
     files["results.json"] = dumps(results)
     for name, content in files.items():
         write_atomic(folder / name, content)
-    for name in {"texts.json", *(f"{name}.png" for name in TITLES)} - files.keys():
+    for name in {
+        "texts.json",
+        "acceptance.csv",
+        *(f"{name}.png" for name in TITLES),
+    } - files.keys():
         (folder / name).unlink(missing_ok=True)
     return folder / "report.html"
+
+
+def acceptance_csv(name: str, online: Online) -> str:
+    """Return acceptance.csv: the prompts of each subset once, with speculators' columns too."""
+    stream, rows = io.StringIO(), []
+    for labels, one in online.subsets:
+        low, high = one.interval
+        shares = enumerate(one.per_position_acceptance_rates)
+        rows.append(
+            {"subset": "/".join([name, *filter(None, labels.values())]), **labels}
+            | {"prompts": one.count, "tokens_per_forward": one.tokens_per_forward}
+            | {"interval_low": low, "interval_high": high}
+            | {"mean_acceptance_length": one.mean_acceptance_length}
+            | {"draft_acceptance_rate": one.draft_acceptance_rate, "num_drafts": one.num_drafts}
+            | {"num_draft_tokens": one.num_draft_tokens}
+            | {"num_accepted_tokens": one.num_accepted_tokens}
+            | {"acceptance_length": one.mean_acceptance_length}
+            | {f"acceptance_at_pos_{place}": share for place, share in shares}
+        )
+    table = csv.DictWriter(stream, [*rows[0]] if rows else [], lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    return stream.getvalue()
 
 
 def show(results: Results, console: Console | None = None, page: Path | None = None) -> None:
@@ -73,6 +103,8 @@ def show(results: Results, console: Console | None = None, page: Path | None = N
     # short names let the table fit 80 columns
     short = [name.removesuffix(" accepted / offered") for name in header]
     console.print(ConsoleTable("accepted / offered drafts, and accuracy, by depth", rows, short))
+    for title, (header, *rows) in group_rows(results).items():
+        console.print(ConsoleTable(title, rows, header))
     console.print(verdict(results), style="bold" if pays(results) else "bold red")
     if page is not None:
         # on one line, so that it can be copied
@@ -100,7 +132,7 @@ def render(results: Results, figures: Mapping[str, Figure]) -> str:
         steps=[[_step(step) for step in text.steps] for text in results.texts],
         summary=summary(results),
         depths=depth_rows(results),
-        categories=category_rows(results),
+        groups=group_rows(results),
         candidates=candidate_rows(results),
         chosen=next((i for i, row in enumerate(results.tree_candidates) if row.chosen), -1),
         settings=parts,

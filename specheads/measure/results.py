@@ -68,9 +68,16 @@ class DepthRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CategoryRate(Rate):
-    """Rate of one category of prompts."""
+    """Rate of a group of prompts, and vLLM's names for it: see docs/evaluate.md."""
 
-    count: int
+    count: int = 0
+    """Number of prompts."""
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    mean_acceptance_length: float | None = None
+    draft_acceptance_rate: float | None = None
+    per_position_acceptance_rates: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,12 +159,18 @@ class Offline(Rate):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Online(Rate):
+class Online(CategoryRate):
     """Decoding in the real loop."""
 
     tokens_per_forward_without_bonus: float
     per_depth: list[Depth]
     by_category: dict[str, CategoryRate]
+    by_input_length: dict[str, CategoryRate] = field(default_factory=dict)
+    by_thinking: dict[str, CategoryRate] = field(default_factory=dict)
+    subsets: Annotated[list[tuple[dict[str, str], CategoryRate]], OWN_FILE] = field(
+        default_factory=list, compare=False
+    )
+    """Rows of acceptance.csv: the prompts of one category, input length and thinking."""
     forwards: int
     new_tokens: int
     conditional_acceptance: list[DepthRate] = field(default_factory=list)

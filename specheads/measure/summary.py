@@ -160,14 +160,19 @@ def depth_rows(results: Results) -> list[list[str]]:
     return rows
 
 
-def category_rows(results: Results) -> list[list[str]]:
-    """Return the table by category of prompts, its header first."""
-    found = results.online.by_category if results.online else {}
-    rows = [
-        [name or "no category", str(one.count), _figure(one.tokens_per_forward, one.interval)]
-        for name, one in found.items()
-    ]
-    return [["category", "prompts", "tokens per forward"], *rows]
+def group_rows(results: Results) -> dict[str, list[list[str]]]:
+    """Return the tables by groups of prompts, each with its header first, by their titles."""
+    tables = {}
+    for name in ("category", "input length", "thinking"):
+        found = getattr(results.online, f"by_{name.replace(' ', '_')}", {})
+        rows = [
+            [label or f"no {name}", str(one.count), _figure(one.tokens_per_forward, one.interval)]
+            for label, one in found.items()
+        ]
+        # a single category is all prompts
+        if len(rows) > (name == "category"):
+            tables[f"by {name}"] = [[name, "prompts", "tokens per forward"], *rows]
+    return tables
 
 
 def candidate_rows(results: Results) -> Sequence[Sequence[str]]:

@@ -1,5 +1,6 @@
 """The Python functions: they print nothing, return objects and raise ValueError."""
 
+import csv
 import json
 import re
 import shutil
@@ -9,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import specheads
 from specheads.core.files import to_json
+from specheads.measure import report
 from specheads.measure.results import Results, read
 from specheads.runs.directory import RunDirectory
+from tests.data.conftest import CATEGORIES, ENTROPIES, LENGTHS, speed_bench, write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["evaluation.num_prompts=2", "evaluation.max_new_tokens=8", "evaluation.speed_prompts=1"]
@@ -139,3 +143,48 @@ def test_importing_specheads_does_not_import_torch():
     assert all(callable(getattr(specheads, name)) for name in specheads.__all__)
     with pytest.raises(AttributeError, match="no attribute 'brew'"):
         specheads.brew  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
+
+
+def test_speed_bench_shows_categories_and_lengths_in_results_report_and_csv(
+    run: RunDirectory, base: specheads.FrozenBase, tmp_path: Path
+):
+    folder = speed_bench(tmp_path / "speed")
+    asked = ["tree=chain", "mode=online", *SMALL, "num_prompts=100", f"prompts={folder}"]
+    made = specheads.evaluate(run.path, asked, base=base, out=tmp_path / "out")
+    assert made.online is not None
+    stored = json.loads((tmp_path / "out/results.json").read_text())["online"]
+    assert [*stored["by_input_length"]] == ["", *LENGTHS]
+    assert [*stored["by_category"]] == sorted([*CATEGORIES, *ENTROPIES])
+    assert stored["by_category"]["mixed"]["count"] == len(LENGTHS)
+    rows = list(csv.DictReader((tmp_path / "out/acceptance.csv").open()))
+    assert [(row["input_length"], row["category"]) for row in rows] == [
+        *(("", category) for category in CATEGORIES),
+        *((length, entropy) for length in LENGTHS for entropy in ENTROPIES),
+    ]
+    assert (rows[0]["subset"], rows[-1]["subset"]) == ("speed/coding", "speed/32k/mixed")
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert sum(int(row[name]) for row in rows) == getattr(made.online, name)
+    page = (tmp_path / "out/report.html").read_text()
+    assert all(f"<td>{name}</td>" in page for name in [*CATEGORIES, *ENTROPIES, *LENGTHS])
+    console = Console(record=True, width=120)
+    report.show(made, console)
+    assert "by input length" in (shown := console.export_text())
+    assert all(name in shown for name in [*CATEGORIES, *ENTROPIES, *LENGTHS])
+
+
+def test_traces_train_and_give_prompts_but_are_not_answered_again(
+    base: specheads.FrozenBase, tmp_path: Path
+):
+    rows = [
+        {"input_ids": [*range(one, one + 40)], "loss_mask": [0] * 8 + [1] * 32}
+        for one in range(400)
+    ]
+    data = ["data=traces", f"data.path={write_jsonl(tmp_path / 'a.jsonl', rows)}", "tree=chain"]
+    data += ["data.max_documents=0", "evaluation.prompts=held_out"]
+    made = specheads.train("smoke", [*data, *SHORT, f"run_dir={tmp_path / 'run'}"], base=base)
+    results = read(Results, made.report / "results.json")
+    assert results is not None
+    assert (results.prompts.name, results.prompts.categories) == ("held_out", {"traces": 2})
+    with pytest.raises(ValueError, match="traces hold what the base wrote already"):
+        specheads.train("smoke", [*data, *SMALL, f"run_dir={tmp_path / 'other'}"], base=base)
+    assert not (tmp_path / "other").exists()

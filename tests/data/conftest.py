@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
@@ -39,3 +40,32 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write_jsonl(path: Path, rows: list[dict]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
+
+
+CATEGORIES = (
+    *("coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay"),
+    *("stem", "summarization", "writing"),
+)
+LENGTHS, ENTROPIES = ("1k", "2k", "8k", "16k", "32k"), ("high_entropy", "low_entropy", "mixed")
+
+
+def speed_bench(folder: Path, layout: str = "jsonl") -> Path:
+    """Write made-up prompts as SPEED-Bench's scripts do: NeMo-Skills' jsonl, ModelOpt's parquet."""
+    parts = {"qualitative": CATEGORIES} | {f"throughput_{one}": ENTROPIES for one in LENGTHS}
+    folder.mkdir()
+    for part, categories in parts.items():
+        rows = []
+        for category in categories:
+            turns = [f"{part} {category}", *(["and then?"] if category == "roleplay" else [])]
+            about = {"sub_category": "made up", "source": "here", "src_id": "1", "difficulty": None}
+            row = {"question_id": f"{part}{category}", "category": category, **about}
+            rows.append(row | {"turns": turns, "multiturn": len(turns) > 1})
+        if layout == "parquet":
+            (folder / part).mkdir()
+            Dataset.from_list(rows).to_parquet(folder / part / "test.parquet")
+            continue
+        for row in rows:
+            turns = row.pop("turns")
+            row["messages"] = [{"role": "user", "content": turn} for turn in turns]
+        write_jsonl(folder / f"{part}.jsonl", rows)
+    return folder

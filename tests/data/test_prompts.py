@@ -15,7 +15,7 @@ from specheads.core.errors import InputError
 from specheads.data import files, sources
 from specheads.data.encode import tokenizer_fingerprint
 from specheads.data.prompts import PromptSet, fitting, load_prompts
-from tests.data.conftest import BASE, write_jsonl
+from tests.data.conftest import BASE, CATEGORIES, ENTROPIES, LENGTHS, speed_bench, write_jsonl
 
 TEXTS = [f"document {number}: " + "word " * (number % 7 + 1) for number in range(120)]
 
@@ -91,14 +91,24 @@ def test_chat_rows_use_the_template(chat_tokenizer, tokenizer, tmp_path):
         {"question": "how many?", "answer": "4"},
         {"prompt": "how many?", "entry_point": "count", "task_id": "HumanEval/0"},
         {"text": "how many?", "code": "4", "test_list": ["assert count() == 4"]},
+        {"problem": "how many?", "solution": "one", "answer": "4", "subject": "c", "level": 2,
+         "unique_id": "test/1.json"},
+        {"problem": "how many?", "answer": "4", "id": "0"},
+        {"instruction": "how many?", "input": "", "output": "4", "text": "ask: how many? 4"},
+        {"uid": "x", "category": "c", "subcategory": "d", "language": "en", "prompt": "how many?"},
+        {"question_title": "A", "question_content": "how many?", "platform": "atcoder",
+         "question_id": "a", "contest_id": "b", "contest_date": "2025-01-01", "starter_code": "",
+         "difficulty": "c", "public_test_cases": "[4]", "private_test_cases": "eJx",
+         "metadata": "{}"},
     ],
-    ids=["gsm8k", "humaneval", "mbpp"],
-)
+    ids=["gsm8k", "humaneval", "mbpp", "math500", "aime", "alpaca", "arena_hard", "livecodebench"],
+)  # fmt: skip
 def test_question_of_a_public_set_uses_the_template(row, chat_tokenizer, tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [row])
     (asked,) = load_prompts(path, chat_tokenizer, num_prompts=1).prompts
     assert asked.text == "<user>how many?<assistant>"
     assert asked.tokens == ids_of(asked.text, chat_tokenizer)
+    assert asked.category == ("c" if "c" in row.values() else "")
     (plain,) = load_prompts(path, tokenizer, num_prompts=1).prompts
     assert (plain.text, plain.tokens) == ("how many?", ids_of("how many?", tokenizer))
 
@@ -231,3 +241,56 @@ def test_tokenizer_fingerprint_depends_on_tokens_and_template_only(chat_tokenize
     assert tokenizer_fingerprint(chat_tokenizer) != first
     used.add_tokens(["<new>"])
     assert tokenizer_fingerprint(used) != first
+
+
+@pytest.mark.parametrize("layout", ["jsonl", "parquet"])
+def test_speed_bench_folder_gives_categories_lengths_and_turns(chat_tokenizer, tmp_path, layout):
+    folder = speed_bench(tmp_path / "speed", layout)
+    # speculators' split of the same rows, and a file of something else
+    write_jsonl(folder / "qualitative_coding.jsonl", [{"turns": "no"}])
+    write_jsonl(folder / "other.jsonl", [{"turns": ["no"]}])
+    found = load_prompts(str(folder), chat_tokenizer, num_prompts=100)
+    assert found.name == "speed"
+    wanted = [(category, "") for category in CATEGORIES]
+    wanted += [(entropy, length) for length in LENGTHS for entropy in ENTROPIES]
+    assert sorted((one.category, one.input_length) for one in found.prompts) == sorted(wanted)
+    assert {one.text for one in found.prompts} >= {
+        "<user>qualitative roleplay<assistant>", "<user>throughput_8k mixed<assistant>",
+    }  # fmt: skip
+    turns = load_prompts(str(folder), chat_tokenizer, num_prompts=100, all_turns=True)
+    assert len(turns.prompts) == len(wanted) + 1
+    assert "<user>qualitative roleplay\n\nand then?<assistant>" in [
+        one.text for one in turns.prompts
+    ]
+    part = "throughput_2k" if layout == "parquet" else "throughput_2k.jsonl"
+    some = load_prompts(str(folder / part), chat_tokenizer, num_prompts=100).prompts
+    assert [(one.category, one.input_length) for one in some] == [(one, "2k") for one in ENTROPIES]
+
+
+def test_speed_bench_without_its_prompts_is_refused(chat_tokenizer, tmp_path):
+    text = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH {article}"
+    write_jsonl(tmp_path / "qualitative.jsonl", [{"turns": ["a"]}, {"turns": [text]}])
+    with pytest.raises(InputError, match=r"prepare script .*; line 2 of .* has a placeholder"):
+        load_prompts(str(tmp_path), chat_tokenizer, num_prompts=1)
+    (tmp_path / "qualitative.jsonl").unlink()
+    with pytest.raises(InputError, match=r"a folder of SPEED-Bench with qualitative.jsonl"):
+        load_prompts(str(tmp_path), chat_tokenizer, num_prompts=1)
+
+
+def test_thinking_asks_every_question_with_and_without(chat_tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"turns": ["hi"]}, {"turns": ["ho"]}])
+    with pytest.raises(InputError, match="a chat template that reads enable_thinking"):
+        load_prompts(path, chat_tokenizer, num_prompts=2, thinking=[True, False])
+    chat_tokenizer.chat_template += "{% if enable_thinking is false %}<nothink>{% endif %}"
+    found = load_prompts(path, chat_tokenizer, num_prompts=2, thinking=[False, True, True]).prompts
+    assert [(one.text, one.thinking) for one in found] == [
+        ("<user>hi<assistant><nothink>", "off"), ("<user>hi<assistant>", "on"),
+        ("<user>ho<assistant><nothink>", "off"), ("<user>ho<assistant>", "on"),
+    ]  # fmt: skip
+    assert [one.source for one in found][::2] == [one.source for one in found][1::2]
+    asked = load_prompts("stdlib_instructions", chat_tokenizer, num_prompts=2, thinking=[False])
+    assert all(one.text.endswith("<nothink>") for one in asked.prompts)
+    plain = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "def f():"}])
+    for name in (plain, "python_stdlib"):
+        with pytest.raises(InputError, match="thinking needs questions in the chat template"):
+            load_prompts(name, chat_tokenizer, num_prompts=1, thinking=[True])

@@ -137,7 +137,7 @@ def test_tree_offers_a_depth_only_below_the_accepted_path():
 
 def measure(categories: Sequence[str] = (), **settings: Any) -> tuple[Online, Lossless, Degenerate]:
     how = GenerationSettings(max_new_tokens=tiny.NEW_TOKENS, batch_size=3, **settings)
-    texts = replace(written(), categories=categories)
+    texts = replace(written(), groups={"category": categories} if categories else {})
     return online.measure_online(tiny.base(), Habit(0.5), texts, how)
 
 
@@ -288,13 +288,14 @@ def test_sections_have_every_key_of_the_contract():
 
 def test_report_folder_is_complete_and_has_no_stale_files(tmp_path):
     (tmp_path / "report").mkdir()
-    for name in ("texts.json", "learning.png", "compare.json"):
+    for name in ("texts.json", "acceptance.csv", "learning.png", "compare.json"):
         (tmp_path / "report" / name).touch()
     page = report.write_report(tmp_path / "report", results(), HISTORY)
     # stale files of an earlier report are removed, other files are kept
     (page.parent / "compare.json").unlink()
     names = {path.name for path in page.parent.iterdir()}
-    assert names == {"report.html", "results.json", "acceptance.png", "loss.png", "speed.png"}
+    files = {"report.html", "results.json", "acceptance.csv"}
+    assert names == files | {"acceptance.png", "loss.png", "speed.png"}
     assert json.loads((page.parent / "results.json").read_text()) == to_json(results())
     assert read(Results, page.parent / "results.json") == results()
     for path in page.parent.glob("*.png"):

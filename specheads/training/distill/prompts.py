@@ -164,7 +164,7 @@ def _order(seed: int, lap: int, count: int) -> np.ndarray:
 def prompt_source(data: Data, base: FrozenBase, settings: Distill, seed: int) -> PromptSource:
     """Return the prompts of the training split.
 
-    If it has conversations, only these are used, not its plain text.
+    If it has conversations, only these are used, not its plain text. Traces are never used.
 
     Raises:
         ValueError: There are no prompts, or the tokenizer has no chat template for conversations.
@@ -174,9 +174,15 @@ def prompt_source(data: Data, base: FrozenBase, settings: Distill, seed: int) ->
         raise InputError(
             f"self-distilled text needs a tokenizer, but the base {base.name} has none; add one"
         )
+    talks, traces, texts = data.divided()
+    if traces and not (talks or texts):
+        raise InputError(
+            "a distilled phase needs questions or text, and traces hold what the base wrote "
+            "already; train on them in a corpus phase alone (~schedule.phases.distilled)"
+        )
     if rows := list(_conversations(data, seed)):
         return Conversations(rows, Template(tokenizer), seed)
-    documents = tokenised(data, "train", tokenizer, seed)
+    documents = tokenised(texts or data, "train", tokenizer, seed)
     return Continuations(documents, settings.prompt_tokens, settings.new_tokens, seed)
 
 

@@ -1,0 +1,110 @@
+"""Traces: token ids with a loss mask, as agents leave them, become documents, or are refused."""
+
+import json
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from specheads.core.errors import InputError
+from specheads.data.prompts import held_out
+from specheads.data.settings import Data
+from specheads.data.sources import SPLITS
+from specheads.data.tokenise import tokenised
+from specheads.data.traces import trace
+from tests.data.conftest import write_jsonl
+
+IDS, MASK = [5, 6, 7, 8, 9], [0, 0, 1, 1, 0]
+ROW = {"input_ids": IDS, "loss_mask": MASK}
+ASKED = {"role": "user", "token_ids": [5, 6]}
+SAID = {"role": "assistant", "content": "so", "token_ids": [7, 8]}
+TOOL = {"role": "tool", "token_ids": [9]}
+TURNS = [ASKED, SAID, TOOL]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ROW,
+        {"input_ids": IDS, "loss_mask": [False, False, True, True, False]},
+        ROW
+        | {"id": "t:branch-0", "tools": [], "conversations": [{"role": "user"}], "metadata": {}},
+        {"tokens": TURNS},
+        {"message_log": TURNS, "input_ids": None},
+        {"tokens": [ASKED, SAID | {"token_loss_mask": [1, 1]}, TOOL | {"token_loss_mask": [0]}]},
+        {"tokens": [ASKED, SAID | {"logprobs": [0.1, 0.2]}, TOOL], "extra": 1},
+    ],
+)
+def test_published_form_gives_ids_and_mask(row: dict[str, Any]):
+    assert trace(row, "a row", ["logprobs", "extra"]) == ROW
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"input_ids": IDS}, "needs input_ids and loss_mask, .* has input_ids"),
+        ({"input_ids": [], "loss_mask": []}, "needs input_ids and loss_mask"),
+        ({"input_ids": None, "loss_mask": None, "id": "x"}, "needs input_ids .* has id"),
+        ({"input_ids": IDS, "loss_mask": [0.0] * 5}, "lists of integers"),
+        ({"input_ids": ["a"] * 5, "loss_mask": MASK}, "lists of integers"),
+        ({"input_ids": IDS, "loss_mask": MASK[1:]}, "the same length; .* has 5 and 4"),
+        ({"input_ids": IDS, "loss_mask": [0, 0, 2, 1, 0]}, "must hold 0 and 1 only; .* has 2"),
+        ({"input_ids": IDS, "loss_mask": [0] * 5}, "a token in the loss; .* loss_mask of 0 only"),
+        (ROW | {"attention_mask": MASK}, "neither: attention_mask .*data.ignore"),
+        (
+            {"tokens": [ASKED, {"role": "assistant"}]},
+            "each turn of a trace needs role and token_ids",
+        ),
+        (
+            {"tokens": [ASKED, SAID | {"token_loss_mask": [1]}]},
+            "token_loss_mask of the same length",
+        ),
+        ({"tokens": [3]}, "each turn of a trace needs .* has 3"),
+        ({"tokens": [ASKED, SAID | {"advantages": [1]}]}, "neither: advantages"),
+    ],
+)
+def test_row_that_is_no_trace_is_refused_with_its_line(row: dict[str, Any], told: str):
+    with pytest.raises(InputError, match=told) as caught:
+        trace(row, "line 7 of traces.jsonl")
+    assert "line 7 of traces.jsonl" in str(caught.value)
+
+
+def rows() -> list[dict[str, Any]]:
+    """Return 200 traces of 100 questions."""
+    return [
+        {"input_ids": [*range(one % 100, one % 100 + 4), 9, one], "loss_mask": [0, 0, 0, 0, 1, 1]}
+        for one in range(200)
+    ]
+
+
+def test_traces_are_documents_with_their_mask_and_give_held_out_prompts(tokenizer, tmp_path):
+    Dataset.from_list(rows()).to_parquet(tmp_path / "a.parquet")
+    paths = write_jsonl(tmp_path / "a.jsonl", rows()), str(tmp_path / "a.parquet")
+    for data in (Data(source="traces", path=path) for path in paths):
+        asked = {}
+        for split in SPLITS:
+            documents = tokenised(data, split, tokenizer)
+            ids = [documents.tokens(one).tolist() for one in range(len(documents))]
+            asked[split] = {tuple(one[:4]) for one in ids}
+            assert documents.loss_mask(0).tolist() == [False] * 4 + [True] * 2
+            assert all(one in [row["input_ids"] for row in rows()] for one in ids)
+        # all traces of a question are in one split
+        assert sum(map(len, asked.values())) == 100
+        prompts = held_out(data, "prompts", tokenizer, 64, 100)
+        assert {tuple(one.tokens) for one in prompts} == asked["prompts"]
+        with pytest.raises(InputError, match="thinking needs questions"):
+            held_out(data, "prompts", tokenizer, 64, 100, thinking=True)
+
+
+def test_bad_traces_are_listed_or_left_out(tokenizer, tmp_path):
+    file = tmp_path / "a.jsonl"
+    write_jsonl(file, [*rows(), {"input_ids": [10**6], "loss_mask": [1]}, {"input_ids": [1]}])
+    file.write_text(file.read_text() + json.dumps(3) + "\n")
+    data = Data(source="traces", path=str(file))
+    top = len(tokenizer) - 1
+    told = rf"3 rows of .*tokenizer, 0 to {top} \(1: line 201 .* has 1000000\).*loss_mask.*line 202"
+    with pytest.raises(InputError, match=told):
+        tokenised(data, "train", tokenizer)
+    dropped = Data(source="traces", path=str(file), bad_rows="drop")
+    with pytest.warns(UserWarning, match="3 rows of .*they are left out"):
+        assert len(tokenised(dropped, "train", tokenizer)) > 100
