@@ -43,7 +43,7 @@ MISTAKES = [
     (f"{PHASES}.corpus.batch_size=99999", "lower the batch"),
     (f"{PHASES}.corpus.sequence_length=4096", "2048"),
     (f"{PHASES}.corpus.loss=hinge", "'hinge'"),
-    ("validation.prompts=0 validation.keep=best", "got validation.prompts=0"),
+    ("validation.prompts=0 validation.keep=best", "needs validation.prompts above 0, got 0"),
     ("validation.prompt_tokens=4000 validation.keep=best", "lower validation.prompt_tokens"),
     ("tree.kind=oak", "'oak'"),
     ("evaluation.prompts=nope", "nope"),

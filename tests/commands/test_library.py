@@ -111,7 +111,7 @@ def test_head_of_other_weights_needs_force(
         (lambda: specheads.train("smoke", ["stepz=3"]), "stepz"),
         (lambda: specheads.evaluate("nowhere"), "needs a config.yaml, got nowhere"),
         (lambda: specheads.evaluate(), "name a run as run=DIR, or a head as head=PATH and base"),
-        (lambda: specheads.evaluate("a", ["head=b"]), "got run=a and head=b; leave one out"),
+        (lambda: specheads.evaluate("a", ["head=b"]), "got run=a, head=b; drop one"),
         (lambda: specheads.tune(overrides=["head=b"]), "or head=FOLDER and base=PATH; got head='b"),
         (lambda: specheads.compare(), "name what to compare"),
         (lambda: specheads.export("", "oven", "out"), "engine must be one of"),
@@ -156,7 +156,7 @@ def test_speed_bench_shows_categories_and_lengths_in_results_report_and_csv(
     assert [*stored["by_input_length"]] == ["", *LENGTHS]
     assert [*stored["by_category"]] == sorted([*CATEGORIES, *ENTROPIES])
     assert stored["by_category"]["mixed"]["count"] == len(LENGTHS)
-    rows = list(csv.DictReader((tmp_path / "out/acceptance.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "out/acceptance.csv").read_text().splitlines()))
     assert [(row["input_length"], row["category"]) for row in rows] == [
         *(("", category) for category in CATEGORIES),
         *((length, entropy) for length in LENGTHS for entropy in ENTROPIES),
