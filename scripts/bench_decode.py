@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_train import SHAPES, head_settings, load_base, seconds_of
+from bench_train import SHAPES, WARM_UP, Sides, head_settings, load_base, seconds_of, take_turns
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -48,12 +48,8 @@ from specheads.measure.generation import GenerationSettings
 from specheads.runs.provenance import nearby, provenance
 
 ROOT = Path(__file__).resolve().parents[1]
-WARM_UP = 3
-"""Turns before the clock counts."""
 RATE = 0.8
 """Probability with which a planted draft is accepted."""
-
-Sides = dict[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +128,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out:
         options.out.write_text(dumps(results), encoding="utf-8")
     return 0
-
-
-def take_turns(
-    device: torch.device, sides: Sides, turns: int, after: Callable[[], Any] = lambda: None
-) -> dict[str, list[float]]:
-    """Time several calls in turns, after a warm-up; return the seconds of each."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(WARM_UP + turns):
-        for name in sides if turn % 2 else reversed(sides):
-            seconds = seconds_of(device, sides[name])
-            if turn >= WARM_UP:
-                times[name].append(seconds)
-        after()
-    return times
 
 
 @torch.inference_mode()

@@ -73,6 +73,9 @@ HEADS: dict[str, dict[str, Any]] = {
     "redrafter": {"kind": "redrafter", "depth": 4},
     "dflash": {"kind": "dflash", "depth": 7},
 }
+WARM_UP = 3
+"""Turns before the clock counts."""
+Sides = dict[str, Callable[[], Any]]
 MUON = {"eagle3": 0.01}
 """Heads whose recipes train by Muon, and its learning rate."""
 
@@ -222,15 +225,15 @@ def measure(bench: Bench, turns: int, *, plain: bool) -> dict[str, Any]:
 
 def plain_against_step(bench: Bench, turns: int) -> dict[str, Any]:
     """Return how many times longer the plain step takes, in turns; None if memory is too small."""
-    device, plain = bench.base.device, _plain(bench)
-    times: list[tuple[float, float]] = []
+    sides = {
+        "plain": _plain(bench),
+        "ours": lambda: bench.stepper.step(bench.batch, bench.phase, 0),
+    }
     try:
-        for _ in range(2 + turns):
-            own = seconds_of(device, lambda: bench.stepper.step(bench.batch, bench.phase, 0))
-            times.append((seconds_of(device, plain), own))
+        times = take_turns(bench.base.device, sides, turns)
     except torch.OutOfMemoryError:
         return {"plain_over_step": None}
-    theirs, ours = zip(*times[2:], strict=True)
+    theirs, ours = times.values()
     return {
         "plain_over_step": statistics.median(theirs) / statistics.median(ours),
         "plain_interval": list(bootstrap_interval(theirs, ours)),
@@ -342,6 +345,20 @@ def seconds_of(device: torch.device, act: Callable[[], object]) -> float:
     act()
     synchronise(device)
     return time.perf_counter() - began
+
+
+def take_turns(
+    device: torch.device, sides: Sides, turns: int, after: Callable[[], Any] = lambda: None
+) -> dict[str, list[float]]:
+    """Time several calls in turns, after a warm-up; return the seconds of each."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(WARM_UP + turns):
+        for name in sides if turn % 2 else reversed(sides):
+            seconds = seconds_of(device, sides[name])
+            if turn >= WARM_UP:
+                times[name].append(seconds)
+        after()
+    return times
 
 
 def _show(row: dict[str, Any]) -> None:

@@ -261,30 +261,23 @@ def tests(report: Report) -> None:
     """Run pytest -m gpu; keep the counts while it runs."""
     import pytest
 
-    counts: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "failures": [], "reasons": []}
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
     report.values["tests"] = counts
 
     class Counter:
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.when == "call" or report.outcome != "passed":
                 counts[report.outcome] += 1
-                if report.outcome == "failed":
-                    counts["failures"].append(report.nodeid)
-                if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
-                    counts["reasons"].append(f"{report.nodeid}: {report.longrepr[2]}")
                 write()
 
     write, device = report.write, report.options.device
     words = ["-m", "gpu", "--device", device, "-q", "-n", "8" if device == "cuda" else "2"]
     words += ["-p", "no:cacheprovider", "-p", "no:benchmark", str(ROOT / "tests/gpu")]
     words += ["-k", TINY_TESTS] if report.options.tiny else []
-    code = pytest.main(words, plugins=[Counter()])
-    if code != 0:
+    if code := pytest.main(words, plugins=[Counter()]):
         report.failed["pytest"] = f"exit code {int(code)}, {counts['failed']} tests failed"
-    names = ("passed", "failed", "skipped")
-    total = sum(counts[name] for name in names)
-    text = ", ".join(f"{counts[name]} {name}" for name in names)
-    report.row("gpu tests", text, f"all {total} pass")
+    text = ", ".join(f"{count} {name}" for name, count in counts.items())
+    report.row("gpu tests", text, f"all {sum(counts.values())} pass")
 
 
 # --------------------------------------------------------------------------------------- decode

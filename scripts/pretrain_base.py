@@ -1,7 +1,6 @@
 """Train a small Llama-architecture language model from text, such as the base of tiny_code.
 
     python scripts/pretrain_base.py --data python_stdlib --out my_base
-    python scripts/pretrain_base.py --data corpus.parquet --out better --init recipes/tiny_code/base
 
 A byte-level BPE tokenizer is trained on the same text. transformers' Trainer does the rest. Until
 it is finished the run lives in OUT.partial, and the same command goes on from its last checkpoint.
@@ -23,8 +22,6 @@ import torch
 from datasets import Dataset, load_dataset
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -40,6 +37,7 @@ from specheads.core.machine import computes_bfloat16
 END = "<|endoftext|>"
 SHAPE = {"vocab_size": 8192, "layers": 6, "width": 256, "heads": 4, "kv_heads": 2}
 SHAPE |= {"mlp_width": 688, "context": 2048}
+SIZES = {"steps": 2700, "batch_size": 8, "sequence_length": 512, "checkpoint_every": 100}
 HELD_OUT_SHARE = 0.02
 
 
@@ -59,22 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--data", required=True, help="parquet or JSONL file, folder of text, or python_stdlib")
     add("--column", default="text", help="column that holds the text")
     add("--out", required=True, type=Path, help="folder to make")
-    add("--init", default="", help="folder of a base to train further, with its tokenizer")
-    for name, value in SHAPE.items():
+    for name, value in (SHAPE | SIZES).items():
         add(f"--{name.replace('_', '-')}", type=positive, default=value, help="(%(default)s)")
-    add("--steps", type=positive, default=2700, help="optimizer steps (%(default)s)")
-    add("--batch-size", type=positive, default=8, help="rows of a step (%(default)s)")
-    add("--sequence-length", type=positive, default=512, help="tokens of a row (%(default)s)")
     add("--learning-rate", type=float, default=2.5e-3, help="peak (%(default)s)")
     add("--warmup-steps", type=int, default=50, help="of the learning rate (%(default)s)")
-    add("--checkpoint-every", type=positive, default=100, help="steps (%(default)s)")
     add("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 
@@ -87,15 +78,15 @@ def positive(text: str) -> int:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train, measure on held-out text, and write the folder.
-
-    Raises:
-        ValueError: The request cannot be met. Nothing has been written then.
-    """
+    """Train, measure on held-out text, and write the folder; ValueError is a mistake in it."""
     if options.out.exists():
         raise ValueError(f"--out must not exist yet, {options.out} does; choose another folder")
     work = options.out.with_name(f"{options.out.name}.partial")
-    refuse_other_settings(work, options)
+    settings = json.dumps(vars(options), default=str) + "\n"
+    if (work / "settings.json").is_file() and (work / "settings.json").read_text() != settings:
+        raise ValueError(
+            f"{work} has a run of other settings to finish; repeat those, or remove it"
+        )
     texts = texts_of(options.data, options.column)
     torch.manual_seed(options.seed)
     model, tokenizer = base_of(options, texts)
@@ -106,7 +97,7 @@ def train(options: argparse.Namespace) -> None:
             f"tokens, it fills {len(rows)} rows; lower --batch-size or --sequence-length"
         )
     work.mkdir(exist_ok=True)
-    write_atomic(work / "settings.json", json.dumps(vars(options), default=str) + "\n")
+    write_atomic(work / "settings.json", settings)
     split = rows.train_test_split(HELD_OUT_SHARE, seed=options.seed)
     trainer = Trainer(
         model=model,
@@ -133,31 +124,14 @@ def train(options: argparse.Namespace) -> None:
         data_collator=default_data_collator,
     )
     loss = trainer.train(resume_from_checkpoint=get_last_checkpoint(str(work))).training_loss
-    measured = {
-        "data": options.data,
-        "steps": options.steps,
-        "tokens": options.steps * options.batch_size * options.sequence_length,
-        "train_loss": loss,
-        "held_out_loss": trainer.evaluate()["eval_loss"],
-    }
+    tokens = options.steps * options.batch_size * options.sequence_length
+    measured = {"data": options.data, "tokens": tokens, "train_loss": loss}
+    measured |= {"held_out_loss": trainer.evaluate()["eval_loss"]}
     with atomic_folder(options.out) as folder:
         model.to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         write_atomic(folder / "pretraining.json", json.dumps(measured, indent=2) + "\n")
     shutil.rmtree(work)
-
-
-def refuse_other_settings(work: Path, options: argparse.Namespace) -> None:
-    """Raise ValueError where the unfinished run in this folder was begun with other settings."""
-    if not (file := work / "settings.json").is_file():
-        return
-    begun = json.loads(file.read_text(encoding="utf-8"))
-    for name, value in json.loads(json.dumps(vars(options), default=str)).items():
-        if begun.get(name) != value:
-            raise ValueError(
-                f"{work} holds an unfinished run with --{name.replace('_', '-')} "
-                f"{begun.get(name)}, this one asks for {value}; repeat that, or delete the folder"
-            )
 
 
 def texts_of(data: str, column: str) -> Dataset:
@@ -175,17 +149,7 @@ def texts_of(data: str, column: str) -> Dataset:
 
 
 def base_of(options: argparse.Namespace, texts: Dataset) -> tuple[Any, Any]:
-    """Return the model before its first step, and its tokenizer.
-
-    Raises:
-        ValueError: The shape's numbers do not fit each other.
-    """
-    if options.init:
-        if not Path(options.init, "config.json").is_file():
-            raise ValueError(f"--init must be the folder of a base, got {options.init}")
-        how: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        model = AutoModelForCausalLM.from_pretrained(options.init, dtype=torch.float32, **how)
-        return model, AutoTokenizer.from_pretrained(options.init, **how)
+    """Return the model before its first step, and its tokenizer."""
     width, heads, kv_heads = options.width, options.heads, options.kv_heads
     if width % (2 * heads) or heads % kv_heads:
         raise ValueError(

@@ -63,24 +63,10 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(script, data, tmp_path, mon
     assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
 
 
-def test_a_base_is_trained_further_with_its_own_tokenizer(script, data, tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second"
-    assert pretrain(script, data, first, "--steps", "2", *SHAPE) == 0
-    assert pretrain(script, data, second, "--steps", "2", "--init", str(first)) == 0
-    assert (first / "tokenizer.json").read_text() == (second / "tokenizer.json").read_text()
-    before, after = map(AutoModelForCausalLM.from_pretrained, (first, second))
-    assert all(
-        a.shape == b.shape and not torch.equal(a, b)
-        for a, b in zip(before.parameters(), after.parameters(), strict=True)
-        if a.ndim == 2
-    )
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--width", "30", *SHAPE[:4]], "--width must be a multiple of twice --heads"),
-        (["--init", "missing"], "missing"),
         (["--sequence-length", "999999", *SHAPE], "4 x 999999 tokens, it fills 0 rows"),
         (["--data", "nowhere"], "--data must be a file, a folder of text"),
     ],
