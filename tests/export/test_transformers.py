@@ -16,7 +16,6 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.decoding.generate import generate
 from specheads.export.write import RECORD, export_head
-from specheads.heads.kinds.mtp import PARTS
 from specheads.heads.load import build_for, load_head, resume_head
 from specheads.measure.offline import guess_ranks
 from tests import tiny
@@ -108,11 +107,7 @@ def test_transformers_drafts_with_an_exported_dflash_head_as_we_do(tmp_path, cou
 
 def add_module(folder: Path, head: Head, dtype: torch.dtype) -> None:
     """Store a head in a base's folder as its MTP module, by the names of Mellum and Qwen3-Next."""
-    names = {ours: f"mtp.{theirs[-1]}" for ours, theirs in PARTS.items()}
-    named = {}
-    for name, value in head.state_dict().items():
-        part, kind = name.removeprefix("layer.mtp_block.").rsplit(".", 1)
-        named[f"{names.get(part, f'mtp.layers.0.{part}')}.{kind}"] = value.to(dtype)
+    named = tiny.module(head.to(dtype), "mtp.", column=2)
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         file = folder / "model.safetensors"
@@ -173,7 +168,7 @@ def test_a_trained_module_is_written_back_into_a_copy_of_its_base(dtype, shard, 
         else:
             with safe_open(file, "pt") as old, safe_open(copy, "pt") as new:
                 assert old.metadata() == new.metadata()
-                assert copy.samefile(file) != any("mtp." in name for name in new.keys())
+            assert copy.samefile(file) != any("mtp." in name for name in load_file(file))
     assert {file.name for file in out.iterdir()} - {file.name for file in folder.iterdir()} == {
         RECORD
     }
@@ -197,3 +192,38 @@ def test_a_trained_module_is_written_back_into_a_copy_of_its_base(dtype, shard, 
         assert steps == accepted(base, drafter, prompt, text, depth=1)
         counts += steps
     assert {0, 1} == set(counts)
+
+
+def test_a_copy_needs_a_base_with_a_module_of_the_head_s_architecture(tmp_path):
+    folder, out = tmp_path / "base", tmp_path / "out"
+    base = based(folder, torch.float32)
+    tiny.saved(tmp_path / "plain", "mellum")
+    plain = FrozenBase.load(tmp_path / "plain", dtype="float32", device="cpu")
+    known = [(prompt, [*range(8)]) for prompt in tiny.prompts()]
+    head = load_head(folder, base)
+    other = build_for({"kind": "mtp", "rope_theta": 500_000.0, **SHAPE}, base)
+
+    def refused(head: Head, base: FrozenBase) -> str:
+        with pytest.raises(InputError) as told:
+            export_head(head, base, "base", out, known)
+        assert not out.exists()
+        return str(told.value)
+
+    assert "plain has no MTP module; transformers drops it" in refused(head, plain)
+    assert refused(other, base).endswith(
+        f"the module in {folder} has qk_norm=True, the head has False; engines that can: vllm"
+    )
+    base.adapter = "lora"
+    assert "an adapter is merged into the base" in refused(head, base)
+    base.adapter = ""
+    # a copy would hold a file from elsewhere
+    (tmp_path / "secret").write_text("x")
+    (folder / "notes.txt").symlink_to(tmp_path / "secret")
+    assert "must be in its own folder" in refused(head, base)
+
+
+def test_dflash_needs_a_base_with_a_plain_embedding(tmp_path):
+    base = tiny.base("gemma3")
+    head = build_for({"kind": "dflash", "depth": 2, "num_layers": 1}, base)
+    with pytest.raises(InputError, match=r"embeds tokens by Gemma3TextScaled.*: llama_cpp, sglang"):
+        export_head(head, base, "transformers", tmp_path / "out", [])
