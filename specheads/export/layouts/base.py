@@ -68,7 +68,7 @@ LAYOUTS = {
         write,
         all_of(*ATTENTION, *MTP),
         "run",
-        "by transformers 5.23 on a CPU",
+        "by transformers 5.23 and vLLM 0.32.0 on a CPU (`make vllm`)",
         objection=objection,
         limits=("the architecture of the base's own module",),
     )
