@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM
 from transformers.generation import candidate_generator
 
 from specheads.base.model import FrozenBase
@@ -58,7 +58,7 @@ def accepted(base: FrozenBase, head: Head, prompt: list[int], text: list[int], d
 def counted(monkeypatch) -> Callable[..., Any]:
     """Return a function that decodes with transformers, and gives tokens and accepted counts."""
 
-    def decode(model: PreTrainedModel, prompt: list[int], kind: str, **how) -> Any:
+    def decode(model: Any, prompt: list[int], kind: str, **how) -> Any:
         steps: list[int] = []
         drafter = getattr(candidate_generator, kind)
         with monkeypatch.context() as patch:
@@ -183,7 +183,7 @@ def test_a_trained_module_is_written_back_into_a_copy_of_its_base(dtype, shard, 
 
     # transformers decodes with it as with the base, and drafts one token per module
     drafter = load_head(out, base)
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
+    model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
     counts = []
     for prompt, text in known:
         alone = model.generate(
