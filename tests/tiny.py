@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 
 from specheads.base.model import FrozenBase
 from specheads.config import data_dir
+from specheads.core.drafter import Head
+from specheads.heads.kinds.mtp import PARTS
 from tests.oracle import Oracle
 
 CPU = torch.device("cpu")
@@ -186,6 +188,16 @@ def _sharpen(model: PreTrainedModel, recipe: Recipe) -> None:
     for name, parameter in model.named_parameters():
         if "norm" not in name and "ln_" not in name:
             parameter.data.mul_(recipe.sharpness)
+
+
+def module(head: Head, prefix: str, column: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of an MTP head by published names: see `PARTS` in heads/kinds/mtp.py."""
+    parts, named = {ours: theirs[column] for ours, theirs in PARTS.items()}, {}
+    for name, value in head.state_dict().items():
+        part, what = name.removeprefix("layer.mtp_block.").rsplit(".", 1)
+        inner = "layers.0." if prefix == "mtp." else ""
+        named[f"{prefix}{parts.get(part, inner + part)}.{what}"] = value.clone().contiguous()
+    return named
 
 
 def prompts() -> list[list[int]]:

@@ -188,15 +188,14 @@ def _copy(source: Path, target: Path, changed: Mapping[str, Tensor]) -> None:
         if not file.is_file() or any(name.startswith(".") for name in part.parts):
             continue
         refuse_outside(file, source)
-        place, is_weights = target / part, file.suffix == ".safetensors"
+        place, names, metadata = target / part, set[str](), None
         place.parent.mkdir(parents=True, exist_ok=True)
-        tensors, metadata = {}, {}
-        if is_weights:
+        if file.suffix == ".safetensors":
             with safe_open(file, "pt") as stored:
-                tensors, metadata = dict.fromkeys(stored.keys()), stored.metadata()
-        if new := {name: changed[name] for name in tensors.keys() & changed.keys()}:
+                names, metadata = set(stored.keys()), stored.metadata()
+        if new := {name: changed[name] for name in names & changed.keys()}:
             save_file(load_file(file) | new, place, metadata)
-        elif not (is_weights and _linked(file, place)):
+        elif not (names and _linked(file, place)):
             shutil.copyfile(file, place)
 
 

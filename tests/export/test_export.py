@@ -45,7 +45,9 @@ from tests.tuned import tree
 from tests.tuned import tuned as made_up
 
 OUT = Path("/serve/head")
-PAIRS = [(kind, engine) for engine in engines() for kind in sorted(engine_module(engine).LAYOUTS)]
+OTHERS = [engine for engine in engines() if engine != "base"]
+"""All but the copy of a base: see test_transformers.py."""
+PAIRS = [(kind, engine) for engine in OTHERS for kind in sorted(engine_module(engine).LAYOUTS)]
 EVERY_KIND = ("sglang", "vllm")
 """Two engines that together serve every kind; the other engines are slow tests."""
 OWN_LAYOUT = ("hydra_heads", "medusa", "mlp_speculator", "mtp", "redrafter")
@@ -287,6 +289,9 @@ def edit(folder: Path, **changes) -> None:
         ("dflash", "sglang", {}, {"dflash_config": BLOCKS | {"target_layer_ids": [0, 1, 2, 3, 4]}}),
         ("dflash", "sglang", {}, {"dflash_config": BLOCKS | {"block_size": 3}}),
         ("dflash", "sglang", {}, {"is_causal": True}),
+        ("dflash", "transformers", {}, {"target_layer_ids": [0, 1, 2, 3, 4]}),
+        ("dflash", "transformers", {}, {"block_size": 3}),
+        ("dflash", "transformers", {}, {"layer_types": ["sliding_attention"] * 5}),
         ("dflash", "sglang", {}, {"layer_types": ["sliding_attention"] * 5}),
         ("dspark", "sglang", {"sample_from_anchor": False}, {"sample_from_anchor": ...}),
         ("dspark", "sglang", {}, {"markov_head_type": ...}),
@@ -339,6 +344,9 @@ UNSUPPORTED = [
     ("dflash", "speculators", {"sample_from_anchor": True}, "=True; .*: llama_cpp$"),
     ("dflash", "sglang", {"draft_tokens": 20}, "draft_tokens=20; .*: llama_cpp, speculators$"),
     ("dflash", "sglang", {"sample_from_anchor": True}, "sample_from_anchor=True; .*: llama_cpp$"),
+    ("dflash", "transformers", {"aux_layers": [0, 3]}, "streams after layers 1 to 6, aux_layers"),
+    ("mtp", "base", {"draft_tokens": 20}, "cannot hold draft_tokens=20; engines that can: vllm$"),
+    ("mtp", "base", {}, "its base cannot be copied: .*; engines that can: vllm$"),
     ("dspark", "sglang", {"aux_layers": [0, 3]}, r"are \[0, 3\]; .*: llama_cpp, speculators$"),
 ]
 
@@ -389,7 +397,7 @@ def test_a_window_is_exported_and_read_back(
 
 
 def test_unknown_engine_lists_valid_engines():
-    with pytest.raises(ValueError, match=r"one of llama_cpp, .*vllm; got 'os'"):
+    with pytest.raises(ValueError, match=r"one of base, .*vllm; got 'os'"):
         engine_module("os")
 
 

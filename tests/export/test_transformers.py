@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, MellumConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM
 from transformers.generation import candidate_generator
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.decoding.generate import generate
 from specheads.export.write import RECORD, export_head
-from specheads.heads.kinds.mtp import PARTS
 from specheads.heads.load import build_for, load_head, resume_head
 from specheads.measure.offline import guess_ranks
 from tests import tiny
@@ -26,15 +26,15 @@ NEW_TOKENS = 40
 DEPTH = 3
 SHAPE = {"attention_heads": 4, "key_value_heads": 2, "head_dim": 8, "inner_dim": 48}
 MELLUM: dict[str, Any] = {
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "head_dim": 8,
     "mlp_layer_types": ["dense"] * 3,
     "num_mtp_layers": 1,
     "mtp_layer_types": ["full_attention"],
     "mtp_mlp_layer_types": ["dense"],
 }
-tiny.RECIPES["mellum"] = tiny.Recipe(MellumConfig, tiny._COMMON | MELLUM, seed=2)
+pytestmark = pytest.mark.skipif(
+    not hasattr(candidate_generator, "DFlashTokenCandidateGenerator"),
+    reason="transformers before 5.23 drafts neither with DFlash nor with MTP",
+)
 
 
 def texts(base: FrozenBase) -> list[tuple[list[int], list[int]]]:
@@ -58,7 +58,7 @@ def accepted(base: FrozenBase, head: Head, prompt: list[int], text: list[int], d
 def counted(monkeypatch) -> Callable[..., Any]:
     """Return a function that decodes with transformers, and gives tokens and accepted counts."""
 
-    def decode(model: PreTrainedModel, prompt: list[int], kind: str, **how) -> Any:
+    def decode(model: Any, prompt: list[int], kind: str, **how) -> Any:
         steps: list[int] = []
         drafter = getattr(candidate_generator, kind)
         with monkeypatch.context() as patch:
@@ -108,11 +108,7 @@ def test_transformers_drafts_with_an_exported_dflash_head_as_we_do(tmp_path, cou
 
 def add_module(folder: Path, head: Head, dtype: torch.dtype) -> None:
     """Store a head in a base's folder as its MTP module, by the names of Mellum and Qwen3-Next."""
-    names = {ours: f"mtp.{theirs[-1]}" for ours, theirs in PARTS.items()}
-    named = {}
-    for name, value in head.state_dict().items():
-        part, kind = name.removeprefix("layer.mtp_block.").rsplit(".", 1)
-        named[f"{names.get(part, f'mtp.layers.0.{part}')}.{kind}"] = value.to(dtype)
+    named = tiny.module(head.to(dtype), "mtp.", column=2)
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         file = folder / "model.safetensors"
@@ -126,6 +122,8 @@ def add_module(folder: Path, head: Head, dtype: torch.dtype) -> None:
 
 def based(folder: Path, dtype: torch.dtype, shard: str = "1GB") -> FrozenBase:
     """Save a Mellum of dense layers with a random MTP module, and load it."""
+    settings = tiny.RECIPES["llama"].settings | MELLUM
+    tiny.RECIPES["mellum"] = tiny.Recipe(transformers.MellumConfig, settings, seed=2)
     tiny.saved(folder, "mellum")
     model = AutoModelForCausalLM.from_pretrained(folder)
     (folder / "model.safetensors").unlink()
@@ -173,7 +171,7 @@ def test_a_trained_module_is_written_back_into_a_copy_of_its_base(dtype, shard, 
         else:
             with safe_open(file, "pt") as old, safe_open(copy, "pt") as new:
                 assert old.metadata() == new.metadata()
-                assert copy.samefile(file) != any("mtp." in name for name in new.keys())
+            assert copy.samefile(file) != any("mtp." in name for name in load_file(file))
     assert {file.name for file in out.iterdir()} - {file.name for file in folder.iterdir()} == {
         RECORD
     }
@@ -185,7 +183,7 @@ def test_a_trained_module_is_written_back_into_a_copy_of_its_base(dtype, shard, 
 
     # transformers decodes with it as with the base, and drafts one token per module
     drafter = load_head(out, base)
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
+    model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
     counts = []
     for prompt, text in known:
         alone = model.generate(
@@ -197,3 +195,38 @@ def test_a_trained_module_is_written_back_into_a_copy_of_its_base(dtype, shard, 
         assert steps == accepted(base, drafter, prompt, text, depth=1)
         counts += steps
     assert {0, 1} == set(counts)
+
+
+def test_a_copy_needs_a_base_with_a_module_of_the_head_s_architecture(tmp_path):
+    folder, out = tmp_path / "base", tmp_path / "out"
+    base = based(folder, torch.float32)
+    tiny.saved(tmp_path / "plain", "mellum")
+    plain = FrozenBase.load(tmp_path / "plain", dtype="float32", device="cpu")
+    known = [(prompt, [*range(8)]) for prompt in tiny.prompts()]
+    head = load_head(folder, base)
+    other = build_for({"kind": "mtp", "rope_theta": 500_000.0, **SHAPE}, base)
+
+    def refused(head: Head, base: FrozenBase) -> str:
+        with pytest.raises(InputError) as told:
+            export_head(head, base, "base", out, known)
+        assert not out.exists()
+        return str(told.value)
+
+    assert "plain has no MTP module; transformers drops it" in refused(head, plain)
+    assert refused(other, base).endswith(
+        f"the module in {folder} has qk_norm=True, the head has False; engines that can: vllm"
+    )
+    base.adapter = "lora"
+    assert "an adapter is merged into the base" in refused(head, base)
+    base.adapter = ""
+    # a copy would hold a file from elsewhere
+    (tmp_path / "secret").write_text("x")
+    (folder / "notes.txt").symlink_to(tmp_path / "secret")
+    assert "must be in its own folder" in refused(head, base)
+
+
+def test_dflash_needs_a_base_with_a_plain_embedding(tmp_path):
+    base = tiny.base("gemma3")
+    head = build_for({"kind": "dflash", "depth": 2, "num_layers": 1}, base)
+    with pytest.raises(InputError, match=r"embeds tokens by Gemma3TextScaled.*: llama_cpp, sglang"):
+        export_head(head, base, "transformers", tmp_path / "out", [])

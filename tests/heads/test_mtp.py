@@ -152,13 +152,7 @@ def test_a_base_and_its_mtp_head_load_from_one_folder(tmp_path: Path):
     base = FrozenBase.load(folder, dtype="float64", device="cpu")
     shape = {"attention_heads": 4, "key_value_heads": 2, "head_dim": 8, "inner_dim": 48}
     own = make({"kind": "mtp", "hidden_first": True, **shape}, base).float()
-    parts = {"layer.eh_proj": "input_proj", "norm": "final_layernorm"}
-    parts |= {"layer.enorm": "token_layernorm", "layer.hnorm": "hidden_layernorm"}
-    module = {}
-    for name, value in own.state_dict().items():
-        part = parts.get(name.removesuffix(".weight"))
-        public = f"{part}.weight" if part else name.removeprefix("layer.mtp_block.")
-        module[f"model.mtp_layers.0.{public}"] = value
+    module = tiny.module(own, "model.mtp_layers.0.", column=1)
     save_file(load_file(folder / "model.safetensors") | module, folder / "model.safetensors")
     again = FrozenBase.load(folder, dtype="float64", device="cpu")
     head = resume_head(folder, again, "mtp")

@@ -21,6 +21,7 @@ ORACLES: dict[tuple[str, str], DraftOracle] = {
     ("dspark", "speculators"): blocks.dspark,
     ("dflash", "sglang"): blocks.sglang_dflash,
     ("dspark", "sglang"): blocks.sglang_dspark,
+    ("dflash", "transformers"): blocks.transformers,
     ("dflash", "llama_cpp"): blocks.llama_cpp,
     ("dspark", "llama_cpp"): blocks.llama_cpp,
 }

@@ -112,6 +112,17 @@ def _authors(config: dict[str, Any], size: int, base: BaseView) -> _BlockSetting
     return _BlockSettings(config, streams, size, settings["mask_token_id"], len(base.embedding))
 
 
+def transformers(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """MuseGlimmerAssistantModel, by its source in transformers 5.23; the default is a window."""
+    config, stored = read_config(folder), _stored(folder)
+    need(config, model_type="muse_glimmer_assistant")
+    for ours, theirs in (("fc", "fc"), ("hidden_norm", "output_norm_enc")):
+        stored.left[f"{ours}.weight"] = stored.left.pop(f"encoder.{theirs}.weight")
+    # its layers are Qwen3's
+    config["model_type"] = "qwen3"
+    yield from _draft(stored, _authors(config, depth + 1, base), base, depth)
+
+
 def _need_method(config: dict[str, Any], depth: int) -> None:
     need(config["speculators_config"]["proposal_methods"][0], speculative_tokens=depth)
 

@@ -13,6 +13,7 @@ from huggingface_hub import snapshot_download
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
+from specheads.core.errors import first_line
 from specheads.export.layouts._shared import Folder, Layout, all_of, drafted_tokens
 from specheads.export.layouts.vllm import ATTENTION, MTP
 from specheads.heads.checkpoint import read_tensors
@@ -54,7 +55,7 @@ def objection(head: Head, base: FrozenBase) -> str:
         own = load_head(folder).config
     # the Hub's errors are of both types
     except (OSError, ValueError) as error:
-        return f"its base cannot be copied: {error}"
+        return f"its base cannot be copied: {first_line(error)}"
     for item in dataclasses.fields(own):
         theirs, ours = getattr(own, item.name), getattr(head.config, item.name)
         if theirs != ours and item.name != "depth":
@@ -67,7 +68,7 @@ LAYOUTS = {
         write,
         all_of(*ATTENTION, *MTP),
         "run",
-        "by transformers 5.23 on a CPU",
+        "by transformers 5.23 and vLLM 0.32.0 on a CPU (`make vllm`)",
         objection=objection,
         limits=("the architecture of the base's own module",),
     )
