@@ -51,7 +51,8 @@ class StatesServer:
             wbufsize = -1
 
             def log_message(self, format: str, *args: Any) -> None:
-                return
+                """Print nothing."""
+                del format, args
 
             def do_GET(self) -> None:
                 model = {"id": owner.name, "object": "model", "max_model_len": owner.context}
