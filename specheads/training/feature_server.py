@@ -24,14 +24,14 @@ import numpy as np
 import torch
 from openai import APIError, APIStatusError, Omit, OpenAI
 from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors.torch import load, save
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
 from specheads.core.features import Features
-from specheads.core.files import read_json, writable_folder
+from specheads.core.files import read_json, writable_folder, write_atomic
 from specheads.data.packing import TokenBatch
 from specheads.runs.directory import RunDirectory
 from specheads.training.distill.engines.openai import KEY_VARIABLE, REMEDIES, key_in, shown_url
@@ -102,10 +102,11 @@ class VllmServer(FeatureSource):
         self.layers, self.longest = server_layers(head, base.num_layers), longest
         self.aux_layers = head.aux_layers
         self.folder = writable_folder(settings.folder)
-        self.waited_seconds = 0.0
+        self.waited_seconds: float = 0.0
         self.name = uuid.uuid4().hex[:12]
         """Part of the names of this process's files."""
         self._key = key_in(KEY_VARIABLE)
+        self._headers: dict[str, Any] = {} if self._key else {"Authorization": Omit()}
         self._servers = [_Server(shown_url(url), self._client(url)) for url in settings.url]
         self._turn, self._closing = count(), Event()
         self._ends = Lock()
@@ -127,12 +128,20 @@ class VllmServer(FeatureSource):
     def begin(self, run: RunDirectory, rank: int) -> None:
         """Name files after the run, and remove those of its killed processes.
 
+        The states of the probe are kept in the run, which resumes with the same ones only.
         Paths may be the same on several machines, so the time of its start is part of the name.
         """
         start = read_json(run.provenance)["start"]
         own = hashlib.sha256(f"{run.path.resolve()} {start}".encode()).hexdigest()[:12]
         self.name = f"{own}-{rank}"
         self._sweep()
+        file, now = run.path / "states.safetensors", self._reference
+        assert now is not None
+        if file.is_file():
+            before = load(file.read_bytes())["states"].to(now.device)
+            self._refuse_other_states(before, now, self._servers[0].shown)
+        elif not rank:
+            write_atomic(file, save({"states": now.contiguous().cpu()}))
 
     def ahead(self, batch: TokenBatch) -> None:
         """Send the requests of a batch."""
@@ -252,7 +261,7 @@ class VllmServer(FeatureSource):
                     prompt=tokens,
                     max_tokens=1,
                     temperature=0.0,
-                    extra_headers={"X-Request-Id": request},
+                    extra_headers=self._headers | {"X-Request-Id": request},
                     # servers take defaults from the model
                     extra_body={"return_token_ids": True, "repetition_penalty": 1.0},
                 ),
@@ -266,10 +275,9 @@ class VllmServer(FeatureSource):
                     f"a server must write hidden states into a file, but {server.shown} wrote "
                     f"none; {SERVE}"
                 ) from None
-            try:
-                found = self._load(server, file)
-            finally:
-                _remove(file)
+            # a file that is not whole stays until a sweep finds its lock free
+            found = self._load(server, file)
+            _remove(file)
         finally:
             self._active.discard(request)
         return self._checked(server, tokens, found), written
@@ -337,7 +345,9 @@ class VllmServer(FeatureSource):
         """
         is_start = self._reference is None
         try:
-            (model, *_) = self._call(server, lambda: server.client.models.list().data)
+            (model, *_) = self._call(
+                server, lambda: server.client.models.list(extra_headers=self._headers).data
+            )
             server.model, context = model.id, getattr(model, "max_model_len", None)
             tokens = [(17 * number + 5) % self.base.vocab_size for number in range(PROBE)]
             states, written = self._ask(server, tokens)
@@ -364,15 +374,18 @@ class VllmServer(FeatureSource):
             )
         if self._reference is None:
             self._reference = states
-        else:
-            change = (states - self._reference).float().norm() / self._reference.float().norm()
-            if not change <= 8 * TOLERANCE:
-                raise InputError(
-                    f"a server must keep its weights and layers, but {server.shown} gives other "
-                    "states than at the start of this run; start it as before, and run the same "
-                    "command to resume"
-                )
+        self._refuse_other_states(self._reference, states, server.shown)
         server.is_checked = True
+
+    def _refuse_other_states(self, before: Tensor, now: Tensor, shown: str) -> None:
+        if before.shape == now.shape:
+            change = (now - before).float().norm(dim=-1) / before.float().norm(dim=-1)
+            if change.mean(0).max() <= 4 * TOLERANCE:
+                return
+        raise InputError(
+            f"servers must have the weights and layers of the start of this run, but {shown} gives "
+            "other states; start it as before, and run the same command to resume"
+        )
 
     def _refuse_other_embedding(self, states: Tensor, embedded: Tensor, shown: str = "") -> None:
         bound = TOLERANCE * embedded.abs() + 1e-6
@@ -391,7 +404,6 @@ class VllmServer(FeatureSource):
             timeout=self.settings.timeout_seconds,
             # a failed server is checked before it is asked again
             max_retries=0,
-            default_headers={} if self._key else {"Authorization": Omit()},
         )
 
     def _bytes_of(self, num_tokens: int) -> int:

@@ -33,7 +33,9 @@ def test_recipe_composes_builds_its_head_and_has_a_card(name: str):
     assert re.findall(r"^## (.*)$", card, re.MULTILINE) == HEADINGS
 
 
-@pytest.mark.parametrize("group", ["base", "head", "data", "schedule", "tree", "tracker"])
+@pytest.mark.parametrize(
+    "group", ["base", "head", "data", "features", "schedule", "tree", "tracker"]
+)
 def test_every_choice_composes(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "recipe.yaml").write_text("name: none\n")

@@ -50,8 +50,9 @@ class StatesServer:
             protocol_version = "HTTP/1.1"
             wbufsize = -1
 
-            def log_message(self, *_: Any) -> None:
-                return
+            def log_message(self, format: str, *args: Any) -> None:
+                """Print nothing."""
+                del format, args
 
             def do_GET(self) -> None:
                 model = {"id": owner.name, "object": "model", "max_model_len": owner.context}
@@ -73,7 +74,7 @@ class StatesServer:
         class Server(ThreadingHTTPServer):
             daemon_threads = True
 
-            def handle_error(self, *_: Any) -> None:
+            def handle_error(self, request: Any, client_address: Any) -> None:
                 """Say nothing about clients that are gone."""
 
         self.http = Server(("127.0.0.1", self.port), Handler)
