@@ -1,0 +1,305 @@
+"""Features from servers: the losses of a local base, refusals at the start, and failing servers."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import pytest
+import torch
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.data.packing import TokenBatch
+from specheads.heads.load import build_for, kinds
+from specheads.runs.directory import RunDirectory
+from specheads.runs.trackers import read_metrics
+from specheads.training.feature_server import VllmServer
+from specheads.training.features import FeatureSource, server_layers
+from specheads.training.settings import FeatureSettings, Schedule
+from specheads.training.validation import HeldOut
+from tests import tiny
+from tests.packed import packed, texts
+from tests.training.states_server import StatesServer
+from tests.training.test_trainer import assert_equal, last_step, phase, run_training
+
+LONGEST = 40
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> tuple[FrozenBase, FrozenBase]:
+    """The same base, whole and without its layers."""
+    folder = tiny.saved(tmp_path_factory.mktemp("base"))
+    how = {"dtype": "float32", "device": "cpu"}
+    return FrozenBase.load(folder, **how), FrozenBase.load(folder, **how, ends_only=True)
+
+
+class Packs:
+    """Packed documents, other ones in each batch."""
+
+    def batches(
+        self, cursor: dict[str, Any] | None = None
+    ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
+        number = cursor["number"] if cursor else 0
+        while True:
+            number += 1
+            yield packed(texts(number)), {"number": number}
+
+
+def head_of(kind: str, base: FrozenBase) -> Head:
+    torch.manual_seed(0)
+    return build_for({"kind": kind, "depth": 2}, base)
+
+
+@pytest.fixture
+def server(bases: tuple[FrozenBase, FrozenBase], tmp_path: Path) -> Iterator[StatesServer]:
+    """A server for heads that read the last state only."""
+    made = StatesServer(bases[0], tmp_path / "states", [0, 3])
+    yield made
+    made.stop()
+
+
+def source(
+    server: StatesServer,
+    ends: FrozenBase,
+    kind: str = "redrafter",
+    told: Any = None,
+    **changes: Any,
+) -> VllmServer:
+    settings = {"url": [server.url], "folder": str(server.folder), "max_gib": 0.01} | changes
+    wanted = FeatureSettings(source="vllm", **settings)
+    return VllmServer(wanted, ends, head_of(kind, ends), LONGEST, told or print)
+
+
+def trained(
+    folder: Path,
+    base: FrozenBase,
+    features: FeatureSource | None,
+    kind: str = "redrafter",
+    held_out: HeldOut | None = None,
+) -> Head:
+    if features:
+        run = RunDirectory(folder)
+        if not run.provenance.is_file():
+            run.begin("name: test\n", {})
+        features.begin(run, 0)
+    schedule = Schedule(phases={"corpus": phase(steps=6, accumulation_steps=2)})
+    return run_training(
+        folder, schedule, kind=kind, base=base, text=Packs(), held_out=held_out, source=features,
+        log_every=1,
+    )  # fmt: skip
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return read_metrics(folder / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_losses_equal_those_of_a_local_base(kind: str, bases: Any, tmp_path: Path):
+    whole, ends = bases
+    head = head_of(kind, ends)
+    server = StatesServer(whole, tmp_path / "states", server_layers(head, whole.num_layers))
+    held_out = HeldOut([packed(texts(50))], every=3)
+    trained(tmp_path / "local", whole, None, kind, held_out)
+    with closing(source(server, ends, kind)) as features:
+        trained(tmp_path / "vllm", ends, features, kind, held_out)
+    server.stop()
+    local, remote = rows(tmp_path / "local"), rows(tmp_path / "vllm")
+    for one, other in zip(local, remote, strict=True):
+        for name in one:
+            if name.startswith(("loss", "validation/loss", "accept")):
+                assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), name
+        assert 0 <= other["features_wait_share"] <= 1
+        assert "features_wait_share" not in one
+    assert not list(server.folder.iterdir())
+    # no request has the padding, or the token after which nothing is predicted
+    assert max(map(len, server.requests[1:])) == 21
+
+
+def having(**changes: Any) -> Callable[[StatesServer], Any]:
+    """Return a function that changes attributes of a server."""
+    return lambda server: vars(server).update(changes)
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "shifted": (having(change=lambda one: one.roll(1, 0)), "belong to other positions; start it"),
+    "fewer layers": (having(layers=[3]), r"layers \[0, 3\], but .* gives \[3\]"),
+    "other layers": (having(layers=[0, 2]), r"but .* gives \[0, 2\]; start it"),
+    "other layers without ids": (
+        having(layers=[0, 2], layer_ids=False),
+        r"writes \d+, and .* \d+: it runs other weights, or its last layer is not 3; start it",
+    ),
+    "short context": (having(context=20), "has a context of 20; lower sequence_length, or start"),
+    "long prompt": (having(context=9), r"the prompt is too long.*; start it"),
+    "width": (having(change=lambda one: one[..., :16]), "have 32 numbers, but those of .* have 16"),
+    "stopped": (StatesServer.stop, r"must be ready, but http.* failed \(.*refused.*\); start it"),
+    "failing": (having(faults=["status_500"]), r"failed .*EngineDeadError"),
+    "full disk": (having(faults=["cut"]), r"is not whole in .* has [\d.]+ GiB free"),
+    "other folder": (
+        lambda one: having(folder=one.folder / "other")(one),
+        r"is not whole in features\.folder=",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unusable_server_is_refused_in_one_line(case: str, server: Any, bases: Any):
+    folder = str(server.folder)
+    REFUSED[case][0](server)
+    with pytest.raises(InputError, match=REFUSED[case][1]) as refused:
+        source(server, bases[1], folder=folder)
+    assert "\n" not in str(refused.value)
+    assert case == "other folder" or not list(server.folder.rglob("*.safetensors*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"url": []}, r"needs the servers and their folder, got features.url=\[\]"),
+        ({"folder": ""}, "and features.folder=''; set both as"),
+        ({"url": ["ftp://here"]}, "url must begin with http:// or https://"),
+        ({"max_gib": 1e-6}, "must hold the states of a row of 40 tokens"),
+        ({"max_gib": 1e9}, "GiB free; lower features.max_gib, or free some space"),
+        ({"folder": "README.md/states"}, "a folder to write to is needed"),
+    ],
+)
+def test_unusable_settings_are_refused(changes: Any, line: str, server: Any, bases: Any):
+    with pytest.raises(InputError, match=line):
+        source(server, bases[1], **changes)
+
+
+def test_server_with_another_embedding_is_refused(server: Any, bases: Any):
+    other = tiny.own_base(dtype=torch.float32, vocab_size=bases[0].vocab_size)
+    with torch.no_grad():
+        other.model.get_input_embeddings().weight.mul_(1.1)
+    server.base = other
+    with pytest.raises(InputError, match=r"embedding of the same token, but that of http://127"):
+        source(server, bases[1])
+
+
+@contextmanager
+def undisturbed(server: StatesServer, ends: FrozenBase, folder: Path) -> Iterator[Head]:
+    """Yield the head of a run without faults; in the end no file stays."""
+    with closing(source(server, ends)) as features:
+        yield trained(folder, ends, features)
+    assert not list(server.folder.iterdir())
+
+
+@pytest.mark.parametrize("fault", ["status_500", "dropped", "stalled", "absent", "cut", "late"])
+def test_failed_requests_are_repeated(fault: str, server: Any, bases: Any, tmp_path: Path):
+    _, ends = bases
+    told: list[str] = []
+    with undisturbed(server, ends, tmp_path / "plain") as plain:
+        changes = {"timeout_seconds": 1.0} if fault == "stalled" else {}
+        with closing(source(server, ends, told=told.append, **changes)) as features:
+            server.faults += [""] * 9 + [fault] * 2 + [""] * 12 + [fault]
+            head = trained(tmp_path / "run", ends, features)
+    assert not server.faults
+    assert_equal(plain.state_dict(), head.state_dict())
+    assert bool(told) == (fault != "late")
+    assert all(line.endswith("; asking again") for line in told)
+
+
+def test_server_that_is_started_again_is_used_again(server: Any, bases: Any, tmp_path: Path):
+    _, ends = bases
+
+    def restart() -> None:
+        server.stop()
+        server.name = "another"
+        Timer(0.5, server.start).start()
+
+    with undisturbed(server, ends, tmp_path / "plain") as plain:  # noqa: SIM117
+        with closing(source(server, ends)) as features:
+            Timer(0.1, restart).start()
+            head = trained(tmp_path / "run", ends, features)
+    assert server.name == "another"
+    assert_equal(plain.state_dict(), head.state_dict())
+
+
+LOST: dict[str, tuple[dict[str, Any], type[BaseException], str]] = {
+    "layers": ({"layers": [0, 2]}, InputError, r"but .* gives \[0, 2\]; start it with"),
+    "weights": ({"change": lambda one: one * 1.2}, InputError, "embedding of the same token, but"),
+    "gone": ({}, InputError, "patience_seconds=1, but .* run the same command to resume"),
+    "interrupted": ({}, KeyboardInterrupt, "^$"),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_lost_server_saves_the_run_which_resumes_bit_for_bit(
+    case: str, server: Any, bases: Any, tmp_path: Path, monkeypatch: Any
+):
+    """After 30 requests the server changes, and has failed once, or fails for ever."""
+    _, ends = bases
+    run, (changes, error, line) = RunDirectory(tmp_path / "run"), LOST[case]
+    with undisturbed(server, ends, tmp_path / "plain") as plain:
+        first, answer = len(server.requests), server.answer
+
+        def changed(handler: Any, body: Any) -> None:
+            number = len(server.requests) - first
+            if number == 30:
+                vars(server).update(changes)
+                if case == "interrupted":
+                    os.kill(os.getpid(), signal.SIGINT)
+            fails = number == 30 if changes else number >= 30
+            server.faults = ["status_500"] if fails else []
+            answer(handler, body)
+
+        patience = 1.0 if case == "gone" else 900.0
+        with closing(source(server, ends, patience_seconds=patience)) as features:
+            monkeypatch.setattr(server, "answer", changed)
+            with pytest.raises(error, match=line):
+                trained(run.path, ends, features)
+        monkeypatch.undo()
+        assert 0 < last_step(run) < 6
+        server.layers, server.change, server.faults = [0, 3], lambda states: states, []
+        with closing(source(server, ends)) as features:
+            head = trained(run.path, ends, features)
+    assert_equal(plain.state_dict(), head.state_dict())
+
+
+def test_runs_share_a_folder_and_sweep_only_their_own_files(
+    server: Any, bases: Any, tmp_path: Path
+):
+    _, ends = bases
+    made = [RunDirectory(tmp_path / name) for name in ("one", "two")]
+    with closing(source(server, ends)) as one, closing(source(server, ends)) as two:
+        for run, features in zip(made, (one, two), strict=True):
+            run.begin("name: test\n", {})
+            features.begin(run, 0)
+        left = [
+            server.folder / f"cmpl-{features.name}-0123456789ab-0-xyz.safetensors"
+            for features in (one, two)
+        ]
+        for file in left:
+            file.write_bytes(b"")
+            Path(f"{file}.lock").write_bytes(b"")
+        one.begin(made[0], 0)
+        assert not left[0].exists()
+        assert left[1].exists()
+        two.begin(made[1], 1)
+        assert left[1].exists(), "another process of the run"
+    assert sorted(file.name for file in server.folder.iterdir()) == [
+        left[1].name, f"{left[1].name}.lock"
+    ]  # fmt: skip
+    left[1].unlink()
+
+
+def test_files_in_flight_are_bounded(server: Any, bases: Any, tmp_path: Path):
+    _, ends = bases
+    size = LONGEST * (2 * ends.width * 4 + 8)
+    sizes: list[int] = []
+    taken = server.change
+
+    def change(states: torch.Tensor) -> torch.Tensor:
+        sizes.append(sum(file.stat().st_size for file in server.folder.glob("*.safetensors")))
+        return taken(states)
+
+    server.change = change
+    with closing(source(server, ends, max_gib=1.01 * size / 2**30)) as features:
+        trained(tmp_path / "run", ends, features)
+    assert len(sizes) > 30
+    assert max(sizes) <= size
