@@ -106,6 +106,7 @@ class VllmServer(FeatureSource):
         self.name = uuid.uuid4().hex[:12]
         """Part of the names of this process's files."""
         self._key = key_in(KEY_VARIABLE)
+        self._headers: dict[str, Any] = {} if self._key else {"Authorization": Omit()}
         self._servers = [_Server(shown_url(url), self._client(url)) for url in settings.url]
         self._turn, self._closing = count(), Event()
         self._ends = Lock()
@@ -252,7 +253,7 @@ class VllmServer(FeatureSource):
                     prompt=tokens,
                     max_tokens=1,
                     temperature=0.0,
-                    extra_headers={"X-Request-Id": request},
+                    extra_headers=self._headers | {"X-Request-Id": request},
                     # servers take defaults from the model
                     extra_body={"return_token_ids": True, "repetition_penalty": 1.0},
                 ),
@@ -337,7 +338,9 @@ class VllmServer(FeatureSource):
         """
         is_start = self._reference is None
         try:
-            (model, *_) = self._call(server, lambda: server.client.models.list().data)
+            (model, *_) = self._call(
+                server, lambda: server.client.models.list(extra_headers=self._headers).data
+            )
             server.model, context = model.id, getattr(model, "max_model_len", None)
             tokens = [(17 * number + 5) % self.base.vocab_size for number in range(PROBE)]
             states, written = self._ask(server, tokens)
@@ -391,7 +394,6 @@ class VllmServer(FeatureSource):
             timeout=self.settings.timeout_seconds,
             # a failed server is checked before it is asked again
             max_retries=0,
-            default_headers={} if self._key else {"Authorization": Omit()},
         )
 
     def _bytes_of(self, num_tokens: int) -> int:

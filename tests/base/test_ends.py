@@ -55,9 +55,9 @@ def test_ends_come_from_any_shard(tmp_path: Path):
 def test_steps_that_need_layers_are_refused(tmp_path: Path):
     folder = tiny.saved(tmp_path / "base")
     ends = loaded(folder, ends_only=True)
-    with pytest.raises(
-        InputError, match=r"features\.source=vllm loads no layer of it; run it with"
-    ):
+    with pytest.raises(InputError, match=r"source=vllm loads no layer of it; run it with"):
         ends.read(torch.arange(4)[None])
-    with pytest.raises(InputError, match="no layer to merge base.adapter=mine into; merge it with"):
+    with pytest.raises(
+        InputError, match=r"no layer to merge base\.adapter=mine into; merge it with"
+    ):
         FrozenBase.load(folder, adapter="mine", ends_only=True)

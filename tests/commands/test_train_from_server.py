@@ -1,0 +1,173 @@
+"""`specheads train features=vllm`: what it refuses and skips, and runs that are killed."""
+
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from safetensors.torch import load_file
+
+from specheads.commands import train  # noqa: F401 - imported once, before the children fork
+from specheads.commands._call import call
+from specheads.config import data_dir
+from specheads.runs.directory import RunDirectory
+from specheads.runs.trackers import read_metrics
+from tests.export.features_server import free_port
+from tests.training.in_processes import FORK
+from tests.training.test_trainer import assert_equal
+
+BASE = data_dir("recipes") / "tiny_code" / "base"
+STEPS = 12
+RECIPE = [
+    "recipe=smoke", "base=tiny_code", "base.device=cpu", "base.dtype=float32", "features=vllm",
+    "~schedule.phases.distilled", "log_every=1", "checkpoint_every=2", "head.depth=2",
+    "head.inner_dim=32", "schedule.phases.corpus.sequence_length=64", "features.max_gib=0.05",
+    f"schedule.phases.corpus.steps={STEPS}", "schedule.phases.corpus.batch_size=4",
+]  # fmt: skip
+
+
+@contextmanager
+def served(folder: Path, port: int) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run the server of the tests in its own process."""
+    words = [sys.executable, "-m", "tests.training.states_server"]
+    words += [str(BASE), str(folder), str(port), "0", "6"]
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    try:
+        while True:
+            assert process.poll() is None
+            try:
+                httpx2.get(f"http://127.0.0.1:{port}/v1/models", trust_env=False)
+                break
+            except httpx2.HTTPError:
+                time.sleep(0.1)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Return the settings of a server."""
+    folder, port = tmp_path_factory.mktemp("states"), free_port()
+    with served(folder, port):
+        yield [f"features.url=[http://127.0.0.1:{port}/v1]", f"features.folder={folder}"]
+
+
+def act(words: list[str], run: Path) -> None:
+    sys.stdout = sys.stderr = open(f"{run}.log", "a", buffering=1)  # noqa: PTH123, SIM115
+    call("train", [*RECIPE, *words, f"run_dir={run}"])
+
+
+def start(words: list[str], run: Path) -> Any:
+    process = FORK.Process(target=act, args=(words, run))
+    process.start()
+    return process
+
+
+def finished(words: list[str], run: Path) -> tuple[RunDirectory, float]:
+    """Run to the end; return the run and its seconds."""
+    began = time.monotonic()
+    process = start(words, run)
+    process.join()
+    assert process.exitcode == 0, Path(f"{run}.log").read_text()
+    return RunDirectory(run), time.monotonic() - began
+
+
+def assert_same_head(one: RunDirectory, other: RunDirectory) -> None:
+    assert_equal(*(load_file(run.head / "model.safetensors") for run in (one, other)))
+
+
+def left(server: list[str]) -> list[Path]:
+    return list(Path(server[1].partition("=")[2]).iterdir())
+
+
+def test_training_skips_what_needs_layers_and_says_so(server: list[str], tmp_path: Path):
+    run, _ = finished(server, tmp_path / "run")
+    told = Path(f"{run.path}.log").read_text()
+    assert "no prompts to decode: a base at a server does not decode here" in told
+    assert (
+        f"at a server cannot decode in one process: measure with specheads evaluate run={run.path}"
+        in told
+    )
+    rows = read_metrics(run.metrics)
+    assert len(rows) == STEPS
+    assert all(0 <= row["features_wait_share"] <= 1 for row in rows)
+    assert "mfu" not in rows[0]
+    assert not left(server)
+    # the head is measured with the whole base
+    call("evaluate", [f"run={run.path}", "tree=chain", "mode=offline", "num_prompts=2"])
+    assert (run.report / "results.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["schedule.phases.corpus.joint.rank=4"], "leaves it at a server; leave out joint and"),
+        (["feature_cache.gib=1"], "leaves it at a server; leave out joint and feature_cache.gib"),
+        (
+            ["schedule=two_phase"],
+            "a base at a server cannot generate text here, got distill.engine",
+        ),
+        (["base.adapter=mine"], "no layer to merge base.adapter=mine into; merge it with peft"),
+        (["validation.keep=best"], "needs prompts in the corpus's validation split"),
+        (["features.url=[]"], "needs the servers and their folder"),
+        (["head=eagle3"], r"needs the layers \[0, .*, 6\], but .* gives \[0, 6\]; start it"),
+    ],
+)
+def test_what_needs_layers_is_refused(
+    words: list[str], line: str, server: list[str], refusal: Callable[..., str], tmp_path: Path
+):
+
+    recipe = [word for word in RECIPE if not (words[0] == "head=eagle3" and "inner_dim" in word)]
+    if words == ["schedule=two_phase"]:
+        recipe.remove("~schedule.phases.distilled")
+    said = refusal("train", *recipe, *server, *words, f"run_dir={tmp_path / 'run'}")
+    assert re.search(line, said), said
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    assert not left(server)
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_run_ends_with_the_same_head_and_leaves_no_file(
+    kills: int, server: list[str], tmp_path: Path
+):
+    whole, seconds = finished(server, tmp_path / "whole")
+    chance = random.Random(kills)
+    for _ in range(kills):
+        process = start(server, tmp_path / "run")
+        process.join(chance.uniform(0.3, 0.9) * seconds)
+        process.kill()
+        process.join()
+    run, _ = finished(server, tmp_path / "run")
+    assert_same_head(whole, run)
+    assert not left(server)
+
+
+@pytest.mark.slow
+def test_two_runs_share_a_server_that_is_killed_and_started_again(tmp_path: Path):
+    folder, port = tmp_path / "states", free_port()
+    words = [f"features.url=[http://127.0.0.1:{port}/v1]", f"features.folder={folder}"]
+    with served(folder, port) as process:
+        whole, seconds = finished(words, tmp_path / "whole")
+        both = [start(words, tmp_path / name) for name in ("one", "two")]
+        time.sleep(seconds / 2)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        time.sleep(0.5)
+        with served(folder, port):
+            for one in both:
+                one.join()
+                assert one.exitcode == 0
+            for name in ("one", "two"):
+                assert_same_head(whole, RunDirectory(tmp_path / name))
+            # the killed server left locks and whole files, which the end of a run removes
+            assert not list(folder.iterdir())
