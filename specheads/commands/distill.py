@@ -5,7 +5,7 @@ specheads distill recipe=conversations base.model=MODEL data.path=talks.jsonl ou
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.console import Console
 from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
 from specheads.commands._call import settings_for
+from specheads.commands._library import base_of_training
 from specheads.config import commands
 from specheads.core.errors import InputError
 from specheads.core.files import writable_folder
@@ -79,7 +80,7 @@ def distill(
         # other engines load the weights themselves
         is_here = texts.engine not in EXTERNAL_ENGINES
         named = settings.base if is_here else replace(settings.base, device="cpu")
-        base = load_base(asdict(named), accelerator)
+        base = load_base(base_of_training(replace(settings, base=named)), accelerator)
         refuse_sharded(base, texts, folder)
     head = load_head(settings.head_path, base) if settings.head_path else None
     prompts = prompt_source(settings.data, base, texts, settings.seed)

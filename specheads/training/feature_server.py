@@ -24,14 +24,14 @@ import numpy as np
 import torch
 from openai import APIError, APIStatusError, Omit, OpenAI
 from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors.torch import load, save
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
 from specheads.core.features import Features
-from specheads.core.files import read_json, writable_folder
+from specheads.core.files import read_json, writable_folder, write_atomic
 from specheads.data.packing import TokenBatch
 from specheads.runs.directory import RunDirectory
 from specheads.training.distill.engines.openai import KEY_VARIABLE, REMEDIES, key_in, shown_url
@@ -102,7 +102,7 @@ class VllmServer(FeatureSource):
         self.layers, self.longest = server_layers(head, base.num_layers), longest
         self.aux_layers = head.aux_layers
         self.folder = writable_folder(settings.folder)
-        self.waited_seconds = 0.0
+        self.waited_seconds: float = 0.0
         self.name = uuid.uuid4().hex[:12]
         """Part of the names of this process's files."""
         self._key = key_in(KEY_VARIABLE)
@@ -128,12 +128,20 @@ class VllmServer(FeatureSource):
     def begin(self, run: RunDirectory, rank: int) -> None:
         """Name files after the run, and remove those of its killed processes.
 
+        The states of the probe are kept in the run, which resumes with the same ones only.
         Paths may be the same on several machines, so the time of its start is part of the name.
         """
         start = read_json(run.provenance)["start"]
         own = hashlib.sha256(f"{run.path.resolve()} {start}".encode()).hexdigest()[:12]
         self.name = f"{own}-{rank}"
         self._sweep()
+        file, now = run.path / "states.safetensors", self._reference
+        assert now is not None
+        if file.is_file():
+            before = load(file.read_bytes())["states"].to(now.device)
+            self._refuse_other_states(before, now, self._servers[0].shown)
+        elif not rank:
+            write_atomic(file, save({"states": now.contiguous().cpu()}))
 
     def ahead(self, batch: TokenBatch) -> None:
         """Send the requests of a batch."""
@@ -267,10 +275,9 @@ class VllmServer(FeatureSource):
                     f"a server must write hidden states into a file, but {server.shown} wrote "
                     f"none; {SERVE}"
                 ) from None
-            try:
-                found = self._load(server, file)
-            finally:
-                _remove(file)
+            # a file that is not whole stays until a sweep finds its lock free
+            found = self._load(server, file)
+            _remove(file)
         finally:
             self._active.discard(request)
         return self._checked(server, tokens, found), written
@@ -367,15 +374,18 @@ class VllmServer(FeatureSource):
             )
         if self._reference is None:
             self._reference = states
-        else:
-            change = (states - self._reference).float().norm() / self._reference.float().norm()
-            if not change <= 8 * TOLERANCE:
-                raise InputError(
-                    f"a server must keep its weights and layers, but {server.shown} gives other "
-                    "states than at the start of this run; start it as before, and run the same "
-                    "command to resume"
-                )
+        self._refuse_other_states(self._reference, states, server.shown)
         server.is_checked = True
+
+    def _refuse_other_states(self, before: Tensor, now: Tensor, shown: str) -> None:
+        if before.shape == now.shape:
+            change = (now - before).float().norm(dim=-1) / before.float().norm(dim=-1)
+            if change.mean(0).max() <= 4 * TOLERANCE:
+                return
+        raise InputError(
+            f"servers must have the weights and layers of the start of this run, but {shown} gives "
+            "other states; start it as before, and run the same command to resume"
+        )
 
     def _refuse_other_embedding(self, states: Tensor, embedded: Tensor, shown: str = "") -> None:
         bound = TOLERANCE * embedded.abs() + 1e-6

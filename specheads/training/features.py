@@ -16,8 +16,8 @@ from specheads.runs.directory import RunDirectory
 class FeatureSource(ABC):
     """Gives the features of batches, without gradients."""
 
-    waited_seconds: float | None = None
-    """Time spent waiting for features; None if they are computed here."""
+    waited_seconds: float = -1.0
+    """Time spent waiting for features; negative if they are computed here."""
 
     halted: Callable[[], bool] = staticmethod(lambda: False)
     """Whether the run is asked to stop, so that it waits no longer."""

@@ -90,7 +90,7 @@ class PhaseLog:
         """Start a new row; the time since the last one does not count."""
         self.sums: dict[str, Tensor] = {}
         self.steps, self.tokens, self.waited = 0, 0, 0.0
-        self.waited_before = self.teacher.source.waited_seconds or 0.0
+        self.waited_before = self.teacher.source.waited_seconds
         self.since, self.read = self.at.seconds, time.perf_counter()
 
     def _count_time(self) -> None:
@@ -114,7 +114,7 @@ class PhaseLog:
         row["tokens_per_second"] = self.tokens / seconds
         row["hours"] = at.seconds / 3600
         row["data_wait_share"] = min(self.waited / seconds, 1.0)
-        if (waited := self.teacher.source.waited_seconds) is not None:
+        if (waited := self.teacher.source.waited_seconds) >= 0:
             row["features_wait_share"] = min((waited - self.waited_before) / seconds, 1.0)
         row["peak_gib"] = peak_gib(self.teacher.base.device)
         if self.full_speed_seconds:

@@ -1,6 +1,7 @@
 """A base without its layers: what is before and after them is that of the whole base."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from specheads.heads.load import build_for
 from tests import tiny
 
 
-def loaded(folder: Path, **choices: bool) -> FrozenBase:
+def loaded(folder: Path, **choices: Any) -> FrozenBase:
     return FrozenBase.load(folder, dtype="float32", device="cpu", attention="eager", **choices)
 
 
@@ -49,7 +50,7 @@ def test_ends_come_from_any_shard(tmp_path: Path):
     whole, ends = loaded(folder), loaded(folder, ends_only=True)
     assert torch.equal(ends.embedding, whole.embedding)
     assert torch.equal(ends.projection.weight, whole.projection.weight)
-    assert not list(ends.model.get_decoder().layers)
+    assert not any("layers" in name for name, _ in ends.model.named_parameters())
 
 
 def test_steps_that_need_layers_are_refused(tmp_path: Path):

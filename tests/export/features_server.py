@@ -31,13 +31,13 @@ def free_port() -> int:
 
 @contextmanager
 def features_server(
-    base: Path, folder: Path, log: Path, *overrides: str, **environment: str
+    base: Path | str, folder: Path, log: Path, *overrides: str, port: int = 0, **environment: str
 ) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
     """Start a server in float32, wait until it answers, and stop it at the end.
 
     Yields its address and its process.
     """
-    address = f"http://127.0.0.1:{free_port()}/v1"
+    address = f"http://127.0.0.1:{port or free_port()}/v1"
     command = [
         *(sys.executable, "-m", "specheads", "serve-features", "run=true", f"url={address}"),
         *(f"base={base}", "base.dtype=float32", f"folder={folder}", f"python={VLLM_PYTHON}"),

