@@ -1,7 +1,6 @@
 """Output of `train` and `distill` that stop before training: the plan, or examples of the text."""
 
 import sys
-from dataclasses import asdict
 
 import numpy as np
 import yaml
@@ -9,6 +8,7 @@ from rich.console import Console
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.loading import load_tokenizer
+from specheads.commands._library import base_of_training
 from specheads.config import compose
 from specheads.config.commands import Train
 from specheads.core.errors import InputError, printable
@@ -26,11 +26,12 @@ MAX_TOKENS = 2048
 def setup_of(settings: Train) -> Setup:
     """Return what the plan of a training needs to know."""
     return Setup(
-        base=asdict(settings.base),
+        base=base_of_training(settings),
         head=settings.head,
         init=settings.init,
         schedule=settings.schedule,
         data=settings.data,
+        features=settings.features,
         seed=settings.seed,
     )
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch
 from rich.console import Console
 
 from specheads.base.gguf import located
@@ -23,9 +22,10 @@ from specheads.commands._call import settings_for
 from specheads.config.commands import ServeFeatures
 from specheads.core.errors import InputError
 from specheads.core.files import writable_folder
+from specheads.core.machine import dtype_name
 from specheads.training.features import server_layers
-from specheads.training.plan import shaped_base, shaped_head
-from specheads.training.schedule import row_tokens
+from specheads.training.plan import server_dtype, shaped_base, shaped_head
+from specheads.training.schedule import longest_row
 
 PLUGIN = Path(__file__).parents[1] / "export" / "plugins"
 """Folder of the connector's module. It has no other packages that could hide the server's."""
@@ -79,12 +79,10 @@ def serve_features(
             "the adapter into the weights first"
         )
     setup = _dry_run.setup_of(settings)
-    base = shaped_base(setup.base, torch.bfloat16)
+    dtype = server_dtype(named.dtype)
+    base = shaped_base(setup.base, dtype)
     layers = server_layers(shaped_head(setup, base), base.num_layers)
-    rows = [
-        row_tokens(phase, settings.data, base.max_length)
-        for phase in settings.schedule.phases.values()
-    ]
+    longest = longest_row(settings.schedule, settings.data, base.max_length)
     folder = writable_folder(features.folder or FOLDER)
     extraction = {
         "method": "extract_hidden_states",
@@ -98,11 +96,10 @@ def serve_features(
     options = {
         "model": located(named.model),
         "revision": named.revision if named.revision != "main" else "",
-        # the precision of GPUs; the trainer converts
-        "dtype": named.dtype.replace("auto", "bfloat16"),
+        "dtype": dtype_name(dtype),
         "tensor-parallel-size": settings.tensor_parallel,
         # a request reads a row and writes one token
-        "max-model-len": min(max(rows) + 1, base.max_length),
+        "max-model-len": min(longest + 1, base.max_length),
         "speculative-config": json.dumps(extraction),
         "kv-transfer-config": json.dumps(transfer),
     }

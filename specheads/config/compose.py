@@ -58,7 +58,7 @@ DISTILL = {
     if item.name not in ("folder", "use_head")
 }
 SHORT: dict[str, dict[str, str]] = {
-    "train": MIXTURE,
+    "train": MIXTURE | {"base": "base.model"},
     "distill": HEAD | DISTILL | MIXTURE,
     "evaluate": HEAD | EVALUATION | MIXTURE | {"mode": "evaluation.mode"},
     "compare": EVALUATION | MIXTURE | {"base": "base.model"},

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from specheads.base.settings import attention_of, auto_class
 from specheads.core import machine
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.core.features import Features
 from specheads.core.ranges import AUTO
 from specheads.data.packing import TokenBatch
 from specheads.data.settings import Data
@@ -35,20 +37,23 @@ from specheads.heads.load import build, build_for, choose_layers, load_head, res
 from specheads.runs.checkpoint import KEPT
 from specheads.training.cost import flop_counter
 from specheads.training.distill.engines.local import REFILL
+from specheads.training.features import FeatureSource, server_layers
 from specheads.training.objective import Objective, label_counts
 from specheads.training.optimizers import roles
 from specheads.training.processes import load_base, readers, sharding_of
 from specheads.training.schedule import (
     PlacedPhase,
     adapter_settings,
+    longest_row,
     placed,
     refuse_misfit,
     row_tokens,
     text_tokens,
 )
-from specheads.training.settings import Distill, Phase, Schedule
+from specheads.training.settings import Distill, FeatureSettings, Phase, Schedule
 from specheads.training.step import Stepper
 from specheads.training.teacher import Step, Teacher
+from specheads.training.trainer import AHEAD
 
 LEARNED_BYTES = 4
 """Bytes of a trained number, its gradient, and each moment: all are float32."""
@@ -64,6 +69,9 @@ MARGIN = 0.2
 
 MAX_ROWS, MAX_SECONDS = 4096, 30.0
 """Limits of `batch_size=auto`: sequences of one process, and seconds of a step."""
+
+GPUS = (1, 2, 4, 8)
+"""Numbers of GPUs of a server in a plan."""
 
 TIMED_STEPS, TRIAL_TOKENS = 3, 32
 """Steps, and new tokens per text, in a trial that is timed."""
@@ -84,6 +92,7 @@ class Setup:
     """Folder or Hub id of a head to start from; empty starts from random weights."""
     schedule: Schedule
     data: Data
+    features: FeatureSettings
     seed: int
 
     def batch(self, phase: Phase, rows: int, base: FrozenBase, head: Head) -> TokenBatch:
@@ -122,12 +131,14 @@ def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
     for phase in phases:
         context, depth = shapes.base.max_length, shapes.head.depth
         refuse_misfit(phase.name, phase.settings, context, depth, shares)
-        if (distill := phase.settings.distill) and distill.engine == "local":
+        distill, has_layers = phase.settings.distill, shapes.base.has_layers
+        if distill and distill.engine == "local" and has_layers:
             memory[f"{phase.name}: text"] = libraries | shapes.text(distill)
         memory[phase.name] = libraries | shapes.step(phase, rows[phase.name])
     peak = max(sum(parts.values()) for parts in memory.values())
     room = room_of(device) if _is_here(device) else None
-    hours, measured = {}, peak
+    server = {} if shapes.base.has_layers else _server(shapes)
+    hours, measured, work = {}, peak, {one.name: _work(shapes, one) for one in phases}
     if room is None:
         note = f"there are no hours: this machine has no {device}"
     elif peak > room:
@@ -140,6 +151,11 @@ def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
     else:
         hours, measured = _try(setup, accelerator, phases, rows)
         note = "hours and the peak are measured in a few steps; hours of text are without drafts"
+        if server:
+            note += "; hours of training are for a server that never lets the trainer wait"
+            for name, one in work.items():
+                rate = one["feature_bytes"] / (3600 * hours[name])
+                one["feature_bytes_per_second"] = int(rate)
     return {
         "device": str(device),
         "processes": accelerator.num_processes,
@@ -147,8 +163,9 @@ def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
         "room_bytes": room,
         "peak_bytes": measured,
         "memory_bytes": memory,
-        "phases": {one.name: _work(shapes, one) for one in phases},
+        "phases": work,
         "hours": hours,
+        **({"server": server} if server else {}),
         "disk_bytes": _disk(shapes),
         "note": note,
     }
@@ -192,7 +209,7 @@ def _try(
     try:
         for phase in phases:
             distill = phase.settings.distill
-            if distill and distill.engine == "local":
+            if distill and distill.engine == "local" and trial.base.has_layers:
                 hours[f"{phase.name}: text"] = trial.text_seconds(distill) / 3600
             # the first step warms up
             seconds = [trial.step(phase, rows[phase.name]) for _ in range(1 + TIMED_STEPS)][1:]
@@ -206,11 +223,43 @@ def _work(shapes: "Shapes", phase: PlacedPhase) -> dict[str, int]:
     """Return the work of a phase over all processes."""
     settings, data = phase.settings, shapes.setup.data
     sequences = settings.steps * settings.batch_size
+    tokens = sequences * row_tokens(settings, data, shapes.base.max_length)
     return {
         "steps": settings.steps,
         "batch_size": settings.batch_size,
-        "tokens": sequences * row_tokens(settings, data, shapes.base.max_length),
+        "tokens": tokens,
         "flops": int(sequences * shapes.row_flops[phase.name]),
+        # what a cache stores, or a server sends
+        "feature_bytes": tokens * shapes.token_bytes,
+    }
+
+
+def _server(shapes: "Shapes") -> dict[str, Any]:
+    """Return what a server needs, by the number of GPUs that share its weights."""
+    setup, layers = shapes.setup, shapes.layers
+    asked = setup.features
+    base = shaped_base(setup.base | {"ends_only": False}, server_dtype(setup.base["dtype"]))
+    longest = longest_row(setup.schedule, setup.data, base.max_length)
+    config: Any = base.config
+    heads = config.num_attention_heads
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    states = len(layers) * base.width * base.dtype.itemsize
+    gpus = {}
+    for number in GPUS:
+        if heads % number == 0:
+            # each GPU has all numbers of a state, and its part of the keys and values
+            slot = base.slot_bytes // min(number, shared) + states
+            gpus[number] = {
+                "weights": _stored_bytes(base.model) // number,
+                "cache per token": slot,
+                "cache of all open requests": slot * asked.concurrency * longest,
+            }
+    files = asked.concurrency * max(len(asked.url), 1) * longest * shapes.token_bytes
+    return {
+        "layers": layers,
+        "feature_bytes_per_token": shapes.token_bytes,
+        "folder_bytes": min(files, int(asked.max_gib * 2**30)),
+        "bytes_per_gpu_by_gpus": gpus,
     }
 
 
@@ -235,7 +284,8 @@ class Trial:
             self.head = resume_head(setup.init, base, setup.head["kind"])
         else:
             self.head = build_for(setup.head, base)
-        self.teacher = Teacher(base, self.head, adapter_settings(setup.schedule), setup.seed)
+        source, joint = states_of(setup, base, self.head), adapter_settings(setup.schedule)
+        self.teacher = Teacher(base, self.head, joint, setup.seed, source)
         self.stepper = Stepper(self.teacher, setup.schedule, accelerator, setup.seed)
         machine.restart_peak(base.device)
 
@@ -323,9 +373,18 @@ def most(value: float) -> float:
     return max(gather_object([value]))
 
 
+def server_dtype(dtype: str) -> torch.dtype:
+    """Return the precision of a server: `auto` is that of GPUs."""
+    return getattr(torch, dtype.replace("auto", "bfloat16"))
+
+
 def shaped_base(base: dict[str, Any], dtype: torch.dtype) -> FrozenBase:
     """Return a base on the meta device, where tensors have shapes and no content."""
     config = load_config(located(base["model"]), revision=base["revision"])
+    text_config = config.get_text_config()
+    num_layers = text_config.num_hidden_layers
+    if base["ends_only"]:
+        text_config.num_hidden_layers = 0
     with torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(
             config,
@@ -333,8 +392,11 @@ def shaped_base(base: dict[str, Any], dtype: torch.dtype) -> FrozenBase:
             attn_implementation=attention_of(config, "sdpa"),
             trust_remote_code=False,
         )
-        # no checks of the attention: there are no values to compare
-        return FrozenBase(model.eval().requires_grad_(False), owned=False)
+    model.config.get_text_config().num_hidden_layers = num_layers
+    # no checks of the attention: there are no values to compare
+    made = FrozenBase(model.eval().requires_grad_(False), owned=False)
+    made.has_layers = not base["ends_only"]
+    return made
 
 
 def shaped_head(setup: Setup, base: FrozenBase) -> Head:
@@ -360,7 +422,8 @@ class Shapes:
         self.base = shaped_base(setup.base, dtype)
         self.head = shaped_head(setup, self.base)
         self.head.to(dtype)
-        self.teacher = Teacher(self.base, self.head, adapter_settings(setup.schedule), setup.seed)
+        source, joint = states_of(setup, self.base, self.head), adapter_settings(setup.schedule)
+        self.teacher = Teacher(self.base, self.head, joint, setup.seed, source)
         self.objective = Objective(self.head.train())
         learned = roles(self.head, setup.schedule, self.teacher.parameters)
         self.learned = [one for role in learned.values() for one in role]
@@ -372,16 +435,22 @@ class Shapes:
         """Bytes of the head."""
         self.row_flops: dict[str, float] = {}
         """FLOPs of a sequence in a step of each phase."""
+        self.on_cpu = device.type == "cpu"
+        self.layers = server_layers(self.head, self.base.num_layers)
+        """Layers that a server gives."""
+        self.token_bytes = (1 + len(self.head.aux_layers)) * self.base.width * dtype.itemsize
+        """Bytes of a token's features in a cache, or in a server's file."""
+        if not self.base.has_layers:
+            width, sent = self.base.width, server_dtype(setup.base["dtype"])
+            self.token_bytes = len(self.layers) * width * sent.itemsize + torch.int64.itemsize
 
     def weights(self) -> Parts:
         """Return the memory that does not depend on the batch."""
         size = self.base.dtype.itemsize
         # mixed precision keeps a second copy during a step
         cast = size * _numbers(self.learned) if size < LEARNED_BYTES else 0
-        # tied weights share a storage
-        storages = {_key(one): one.untyped_storage() for one in self.base.model.parameters()}
         return {
-            "base weights": sum(one.nbytes() for one in storages.values()),
+            "base weights": _stored_bytes(self.base.model),
             "head weights": self.saved_bytes + cast,
             "optimizer state": self.moments,
         }
@@ -410,7 +479,11 @@ class Shapes:
             one.grad = None
         # real gradients are float32
         more = gradients * (LEARNED_BYTES - self.base.dtype.itemsize)
-        return self.weights() | {"gradients, activations and logits": memory.peak + max(more, 0)}
+        found = self.weights() | {"gradients, activations and logits": memory.peak + max(more, 0)}
+        if not self.base.has_layers and self.on_cpu:
+            ahead = AHEAD * parts * batch.tokens.numel()
+            found["hidden states fetched ahead"] = ahead * self.token_bytes
+        return found
 
     def text(self, distill: Distill) -> Parts:
         """Return the peak of text generation with the local engine."""
@@ -424,6 +497,38 @@ class Shapes:
             "keys and values": slots * self.base.slot_bytes,
             "activations and logits": memory.peak,
         }
+
+
+class RandomStates(FeatureSource):
+    """Replacement for a server in a plan: as many states, and as many fetched ahead."""
+
+    def __init__(self, base: FrozenBase, head: Head, dtype: torch.dtype) -> None:
+        self.base, self.dtype, self.layers = base, dtype, server_layers(head, base.num_layers)
+        self.aux_layers = head.aux_layers
+        self._ahead: deque[Tensor] = deque(maxlen=AHEAD)
+
+    @torch.no_grad()
+    def features(self, batch: TokenBatch) -> Features:
+        """Return random features of a batch."""
+        shape = (*batch.tokens.shape, len(self.layers), self.base.width)
+        states = torch.empty(shape, dtype=self.base.dtype, device=self.base.device).uniform_()
+        if not states.is_meta:
+            self._ahead.append(states.to("cpu", self.dtype, copy=True))
+        hidden = self.base.final_norm(states[:, :, -1])
+        columns = [states[:, :, self.layers.index(layer)] for layer in self.aux_layers]
+        aux = torch.cat(columns, -1) if columns else None
+        return Features(hidden, aux, batch.tokens, batch.document_ids)
+
+
+def states_of(setup: Setup, base: FrozenBase, head: Head) -> RandomStates | None:
+    """Return the states of a plan, None if the base is here."""
+    return None if base.has_layers else RandomStates(base, head, server_dtype(setup.base["dtype"]))
+
+
+def _stored_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of a model's weights; tied weights share a storage."""
+    storages = {_key(one): one.untyped_storage() for one in model.parameters()}
+    return sum(one.nbytes() for one in storages.values())
 
 
 def _numbers(tensors: Iterable[Tensor]) -> int:

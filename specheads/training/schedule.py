@@ -98,6 +98,11 @@ def row_tokens(phase: Phase, data: Data, context: int) -> int:
     return context if talks else text_tokens(phase.distill)
 
 
+def longest_row(schedule: Schedule, data: Data, context: int) -> int:
+    """Return the maximum row length of all phases."""
+    return max(row_tokens(one, data, context) for one in schedule.phases.values())
+
+
 def text_tokens(distill: Distill) -> int:
     """Return the maximum length of a continued text."""
     return distill.prompt_tokens + distill.new_tokens
