@@ -114,4 +114,4 @@ def _refusals_are_one_line() -> None:
         assert "\n" not in told(error)
         return told(error)
 
-    InputError.__str__ = line
+    setattr(InputError, "__str__", line)  # noqa: B010

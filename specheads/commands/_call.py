@@ -6,6 +6,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -47,6 +48,7 @@ def call(name: str, arguments: Sequence[str]) -> None:
     A mistake of the user prints one line on standard error with exit code 2, an interrupt exits
     with 130. A bug prints one line with exit code 1; the line names a file with the traceback.
     """
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         if {"-h", "--help"} & set(arguments):
             sys.stdout.write(_help.settings(name))

@@ -34,6 +34,7 @@ from specheads.measure import report
 from specheads.measure.quality import quality_windows
 from specheads.measure.results import Results, read
 from specheads.runs.directory import RunDirectory
+from specheads.runs.progress import stages
 from specheads.runs.settings import read_settings
 from specheads.runs.trackers import Tracker, refuse_missing
 from specheads.training import trainer
@@ -92,8 +93,9 @@ def train(
     accelerator = accelerator_of_environment(settings.base.dtype)
     if automatic(settings.schedule):
         base = _settle_batches(settings, made, accelerator, base, announce)
+    begin = stages(_stages(settings), settings.minutes)
     with naming_lost():
-        head, base = _train(settings, made, accelerator, base, announce)
+        head, base = _train(settings, made, accelerator, base, announce, begin)
     if not accelerator.is_main_process:
         return made
     card.write_card(made, asdict(settings), head, base)
@@ -106,11 +108,20 @@ def train(
             f"{what} cannot decode in one process: measure with specheads evaluate run={made.path}"
         )
     elif settings.evaluate_after:
+        announce(begin("evaluation"))
         results = measure_run(made, settings, base)
         # keep the tree that was chosen for greedy decoding, as specheads tune does
         if results.tuned and settings.evaluation.temperature == 0:
             write_atomic(made.head / FILE, dumps(results.tuned))
     return made
+
+
+def _stages(settings: Train) -> list[str]:
+    """Return the names of the stages of a training, in their order."""
+    names = []
+    for name, phase in settings.schedule.phases.items():
+        names += [f"text of {name}", name] if phase.distill else [name]
+    return [*names, "evaluation"] if settings.evaluate_after else names
 
 
 def _train(
@@ -119,15 +130,17 @@ def _train(
     accelerator: Accelerator,
     base: FrozenBase | None,
     announce: Announce,
+    stage: Callable[[str], str],
 ) -> tuple[Head, FrozenBase]:
     """Run every phase; return the head, and the base as loaded, without a trained adapter.
 
-    Settings that would fail later raise before anything is written.
+    Settings that would fail later raise before anything is written. `stage` is of `stages`.
     """
     is_main, seed = accelerator.is_main_process, settings.seed
     base = _checked_base(settings, made, accelerator, base)
     phases, data = settings.schedule.phases, settings.data
     texts = PhaseTexts(phases, data, base, made.text, accelerator, announce, seed)
+    texts.stage = stage
     torch.manual_seed(seed)
     identity = texts.identity()
     with ExitStack() as held:

@@ -67,6 +67,9 @@ class Train(HasSeed):
     """Steps between two checkpoints. Zero writes one at the end of each phase only."""
     evaluate_after: bool = True
     """Evaluate the head after training."""
+    minutes: dict[str, PositiveFloat] = field(default_factory=dict)
+    """Minutes that each stage of a recipe took where it was measured: `text of PHASE`, `PHASE` and
+    `evaluation`. They are printed as the time left, scaled by the stages that are over."""
     dry_run: bool = False
     """Print the settings and the plan, and stop."""
     preview: NonNegativeInt = 0

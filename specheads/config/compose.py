@@ -133,6 +133,11 @@ def settings_of(command: str, overrides: Sequence[str]) -> Any:
         if text.startswith("Error merging override") and error.__cause__:
             # Hydra names the override, and only the wrapped error gives the reason
             text = f"{text.removeprefix('Error merging override ')}: {error.__cause__}"
+        if override := getattr(error, "override", None):
+            text = (
+                "an override must be NAME=VALUE, and text in a list or a group with one of "
+                f"= # ( ) [ ] {{ }} in quotes, as path:'a=b.jsonl', got {override!r:.200}"
+            )
         raise InputError(f"{_rule(text)}; --help lists the settings") from error
     check(settings)
     return settings
@@ -156,26 +161,52 @@ def lengthen(command: str, overrides: Sequence[str]) -> list[str]:
         if group := OPTIONAL.match(f"{key}={value}"):
             out.append(f"{group[1]}={{{group[2]}:{{}}}}")
         value = HOME.sub(lambda _: str(Path.home()), equals + value).removeprefix("=")
-        if equals and _is_text(command, key.lstrip("+")) and not PLAIN.fullmatch(value):
-            # a backslash is an escape only before a quote
-            escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2], value)
-            value = "'" + escaped.replace("'", "\\'") + "'"
+        if equals and (kind := _text_kind(command, key.lstrip("+"))):
+            value = _quoted(value) if kind == "text" else _quoted_list(value)
         out.append(f"{key}{equals}{value}")
     return out
 
 
-def _is_text(command: str, name: str) -> bool:
-    """Return whether a setting is a text, which stays as it is: `name=1e5` is no number."""
+def _quoted(value: str) -> str:
+    """Put a text into quotes, unless Hydra reads it as it is."""
+    if PLAIN.fullmatch(value):
+        return value
+    # a backslash is an escape only before a quote
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2], value)
+    return "'" + escaped.replace("'", "\\'") + "'"
+
+
+def _quoted_list(value: str) -> str:
+    """Put the texts of a list into quotes; one text without brackets is a list too."""
+    if value == "null" or re.search(r"['\"]|\$\{", value):
+        return value
+    inner = value[1:-1] if re.fullmatch(r"\[.*\]", value, re.DOTALL) else value
+    return f"[{','.join(_quoted(one.strip()) for one in inner.split(',') if one.strip())}]"
+
+
+def _text_kind(command: str, name: str) -> str:
+    """Return "text" or "texts" (a list) for a setting whose texts stay as they are, else nothing.
+
+    `name=1e5` is no number.
+    """
     hint: Any = SCHEMAS[command]
     for part in name.split("."):
         if is_dataclass(hint):
             hint = hints(cast(type, hint)).get(part)
         else:
             hint = get_args(hint)[1] if get_origin(hint) is dict else None
-        if get_origin(hint) in (Annotated, UnionType):
-            hint = get_args(hint)[0]
+        hint = _bare(hint)
     # no schema has the choice of a recipe
-    return hint is str or name == "recipe"
+    if hint is str or name == "recipe":
+        return "text"
+    return "texts" if get_origin(hint) is list and _bare(get_args(hint)[0]) is str else ""
+
+
+def _bare(hint: Any) -> Any:
+    """Return a type without its range, and without None."""
+    while get_origin(hint) in (Annotated, UnionType):
+        hint = get_args(hint)[0]
+    return hint
 
 
 def take_run(settings: Any, trained: commands.Train, overrides: Sequence[str]) -> None:

@@ -143,7 +143,9 @@ class Template:
                 if not texts or not texts[-1][0].startswith(turn.prompt + turn.answer):
                     texts.append((turn.prompt + turn.answer + turn.rest, []))
                 texts[-1][1].insert(0, turn)
-            return [self._sample(text, turns, tools) for text, turns in reversed(texts)]
+            samples = [self._sample(text, turns, tools) for text, turns in reversed(texts)]
+            _warn_of_left_out(texts[0][0], messages, tools)
+            return samples
 
     def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
         """Return the token ids before an answer: they end with a generation prompt."""
@@ -494,6 +496,22 @@ class Template:
         choices = {"add_special_tokens": False, "return_offsets_mapping": True}
         found = encoding(self._tokenizer, text, **choices)
         return found["input_ids"], np.array(found["offset_mapping"], int).reshape(-1, 2)
+
+
+def _warn_of_left_out(text: str, messages: Messages, tools: Tools) -> None:
+    """Warn of questions, system prompts and tools that a template does not write."""
+    last = max(place for place, one in enumerate(messages) if one["role"] == "assistant")
+    parts = [(one["role"], one["content"]) for one in messages[:last]]
+    parts += [("tools", str(one.get("function", one).get("name", ""))) for one in tools or ()]
+    whole = squeezed(text)
+    for role in ("system", "user", "tools"):
+        if not all(squeezed(content) in whole for name, content in parts if name == role):
+            warnings.warn(
+                f"the tokenizer's chat template leaves out text of a conversation ({role}), which "
+                "the base never sees then; give the tokenizer another template, or remove it from "
+                "the rows",
+                stacklevel=2,
+            )
 
 
 def _shared(one: str, other: str) -> int:

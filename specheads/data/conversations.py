@@ -16,7 +16,8 @@ Message = dict[str, Any]
 
 ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
-    **{"developer": "system", "human": "user", "gpt": "assistant", "model": "assistant"},
+    **{"developer": "system", "human": "user"},
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
     **{"function_call": "assistant", "tool_call": "assistant"},
     **{"observation": "tool", "ipython": "tool", "function": "tool", "tool_response": "tool"},
 }
@@ -26,11 +27,11 @@ FORMS = ("messages", "conversations", "conversation")
 """Columns of whole conversations."""
 
 ASKS = (
-    *("instruction", "prompt", "question", "query", "text", "input"),
-    *("problem", "question_content"),
+    *("instruction", "prompt", "question", "query", "problem", "text", "input"),
+    "question_content",
 )
 CONTEXTS = ("input", "context", "starter_code")
-ANSWERS = ("output", "response", "completion", "answer", "code")
+ANSWERS = ("output", "response", "completion", "answer", "code", "solution")
 """Columns of a question, of text that belongs to it, and of its answer."""
 
 SYSTEM, TOOLS = ("system", "system_prompt"), ("tools", "functions")
@@ -65,7 +66,7 @@ METADATA = {
 WORDS = re.compile(r"[_\W]+|(?<=[a-z])(?=[A-Z])")
 
 NOT_ASKED = (
-    *(*ANSWERS, "reference", "solution", "canonical_solution", "test", "entry_point"),
+    *(*ANSWERS, "reference", "canonical_solution", "test", "entry_point"),
     *("public_test_cases", "private_test_cases"),
 )
 """Columns of public prompt sets that a prompt must not hold."""
@@ -160,8 +161,9 @@ def _pair(
         {"role": "user", "content": "\n\n".join(given[name] for name in columns)}
     ]
     if is_answered:
-        messages.append({"role": "assistant", "content": said})
-    return {*columns, answer}, messages
+        thoughts = {name: given[name] for name in THOUGHTS if name in given}
+        messages.append(_message({"role": "assistant", "content": said, **thoughts}, ignore))
+    return {*columns, answer, *THOUGHTS}, messages
 
 
 def _messages(value: Any, ignore: Collection[str]) -> list[Message]:
@@ -178,11 +180,12 @@ def _message(given: Mapping[str, Any], ignore: Collection[str]) -> Message:
     learned = {name: given[name] for name in LEARNED if given.get(name) is not None}
     value = _present(given, [*ignore, *LEARNED])
     named = _one(value, ("role", "from"))
-    if not isinstance(named, str) or named not in ROLES:
+    kind = named.lower() if isinstance(named, str) else ""
+    if kind not in ROLES:
         rule = f"the role of a message must be one of {', '.join(ROLES)}"
         raise InputError(rule, fault=f"has {named!r:.40}")
-    role, content, calls = ROLES[named], _one(value, ("content", "value")), _one(value, CALLS)
-    if named in ("function_call", "tool_call"):
+    role, content, calls = ROLES[kind], _one(value, ("content", "value")), _one(value, CALLS)
+    if kind in ("function_call", "tool_call"):
         content, calls = None, content
     is_assistant = role == "assistant"
     for name, weight in learned.items():
@@ -194,6 +197,10 @@ def _message(given: Mapping[str, Any], ignore: Collection[str]) -> Message:
             )
     text, thought = _content(content)
     thought = _one({"parts": thought, **value}, ("parts", *THOUGHTS))
+    if thought and "</think>" in text:
+        raise InputError(
+            "an answer's thoughts are in its content or in a key of their own", fault="has both"
+        )
     if not is_assistant and (thought or calls):
         raise InputError("only the assistant thinks and calls tools", fault=f"has such a {role}")
     refuse_unread(value, {"role", "from", "content", "value", *KEPT, *THOUGHTS, *CALLS})
@@ -218,9 +225,10 @@ def _content(content: Any) -> tuple[str, str]:
         kind = part.get("type") or "text" if isinstance(part, Mapping) else type(part).__name__
         text = part.get("text", part.get(kind)) if kind in PARTS else None
         if not isinstance(text, str):
+            shown = f"a part of type {kind} without text" if kind in PARTS else kind
             raise InputError(
                 "the content of a message must be text, or parts with text or reasoning",
-                fault=f"has {'an object' if isinstance(content, Mapping) else kind!s:.60}",
+                fault=f"has {'an object' if isinstance(content, Mapping) else shown!s:.60}",
             )
         refuse_unread(part, {"type", "text", kind})
         found[PARTS[kind]] += text
@@ -233,8 +241,8 @@ def _calls(value: Any) -> list[dict[str, Any]]:
     for call in value if isinstance(value, list) else [value]:
         function: Any = call.get("function", call) if isinstance(call, Mapping) else None
         given = function.get("arguments") if isinstance(function, Mapping) else None
-        # a call without arguments is published as null, as "null" or as empty text
-        arguments = {} if _is_empty(given) or _parsed(given) is None else _parsed(given)
+        # a call without arguments is published as null, an empty list or empty text, or their JSON
+        arguments = {} if _is_empty(_parsed(given)) else _parsed(given)
         is_named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
         if not is_named or not isinstance(arguments, Mapping):
             raise InputError(
@@ -252,6 +260,7 @@ def _calls(value: Any) -> list[dict[str, Any]]:
 
 def _tools(column: str, value: Any) -> list[dict[str, Any]] | None:
     tools = _parsed(value)
+    tools = [_parsed(tool) for tool in tools] if isinstance(tools, list) else tools
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise InputError("tools must be a list of JSON schemas", fault=f"has {value!r:.60}")
     if tools and column == "functions":
@@ -286,7 +295,7 @@ def refuse_unread(
     if unread:
         raise InputError(
             "every column must be read or be known as metadata, and these are neither: "
-            f"{names(unread)} (rename or remove them, or name them in data.ignore)",
+            f"{names(unread)} (rename or remove them; for training, data.ignore can name them)",
             fault=f"has {given[unread[0]]!r:.60}",
         )
 

@@ -175,12 +175,14 @@ def fitting(prompts: PromptSet, room: int, too_long: str) -> PromptSet:
         return prompts
     named = ", ".join(f"{len(one.tokens)} in {one.source}" for one in longer[:SHOWN])
     line = (
-        f"a prompt and its new tokens must fit into the context, which leaves {room} tokens for a "
-        f"prompt; {len(longer)} of {len(prompts.prompts)} have more: {named}"
+        "a prompt and its new tokens must fit into the context, which leaves "
+        f"{max(room, 0)} tokens for a prompt; {len(longer)} of {len(prompts.prompts)} have more: "
+        f"{named}"
     )
     if too_long == "stop" or len(longer) == len(prompts.prompts):
-        remedy = "lower evaluation.max_new_tokens, or set evaluation.too_long=skip"
-        raise InputError(f"{line}; shorten them, {remedy}")
+        remedy = "shorten them, or lower evaluation.max_new_tokens"
+        skip = ", or set evaluation.too_long=skip" * (len(longer) < len(prompts.prompts))
+        raise InputError(f"{line}; {remedy}{skip}")
     warnings.warn(f"{line}; they are left out", stacklevel=2)
     shorter = [one for one in prompts.prompts if len(one.tokens) <= room]
     return PromptSet.of(prompts.name, shorter)

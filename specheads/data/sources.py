@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specheads.core.errors import InputError, first_line
+from specheads.core.errors import InputError
 from specheads.core.files import HUB_ID, local_path
 from specheads.data import files as local
 from specheads.data.conversations import conversation
@@ -125,6 +125,12 @@ def _files(source: Source) -> list[Path]:
     is_id = HUB_ID.fullmatch(path) and not path.endswith(SUFFIXES["chat"])
     if kind == "hub" or (kind in ROWS and is_id and not local_path(path).exists()):
         return []
+    for name in ("split", "config", "revision"):
+        if (value := getattr(source, name)) != getattr(Source, name):
+            raise InputError(
+                f"local files have no {name}, got data.{name}={value!r:.80} for {path!r:.80}; "
+                "choose files by data.path= or data.patterns=, or name a Hub id"
+            )
     return local.find(path, SUFFIXES[kind], source.patterns)
 
 
@@ -186,8 +192,8 @@ def hub_rows(source: Source, seed: int) -> Rows:
             yield f"row {number} of dataset {name}", without_nulls(row)
     except Exception as error:
         # the network, the Hub and the readers of each format have their own exceptions
+        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
         raise InputError(
-            f"cannot load {name!r:.80} from the Hub: {first_line(error.__cause__ or error)};"
-            " check the id, data.split=, data.patterns= and the network, or pass a local file "
-            "instead"
+            f"cannot load {name!r:.80} from the Hub: {reason:.200}; check the id, data.config=, "
+            "data.split=, data.patterns= and the network, or pass a local file instead"
         ) from error

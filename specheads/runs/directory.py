@@ -18,6 +18,7 @@ from specheads.runs.settings import first_difference, parse, read_settings
 KNOWN: dict[str, Any] = {
     "end": str | None,
     "base_fingerprint": str,
+    "base_config": str,
     "data": str,
     "draft_vocabulary": dict,
 }

@@ -1,9 +1,11 @@
 """Progress on standard error: a bar on a terminal, elsewhere a line every 30 seconds."""
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
@@ -63,6 +65,30 @@ def line(task: Any) -> str:
     if (left := task.time_remaining) is not None:
         parts.append(f"{timedelta(seconds=left)} left")
     return "  ".join([*parts, *filter(None, [task.fields["numbers"]])])
+
+
+def stages(names: Sequence[str], minutes: Mapping[str, float]) -> Callable[[str], str]:
+    """Return a function that begins a stage and returns a line for people, with the time left.
+
+    The time left is that of `minutes`, scaled by the time that the finished stages took. A stage
+    without minutes counts nothing, and without any minutes the line has no time.
+    """
+    begun: list[tuple[str, float]] = []
+
+    def begin(name: str) -> str:
+        begun.append((name, time.monotonic()))
+        place = names.index(name)
+        line = f"stage {place + 1} of {len(names)}: {name}"
+        if not minutes:
+            return line
+        times = [(60 * minutes.get(one, 0), end - at) for (one, at), (_, end) in pairwise(begun)]
+        # a run that resumes passes through its finished stages
+        times = [(planned, taken) for planned, taken in times if taken > planned / 5 > 0]
+        planned, taken = map(sum, zip(*times, strict=True)) if times else (1, 1)
+        left = sum(minutes.get(one, 0) for one in names[place:]) * taken / planned
+        return f"{line}, about {left:.0f} minutes left in all"
+
+    return begin
 
 
 def bar(items: Sequence[Item], label: str, shown: bool) -> Iterator[Item]:

@@ -14,7 +14,7 @@ MAX_DEPTH = 20
 
 RESUMABLE = (
     "name", "run_dir", "tree", "tracker", "evaluation", "evaluate_after", "log_every",
-    "checkpoint_every", "validation", "feature_cache", "base.device",
+    "checkpoint_every", "validation", "feature_cache", "minutes", "base.device",
     "features.url", "features.folder", "features.concurrency", "features.timeout_seconds",
     "features.patience_seconds", "features.max_gib",
     "base.compile", "base.exact", "dry_run", "schedule.phases.*.accumulation_steps",
@@ -24,6 +24,9 @@ RESUMABLE = (
     "schedule.phases.*.distill.served_as", "schedule.phases.*.distill.timeout_seconds",
 )  # fmt: skip
 """Settings that do not change what training computes, and may change when a run resumes."""
+
+ORDERED = ("schedule.phases", "data.sources")
+"""Groups whose order counts."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -78,10 +81,12 @@ def parse(text: str) -> dict[str, Any]:
 
 def first_difference(before: Any, now: Any, name: str = "") -> tuple[str, Any, Any] | None:
     """Return the name and both values of the first change that a resume does not allow."""
-    if before == now or any(fnmatchcase(name, pattern) for pattern in RESUMABLE):
+    if any(fnmatchcase(name, pattern) for pattern in RESUMABLE):
         return None
     if not (isinstance(before, dict) and isinstance(now, dict)):
-        return name, before, now
+        return None if before == now else (name, before, now)
+    if name in ORDERED and [*before] != [*now]:
+        return name, [*before], [*now]
     inner = ((key, before.get(key), now.get(key)) for key in {**now, **before})
     found = (first_difference(a, b, f"{name}.{key}".lstrip(".")) for key, a, b in inner)
     return next(filter(None, found), None)

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from rich.progress import Progress
 from torch import Tensor
 
+from specheads.base.fingerprint import config_fingerprint
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -71,6 +72,9 @@ class PhaseTexts:
         self.share = readers(base.sharding, accelerator)
         self.head: Head | None = None
         """The trained head, which may draft while the base generates text."""
+        self.stage: Callable[[str], str] = str
+        """Begins a stage by its name and returns a line for people."""
+        self._begun: list[str] = []
         self._prompts: dict[tuple[int, int], PromptSource] = {}
         claims: dict[Path, dict[str, Any]] = {}
         for name, phase in phases.items():
@@ -87,7 +91,10 @@ class PhaseTexts:
 
     def identity(self) -> dict[str, Any]:
         """Return facts of the base and the corpus that must be the same when a run resumes."""
-        facts: dict[str, Any] = {"base_fingerprint": self.fingerprint}
+        facts: dict[str, Any] = {
+            "base_fingerprint": self.fingerprint,
+            "base_config": config_fingerprint(self.base.model.config),
+        }
         if not all(phase.distill for phase in self.phases.values()):
             facts["data"] = self.documents.identity()
         return facts
@@ -201,14 +208,26 @@ class PhaseTexts:
         distill = phase.distill
         documents = self._generated(distill, bar, halt) if distill else self.documents
         text = self._packed(documents, phase)
-        if self.accelerator.is_main_process:
-            bar.console.print(f"packing: {text.summary}", markup=False, soft_wrap=True)
+        self._begin(next(name for name, one in self.phases.items() if one is phase), bar)
+        self._show(f"packing: {text.summary}", bar)
         return text
 
     def _generated(self, distill: Distill, bar: Progress, halt: Callable[[], None]) -> Documents:
         job = self._job(distill)
+        name = next(name for name, one in self.phases.items() if one.distill is distill)
+        self._begin(f"text of {name}", bar)
         write_folder(job, bar, halt)
         return read_text(job.folder, distill.num_samples)
+
+    def _begin(self, name: str, bar: Progress) -> None:
+        """Begin a stage, once."""
+        if name not in self._begun:
+            self._begun.append(name)
+            self._show(self.stage(name), bar)
+
+    def _show(self, line: str, bar: Progress) -> None:
+        if self.accelerator.is_main_process:
+            bar.console.print(line, markup=False, soft_wrap=True)
 
     def _job(self, distill: Distill) -> Job:
         lengths = distill.prompt_tokens, distill.new_tokens

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from specheads.base.fingerprint import base_fingerprint
+from specheads.base.fingerprint import base_fingerprint, config_fingerprint
 from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
 from specheads.heads.load import build_for, load_head
@@ -53,6 +53,22 @@ def test_the_fingerprint_ignores_the_dtype(architecture, dtype):
     other = tiny.base(architecture, dtype=dtype)
     assert of(one.model) == of(other.model)
     assert one.fingerprint != FrozenBase(deepcopy(one.model).bfloat16()).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        ({"rms_norm_eps": 0.1}, False),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, False),
+        ({"hidden_act": "gelu"}, False),
+        ({"max_position_embeddings": 64}, False),
+        ({"attn_implementation": "eager", "dtype": "bfloat16"}, True),
+        ({"name_or_path": "elsewhere", "transformers_version": "9", "eos_token_id": 3}, True),
+    ],
+)
+def test_the_fingerprint_of_a_config_has_what_changes_the_base(change, is_same):
+    found = config_fingerprint(tiny.config(**change))
+    assert (found == config_fingerprint(tiny.config())) == is_same
 
 
 def test_a_head_accepts_its_base_in_every_dtype_and_after_saving(head_folder, tmp_path):

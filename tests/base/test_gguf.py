@@ -145,7 +145,17 @@ BROKEN = {
     ),
     "scaled positions": (
         says(llama__rope__scaling__type="yarn"),
-        "must not scale positions, and llama.rope.scaling.type is 'yarn'",
+        "llama in GGUF does not support rope.scaling.type='yarn' .only 'none'.; use the base's own",
+    ),
+    "a scale": (says(llama__logit_scale=0.5), "does not support logit_scale=0.5;"),
+    "a scale of attention": (says(llama__attention__scale=0.1), "support attention.scale=0.1;"),
+    "a window": (
+        rewrite(architecture="phi3", fields={"phi3.attention.sliding_window": 9}),
+        "phi3 in GGUF does not support attention.sliding_window=9;",
+    ),
+    "a base of positions": (
+        rewrite(architecture="starcoder2"),
+        "does not support rope.freq_base=",
     ),
     "a tensor too much": (
         rewrite(tensors={"rope_freqs.weight": torch.ones(4)}),

@@ -207,6 +207,17 @@ def with_code(folder: Path, parent: str, *damages: Damage) -> Path:
             ),
             "tokenizer_config.json .* tokenizer_class is 'Own'",
         ),
+        (
+            "LlamaConfig",
+            says(model_type="own", auto_map={"AutoModel": "somebody/code--code.Own"}),
+            "config.json .* model_type is 'own'",
+        ),
+        # an older form
+        (
+            "PreTrainedTokenizerFast",
+            says("tokenizer_config.json", tokenizer_class=None, auto_map=["code.Own", None]),
+            "tokenizer_config.json .* tokenizer_class is None",
+        ),
     ],
 )
 def test_a_base_that_needs_its_own_code_is_refused_without_a_prompt(

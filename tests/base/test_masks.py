@@ -21,11 +21,33 @@ def test_local_layers_are_refused_and_global_ones_are_not():
 
 
 @pytest.mark.parametrize(
-    "architecture", ["llama", "granite", "gpt_neox", "gpt2", "olmoe", "mistral"]
+    ("architecture", "window"),
+    [
+        *((name, None) for name in ("llama", "granite", "gpt_neox", "gpt2", "olmoe", "olmo2")),
+        *((name, None) for name in ("gpt_bigcode", "granitemoe")),
+        *((name, 12) for name in ("mistral", "phi3", "starcoder2", "mixtral")),
+    ],
 )
-def test_a_window_counts_only_where_the_model_reads_it(architecture):
+def test_a_window_counts_only_where_the_model_reads_it(architecture, window):
     base = tiny.own_base(architecture, sliding_window=12)
-    assert base.windows == {"all": 12 if architecture == "mistral" else None}
+    assert base.windows == {"all": window}
+
+
+@pytest.mark.parametrize(
+    ("settings", "windows"),
+    [
+        ({"use_sliding_window": False}, {"full_attention": None}),
+        ({"use_sliding_window": True, "max_window_layers": 3}, {"full_attention": None}),
+        (
+            {"use_sliding_window": True, "max_window_layers": 1},
+            {"full_attention": None, "sliding_attention": 12},
+        ),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_layers_with_a_window_are_those_of_the_config(architecture, settings, windows):
+    base = tiny.own_base(architecture, sliding_window=12, **settings)
+    assert base.windows == windows
 
 
 class OwnLlama(transformers.LlamaForCausalLM):

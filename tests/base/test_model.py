@@ -164,9 +164,13 @@ def test_a_model_whose_attention_counts_slots_is_refused():
         (tiny.config("granite"), 2.0, None),
         (transformers.Gemma2Config(hidden_size=8, final_logit_softcapping=3.0), 1.0, 3.0),
         (transformers.CohereConfig(hidden_size=8, logit_scale=0.25), 4.0, None),
+        (transformers.Cohere2Config(hidden_size=8, logit_scale=2.0), 0.5, None),
+        (transformers.Gemma3TextConfig(hidden_size=8, final_logit_softcapping=5.0), 1.0, 5.0),
+        (transformers.NanoChatConfig(hidden_size=8), 1.0, 15.0),
+        (tiny.config("granitemoe"), 2.0, None),
         (tiny.config("llama"), 1.0, None),
     ],
-    ids=["granite", "gemma2", "cohere", "llama"],
+    ids=lambda one: getattr(one, "model_type", None),
 )
 def test_a_projection_scales_and_caps_like_its_base(config, scale, cap):
     weight, hidden = torch.randn(5, 8), torch.randn(3, 8)

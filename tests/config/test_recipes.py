@@ -114,6 +114,31 @@ def test_paths_and_names_are_read_as_the_shell_gives_them(texts: tuple[str, ...]
     assert (found.data.path, found.name, found.evaluation.prompts, found.base.adapter) == texts
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("[epoch=*.jsonl]", ["epoch=*.jsonl"]),
+        ("[a b.jsonl, c(1).jsonl]", ["a b.jsonl", "c(1).jsonl"]),
+        ("[1e5,true,2024_11_26]", ["1e5", "true", "2024_11_26"]),
+        ("*.jsonl", ["*.jsonl"]),
+        ("[[0-9].jsonl]", ["[0-9].jsonl"]),
+        ("['a,b=c.jsonl','#d']", ["a,b=c.jsonl", "#d"]),
+        ("[${name}/*]", ["conversations/*"]),
+        ("[]", []),
+    ],
+)
+def test_lists_of_texts_are_read_as_the_shell_gives_them(given: str, found: list[str]):
+    names = ["recipe=conversations", "data.path=x", f"data.patterns={given}"]
+    assert compose.settings_of("train", names).data.patterns == found
+
+
+@pytest.mark.parametrize("given", ["{a:{source:jsonl,path:a=b.jsonl}}", "{a", "[", "(x"])
+def test_override_that_hydra_cannot_read_is_named(given: str):
+    with pytest.raises(InputError, match=r"must be NAME=VALUE.*path:'a=b\.jsonl', got ") as caught:
+        compose.settings_of("train", ["recipe=smoke", "data=mixture", f"data.sources={given}"])
+    assert f"data.sources={given}" in str(caught.value)
+
+
 def test_text_in_quotes_and_references_are_hydras():
     given = ["name='\"a,b\"'", "data.column=${name}", "data.path='a=b.jsonl'", "seed=3"]
     found = compose.settings_of("train", ["recipe=conversations", *given])

@@ -45,6 +45,9 @@ def read(*messages: dict[str, Any], **columns: Any) -> list[dict[str, Any]]:
         {"question": "Hi?", "answer": "Hello."},
         {"query": "Hi?", "response": "Hello.", "type": "x"},
         {"text": "Hi?", "code": "Hello.", "test_list": ["assert hi()"]},
+        {"problem": "Hi?", "solution": "Hello.", "problem_type": "greeting"},
+        {"conversations": [HUMAN | {"from": "Human"}, GPT | {"from": "chatgpt"}]},
+        {"messages": [HI | {"role": "USER"}, HELLO | {"role": "Assistant"}]},
     ],
 )
 def test_common_forms_become_the_same_messages(row: dict[str, Any]):
@@ -104,7 +107,7 @@ def test_ids_of_calls_and_names_are_kept():
     assert found[2] == told | {"role": "tool"}
 
 
-@pytest.mark.parametrize("empty", [..., None, "", "\n", "null", " null ", "{}", {}])
+@pytest.mark.parametrize("empty", [..., None, "", "\n", "null", " null ", "{}", {}, [], "[]", '""'])
 def test_call_without_arguments_has_an_empty_object(empty: Any):
     function = {"name": "sun"} | ({} if empty is ... else {"arguments": empty})
     found = read(HI, {"role": "assistant", "content": "", "function_call": function}, YES, HELLO)
@@ -112,7 +115,13 @@ def test_call_without_arguments_has_an_empty_object(empty: Any):
 
 
 @pytest.mark.parametrize(
-    "columns", [{"tools": [TOOL]}, {"tools": json.dumps([TOOL])}, {"functions": [TOOL["function"]]}]
+    "columns",
+    [
+        {"tools": [TOOL]},
+        {"tools": json.dumps([TOOL])},
+        {"tools": [json.dumps(TOOL)]},
+        {"functions": [TOOL["function"]]},
+    ],
 )
 def test_tools_are_read_as_lists_and_as_json(columns: dict[str, Any]):
     assert conversation({"messages": [HI, HELLO], **columns}, WHERE).tools == [TOOL]
@@ -131,6 +140,12 @@ def test_tools_are_read_as_lists_and_as_json(columns: dict[str, Any]):
 def test_thoughts_are_kept_apart_from_the_answer(answer: dict[str, Any]):
     found = read(HI, {"role": "assistant", **answer})
     assert found[1] == HELLO | {"reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content"])
+def test_column_of_thoughts_belongs_to_the_answer(name: str):
+    found = conversation({"question": "Hi?", name: "hm", "answer": "Hello."}, WHERE).messages
+    assert found == [HI, HELLO | {"reasoning_content": "hm"}]
 
 
 @pytest.mark.parametrize(
@@ -192,6 +207,15 @@ def test_parquet_reads_as_json_lines_do(tmp_path, calls: list[dict[str, Any]], k
         ({"messages": [HI | {"thinking": "hm"}, HELLO]}, "thinks .* user"),
         ({"messages": [HI, HELLO | {"thinking": "a", "reasoning": "b"}]}, "reasoning and thinking"),
         ({"messages": [HI, HELLO | {"value": "Bye."}]}, "content and value"),
+        (
+            {"messages": [HI, HELLO | {"content": "<think>a</think>b", "reasoning": "a"}]},
+            "in a key of their own; .* has both",
+        ),
+        ({"messages": [HI, HELLO | {"content": [{"text": {"value": "a"}}]}]}, "text without text"),
+        ({"question": "a", "document": "b", "answer": "c"}, "document"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "answer": "d"}, "chosen, rejected"),
+        ({"problem": "a", "solution": "b", "answer": "c"}, "solution"),
+        ({"question": "a", "context": ["b", "c"], "answer": "d"}, "context must be text"),
         ({"messages": [HI, HELLO | {"tool_calls": [ROME], "function_call": ROME}]}, "tool_calls"),
         ({"messages": [HI, HELLO | {"function_call": ROME | {"parameters": [1]}}]}, "parameters"),
         ({"messages": [HI, HELLO | {"content": [PART | {"image": "a.png"}]}]}, "image"),

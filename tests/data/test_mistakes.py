@@ -177,7 +177,7 @@ def test_broken_hub_stream_is_refused_in_one_line(refused, monkeypatch: pytest.M
         return datasets.IterableDataset.from_generator(breaking)
 
     monkeypatch.setattr(datasets, "load_dataset", answer)
-    told = "cannot load 'a/b' from the Hub: no route; .* or pass a local file"
+    told = "cannot load 'a/b' from the Hub: no route more; .* or pass a local file"
     refused(told, source="hub", path="a/b", max_documents=5)
 
 

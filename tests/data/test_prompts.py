@@ -8,7 +8,13 @@ from pathlib import Path
 import datasets
 import pytest
 from datasets import Dataset
-from tokenizers.processors import TemplateProcessing
+from tokenizers.processors import (
+    BertProcessing,
+    ByteLevel,
+    RobertaProcessing,
+    Sequence,
+    TemplateProcessing,
+)
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
@@ -173,6 +179,7 @@ ASK, SAY, MORE = U | {"content": "ask"}, A | {"content": "SAY"}, U | {"content":
         ({"system": "be", "turns": ["ask"], "reference": ["S"]}, "<system>be<user>ask<assistant>"),
         ({"prompt": "ask", "canonical_solution": "SAY", "test": "SAY"}, "ask"),
         ({"messages": [ASK, A | {"tool_calls": [{"name": "SAY"}]}]}, "<user>ask<assistant>"),
+        ({"problem": "ask", "reasoning": "SAY", "solution": "SAY"}, "<user>ask<assistant>"),
     ],
 )  # fmt: skip
 def test_prompt_never_holds_its_answer(chat_tokenizer, tmp_path, row, text):
@@ -182,17 +189,33 @@ def test_prompt_never_holds_its_answer(chat_tokenizer, tmp_path, row, text):
         assert found.text == text
 
 
-@pytest.mark.parametrize("template", ["$A {end}", "{pad} $A {end}", "$A {end} {end}", "$A {pad}"])
+END, PAD = ("<|endoftext|>", 0), ("<|pad|>", 1)
+
+
+def framed(single: str) -> TemplateProcessing:
+    single = single.format(end=END[0], pad=PAD[0])
+    return TemplateProcessing(single=single, pair=f"{single} $B", special_tokens=[END, PAD])
+
+
+@pytest.mark.parametrize(
+    ("processor", "before"),
+    [
+        (framed("$A {end}"), []),
+        (framed("{pad} $A {end}"), [1]),
+        (framed("$A {end} {end}"), []),
+        (framed("$A {pad}"), []),
+        (Sequence([ByteLevel(trim_offsets=False), framed("$A {end}")]), []),
+        (BertProcessing(END, PAD), [1]),
+        (RobertaProcessing(END, PAD), [1]),
+    ],
+)
 @pytest.mark.parametrize("row", [{"prompt": "def f"}, {"turns": ["def f"]}, {"question": "def f"}])
-def test_prompt_has_no_end_token(tokenizer, tmp_path, template, row):
-    end, pad, (plain, *rest) = "<|endoftext|>", "<|pad|>", tokenizer("def f")["input_ids"]
-    single = template.format(end=end, pad=pad)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=single, pair=f"{single} $B", special_tokens=[(end, 0), (pad, 1)]
-    )
+def test_prompt_has_no_end_token(tokenizer, tmp_path, processor, before, row):
+    plain = ids_of("def f", tokenizer)
+    tokenizer.backend_tokenizer.post_processor = processor
     path = write_jsonl(tmp_path / "a.jsonl", [row])
     (found,) = load_prompts(path, tokenizer, num_prompts=1).prompts
-    assert found.tokens == [*([1] if single.startswith(pad) else []), plain, *rest]
+    assert found.tokens == [*before, *plain]
 
 
 def test_end_token_at_the_end_of_a_text_or_of_a_template(chat_tokenizer, tokenizer, tmp_path):
@@ -206,7 +229,7 @@ def test_end_token_at_the_end_of_a_text_or_of_a_template(chat_tokenizer, tokeniz
         load_prompts(path, chat_tokenizer, num_prompts=1)
 
 
-@pytest.mark.parametrize("longer", [[2], [1, 2, 3, 4]])
+@pytest.mark.parametrize("longer", [[2], [1], [5], [3, 5], [1, 2, 3, 4]])
 def test_too_long_prompts_are_named_or_skipped_and_counted(tokenizer, tmp_path, longer):
     rows = [{"prompt": "word " * (40 if line in longer else 4)} for line in range(1, 6)]
     found = load_prompts(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, num_prompts=5)
@@ -218,8 +241,26 @@ def test_too_long_prompts_are_named_or_skipped_and_counted(tokenizer, tmp_path, 
     assert len(left.prompts) == 5 - len(longer)
     assert left.version != found.version
     assert fitting(left, 20, "stop") is left
-    with pytest.raises(InputError, match="5 of 5 have more"):
-        fitting(found, 2, "skip")
+    for room in (2, -3):
+        with pytest.raises(InputError, match=r"5 of 5 have more.* or lower \S*max_new_tokens$"):
+            fitting(found, room, "skip")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"turns": ["a", "word " * 40]},
+        {"messages": [{"role": "user", "content": "word " * 40}]},
+        {"system": "word " * 40, "question": "a"},
+        {"instruction": "a", "input": "word " * 40, "output": "b"},
+        {"messages": [ASK, SAY | {"content": "word " * 40}, MORE]},
+    ],
+)
+def test_long_prompt_of_every_form_is_named(chat_tokenizer, tmp_path, row):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}, row])
+    found = load_prompts(path, chat_tokenizer, num_prompts=9, all_turns=True)
+    with pytest.raises(InputError, match=r"1 of \d have more: \d+ in line 2 of .*a\.jsonl;"):
+        fitting(found, 40, "stop")
 
 
 def test_named_set_reads_its_hub_column(tokenizer, monkeypatch):

@@ -1,6 +1,7 @@
 """Sources: which rows they have, and in which split."""
 
 import re
+from typing import Any
 
 import datasets
 import pytest
@@ -123,6 +124,30 @@ def test_hub_split_is_named_in_the_error_and_by_data_split(monkeypatch, source, 
         next(sources.read_all(Data(source=source, path="a/b")))
     found = sources.read_all(Data(source=source, path="a/b", split=wanted))
     assert len(list(found)) == 20
+
+
+@pytest.mark.parametrize("name", ["split", "config", "revision"])
+@pytest.mark.parametrize("source", ["chat", "jsonl"])
+def test_settings_of_the_hub_are_refused_for_local_files(tmp_path, source, name):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    named: Any = {name: "test"}
+    data = Data(source=source, path=path, **named)
+    with pytest.raises(InputError, match=rf"no {name}, got data.{name}='test' .*data.patterns="):
+        next(read(data, "train"))
+
+
+def test_missing_config_of_a_hub_set_is_named(tmp_path, monkeypatch):
+    card = "---\nconfigs:\n"
+    for name in ("main", "other"):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        Dataset.from_list([{"text": "a"}]).to_parquet(tmp_path / "set" / name / "test.parquet")
+        card += f"- config_name: {name}\n  data_files:\n  - split: test\n    path: {name}/*\n"
+    (tmp_path / "set" / "README.md").write_text(f"{card}---\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"\['main', 'other'\].*data.config="):
+        load("hub", path="./set")
+    with pytest.raises(InputError, match=r"one of \['test'\]"):
+        load("hub", path="./set", config="main")
 
 
 def test_loading_script_of_a_data_set_is_refused_and_not_run(tmp_path):

@@ -443,6 +443,25 @@ def test_remedy_of_a_refusal_works(refused: str, message: str, remedied: str):
     assert counted(one, reader(remedied)) == ENDED
 
 
+@pytest.mark.parametrize(
+    ("role", "other", "left_out"),
+    [
+        ("system", "{% if m.role != 'system' %}" + OTHER["other"] + "{% endif %}", True),
+        ("user", "{% if not loop.first %}" + OTHER["other"] + "{% endif %}", True),
+        ("tools", OTHER["other"], True),
+        ("tools", "{{ tools[0].function.name if tools }}" + OTHER["other"], False),
+        ("system", OTHER["other"].replace("m.content", "m.content | trim"), False),
+    ],
+)  # fmt: skip
+def test_text_that_a_template_leaves_out_is_told(role: str, other: str, left_out: bool):
+    source = turns("<|assistant|>" + TEXT + "<|end|>", other, "<|assistant|>")
+    messages = [said("system", " Count.\n")] * (role == "system") + MULTI
+    tools = [{"type": "function", "function": {"name": "sun"}}] if role == "tools" else None
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        Template(reader(source)).samples(conversation({"messages": messages}, "").messages, tools)
+    assert [f"({role})" in str(one.message) for one in caught] == [True] * left_out
+
+
 # --- several turns, and ends --------------------------------------------------------------------
 
 

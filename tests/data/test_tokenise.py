@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
 from specheads.core.errors import InputError
 from specheads.data import sources, tokenise
+from specheads.data.documents import Documents
 from specheads.data.prompts import held_out
 from specheads.data.settings import Data, WeightedSource
-from specheads.data.sources import SPLITS, read
+from specheads.data.sources import SPLITS, read, split_of
 from specheads.data.tokenise import UnansweredError, tokenised
 from tests.data.conftest import BASE, write_jsonl
 
@@ -108,10 +110,21 @@ def test_changed_documents_have_another_identity(tokenizer, tmp_path):
         [texts[-1], *texts[1:-1], texts[0]],
         [texts[0].replace("a", "b"), *texts[1:]],
         [*texts[:-1], f"{texts[-1]} longer"],
+        # a row of another split
+        [*texts, next(text for text in map(str, range(100)) if split_of(text) == "prompts")],
+        [*texts, texts[0]],
     ]
     found = [identity(one) for one in [texts, *changed, texts]]
     assert found[0] == found[-1]
     assert len(set(found)) == len(changed) + 1
+
+
+def test_documents_with_another_mask_have_another_identity():
+    def identity(*masks: list[int] | None) -> str:
+        return Documents(pa.table({"tokens": [[1, 2], [3, 4]], "loss_mask": [*masks]})).identity()
+
+    masks = ([0, 1], [1, 0]), ([0, 1], [1, 1]), ([0, 1], None), (None, [0, 1])
+    assert len({identity(*one) for one in masks}) == len(masks)
 
 
 def _stall(data: Data) -> None:

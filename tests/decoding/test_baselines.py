@@ -32,7 +32,7 @@ def stranger(base: FrozenBase) -> FrozenBase:
     return tiny.base("gpt2" if base.name != "tiny-gpt2" else "llama")
 
 
-def arm(name: str, architecture: str) -> tuple[Drafter, policies.TreePolicy | None]:
+def arm(name: str, architecture: str) -> tuple[Drafter | None, policies.TreePolicy | None]:
     base = tiny.base(architecture)
     match name:
         case "lookup":

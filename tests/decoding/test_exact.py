@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import specheads.base.forward
-from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.generate import Decoding, generate
@@ -31,7 +30,7 @@ class RandomTrees(TreePolicy):
         self.generator = torch.Generator().manual_seed(3)
 
     def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
+        self, drafter: Any, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
         del rows
         assert isinstance(drafter, tiny.Oracle)

@@ -207,7 +207,7 @@ TREES: list[policies.TreePolicy] = [
     policies.NOTHING,
     policies.NOTHING,
 ]
-DRAFTERS: dict[str, Callable[[], tuple[Drafter, list[policies.TreePolicy]]]] = {
+DRAFTERS: dict[str, Callable[[], tuple[Drafter | None, list[policies.TreePolicy]]]] = {
     **{kind: functools.partial(lambda kind: (head(kind), TREES), kind) for kind in kinds()},
     "hydra_heads, prefix": lambda: (head("hydra_heads", prefix=True), TREES),
     "draft model": lambda: (DraftModel(tiny.base(), 3, tiny.base()), TREES),
@@ -220,7 +220,7 @@ DRAFTERS: dict[str, Callable[[], tuple[Drafter, list[policies.TreePolicy]]]] = {
 }
 
 
-def served(drafter: Drafter, tree: policies.TreePolicy) -> list[Stream]:
+def served(drafter: Drafter | None, tree: policies.TreePolicy) -> list[Stream]:
     """Let requests come while others are decoded, and check their texts."""
     engine = Engine(tiny.base(), drafter, tree=tree, max_batch=3, max_length=90)
     late, streams = requests(6), []

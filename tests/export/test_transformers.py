@@ -15,6 +15,7 @@ from transformers.generation import candidate_generator
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.export.write import RECORD, export_head
 from specheads.heads.load import build_for, load_head, resume_head

@@ -14,7 +14,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = (
     *("medusa_heads", "hydra_prefix_mlp", "mlp_speculator_tied_scaled", "redrafter_rnn"),
     *("eagle3_chain", "eagle3_speculators_ttt", "peagle", "mtp_mimo", "mtp_speculators"),
-    *("dflash_z_lab", "dflash_deepspec", "dspark_deepspec"),
+    *("mtp_deepseek", "dflash_z_lab", "dflash_deepspec", "dflash_window", "dspark_deepspec"),
 )
 INNER, EAGLE, DFLASH = "transformer_layer_config", "eagle_config", "dflash_config"
 
@@ -77,6 +77,7 @@ MIXED = WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
         ("dflash_window", INNER, MIXED, {"sliding_window": 2048}),
         ("peagle", INNER, {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 1.0}),
         ("mtp_mimo", "", {"use_sliding_window": True}, {"max_window_layers": 2}),
+        ("mtp_deepseek", "", {"scoring_func": "softmax"}, {"n_shared_experts": None}),
         ("peagle", "speculators_config", {"planted_setting": 3}, {"algorithm": "peagle"}),
         ("mtp_speculators", INNER, {"final_logit_softcapping": 30.0}, {"num_labels": None}),
         ("dflash_z_lab", "", WINDOW, {"num_target_layers": 9}),

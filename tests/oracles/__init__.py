@@ -25,5 +25,5 @@ ORACLES: dict[tuple[str, str], DraftOracle] = {
     ("dflash", "llama_cpp"): blocks.llama_cpp,
     ("dspark", "llama_cpp"): blocks.llama_cpp,
 }
-"""The oracle for each kind of head and engine. A new layout needs an entry. Our own layout needs none:
+"""The oracle for each kind of head and engine. A new layout needs an entry. Our own needs none:
 our plug-in for vLLM reads it with the heads themselves."""

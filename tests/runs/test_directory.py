@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from specheads.core.errors import InputError
-from specheads.core.files import LOCK
+from specheads.core.files import LOCK, read_json
 from specheads.core.machine import instructions
 from specheads.heads.load import build
-from specheads.runs.directory import RunDirectory
+from specheads.runs.directory import RunDirectory, as_json
 from specheads.runs.provenance import provenance
 
 
@@ -33,6 +33,17 @@ def test_unfinished_run_resumes_with_its_own_settings_and_base(tmp_path: Path):
         run.begin("a: 2\n", {"base_fingerprint": "f"})
     with pytest.raises(ValueError, match="same base fingerprint: it was f, now g"):
         run.begin("a: 1\n", {"base_fingerprint": "g"})
+
+
+@pytest.mark.parametrize("fact", ["base_fingerprint", "base_config", "data"])
+def test_unfinished_run_resumes_with_the_same_facts(fact: str, tmp_path: Path):
+    run, facts = RunDirectory(tmp_path / "run"), {"base_fingerprint": "f", "data": "d"}
+    run.begin("a: 1\n", facts)
+    # a run of an earlier version has fewer facts
+    run.begin("a: 1\n", {"base_config": "c", **facts})
+    run.provenance.write_text(as_json(read_json(run.provenance) | {"base_config": "c"}))
+    with pytest.raises(ValueError, match=f"same {fact.replace('_', ' ')}: it was ., now other"):
+        run.begin("a: 1\n", {"base_config": "c", **facts, fact: "other"})
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff", b"a: [", b"a: &x 1\n", b"- a\n"])

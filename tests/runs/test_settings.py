@@ -111,8 +111,18 @@ def test_settings_that_do_not_change_the_text_may_change_on_resume():
         ("a: 1\nname: n\nbase: {dtype: float32}\n", ("base.dtype", "auto", "float32")),
         ("a: 1\nname: n\nbase: {dtype: auto}\nb: {c: 3}\n", ("b", None, {"c": 3})),
         ("name: n\nbase: {dtype: auto}\n", ("a", 1, None)),
+        ("a: [1]\nname: n\nbase: {dtype: auto}\n", ("a", 1, [1])),
     ],
 )
 def test_first_difference_is_a_setting_that_changes_training(now: str, found: object):
     before = parse("a: 1\nevaluation: {prompts: y}\nname: n\nbase: {device: cuda, dtype: auto}\n")
     assert first_difference(before, parse(now)) == found
+
+
+@pytest.mark.parametrize("group", ["schedule.phases", "data.sources"])
+@pytest.mark.parametrize("names", ["ba", "a", "abc", "b"])
+def test_phases_and_sources_resume_in_their_order(group: str, names: str):
+    outer, inner = group.split(".")
+    before, now = ({outer: {inner: {name: {"x": 1} for name in one}}} for one in ("ab", names))
+    assert first_difference(before, before) is None
+    assert first_difference(before, now) == (group, ["a", "b"], [*names])

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from specheads.base.fingerprint import config_fingerprint
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.data.chat import Template
@@ -193,6 +194,7 @@ def identity_of(
     assert base.tokenizer is not None
     return {
         "base": fingerprint,
+        "base_config": config_fingerprint(base.model.config),
         "tokenizer": tokenizer_fingerprint(base.tokenizer),
         "corpus": asdict(data),
         # the same settings may select other documents later
