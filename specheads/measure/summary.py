@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from specheads.measure.results import IDENTICAL, WRONG, Interval, Lossless, Results
+from specheads.measure.tables import with_interval
 
 SummaryRows = list[tuple[str, str]]
 
@@ -184,12 +185,12 @@ def context_rows(results: Results) -> list[list[str]]:
     header += ["tokens/s, base", "tokens/s, head", "speed-up", "prompt, s"] if timed else []
     rows = []
     for one in results.contexts:
-        row = [f"{one.context:,}", _figure(one.tokens_per_forward, one.interval, ".2f")]
-        row.append(_figure(one.over_first.ratio, one.over_first.interval, ".2f"))
+        row = [f"{one.context:,}", with_interval(one.tokens_per_forward, one.interval)]
+        row.append(with_interval(one.over_first.ratio, one.over_first.interval))
         if speed := one.speed:
             rates = speed.base_tokens_per_second, speed.tokens_per_second
             row += [f"{rate:.1f}" for rate in rates]
-            row += [_figure(speed.speedup, speed.interval, ".2f"), f"{speed.prompt_seconds:.1f}"]
+            row += [with_interval(speed.speedup, speed.interval), f"{speed.prompt_seconds:.1f}"]
         rows.append(row)
     return [header, *rows]
 
