@@ -12,6 +12,7 @@ Only the text between `<!-- NAME -->` and `<!-- /NAME -->` is written:
                         served        serve.json of scripts/bench_serve.py
                         speculators   speculators.json, heads trained by another library
                         ablations     ablations.json, heads that differ in one setting
+                        contexts      contexts*.json of `specheads evaluate contexts=[...]`
     recipes/README.md   results       results.json of every recipe
                         heads         heads.json of scripts/bench_heads.py
     recipes/gpu         gpu           *.json of scripts/gpu.py
@@ -35,7 +36,7 @@ from specheads.export.layouts._shared import Layout
 from specheads.heads.load import kinds
 from specheads.measure.compare import ratios
 from specheads.measure.results import Comparison, Gain, Rate, Results, Speed, read
-from specheads.measure.summary import summary
+from specheads.measure.summary import context_rows, summary
 from specheads.measure.tables import with_interval
 from specheads.runs.provenance import Git, Provenance
 
@@ -81,10 +82,10 @@ def render(root: Path) -> dict[Path, str]:
     blocks: dict[Path, dict[str, str]] = {}
     for folder in folders:
         found = blocks[folder / "README.md"] = {"results": card(measured[folder.name])}
-        if further := sorted(folder.glob("*/results.json")):
-            found["sets"] = sets(further)
-        if beside := sorted(folder.glob("*/compare.json")):
-            found["ways"] = ways(beside)
+        patterns = {"*/results.json": sets, "*/compare.json": ways, "contexts*.json": contexts}
+        for pattern, shown in patterns.items():
+            if files := sorted(folder.glob(pattern)):
+                found[shown.__name__] = shown(files)
         if (file := folder / "serve.json").is_file():
             found["served"] = served(_json(file))
         for name in ("speculators", "ablations"):
@@ -195,6 +196,23 @@ def sets(files: Sequence[Path]) -> str:
         rows.append((*what, f"{how.tree}, {how.num_nodes} nodes", *figures))
     header = ("set", "T", "prompts", "tree", "tokens per forward", "speed-up", "identical")
     return table(header, rows)
+
+
+def contexts(files: Sequence[Path]) -> str:
+    """Return the table by context length of each measured head, and what measured it."""
+    tables = []
+    for file in files:
+        results = read(Results, file)
+        assert results is not None
+        how, prompts = results.settings, results.prompts
+        header, *rows = context_rows(results)
+        tables.append(
+            f"{file.stem.removeprefix('contexts_')}: `{results.head.kind}`, {how.tree}, "
+            f"{how.num_nodes} nodes, {prompts.count} prompts of {prompts.name}, "
+            f"{how.max_new_tokens} new tokens, {how.dtype}; {_machine(results.provenance)}.\n\n"
+            f"{table(header, rows)}"
+        )
+    return "\n\n".join(tables)
 
 
 def ways(files: Sequence[Path]) -> str:

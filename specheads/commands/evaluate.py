@@ -16,6 +16,7 @@ from specheads.config.commands import Evaluate, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import writable_folder
+from specheads.data.contexts import with_context
 from specheads.data.prompts import PromptSet, fitting, load_prompts
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees.named import fixed_policy
@@ -107,6 +108,7 @@ def _evaluate(
     evaluation = settings.evaluation
     prompts = usable_prompts(base, head.depth, settings)
     generation = generation_settings(settings, prompts)
+    contexts = longer_prompts(base, settings, prompts)
     tree, tuned = tree_for(base, head, settings, prompts, generation)
     return evaluate_head(
         base,
@@ -118,6 +120,7 @@ def _evaluate(
         speed_prompts=evaluation.speed_prompts,
         tuned=tuned,
         phases=phases,
+        contexts=contexts,
     )
 
 
@@ -142,6 +145,23 @@ def usable_prompts(
         corpus=settings.data,
     )
     return fitting(prompts, base.max_length - evaluation.max_new_tokens, evaluation.too_long)
+
+
+def longer_prompts(
+    base: FrozenBase, settings: SettingsWithEvaluation, prompts: PromptSet
+) -> list[PromptSet]:
+    """Return the prompts at each context length of an evaluation."""
+    evaluation = settings.evaluation
+    contexts, room = sorted({*evaluation.contexts}), base.max_length - evaluation.max_new_tokens
+    if not contexts:
+        return []
+    if contexts[-1] > room:
+        raise InputError(
+            f"contexts can be at most {room}, as {evaluation.max_new_tokens} new tokens follow in "
+            f"a context of {base.max_length}, got {contexts[-1]}; lower contexts or max_new_tokens"
+        )
+    assert base.tokenizer is not None
+    return with_context(prompts, contexts, evaluation.context_text, base.tokenizer)
 
 
 def generation_settings(settings: SettingsWithEvaluation, prompts: PromptSet) -> GenerationSettings:

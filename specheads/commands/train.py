@@ -20,7 +20,7 @@ from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
 from specheads.commands._call import settings_for
 from specheads.commands._library import base_of_training
-from specheads.commands.evaluate import measure_run, usable_prompts
+from specheads.commands.evaluate import longer_prompts, measure_run, usable_prompts
 from specheads.config import compose
 from specheads.config.commands import Train
 from specheads.core.drafter import Head
@@ -281,5 +281,5 @@ def _checked_base(
     if settings.evaluate_after:
         if joint:
             quality_windows(base, settings.data, settings.seed)
-        usable_prompts(base, depth, settings)
+        longer_prompts(base, settings, usable_prompts(base, depth, settings))
     return base

@@ -60,7 +60,10 @@ DISTILL = {
 SHORT: dict[str, dict[str, str]] = {
     "train": MIXTURE | {"base": "base.model"},
     "distill": HEAD | DISTILL | MIXTURE,
-    "evaluate": HEAD | EVALUATION | MIXTURE | {"mode": "evaluation.mode"},
+    "evaluate": HEAD
+    | EVALUATION
+    | MIXTURE
+    | {name: f"evaluation.{name}" for name in ("mode", "contexts", "context_text")},
     "compare": EVALUATION | MIXTURE | {"base": "base.model"},
     "tune": HEAD | MIXTURE,
     "export": HEAD,

@@ -125,6 +125,11 @@ def _check_evaluation(settings: Evaluation) -> None:
             f"{what} needs {least} new tokens at least, got evaluation.max_new_tokens="
             f"{settings.max_new_tokens}; raise it"
         )
+    if settings.mode == "offline" and settings.contexts:
+        raise InputError(
+            "evaluation.contexts are decoded, which evaluation.mode=offline does not do; set "
+            "mode=online or mode=all"
+        )
     if settings.mode == "offline" and settings.temperature > 0 and settings.acceptance != "match":
         raise InputError(
             "evaluation.acceptance must be match for evaluation.mode=offline above temperature "

@@ -12,14 +12,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
 from specheads.core.files import local_path
-from specheads.data.chat import Template, refuse_fixed_thinking
+from specheads.data.chat import ASKED, Template, refuse_fixed_thinking
 from specheads.data.conversations import Conversation, first_answer, question
 from specheads.data.documents import cut_windows
-from specheads.data.encode import prompt_ids
+from specheads.data.encode import affixes, prompt_ids
 from specheads.data.files import JSONL, PARQUET, SHOWN, located, rows_of
 from specheads.data.settings import NO_PATH, Data, Source
 from specheads.data.sources import hub_rows, read
@@ -38,6 +39,9 @@ class Prompt:
     source: str = ""
     """The file, conversation or row it comes from; prompts of one source are similar. Empty means
     a source of its own."""
+    question: int = 0
+    """Index of the first token of the question, before which `contexts.with_context` puts
+    text."""
     input_length: str = ""
     """The set's own name for its length, such as "8k"."""
     thinking: str = ""
@@ -222,8 +226,9 @@ def held_out(
         if texts:
             documents = tokenised(texts, split, tokenizer, seed)
             windows = cut_windows(documents, tokenizer, prompt_tokens, seed)
+            first = len(affixes(tokenizer)[0])
             found += [
-                Prompt(ids, texts.source, str(tokenizer.decode(ids)), f"document {number}")
+                Prompt(ids, texts.source, str(tokenizer.decode(ids)), f"document {number}", first)
                 for number, ids in islice(windows, num_prompts)
             ]
     if talks:
@@ -338,9 +343,9 @@ def _prompt(
         if not needs_template and (continues or tokenizer.chat_template is None):
             if thinking is not None:
                 raise InputError(UNASKED)
-            ids = prompt_ids(tokenizer, text)
+            ids, first = prompt_ids(tokenizer, text), len(affixes(tokenizer)[0])
         else:
-            ids = Template(tokenizer, thinking).prompt(asked.messages, asked.tools)
+            ids, first = _asked(Template(tokenizer, thinking), asked)
             text = str(tokenizer.decode(ids))
         if not ids or ids[-1] == tokenizer.eos_token_id:
             raise InputError(
@@ -352,6 +357,17 @@ def _prompt(
         category=next((str(row[name]) for name in CATEGORIES if row.get(name)), ""),
         text=text,
         source=where,
+        question=first,
         input_length=str(row.get("input_length") or ""),
         thinking={True: "on", False: "off", None: ""}[thinking],
     )
+
+
+def _asked(template: Template, asked: Conversation) -> tuple[list[int], int]:
+    """Return the token ids of a prompt in the chat template, and where its last question begins."""
+    messages, tools = asked.messages, asked.tools
+    ids, places = template.read(template.text(messages, tools, ask=True))
+    last = max(place for place, one in enumerate(messages) if one["role"] == "user")
+    marked = messages[last] | {"content": ASKED + messages[last]["content"]}
+    text = template.text([*messages[:last], marked, *messages[last + 1 :]], tools, ask=True)
+    return ids, int(np.searchsorted(places[:, 0], text.find(ASKED)))

@@ -17,9 +17,11 @@ from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.tuned import Tuned
 from specheads.heads.load import load_head
 from specheads.measure import results
+from specheads.measure.counts import DepthCounts, paired_gain, rate
 from specheads.measure.generation import (
     Continuations,
     GenerationSettings,
+    decode_prompts,
     decode_texts,
     write_alone,
 )
@@ -42,6 +44,7 @@ def evaluate_head(
     speed_prompts: int = 16,
     tuned: Tuned | None = None,
     phases: Sequence[Path] = (),
+    contexts: Sequence[PromptSet] = (),
 ) -> Results:
     """Evaluate a head that is bound to its base.
 
@@ -55,6 +58,7 @@ def evaluate_head(
         speed_prompts: Prompts to time.
         tuned: The measurements that chose the tree, if it was chosen for this evaluation.
         phases: Folders of the head at the end of each phase, named after the phase.
+        contexts: The prompts at several context lengths: see `with_context`.
     """
     tree = generation.tree or policies.chain(head.depth)
     sampling, own = generation.sampling, own_tree(tree)
@@ -69,9 +73,14 @@ def evaluate_head(
         found["replay"] = _replay(found.get("offline"), online, tree)
         found |= {"online": online, "degenerate": degenerate, "lossless": lossless}
         found["texts"] = decode_texts(base, head, prompts.prompts, generation)
-    if mode == "all":
-        timed = tokens[:speed_prompts]
-        found["speed"] = measure_speed(base, head, timed, generation, repetitions=repetitions)
+    timed = speed_prompts if mode == "all" else 0
+    if timed:
+        found["speed"] = measure_speed(
+            base, head, tokens[:timed], generation, repetitions=repetitions
+        )
+    found["contexts"] = measure_contexts(
+        base, head, contexts, generation, repetitions=repetitions, speed_prompts=timed
+    )
     return Results(
         **subject(base, head, prompts),
         settings=results.EvaluationSettings(
@@ -94,6 +103,38 @@ def evaluate_head(
         phases=[_phase(base, folder, texts, chain) for folder in phases],
         **found,
     )
+
+
+def measure_contexts(
+    base: FrozenBase,
+    head: Head,
+    contexts: Sequence[PromptSet],
+    generation: GenerationSettings,
+    *,
+    repetitions: int,
+    speed_prompts: int,
+) -> list[results.ContextRate]:
+    """Decode the same prompts at each context length; zero `speed_prompts` times none of them."""
+    found, first = [], list[DepthCounts]()
+    for prompts in contexts:
+        tokens, speed = [prompt.tokens for prompt in prompts.prompts], None
+        counts = [one.counts for one in decode_prompts(base, head, tokens, generation)]
+        first = first or counts
+        if speed_prompts:
+            speed = measure_speed(
+                *(base, head, tokens[:speed_prompts], generation),
+                repetitions=repetitions,
+                with_prompt=False,
+            )
+        found.append(
+            results.ContextRate(
+                **asdict(rate(counts)),
+                context=len(tokens[0]),
+                over_first=paired_gain(counts, first),
+                speed=speed,
+            )
+        )
+    return found
 
 
 def subject(base: FrozenBase, head: Head, prompts: PromptSet) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from specheads.measure.results import Results, Speed
+from specheads.measure.results import ContextRate, Results, Speed
 
 BLUE, ORANGE, GREY = "#2563a8", "#d97726", "#6b7683"
 TEXT = "#555555"
@@ -27,6 +27,8 @@ def figures(results: Results, history: Sequence[Mapping[str, Any]]) -> dict[str,
         found["speed"] = _speed(results.speed)
     if results.offline or results.online:
         found["acceptance"] = _acceptance(results)
+    if results.contexts:
+        found["contexts"] = _contexts(results.contexts)
     if any("loss" in row for row in history):
         found["loss"] = _losses([row for row in history if "loss" in row], held_out)
     if any("validation/accept/depth_0" in row for row in held_out):
@@ -72,6 +74,27 @@ def _acceptance(results: Results) -> Figure:
         axes.plot(range(1, len(top) + 1), top, ":", color=GREY, marker=".", label=label)
         deepest = max(deepest, len(top))
     axes.set(ylim=(0, 1), xticks=range(1, deepest + 1))
+    _legend(figure)
+    return figure
+
+
+def _contexts(rows: Sequence[ContextRate]) -> Figure:
+    """Draw tokens per forward, and the speed-up if it was timed, over the context length."""
+    figure, axes = _axes("By context length", "times the base alone", "tokens of the prompt")
+    places, timed = [one.context for one in rows], [one.speed for one in rows if one.speed]
+    rates = [one.tokens_per_forward for one in rows]
+    curves = [("tokens per forward", rates, [one.interval for one in rows], BLUE, "o-")]
+    if timed:
+        gains, intervals = [one.speedup for one in timed], [one.interval for one in timed]
+        curves.append(("speed-up", gains, intervals, ORANGE, "s--"))
+    for name, values, intervals, color, style in curves:
+        ends = zip(values, intervals, strict=True)
+        error = [[value - low, high - value] for value, (low, high) in ends]
+        error = [*zip(*error, strict=True)]
+        axes.errorbar(places, values, yerr=error, fmt=style, color=color, label=name, capsize=4)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [f"{place:,}" for place in places])
+    axes.set_ylim(bottom=0)
     _legend(figure)
     return figure
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from specheads.core.files import dumps, to_json, writable_folder, write_atomic
 from specheads.decoding.loop import BASE_ORIGIN, Origin, node_origins
 from specheads.measure.plots import BLUE, GREY, ORANGE, SHADES, TEXT, figures, png
-from specheads.measure.results import DecodedText, Interval, Online, Results, TextStep
+from specheads.measure.results import ContextRate, DecodedText, Interval, Online, Results, TextStep
 from specheads.measure.summary import (
     candidate_rows,
     depth_rows,
@@ -38,6 +38,7 @@ from specheads.measure.tables import ConsoleTable
 TITLES = {
     "speed": "Tokens per second",
     "acceptance": "Acceptance by depth",
+    "contexts": "By context length",
     "loss": "Training loss",
     "validation": "Agreement on held-out text",
     "learning": "Learning curve on held-out text",
@@ -46,7 +47,7 @@ TITLES = {
 
 
 def write_report(folder: Path, results: Results, history: Sequence[Mapping[str, Any]]) -> Path:
-    """Write results.json, texts.json, acceptance.csv, the plots and report.html; return the page.
+    """Write the report and the files next to it; return the page.
 
     Every file is written atomically. results.json is written last: when it exists, the report is
     complete. Files of an earlier report that this one lacks are then removed. `history` are the
@@ -60,28 +61,26 @@ def write_report(folder: Path, results: Results, history: Sequence[Mapping[str, 
         files["texts.json"] = json.dumps(texts) + "\n"
     if results.online:
         files["acceptance.csv"] = acceptance_csv(results.prompts.name, results.online)
+    if results.contexts:
+        files["contexts.csv"] = contexts_csv(results.contexts)
     files["results.json"] = dumps(results)
     for name, content in files.items():
         write_atomic(folder / name, content)
-    for name in {
-        "texts.json",
-        "acceptance.csv",
-        *(f"{name}.png" for name in TITLES),
-    } - files.keys():
+    optional = {"texts.json", "acceptance.csv", "contexts.csv"}
+    for name in {*optional, *(f"{name}.png" for name in TITLES)} - files.keys():
         (folder / name).unlink(missing_ok=True)
     return folder / "report.html"
 
 
 def acceptance_csv(name: str, online: Online) -> str:
     """Return acceptance.csv: the prompts of each subset once, with speculators' columns too."""
-    stream, rows = io.StringIO(), []
+    rows = []
     for labels, one in online.subsets:
-        low, high = one.interval
         shares = enumerate(one.per_position_acceptance_rates)
         rows.append(
             {"subset": "/".join([name, *filter(None, labels.values())]), **labels}
             | {"prompts": one.count, "tokens_per_forward": one.tokens_per_forward}
-            | {"interval_low": low, "interval_high": high}
+            | _ends(one.interval)
             | {"mean_acceptance_length": one.mean_acceptance_length}
             | {"draft_acceptance_rate": one.draft_acceptance_rate, "num_drafts": one.num_drafts}
             | {"num_draft_tokens": one.num_draft_tokens}
@@ -89,6 +88,32 @@ def acceptance_csv(name: str, online: Online) -> str:
             | {"acceptance_length": one.mean_acceptance_length}
             | {f"acceptance_at_pos_{place}": share for place, share in shares}
         )
+    return _csv(rows)
+
+
+def contexts_csv(contexts: Sequence[ContextRate]) -> str:
+    """Return contexts.csv: a row for each context length."""
+    rows = []
+    for one in contexts:
+        row = {"context": one.context, "tokens_per_forward": one.tokens_per_forward}
+        row |= _ends(one.interval) | {"over_first": one.over_first.ratio}
+        row |= _ends(one.over_first.interval, "over_first_")
+        if speed := one.speed:
+            names = "base_tokens_per_second", "tokens_per_second", "prompt_seconds", "speedup"
+            row |= {name: getattr(speed, name) for name in names}
+            row |= _ends(speed.interval, "speedup_")
+        rows.append(row)
+    return _csv(rows)
+
+
+def _ends(interval: Interval, prefix: str = "") -> dict[str, Any]:
+    names = (f"{prefix}interval_{end}" for end in ("low", "high"))
+    return dict(zip(names, interval, strict=True))
+
+
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows of equal keys as a table with a header."""
+    stream = io.StringIO()
     table = csv.DictWriter(stream, [*rows[0]] if rows else [], lineterminator="\n")
     table.writeheader()
     table.writerows(rows)

@@ -193,6 +193,20 @@ class Speed:
     peak_gib: float | None = None
     head_alone: Gain | None = None
     """Speed-up of the head's own tree without prompt lookup, where lookup took part."""
+    prompt_seconds: float | None = None
+    """Mean time in which the base alone reads a prompt, if all other times leave it out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextRate(Rate):
+    """Acceptance and speed at one context length."""
+
+    context: int
+    """Tokens of each prompt."""
+    over_first: Gain
+    """Ratio of the tokens per forward to those at the first context length, paired by prompt."""
+    speed: Speed | None = None
+    """Timed decoding, without the time that reads the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,6 +310,7 @@ class Results:
     """The tree replayed (`offline`) and decoded (`online`), and whether both are `equal`."""
     tree_candidates: list[Tried] = field(default_factory=list)
     phases: list[PhaseRate] = field(default_factory=list)
+    contexts: list[ContextRate] = field(default_factory=list)
     base_quality: dict[str, TextQuality] | None = None
     """The base's own quality `before` and `after` joint training, and the `change`."""
     texts: Annotated[list[DecodedText], OWN_FILE] = field(default_factory=list)

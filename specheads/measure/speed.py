@@ -32,6 +32,17 @@ class Timing:
     forwards: int
     source: str = ""
     """As in `DepthCounts`; a batch of several prompts is a source of its own."""
+    prompt_seconds: float = 0.0
+    """Time for the prompt, and the first token of each text."""
+    num_prompts: int = 1
+
+    def decoding(self) -> "Timing":
+        """Return the same without the time for the prompt and its first token."""
+        return replace(
+            self,
+            seconds=self.seconds - self.prompt_seconds,
+            new_tokens=self.new_tokens - self.num_prompts,
+        )
 
 
 Runner = Callable[[list[list[int]]], Timing]
@@ -51,12 +62,15 @@ def time_generate(
     synchronise(base.device)
     seconds = time.perf_counter() - start
     ends = sorted({step.times.ended for steps in out.steps for step in steps})
+    begins = [steps[0].times.began for steps in out.steps if steps]
     return Timing(
         seconds=seconds,
         step_seconds=ends[-1] - ends[0] if ends else 0.0,
         num_steps=max(len(ends) - 1, 0),
         new_tokens=sum(map(len, out.tokens)),
         forwards=sum(out.forwards),
+        prompt_seconds=min(begins, default=start + seconds) - start,
+        num_prompts=len(prompts),
     )
 
 
@@ -100,12 +114,9 @@ def time_in_turns(
 
 
 def _median(timings: list[Timing], source: str) -> Timing:
-    seconds, step_seconds, num_steps = (
-        statistics.median(getattr(one, name) for one in timings)
-        for name in ("seconds", "step_seconds", "num_steps")
-    )
-    one = timings[0]
-    return Timing(seconds, step_seconds, num_steps, one.new_tokens, one.forwards, source)
+    names = ("seconds", "step_seconds", "num_steps", "prompt_seconds")
+    middle = {name: statistics.median(getattr(one, name) for one in timings) for name in names}
+    return replace(timings[0], source=source, **middle)
 
 
 def measure_speed(
@@ -115,11 +126,12 @@ def measure_speed(
     generation: GenerationSettings,
     *,
     repetitions: int = 3,
+    with_prompt: bool = True,
 ) -> Speed:
     """Return the `speed` section of results.json: see `time_in_turns`.
 
-    Times cover the prompt and all new tokens; `step_overhead` covers decode steps only. Intervals
-    are over batches. A tree with prompt lookup is also timed without it.
+    Times cover the prompt and all new tokens, or decoding only; `step_overhead` covers decode steps
+    only. Intervals are over batches. A tree with prompt lookup is also timed without it.
     """
     trees = {"drafted": generation.tree}
     if generation.tree is not None and (own := own_tree(generation.tree)) is not generation.tree:
@@ -129,12 +141,17 @@ def measure_speed(
         for name, tree in trees.items()
     }
     timings = time_in_turns(base, methods, prompts, generation, repetitions=repetitions)
+    read = None
+    if not with_prompt:
+        read = statistics.fmean(one.prompt_seconds for one in timings[None])
+        timings = {name: [one.decoding() for one in found] for name, found in timings.items()}
     head_alone = timings.get("head alone")
     return replace(
         summarise(timings[None], timings["drafted"]),
         repetitions=repetitions,
         peak_gib=peak_gib(base.device),
         head_alone=paired_speed(head_alone, timings[None]) if head_alone else None,
+        prompt_seconds=read,
     )
 
 

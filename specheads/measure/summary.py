@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from specheads.measure.results import IDENTICAL, WRONG, Interval, Lossless, Results
+from specheads.measure.tables import with_interval
 
 SummaryRows = list[tuple[str, str]]
 
@@ -172,7 +173,26 @@ def group_rows(results: Results) -> dict[str, list[list[str]]]:
         # a single category is all prompts
         if len(rows) > (name == "category"):
             tables[f"by {name}"] = [[name, "prompts", "tokens per forward"], *rows]
+    if results.contexts:
+        tables["by context length"] = context_rows(results)
     return tables
+
+
+def context_rows(results: Results) -> list[list[str]]:
+    """Return the table by context length, its header first."""
+    header = ["context", "tokens per forward", "over the first"]
+    timed = any(one.speed for one in results.contexts)
+    header += ["tokens/s, base", "tokens/s, head", "speed-up", "prompt, s"] if timed else []
+    rows = []
+    for one in results.contexts:
+        row = [f"{one.context:,}", with_interval(one.tokens_per_forward, one.interval)]
+        row.append(with_interval(one.over_first.ratio, one.over_first.interval))
+        if speed := one.speed:
+            rates = speed.base_tokens_per_second, speed.tokens_per_second
+            row += [f"{rate:.1f}" for rate in rates]
+            row += [with_interval(speed.speedup, speed.interval), f"{speed.prompt_seconds:.1f}"]
+        rows.append(row)
+    return [header, *rows]
 
 
 def candidate_rows(results: Results) -> Sequence[Sequence[str]]:

@@ -27,6 +27,7 @@ SETTINGS = (
     "data=mixture data.sources={a:{source:python_stdlib,weight:-1}}",
     "evaluation.temperature=0.5 evaluation.acceptance=rejection evaluation.mode=offline",
     f"evaluation.prompts={LONG}.jsonl", "evaluation.max_new_tokens=2",
+    "evaluation.mode=offline evaluation.contexts=[64]",
     "tree.kind=product tree.branches=[1000,1000,1000]", "tree.kind=sampled tree.branches=[99,99]",
     "tree.kind=best_first tree.num_nodes=1000000", "tree.kind=static tree.paths=[[1000000]]",
     "tree.kind=chain tree.depth=1000000", "-m", "--cfg", "++hydra.mode=MULTIRUN",
@@ -47,6 +48,7 @@ MISTAKES = [
     ("validation.prompt_tokens=4000 validation.keep=best", "lower validation.prompt_tokens"),
     ("tree.kind=oak", "'oak'"),
     ("evaluation.prompts=nope", "nope"),
+    ("evaluation.contexts=[4096]", "contexts can be at most 2036"),
     ("evaluation.prompts=missing.jsonl", "missing.jsonl"),
 ]
 

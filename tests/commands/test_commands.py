@@ -103,7 +103,8 @@ def test_evaluate_keeps_the_settings_of_the_run_except_overrides(
     work: Path, here: Here, refusal: Refusal
 ):
     asked = "run=runs/smoke", "temperature=0.9", "num_prompts=1", "seed=5", "mode=online"
-    here("evaluate", *asked, "tree=best_first", "base.dtype=float64", "out=warm")
+    further = "tree=best_first", "base.dtype=float64", "contexts=[64,48]", "out=warm"
+    here("evaluate", *asked, *further)
     results = results_of(work / "warm")
     settings = results["settings"]
     assert (settings["temperature"], settings["seed"]) == (0.9, 5)
@@ -113,9 +114,18 @@ def test_evaluate_keeps_the_settings_of_the_run_except_overrides(
     assert results["prompts"]["count"] == 1
     assert settings["coupled"] is True
     assert results["speed"] is None
+    assert [(one["context"], one["speed"]) for one in results["contexts"]] == [
+        (48, None),
+        (64, None),
+    ]
     for other in ("base=elsewhere", "base=smollm2_135m", "data.column=x", "data=chat data.path=x"):
         said = refusal("evaluate", *asked, *other.split(), "out=never")
         assert "measured on its own base and data, got " in said
+    for contexts, told in (
+        (2041, "can be at most 2040, as 8 new tokens"),
+        (20, "got 20; leave it"),
+    ):
+        assert told in refusal("evaluate", *asked, f"contexts=[{contexts}]", "out=never")
     assert not (work / "never").exists()
 
 

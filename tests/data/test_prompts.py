@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
 from specheads.data import files, sources
+from specheads.data.contexts import with_context
 from specheads.data.encode import tokenizer_fingerprint
 from specheads.data.prompts import PromptSet, fitting, load_prompts
 from tests.data.conftest import BASE, CATEGORIES, ENTROPIES, LENGTHS, speed_bench, write_jsonl
@@ -261,6 +262,29 @@ def test_long_prompt_of_every_form_is_named(chat_tokenizer, tmp_path, row):
     found = load_prompts(path, chat_tokenizer, num_prompts=9, all_turns=True)
     with pytest.raises(InputError, match=r"1 of \d have more: \d+ in line 2 of .*a\.jsonl;"):
         fitting(found, 40, "stop")
+
+
+def test_context_is_text_before_the_question_and_a_longer_one_adds_to_its_front(
+    chat_tokenizer, tokenizer, tmp_path
+):
+    rows = [{"turns": ["who knows?"]}, {"question": "how many are left?"}, {"prompt": "def f"}]
+    (tmp_path / "a.txt").write_text(" ".join(map(str, range(400))))
+    for reader in (chat_tokenizer, tokenizer):
+        asked = load_prompts(write_jsonl(tmp_path / "a.jsonl", rows), reader, num_prompts=3)
+        near, far = with_context(asked, [40, 70], str(tmp_path / "a.txt"), reader)
+        for plain, short, long in zip(asked.prompts, near.prompts, far.prompts, strict=True):
+            assert (len(short.tokens), len(long.tokens)) == (40, 70)
+            before, after = plain.tokens[: plain.question], plain.tokens[plain.question :]
+            added = 40 - len(before)
+            assert long.tokens[: len(before)] == short.tokens[: len(before)] == before
+            assert long.tokens[-added:] == short.tokens[-added:]
+            assert long.tokens[-len(after) :] == after
+            assert str(reader.decode(after)).startswith(("who knows?", "how many", "def f"))
+        assert len({tuple(one.tokens[10:30]) for one in far.prompts}) == 3
+    for contexts, told in (([4, 70], "longest prompt and a blank line, .* got 4"),
+                           ([40, 90000], "has .* tokens for 90000")):  # fmt: skip
+        with pytest.raises(InputError, match=told):
+            with_context(asked, contexts, str(tmp_path / "a.txt"), tokenizer)
 
 
 def test_named_set_reads_its_hub_column(tokenizer, monkeypatch):

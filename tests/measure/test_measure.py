@@ -1,5 +1,6 @@
 """Replay gives the loop's integers, and the report shows the counts."""
 
+import csv
 import functools
 import itertools
 import json
@@ -15,12 +16,14 @@ from torch import Tensor
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.core.files import from_json, to_json
+from specheads.data.prompts import Prompt, PromptSet
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.tuned import Tried
 from specheads.measure import generation, offline, online, report, speed, summary
 from specheads.measure.counts import DepthCounts
+from specheads.measure.evaluation import measure_contexts
 from specheads.measure.generation import Continuations, GenerationSettings
 from specheads.measure.offline import replay
 from specheads.measure.results import Degenerate, Gain, Lossless, Online, PhaseRate, Results, read
@@ -162,6 +165,22 @@ def test_looping_texts_are_flagged_and_left_out_of_the_second_rate():
     assert online.degenerate(counts[:1], texts[:1]).without is None
 
 
+def test_contexts_equal_a_replay_at_each_length_and_are_paired():
+    head, how = Habit(0.5), GenerationSettings(max_new_tokens=16, tree=TREE)
+    rows = results().contexts
+    for row, prompts in zip(rows, longer(), strict=True):
+        tokens = [prompt.tokens for prompt in prompts.prompts]
+        texts = Continuations(tokens, generation.write_alone(tiny.base(), tokens, how))
+        alone = offline.measure_offline(tiny.base(), head, texts, how)
+        assert (row.context, row.interval) == (len(tokens[0]), alone.interval)
+        assert row.tokens_per_forward == alone.tokens_per_forward
+        assert row.over_first.ratio == row.tokens_per_forward / rows[0].tokens_per_forward
+        assert row.speed is not None
+        assert row.speed.new_tokens == 2 * 15
+    assert rows[0].over_first.interval == (1.0, 1.0)
+    assert rows[0].tokens_per_forward != rows[1].tokens_per_forward
+
+
 # --- speed -------------------------------------------------------------------------------------
 
 
@@ -251,6 +270,16 @@ TIMED = [
 ]
 
 
+@functools.cache
+def longer() -> list[PromptSet]:
+    """Return the prompts after other tokens, at two lengths."""
+    rows = [[*range(1, 50), *prompt] for prompt in tiny.prompts()]
+    return [
+        PromptSet.of("longer", [Prompt(row[-length:], "", "") for row in rows])
+        for length in (24, 48)
+    ]
+
+
 def sections(tree: policies.TreePolicy) -> dict[str, Any]:
     """Return the sections of a measured head."""
     head, texts = Habit(0.5), written(16)
@@ -260,6 +289,9 @@ def sections(tree: policies.TreePolicy) -> dict[str, Any]:
     return dict(found) | {
         "offline": offline.measure_offline(tiny.base(), head, texts, how),
         "speed": speed.measure_speed(tiny.base(), head, texts.prompts, how, repetitions=1),
+        "contexts": measure_contexts(
+            tiny.base(), head, longer(), how, repetitions=1, speed_prompts=2
+        ),
     }
 
 
@@ -294,8 +326,17 @@ def test_report_folder_is_complete_and_has_no_stale_files(tmp_path):
     # stale files of an earlier report are removed, other files are kept
     (page.parent / "compare.json").unlink()
     names = {path.name for path in page.parent.iterdir()}
-    files = {"report.html", "results.json", "acceptance.csv"}
-    assert names == files | {"acceptance.png", "loss.png", "speed.png"}
+    assert names == {
+        *("report.html", "results.json", "acceptance.csv", "contexts.csv"),
+        *(f"{plot}.png" for plot in ("acceptance", "contexts", "loss", "speed")),
+    }
+    header, *rows = csv.reader((page.parent / "contexts.csv").read_text().splitlines())
+    assert [row[:2] for row in rows] == [
+        [str(one.context), str(one.tokens_per_forward)] for one in results().contexts
+    ]
+    assert {len(row) for row in rows} == {len(header)}
+    assert '<figure id="plot-contexts">' in page.read_text()
+    assert '<section id="by-context-length">' in page.read_text()
     assert json.loads((page.parent / "results.json").read_text()) == to_json(results())
     assert read(Results, page.parent / "results.json") == results()
     for path in page.parent.glob("*.png"):
