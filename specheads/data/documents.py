@@ -71,7 +71,7 @@ class Documents:
         for chunk in chain(self._tokens.chunks, self._masks.chunks if self._masks else ()):
             lengths = chunk.value_lengths().fill_null(-1).to_numpy().tobytes()
             checksum = zlib.crc32(lengths, checksum)
-            checksum = zlib.crc32(np.ascontiguousarray(chunk.flatten().to_numpy()), checksum)
+            checksum = zlib.crc32(chunk.flatten().to_numpy().tobytes(), checksum)
         return f"{len(self):,} documents, {int(self.lengths.sum()):,} tokens, sum {checksum:08x}"
 
 
