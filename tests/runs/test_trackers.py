@@ -55,7 +55,7 @@ def test_resume_drops_later_and_incomplete_rows(end: str, tmp_path: Path):
 def test_invalid_line_is_refused_by_number(line: bytes, tmp_path: Path):
     path, content = tmp_path / "metrics.jsonl", b'{"step": 1}\n' + line + b'\n{"step": 4}\n'
     path.write_bytes(content)
-    with pytest.raises(InputError, match="line 2 of .* must be an object with a step"):
+    with pytest.raises(InputError, match=r"line 2 of .* must be an object with a step"):
         tracker(tmp_path).resume(4)
     assert path.read_bytes() == content
 
