@@ -59,7 +59,6 @@ _PUBLIC = {
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 """Module of each public name. Modules are imported at first use: torch alone takes seconds."""
-
 __all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 # `specheads.export` is a function, and also the name of a package. Python binds a package as an

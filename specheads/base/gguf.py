@@ -38,7 +38,6 @@ SHAPES = (
     *("expert_feed_forward_length", "expert_shared_feed_forward_length"),
 )
 """Settings of a file that its tensors decide, or that have no effect alone."""
-
 FIXED = {
     **{"rope.scaling.type": "none", "rope.scaling.factor": 1, "rope.scaling.attn_factor": 1},
     **{"attn_logit_softcapping": 50, "final_logit_softcapping": 30, "attention.causal": True},

@@ -34,10 +34,8 @@ NEEDS = (
     ),
 )
 """Rules of the machine, words of the libraries' messages about them, and remedies."""
-
 MAX_DETAILS = 8000
 """Characters printed below the line of an error."""
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = 130
 

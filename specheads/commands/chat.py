@@ -35,14 +35,10 @@ from specheads.decoding.trees.policies import TreePolicy
 
 MIN_COLUMNS = 80
 """Narrower terminals show two answers one after the other."""
-
 FRAMES_PER_SECOND = 12
-
 HELP = "/reset forgets the conversation, /quit or Ctrl-D ends"
-
 DEPTH_COLOURS = ("#7cc48d", "#4fb06b", "#2e9f55", "#1f8a6d", "#1a7f86")
 """Colours of drafted tokens by depth; deeper ones have the last colour."""
-
 COPIED = "#c58af9"
 
 

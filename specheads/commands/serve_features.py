@@ -29,10 +29,8 @@ from specheads.training.schedule import longest_row
 
 PLUGIN = Path(__file__).parents[1] / "export" / "plugins"
 """Folder of the connector's module. It has no other packages that could hide the server's."""
-
 ADDRESS, FOLDER = "http://127.0.0.1:8000/v1", "/dev/shm/specheads"
 """Address and shared folder, unless the settings name others."""
-
 CONNECTOR = {"kv_connector": "HiddenStates", "kv_connector_module_path": "vllm_features"}
 FIND = "from importlib.util import find_spec; raise SystemExit(find_spec('vllm') is None)"
 

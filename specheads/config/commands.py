@@ -100,16 +100,12 @@ class ServeFeatures(Train):
 
     url: PrintableText = ""
     """Address of the server. Empty is each of features.url, or http://127.0.0.1:8000/v1."""
-
     tensor_parallel: PositiveInt = 1
     """GPUs that share the weights of the base."""
-
     python: PathOrId = ""
     """Python interpreter of an environment with vLLM. Empty is this one's."""
-
     options: PrintableText = ""
     """Further options of vLLM, such as `--gpu-memory-utilization 0.8`."""
-
     start: bool = False
     """Start the server in place of this process; `run=` on the command line. False prints the
     command."""

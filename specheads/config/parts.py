@@ -115,11 +115,9 @@ class Evaluation(Sampling):
     too_long: Annotated[str, one_of("stop", "skip")] = "stop"
     """What to do with prompts that do not fit into the context: stop and name them, or skip and
     count them."""
-
     contexts: list[PositiveInt] = field(default_factory=list)
     """Prompt lengths in tokens at which acceptance and speed are measured too: text is put in front
     of every question. Empty is none."""
-
     context_text: PathOrId = "python_stdlib"
     """Text in front of the questions: python_stdlib, or a file or folder of text."""
 

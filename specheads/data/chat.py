@@ -25,22 +25,17 @@ from specheads.data.masks import Answer, decoded, marked, says_all, squeezed, wr
 
 Messages = Sequence[Message]
 Tools = Sequence[dict[str, Any]] | None
-
 DATE = "26 Jul 2024"
 """Today's date for templates (llama 3.1's own default), so that text is the same every day."""
-
 CLOCK = (
     "{% macro strftime_now(format) -%}{{ format|replace('%d', '26')|replace('%b', 'Jul')"
     "|replace('%B', 'July')|replace('%m', '07')|replace('%Y', '2024')|replace('%A', 'Friday')"
     "|replace('%H', '00')|replace('%M', '00')|replace('%S', '00') }}{%- endmacro %}\n"
 )
 """The same date for templates that call strftime_now."""
-
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
 ASKED, ANSWERED, THOUGHT = "\ue000", "\ue001", "\ue002"
 """Placeholders for a question, an answer and its thought in a probe; no text contains them."""
-
 ASK: Message = {"role": "user", "content": ASKED}
 ANSWER: Message = {"role": "assistant", "content": ANSWERED}
 

@@ -13,7 +13,6 @@ from specheads.core.errors import InputError
 from specheads.data.files import located, names
 
 Message = dict[str, Any]
-
 ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
     **{"developer": "system", "human": "user"},
@@ -22,10 +21,8 @@ ROLES = {
     **{"observation": "tool", "ipython": "tool", "function": "tool", "tool_response": "tool"},
 }
 """Published names of roles, and the names that templates use."""
-
 FORMS = ("messages", "conversations", "conversation")
 """Columns of whole conversations."""
-
 ASKS = (
     *("instruction", "prompt", "question", "query", "problem", "text", "input"),
     "question_content",
@@ -33,18 +30,13 @@ ASKS = (
 CONTEXTS = ("input", "context", "starter_code")
 ANSWERS = ("output", "response", "completion", "answer", "code", "solution")
 """Columns of a question, of text that belongs to it, and of its answer."""
-
 SYSTEM, TOOLS = ("system", "system_prompt"), ("tools", "functions")
-
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 CALLS = ("tool_calls", "function_call")
-
 KEPT = ("name", "tool_call_id")
 """Keys of a message that templates may read, in addition to role and content."""
-
 LEARNED = ("weight", "loss", "train", "trainable")
 """Keys of a message that decide whether it is learned."""
-
 PARTS = {
     **{"text": "text", "input_text": "text", "output_text": "text"},
     **{"reasoning": "thought", "thinking": "thought"},
@@ -62,9 +54,7 @@ METADATA = {
     *("test_setup_code", "challenge_test_list", "platform", "cluster"),
 }
 """Names, and last words of names, of columns that describe a row and are not part of its turns."""
-
 WORDS = re.compile(r"[_\W]+|(?<=[a-z])(?=[A-Z])")
-
 NOT_ASKED = (
     *(*ANSWERS, "reference", "canonical_solution", "test", "entry_point"),
     *("public_test_cases", "private_test_cases"),

@@ -22,27 +22,20 @@ from specheads.core.files import local_path
 Row = dict[str, Any]
 Rows = Iterator[tuple[str, Row]]
 """Each row with its location ("line 3 of a.jsonl"), which error messages name."""
-
 JSONL, PARQUET = (".jsonl", ".jsonl.gz", ".json", ".json.gz"), (".parquet",)
-
 STDLIB_LEFT_OUT = {
     *("site-packages", "dist-packages", "test", "tests"),
     *("idlelib", "idle_test", "__pycache__"),
 }
 """Folders below the standard library that hold other packages, or tests."""
-
 STDLIB_MIN_CHARACTERS = 400
 """Shorter files are little more than an import or a licence line."""
-
 MAX_LINE = 2**25
 """Most characters in a line of JSON."""
-
 PASSAGE_CHARACTERS = 8000
 """A long text is cut at the first blank line after this many characters."""
-
 TABLE_ROWS = 256
 """Rows of a table in memory at a time."""
-
 SHOWN = 5
 """Rows shown for each reason, and reasons shown, if rows cannot be used."""
 

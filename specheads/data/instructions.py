@@ -13,23 +13,16 @@ from typing import Any
 from specheads.data.files import Rows
 
 WORDINGS = Path(__file__).with_suffix(".json")
-
 ONE_OF = ("document", "annotate", "rename", "fix")
 """Every function gets one of these kinds, and all of the others that fit it."""
-
 NEEDS = {"write": "stub", "document": "bare", "fix": "broken", "module": "outline"}
 """The text that a kind needs; the others need `code`."""
-
 LINES = range(5, 61)
 """Number of lines of a function, including its docstring."""
-
 DOCSTRING_CHARACTERS = 40
 """Shorter docstrings do not describe the function well enough to write it."""
-
 BUGS = ((" == ", " != "), (" < ", " <= "), (" > ", " >= "), (" and ", " or "), (" + 1", " - 1"))
 """Right operators, and the wrong ones of a broken function."""
-
-
 Texts = dict[str, str]
 """Texts about a function: `name`, `code`, `stub` (signature and docstring), `bare` (without the
 docstring), `start` (the first half) and `broken`. A module has only an `outline`."""

@@ -12,7 +12,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 OPENING_TOKENS = 32
 """Tokens before an answer that are decoded: no template opens an answer with more."""
-
 OPEN, CLOSE = "⟦", "⟧"
 """Brackets around tokens in the loss, for output without colour."""
 

@@ -105,18 +105,13 @@ ON_HUB = {
     ),
 }
 """Public sets by name. A local file in the same format works too."""
-
 NAMES = (*NO_PATH, "held_out", *ON_HUB)
-
 SPEED_BENCH = re.compile(r"qualitative|throughput_(\d+k)")
 """Names of SPEED-Bench's parts: files or folders, as its scripts write them."""
-
 UNRESOLVED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 """Stands in SPEED-Bench's rows on the Hub for text that may not be redistributed."""
-
 CATEGORIES = ("category", "subject", "difficulty")
 """Columns that name a row's category; the first that a row has is used."""
-
 CONTINUED = {"prompt": ("entry_point", "uid"), "text": ("test_list",)}
 """Columns with text to continue. If the row has another of these columns too (HumanEval's,
 Arena-Hard's, MBPP's), the text is a question to a chat model."""

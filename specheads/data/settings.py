@@ -25,31 +25,22 @@ class Source:
 
     source: Annotated[str, one_of(*SOURCES)]
     """Kind of source; docs/data.md describes each."""
-
     path: PathOrId = ""
     """Folder, file, glob or Hub id. Empty for the sources that come with Python."""
-
     config: PrintableText = ""
     """Configuration of a Hub data set. Empty is its default."""
-
     split: PrintableText = "train"
     """Split of a Hub data set."""
-
     column: PrintableText = "text"
     """Column that holds the text; not used for conversations."""
-
     ignore: list[PrintableText] = field(default_factory=list)
     """Columns of conversations, and keys of their messages, that are not read."""
-
     bad_rows: Annotated[str, one_of("stop", "drop")] = "stop"
     """What to do with rows that cannot be used: stop and list them, or drop and count them."""
-
     revision: PrintableText = "main"
     """Revision of a Hub data set."""
-
     patterns: list[GlobPattern] = field(default_factory=list)
     """Globs that select files of a folder or a Hub data set. Empty selects all."""
-
     max_documents: NonNegativeInt = 0
     """Documents to draw with the seed, before the split. Zero uses all."""
 
@@ -68,7 +59,6 @@ class Data(Source):
 
     source: Annotated[str, one_of(*SOURCES, "mixture")]
     """Kind of source, or mixture; docs/data.md describes each."""
-
     sources: dict[str, WeightedSource] = field(default_factory=dict)
     """Sources of a mixture, by names of your choice."""
 

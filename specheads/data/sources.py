@@ -19,15 +19,12 @@ from specheads.data.settings import NO_PATH, Data, Source
 from specheads.data.traces import trace
 
 SPLITS = ("train", "validation", "prompts")
-
 ROWS = ("chat", "traces")
 """Sources that read every column of a row."""
-
 SUFFIXES = {
     **{"files": ("",), "text": (".txt",), "jsonl": local.JSONL, "parquet": local.PARQUET},
     **dict.fromkeys(ROWS, (*local.JSONL, *local.PARQUET)),
 }
-
 SHUFFLE_BUFFER = 1000
 """Rows of a Hub stream that are shuffled at a time."""
 

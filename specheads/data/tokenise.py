@@ -23,10 +23,8 @@ from specheads.data.traces import refuse_unknown_ids
 
 FORMAT = 5
 """Increased when the same text would become other documents; older files are not found then."""
-
 FILE = "documents.arrow"
 """All documents of a corpus, of every split."""
-
 BATCH_ROWS = 200
 """Rows tokenised at a time."""
 
@@ -41,7 +39,6 @@ SCHEMA = pa.schema(
 
 Located = tuple[str, str, Row]
 """Split, location and row."""
-
 Encoded = tuple[str, list[int], list[int] | None]
 """Split, token ids and loss mask."""
 

@@ -9,7 +9,6 @@ from specheads.data.files import located, names
 
 TURNS = ("tokens", "message_log")
 """Columns of a list of turns, each with `role` and `token_ids`."""
-
 SAME_TEXT = ("messages", "conversations", "conversation", "tools")
 """Columns that hold the same text for people."""
 

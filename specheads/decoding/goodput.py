@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from specheads.decoding.cost import StepCost
@@ -54,14 +54,9 @@ def expected_tokens(rates: Iterable[float]) -> list[float]:
     return list(accumulate(accumulate(rates, mul), initial=1.0))
 
 
-class Draft(NamedTuple):
-    """The size of a draft, which determines its cost and its expected tokens."""
-
-    depth: int
-    """Levels of the drafter's chain."""
-    copied: int = 0
-    """Nodes for copied text next to it. Copied tokens that are drafted too leave room for more;
-    that is not counted."""
+Draft = tuple[int, int]
+"""Levels of the drafter's chain, and nodes for copied text next to it. Copied tokens that are
+drafted too leave room for more; that is not counted."""
 
 
 @dataclass(slots=True)
@@ -111,7 +106,7 @@ def step_tokens(drafts: Sequence[Draft], rows: Sequence[Row]) -> list[float]:
     own = _summed([(row, rates.own.tokens) for row, rates in rows])
     matches = [(row, rates.own, rates.match) for row, rates in rows if rates.match]
     if not matches:
-        return [own[draft.depth] for draft in drafts]
+        return [own[depth] for depth, _ in drafts]
     # expected tokens of either = of one + of the other - of both
     copied = _summed([(row, match.tokens) for row, _, match in matches])
     joint = [(row, map(mul, own.rates, match.rates)) for row, own, match in matches]
@@ -134,10 +129,10 @@ def best_draft(cost: StepCost, drafts: Sequence[Draft], rows: Sequence[Row]) -> 
     """
     context = max(row.length for row, _ in rows)
     if not any(rates.match for _, rates in rows):
-        drafts = [draft for draft in drafts if not draft.copied]
+        drafts = [(depth, copied) for depth, copied in drafts if not copied]
     goodput = [
-        tokens / cost.seconds(len(rows), context, draft.depth + 1, draft.depth, draft.copied)
-        for tokens, draft in zip(step_tokens(drafts, rows), drafts, strict=True)
+        tokens / cost.seconds(len(rows), context, depth + 1, depth, copied)
+        for tokens, (depth, copied) in zip(step_tokens(drafts, rows), drafts, strict=True)
     ]
     # values that differ by rounding only are equal
     enough = max(goodput) * (1 - 1e-9)
@@ -165,7 +160,7 @@ class Goodput(Choice):
         self.copied_rates = [known[:most] for known in copied if most]
         sizes = [0, *(size for size in SIZES if size < most), most] if most else [0]
         depths = range(len(rates) + 1)
-        self.drafts = [Draft(depth, size) for size in sizes for depth in depths]
+        self.drafts = [(depth, size) for size in sizes for depth in depths]
         trees = [policies.chain(depth) for depth in depths]
         # all look up equally many tokens, those whose rates are observed
         longest = len(rates) + most
@@ -195,7 +190,7 @@ class Goodput(Choice):
         rows = [(request, self._rates[request]) for request in requests]
         place = best_draft(self.cost, self.drafts, rows)
         for _, rates in rows:
-            rates.last_depth = self.drafts[place].depth
+            rates.last_depth = self.drafts[place][0]
         return place
 
 

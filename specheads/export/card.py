@@ -26,16 +26,12 @@ from specheads.runs.provenance import portable
 from specheads.runs.trackers import read_metrics
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-
 KNOWN_LICENCES = {"python_stdlib": "PSF-2.0", "stdlib_instructions": "PSF-2.0"}
 """Licences of the corpora that are part of Python."""
-
 PICTURES = ("acceptance.png", "speed.png", "loss.png", "validation.png", "learning.png")
 """Plots of the report, if present."""
-
 PUBLIC_SETTINGS = ("seed", "base", "head", "init", "data", "schedule", "tree", "evaluation")
 """Settings that describe training and measurement. The others describe the machine."""
-
 PUBLIC_PROVENANCE = ("start", "end", "base_fingerprint", "draft_vocabulary", "versions", "git")
 """The command line is never published: it can hold paths and secrets."""
 

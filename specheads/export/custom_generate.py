@@ -38,7 +38,6 @@ from specheads.decoding.trees import policies
 from specheads.heads.load import fit, load_head
 
 Generated = Tensor | GenerateDecoderOnlyOutput
-
 _checked: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 """Models that passed the check of tree attention."""
 
@@ -166,10 +165,8 @@ _PROCESSORS: dict[type, tuple[str, str]] = {
     processors.MinPLogitsWarper: ("min_p", "min_p"),
 }
 """Supported processors in `Sampling`'s order: the setting, and the processor's attribute."""
-
 _HARMLESS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 """Arguments of the model that are checked here or do not change tokens."""
-
 _RECORDS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 

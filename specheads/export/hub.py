@@ -30,13 +30,10 @@ from specheads.runs.directory import RunDirectory
 
 Contents = dict[str, bytes | Path]
 """Files by their path in the repository: their bytes, or the local file to read."""
-
 RESULTS = "results.json"
 SETTINGS = "training.json"
 """Every push contains this file, so it identifies a repository of specheads."""
-
 MAX_PICTURE_BYTES = 2**20
-
 SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|KEY", re.IGNORECASE)
 """Names of environment variables whose values must never be uploaded."""
 

@@ -38,7 +38,6 @@ RUNNER = "vllm.v1.worker.gpu_model_runner"
 CACHE = "vllm.v1.kv_cache_interface"
 EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 PARALLEL = "vllm.distributed"
-
 NULL_SLOT = 0
 """A slot that belongs to no request: vLLM reserves block 0."""
 

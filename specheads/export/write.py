@@ -40,16 +40,12 @@ from specheads.runs.provenance import provenance
 
 RECORD = "specheads.json"
 """File in every export: the head, its base, and the result of the check. Engines ignore it."""
-
 MERGED_BASE = "base"
 """Subfolder for a base with a merged adapter, which exists nowhere else."""
-
 TOLERANCE = 1e-4
 """Largest difference between logits, relative to the largest logit: float32 rotary tables."""
-
 NEW_TOKENS = 64
 """Tokens that the base generates after each prompt of the check."""
-
 GateText = tuple[list[int], list[int]]
 """A prompt and its greedy continuation by the base."""
 

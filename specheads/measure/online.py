@@ -33,7 +33,6 @@ from specheads.measure.results import (
 
 SLACK = 4
 """Roundings between two tied scores: two logits, each computed in two ways."""
-
 TextTriples = Sequence[tuple[list[int], list[int], list[int]]]
 """Prompts, their new tokens with a drafter, and those of the base alone."""
 

@@ -14,7 +14,6 @@ BLUE, ORANGE, GREY = "#2563a8", "#d97726", "#6b7683"
 TEXT = "#555555"
 SHADES = ("#f1f4f8", "#fdf3e7", "#eef6ef")
 """Backgrounds of successive phases."""
-
 WIDTH = 5.0
 """Width in inches: a phone shows this much at a readable font size."""
 

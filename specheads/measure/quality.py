@@ -18,7 +18,6 @@ from specheads.runs.progress import bar
 
 NUM_WINDOWS = 64
 """Windows of validation text on which quality is measured."""
-
 Scores = list[tuple[float, int, int]]
 """For each window: summed cross entropy in nats, tokens that equal the base's best guess, and
 predicted tokens, which are all but the first."""

@@ -183,7 +183,6 @@ def _template() -> Template:
 
 HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 """Unicode categories without a glyph, or that change the direction of the text around them."""
-
 JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 """Characters of `HIDDEN` that letters and emoji need."""
 
@@ -271,7 +270,6 @@ def headlines(results: Results) -> list[dict[str, Any]]:
 
 DEEPEST = 6
 """Depth from which all drafts have the same colour."""
-
 SIGNS = str.maketrans({"\n": "↵", "\t": "⇥", " ": "␣"})
 """Signs for blanks in the tree."""
 

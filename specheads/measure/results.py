@@ -14,13 +14,10 @@ from specheads.decoding.trees.tuned import Tried, Tuned
 from specheads.runs.provenance import Provenance
 
 T = TypeVar("T")
-
 Interval = tuple[float, float]
 """Ends of a 95 % bootstrap interval over prompts."""
-
 OWN_FILE = Field(exclude=True)
 """Marks a field that is stored in a file of its own."""
-
 IDENTICAL, TIED, WRONG = "identical", "parted at a tie", "wrong"
 """Verdicts of `Lossless`. Text that only shares the base's distribution has no verdict."""
 

@@ -24,7 +24,6 @@ RESUMABLE = (
     "schedule.phases.*.distill.served_as", "schedule.phases.*.distill.timeout_seconds",
 )  # fmt: skip
 """Settings that do not change what training computes, and may change when a run resumes."""
-
 ORDERED = ("schedule.phases", "data.sources")
 """Groups whose order counts."""
 

@@ -13,7 +13,6 @@ from specheads.core.machine import synchronise
 SIDES = {"cuda": 8192, "cpu": 1024}
 """Size of the square matrices that measure the machine FLOP/s, large enough for the full rate.
 All products together take less than a second."""
-
 PRODUCTS = 12
 """Number of timed products; the median counts."""
 

@@ -18,7 +18,6 @@ from specheads.training.losses import LABELS_ONLY, LOSSES, BaseRows, best_of, re
 
 SMOOTHING = 0.5
 """Smoothing of the draft's confidence towards one in D-PACE."""
-
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 """Logits of a chunk: small compared with the weights, and enough for a fast matrix product.
 
@@ -26,19 +25,14 @@ On a GPU each chunk reads and writes the weight's whole float32 gradient. With a
 2**26 logits are 512 rows, whose products take as long as that traffic; 2048 rows take four times
 as long.
 """
-
 CONFIDENCE_LOGITS = {"cpu": 2**24, "cuda": 2**26}
 """Logits in memory at once for the confidence loss, of the draft and of the base each."""
-
 BLOCK_LOGITS = {"cpu": 2**19, "cuda": 2**26}
 """Logits processed at once in float32: the size of a core's cache, or 256 MiB on a GPU."""
-
 TILE = 128
 """Rows of a chunk or block on a GPU are a multiple of this, the tile of matrix products."""
-
 WEIGHT_ROWS = 2**10
 """Rows of a weight whose gradient a CPU computes at once: the size of a core's cache."""
-
 Projection = tuple[Tensor, Tensor | None]
 """Weight (vocab, width) and bias."""
 

@@ -39,20 +39,15 @@ from specheads.training.features import FeatureSource, server_layers
 from specheads.training.settings import FeatureSettings
 
 SERVE = "start it with the command that `specheads serve-features` prints for this head"
-
 TRANSIENT = (404, 408, 409, 429)
 """Status codes, next to those of 500 and above, after which the request is sent again. A server
 that was started again under another name gives the first one."""
-
 PROBE = 16
 """Tokens of the text by which a server is checked."""
-
 TOLERANCE = 2.0**-6
 """Largest relative difference of two roundings to bfloat16."""
-
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
 """Seconds between two attempts."""
-
 LAST_SWEEP_SECONDS = 5.0
 """Longest wait at the end for files of abandoned requests."""
 

@@ -18,7 +18,6 @@ class FeatureSource(ABC):
 
     waited_seconds: float = -1.0
     """Time spent waiting for features; negative if they are computed here."""
-
     halted: Callable[[], bool] = staticmethod(lambda: False)
     """Whether the run is asked to stop, so that it waits no longer."""
 

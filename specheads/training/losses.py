@@ -18,7 +18,6 @@ from specheads.training import settings
 RULED_OUT = -1e4
 """Replaces minus infinity in log p, for a finite loss at p = 0. Finite logits in
 use are far from it."""
-
 TRUST = 3.0
 """Rate at which `lk_hybrid` moves from KL to total variation as acceptance grows (eta)."""
 
@@ -180,7 +179,6 @@ LOG_PROBS = ("reverse_kl", "lk")
 """Losses that need log p; all others but `argmax_cross_entropy` need p."""
 ENTROPY = ("kl", "lk_hybrid")
 """Losses that also need the entropy of p."""
-
 LOSSES: dict[str, RowLoss] = {name: globals()[name] for name in settings.LOSSES}
 """All losses by name, as in `schedule.phases.NAME.loss`."""
 

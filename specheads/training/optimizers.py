@@ -12,9 +12,7 @@ from specheads.training.settings import Schedule
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic Newton-Schulz iteration, as in torch."""
-
 ITERATIONS = 5
-
 BETAS = (0.9, 0.95)
 """Betas of AdamW."""
 

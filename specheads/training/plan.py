@@ -57,25 +57,18 @@ from specheads.training.trainer import AHEAD
 
 LEARNED_BYTES = 4
 """Bytes of a trained number, its gradient, and each moment: all are float32."""
-
 TOKEN_BYTES = 5
 """Bytes of a token of text: an int32 and its loss mask."""
-
 DOCUMENTS = 3
 """Assumed documents per row of best-fit packing."""
-
 MARGIN = 0.2
 """Share of the memory that `batch_size=auto` leaves free, for fragmentation and longer text."""
-
 MAX_ROWS, MAX_SECONDS = 4096, 30.0
 """Limits of `batch_size=auto`: sequences of one process, and seconds of a step."""
-
 GPUS = (1, 2, 4, 8)
 """Numbers of GPUs of a server in a plan."""
-
 TIMED_STEPS, TRIAL_TOKENS = 3, 32
 """Steps, and new tokens per text, in a trial that is timed."""
-
 Parts = dict[str, int]
 """Bytes of each part."""
 

@@ -22,10 +22,8 @@ from specheads.core.errors import InputError
 from specheads.core.machine import computes_bfloat16
 
 T = TypeVar("T")
-
 SHARDS, PARALLEL = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
 """Variables by which the launcher requests a sharded model."""
-
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 

@@ -32,7 +32,6 @@ LOSSES = (
     *("total_variation", "cross_entropy_l1", "lk", "lk_hybrid"),
 )
 """All losses: each is the function of this name in losses.py."""
-
 ENGINES = ("local", "transformers", "vllm", "openai")
 FAULTS = ("loop", "empty", "truncated")
 """Reasons to drop a generated answer."""
@@ -47,51 +46,37 @@ class Distill:
 
     temperature: Temperature = 1.0
     """Sampling temperature. Zero is greedy: the text that a greedy server would produce."""
-
     top_k: NonNegativeInt = 0
     """Sample from the k most probable tokens. Zero samples from all."""
-
     top_p: PositiveProbability = 1.0
     """Sample from the most probable tokens that together reach this probability. One samples from
     all."""
-
     prompt_tokens: PositiveInt = 64
     """Tokens of a prompt that is cut from plain text. Questions keep their own length."""
-
     num_samples: PositiveInt
     """Texts to generate: conversations or continuations."""
-
     new_tokens: PositiveInt = 256
     """Largest number of tokens of an answer or a continuation. The loss covers these tokens."""
-
     drop: list[Annotated[str, one_of(*FAULTS)]] | None = None
     """Answers to drop: loop (ends in a repetition), empty, truncated (stopped by a limit, in
     conversations only). None drops all three in conversations, and nothing of continued text."""
-
     engine: Annotated[str, one_of(*ENGINES)] = "local"
     """Engine that generates: local (this package), transformers, vllm, or openai (a server with
     that protocol)."""
-
     batch_size: PositiveInt = 64
     """Texts generated at once, or open requests of a server."""
-
     use_head: bool = False
     """Draft with the head trained so far, with engine=local. It does not change the text, and is
     faster with a small batch_size."""
-
     url: PrintableText = ""
     """Address of the server for engine=openai, such as http://127.0.0.1:8000/v1. The key is read
     from the environment variable OPENAI_API_KEY; if it is not set, no key is sent."""
-
     served_as: PrintableText = ""
     """Name of the base at that server. Empty is base.model."""
-
     timeout_seconds: PositiveFloat = 120.0
     """Longest wait for one answer of a server."""
-
     shard_size: PositiveInt = 64
     """Texts in one file. A file appears when it is complete; processes share the work by files."""
-
     folder: PathOrId = ""
     """Folder of the text, which several runs can share. Phases with other settings of the text
     need folders of their own. Empty is text/ in the run directory."""
@@ -106,26 +91,19 @@ class Joint:
 
     rank: Width = 32
     """LoRA rank."""
-
     alpha: PositiveFloat = 16.0
     """LoRA alpha; the update is scaled by alpha / rank."""
-
     dropout: ProbabilityBelowOne = 0.05
     """LoRA dropout probability."""
-
     target_modules: list[PrintableText] = field(default_factory=list)
     """Suffixes of the names of adapted linear layers, such as q_proj. Empty is all of them, and
     the vocabulary projection unless it is tied to the embedding."""
-
     learning_rate: Probability = 5e-4
     """Peak learning rate of the base. The phase has that of the head."""
-
     head_weight: Weight = 0.2
     """Weight of the head's loss relative to the base's loss: lambda0 of the paper."""
-
     ramp: Annotated[str, one_of("constant", "sine")] = "constant"
     """constant, or sine: the weight grows from zero to head_weight during the phase."""
-
     target: Annotated[str, one_of("text", "base")] = "text"
     """Loss of the base: text (cross-entropy of the tokens in the loss mask), or base (KL
     divergence to the base without the adapter, which keeps its distribution)."""
@@ -137,61 +115,45 @@ class Phase:
 
     text: Annotated[str, one_of("corpus", "distilled")] = ""
     """corpus, or distilled: text that the base generated."""
-
     steps: PositiveInt = 0
     """Optimizer steps."""
-
     batch_size: BatchSize = 0
     """Sequences of one step over all processes, so the number of processes does not change the
     result. auto doubles it as long as it fits in memory, and writes it into config.yaml."""
-
     accumulation_steps: PositiveInt = 1
     """Micro-batches in which each process computes its share of a step: less memory, the same
     gradients."""
-
     sequence_length: SequenceLength = 0
     """Tokens of a sequence. Zero uses the length of the generated text; conversations are then
     limited by the base's context only."""
-
     packing: Annotated[str, one_of("best_fit", "stream", "none")] = "best_fit"
     """How documents become sequences: best_fit (several in one, with document masks), stream
     (concatenated and cut, each attends to those before it), or none (one document, padded or
     truncated)."""
-
     learning_rate: Probability = 1e-3
     """Peak learning rate."""
-
     final_share: Probability = 0.1
     """Last learning rate as a share of the peak."""
-
     warmup_share: Probability = 0.05
     """Share of the steps that warm up, at most 2000 steps."""
-
     loss: Annotated[str, one_of(*LOSSES)] = "soft_cross_entropy"
     """Loss; docs/losses.md describes each."""
-
     decay: Weight = 1.0
     """Weight of each depth's loss relative to the depth before."""
-
     depth_weights: list[Weight] = field(default_factory=list)
     """Weight of the loss of each depth, in place of decay. Empty uses decay."""
-
     weighting: Annotated[str, one_of("geometric", "dpace")] = "geometric"
     """geometric (decay or depth_weights, the same at every position), or dpace (each chain by the
     expected length of its own drafts)."""
-
     scored_share: PositiveProbability = 1.0
     """Share of the positions in the loss mask that each step draws for the loss. The base's
     forward costs little compared with the vocabulary projections, so fewer positions of more text
     train faster."""
-
     answers_only: bool = True
     """Limit the loss mask to generated text, or to the answers in conversations. False includes
     the prompts."""
-
     distill: Distill | None = None
     """How the base generates the text; only with text=distilled."""
-
     joint: Joint | None = None
     """How the base is trained together with the head. None trains the head only."""
 
@@ -202,20 +164,15 @@ class Validation:
 
     prompt_tokens: PositiveInt = 64
     """Tokens of a prompt that is cut from plain text. Questions keep their own length."""
-
     every: NonNegativeInt = 0
     """Steps between two measurements. Zero measures at the end of each phase only."""
-
     rows: NonNegativeInt = 16
     """Sequences for the validation loss, the same each time. Zero skips it."""
-
     prompts: NonNegativeInt = 8
     """Held-out prompts to decode, for tokens per forward; the head with the most is kept in best/.
     Zero skips it."""
-
     new_tokens: AtLeastTwo = 64
     """New tokens for each prompt."""
-
     keep: Annotated[str, one_of("last", "best")] = "last"
     """Which head becomes head/: the last or the best."""
 
@@ -227,7 +184,6 @@ class FeatureCache:
     gib: NonNegativeFloat = 0.0
     """Largest size of one run's cache in GiB; a run that needs more is refused. Zero disables the
     cache."""
-
     folder: PathOrId = "runs/features"
     """Folder of the cache; several runs may share it."""
 
@@ -239,25 +195,19 @@ class FeatureSettings:
     source: Annotated[str, one_of("local", "vllm")] = "local"
     """local (the base in this process), or vllm (servers that `specheads serve-features` starts;
     this process then holds only embedding, final norm and vocabulary projection)."""
-
     url: list[PrintableText] = field(default_factory=list)
     """Addresses of the servers, such as http://127.0.0.1:8000/v1. Requests are spread over them.
     A key is read from the environment variable OPENAI_API_KEY."""
-
     folder: PathOrId = ""
     """Folder that the servers write hidden states into, under its name on this machine. Each file
     is deleted after use."""
-
     concurrency: PositiveInt = 16
     """Open requests of one process at each server."""
-
     timeout_seconds: PositiveFloat = 120.0
     """Longest wait for one answer."""
-
     patience_seconds: NonNegativeFloat = 900.0
     """Longest wait for a server that fails or is started again; then the run writes a checkpoint
     and stops."""
-
     max_gib: PositiveFloat = 4.0
     """Largest size of one process's files in the folder, in GiB."""
 
@@ -267,10 +217,8 @@ class Schedule:
     """Phases and optimizer."""
 
     phases: Annotated[dict[str, Phase], NonEmpty]
-
     weight_decay: Probability = 0.0
     """Decoupled weight decay of AdamW and Muon."""
-
     muon_learning_rate: Probability = 0.0
     """Peak learning rate of Muon for the hidden matrices; it follows the schedule of the phase.
     Zero trains them with AdamW."""

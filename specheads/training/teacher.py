@@ -27,7 +27,6 @@ from specheads.training.settings import Joint
 
 CHUNK_ROWS = 512
 """Labels whose logits the base's own loss has in memory at once."""
-
 HeadLoss = Callable[..., DepthLoss]
 """`Objective.forward`, possibly wrapped in DDP."""
 

@@ -222,7 +222,6 @@ class _Trainer:
 
 
 Item = TypeVar("Item")
-
 AHEAD = 2
 """Prefetched items: one ready, and one in preparation."""
 

@@ -47,7 +47,7 @@ def test_base_is_refused_only_if_every_text_gives_a_path_other_logits(always: bo
 
     experts_of(model)[0].register_forward_pre_hook(reroute)
     if always:
-        with pytest.raises(InputError, match="'mixtral' gives a path in a tree other logits"):
+        with pytest.raises(InputError, match="'mixtral' does not compute a path in a tree"):
             FrozenBase(model)
     else:
         FrozenBase(model)

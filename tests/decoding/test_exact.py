@@ -11,7 +11,6 @@ import specheads.base.forward
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.generate import Decoding, generate
-from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees.policies import TreePolicy
 from tests import tiny
 from tests.oracle import TextPositions
@@ -29,10 +28,7 @@ class RandomTrees(TreePolicy):
         self.share_right = share_right
         self.generator = torch.Generator().manual_seed(3)
 
-    def grow(
-        self, drafter: Any, committed: Committed, memory: Any, rows: SamplingState | None = None
-    ) -> TokenTree:
-        del rows
+    def grow(self, drafter: Any, committed: Committed, memory: Any, rows: Any = None) -> TokenTree:
         assert isinstance(drafter, tiny.Oracle)
         assert isinstance(memory, TextPositions)
         drafter.begin(committed, memory)

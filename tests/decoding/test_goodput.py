@@ -18,7 +18,6 @@ from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.engine import Engine
 from specheads.decoding.goodput import (
-    Draft,
     Goodput,
     MovingRates,
     RequestRates,
@@ -36,7 +35,7 @@ from tests.decoding.test_engine import alone, head, requests
 from tests.oracle import Oracle
 from tests.tuned import MATCH, tuned
 
-CHAINS = [Draft(depth) for depth in range(12)]
+CHAINS = [(depth, 0) for depth in range(12)]
 
 
 @dataclass(frozen=True)
@@ -130,25 +129,25 @@ FREE, DEAR = linear(1.0, 0.05), linear(1.0, 0.4)
         #  depth 1      1.5 / (1.1 + 0.105)           = 1.24    1.9 / 1.205                  = 1.58
         #  copies       (1 + 1.5) / (1.05 + 0.15)     = 2.08    the same
         #  1 + copies   (1.5 + 1.5 - 0.25) / 1.355    = 2.03    (1.9 + 1.5 - 0.45) / 1.355   = 2.18
-        (FREE, 1, 0.5, 2, Draft(0, 3)),
-        (FREE, 1, 0.9, 2, Draft(1, 3)),
-        (FREE, 1, 0.9, 0, Draft(1)),
+        (FREE, 1, 0.5, 2, (0, 3)),
+        (FREE, 1, 0.9, 2, (1, 3)),
+        (FREE, 1, 0.9, 0, (1, 0)),
         #          after one token                  after two
         #  1       1.5 / (1.2 + 0.2)       = 1.07   the same
         #  3       1.875 / (1.2 + 3 0.2)   = 1.04   2.5 / 1.8 = 1.39
-        (linear(1.0, 0.2), 1, 0.0, 1, Draft(0, 1)),
-        (linear(1.0, 0.2), 1, 0.0, 2, Draft(0, 3)),
+        (linear(1.0, 0.2), 1, 0.0, 1, (0, 1)),
+        (linear(1.0, 0.2), 1, 0.0, 2, (0, 3)),
         #  alone   2.5 / (1.4 + 1.2)     = 0.96   none   1 / 1.4  = 0.71
         #  of 16   40 / (7.4 + 19.2)     = 1.50   none   16 / 7.4 = 2.16
-        (DEAR, 1, 0.0, 2, Draft(0, 3)),
-        (DEAR, 16, 0.0, 2, Draft(0)),
+        (DEAR, 1, 0.0, 2, (0, 3)),
+        (DEAR, 16, 0.0, 2, (0, 0)),
     ],
 )
 def test_as_much_is_copied_and_drafted_as_pays(cost, batch, rate, matched, best):
     group = rows(batch, rate)
     for _, known in group:
         known.match = known.copied[matched - 1] if matched else None
-    drafts = [Draft(depth, size) for size in (0, 1, 3) for depth in (0, 1)]
+    drafts = [(depth, size) for size in (0, 1, 3) for depth in (0, 1)]
     assert drafts[best_draft(cost, drafts, group)] == best
 
 
@@ -298,7 +297,7 @@ def test_goodput_of_a_tuned_head_copies_where_that_was_measured():
     found.acceptance.matches[:] = [MATCH] * 3
     policy = Goodput.of(found)
     assert (policy.own_depth, policy.depth, policy.num_nodes) == (2, 12, 13)
-    assert policy.drafts == [Draft(depth, size) for size in (0, 2, 4, 7, 10) for depth in (0, 1, 2)]
+    assert policy.drafts == [(depth, size) for size in (0, 2, 4, 7, 10) for depth in (0, 1, 2)]
     assert [tree.depth for tree in policy.trees] == [sum(draft) for draft in policy.drafts]
 
 

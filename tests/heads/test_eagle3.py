@@ -152,7 +152,7 @@ def test_three_different_aux_layers_are_chosen_for_any_base(
     ("settings", "message"),
     [
         ({"depth": 0}, "depth must be a whole number, at least 1, at most 64, got 0"),
-        ({"aux_layers": [3, 2]}, r"increasing order, got \[3, 2\]"),
+        ({"aux_layers": [3, 2]}, r"must increase, got \[3, 2\]"),
         ({"aux_layers": [-1, 2]}, r"at least 0, at most 4,096, got -1 at head.aux_layers\[0\]"),
         ({"aux_layers": [1, 2, 4]}, "after 4 layers, this base has 3"),
         ({"attention_heads": 4, "key_value_heads": 3}, "got 3, 4 and 8"),

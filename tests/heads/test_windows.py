@@ -56,7 +56,7 @@ def test_a_head_without_a_window_writes_the_config_it_wrote_before():
     [
         ({"kind": "eagle3", "sliding_window": 0}, "sliding_window must be .* at least 1"),
         ({"kind": "eagle3", "parallel": True, "sliding_window": 6}, "at least its depth 7, got 6"),
-        ({"kind": "dflash", "causal": True}, "got causal=true and no sliding_window"),
+        ({"kind": "dflash", "causal": True}, "needs head.sliding_window, got none"),
     ],
 )
 def test_impossible_windows_are_refused(settings: dict, message: str):

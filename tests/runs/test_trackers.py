@@ -55,7 +55,7 @@ def test_resume_drops_later_and_incomplete_rows(end: str, tmp_path: Path):
 def test_invalid_line_is_refused_by_number(line: bytes, tmp_path: Path):
     path, content = tmp_path / "metrics.jsonl", b'{"step": 1}\n' + line + b'\n{"step": 4}\n'
     path.write_bytes(content)
-    with pytest.raises(InputError, match="and line 2 is not; remove it"):
+    with pytest.raises(InputError, match=r"line 2 of .* must be an object with a step"):
         tracker(tmp_path).resume(4)
     assert path.read_bytes() == content
 
@@ -156,5 +156,5 @@ def test_missing_tracker_package_is_refused_with_its_pip_command(monkeypatch: py
         refuse_missing(kind)
     monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.WANDB])
     refuse_missing("wandb")
-    with pytest.raises(InputError, match=r"package trackio.*pip install trackio, or set"):
+    with pytest.raises(InputError, match=r"a package; pip install trackio, or set"):
         refuse_missing("trackio")

@@ -84,14 +84,9 @@ class Level(NamedTuple):
     """Guesses taken after each parent."""
 
 
-class Shape(NamedTuple):
-    """A static tree without its tokens, on one device: a step uploads nothing."""
-
-    parents: Int[Tensor, " node"]
-    """As `TokenTree.parents`."""
-    reach: Bool[Tensor, "1 node node"]
-    """As `TokenTree.ancestors`."""
-    levels: list[Level]
+Shape = tuple[Int[Tensor, " node"], Bool[Tensor, "1 node node"], list[Level]]
+"""A static tree on one device, so that a step uploads nothing: the parents and the ancestors of its
+nodes, as in `TokenTree`, and its levels."""
 
 
 def static_shape(paths: Sequence[Path], device: torch.device) -> Shape:
@@ -112,7 +107,7 @@ def static_shape(paths: Sequence[Path], device: torch.device) -> Shape:
         levels.append(Level(held[0], held[1], held[2], held[3], width))
         above = {here[node]: place for place, node in enumerate(inner)}
     reach = TokenTree(parents[None], parents[None]).ancestors()
-    return Shape(parents.to(device), reach.to(device), levels)
+    return parents.to(device), reach.to(device), levels
 
 
 class Static(TreePolicy):
@@ -158,12 +153,12 @@ class Static(TreePolicy):
 
     def draft(self, drafter: Drafter, root: Tensor, logits: Tensor, state: State) -> TokenTree:
         """Draft `num_nodes - 1` tokens by their ranks."""
-        batch, shape = len(root), self.shape(root.device)
+        batch, (parents, reach, levels) = len(root), self.shape(root.device)
         drafted = [root]
         # nodes whose path has not stopped
         present = [torch.ones_like(root, dtype=torch.bool)]
         alive = present[0]
-        for index, level in enumerate(shape.levels):
+        for index, level in enumerate(levels):
             best = _best(logits, level.width).flatten(1).index_select(1, level.guesses)
             drafted.append(drafter.to_tokens(best))
             if self.confidence:
@@ -178,11 +173,11 @@ class Static(TreePolicy):
         tokens = torch.cat(drafted, dim=1)
         # fewer nodes if all paths have stopped
         size = tokens.shape[1]
-        parents = shape.parents[:size].expand(batch, -1)
+        parents = parents[:size].expand(batch, -1)
         if self.confidence:
             # an absent node may be an ancestor of another absent node, which has no effect
             parents = parents.masked_fill(~torch.cat(present, dim=1), -1)
-        return TokenTree(tokens, parents, shape.reach[:, :size, :size].expand(batch, -1, -1))
+        return TokenTree(tokens, parents, reach[:, :size, :size].expand(batch, -1, -1))
 
 
 class BestFirst(TreePolicy):

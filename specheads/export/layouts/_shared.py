@@ -160,20 +160,16 @@ def tensors(head: Head) -> dict[str, Tensor]:
 EAGLE3_IDS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Settings that have the same name in the engines."""
-
 NETWORK = ("the paper's network only",)
 """The limit of an engine with `EAGLE3_PLAIN`."""
-
 EAGLE3_PLAIN: AllowedSettings = {
     **all_of("aux_layers", "attention_heads", "key_value_heads", "head_dim"),
     **all_of("inner_dim", "rope_theta", "epsilon", "draft_tokens"),
     "norm_before_residual": (False,),
 }
 """Settings of the published network without `norm_before_residual`."""
-
 EAGLE3_ONE_LAYER: AllowedSettings = {**EAGLE3_PLAIN, "norm_before_residual": None}
 """Settings of the published network."""
-
 EAGLE3_ALL: AllowedSettings = {
     **EAGLE3_ONE_LAYER,
     **all_of("num_layers", "rope_scaling", "norm_before_fc", "fc_norm", "norm_output"),
@@ -225,7 +221,6 @@ BLOCK: AllowedSettings = all_of(
     *("rope_theta", "epsilon", "mask_token", "num_anchors", "sample_from_anchor"),
 )
 """Settings that both kinds have."""
-
 DSPARK: AllowedSettings = {**BLOCK, "markov_rank": None}
 DFLASH: AllowedSettings = {**BLOCK, "sample_from_anchor": (False,)}
 """vLLM and SGLang have no DFlash that samples from the anchor."""

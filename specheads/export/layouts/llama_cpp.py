@@ -9,15 +9,12 @@ from specheads.export.layouts import _shared
 from specheads.export.layouts._shared import AllowedSettings, Folder, Layout, all_of, drafted_tokens
 
 ABOUT = "llama.cpp (0c1e5709), as llama-cpp-python 0.3.36 brings it"
-
 EAGLE3: AllowedSettings = {
     **_shared.EAGLE3_ONE_LAYER,
     **all_of("norm_before_fc", "own_embedding", "rope_scaling"),
 }
-
 NO_BACKEND_SAMPLING = "--no-spec-draft-backend-sampling"
 """Without this flag EAGLE-3 accepts fewer drafts when several requests run together."""
-
 YARN = {"rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
 """YaRN settings that llama.cpp reads; it uses its defaults for the others."""
 
@@ -58,11 +55,9 @@ def eagle3_objection(head: Head, _: FrozenBase) -> str:
 
 
 RUN = "by its server (0c1e5709) on a CPU in float32 (`make llama_cpp`)"
-
 LIMITS = ("yarn by factor and betas alone", "one layer")
 DFLASH: AllowedSettings = {**_shared.BLOCK, **_shared.DRAFT_VOCABULARY}
 DSPARK: AllowedSettings = {**_shared.DSPARK, **_shared.DRAFT_VOCABULARY}
-
 LAYOUTS = {
     "eagle3": Layout(
         write_eagle3, EAGLE3, "run", RUN, num_aux=3, objection=eagle3_objection, limits=LIMITS

@@ -77,7 +77,6 @@ def eagle3_objection(head: Head, _: FrozenBase) -> str:
 
 RUN = "by vLLM 0.32.0 on a CPU (`make vllm`)"
 READ = "as vLLM 0.32.0's sources read it; it serves no DSpark on a CPU"
-
 EAGLE3_NOTE = f"{RUN}; of 0.33 the sources were read"
 LIMITS = ("parallel without fc_norm",)
 DFLASH: AllowedSettings = {**_shared.DFLASH, **_shared.DRAFT_VOCABULARY, **_shared.WINDOW}

@@ -105,7 +105,6 @@ def mlp_objection(head: Head, _: FrozenBase) -> str:
 
 DEEP = ("depth 2 or more",)
 NOTE = "vLLM 0.32.0 ran with the same folder on a CPU (`make vllm`)"
-
 LAYOUTS = {
     "medusa": Layout(write_medusa, MEDUSA, "layout", f"{READ}; {NOTE}"),
     "mlp_speculator": Layout(write_mlp, TIED, "layout", READ, objection=mlp_objection, limits=DEEP),

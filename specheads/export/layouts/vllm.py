@@ -15,13 +15,10 @@ from specheads.export.layouts import _shared
 from specheads.export.layouts._shared import Folder, Layout, all_of, drafted_tokens, named_base
 
 ABOUT = "vLLM 0.32.0 (EAGLE-3 natively, other kinds through the plug-in of specheads)"
-
 PROPOSER = "specheads.export.vllm.Proposer"
 """The value of vLLM's `custom_class`."""
-
 HEAD_VARIABLE = "SPECHEADS_HEAD"
 """Environment variable that names the exported folder for the plug-in."""
-
 FORCE_VARIABLE = "SPECHEADS_FORCE"
 """Environment variable; `true` serves a head that was trained on other weights than the base's."""
 
@@ -59,7 +56,6 @@ PLUGIN = {
     "redrafter": ("num_layers", "exit_dim", "rnn"),
 }
 """Kinds that the plug-in serves, and their settings, which may have any value."""
-
 LAYOUTS = {
     "eagle3": Layout(write_eagle3, _shared.EAGLE3_ALL, "run", f"natively, {NOTE}"),
     **{

@@ -30,24 +30,18 @@ class Config(AttentionConfig):
 
     depth: Depth = 3
     """Number of levels it drafts, and of rounds in training."""
-
     hidden_first: bool = False
     """Whether its projection reads [state, token], as in MiMo, instead of [token, state], as in
     DeepSeek-V3 and Qwen3-Next."""
-
     qk_norm: bool = False
     """Whether the queries and keys of each head are normalised, as in Qwen3."""
-
     attention_bias: bool = False
     """Whether queries, keys and values have biases, as in Qwen2 and MiMo."""
-
     rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary position embedding."""
-
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     """Scaling of the rotary embedding for longer texts, as in a Llama's config.json, by rope_type:
     linear, llama3 or yarn. Empty is no scaling."""
-
     epsilon: PositiveFloat = 1e-6
     """Epsilon of the norms."""
 
@@ -102,7 +96,6 @@ PROJECTION = re.compile(
     r"(model\.layers\.\d+\.|(?:model\.)?mtp_layers\.\d+\.|mtp\.)(?:eh_proj|input_proj|fc)\.weight"
 )
 """A tensor that every module has, after the prefix of all its tensors."""
-
 PARTS = {
     "layer.enorm": ("enorm", "token_layernorm", "pre_fc_norm_embedding"),
     "layer.hnorm": ("hnorm", "hidden_layernorm", "pre_fc_norm_hidden"),
@@ -110,12 +103,9 @@ PARTS = {
     "norm": ("shared_head.norm", "final_layernorm", "norm"),
 }
 """Our names, and those of DeepSeek-V3, MiMo and speculators, and Qwen3-Next."""
-
 OURS = {f"{one}.weight": f"{ours}.weight" for ours, theirs in PARTS.items() for one in theirs}
-
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies of the base's tensors that a module may contain."""
-
 PLAIN = {
     "hidden_act": "silu",
     "mlp_bias": False,
@@ -124,13 +114,11 @@ PLAIN = {
     "mtp_mlp_layer_types": "dense",
 }
 """Settings of public checkpoints with the only supported value of each."""
-
 EXPERTS = (
     *("mlp_layer_types", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("norm_topk_prob", "router_aux_loss_coef"),
 )
 """Settings of experts, which the base may have and the module has not."""
-
 FOREIGN = {
     "experts": re.compile(r"mlp\.(shared_)?experts?\b|mlp\.gate\."),
     "latent attention": re.compile(r"self_attn\.(q_a|q_b|kv_a|kv_b)_"),

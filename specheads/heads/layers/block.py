@@ -251,13 +251,11 @@ BY_DEEPSPEC = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel")
 """Class names of one network, DeepSpec's first."""
 BY_TRANSFORMERS = "muse_glimmer_assistant"
 """The `model_type` of transformers' only class of a DFlash head."""
-
 RENAMED = {
     "encoder.fc.weight": "fc.weight",
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
 }
 """Tensors of that class, and our names."""
-
 LENT = ("lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 """Copies of the base's tensors."""
 

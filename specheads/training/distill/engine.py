@@ -35,7 +35,6 @@ class Answer:
 Pull = Callable[[], GenerationRequest | None]
 """Returns the next request, or None if no request is ready: it may depend on an answer that is
 yielded first."""
-
 TextEngine = Callable[[Pull], Generator[Answer, None, None]]
 """Yields answers in any order, until no request is left and none is in flight. Closing the
 generator cancels the requests in flight."""

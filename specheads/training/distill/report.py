@@ -15,7 +15,6 @@ from specheads.training.distill.shards import read_shards
 NUM_SAMPLES = 5
 MAX_CHARACTERS = 1200
 """Maximum characters of a sample."""
-
 QUANTILES = (0, 10, 50, 90, 100)
 
 

@@ -33,19 +33,15 @@ from specheads.training.settings import FAULTS, Distill
 
 EXTERNAL_ENGINES = ("vllm", "openai")
 """Engines that load the weights themselves."""
-
 NEUTRAL_SETTINGS = {
     *("folder", "num_samples", "engine", "batch_size", "use_head"),
     *("url", "served_as", "timeout_seconds"),
 }
 """Settings that do not change the text: each answer has its own seed."""
-
 LONG_PERIOD, LONG_WINDOW = 64, 192
 """A paragraph repeated three times is a loop too; three repeated short words are not."""
-
 TICK_SECONDS = 0.25
 """Interval of progress updates."""
-
 Done = tuple[int, int, int, float]
 """Progress of one process in this call: finished texts, dropped ones among them, generated tokens,
 and seconds since the engine was ready."""

@@ -12,7 +12,6 @@ from specheads.training.settings import Distill
 
 REFILL = 8
 """New texts wait until an eighth of the batch is free, because a joint prefill is cheaper."""
-
 COMMON_TOKENS = 1024
 """Tokens reserved for each text of unknown length, in a pool that all texts share."""
 

@@ -25,7 +25,6 @@ from specheads.training.settings import Distill
 KEY_VARIABLE = "OPENAI_API_KEY"
 RETRIES = 5
 """Retries of a failed request, with growing waits."""
-
 KEY = f"set the environment variable {KEY_VARIABLE} to the server's key"
 REMEDIES = {
     401: KEY,
@@ -34,7 +33,6 @@ REMEDIES = {
     400: "lower prompt_tokens or new_tokens to fit its context, or change the sampling",
 }
 """What to do after a refusal, by HTTP status."""
-
 RESUME = "fix the server and run the command again to resume, or raise timeout_seconds"
 
 
