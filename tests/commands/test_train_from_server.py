@@ -25,12 +25,13 @@ from tests.training.in_processes import FORK
 from tests.training.test_trainer import assert_equal
 
 BASE = data_dir("recipes") / "tiny_code" / "base"
-STEPS = 12
+STEPS = 8
 RECIPE = [
     "recipe=smoke", "base=tiny_code", "base.device=cpu", "base.dtype=float32", "features=vllm",
     "~schedule.phases.distilled", "log_every=1", "checkpoint_every=2", "head.depth=2",
     "head.inner_dim=32", "schedule.phases.corpus.sequence_length=64", "features.max_gib=0.05",
-    f"schedule.phases.corpus.steps={STEPS}", "schedule.phases.corpus.batch_size=4",
+    f"schedule.phases.corpus.steps={STEPS}", "schedule.phases.corpus.batch_size=2",
+    "validation.rows=2",
 ]  # fmt: skip
 
 

@@ -4,12 +4,14 @@
 """
 
 import os
+import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -47,14 +49,29 @@ def rows(run: Path, process: "subprocess.Popen[bytes]") -> list[dict[str, Any]]:
     return read_metrics(run / "metrics.jsonl")
 
 
+def cpu_seconds(server: "subprocess.Popen[bytes] | None" = None) -> float:
+    """Return the CPU time of the trainings that have ended and of the server, which runs."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = ended.ru_utime + ended.ru_stime
+    if server is not None:
+        main = psutil.Process(server.pid)
+        times = [one.cpu_times() for one in (main, *main.children(recursive=True))]
+        total += sum(one.user + one.system for one in times)
+    return total
+
+
 @pytest.mark.parametrize("kind", HEADS)
 def test_losses_equal_those_of_a_local_base(kind: str, tmp_path: Path, capsys: Any):
     folder, head = tmp_path / "states", HEADS[kind]
+    began = cpu_seconds()
     local = rows(tmp_path / "local", training(tmp_path / "local", *head))
+    seconds = [cpu_seconds() - began]
     words = [*RECIPE, *head]
-    with features_server(BASE, folder, tmp_path / "log", *words) as (address, _):
+    with features_server(BASE, folder, tmp_path / "log", *words) as (address, server):
+        began = cpu_seconds(server)
         here = ["features=vllm", f"features.url=[{address}]", f"features.folder={folder}"]
         remote = rows(tmp_path / "vllm", training(tmp_path / "vllm", *head, *here))
+        seconds.append(cpu_seconds(server) - began)
         assert not list(folder.iterdir())
     assert len(local) == len(remote) == STEPS
     worst = 0.0
@@ -63,7 +80,8 @@ def test_losses_equal_those_of_a_local_base(kind: str, tmp_path: Path, capsys: A
             if name.startswith(("loss", "validation/loss")):
                 worst = max(worst, abs(other[name] - one[name]) / abs(one[name]))
     with capsys.disabled():
-        told = {"kind": kind, "largest relative difference of a loss": worst}
+        told: dict[str, Any] = {"kind": kind, "largest relative difference of a loss": worst}
+        told["CPU seconds of trainer and server"] = seconds
         for name in ("peak_gib", "tokens_per_second", "features_wait_share"):
             told[name] = [one[-1].get(name) for one in (local, remote)]
         print(told)  # noqa: T201
