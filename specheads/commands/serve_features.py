@@ -32,22 +32,29 @@ PLUGIN = Path(__file__).parents[1] / "export" / "plugins"
 ADDRESS, FOLDER = "http://127.0.0.1:8000/v1", "/dev/shm/specheads"
 """Address and shared folder, unless the settings name others."""
 CONNECTOR = {"kv_connector": "HiddenStates", "kv_connector_module_path": "vllm_features"}
+PLAIN: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}
 FIND = "from importlib.util import find_spec; raise SystemExit(find_spec('vllm') is None)"
 
 
 def run(settings: ServeFeatures) -> None:
     """Print the command of each server, or replace this process by the server."""
-    found = serve_features(settings=settings)
+    found, console = serve_features(settings=settings), Console(stderr=True)
     if not settings.start:
         for words in found:
             sys.stdout.write(f"PYTHONPATH={shlex.quote(str(PLUGIN))} {shlex.join(words)}\n")
+        features = settings.features
+        console.print(
+            f"train with features=vllm 'features.url=[{','.join(features.url)}]' "
+            f"features.folder={features.folder}",
+            **PLAIN,
+        )
         return
     if len(found) > 1:
         raise InputError(f"run=true starts one server, got {len(found)} addresses; add url=ADDRESS")
     (words,) = found
     _refuse_absent(words[0])
     paths = [str(PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]
-    Console(stderr=True).print(shlex.join(words), soft_wrap=True, markup=False)
+    console.print(shlex.join(words), **PLAIN)
     # signals and the exit code are then the server's own
     os.execvpe(words[0], words, os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
 
@@ -59,6 +66,8 @@ def serve_features(
     settings: ServeFeatures | None = None,
 ) -> list[list[str]]:
     """Return the words of the command that starts each server, for `PYTHONPATH=PLUGIN`.
+
+    Writes the addresses and the folder into the settings, if they name none.
 
     Args:
         recipe: Name of the recipe; its head decides the layers.
@@ -81,7 +90,8 @@ def serve_features(
     base = shaped_base(setup.base, dtype)
     layers = server_layers(shaped_head(setup, base), base.num_layers)
     longest = longest_row(settings.schedule, settings.data, base.max_length)
-    folder = writable_folder(features.folder or FOLDER)
+    features.url = [settings.url] if settings.url else features.url or [ADDRESS]
+    features.folder = str(writable_folder(features.folder or FOLDER))
     extraction = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
@@ -89,7 +99,7 @@ def serve_features(
     }
     transfer = CONNECTOR | {
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+        "kv_connector_extra_config": {"shared_storage_path": features.folder},
     }
     options = {
         "model": located(named.model),
@@ -107,7 +117,6 @@ def serve_features(
         raise InputError(
             f"options must be words of a shell, got {settings.options!r}: {error}; fix the quotes"
         ) from error
-    addresses = [settings.url] if settings.url else features.url or [ADDRESS]
     return [
         [
             # not `vllm serve`: it looks for a package that the CPU build does not have
@@ -120,7 +129,7 @@ def serve_features(
             ),
             *further,
         ]
-        for address in addresses
+        for address in features.url
     ]
 
 

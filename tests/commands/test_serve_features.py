@@ -13,7 +13,7 @@ import pytest
 
 from specheads.commands._call import call
 from specheads.commands.serve_features import PLUGIN
-from specheads.config import data_dir
+from specheads.config import compose, data_dir
 from tests import tiny
 
 BASE = data_dir("recipes") / "tiny_code" / "base"
@@ -31,7 +31,12 @@ def options(line: str) -> dict[str, str]:
 
 def printed(capsys: Any, *overrides: str) -> list[dict[str, str]]:
     call("serve-features", [f"base={BASE}", *overrides])
-    return [options(line) for line in capsys.readouterr().out.splitlines()]
+    shown = capsys.readouterr()
+    # the arguments that the training needs
+    (command, *more) = shlex.split(shown.err.removeprefix("train with "))
+    assert command == "features=vllm"
+    compose.settings_of("train", ["recipe=smoke", command, *more])
+    return [options(line) for line in shown.out.splitlines()]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The connector that writes hidden states, with a stand-in for vLLM and with real vLLM."""
+"""The connector that writes hidden states, with a fake vLLM and with real vLLM."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""The Slurm script requeues a job that ran out of time, and no other job."""
+"""The Slurm scripts requeue a job that ran out of time, and no other job."""
 
 import os
 import signal
@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "two_nodes.sbatch"
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 
 STAND_INS = {
-    "srun": 'export SLURM_NODEID=1; shift; exec "$@"',
+    "srun": 'export SLURM_NODEID=1; while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    "curl": "",
+    "specheads": 'echo "$@" >> served; while true; do sleep 0.01; done',
     "scontrol": 'echo "$@" >> told; echo node-a; echo node-b',
     "accelerate": """
         echo "$@" > launched
@@ -22,36 +24,57 @@ STAND_INS = {
 }
 
 
-def job(place: Path, **environment: str) -> "subprocess.Popen[str]":
-    """Start the script as Slurm would, with replacements of the programs it calls."""
+def job(place: Path, script: str = "two_nodes", **environment: str) -> "subprocess.Popen[str]":
+    """Start a script as Slurm would, with replacements of the programs it calls."""
     for name, body in STAND_INS.items():
         (place / name).write_text(f"#!/bin/bash\n{body}\n")
         (place / name).chmod(0o755)
     known = {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_ID": "7"}
     path = f"{place}:{os.environ['PATH']}"
     return subprocess.Popen(
-        ["bash", str(SCRIPT), "recipe=smoke", "name=a b"],
+        ["bash", str(SCRIPTS / f"{script}.sbatch"), "recipe=smoke", "name=a b"],
         cwd=place,
         env=os.environ | known | {"PATH": path} | environment,
         text=True,
     )
 
 
-def test_a_job_that_was_asked_to_stop_ends_its_run_and_is_queued_again(tmp_path: Path):
-    running = job(tmp_path)
+LAUNCHED = {
+    "two_nodes": [
+        *("launch", "--config_file", "configs/accelerate/two_nodes.yaml"),
+        *("--machine_rank", "1", "--main_process_ip", "node-a"),
+        *("train.py", "recipe=smoke", "name=a", "b"),
+    ],
+    "features": [
+        *("launch", "--config_file", "configs/accelerate/ddp_8gpu.yaml"),
+        *("train.py", "recipe=smoke", "name=a", "b"),
+        *("features=vllm", "features.url=[http://node-a:8000/v1]", "features.folder=/shared"),
+    ],
+}
+
+
+@pytest.mark.parametrize("script", LAUNCHED)
+def test_a_job_that_was_asked_to_stop_ends_its_run_and_is_queued_again(script: str, tmp_path: Path):
+    running = job(tmp_path, script, FOLDER="/shared")
     while not (tmp_path / "launched").is_file() or not (tmp_path / "launched").read_text():
         time.sleep(0.01)
     running.send_signal(signal.SIGTERM)
     assert running.wait() == 130
     assert (tmp_path / "told").read_text().splitlines()[-1] == "requeue 7"
-    assert (tmp_path / "launched").read_text().split() == [
-        *("launch", "--config_file", "configs/accelerate/two_nodes.yaml"),
-        *("--machine_rank", "1", "--main_process_ip", "node-a"),
-        *("train.py", "recipe=smoke", "name=a", "b"),
+    assert (tmp_path / "launched").read_text().split() == LAUNCHED[script]
+
+
+def test_servers_run_on_the_other_nodes_and_stop_with_the_training(tmp_path: Path):
+    # its end kills the servers, which have its output open
+    assert job(tmp_path, "features", END="0", FOLDER="/shared", VLLM_PYTHON="py").wait() == 0
+    assert (tmp_path / "served").read_text().split() == [
+        *("serve-features", "recipe=smoke", "name=a", "b", "url=http://node-a:8000/v1"),
+        *("features.folder=/shared", "tensor_parallel=8", "python=py", "run=true"),
     ]
 
 
 @pytest.mark.parametrize("status", [0, 2])
-def test_a_job_that_ended_by_itself_is_not(status: int, tmp_path: Path):
-    assert job(tmp_path, END=str(status)).wait() == status
+@pytest.mark.parametrize("script", LAUNCHED)
+def test_a_job_that_ended_by_itself_is_not(status: int, script: str, tmp_path: Path):
+    assert job(tmp_path, script, END=str(status)).wait() == status
     assert "requeue" not in (tmp_path / "told").read_text()
