@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import datasets
@@ -19,11 +20,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
 from specheads.data import files, sources
+from specheads.data.chat import refuse_fixed_thinking
 from specheads.data.contexts import with_context
 from specheads.data.encode import tokenizer_fingerprint
 from specheads.data.prompts import PromptSet, fitting, load_prompts
 from tests.data.conftest import BASE, CATEGORIES, ENTROPIES, LENGTHS, speed_bench, write_jsonl
 
+TEMPLATES = Path(__file__).parent / "templates"
 TEXTS = [f"document {number}: " + "word " * (number % 7 + 1) for number in range(120)]
 
 
@@ -359,3 +362,13 @@ def test_thinking_asks_every_question_with_and_without(chat_tokenizer, tmp_path)
     for name in (plain, "python_stdlib"):
         with pytest.raises(InputError, match="thinking needs questions in the chat template"):
             load_prompts(name, chat_tokenizer, num_prompts=1, thinking=[True])
+
+
+@pytest.mark.parametrize(
+    ("name", "reads"),
+    [("qwen3", True), ("granite3_3", True), ("smollm2", False), ("mistral_nemo", False)],
+)
+def test_published_templates_that_read_thinking(tokenizer, name, reads):
+    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    with nullcontext() if reads else pytest.raises(InputError, match="reads enable_thinking"):
+        refuse_fixed_thinking(tokenizer)

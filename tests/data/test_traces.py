@@ -102,7 +102,7 @@ def test_bad_traces_are_listed_or_left_out(tokenizer, tmp_path):
     file.write_text(file.read_text() + json.dumps(3) + "\n")
     data = Data(source="traces", path=str(file))
     top = len(tokenizer) - 1
-    told = rf"3 rows of .*tokenizer, 0 to {top} \(1: line 201 .* has 1000000\).*loss_mask.*line 202"
+    told = rf"3 rows of .*loss_mask.*line 202.*tokenizer, 0 to {top} \(1: line 201 .* has 1000000"
     with pytest.raises(InputError, match=told):
         tokenised(data, "train", tokenizer)
     dropped = Data(source="traces", path=str(file), bad_rows="drop")

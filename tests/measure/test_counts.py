@@ -8,6 +8,7 @@ from specheads.measure.counts import (
     DepthCounts,
     bootstrap_interval,
     conditional_acceptance,
+    group_rate,
     paired_gain,
 )
 from specheads.measure.results import Depth
@@ -87,3 +88,12 @@ def test_similar_text_is_not_a_loop():
     assert not loops([9, *[7] * 47]), "the window's first token differs"
     assert not loops([*[7] * 60, 8]), "it came out of the loop"
     assert not loops(list(range(17)) * 6), "the period is longer than 16"
+
+
+def test_forwards_without_a_draft_do_not_count_in_vllms_names():
+    found = group_rate([DepthCounts(10, [6, 3], [5, 1], drafted=12)])
+    assert (found.tokens_per_forward, found.mean_acceptance_length) == (1.6, 2.0)
+    assert (found.draft_acceptance_rate, found.num_drafts) == (0.5, 6)
+    assert found.per_position_acceptance_rates == [5 / 6, 1 / 6]
+    none = group_rate([DepthCounts(10, [], [])])
+    assert (none.mean_acceptance_length, none.draft_acceptance_rate) == (1.0, 0.0)

@@ -152,6 +152,36 @@ def test_rates_by_category():
     assert section.by_category["prose"].count == 2
 
 
+@pytest.mark.parametrize("tree", [policies.chain(DEPTH), TREE], ids=["chain", "static"])
+def test_names_of_vllm_follow_its_formulas(tree):
+    section, *_ = measure(tree=tree)
+    accepted = sum(one.accepted for one in section.per_depth)
+    assert (section.count, section.num_drafts) == (3, section.forwards)
+    assert section.num_draft_tokens == (tree.num_nodes - 1) * section.forwards
+    assert section.mean_acceptance_length == section.tokens_per_forward
+    assert section.draft_acceptance_rate == accepted / section.num_draft_tokens
+    shares = section.per_position_acceptance_rates
+    assert 1 + sum(shares) == pytest.approx(section.mean_acceptance_length)
+    assert shares[0] == section.conditional_acceptance[0].rate
+
+
+def test_groups_are_ordered_by_length_and_each_prompt_is_in_one_subset():
+    lengths, kinds = ["16k", "8k", "8k"], ["a", "a", "b"]
+    how = GenerationSettings(max_new_tokens=tiny.NEW_TOKENS)
+    groups = {"input_length": lengths, "category": kinds, "thinking": [""] * 3}
+    texts = replace(written(), groups=groups)
+    section, *_ = online.measure_online(tiny.base(), Habit(0.5), texts, how)
+    assert [(name, one.count) for name, one in section.by_input_length.items()] == [
+        ("8k", 2), ("16k", 1),
+    ]  # fmt: skip
+    assert section.by_thinking == {}
+    names = [(labels["input_length"], labels["category"]) for labels, _ in section.subsets]
+    assert names == [("8k", "a"), ("8k", "b"), ("16k", "a")]
+    rows = report.acceptance_csv("set", section).splitlines()
+    assert rows[0].startswith("subset,input_length,category,thinking,prompts,tokens_per_forward,")
+    assert [row.split(",")[0] for row in rows[1:]] == ["set/8k/a", "set/8k/b", "set/16k/a"]
+
+
 def test_looping_texts_are_flagged_and_left_out_of_the_second_rate():
     counts = [DepthCounts(10, [10], [9]), DepthCounts(10, [10], [2]), DepthCounts(10, [10], [4])]
     texts = [[7, 8] * 30, list(range(60)), list(range(60))]
