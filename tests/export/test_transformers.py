@@ -17,6 +17,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
+from specheads.export.layouts import engine_module
 from specheads.export.write import RECORD, export_head
 from specheads.heads.load import build_for, load_head, resume_head
 from specheads.measure.offline import guess_ranks
@@ -224,6 +225,21 @@ def test_a_copy_needs_a_base_with_a_module_of_the_head_s_architecture(tmp_path):
     (tmp_path / "secret").write_text("x")
     (folder / "notes.txt").symlink_to(tmp_path / "secret")
     assert "must be in its own folder" in refused(head, base)
+
+
+def test_a_base_in_the_cache_of_the_hub_is_copied_without_its_links(tmp_path, monkeypatch):
+    folder, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    base = based(folder, torch.float32, "100KB")
+    known = texts(base)[:1]
+    head = load_head(folder, base)
+    blobs.mkdir()
+    for file in [*folder.iterdir()]:
+        file.symlink_to(file.rename(blobs / file.name))
+    base.place = "ada/base"
+    monkeypatch.setattr(engine_module("base"), "snapshot_download", lambda *_, **__: folder)
+    export_head(head, base, "base", tmp_path / "out", known)
+    assert not any(file.is_symlink() for file in (tmp_path / "out").iterdir())
+    assert stored(folder).keys() == stored(tmp_path / "out").keys()
 
 
 def test_dflash_needs_a_base_with_a_plain_embedding(tmp_path):
