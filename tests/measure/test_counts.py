@@ -1,7 +1,8 @@
-"""Counts, rates, intervals and the rule for looping text, on numbers computed by hand."""
+"""Counts, rates, intervals, the rule for looping text and the base's quality, by hand."""
 
 import pytest
 import torch
+from torch.nn import functional as F  # noqa: N812
 
 from specheads.core.texts import loops
 from specheads.measure.counts import (
@@ -10,7 +11,9 @@ from specheads.measure.counts import (
     conditional_acceptance,
     paired_gain,
 )
+from specheads.measure.quality import compare_quality, measure_quality
 from specheads.measure.results import Depth
+from tests import tiny
 
 
 def test_a_forward_offers_every_depth_up_to_the_first_rejection():
@@ -87,3 +90,29 @@ def test_similar_text_is_not_a_loop():
     assert not loops([9, *[7] * 47]), "the window's first token differs"
     assert not loops([*[7] * 60, 8]), "it came out of the loop"
     assert not loops(list(range(17)) * 6), "the period is longer than 16"
+
+
+def test_quality_scores_each_window_by_itself():
+    base = tiny.base("granite")
+    windows = [[3, 1, 4, 1, 5], [9, 2, 6]]
+    found = measure_quality(base, windows)
+    for window, (nats, right, number) in zip(windows, found, strict=True):
+        tokens = torch.tensor([window])
+        with torch.no_grad():
+            logits = base.model(input_ids=tokens, use_cache=False).logits[0, :-1]
+        wanted = F.cross_entropy(logits, tokens[0, 1:], reduction="sum").item()
+        assert nats == pytest.approx(wanted, rel=1e-12)
+        assert right == (logits.argmax(-1) == tokens[0, 1:]).sum()
+        assert number == len(window) - 1
+
+
+def test_quality_has_token_means_and_a_paired_change():
+    section = compare_quality([(6.0, 1, 3), (2.0, 1, 1)], [(7.5, 2, 3), (2.5, 1, 1)])
+    before, after, change = section["before"], section["after"], section["change"]
+    assert (before.cross_entropy, before.accuracy) == (2.0, 0.5)
+    assert (after.cross_entropy, after.accuracy) == (2.5, 0.75)
+    # both windows became worse by half a nat per token, so the interval has no width
+    assert (change.cross_entropy, change.cross_entropy_interval) == (0.5, (0.5, 0.5))
+    assert change.accuracy == 0.25
+    low, high = before.accuracy_interval
+    assert low < 0.5 < high
