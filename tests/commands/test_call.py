@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from specheads import __main__ as cli
 from specheads.commands import _call, _help, commands
 from specheads.commands._call import INTERRUPTED, SIGNALS, call, interruptible
 from specheads.config import compose
@@ -187,3 +188,28 @@ def test_terminated_workers_do_not_count_as_signals():
             worker.terminate()
             worker.join()
             assert worker.exitcode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_lists_every_command_with_its_purpose(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    monkeypatch.setattr("sys.argv", ["specheads", *arguments])
+    cli.main()
+    shown = capsys.readouterr().out
+    assert {"train", "evaluate", "compare", "tune", "chat", "export", "push"} < commands().keys()
+    rows = [line.split(maxsplit=1) for line in shown.splitlines()]
+    assert all([name, about] in rows for name, about in commands().items())
+    assert "_help" not in shown
+
+
+@pytest.mark.parametrize("command", ["brew", "_help", "../train", "recipe=smoke"])
+def test_unknown_command_is_refused_in_one_line(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    monkeypatch.setattr("sys.argv", ["specheads", command])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    shown = capsys.readouterr()
+    assert (stop.value.code, shown.out) == (2, "")
+    assert shown.err == f"the command must be one of {', '.join(commands())}, got {command!r}\n"

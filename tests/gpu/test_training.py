@@ -1,4 +1,4 @@
-"""Training on a device: losses fall, a stopped run goes on bit for bit, features can be cached."""
+"""Training on a device: losses, kernels, resume bit for bit, and packed documents."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -9,20 +9,26 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specheads.base import document_attention
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.data.packing import BatchStream, PackedText
+from specheads.heads.layers import path_attention
 from specheads.heads.load import kinds
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
+from specheads.training.depth_loss import depth_loss
+from specheads.training.losses import LOSSES
 from specheads.training.settings import Joint, Schedule
 from tests import tiny
+from tests.heads.test_path_attention import agree, backward, forward, problem
 from tests.packed import packed, texts
 from tests.training import test_trainer
 from tests.training.in_processes import documents
+from tests.training.test_losses import dense_loss, problem_of
 from tests.training.test_trainer import Counting, assert_equal, phase, power_cut
 
 pytestmark = pytest.mark.gpu
@@ -156,3 +162,61 @@ def test_packed_documents_are_read_as_under_a_mask(device, monkeypatch):
         found.append((hidden, slope.float()))
     for ours, theirs in zip(*found, strict=True):
         assert (ours - theirs).norm() <= 0.03 * theirs.norm()
+
+
+WEIGHTS = (1.0, 0.8, 0.64)
+DTYPES = (torch.float32, torch.bfloat16)
+STEPPED = ("cross_entropy_l1", "lk", "lk_hybrid", "total_variation")
+"""Losses whose gradient has a step where draft and base are equally probable."""
+
+
+def tolerance(kind: str, dtype: torch.dtype) -> float:
+    """Return the largest norm of a difference, as a share of the norm."""
+    if dtype == torch.float32:
+        return 1e-5
+    # 8 bits of mantissa move some tokens over the step
+    return 0.2 if kind in STEPPED else 0.02
+
+
+KINDS = sorted(LOSSES)
+
+
+def assert_close(found: Tensor, wanted: Tensor, share: float) -> None:
+    found, wanted = (values.detach().double().cpu() for values in (found, wanted))
+    assert (found - wanted).norm() <= share * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "weighting"),
+    [*((kind, "geometric") for kind in KINDS), *((kind, "dpace") for kind in ("kl", "lk"))],
+)
+@pytest.mark.parametrize("chunk_rows", [40, None])
+def test_a_loss_in_chunks_has_the_value_and_gradients_of_the_dense_one(
+    kind: str, weighting: str, dtype: torch.dtype, chunk_rows: int | None, device: torch.device
+) -> None:
+    own = weighting == "dpace"
+    (states, projections, shared), each, leaves = problem_of(dtype=dtype, device=device)
+    precise, precise_each, precise_leaves = problem_of()
+    how = {"kind": kind, "weighting": weighting, "chunk_rows": chunk_rows}
+    loss = depth_loss(states, projections, each if own else shared, depth_weights=WEIGHTS, **how)
+    dense = dense_loss(kind, precise, WEIGHTS, precise_each if own else None, dpace=own)
+    assert (loss.total.device, loss.total.dtype) == (device, torch.float32)
+    share = tolerance(kind, dtype)
+    assert_close(loss.total, dense, share)
+    ours = torch.autograd.grad(loss.total, leaves)
+    theirs = torch.autograd.grad(dense, precise_leaves)
+    for one, other, leaf in zip(ours, theirs, leaves, strict=True):
+        assert (one.dtype, one.device) == (leaf.dtype, leaf.device)
+        assert_close(one, other, share)
+
+
+@pytest.mark.parametrize("levels", [0, 2])
+def test_flash_attention_with_paths_equals_the_plain_one(levels, device, monkeypatch):
+    how = {"dtype": torch.bfloat16, "device": device}
+    if device.type == "cpu":
+        # no such kernel there
+        monkeypatch.setattr(path_attention, "_flash_forward", forward)
+        monkeypatch.setattr(path_attention, "_flash_backward", backward)
+        how["dtype"] = torch.float64
+    agree(problem(4, 2, levels, how), 3e-2)
