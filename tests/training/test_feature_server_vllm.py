@@ -1,6 +1,6 @@
 """Training with hidden states of real vLLM: `make vllm`.
 
-`FEATURES_BASE=FOLDER` trains on another base, such as SmolLM2 in place of the base of tiny_code.
+`FEATURES_BASE=FOLDER` trains on another base, such as SmolLM2, in place of that of tiny_code.
 """
 
 import os
