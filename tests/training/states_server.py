@@ -67,6 +67,8 @@ class StatesServer:
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(content)))
+                # no connection outlives `stop`
+                self.send_header("Connection", "close")
                 self.end_headers()
                 self.wfile.write(content)
                 self.wfile.flush()
