@@ -11,7 +11,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, pairwise
@@ -168,6 +168,9 @@ class VllmServer(FeatureSource):
         for row, first, tokens in _documents(batch):
             # a text that is twice in a batch is requested twice
             wanted = self._ready.pop(tokens.tobytes(), None)
+            # the main thread reacts to a signal between two waits
+            while wanted and not wait([wanted], 0.5).done:
+                pass
             found = wanted.result() if wanted else self._fetch(tokens.tolist())
             states[row, first : first + len(found)] = found
             known[row, first : first + len(found)] = True
