@@ -11,7 +11,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, pairwise
@@ -168,6 +168,9 @@ class VllmServer(FeatureSource):
         for row, first, tokens in _documents(batch):
             # a text that is twice in a batch is requested twice
             wanted = self._ready.pop(tokens.tobytes(), None)
+            # the main thread reacts to a signal between two waits
+            while wanted and not wait([wanted], 0.5).done:
+                pass
             found = wanted.result() if wanted else self._fetch(tokens.tolist())
             states[row, first : first + len(found)] = found
             known[row, first : first + len(found)] = True
@@ -213,7 +216,7 @@ class VllmServer(FeatureSource):
                             f"but {error}; start it again, and run the same command to resume"
                         ) from None
                     self._sweep()
-                    self._closing.wait(min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE))
+                    self._closing.wait(min(FIRST_PAUSE * 2 ** min(attempt, 9), LONGEST_PAUSE))
         raise AssertionError
 
     def _check_again(self, server: _Server) -> None:
@@ -313,6 +316,11 @@ class VllmServer(FeatureSource):
 
     def _checked(self, server: _Server, tokens: list[int], found: dict[str, Tensor]) -> Tensor:
         """Return the states in a file; refuse those of other tokens, layers or another model."""
+        if not {"hidden_states", "token_ids"} <= found.keys() or found["hidden_states"].ndim != 3:
+            raise InputError(
+                f"a server must write hidden_states and token_ids, but {server.shown} wrote "
+                f"{', '.join(found)}; {SERVE}"
+            )
         states, read = found["hidden_states"], found["token_ids"].tolist()
         if read != tokens or len(states) != len(tokens):
             raise InputError(
@@ -349,7 +357,9 @@ class VllmServer(FeatureSource):
         except ConnectionError as error:
             if not is_start:
                 raise
-            raise InputError(f"a server must be ready, but {error}; {SERVE}") from None
+            raise InputError(
+                f"a server must be ready, but {error}; {SERVE}, and give its address up to /v1"
+            ) from None
         if context is not None and context < self.longest:
             raise InputError(
                 f"a server must read {self.longest} tokens, the longest row, but {server.shown} "

@@ -15,13 +15,12 @@ import httpx2
 import pytest
 from safetensors.torch import load_file
 
-from specheads.commands import train  # noqa: F401 - imported once, before the children fork
 from specheads.commands._call import call
 from specheads.config import data_dir
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from tests.export.features_server import free_port
-from tests.training.in_processes import FORK
+from tests.training.in_processes import CLEAN
 from tests.training.test_trainer import assert_equal
 
 BASE = data_dir("recipes") / "tiny_code" / "base"
@@ -69,7 +68,7 @@ def act(words: list[str], run: Path) -> None:
 
 
 def start(words: list[str], run: Path) -> Any:
-    process = FORK.Process(target=act, args=(words, run))
+    process = CLEAN.Process(target=act, args=(words, run))
     process.start()
     return process
 

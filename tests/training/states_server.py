@@ -33,7 +33,7 @@ class StatesServer:
         self.change: Callable[[Tensor], Tensor] = lambda states: states
         """Changes the states [token, layer, width]."""
         self.faults: list[str] = []
-        """Faults of the next requests: status_500, dropped, stalled, absent, cut or late."""
+        """Faults of the next requests: status_CODE, dropped, stalled, absent, cut or late."""
         self.requests: list[list[int]] = []
         self.one = threading.Lock()
         self.start()
@@ -67,6 +67,8 @@ class StatesServer:
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(content)))
+                # no connection outlives `stop`
+                self.send_header("Connection", "close")
                 self.end_headers()
                 self.wfile.write(content)
                 self.wfile.flush()
@@ -93,8 +95,9 @@ class StatesServer:
             read = self.base.read(tokens, tuple(self.layers))
             assert read.aux is not None
             written = int(self.base.projection(read.hidden[:, -1]).argmax())
-        if fault == "status_500":
-            handler.reply(500, {"error": {"message": "EngineDeadError"}})
+        if fault.startswith("status_"):
+            said = f"EngineDeadError {handler.headers['Authorization']}"
+            handler.reply(int(fault.removeprefix("status_")), {"error": {"message": said}})
             return
         if body["model"] != self.name:
             handler.reply(404, {"error": {"message": f"no model {body['model']}"}})

