@@ -1,6 +1,6 @@
 """Print or start the vLLM server that computes the hidden states of a training.
 
-specheads serve-features recipe=smollm2 base=MODEL head=eagle3 tensor_parallel=4
+specheads serve-features recipe=tiny_code base=MODEL head=eagle3 tensor_parallel=4
 specheads serve-features base=MODEL head=dflash url=http://127.0.0.1:8100/v1 run=true
 """
 

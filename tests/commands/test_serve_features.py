@@ -33,7 +33,7 @@ def printed(capsys: Any, *overrides: str) -> list[dict[str, str]]:
     call("serve-features", [f"base={BASE}", *overrides])
     shown = capsys.readouterr()
     # the arguments that the training needs
-    (command, *more) = shlex.split(shown.err.removeprefix("train with "))
+    (command, *more) = shlex.split(shown.err.splitlines()[-1].removeprefix("train with "))
     assert command == "features=vllm"
     compose.settings_of("train", ["recipe=smoke", command, *more])
     return [options(line) for line in shown.out.splitlines()]

@@ -12,7 +12,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 
 STAND_INS = {
     "srun": 'export SLURM_NODEID=1; while [[ $1 == --* ]]; do shift; done; exec "$@"',
-    "curl": "",
+    "curl": "while [ ! -s served ]; do sleep 0.01; done",
     "specheads": 'echo "$@" >> served; while true; do sleep 0.01; done',
     "scontrol": 'echo "$@" >> told; echo node-a; echo node-b',
     "accelerate": """

@@ -115,18 +115,19 @@ def test_plan_of_a_training_from_servers_has_both_sides(folder: Path):
     ends = FrozenBase.load(str(folder), dtype="float32", ends_only=True).model
     whole, server = loaded(folder), found["server"]
     assert found["memory_bytes"]["corpus"]["base weights"] == _bytes(ends)
-    assert (server["layers"], whole.width) == ([0, 1, 2, 4], 32)
-    # the states and the token id
-    assert server["feature_bytes_per_token"] == 4 * 32 * 4 + 8
-    assert server["folder_bytes"] == 3 * 2 * 64 * (4 * 32 * 4 + 8)
-    slot = whole.slot_bytes // 2 + 4 * 32 * 4
+    assert (server["layers"], whole.width) == ([0, 1, 2, 3, 4], 32)
+    # the states in float32, and the token id
+    states, token = 5 * 32 * 4, 5 * 32 * 4 + 8
+    assert server["feature_bytes_per_token"] == token
+    assert server["folder_bytes"] == 3 * 2 * 64 * token
+    slot = whole.slot_bytes // 2 + states
     assert server["bytes_per_gpu_by_gpus"][2] == {
         "weights": _bytes(whole.model) // 2,
         "cache per token": slot,
         "cache of all open requests": 3 * 64 * slot,
     }
     corpus = found["phases"]["corpus"]
-    assert corpus["feature_bytes"] == corpus["tokens"] * (4 * 32 * 4 + 8)
+    assert corpus["feature_bytes"] == corpus["tokens"] * token
     assert corpus["feature_bytes_per_second"] > 0
     yaml.safe_dump(found)
 
