@@ -42,7 +42,7 @@ def run(
 
 def test_train_returns_the_run_and_announces_the_head(run: RunDirectory, announced: list[str]):
     assert run.finished
-    assert announced[-1] == f"head: {run.head}"
+    assert announced[-2:] == [f"head: {run.head}", "stage 2 of 2: evaluation"]
     results = read(Results, run.report / "results.json")
     assert results is not None
     assert results.lossless is not None
