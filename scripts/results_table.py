@@ -204,14 +204,12 @@ def contexts(files: Sequence[Path]) -> str:
     for file in files:
         results = read(Results, file)
         assert results is not None
-        how, prompts = results.settings, results.prompts
-        header, *rows = context_rows(results)
-        tables.append(
-            f"{file.stem.removeprefix('contexts_')}: `{results.head.kind}`, {how.tree}, "
-            f"{how.num_nodes} nodes, {prompts.count} prompts of {prompts.name}, "
-            f"{how.max_new_tokens} new tokens, {how.dtype}; {_machine(results.provenance)}.\n\n"
-            f"{table(header, rows)}"
-        )
+        how, header, *rows = results.settings, *context_rows(results)
+        what = f"`{results.head.kind}`, {how.tree}, {how.num_nodes} nodes"
+        asked = f"{results.prompts.count} prompts of {results.prompts.name}"
+        length = f"{how.max_new_tokens} new tokens, {how.dtype}"
+        origin = f"{what}, {asked}, {length}; {_machine(results.provenance)}"
+        tables.append(f"{origin}.\n\n{table(header, rows)}")
     return "\n\n".join(tables)
 
 
