@@ -66,7 +66,9 @@ class Config(AttentionConfig):
     def __post_init__(self) -> None:
         # serving engines read the list as a sorted set
         if self.aux_layers != sorted(set(self.aux_layers)):
-            raise InputError(f"head.aux_layers must increase, got {self.aux_layers}; sort them")
+            raise InputError(
+                f"aux_layers must increase, got {self.aux_layers}; set head.aux_layers"
+            )
         if self.norm_before_fc and self.fc_norm:
             raise InputError(
                 "eagle3 normalises its features once, got norm_before_fc and fc_norm; leave one out"
