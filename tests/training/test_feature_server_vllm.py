@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from specheads.config import data_dir
@@ -139,5 +140,6 @@ def test_server_that_is_killed_and_started_again_costs_no_step(tmp_path: Path):
         assert "asking again" in (tmp_path / "one.log").read_text()
         assert not list(folder.iterdir())
     heads = [load_file(tmp_path / name / "head/model.safetensors") for name in ("whole", *runs)]
-    assert_equal(heads[0], heads[1])
-    assert_equal(heads[0], heads[2])
+    # requests of two trainers share batches, whose shapes change the order of sums
+    for other in heads[1:]:
+        torch.testing.assert_close(other, heads[0], rtol=1e-4, atol=1e-5)
