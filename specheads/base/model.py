@@ -67,12 +67,12 @@ class FrozenBase(Forwards):
             for_few_rows(model)
             choose_experts(model)
             check(self)
+        if exact:
+            check_exact(self, compile=compile)
         if compile and self.device.type == "cuda":
             self._graphs, self._layers = CudaGraphs(), CompiledLayers(model)
         elif compile:
             self._compiled_answer = compiled(answer)
-        if exact:
-            check_exact(self)
         self._spare: deque[Slab] = deque(maxlen=1)
         self.width: int = self.config.hidden_size
         """Width of the final hidden state."""
