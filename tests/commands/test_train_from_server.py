@@ -2,6 +2,7 @@
 
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,11 +144,16 @@ def test_killed_run_ends_with_the_same_head_and_leaves_no_file(
     whole, seconds = finished(server, tmp_path / "whole")
     chance = random.Random(kills)
     for _ in range(kills):
+        if RunDirectory(tmp_path / "run").head.is_dir():
+            # it came to its end before this kill: begin again
+            shutil.rmtree(tmp_path / "run")
         process = start(server, tmp_path / "run")
         process.join(chance.uniform(0.3, 0.9) * seconds)
         process.kill()
         process.join()
-    run, _ = finished(server, tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    if not run.head.is_dir():
+        finished(server, run.path)
     assert_same_head(whole, run)
     assert not left(server)
 
@@ -156,18 +162,21 @@ def test_killed_run_ends_with_the_same_head_and_leaves_no_file(
 def test_two_runs_share_a_server_that_is_killed_and_started_again(tmp_path: Path):
     folder, port = tmp_path / "states", free_port()
     words = [f"features.url=[http://127.0.0.1:{port}/v1]", f"features.folder={folder}"]
+    # long enough for both to train at the same time
+    words += ["schedule.phases.corpus.steps=300"]
     with served(folder, port) as process:
-        whole, seconds = finished(words, tmp_path / "whole")
+        whole, _ = finished(words, tmp_path / "whole")
         both = [start(words, tmp_path / name) for name in ("one", "two")]
-        time.sleep(seconds / 2)
+        while not all((tmp_path / name / "metrics.jsonl").exists() for name in ("one", "two")):
+            assert all(one.is_alive() for one in both)
+            time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
         process.wait()
         time.sleep(0.5)
         with served(folder, port):
-            for one in both:
+            for name, one in zip(("one", "two"), both, strict=True):
                 one.join()
-                assert one.exitcode == 0
-            for name in ("one", "two"):
+                assert one.exitcode == 0, (tmp_path / f"{name}.log").read_text()
                 assert_same_head(whole, RunDirectory(tmp_path / name))
             # the killed server left locks and whole files, which the end of a run removes
             assert not list(folder.iterdir())
