@@ -101,7 +101,9 @@ def test_losses_equal_those_of_a_local_base(kind: str, tmp_path: Path, capsys: A
 def test_trainer_that_is_killed_ten_times_ends_with_the_same_head(tmp_path: Path):
     folder, chance = tmp_path / "states", random.Random(10)
     words = [*HEADS["redrafter"], "features=vllm", "checkpoint_every=3"]
-    with features_server(BASE, folder, tmp_path / "log", *RECIPE, *words) as (address, _):
+    # requests that share a batch, or a cached prefix, change the order of sums
+    alone = "options=--enforce-eager --max-num-seqs 1 --no-enable-prefix-caching"
+    with features_server(BASE, folder, tmp_path / "log", *RECIPE, *words, alone) as (address, _):
         words += [f"features.url=[{address}]", f"features.folder={folder}"]
         began = time.monotonic()
         rows(tmp_path / "whole", training(tmp_path / "whole", *words))
@@ -137,7 +139,7 @@ def test_server_that_is_killed_and_started_again_costs_no_step(tmp_path: Path):
     with features_server(BASE, folder, tmp_path / "log", *RECIPE, *words, port=port):
         for name, process in runs.items():
             assert len(rows(tmp_path / name, process)) == STEPS
-        assert "asking again" in (tmp_path / "one.log").read_text()
+        assert "asking again" in " ".join((tmp_path / "one.log").read_text().split())
         assert not list(folder.iterdir())
     heads = [load_file(tmp_path / name / "head/model.safetensors") for name in ("whole", *runs)]
     # requests of two trainers share batches, whose shapes change the order of sums

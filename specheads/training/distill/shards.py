@@ -38,7 +38,8 @@ def refuse_other_text(folder: Path, claim: dict[str, Any]) -> None:
     except (ValueError, TypeError, RecursionError):
         raise _damaged(mark, folder) from None
     for name, value in json.loads(json.dumps(claim)).items():
-        if before.get(name) != value:
+        # folders of earlier versions have no base_config
+        if before.get(name, value if name == "base_config" else None) != value:
             raise InputError(
                 "self-distilled text needs the base, data and settings that generated it: "
                 f"{folder} was generated with {name} {before.get(name)}, got {value}; remove it or "
