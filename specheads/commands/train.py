@@ -40,7 +40,6 @@ from specheads.runs.trackers import Tracker, refuse_missing
 from specheads.training import trainer
 from specheads.training.distill.run import refuse_sharded
 from specheads.training.feature_cache import feature_cache
-from specheads.training.feature_server import VllmServer
 from specheads.training.features import FeatureSource, LocalBase
 from specheads.training.plan import automatic, largest_batches
 from specheads.training.processes import (
@@ -205,6 +204,9 @@ def _source(
     """Return the source of features; servers are checked, and closed with `held`."""
     phases, data = settings.schedule.phases, settings.data
     if not base.has_layers:
+        # loads the client of servers
+        from specheads.training.feature_server import VllmServer
+
         longest = max(row_tokens(one, data, base.max_length) for one in phases.values())
         server = VllmServer(settings.features, base, head, longest, announce)
         return held.enter_context(closing(server))
