@@ -39,6 +39,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"num_layers": 2, "sliding_window": 3},
         {"parallel": True, "num_layers": 2, "sliding_window": 7},
     ],
+    "eagle_gru": [{"attention_heads": 4, "key_value_heads": 2}, {"sliding_window": 3}],
     "hydra_heads": [{"prefix": False, "num_layers": 1}],
     "medusa": [{"projection": "shared"}, {"projection": "low_rank", "rank": 3}, {"num_layers": 2}],
     "mlp_speculator": [

@@ -20,11 +20,9 @@ from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFlo
 from specheads.heads.checkpoint import fill, take_maps
 from specheads.heads.layers.attention import AttentionConfig, LlamaLayer, Slots, draft_window
 from specheads.heads.layers.common import RMSNorm
+from specheads.heads.layers.embedding import LOW_MIDDLE_HIGH
 from specheads.heads.layers.feedback import FeedbackHead
 from specheads.heads.layers.rotary import published
-
-NUM_AUX_LAYERS = 3
-"""Default number of layers that it reads: low, middle and high."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,7 +88,7 @@ class Head(FeedbackHead):
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         self.depth, self.aux_layers = config.depth, tuple(config.aux_layers)
-        num_aux, epsilon = len(self.aux_layers) or NUM_AUX_LAYERS, config.epsilon
+        num_aux, epsilon = len(self.aux_layers) or LOW_MIDDLE_HIGH, config.epsilon
         if config.mask_token >= vocab_size:
             raise InputError(
                 f"head.mask_token must be below {vocab_size}, got {config.mask_token}; lower it"
@@ -110,9 +108,7 @@ class Head(FeedbackHead):
 
     def choose_aux_layers(self, num_layers: int) -> None:
         """Choose the published layers, or three evenly spaced ones in a shallow base."""
-        if not self.aux_layers:
-            first, end = (2, 3) if num_layers >= 7 else (int(num_layers > 3), 1)
-            self.choose([first, num_layers // 2, num_layers - end])
+        self.choose_low_middle_high(num_layers)
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
         """Initialise the vocabulary projection and its own embedding from the base's."""
@@ -140,7 +136,7 @@ class Head(FeedbackHead):
         read = super().embeddings(tokens)
         if not self.config.parallel:
             return read
-        masks = self.embed(torch.full_like(tokens, self.config.mask_token), self.norm.weight)
+        masks = self.embed(torch.full_like(tokens, self.config.mask_token), self.lm_head.weight)
         return (masks if level else one for level, one in enumerate(read))
 
     def projection(self, level: int) -> Projection:

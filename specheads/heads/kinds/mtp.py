@@ -71,7 +71,7 @@ class Head(FeedbackHead):
 
     def first(self, features: Features) -> Float[Tensor, "batch time width"]:
         """Return the base's last hidden states, in the dtype of the weights."""
-        return features.hidden.to(self.norm.weight.dtype)
+        return features.hidden.to(self.blocks()[0].input_layernorm.weight.dtype)
 
     def enter(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """Project the token's embedding and the previous state to the stream of the layer."""

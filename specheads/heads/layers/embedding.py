@@ -13,6 +13,9 @@ from specheads.core.errors import InputError
 from specheads.core.features import Features
 from specheads.core.weight_layout import product
 
+LOW_MIDDLE_HIGH = 3
+"""Number of base layers that EAGLE-3 reads by default."""
+
 
 class BorrowingHead(Head):
     """A head that borrows tensors of its base, as frozen buffers that are not saved."""
@@ -59,6 +62,12 @@ class BorrowingHead(Head):
         """Read the base after these layers."""
         self.config = replace(self.config, aux_layers=aux_layers)
         self.aux_layers = tuple(aux_layers)
+
+    def choose_low_middle_high(self, num_layers: int) -> None:
+        """Choose the layers of EAGLE-3, or three evenly spaced ones in a shallow base."""
+        if not self.aux_layers:
+            first, end = (2, 3) if num_layers >= 7 else (int(num_layers > 3), 1)
+            self.choose([first, num_layers // 2, num_layers - end])
 
     def streams(self, features: Features) -> Float[Tensor, "batch time aux"]:
         """Return the residual streams of the base after the layers that this head reads."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from specheads.core.drafter import Anchors, Guesses, Nodes, State, States, Tokens
 from specheads.core.features import Committed, Documents, Features
 from specheads.heads.layers.attention import LlamaLayer, Slots, near
-from specheads.heads.layers.common import RMSNorm, pick_parents
+from specheads.heads.layers.common import pick_parents
 from specheads.heads.layers.embedding import BorrowingHead
 from specheads.heads.layers.path_attention import takes
 
@@ -37,7 +37,7 @@ class FeedbackHead(BorrowingHead):
     So each round trains on what it reads when drafting.
     """
 
-    norm: RMSNorm
+    norm: nn.Module
     feeds_normed: bool
     """Whether a round reads the normalised output of the previous one."""
 
@@ -61,10 +61,14 @@ class FeedbackHead(BorrowingHead):
         """Return the input of the next round, from the output of a round."""
         return self.norm(hidden) if self.feeds_normed else hidden
 
+    def embedded(self, tokens: Int[Tensor, "*any"]) -> Float[Tensor, "*any width"]:
+        """Return the embeddings of tokens in the dtype of the layers."""
+        return self.embed(tokens, self.blocks()[0].input_layernorm.weight)
+
     def embeddings(self, tokens: Tokens) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield the embeddings that each round of training reads."""
         # one lookup for all levels: the gradient of each lookup is as large as the table
-        own = self.embed(tokens, self.norm.weight)
+        own = self.embedded(tokens)
         return (own.roll(-1 - level, 1) for level in range(self.depth))
 
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
@@ -119,7 +123,7 @@ class FeedbackHead(BorrowingHead):
         positions = torch.cat([read, at[:, 1:]], dim=1) if behind else read
         # padding sees what the last position sees
         seen = torch.cat([read.minimum(newest), at[:, 1:]], dim=1)
-        embedded, paths = self.embed(tokens, self.norm.weight), list[Tensor]()
+        embedded, paths = self.embedded(tokens), list[Tensor]()
 
         def last(values: Tensor) -> Tensor:
             """Return the values at the last committed position and at those that follow it."""
@@ -146,7 +150,7 @@ class FeedbackHead(BorrowingHead):
         layers, paths = self.blocks(), list[Tensor]()
         level = state.paths[0].shape[4] + 1
         positions = (state.memory.lengths[:, None] - 1 + level).expand_as(parents)
-        embedded = self.embed(tokens, self.norm.weight)
+        embedded = self.embedded(tokens)
         hidden = self.enter(pick_parents(state.hidden, parents), embedded)
         pasts, visible = state.memory.past(window=self.window(level))
         parts = zip(layers, state.paths, pasts.chunk(len(layers), dim=1), strict=True)

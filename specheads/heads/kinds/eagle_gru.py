@@ -1,0 +1,116 @@
+"""EAGLE-GRU: EAGLE-3's attention for the first level, and a gated recurrent cell for the others.
+
+The first level attends to the whole text. Each further level is one cell, which costs less than a
+layer: it reads one more drafted token and starts from the state of the first level. Of no paper:
+recipes/LOG.md has the comparison with EAGLE-3 and ReDrafter.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, States, Tokens
+from specheads.core.features import Committed, Features
+from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt
+from specheads.heads.layers.attention import AttentionConfig, LlamaLayer, Slots
+from specheads.heads.layers.common import RMSNorm, pick_parents
+from specheads.heads.layers.embedding import LOW_MIDDLE_HIGH
+from specheads.heads.layers.feedback import FeedbackHead
+
+
+@dataclass(kw_only=True, slots=True)
+class Config(AttentionConfig):
+    """Settings of an EAGLE-GRU head."""
+
+    depth: Depth = 5
+    """Number of levels it trains and drafts; its size does not depend on this."""
+    aux_layers: list[LayerIndex] = field(default_factory=list)
+    """Base layers it reads next to the final hidden state: k is the residual stream after k layers.
+    Empty selects 2, n // 2 and n - 3 of n, or others for a shallow base."""
+    rope_theta: PositiveFloat = 10_000.0
+    """Base of the rotary position embedding."""
+    epsilon: PositiveFloat = 1e-5
+    """Epsilon of the norms."""
+    sliding_window: PositiveInt | None = None
+    """Number of positions of the text that its layer sees. Null is all."""
+
+
+class Head(FeedbackHead):
+    """state_0 = layer(hidden + fused aux layers, root); state_k = GRU(state_k-1, token k).
+
+    It starts with the base's next-token distribution at the first level: the fusion and the outputs
+    of the layer begin at zero.
+    """
+
+    feeds_normed = False
+
+    def __init__(self, config: Config, width: int, vocab_size: int) -> None:
+        super().__init__(config, width, vocab_size)
+        self.depth, self.aux_layers = config.depth, tuple(config.aux_layers)
+        num_aux = len(self.aux_layers) or LOW_MIDDLE_HIGH
+        self.fc = nn.Linear(num_aux * width, width, bias=False)
+        self.layer = LlamaLayer(config, width, reads_tokens=True)
+        self.norm = nn.Identity()
+        self.token_norm, self.state_norm = (RMSNorm(width, config.epsilon) for _ in range(2))
+        self.read_token = nn.Linear(width, 3 * width)
+        self.gate = nn.Linear(width, 2 * width, bias=False)
+        self.candidate = nn.Linear(width, width, bias=False)
+        self.lm_head = nn.Linear(width, self.drafted_size, bias=False)
+
+    def choose_aux_layers(self, num_layers: int) -> None:
+        """Choose the layers of EAGLE-3."""
+        self.choose_low_middle_high(num_layers)
+
+    def initialise(self, embedding: Tensor, projection: Tensor) -> None:
+        """Start the first level from the base's next-token distribution."""
+        self.lm_head.weight.data.copy_(projection)
+        for output in (self.fc, self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
+            nn.init.zeros_(output.weight)
+
+    def blocks(self) -> list[LlamaLayer]:
+        """Return the layer of the first level."""
+        return [self.layer]
+
+    def window(self, level: int) -> int | None:
+        """Return the number of positions of the text that the first level sees."""
+        return self.config.sliding_window
+
+    def first(self, features: Features) -> Float[Tensor, "batch time width"]:
+        """Return the base's final hidden state plus the fused residual streams."""
+        return features.hidden.to(self.fc.weight.dtype) + self.fc(self.streams(features))
+
+    def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
+        """Yield the states that read one token after each position, then two, and so on."""
+        state = next(super().states(features, tokens, anchors))
+        yield state
+        embedded = self.embedded(tokens)
+        for level in range(1, self.depth):
+            state = self._read(state, embedded.roll(-1 - level, 1))
+            yield state
+
+    def projection(self, level: int) -> Projection:
+        """Return the vocabulary projection, the same at every level, without a bias."""
+        return self.lm_head.weight, None
+
+    @torch.no_grad()
+    def begin(self, committed: Committed, memory: Slots) -> Guesses:
+        """Store keys and values of the committed positions; return the logits after the root."""
+        logits, branch = super().begin(committed, memory)
+        return logits, branch.hidden
+
+    @torch.no_grad()
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
+        """Read each node after its parent's state."""
+        below = self._read(pick_parents(state, parents), self.embedded(tokens))
+        return self.logits(below, 1), below
+
+    def _read(self, state: Tensor, embedded: Tensor) -> Tensor:
+        """Return the state after one more token."""
+        normed = self.state_norm(state)
+        *gates, new = self.read_token(self.token_norm(embedded)).chunk(3, dim=-1)
+        reset, keep = (torch.cat(gates, dim=-1) + self.gate(normed)).sigmoid().chunk(2, dim=-1)
+        new = F.silu(new + reset * self.candidate(normed))
+        return new + keep * (state - new)
