@@ -14,7 +14,7 @@ from tests import tiny
 from tests.packed import alone, packed, pieces, texts
 
 KINDS = kinds()
-ATTENDING = ["dflash", "dspark", "eagle3", "hydra_heads", "mtp"]
+ATTENDING = ["dflash", "dspark", "eagle3", "eagle_gru", "hydra_heads", "mtp"]
 """Kinds with attention of their own; a new one that is missing here fails the control below."""
 
 DEPTH = 2
