@@ -191,9 +191,9 @@ def test_card_lists_for_every_engine_whether_it_serves_the_head(kind, made, base
     # a copy of the base is not for the head's repository
     assert set(rows) == {*engines()} - {"base"}
     assert shown == [engine for engine in rows if rows[engine] == "yes"]
-    # vLLM serves every kind, by its plug-in or in the speculators format
-    assert {"vllm", "speculators"} & {*shown}
-    assert text.count(f"engine={shown[0]} out=served") == 1
+    # vLLM serves every other kind, by its plug-in or in the speculators format
+    assert bool({"vllm", "speculators"} & {*shown}) == (kind != "eagle_gru")
+    assert text.count("out=served") == min(len(shown), 1)
 
 
 def test_access_is_set_before_any_file_is_public(publish, server):
