@@ -19,6 +19,9 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 
+ONE = threading.Lock()
+"""Held while a base computes: servers of one test share it."""
+
 
 class StatesServer:
     """Serves `/v1/models` and `/v1/completions` in a thread; tests change its attributes.
@@ -35,7 +38,7 @@ class StatesServer:
         self.faults: list[str] = []
         """Faults of the next requests: status_CODE, dropped, stalled, absent, cut or late."""
         self.requests: list[list[int]] = []
-        self.one = threading.Lock()
+        self.one = ONE
         self.start()
 
     @property
