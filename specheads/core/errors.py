@@ -36,6 +36,11 @@ def first_line(error: BaseException) -> str:
     return f"{(str(error).splitlines() or [''])[0] or type(error).__name__:.200}"
 
 
+def one_line(error: BaseException) -> str:
+    """Return the whole message of an error on one line, or the name of its class."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def whole(value: Any, name: str, least: int | None = 0) -> int:
     """Return an integer of Python, numpy or torch as an `int`; refuse anything else."""
     try:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specheads.core.errors import InputError
-from specheads.data.conversations import Message, first_answer
+from specheads.core.errors import InputError, one_line
+from specheads.data.conversations import Message, first_answer, last_message
 from specheads.data.encode import encoding
 from specheads.data.files import located
 from specheads.data.masks import Answer, decoded, marked, says_all, squeezed, wrong_mask
@@ -168,7 +168,7 @@ class Template:
         the template changes the answer, for example removes its thought, the conversation is
         rendered again and does not begin with `tokens`.
         """
-        last = max(place for place, one in enumerate(messages) if one["role"] == "assistant")
+        last = last_message(messages, "assistant")
         probe = [*messages[:last], messages[last] | ANSWER, *messages[last + 1 :]]
         _, is_written, rest = self.text(probe, tools, ask=True).rpartition(ANSWERED)
         after = self.text(messages, tools, ask=True)
@@ -458,7 +458,7 @@ class Template:
             with suppress(Exception):
                 if any(one.get("tool_calls") for one in messages):
                     return self._rendered(list(map(_with_text, messages)), tools, **choices)
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = one_line(error)
             raise InputError(
                 f"the tokenizer's chat template must take the messages of a row: {reason:.200}",
                 fault="has others",
@@ -495,7 +495,7 @@ class Template:
 
 def _warn_of_left_out(text: str, messages: Messages, tools: Tools) -> None:
     """Warn of questions, system prompts and tools that a template does not write."""
-    last = max(place for place, one in enumerate(messages) if one["role"] == "assistant")
+    last = last_message(messages, "assistant")
     parts = [(one["role"], one["content"]) for one in messages[:last]]
     parts += [("tools", str(one.get("function", one).get("name", ""))) for one in tools or ()]
     whole = squeezed(text)

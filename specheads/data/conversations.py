@@ -94,6 +94,11 @@ def question(row: Mapping[str, Any]) -> Conversation:
     return found
 
 
+def last_message(messages: Sequence[Message], role: str) -> int:
+    """Return the index of the last message of a role, which must exist."""
+    return max(place for place, one in enumerate(messages) if one["role"] == role)
+
+
 def first_answer(messages: Sequence[Message]) -> int:
     """Return the index of the first answer to a user, else the number of messages.
 

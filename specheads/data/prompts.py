@@ -18,7 +18,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.core.errors import InputError
 from specheads.core.files import local_path
 from specheads.data.chat import ASKED, Template, refuse_fixed_thinking
-from specheads.data.conversations import Conversation, first_answer, question
+from specheads.data.conversations import Conversation, first_answer, last_message, question
 from specheads.data.documents import cut_windows
 from specheads.data.encode import affixes, prompt_ids
 from specheads.data.files import JSONL, PARQUET, SHOWN, located, rows_of
@@ -149,17 +149,15 @@ def load_prompts(
         raise InputError("prompts=held_out are those of a run's data; name a run, or other prompts")
     if thinking:
         refuse_fixed_thinking(tokenizer)
-    values = dict.fromkeys(thinking) or [None]
     if corpus is not None:
         wanted = corpus, "prompts", tokenizer, prompt_tokens, num_prompts, seed
-        found = [held_out(*wanted, thinking=value) for value in values]
+        prompts = held_out(*wanted, thinking=thinking)
     else:
         rows = [one for where, row in _rows(name) for one in _questions(row, where, all_turns)]
         # tokenise what is used only: sets of long prompts are large
         some = _some(rows, num_prompts, seed)
-        found = [[_prompt(*one, tokenizer, value) for one in some] for value in values]
-    # a question with and without thinking is timed side by side
-    prompts = [prompt for pair in zip(*found, strict=True) for prompt in pair]
+        # a question with and without thinking is timed side by side
+        prompts = [_prompt(*one, tokenizer, value) for one in some for value in _values(thinking)]
     return PromptSet.of(name if name in NAMES else Path(name).name, prompts)
 
 
@@ -195,28 +193,32 @@ def held_out(
     num_prompts: int,
     seed: int = 0,
     *,
-    thinking: bool | None = None,
+    thinking: Sequence[bool] = (),
 ) -> list[Prompt]:
     """Return prompts from one split of a corpus: questions, starts of traces, windows of text.
 
-    A conversation gives its first question, and a trace its tokens before the first answer.
-    Windows have `prompt_tokens` tokens.
+    A conversation gives its first question, once for each value of `thinking`, and a trace its
+    tokens before the first answer; a question may have several traces. Windows have
+    `prompt_tokens` tokens.
 
     Raises:
         InputError: The split has no prompt, or one that cannot ask for `thinking`.
     """
     found = list[Prompt]()
     talks, traces, texts = corpus.divided()
-    if thinking is not None and (traces or texts):
+    if thinking and (traces or texts):
         raise InputError(UNASKED)
     with suppress(EmptySplitError):
         if traces:
-            documents = tokenised(traces, split, tokenizer, seed)
-            for number in _some(list(range(len(documents))), num_prompts, seed):
-                ids = documents.tokens(number)[: documents.loss_mask(number).argmax()].tolist()
-                if ids:
-                    text = str(tokenizer.decode(ids))
-                    found.append(Prompt(ids, traces.source, text, f"trace {number}"))
+            documents, starts = tokenised(traces, split, tokenizer, seed), dict[Ids, int]()
+            for number in range(len(documents)):
+                ids = documents.tokens(number)[: documents.loss_mask(number).argmax()]
+                starts.setdefault(tuple(ids.tolist()), number)
+            starts.pop((), None)
+            found += [
+                Prompt([*ids], traces.source, str(tokenizer.decode([*ids])), f"trace {number}")
+                for ids, number in _some(list(starts.items()), num_prompts, seed)
+            ]
     with suppress(EmptySplitError):
         if texts:
             documents = tokenised(texts, split, tokenizer, seed)
@@ -230,13 +232,22 @@ def held_out(
         for where, row in _some(list(read(talks, split, seed)), num_prompts, seed):
             # a greeting before the question is not an answer
             asked = {**row, "messages": row["messages"][: first_answer(row["messages"])]}
-            found += [_prompt(*one, tokenizer, thinking) for one in _questions(asked, where)]
+            found += [
+                _prompt(*one, tokenizer, value)
+                for one in _questions(asked, where)
+                for value in _values(thinking)
+            ]
     if not found:
         raise InputError(
             f"no conversation and no text of {prompt_tokens} tokens of {corpus.source} is held "
             f"out for {split}; give more of them, or lower prompt_tokens"
         )
-    return _some(found, num_prompts, seed)
+    return _some(found, num_prompts * len(_values(thinking)), seed)
+
+
+def _values(thinking: Sequence[bool]) -> list[bool | None]:
+    """Return each value of `enable_thinking` once; none leaves it to the template."""
+    return [*dict.fromkeys(thinking)] or [None]
 
 
 def _some(items: list[T], most: int, seed: int) -> list[T]:
@@ -246,6 +257,7 @@ def _some(items: list[T], most: int, seed: int) -> list[T]:
     return [items[place] for place in sorted(random.Random(seed).sample(range(len(items)), most))]
 
 
+Ids = tuple[int, ...]
 Question = tuple[Conversation, Mapping[str, Any], str]
 """A question, its row and the location of the row."""
 
@@ -283,7 +295,8 @@ def _resolved(row: dict[str, Any], where: str, input_length: str) -> dict[str, A
     ):
         turns = [one.get("content") for one in messages]
     with located(where):
-        if any(isinstance(turn, str) and UNRESOLVED in turn for turn in turns or []):
+        found = turns if isinstance(turns, list) else []
+        if any(isinstance(turn, str) and UNRESOLVED in turn for turn in found):
             raise InputError(
                 "rows of SPEED-Bench must hold their prompts (write the folder with the prepare "
                 "script of NeMo-Skills or ModelOpt, which fetches them)",
@@ -362,7 +375,7 @@ def _asked(template: Template, asked: Conversation) -> tuple[list[int], int]:
     """Return the token ids of a prompt in the chat template, and where its last question begins."""
     messages, tools = asked.messages, asked.tools
     ids, places = template.read(template.text(messages, tools, ask=True))
-    last = max(place for place, one in enumerate(messages) if one["role"] == "user")
+    last = last_message(messages, "user")
     marked = messages[last] | {"content": ASKED + messages[last]["content"]}
     text = template.text([*messages[:last], marked, *messages[last + 1 :]], tools, ask=True)
     return ids, int(np.searchsorted(places[:, 0], text.find(ASKED)))

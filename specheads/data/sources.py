@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, one_line
 from specheads.core.files import HUB_ID, local_path
 from specheads.data import files as local
 from specheads.data.conversations import conversation
@@ -189,7 +189,7 @@ def hub_rows(source: Source, seed: int) -> Rows:
             yield f"row {number} of dataset {name}", without_nulls(row)
     except Exception as error:
         # the network, the Hub and the readers of each format have their own exceptions
-        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+        reason = one_line(error.__cause__ or error)
         raise InputError(
             f"cannot load {name!r:.80} from the Hub: {reason:.200}; check the id, data.config=, "
             "data.split=, data.patterns= and the network, or pass a local file instead"

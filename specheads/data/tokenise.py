@@ -21,7 +21,7 @@ from specheads.data.settings import CONVERSATIONS, TRACES, Data, Source
 from specheads.data.sources import SPLITS, identity, read_all
 from specheads.data.traces import refuse_unknown_ids
 
-FORMAT = 5
+FORMAT = 6
 """Increased when the same text would become other documents; older files are not found then."""
 FILE = "documents.arrow"
 """All documents of a corpus, of every split."""
@@ -141,8 +141,8 @@ def _write(
                 elif source.bad_rows == "stop":
                     # a source whose every row is refused would take long
                     bad.report(name, "stop")
-                done += sum(len(row.get("text") or str(row)) for _, _, row in batch)
                 if bar is not None:
+                    done += sum(len(row.get("text") or str(row)) for _, _, row in batch)
                     bar.update(task, completed=done // 10**6, total=max(total, done) // 10**6 + 1)
                 batch = list(islice(rows, BATCH_ROWS))
         bad.report(name, source.bad_rows)

@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from specheads.base.model import FrozenBase
-from specheads.core.errors import InputError, first_line
+from specheads.core.errors import InputError, first_line, one_line
 from specheads.core.files import refuse_outside, to_json
 from specheads.decoding.trees.tuned import FILE
 from specheads.export.card import PICTURES, model_card, read_summary
@@ -193,7 +193,7 @@ def _explain(repo: str, error: BaseException) -> str:
         reason = (answer.server_message or "without a reason").splitlines()[0]
         cause = f"the Hub answered {answer.response.status_code} ({reason})"
     elif type(error) is ValueError:
-        cause = " ".join(str(error).split())
+        cause = one_line(error)
     else:
         cause = f"the upload broke off ({type(error.__cause__ or error).__name__})"
     return (

@@ -25,7 +25,7 @@ from specheads.measure.generation import (
     decode_texts,
     write_alone,
 )
-from specheads.measure.offline import fixed_tree, measure_offline
+from specheads.measure.offline import measure_offline, replays
 from specheads.measure.online import measure_online
 from specheads.measure.results import Results
 from specheads.measure.speed import measure_speed
@@ -62,7 +62,7 @@ def evaluate_head(
     """
     tree = generation.tree or policies.chain(head.depth)
     sampling, own = generation.sampling, own_tree(tree)
-    chain = replace(generation, tree=None, acceptance="match", batch_size=8)
+    chain = replace(generation, tree=None, batch_size=8)
     tokens = [prompt.tokens for prompt in prompts.prompts]
     texts = Continuations(tokens, write_alone(base, tokens, chain), prompts.groups)
     found: dict[str, Any] = {}
@@ -179,7 +179,7 @@ def _replay(
     offline: results.Offline | None, online: results.Online, tree: policies.TreePolicy
 ) -> dict[str, Any] | None:
     """Compare replay and decoding; None if a chain was replayed because the tree is not fixed."""
-    if offline is None or not tree.depth or fixed_tree(tree) is None:
+    if offline is None or not replays(tree):
         return None
     names = ("forwards", "per_depth", "tokens_per_forward")
     pair = [{name: to_json(one)[name] for name in names} for one in (offline, online)]

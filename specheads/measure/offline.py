@@ -10,6 +10,7 @@ docs/losslessness.md.
 
 from collections.abc import Sequence, Set
 from itertools import islice
+from typing import TypeGuard
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -144,17 +145,19 @@ def top_k_accuracy(ranks: Int[Tensor, "drafted depth"], top: int = TOP) -> list[
     ]
 
 
+def replays(tree: policies.TreePolicy | None) -> TypeGuard[policies.TreePolicy]:
+    """Return whether stored ranks can replay a tree: it drafts, and always in the same shape."""
+    return tree is not None and tree.depth > 0 and fixed_tree(tree) is not None
+
+
 def measure_offline(
     base: FrozenBase, head: Head, texts: Continuations, generation: GenerationSettings
 ) -> Offline:
     """Return the `offline` section of results.json.
 
-    A chain as deep as the head is replayed if there is no tree, if the tree drafts nothing, and if
-    its shape differs from step to step, which stored ranks cannot reproduce.
+    A chain as deep as the head is replayed in place of a tree that cannot be: see `replays`.
     """
-    tree = generation.tree
-    if tree is None or not tree.depth or fixed_tree(tree) is None:
-        tree = policies.chain(head.depth)
+    tree = generation.tree if replays(generation.tree) else policies.chain(head.depth)
     pairs = list(zip(texts.prompts, texts.alone, strict=True))
     each = zip(pairs, each_prompt(generation.sampling, len(pairs)), strict=True)
     width = max(TOP, tree.num_guesses)

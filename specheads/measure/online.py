@@ -20,7 +20,13 @@ from specheads.core.texts import loops
 from specheads.decoding.prompt_lookup import common_prefix_length
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, each_prompt
 from specheads.measure.counts import DepthCounts, group_rate, rate, sections
-from specheads.measure.generation import Continuations, Decoded, GenerationSettings, decode_prompts
+from specheads.measure.generation import (
+    Continuations,
+    Decoded,
+    GenerationSettings,
+    decode_prompts,
+    write_alone,
+)
 from specheads.measure.results import (
     IDENTICAL,
     TIED,
@@ -66,8 +72,8 @@ def identical_exactly(
         return None
     try:
         drafted = decode_prompts(base, drafter, prompts, generation)
-        alone = decode_prompts(base, None, prompts, generation.alone)
-        return sum(one.tokens == other.tokens for one, other in zip(drafted, alone, strict=True))
+        alone = write_alone(base, prompts, generation)
+        return sum(one.tokens == other for one, other in zip(drafted, alone, strict=True))
     finally:
         base.exact = False
 

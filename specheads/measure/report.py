@@ -72,6 +72,12 @@ def write_report(folder: Path, results: Results, history: Sequence[Mapping[str, 
     return folder / "report.html"
 
 
+VLLM_COLUMNS = (
+    *("mean_acceptance_length", "draft_acceptance_rate"),
+    *("num_drafts", "num_draft_tokens", "num_accepted_tokens"),
+)
+
+
 def acceptance_csv(name: str, online: Online) -> str:
     """Return acceptance.csv: the prompts of each subset once, with speculators' columns too."""
     rows = []
@@ -81,10 +87,7 @@ def acceptance_csv(name: str, online: Online) -> str:
             {"subset": "/".join([name, *filter(None, labels.values())]), **labels}
             | {"prompts": one.count, "tokens_per_forward": one.tokens_per_forward}
             | _ends(one.interval)
-            | {"mean_acceptance_length": one.mean_acceptance_length}
-            | {"draft_acceptance_rate": one.draft_acceptance_rate, "num_drafts": one.num_drafts}
-            | {"num_draft_tokens": one.num_draft_tokens}
-            | {"num_accepted_tokens": one.num_accepted_tokens}
+            | {column: getattr(one, column) for column in VLLM_COLUMNS}
             | {"acceptance_length": one.mean_acceptance_length}
             | {f"acceptance_at_pos_{place}": share for place, share in shares}
         )

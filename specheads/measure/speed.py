@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 
 import torch
 
@@ -144,7 +145,12 @@ def measure_speed(
     read = None
     if not with_prompt:
         read = statistics.fmean(one.prompt_seconds for one in timings[None])
-        timings = {name: [one.decoding() for one in found] for name, found in timings.items()}
+        # a text that ended with its first token has no decoding to time
+        kept = [all(one.forwards for one in row) for row in zip(*timings.values(), strict=True)]
+        timings = {
+            name: [one.decoding() for one in compress(found, kept)]
+            for name, found in timings.items()
+        }
     head_alone = timings.get("head alone")
     return replace(
         summarise(timings[None], timings["drafted"]),

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, one_line
 from specheads.core.files import MAX_SETTINGS_BYTES, refuse_outside
 
 MAX_DEPTH = 20
@@ -52,7 +52,7 @@ def read_settings(file: Path) -> dict[str, Any]:
     try:
         return parse(file.read_text(encoding="utf-8"))
     except (ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise InputError(
             f"{file} is not a run's settings: {reason}; restore the file that training wrote"
         ) from error

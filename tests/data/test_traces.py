@@ -93,7 +93,7 @@ def test_traces_are_documents_with_their_mask_and_give_held_out_prompts(tokenize
         prompts = held_out(data, "prompts", tokenizer, 64, 100)
         assert {tuple(one.tokens) for one in prompts} == asked["prompts"]
         with pytest.raises(InputError, match="thinking needs questions"):
-            held_out(data, "prompts", tokenizer, 64, 100, thinking=True)
+            held_out(data, "prompts", tokenizer, 64, 100, thinking=[True])
 
 
 def test_bad_traces_are_listed_or_left_out(tokenizer, tmp_path):
