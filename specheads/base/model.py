@@ -65,7 +65,7 @@ class FrozenBase(Forwards):
         if owned:
             model.eval().requires_grad_(False)
             for_few_rows(model)
-            choose_experts(model)
+            choose_experts(model, self.experts)
             check(self)
         if exact:
             check_exact(self, compile=compile)
@@ -149,6 +149,11 @@ class FrozenBase(Forwards):
     def decodes(self) -> bool:
         """Whether one process can generate text with it: it is neither sharded nor at a server."""
         return self.has_layers and self.sharding is None
+
+    @property
+    def where(self) -> str:
+        """What messages call a base that does not decode."""
+        return "a sharded base" if self.sharding else "a base at a server"
 
     @property
     def num_parameters(self) -> int:

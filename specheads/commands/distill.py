@@ -23,7 +23,7 @@ from specheads.heads.load import load_head
 from specheads.runs.progress import progress
 from specheads.training.distill.prompts import identity_of, prompt_source
 from specheads.training.distill.report import as_markdown
-from specheads.training.distill.run import EXTERNAL_ENGINES, Job, refuse_sharded, write_folder
+from specheads.training.distill.run import EXTERNAL_ENGINES, Job, refuse_not_decoding, write_folder
 from specheads.training.processes import accelerator_of_environment, load_base, naming_lost
 from specheads.training.settings import distilled
 
@@ -72,16 +72,14 @@ def distill(
             )
         texts = replace(texts, use_head=True)
     refuse_unreadable(settings.data)
-    folder, accelerator = (
-        writable_folder(settings.out),
-        accelerator_of_environment(settings.base.dtype),
-    )
+    folder = writable_folder(settings.out)
+    accelerator = accelerator_of_environment(settings.base.dtype)
     if base is None:
         # other engines load the weights themselves
         is_here = texts.engine not in EXTERNAL_ENGINES
         named = settings.base if is_here else replace(settings.base, device="cpu")
         base = load_base(base_of_training(replace(settings, base=named)), accelerator)
-        refuse_sharded(base, texts, folder)
+        refuse_not_decoding(base, texts, folder)
     head = load_head(settings.head_path, base) if settings.head_path else None
     prompts = prompt_source(settings.data, base, texts, settings.seed)
     job = Job(

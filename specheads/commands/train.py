@@ -38,7 +38,7 @@ from specheads.runs.progress import stages
 from specheads.runs.settings import read_settings
 from specheads.runs.trackers import Tracker, refuse_missing
 from specheads.training import trainer
-from specheads.training.distill.run import refuse_sharded
+from specheads.training.distill.run import refuse_not_decoding
 from specheads.training.feature_cache import feature_cache
 from specheads.training.features import FeatureSource, LocalBase
 from specheads.training.plan import automatic, largest_batches
@@ -49,7 +49,7 @@ from specheads.training.processes import (
     on_all_processes,
     readers,
 )
-from specheads.training.schedule import adapter_settings, refuse_misfit, row_tokens
+from specheads.training.schedule import adapter_settings, longest_row, refuse_misfit
 from specheads.training.texts import PhaseTexts
 
 Announce = Callable[[str], None]
@@ -102,9 +102,9 @@ def train(
     if made.adapter.is_dir():
         announce(f"adapter of the base: {made.adapter}")
     if settings.evaluate_after and not base.decodes:
-        what = "a sharded base" if base.sharding else "a base at a server"
         announce(
-            f"{what} cannot decode in one process: measure with specheads evaluate run={made.path}"
+            f"{base.where} cannot decode in one process: measure with specheads evaluate "
+            f"run={made.path}"
         )
     elif settings.evaluate_after:
         announce(begin("evaluation"))
@@ -120,7 +120,9 @@ def _stages(settings: Train) -> list[str]:
     names = []
     for name, phase in settings.schedule.phases.items():
         names += [f"text of {name}", name] if phase.distill else [name]
-    return [*names, "evaluation"] if settings.evaluate_after else names
+    # a base at a server is not evaluated here
+    evaluates = settings.evaluate_after and settings.features.source == "local"
+    return [*names, "evaluation"] if evaluates else names
 
 
 def _train(
@@ -138,8 +140,7 @@ def _train(
     is_main, seed = accelerator.is_main_process, settings.seed
     base = _checked_base(settings, made, accelerator, base)
     phases, data = settings.schedule.phases, settings.data
-    texts = PhaseTexts(phases, data, base, made.text, accelerator, announce, seed)
-    texts.stage = stage
+    texts = PhaseTexts(phases, data, base, made.text, accelerator, announce, seed, stage)
     torch.manual_seed(seed)
     identity = texts.identity()
     with ExitStack() as held:
@@ -207,7 +208,7 @@ def _source(
         # loads the client of servers
         from specheads.training.feature_server import VllmServer
 
-        longest = max(row_tokens(one, data, base.max_length) for one in phases.values())
+        longest = longest_row(settings.schedule, data, base.max_length)
         server = VllmServer(settings.features, base, head, longest, announce)
         return held.enter_context(closing(server))
     wanted, rows = settings.feature_cache, settings.validation.rows
@@ -259,7 +260,7 @@ def _checked_base(
     for name, phase in phases.items():
         refuse_misfit(name, phase, base.max_length, depth, processes)
         if phase.distill:
-            refuse_sharded(base, phase.distill, Path(phase.distill.folder or made.text))
+            refuse_not_decoding(base, phase.distill, Path(phase.distill.folder or made.text))
     if base.sharding and (joint or settings.feature_cache.gib):
         raise InputError(
             "joint training and a feature cache need the whole base in each process, but "

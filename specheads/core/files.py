@@ -205,17 +205,22 @@ def local_path(path: str | Path) -> Path:
     return place
 
 
+def nearest(place: Path) -> Path:
+    """Return the path itself if it exists, else its nearest folder that does."""
+    return next(one for one in (place, *place.parents) if one.exists())
+
+
 def writable_folder(path: str | Path) -> Path:
     """Return the resolved path of a folder, which need not exist; refuse one that is unwritable."""
     place, reason = local_path(path), ""
     try:
         place = place.resolve()
-        nearest = next(one for one in (place, *place.parents) if one.exists())
+        parent = nearest(place)
         # incomplete files have longer names
         if len(os.fsencode(place.name)) > 240:
             reason = "its name is too long"
-        elif not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-            reason = f"{nearest} is {'not writable' if nearest.is_dir() else 'a file'}"
+        elif not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            reason = f"{parent} is {'not writable' if parent.is_dir() else 'a file'}"
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error)
     if reason:

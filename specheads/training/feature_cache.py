@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from specheads.base.fingerprint import config_fingerprint
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.core.features import Features
@@ -41,7 +42,8 @@ class FeatureCache(FeatureSource):
     ) -> None:
         self.base, self.aux_layers, self.announce = base, aux_layers, announce
         decisive = [
-            base.fingerprint, str(base.dtype), base.device.type,
+            base.fingerprint, config_fingerprint(base.model.config), str(base.dtype),
+            base.device.type,
             base.config._attn_implementation, list(aux_layers),
         ]  # fmt: skip
         self.folder = folder / hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]

@@ -10,7 +10,7 @@ import hashlib
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,11 +31,23 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
 from specheads.core.features import Features
-from specheads.core.files import read_json, writable_folder, write_atomic
+from specheads.core.files import nearest, read_json, writable_folder, write_atomic
+from specheads.core.machine import to_device
 from specheads.data.packing import TokenBatch
 from specheads.runs.directory import RunDirectory
-from specheads.training.distill.engines.openai import KEY_VARIABLE, REMEDIES, key_in, shown_url
-from specheads.training.features import FeatureSource, server_layers
+from specheads.training.distill.engines.openai import (
+    KEY_VARIABLE,
+    REMEDIES,
+    key_in,
+    quoted,
+    shown_url,
+)
+from specheads.training.features import (
+    FeatureSource,
+    features_of,
+    server_layers,
+    server_token_bytes,
+)
 from specheads.training.settings import FeatureSettings
 
 SERVE = "start it with the command that `specheads serve-features` prints for this head"
@@ -50,6 +62,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
 """Seconds between two attempts."""
 LAST_SWEEP_SECONDS = 5.0
 """Longest wait at the end for files of abandoned requests."""
+
+Document = tuple[int, int, np.ndarray]
+"""Row, first position and tokens of a document."""
 
 
 @dataclass
@@ -140,7 +155,10 @@ class VllmServer(FeatureSource):
 
     def ahead(self, batch: TokenBatch) -> None:
         """Send the requests of a batch."""
-        for _, _, tokens in _documents(batch):
+        self._send(list(_documents(batch)))
+
+    def _send(self, documents: Sequence[Document]) -> None:
+        for _, _, tokens in documents:
             key = tokens.tobytes()
             if key not in self._ready:
                 self._ready[key] = self._pool.submit(self._fetch, tokens.tolist())
@@ -160,12 +178,13 @@ class VllmServer(FeatureSource):
             InputError: A server gives wrong states, or fails for `patience_seconds`, or until the
                 run is asked to stop.
         """
-        self.ahead(batch)
+        documents = list(_documents(batch))
+        self._send(documents)
         shape = (*batch.tokens.shape, len(self.layers), self.base.width)
         states = torch.zeros(shape, dtype=self.base.dtype)
         known = torch.zeros(shape[:2], dtype=torch.bool)
         began = time.perf_counter()
-        for row, first, tokens in _documents(batch):
+        for row, first, tokens in documents:
             # a text that is twice in a batch is requested twice
             wanted = self._ready.pop(tokens.tobytes(), None)
             # the main thread reacts to a signal between two waits
@@ -175,14 +194,12 @@ class VllmServer(FeatureSource):
             states[row, first : first + len(found)] = found
             known[row, first : first + len(found)] = True
         self.waited_seconds += time.perf_counter() - began
-        states, known = (one.to(self.base.device, non_blocking=True) for one in (states, known))
+        states, known = (to_device(one, self.base.device) for one in (states, known))
         with self._ends:
-            embedded = self.base.embedded(batch.tokens)
-            self._refuse_other_embedding(states[:, :, 0][known], embedded[known])
-            hidden = self.base.final_norm(states[:, :, -1])
-        columns = [states[:, :, self.layers.index(layer)] for layer in self.aux_layers]
-        aux = torch.cat(columns, -1) if columns else None
-        return Features(hidden, aux, batch.tokens, batch.document_ids)
+            # the others are zeros, as their states are
+            embedded = self.base.embedded(batch.tokens) * known[..., None]
+            self._refuse_other_embedding(states[:, :, 0], embedded)
+            return features_of(states, self.layers, self.aux_layers, self.base, batch)
 
     def close(self) -> None:
         """Stop the requests and remove their files."""
@@ -287,8 +304,7 @@ class VllmServer(FeatureSource):
         except (APIError, JSONDecodeError) as error:
             status = error.status_code if isinstance(error, APIStatusError) else 500
             what = str(error.__cause__ or error) or type(error).__name__
-            what = what.replace(self._key, "***") if self._key else what
-            what = f"{server.shown} failed ({' '.join(what.split()):.200})"
+            what = f"{server.shown} failed ({quoted(what, self._key)})"
             if status >= 500 or status in TRANSIENT:
                 raise ConnectionError(what) from None
             remedy = REMEDIES[status] if status in (401, 403) else SERVE
@@ -413,7 +429,7 @@ class VllmServer(FeatureSource):
 
     def _bytes_of(self, num_tokens: int) -> int:
         """Return the size of a file."""
-        return num_tokens * (len(self.layers) * self.base.width * self.base.dtype.itemsize + 8)
+        return num_tokens * server_token_bytes(self.layers, self.base.width, self.base.dtype)
 
     def _bytes(self, gib: float) -> int:
         size, longest = int(gib * 2**30), self._bytes_of(self.longest)
@@ -422,7 +438,7 @@ class VllmServer(FeatureSource):
                 f"features.max_gib must hold the states of a row of {self.longest} tokens, "
                 f"{longest / 2**30:.3f} GiB, got {gib:g}; raise it"
             )
-        if (free := shutil.disk_usage(_existing(self.folder)).free) < size:
+        if (free := shutil.disk_usage(nearest(self.folder)).free) < size:
             raise InputError(
                 f"features.folder must have room for features.max_gib={gib:g}, and {self.folder} "
                 f"has {free / 2**30:.2f} GiB free; lower features.max_gib, or free some space"
@@ -447,8 +463,8 @@ class VllmServer(FeatureSource):
         return busy
 
 
-def _documents(batch: TokenBatch) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield row, first position and tokens of each document, up to the token before its last label.
+def _documents(batch: TokenBatch) -> Iterator[Document]:
+    """Yield each document, up to the token before its last label.
 
     Later states have no effect: the last label is predicted from the position before it.
     """
@@ -478,7 +494,3 @@ def _locked(held: Any, kind: int) -> bool:
 def _remove(file: Path) -> None:
     file.unlink(missing_ok=True)
     _lock_of(file).unlink(missing_ok=True)
-
-
-def _existing(folder: Path) -> Path:
-    return next(one for one in (folder, *folder.parents) if one.exists())

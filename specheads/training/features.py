@@ -4,7 +4,11 @@ Training, validation and the losses know only `FeatureSource`. See docs/scale.md
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
@@ -47,6 +51,24 @@ class LocalBase(FeatureSource):
     def features(self, batch: TokenBatch) -> Features:
         """Return the features of a batch by a forward of the base."""
         return self.base.read(batch.tokens, self.aux_layers, batch.document_ids)
+
+
+def features_of(
+    states: Float[Tensor, "batch time layer width"],
+    layers: Sequence[int],
+    aux_layers: Sequence[int],
+    base: FrozenBase,
+    batch: TokenBatch,
+) -> Features:
+    """Return the features in a server's states of these layers, of which the last is the base's."""
+    columns = [states[:, :, layers.index(layer)] for layer in aux_layers]
+    aux = torch.cat(columns, -1) if columns else None
+    return Features(base.final_norm(states[:, :, -1]), aux, batch.tokens, batch.document_ids)
+
+
+def server_token_bytes(layers: Sequence[int], width: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a token in a server's file: its states and its id."""
+    return len(layers) * width * dtype.itemsize + torch.int64.itemsize
 
 
 def server_layers(head: Head, num_layers: int) -> list[int]:

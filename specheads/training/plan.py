@@ -37,7 +37,12 @@ from specheads.heads.load import build, build_for, choose_layers, load_head, res
 from specheads.runs.checkpoint import KEPT
 from specheads.training.cost import flop_counter
 from specheads.training.distill.engines.local import REFILL
-from specheads.training.features import FeatureSource, server_layers
+from specheads.training.features import (
+    FeatureSource,
+    features_of,
+    server_layers,
+    server_token_bytes,
+)
 from specheads.training.objective import Objective, label_counts
 from specheads.training.optimizers import roles
 from specheads.training.processes import load_base, readers, sharding_of
@@ -130,7 +135,7 @@ def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
         memory[phase.name] = libraries | shapes.step(phase, rows[phase.name])
     peak = max(sum(parts.values()) for parts in memory.values())
     room = room_of(device) if _is_here(device) else None
-    server = {} if shapes.base.has_layers else _server(shapes)
+    server = {} if shapes.base.has_layers else _server(shapes, accelerator.num_processes)
     hours, measured, work = {}, peak, {one.name: _work(shapes, one) for one in phases}
     if room is None:
         note = f"there are no hours: this machine has no {device}"
@@ -227,10 +232,10 @@ def _work(shapes: "Shapes", phase: PlacedPhase) -> dict[str, int]:
     }
 
 
-def _server(shapes: "Shapes") -> dict[str, Any]:
-    """Return what a server needs, by the number of GPUs that share its weights."""
+def _server(shapes: "Shapes", num_processes: int) -> dict[str, Any]:
+    """Return what a server of all these trainers needs, by the GPUs that share its weights."""
     setup, layers = shapes.setup, shapes.layers
-    asked = setup.features
+    asked, requests = setup.features, setup.features.concurrency * num_processes
     base = shaped_base(setup.base | {"ends_only": False}, server_dtype(setup.base["dtype"]))
     longest = longest_row(setup.schedule, setup.data, base.max_length)
     config: Any = base.config
@@ -245,13 +250,13 @@ def _server(shapes: "Shapes") -> dict[str, Any]:
             gpus[number] = {
                 "weights": _stored_bytes(base.model) // number,
                 "cache per token": slot,
-                "cache of all open requests": slot * asked.concurrency * longest,
+                "cache of all open requests": slot * requests * longest,
             }
-    files = asked.concurrency * max(len(asked.url), 1) * longest * shapes.token_bytes
+    files = requests * max(len(asked.url), 1) * longest * shapes.token_bytes
     return {
         "layers": layers,
         "feature_bytes_per_token": shapes.token_bytes,
-        "folder_bytes": min(files, int(asked.max_gib * 2**30)),
+        "folder_bytes": min(files, int(num_processes * asked.max_gib * 2**30)),
         "bytes_per_gpu_by_gpus": gpus,
     }
 
@@ -431,11 +436,13 @@ class Shapes:
         self.on_cpu = device.type == "cpu"
         self.layers = server_layers(self.head, self.base.num_layers)
         """Layers that a server gives."""
-        self.token_bytes = (1 + len(self.head.aux_layers)) * self.base.width * dtype.itemsize
+        width, sent = self.base.width, server_dtype(setup.base["dtype"])
+        self.token_bytes = (
+            (1 + len(self.head.aux_layers)) * width * dtype.itemsize
+            if self.base.has_layers
+            else server_token_bytes(self.layers, width, sent)
+        )
         """Bytes of a token's features in a cache, or in a server's file."""
-        if not self.base.has_layers:
-            width, sent = self.base.width, server_dtype(setup.base["dtype"])
-            self.token_bytes = len(self.layers) * width * sent.itemsize + torch.int64.itemsize
 
     def weights(self) -> Parts:
         """Return the memory that does not depend on the batch."""
@@ -507,10 +514,7 @@ class RandomStates(FeatureSource):
         states = torch.empty(shape, dtype=self.base.dtype, device=self.base.device).uniform_()
         if not states.is_meta:
             self._ahead.append(states.to("cpu", self.dtype, copy=True))
-        hidden = self.base.final_norm(states[:, :, -1])
-        columns = [states[:, :, self.layers.index(layer)] for layer in self.aux_layers]
-        aux = torch.cat(columns, -1) if columns else None
-        return Features(hidden, aux, batch.tokens, batch.document_ids)
+        return features_of(states, self.layers, self.aux_layers, self.base, batch)
 
 
 def states_of(setup: Setup, base: FrozenBase, head: Head) -> RandomStates | None:

@@ -51,6 +51,7 @@ class PhaseTexts:
         accelerator: The processes of the run.
         announce: Called with lines for people.
         seed: Seed of the text.
+        stage: Begins a stage by its name and returns a line for people.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class PhaseTexts:
         accelerator: Accelerator,
         announce: Callable[[str], None],
         seed: int,
+        stage: Callable[[str], str] = str,
     ) -> None:
         assert base.tokenizer is not None
         self.phases, self.data, self.base, self.tokenizer = phases, data, base, base.tokenizer
@@ -72,8 +74,7 @@ class PhaseTexts:
         self.share = readers(base.sharding, accelerator)
         self.head: Head | None = None
         """The trained head, which may draft while the base generates text."""
-        self.stage: Callable[[str], str] = str
-        """Begins a stage by its name and returns a line for people."""
+        self.stage = stage
         self._begun: list[str] = []
         self._prompts: dict[tuple[int, int], PromptSource] = {}
         claims: dict[Path, dict[str, Any]] = {}
@@ -96,7 +97,10 @@ class PhaseTexts:
             "base_config": config_fingerprint(self.base.model.config),
         }
         if not all(phase.distill for phase in self.phases.values()):
-            facts["data"] = self.documents.identity()
+            documents = self.documents
+            # it reads the whole corpus, and only one process stores it
+            if self.accelerator.is_main_process:
+                facts["data"] = documents.identity()
         return facts
 
     @cached_property
@@ -190,8 +194,9 @@ class PhaseTexts:
     def _held_prompts(self, settings: Validation) -> tuple[list[list[int]], str]:
         """Return this process's share of the held-out prompts, and the identity of all prompts."""
         if not self.base.decodes:
-            what = "a sharded base" if self.base.sharding else "a base at a server"
-            raise InputError(f"{what} does not decode here; measure the head after training")
+            raise InputError(
+                f"{self.base.where} does not decode here; measure the head after training"
+            )
         length, number = settings.prompt_tokens, settings.prompts
         found = prompts_of_split(self.data, "validation", self.tokenizer, length, number, self.seed)
         room = self.base.max_length - settings.new_tokens

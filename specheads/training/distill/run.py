@@ -192,16 +192,15 @@ def engine_for(job: Job) -> TextEngine:
     return build(job.settings, job.base, head, job.prompts.longest)
 
 
-def refuse_sharded(base: FrozenBase, settings: Distill, folder: Path) -> None:
-    """Raise for a base without layers, or sharded: processes would have to decode in lockstep."""
+def refuse_not_decoding(base: FrozenBase, settings: Distill, folder: Path) -> None:
+    """Raise for a base that does not decode here: processes would have to decode in lockstep."""
     if base.decodes or settings.engine in EXTERNAL_ENGINES:
         return
     if missing_blocks(folder, settings.shard_size, settings.num_samples):
         raise InputError(
-            f"a {'sharded base' if base.sharding else 'base at a server'} cannot generate text "
-            f"here, got distill.engine={settings.engine}; use one of "
-            f"{', '.join(EXTERNAL_ENGINES)}, or generate text with a specheads distill that can "
-            "and set distill.folder to its folder"
+            f"{base.where} cannot generate text here, got distill.engine={settings.engine}; use "
+            f"one of {', '.join(EXTERNAL_ENGINES)}, or generate text with a specheads distill that "
+            "can and set distill.folder to its folder"
         )
 
 

@@ -139,7 +139,7 @@ class Completions:
                 what = f"status {status}, {error.response.text}"
             raise InputError(
                 f"a server must answer each request, but {self.shown} did not: "
-                f"{self._quoted(what)}; {REMEDIES.get(status, RESUME)}"
+                f"{quoted(what, self._key)}; {REMEDIES.get(status, RESUME)}"
             ) from None
         return self._read(request, reply)
 
@@ -158,7 +158,7 @@ class Completions:
         except (AttributeError, TypeError, ValueError):
             raise InputError(
                 f"a server must return one complete answer, but {self.shown} returned "
-                f"{self._quoted(str(reply))}; use a server with /v1/completions"
+                f"{quoted(str(reply), self._key)}; use a server with /v1/completions"
             ) from None
         if length != len(request.tokens) or read not in (None, request.tokens):
             raise InputError(
@@ -193,10 +193,11 @@ class Completions:
             )
         return self.base.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _quoted(self, text: str) -> str:
-        """Return a server's message as one short line without the key."""
-        text = text.replace(self._key, "***") if self._key else text
-        return f"{' '.join(text.split()) or 'no message':.200}"
+
+def quoted(text: str, key: str) -> str:
+    """Return a server's message as one short line without the key."""
+    text = text.replace(key, "***") if key else text
+    return f"{' '.join(text.split()) or 'no message':.200}"
 
 
 def shown_url(url: str) -> str:
