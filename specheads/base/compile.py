@@ -61,7 +61,7 @@ class CudaGraphs:
         """Recorded graphs that still exist: torch frees a memory pool with its last graph."""
 
     def __call__(
-        self, graphs: dict[Hashable, Any], key: Hashable, forward: Forward, inputs: Outputs
+        self, graphs: dict[Hashable, Any], key: Hashable, forward: Forward, inputs: tuple[Any, ...]
     ) -> Outputs:
         """Return the outputs of the forward, replayed from the graph of this key in `graphs`.
 

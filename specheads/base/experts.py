@@ -1,6 +1,6 @@
 """The experts of a mixture-of-experts base: which code of transformers computes them, and how."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,22 +20,24 @@ def experts_of(model: nn.Module) -> list[Any]:
     return [one for one in model.modules() if hasattr(one, "is_transposed")]
 
 
-def choose_experts(model: PreTrainedModel) -> None:
+def choose_experts(model: PreTrainedModel, modules: Sequence[Any]) -> None:
     """Use transformers' eager experts if torch has no grouped product for the weights of a base.
 
-    torch lacks it in float64, and for rows that are not a multiple of 16 bytes.
+    `modules` are those of `experts_of`. torch lacks the product in float64, and for rows that are
+    not a multiple of 16 bytes.
     """
     config: Any = model.config.get_text_config()
+    if config._experts_implementation != GROUPED:
+        return
     # one expert of each shape
     shapes = {
         ((1, *matrix.shape[1:]), matrix.dtype, matrix.device, experts.is_transposed)
-        for experts in experts_of(model)
+        for experts in modules
         for matrix in experts.parameters(recurse=False)
         # others are quantised, and have code of their own
         if matrix.ndim == 3 and matrix.dtype in DTYPES
     }
-    is_grouped = config._experts_implementation == GROUPED
-    if is_grouped and not all(_computes_grouped(*shape) for shape in shapes):
+    if not all(_computes_grouped(*shape) for shape in shapes):
         config._experts_implementation = "eager"
 
 

@@ -219,8 +219,9 @@ def make_tokenizer(file: Path, fields: dict[str, Any]) -> PreTrainedTokenizerBas
     if kind == "llama":
         # next to the file, transformers would also read settings, and code that they name
         with TemporaryDirectory() as empty:
-            settings = {"gguf_file": str(file), "trust_remote_code": False}
-            read = AutoTokenizer.from_pretrained(empty, **settings)
+            read = AutoTokenizer.from_pretrained(
+                empty, gguf_file=str(file), trust_remote_code=False
+            )
         # transformers 5.17 ignores the fields of the file for these tokens
         read.backend_tokenizer.post_processor = _post_processor(fields, adds_bos=True)
         return read

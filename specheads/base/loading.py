@@ -48,8 +48,8 @@ def load_model(
 
     The source is what `gguf.located` takes. The dtype is one of `DTYPES` or "auto": bfloat16 if the
     device computes it, else float32. The device "auto" is CUDA if available. With a `Sharding` the
-    model is loaded on the CPU first. `ends_only` reads no layer, only what is
-    before and after them; the config keeps the number of layers.
+    model is loaded on the CPU first. `ends_only` reads no layer, only what is before and after
+    them; the config keeps the number of layers.
     """
     refuse_attention(attention)
     sharded = isinstance(device, Sharding)

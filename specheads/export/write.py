@@ -40,6 +40,8 @@ from specheads.runs.provenance import provenance
 
 RECORD = "specheads.json"
 """File in every export: the head, its base, and the result of the check. Engines ignore it."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""Files that the copy of a base does not store again."""
 MERGED_BASE = "base"
 """Subfolder for a base with a merged adapter, which exists nowhere else."""
 TOLERANCE = 1e-4
@@ -110,6 +112,10 @@ def export_head(
     if merged:
         base.place = str(out / MERGED_BASE)
     folder = layout.write(head, base, out)
+    if folder.copied and out.is_relative_to(folder.copied.resolve()):
+        raise InputError(
+            f"out= must not be inside the base's folder, which is copied, got {out}; name another"
+        )
     head = folder.stored or head
     sweep(out.parent, out.name)
     with atomic_folder(out) as scratch:
@@ -191,7 +197,7 @@ def _copy(source: Path, target: Path, changed: Mapping[str, Tensor]) -> None:
                 names, metadata = set(stored.keys()), stored.metadata()
         if new := {name: changed[name] for name in names & changed.keys()}:
             save_file(load_file(file) | new, place, metadata)
-        elif not (names and _linked(file, place)):
+        elif not (file.suffix in WEIGHTS and _linked(file, place)):
             shutil.copyfile(file, place)
 
 

@@ -16,9 +16,9 @@ from specheads.core.drafter import Head
 from specheads.core.errors import first_line
 from specheads.export.layouts._shared import Folder, Layout, all_of, drafted_tokens
 from specheads.export.layouts.vllm import ATTENTION, MTP
-from specheads.heads.checkpoint import read_tensors
-from specheads.heads.kinds.mtp import module_names
-from specheads.heads.load import copy_of, load_head
+from specheads.heads.checkpoint import read_settings, read_tensors
+from specheads.heads.kinds.mtp import module_names, read_public
+from specheads.heads.load import copy_of
 
 ABOUT = "a copy of the base, for transformers, vLLM and all that draft with its own module"
 
@@ -50,14 +50,14 @@ def objection(head: Head, base: FrozenBase) -> str:
         return "an adapter is merged into the base, and the copy would not have it"
     try:
         folder = checkpoint(base)
-        if not module_names(read_tensors(folder))[1]:
-            return f"{folder} has no MTP module; transformers drops it when it saves a model"
-        own = load_head(folder).config
+        own = read_public(read_settings(folder), read_tensors(folder))
     # the Hub's errors are of both types
     except (OSError, ValueError) as error:
         return f"its base cannot be copied: {first_line(error)}"
-    for item in dataclasses.fields(own):
-        theirs, ours = getattr(own, item.name), getattr(head.config, item.name)
+    if own is None:
+        return f"{folder} has no MTP module; transformers drops it when it saves a model"
+    for item in dataclasses.fields(own.config):
+        theirs, ours = getattr(own.config, item.name), getattr(head.config, item.name)
         if theirs != ours and item.name != "depth":
             return f"the module in {folder} has {item.name}={theirs!r}, the head has {ours!r}"
     return ""

@@ -136,7 +136,7 @@ class Head(FeedbackHead):
         read = super().embeddings(tokens)
         if not self.config.parallel:
             return read
-        masks = self.embed(torch.full_like(tokens, self.config.mask_token), self.lm_head.weight)
+        masks = self.embedded(torch.full_like(tokens, self.config.mask_token))
         return (masks if level else one for level, one in enumerate(read))
 
     def projection(self, level: int) -> Projection:

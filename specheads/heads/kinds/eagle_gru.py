@@ -1,8 +1,8 @@
 """EAGLE-GRU: EAGLE-3's attention for the first level, and a gated recurrent cell for the others.
 
 The first level attends to the whole text. Each further level is one cell, which costs less than a
-layer: it reads one more drafted token and starts from the state of the first level. Of no paper:
-recipes/LOG.md has the comparison with EAGLE-3 and ReDrafter.
+layer: it reads one more drafted token and starts from the state of the first level. No paper
+describes it; recipes/LOG.md has the comparison with EAGLE-3 and ReDrafter.
 """
 
 from dataclasses import dataclass, field
@@ -74,10 +74,6 @@ class Head(FeedbackHead):
         """Return the layer of the first level."""
         return [self.layer]
 
-    def window(self, level: int) -> int | None:
-        """Return the number of positions of the text that the first level sees."""
-        return self.config.sliding_window
-
     def first(self, features: Features) -> Float[Tensor, "batch time width"]:
         """Return the base's final hidden state plus the fused residual streams."""
         return features.hidden.to(self.fc.weight.dtype) + self.fc(self.streams(features))
@@ -86,9 +82,9 @@ class Head(FeedbackHead):
         """Yield the states that read one token after each position, then two, and so on."""
         state = next(super().states(features, tokens, anchors))
         yield state
-        embedded = self.embedded(tokens)
+        read = self._token(tokens)
         for level in range(1, self.depth):
-            state = self._read(state, embedded.roll(-1 - level, 1))
+            state = self._read(state, read.roll(-1 - level, 1))
             yield state
 
     def projection(self, level: int) -> Projection:
@@ -104,13 +100,17 @@ class Head(FeedbackHead):
     @torch.no_grad()
     def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's state."""
-        below = self._read(pick_parents(state, parents), self.embedded(tokens))
+        below = self._read(pick_parents(state, parents), self._token(tokens))
         return self.logits(below, 1), below
 
-    def _read(self, state: Tensor, embedded: Tensor) -> Tensor:
+    def _token(self, tokens: Tensor) -> Tensor:
+        """Return what the cell reads of tokens: both gates and the candidate."""
+        return self.read_token(self.token_norm(self.embedded(tokens)))
+
+    def _read(self, state: Tensor, read: Tensor) -> Tensor:
         """Return the state after one more token."""
         normed = self.state_norm(state)
-        *gates, new = self.read_token(self.token_norm(embedded)).chunk(3, dim=-1)
-        reset, keep = (torch.cat(gates, dim=-1) + self.gate(normed)).sigmoid().chunk(2, dim=-1)
+        gates, new = read.split([2 * self.width, self.width], dim=-1)
+        reset, keep = (gates + self.gate(normed)).sigmoid().chunk(2, dim=-1)
         new = F.silu(new + reset * self.candidate(normed))
         return new + keep * (state - new)

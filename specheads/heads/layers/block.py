@@ -61,6 +61,8 @@ class BlockConfig(AttentionConfig):
     qk_norm: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        # one spelling of no
+        self.causal = self.causal or None
         if self.causal and not self.sliding_window:
             raise InputError(
                 "head.causal=true needs head.sliding_window, got none; set it, or leave causal out"
@@ -285,7 +287,7 @@ def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
     if kind:
         window, plain = draft_window(settings, settings["num_hidden_layers"])
     settings["sliding_window"] = window
-    settings["causal"] = (bool(window) and not settings.get("sliding_window_non_causal")) or None
+    settings["causal"] = bool(window) and not settings.get("sliding_window_non_causal")
     refuse_unused(
         "dspark" if markov else "dflash",
         config,

@@ -14,7 +14,7 @@ from specheads.core.features import Features
 from specheads.core.weight_layout import product
 
 LOW_MIDDLE_HIGH = 3
-"""Number of base layers that EAGLE-3 reads by default."""
+"""Number of base layers that EAGLE-3 and EAGLE-GRU read by default."""
 
 
 class BorrowingHead(Head):

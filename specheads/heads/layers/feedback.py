@@ -1,4 +1,4 @@
-"""EAGLE-3 and MTP: each round reads the output of the previous one and one more token.
+"""EAGLE-3, MTP and the first level of EAGLE-GRU: rounds that read their own output and a token.
 
 Each layer attends to the first round of all earlier positions, which the base has read, and to the
 later rounds of its own path, which the base has not read.
@@ -43,7 +43,7 @@ class FeedbackHead(BorrowingHead):
 
     def window(self, level: int) -> int | None:
         """Return the number of positions of the text that a level sees; None is all of them."""
-        return None
+        return getattr(self.config, "sliding_window", None)
 
     @abstractmethod
     def blocks(self) -> Sequence[LlamaLayer]:
