@@ -45,6 +45,7 @@ def printed(capsys: Any, *overrides: str) -> list[dict[str, str]]:
         *(([f"head={kind}"], [0, LAYERS]) for kind in ("medusa", "mlp_speculator", "redrafter")),
         *(([f"head={kind}"], [0, LAYERS]) for kind in ("hydra_heads", "mtp")),
         (["head=eagle3"], [0, 1, 3, 5, LAYERS]),
+        (["head=eagle_gru"], [0, 1, 3, 5, LAYERS]),
         (["head=eagle3", "head.parallel=true", "head.mask_token=1"], [0, 1, 3, 5, LAYERS]),
         (["head=eagle3", "head.aux_layers=[0,2,6]"], [0, 2, LAYERS]),
         (["head=dflash", "head.aux_layers=[4,1]"], [0, 1, 4, LAYERS]),

@@ -8,11 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from safetensors.torch import load_file
 
@@ -20,7 +19,7 @@ from specheads.commands._call import call
 from specheads.config import data_dir
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
-from tests.export.features_server import free_port
+from tests.servers import free_port, served
 from tests.training.in_processes import CLEAN
 from tests.training.test_trainer import assert_equal
 
@@ -35,31 +34,19 @@ RECIPE = [
 ]  # fmt: skip
 
 
-@contextmanager
-def served(folder: Path, port: int) -> Iterator["subprocess.Popen[bytes]"]:
+def states_server(folder: Path, port: int) -> AbstractContextManager["subprocess.Popen[bytes]"]:
     """Run the server of the tests in its own process."""
     words = [sys.executable, "-m", "tests.training.states_server"]
     words += [str(BASE), str(folder), str(port), "0", "6"]
-    process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
-    try:
-        while True:
-            assert process.poll() is None
-            try:
-                httpx2.get(f"http://127.0.0.1:{port}/v1/models", trust_env=False)
-                break
-            except httpx2.HTTPError:
-                time.sleep(0.1)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    folder.parent.mkdir(exist_ok=True)
+    return served(words, f"http://127.0.0.1:{port}/v1/models", folder.parent / "server.log")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """Return the settings of a server."""
     folder, port = tmp_path_factory.mktemp("states"), free_port()
-    with served(folder, port):
+    with states_server(folder, port):
         yield [f"features.url=[http://127.0.0.1:{port}/v1]", f"features.folder={folder}"]
 
 
@@ -164,7 +151,7 @@ def test_two_runs_share_a_server_that_is_killed_and_started_again(tmp_path: Path
     words = [f"features.url=[http://127.0.0.1:{port}/v1]", f"features.folder={folder}"]
     # long enough for both to train at the same time
     words += ["schedule.phases.corpus.steps=300"]
-    with served(folder, port) as process:
+    with states_server(folder, port) as process:
         whole, _ = finished(words, tmp_path / "whole")
         both = [start(words, tmp_path / name) for name in ("one", "two")]
         while not all((tmp_path / name / "metrics.jsonl").exists() for name in ("one", "two")):
@@ -173,7 +160,7 @@ def test_two_runs_share_a_server_that_is_killed_and_started_again(tmp_path: Path
         process.send_signal(signal.SIGKILL)
         process.wait()
         time.sleep(0.5)
-        with served(folder, port):
+        with states_server(folder, port):
             for name, one in zip(("one", "two"), both, strict=True):
                 one.join()
                 assert one.exitcode == 0, (tmp_path / f"{name}.log").read_text()

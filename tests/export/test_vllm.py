@@ -42,6 +42,7 @@ from tests.export.trained import (
     said,
     trained,
 )
+from tests.servers import VLLM
 
 pytestmark = pytest.mark.vllm
 
@@ -68,13 +69,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 NATIVE = ("eagle3", "eagle3.1", "p_eagle")
 STEPS = {"eagle3": 60, "eagle3.1": 60, "p_eagle": 150, "mtp": 100, "dflash": 150, "dspark": 150}
 """Training steps of heads that learn slowly."""
-QUIET = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
+QUIET = VLLM | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 # a serving environment may lack these packages
 ABSENT = ("accelerate", "datasets", "hydra", "matplotlib", "omegaconf", "peft", "wandb")

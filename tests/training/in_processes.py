@@ -8,7 +8,6 @@ import functools
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -37,6 +36,7 @@ from specheads.training.step import Stepper
 from specheads.training.validation import HeldOut
 from tests import tiny
 from tests.packed import counted_in, texts
+from tests.servers import free_port
 
 FORK = multiprocessing.get_context("fork")
 # fork before computing gradients: torch with CUDA does not support it afterwards
@@ -156,9 +156,7 @@ def started(
     Those of `FORK` have the files that are open here.
     """
     folder_of_base()  # made once, and not in each
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [
         by.Process(target=_act_as, args=(rank, count, port, act, arguments))
         for rank in range(count)

@@ -38,7 +38,6 @@ class StatesServer:
         self.faults: list[str] = []
         """Faults of the next requests: status_CODE, dropped, stalled, absent, cut or late."""
         self.requests: list[list[int]] = []
-        self.one = ONE
         self.start()
 
     @property
@@ -91,7 +90,7 @@ class StatesServer:
         self.http.server_close()
 
     def answer(self, handler: Any, body: dict[str, Any]) -> None:
-        with self.one:
+        with ONE:
             fault = self.faults.pop(0) if self.faults else ""
             self.requests.append(body["prompt"])
             tokens = torch.tensor([body["prompt"]])

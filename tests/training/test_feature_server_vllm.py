@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from specheads.config import data_dir
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
-from tests.export.features_server import features_server, free_port
+from tests.export.features_server import features_server
+from tests.servers import free_port
 from tests.training.test_trainer import assert_equal
 
 pytestmark = pytest.mark.vllm

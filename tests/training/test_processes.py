@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from specheads.runs.directory import RunDirectory
+from tests.servers import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
@@ -62,9 +62,7 @@ class Pair:
     """Two processes of one run without a launcher."""
 
     def __init__(self, count: int, *arguments: str, **environment: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         self.processes = [
             subprocess.Popen(
                 [sys.executable, *arguments],

@@ -2,17 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from specheads.base.model import FrozenBase
@@ -22,6 +18,7 @@ from specheads.decoding.sampling import Sampling
 from specheads.training.distill.engine import GenerationRequest, TextEngine
 from specheads.training.distill.engines import openai
 from specheads.training.settings import Distill
+from tests.servers import VLLM, free_port, served
 
 pytestmark = pytest.mark.vllm
 
@@ -29,13 +26,6 @@ ROOT = Path(__file__).parents[3]
 BASE = ROOT / "recipes" / "tiny_code" / "base"
 KEY = "sk-secret-0123"
 NEW_TOKENS = 40
-QUIET = {
-    "HF_HUB_OFFLINE": "1",
-    "NO_PROXY": "127.0.0.1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 # these packages may be missing
 ABSENT = ("accelerate", "datasets", "hydra", "matplotlib", "omegaconf", "wandb")
@@ -105,7 +95,7 @@ def test_vllm_offline_equals_the_base_and_samples_by_seed():
     done = subprocess.run(
         [sys.executable, "-c", START],
         cwd=ROOT,
-        env=os.environ | QUIET | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        env=os.environ | VLLM | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         capture_output=True,
         text=True,
     )
@@ -122,28 +112,14 @@ def test_vllm_offline_equals_the_base_and_samples_by_seed():
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     """Return the URL of a real server of the tiny base that requires a key."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{free_port()}"
     log = tmp_path_factory.mktemp("serve") / "log"
     # not `vllm serve`, which looks for a package that the CPU build does not have
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(BASE)]
     command += ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "256"]
-    command += ["--enforce-eager", "--host", "127.0.0.1", "--port", str(port), "--api-key", KEY]
-    with log.open("wb") as out:
-        server = subprocess.Popen(command, env=os.environ | QUIET, stdout=out, stderr=out)
-    try:
-        for _ in count():
-            assert server.poll() is None, log.read_text()[-5000:]
-            try:
-                httpx2.get(f"http://127.0.0.1:{port}/health", trust_env=False)
-                break
-            except httpx2.TransportError:
-                time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        server.terminate()
-        server.wait()
+    command += ["--enforce-eager", "--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
+    with served([*command, "--api-key", KEY], f"{url}/health", log, VLLM):
+        yield f"{url}/v1"
 
 
 @pytest.fixture
