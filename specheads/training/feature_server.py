@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from json import JSONDecodeError
@@ -447,7 +447,12 @@ class VllmServer(FeatureSource):
 
     def _sweep(self) -> bool:
         """Remove files of abandoned requests; return whether a server still writes one."""
-        busy = False
+        busy, oldest = False, time.time() - self.settings.timeout_seconds
+        # safetensors writes such a file first, and a server that was killed leaves it
+        for file in self.folder.glob(".tmp*"):
+            with suppress(FileNotFoundError):
+                if file.stat().st_mtime < oldest:
+                    file.unlink()
         for file in self.folder.glob(f"*{self.name}-*.safetensors*"):
             file = file.with_name(file.name.removesuffix(".lock"))
             if any(request in file.name for request in list(self._active)):

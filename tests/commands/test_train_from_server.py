@@ -150,7 +150,7 @@ def test_two_runs_share_a_server_that_is_killed_and_started_again(tmp_path: Path
     folder, port = tmp_path / "states", free_port()
     words = [f"features.url=[http://127.0.0.1:{port}/v1]", f"features.folder={folder}"]
     # long enough for both to train at the same time
-    words += ["schedule.phases.corpus.steps=300"]
+    words += ["schedule.phases.corpus.steps=300", "features.timeout_seconds=2"]
     with states_server(folder, port) as process:
         whole, _ = finished(words, tmp_path / "whole")
         both = [start(words, tmp_path / name) for name in ("one", "two")]
