@@ -104,7 +104,13 @@ def test_hub_data_set_with_max_documents_is_streamed(monkeypatch):
 
 @pytest.mark.parametrize(
     ("splits", "wanted"),
-    [(["train_sft", "test_sft"], "train_sft"), (["validation", "test"], "validation")],
+    [
+        (["train_sft", "test_sft"], "train_sft"),
+        (["validation", "test"], "validation"),
+        (["all"], "all"),
+        (["dev", "train_prefs"], "train_prefs"),
+        (["default.v2", "en-US"], "default.v2"),
+    ],
 )
 @pytest.mark.parametrize("source", ["hub", "chat"])
 def test_hub_split_is_named_in_the_error_and_by_data_split(monkeypatch, source, splits, wanted):

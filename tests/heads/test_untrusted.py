@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.heads.checkpoint import read_tensors
+from specheads.heads.kinds.eagle3 import IDS
 from specheads.heads.load import build, build_for, load_head, resume_head
 from specheads.measure.generation import Continuations, GenerationSettings
 from specheads.measure.offline import measure_offline, offline_logits
@@ -318,26 +319,37 @@ def test_resuming_a_head_of_another_kind_is_refused(base: FrozenBase):
         resume_head(GOLDEN / "redrafter_rnn", base, "medusa")
 
 
-def test_layer_ids_in_eagle_config_count_outputs_from_zero(tmp_path: Path):
-    """SpecForge and SGLang store them there; vLLM's, at the top level, count streams."""
-    place = shutil.copytree(GOLDEN / "eagle3_chain", tmp_path / "head")
-    config = json.loads((place / "config.json").read_text())
-    ids = "eagle_aux_hidden_state_layer_ids"
-    del config[ids]
-    (place / "config.json").write_text(json.dumps(config | {"eagle_config": {ids: [1, 3, 4]}}))
-    assert load_head(place).aux_layers == (2, 4, 5)
-    (place / "config.json").write_text(
-        json.dumps(config | {"eagle_config": {ids: [1, 3, 4]}, ids: [1, 2, 3]})
-    )
-    assert load_head(place).aux_layers == (1, 2, 3)
+OUTPUTS, STREAMS = {"eagle_config": {IDS: [1, 3, 4]}}, {IDS: [1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        # SpecForge and SGLang store outputs of layers there; vLLM stores streams at the top level
+        (OUTPUTS, (2, 4, 5)),
+        ({"eagle_config": {IDS: [1, 2, 3]}}, (2, 3, 4)),
+        ({"eagle_config": {IDS: [1, 29, 56], "use_aux_hidden_state": True}}, (2, 30, 57)),
+        (STREAMS, (1, 2, 3)),
+        ({IDS: [0, 4, 8]}, (0, 4, 8)),
+        (OUTPUTS | STREAMS, (1, 2, 3)),
+    ],
+)
+def test_layer_ids_have_the_meaning_of_their_project(
+    given: dict, wanted: tuple[int, ...], tmp_path: Path
+):
+    assert load_head(with_ids(tmp_path, given)).aux_layers == wanted
 
 
 @pytest.mark.parametrize("given", [[2, 4, 5], [0, 3, 4], [4, 6, 8], [3], [2, 30, 57]])
 def test_layer_ids_in_eagle_config_that_may_be_inputs_are_refused(tmp_path: Path, given: list[int]):
-    place = shutil.copytree(GOLDEN / "eagle3_chain", tmp_path / "head")
-    config = json.loads((place / "config.json").read_text())
-    ids = "eagle_aux_hidden_state_layer_ids"
-    del config[ids]
-    (place / "config.json").write_text(json.dumps(config | {"eagle_config": {ids: given}}))
     with pytest.raises(InputError, match="can be inputs or outputs; add"):
-        load_head(place)
+        load_head(with_ids(tmp_path, {"eagle_config": {IDS: given}}))
+
+
+def with_ids(folder: Path, given: dict) -> Path:
+    """Copy a public head, with these settings for its layer ids."""
+    place = shutil.copytree(GOLDEN / "eagle3_chain", folder / "head")
+    config = json.loads((place / "config.json").read_text())
+    del config[IDS]
+    (place / "config.json").write_text(json.dumps(config | given))
+    return place
