@@ -102,10 +102,10 @@ class FrozenBase(Forwards):
         With `ends_only` no layer is loaded: training takes hidden states from a server then, and
         nothing else can be done with the base.
         """
-        if adapter and ends_only:
+        if ends_only and (adapter or compile or exact):
             raise InputError(
-                f"features.source=vllm loads no layer to merge base.adapter={adapter} into; merge "
-                "it with peft, and give the merged base to the server and as base.model"
+                "a base without layers takes no adapter, compile or exact; leave them out, and "
+                "merge an adapter with peft"
             )
         loaded, tokenizer = load_model(
             str(model),

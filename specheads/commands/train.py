@@ -273,12 +273,6 @@ def _checked_base(
             f"features.source={settings.features.source} needs a base loaded with ends_only="
             f"{at_server}, got another; leave out the argument base"
         )
-    if at_server and (joint or settings.feature_cache.gib):
-        raise InputError(
-            "joint training and a feature cache need the base in this process, but "
-            "features.source=vllm leaves it at a server; leave out joint and feature_cache.gib, or "
-            "set features=local"
-        )
     if joint:
         lora.targets(base.model, joint.target_modules)
     if settings.evaluate_after:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from specheads.config.commands import Train
 from specheads.config.parts import Evaluation, Tree
 from specheads.core.errors import InputError
 from specheads.core.ranges import FolderName, check_fields, refuse
@@ -44,6 +45,8 @@ def _check_together(settings: Any, where: str) -> None:
         _check_validation(where, settings)
     elif isinstance(settings, Evaluation):
         _check_evaluation(settings)
+    elif isinstance(settings, Train) and settings.features.source == "vllm":
+        _check_served(settings)
 
 
 def _check_phases(phases: Mapping[str, Phase]) -> None:
@@ -134,6 +137,24 @@ def _check_evaluation(settings: Evaluation) -> None:
         raise InputError(
             "evaluation.acceptance must be match for evaluation.mode=offline above temperature "
             f"zero, got {settings.acceptance}; set mode=online"
+        )
+
+
+def _check_served(settings: Train) -> None:
+    """Refuse what needs the layers of a base that is at a server."""
+    base, phases = settings.base, settings.schedule.phases
+    needs = {
+        f"base.adapter={base.adapter}": base.adapter,
+        "base.compile=true": base.compile,
+        "base.exact=true": base.exact,
+        f"feature_cache.gib={settings.feature_cache.gib:g}": settings.feature_cache.gib,
+        **{f"schedule.phases.{name}.joint": phase.joint for name, phase in phases.items()},
+    }
+    if found := [name for name, value in needs.items() if value]:
+        merge = "; merge it with peft, and give the merged base to the server and as base.model"
+        raise InputError(
+            f"features.source=vllm leaves the layers of the base at a server, got {found[0]}"
+            f"{merge if base.adapter else '; leave it out, or set features=local'}"
         )
 
 

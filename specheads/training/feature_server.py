@@ -77,6 +77,8 @@ class _Server:
     """Its name for the base."""
     is_checked: bool = False
     """Whether it answered as expected, and no request failed since then."""
+    failure: str = ""
+    """What went wrong last."""
     lock: Lock = field(default_factory=Lock)
 
 
@@ -93,6 +95,8 @@ class VllmServer(FeatureSource):
     Raises:
         InputError: A server, its model, its layers or the folder cannot be used.
     """
+
+    can_fail = True
 
     def __init__(
         self,
@@ -222,15 +226,18 @@ class VllmServer(FeatureSource):
                     self._check_again(server)
                     return self._ask(server, tokens)[0]
                 except ConnectionError as error:
+                    gone = "" if self.folder.is_dir() else f"features.folder={self.folder} is gone"
+                    server.failure = gone or str(error)
                     if server.is_checked:
-                        self.announce(f"{error}; asking again")
+                        self.announce(f"{server.failure}; asking again")
                     server.is_checked = False
                     patience = self.settings.patience_seconds
                     over = self._closing.is_set() or self.halted()
                     if over or time.monotonic() - began > patience:
                         raise InputError(
                             f"a server must answer within features.patience_seconds={patience:g}, "
-                            f"but {error}; start it again, and run the same command to resume"
+                            f"but {server.failure}; start it again, and run the same command to "
+                            "resume"
                         ) from None
                     self._sweep()
                     self._closing.wait(min(FIRST_PAUSE * 2 ** min(attempt, 9), LONGEST_PAUSE))
@@ -241,7 +248,7 @@ class VllmServer(FeatureSource):
         if server.is_checked:
             return
         if not server.lock.acquire(blocking=False):
-            raise ConnectionError(f"{server.shown} is not ready yet")
+            raise ConnectionError(server.failure)
         try:
             self._refuse_unusable(server)
         finally:

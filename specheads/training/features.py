@@ -22,6 +22,8 @@ class FeatureSource(ABC):
 
     waited_seconds: float = -1.0
     """Time spent waiting for features; negative if they are computed here."""
+    can_fail: bool = False
+    """Whether features may be lost in the middle of a run, as those of servers."""
     halted: Callable[[], bool] = staticmethod(lambda: False)
     """Whether the run is asked to stop, so that it waits no longer."""
 

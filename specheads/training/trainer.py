@@ -79,7 +79,13 @@ def train(
                 with teacher.as_loaded():
                     text = open_text(phase.settings, display, trainer.halt)
                 log = PhaseLog(phase, trainer.stepper, trainer.at, tracker, display, log_every)
-                trainer.run_phase(phase, text, log, checkpoint_every, watch)
+                try:
+                    trainer.run_phase(phase, text, log, checkpoint_every, watch)
+                except InputError:
+                    # an interrupted run does not wait for a lost server
+                    if trainer.stop:
+                        raise KeyboardInterrupt from None
+                    raise
     finally:
         teacher.leave()
 
@@ -106,6 +112,10 @@ class _Trainer:
         self.teacher.begin(phase)
         with closing(prefetched(self._batches(text))) as batches:
             for batch, cursor in log.waiting(batches):
+                step, can_fail = self.at.step, self.teacher.source.can_fail
+                if step and can_fail and watch.is_due(phase, step + 1):
+                    # a failed validation is repeated together with its step
+                    self.save()
                 values, self.at.cursor = self._step(batch, phase), cursor
                 tokens = phase.settings.batch_size * batch.tokens.shape[1]
                 self.at.step += 1
@@ -134,11 +144,11 @@ class _Trainer:
         """Take a step; if its features cannot be had, save the steps before it."""
         try:
             return self.stepper.step(batch, phase, self.at.step)
-        except InputError as error:
+        except InputError:
             # nothing has changed since the step before; with more processes the others would wait
             if self.at.step and self.accelerator.num_processes == 1:
                 self.save()
-            raise (KeyboardInterrupt if self.stop else error) from None
+            raise
 
     def _batches(self, text: BatchStream) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield the remaining batches of a text, in pinned memory for a GPU; fetch features."""

@@ -98,13 +98,18 @@ class Watch:
             if saved.get("prompts") == held_out.identity and isinstance(score, float):
                 self.best = score
 
-    def due(self, phase: PlacedPhase) -> Callable[[], dict[str, float]] | None:
-        """Return the validation to run after this step, or None."""
+    def is_due(self, phase: PlacedPhase, step: int) -> bool:
+        """Return whether a validation follows this step."""
         if self.held_out is None:
+            return False
+        every = self.held_out.every
+        return step == phase.end or bool(every and step % every == 0)
+
+    def due(self, phase: PlacedPhase) -> Callable[[], dict[str, float]] | None:
+        """Return the validation to run after the last step, or None."""
+        if self.held_out is None or not self.is_due(phase, self.at.step):
             return None
-        every, step = self.held_out.every, self.at.step
-        is_due = step == phase.end or (every and step % every == 0)
-        return partial(self._measure, self.held_out, phase) if is_due else None
+        return partial(self._measure, self.held_out, phase)
 
     def _measure(self, held_out: HeldOut, phase: PlacedPhase) -> dict[str, float]:
         at, values, score = self.at, {}, None

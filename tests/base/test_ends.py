@@ -58,7 +58,7 @@ def test_steps_that_need_layers_are_refused(tmp_path: Path):
     ends = loaded(folder, ends_only=True)
     with pytest.raises(InputError, match=r"source=vllm loads no layer of it; run it with"):
         ends.read(torch.arange(4)[None])
-    with pytest.raises(
-        InputError, match=r"no layer to merge base\.adapter=mine into; merge it with"
-    ):
-        FrozenBase.load(folder, adapter="mine", ends_only=True)
+    needs: dict[str, Any]
+    for needs in ({"adapter": "mine"}, {"compile": True}, {"exact": True}):
+        with pytest.raises(InputError, match="takes no adapter, compile or exact; leave them out"):
+            FrozenBase.load(folder, ends_only=True, **needs)

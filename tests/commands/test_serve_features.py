@@ -89,7 +89,7 @@ def test_command_follows_the_settings_of_the_training(tmp_path: Path, capsys: An
     ("overrides", "told"),
     [
         (["base.dtype=float64"], "in float32, bfloat16 or float16"),
-        (["base.adapter=x"], "merge the adapter"),
+        (["base.adapter=x"], "got base.adapter=x; merge it with peft"),
         (["url=127.0.0.1:8000"], "an address with a host and a port"),
         (["url=http://a:many"], "an address with a host and a port"),
         (["folder=/dev/null/x"], "a folder to write to is needed"),

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +99,20 @@ def test_training_skips_what_needs_layers_and_says_so(server: list[str], tmp_pat
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["schedule.phases.corpus.joint.rank=4"], "leaves it at a server; leave out joint and"),
-        (["feature_cache.gib=1"], "leaves it at a server; leave out joint and feature_cache.gib"),
+        *(
+            ([word], f"layers of the base at a server, got {word.partition('.rank')[0]}; leave")
+            for word in (
+                "schedule.phases.corpus.joint.rank=4",
+                "feature_cache.gib=1",
+                "base.exact=true",
+                "base.compile=true",
+            )
+        ),
         (
             ["schedule=two_phase"],
             "a base at a server cannot generate text here, got distill.engine",
         ),
-        (["base.adapter=mine"], "no layer to merge base.adapter=mine into; merge it with peft"),
+        (["base.adapter=mine"], "at a server, got base.adapter=mine; merge it with peft"),
         (["validation.keep=best"], "needs prompts in the corpus's validation split"),
         (["features.url=[]"], "needs the servers and their folder"),
         (["head=eagle3"], r"needs the layers \[0, .*, 6\], but .* gives \[0, 6\]; start it"),
@@ -114,7 +121,6 @@ def test_training_skips_what_needs_layers_and_says_so(server: list[str], tmp_pat
 def test_what_needs_layers_is_refused(
     words: list[str], line: str, server: list[str], refusal: Callable[..., str], tmp_path: Path
 ):
-
     recipe = [word for word in RECIPE if not (words[0] == "head=eagle3" and "inner_dim" in word)]
     if words == ["schedule=two_phase"]:
         recipe.remove("~schedule.phases.distilled")
@@ -143,6 +149,33 @@ def test_killed_run_ends_with_the_same_head_and_leaves_no_file(
         finished(server, run.path)
     assert_same_head(whole, run)
     assert not left(server)
+
+
+def test_run_whose_folder_is_removed_ends_with_the_same_head(tmp_path: Path):
+    """The server makes the folder again, until there is a file in its place."""
+    folder, port, run = tmp_path / "states", free_port(), RunDirectory(tmp_path / "run")
+    words = [f"features.url=[http://127.0.0.1:{port}/v1]", f"features.folder={folder}"]
+    words += ["schedule.phases.corpus.steps=20", "features.patience_seconds=2"]
+    with states_server(folder, port):
+        whole, _ = finished(words, tmp_path / "whole")
+        process = start(words, run.path)
+        for wanted in (3, 8):
+            while len(read_metrics(run.metrics)) < wanted:
+                assert process.is_alive()
+                time.sleep(0.01)
+            shutil.rmtree(folder, ignore_errors=True)
+        while not folder.is_file():
+            with suppress(OSError):
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.write_bytes(b"")
+        process.join()
+        assert process.exitcode == 2
+        (told,) = re.findall("^error: .*", Path(f"{run.path}.log").read_text(), re.MULTILINE)
+        assert f"patience_seconds=2, but features.folder={folder} is gone; start it again" in told
+        folder.unlink()
+        finished(words, run.path)
+        assert_same_head(whole, run)
+        assert not list(folder.iterdir())
 
 
 @pytest.mark.slow

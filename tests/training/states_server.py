@@ -5,6 +5,7 @@
 
 import fcntl
 import json
+import shutil
 import sys
 import threading
 import time
@@ -36,7 +37,8 @@ class StatesServer:
         self.change: Callable[[Tensor], Tensor] = lambda states: states
         """Changes the states [token, layer, width]."""
         self.faults: list[str] = []
-        """Faults of the next requests: status_CODE, dropped, stalled, absent, cut or late."""
+        """Faults of the next requests: status_CODE, dropped, stalled, absent, cut, late, or removed
+        (with the whole folder)."""
         self.requests: list[list[int]] = []
         self.start()
 
@@ -127,6 +129,8 @@ class StatesServer:
                 file.write_bytes(b"\x10")
             elif fault != "absent":
                 save_file(content, file)
+            if fault == "removed":
+                shutil.rmtree(self.folder, ignore_errors=True)
 
     def _reply(self, handler: Any, body: dict[str, Any], written: int, file: Path) -> None:
         choice = {

@@ -18,10 +18,11 @@ from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
+from specheads.training import validation
 from specheads.training.feature_server import VllmServer
 from specheads.training.features import FeatureSource, server_layers
 from specheads.training.settings import FeatureSettings, Schedule
-from specheads.training.validation import HeldOut
+from specheads.training.validation import HeldOut, validate
 from tests import tiny
 from tests.packed import packed, texts
 from tests.training.states_server import StatesServer
@@ -188,14 +189,18 @@ def test_key_is_sent_and_never_shown(server: Any, bases: Any, monkeypatch: Any):
 
 
 @contextmanager
-def undisturbed(server: StatesServer, ends: FrozenBase, folder: Path) -> Iterator[Head]:
+def undisturbed(
+    server: StatesServer, ends: FrozenBase, folder: Path, held_out: HeldOut | None = None
+) -> Iterator[Head]:
     """Yield the head of a run without faults; in the end no file stays."""
     with closing(source(server, ends)) as features:
-        yield trained(folder, ends, features)
+        yield trained(folder, ends, features, held_out=held_out)
     assert not list(server.folder.iterdir())
 
 
-@pytest.mark.parametrize("fault", ["status_500", "dropped", "stalled", "absent", "cut", "late"])
+@pytest.mark.parametrize(
+    "fault", ["status_500", "dropped", "stalled", "absent", "cut", "late", "removed"]
+)
 def test_failed_requests_are_repeated(fault: str, server: Any, bases: Any, tmp_path: Path):
     _, ends = bases
     told: list[str] = []
@@ -293,6 +298,41 @@ def test_lost_server_saves_the_run_which_resumes_bit_for_bit(
         with closing(source(server, ends)) as features:
             head = trained(run.path, ends, features)
     assert_equal(plain.state_dict(), head.state_dict())
+
+
+@pytest.mark.parametrize("at", [3, 6], ids=["in a phase", "at its end"])
+@pytest.mark.parametrize("case", ["gone", "interrupted"])
+def test_server_that_is_lost_in_a_validation_costs_one_step(
+    case: str, at: int, server: Any, bases: Any, tmp_path: Path, monkeypatch: Any
+):
+    _, ends = bases
+    run, (_, error, line) = RunDirectory(tmp_path / "run"), LOST[case]
+    held_out = HeldOut([packed(texts(50))], every=3)
+
+    def lost(*values: Any) -> Any:
+        if not last_step(run) < at - 1:
+            server.faults = ["status_500"] * 99
+            if case == "interrupted":
+                os.kill(os.getpid(), signal.SIGINT)
+        return validate(*values)
+
+    with undisturbed(server, ends, tmp_path / "plain", held_out) as plain:
+        patience = 1.0 if case == "gone" else 900.0
+        with closing(source(server, ends, patience_seconds=patience)) as features:
+            monkeypatch.setattr(validation, "validate", lost)
+            with pytest.raises(error, match=line):
+                trained(run.path, ends, features, held_out=held_out)
+        monkeypatch.undo()
+        server.faults = []
+        assert last_step(run) == at - 1
+        with closing(source(server, ends)) as features:
+            head = trained(run.path, ends, features, held_out=held_out)
+    assert_equal(plain.state_dict(), head.state_dict())
+    measured = [
+        [(row["step"], row["validation/loss"]) for row in rows(one) if "validation/loss" in row]
+        for one in (tmp_path / "plain", run.path)
+    ]
+    assert measured[0] == measured[1]
 
 
 def test_runs_share_a_folder_and_sweep_only_their_own_files(
