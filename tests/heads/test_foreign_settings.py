@@ -83,6 +83,7 @@ MIXED = WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
         ("dflash_z_lab", "", WINDOW, {"num_target_layers": 9}),
         ("dflash_z_lab", DFLASH, {"projector_type": "domino"}, {"projector_type": "dflash"}),
         ("dflash_z_lab", DFLASH, {"causal": True}, {"causal": False}),
+        ("dflash_z_lab", DFLASH, {"attention_sink_bias": True}, {"attention_sink_bias": False}),
         ("dflash_deepspec", "", {"final_logit_softcapping": 20.0}, {"output_multiplier": 1}),
         ("dspark_deepspec", "", {"attention_mode": "mla"}, {"attention_mode": "gqa"}),
         ("dspark_deepspec", DFLASH, {"selector_rank": 256}, {"confidence_head_alpha": 1.0}),

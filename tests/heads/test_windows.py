@@ -1,13 +1,18 @@
 """Windows of draft layers: a plain masked reference, and the numbers of speculators."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from specheads.core.drafter import Head
 from specheads.core.features import Committed
+from specheads.heads.layers import attention
 from specheads.heads.load import build_for, load_head
 from tests import tiny
 from tests.heads.golden import GOLDEN, close, expected, features
+from tests.heads.test_memory import drafted
 from tests.packed import packed, texts
 
 DEPTH, WINDOW = 4, 5
@@ -62,6 +67,44 @@ def test_a_head_without_a_window_writes_the_config_it_wrote_before():
 def test_impossible_windows_are_refused(settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
         build_for(settings, tiny.base())
+
+
+@each_case
+def test_cache_is_cut_to_the_window_and_drafts_the_same(settings: dict, monkeypatch):
+    """Rows of different lengths read a long prompt and many steps; some leave, and some join."""
+    head, spare, longest = head_of(settings), 3, 60
+    tokens = torch.randint(8, (4, longest), generator=torch.manual_seed(0))
+    features = tiny.base().read(tokens, head.aux_layers)
+
+    def memory(rows: int, slots: int) -> Any:
+        monkeypatch.setattr(attention, "SPARE_SLOTS", slots)
+        return head.memory(rows, longest)
+
+    def read(rows: list[int], starts: Tensor, counts: Tensor, memories: list[Any]) -> Tensor:
+        monkeypatch.setattr(attention, "SPARE_SLOTS", spare)
+        places = starts[:, None] + torch.arange(int(counts.max()))
+        following = tokens[rows].gather(1, places + 1)
+        committed = Committed(features.rows(torch.tensor(rows)).at(places), following, counts)
+        cut, whole = (drafted(head, committed, one) for one in memories)
+        torch.testing.assert_close(cut, whole, rtol=0, atol=1e-10)
+        return starts + counts
+
+    cut, whole = memory(3, spare), memory(3, longest)
+    at = read([0, 1, 2], torch.zeros(3, dtype=torch.long), torch.tensor([21, 4, 13]), [cut, whole])
+    for step in range(6):
+        at = read([0, 1, 2], at, 1 + (torch.arange(3) + step) % 3, [cut, whole])
+        assert cut.kv_cache.shape[3] == WINDOW + spare < whole.kv_cache.shape[3]
+    cut, whole = (one.keep(torch.tensor([2, 0])) for one in (cut, whole))
+    new = [memory(1, spare), memory(1, longest)]
+    later = read([3], torch.zeros(1, dtype=torch.long), torch.tensor([17]), new)
+    cut, whole, at = cut.join(new[0]), whole.join(new[1]), torch.cat([at[[2, 0]], later])
+    for step in range(6):
+        at = read([2, 0, 3], at, 1 + (torch.arange(3) + step) % 3, [cut, whole])
+        assert cut.kv_cache.shape[3] == WINDOW + spare
+    # an engine with a paged cache keeps all positions
+    none = torch.zeros(1, dtype=torch.long)
+    paged = memory(1, spare).scatter(torch.arange(longest).flip(0)[None], none)
+    read([0], none, torch.tensor([21]), [paged, memory(1, longest)])
 
 
 # the numbers of speculators 0.9, with a window of 5 in texts of 12 positions

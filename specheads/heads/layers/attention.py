@@ -7,7 +7,7 @@ are the committed positions and a path is a branch of the tree. Both use the sam
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -248,37 +248,70 @@ class LlamaLayer(nn.Module):
         return stream + self.mlp(self.post_attention_layernorm(stream))
 
 
+SPARE_SLOTS = 256
+"""Slots of a windowed cache next to the window: it is cut each time that they are in use."""
+
+
 @dataclass(slots=True)
 class Slots:
-    """KV cache of a head: committed positions of each row; later slots are never visible."""
+    """KV cache of a head: committed positions of each row; later slots are never visible.
+
+    With a window only the last positions are kept, so that memory does not grow with the text.
+    """
 
     kv_cache: Tensor
-    """(batch, key head, 2, capacity, head_dim): the slices of one layer are read without a copy."""
+    """(batch, key head, 2, slot, head_dim): the slices of one layer are read without a copy."""
     lengths: Int[Tensor, " batch"]
     """Committed positions of each row."""
     extent: int = 0
     """Upper bound of the slots in use, known without synchronising."""
     places: Int[Tensor, "batch slot"] | None = None
     """Slot of each position in the only row of `kv_cache`; None: each row has its own slots."""
+    capacity: int = 0
+    """Most positions of a row."""
+    window: int | None = None
+    """Number of positions to keep. None is all."""
+    dropped: Int[Tensor, " batch"] | None = None
+    """Oldest positions of each row that are no longer here; None without a window."""
 
     @classmethod
-    def empty(cls, layers: Sequence[LlamaLayer], batch: int, capacity: int) -> "Slots":
+    def empty(
+        cls, layers: Sequence[LlamaLayer], batch: int, capacity: int, window: int | None = None
+    ) -> "Slots":
         """Return rows without positions, in the dtype and on the device of these layers.
 
-        Layers have one shape, and are concatenated along the axis of key heads.
+        Layers have one shape and one window, and are concatenated along the axis of key heads.
         """
         attention = layers[0].self_attn
         weight, heads = attention.k_proj.weight, len(layers) * attention.num_key_value_heads
-        shape = (batch, heads, 2, capacity, attention.head_dim)
-        return cls(weight.new_zeros(shape), torch.zeros(batch, dtype=torch.long).to(weight.device))
+        lengths = torch.zeros(batch, dtype=torch.long).to(weight.device)
+        if window is None or window + SPARE_SLOTS >= capacity:
+            shape = (batch, heads, 2, capacity, attention.head_dim)
+            return cls(weight.new_zeros(shape), lengths)
+        shape = (batch, heads, 2, window + SPARE_SLOTS, attention.head_dim)
+        kept = {"capacity": capacity, "window": window, "dropped": lengths}
+        return cls(weight.new_zeros(shape), lengths, **kept)
 
     def advance(self, time: int, count: Int[Tensor, " batch"]) -> Int[Tensor, "row time"]:
         """Return the next `time` positions of each row, and keep the first `count` of them."""
         positions = self.lengths[:, None] + torch.arange(time, device=self.lengths.device)
         if self.places is None:
+            if self.window is not None and self.extent + time > self.kv_cache.shape[3]:
+                self._cut(self.window, time)
             self.extent = min(self.extent + time, self.kv_cache.shape[3])
         self.lengths = self.lengths + count
         return positions
+
+    def _cut(self, window: int, time: int) -> None:
+        """Drop the positions before the window; make room for `time` more."""
+        assert self.dropped is not None
+        kept = min(self.extent, window)
+        excess = (self.lengths - self.dropped - kept).clamp(min=0)
+        slots = excess[:, None] + torch.arange(kept, device=excess.device)
+        held = self.kv_cache.take_along_dim(slots[:, None, None, :, None], dim=3)
+        # a long prompt is read at once; the next cut returns its memory
+        self.kv_cache = _resized(held, max(window + SPARE_SLOTS, kept + time))
+        self.dropped, self.extent = self.dropped + excess, kept
 
     def write(self, fresh: Tensor, positions: Int[Tensor, "row time"], layer: int = 0) -> None:
         """Write keys and values at these positions, for one layer or for all layers at once."""
@@ -286,6 +319,7 @@ class Slots:
         if self.places is not None:
             rows, slots = 0 * rows, self.places.gather(1, positions)
         else:
+            slots = slots if self.dropped is None else slots - self.dropped[:, None]
             # padding of a row near its capacity may exceed it
             slots = slots.clamp(max=self.kv_cache.shape[3] - 1)
         heads = fresh.shape[1]
@@ -302,6 +336,8 @@ class Slots:
         newest = self.lengths[:, None] - 1
         seen = newest if seen is None else seen
         slots = torch.arange(self.extent, device=seen.device)
+        if self.dropped is not None:
+            slots = slots + self.dropped[:, None, None]
         visible = slots <= seen.minimum(newest)[..., None]
         if window is not None:
             visible &= slots > seen[..., None] - window
@@ -311,16 +347,32 @@ class Slots:
 
     def scatter(self, places: Tensor, lengths: Tensor) -> "Slots":
         """Return rows with slots anywhere in the only row of this: see `Memory.scatter`."""
+        if self.window is not None:
+            # the engine decides what it keeps
+            self.kv_cache = _resized(self.kv_cache, self.capacity)
+            self.window = self.dropped = None
         return Slots(self.kv_cache, lengths, places.shape[1], places)
 
     def keep(self, rows: Int[Tensor, " kept"]) -> "Slots":
         """Return these rows; this synchronises to read the number of slots in use."""
         lengths = self.lengths[rows]
-        return Slots(self.kv_cache[rows], lengths, int(lengths.max()))
+        dropped = None if self.dropped is None else self.dropped[rows]
+        extent = int((lengths if dropped is None else lengths - dropped).max())
+        cache = self.kv_cache[rows]
+        return replace(self, kv_cache=cache, lengths=lengths, extent=extent, dropped=dropped)
 
     def join(self, other: "Slots") -> "Slots":
         """Return the rows of both; they must have the same capacity."""
-        lengths = torch.cat([self.lengths, other.lengths])
-        return Slots(
-            torch.cat([self.kv_cache, other.kv_cache]), lengths, max(self.extent, other.extent)
-        )
+        size = max(self.kv_cache.shape[3], other.kv_cache.shape[3])
+        rows: dict[str, Tensor] = {"lengths": torch.cat([self.lengths, other.lengths])}
+        if self.dropped is not None and other.dropped is not None:
+            rows["dropped"] = torch.cat([self.dropped, other.dropped])
+        caches = [_resized(one.kv_cache, size) for one in (self, other)]
+        extent = max(self.extent, other.extent)
+        return replace(self, kv_cache=torch.cat(caches), extent=extent, **rows)
+
+
+def _resized(cache: Tensor, slots: int) -> Tensor:
+    """Return a cache with so many slots, at least as many as it has."""
+    more = slots - cache.shape[3]
+    return F.pad(cache, (0, 0, 0, more)) if more else cache

@@ -144,7 +144,7 @@ class BlockHead(BorrowingHead):
 
     def memory(self, batch: int, capacity: int) -> Slots:
         """Return empty slots for the keys and values of committed positions in all layers."""
-        return Slots.empty(self.blocks(), batch, capacity)
+        return Slots.empty(self.blocks(), batch, capacity, self.config.sliding_window)
 
     @torch.no_grad()
     def begin(self, committed: Committed, memory: Slots) -> Guesses:

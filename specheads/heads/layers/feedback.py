@@ -97,7 +97,7 @@ class FeedbackHead(BorrowingHead):
 
     def memory(self, batch: int, capacity: int) -> Slots:
         """Return empty slots for the keys and values of committed positions."""
-        return Slots.empty(self.blocks(), batch, capacity)
+        return Slots.empty(self.blocks(), batch, capacity, self.window(0))
 
     @torch.no_grad()
     def begin(self, committed: Committed, memory: Slots) -> Guesses:
