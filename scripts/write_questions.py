@@ -24,8 +24,7 @@ from specheads.data.chat import ASK, ASKED, Template
 from specheads.data.masks import added_ids
 from specheads.decoding.sampling import Sampling
 from specheads.runs.progress import progress
-from specheads.training.distill.engine import GenerationRequest
-from specheads.training.distill.engines import local
+from specheads.training.distill.engines import GenerationRequest, local
 from specheads.training.settings import Distill
 
 FEWEST_WORDS = 3

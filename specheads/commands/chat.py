@@ -52,15 +52,7 @@ def run(settings: Chat) -> None:
     tree = fixed_policy(head_depth=head.depth, **asdict(settings.tree))
     dialogue = Dialogue(base.tokenizer, settings.system)
     console = Console(highlight=False, markup=False)
-    limit, sampling = (
-        settings.max_new_tokens,
-        Sampling(
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            seed=settings.seed,
-        ),
-    )
+    limit, sampling = settings.max_new_tokens, Sampling.of(settings, settings.seed)
     if console.is_terminal:
         console.print(f"{base.name} with a {head.kind} head of depth {head.depth}; {HELP}")
         console.print(legend(head.depth, copies=(tree or default_tree(head, base)).copied > 0))

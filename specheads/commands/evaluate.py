@@ -169,12 +169,7 @@ def generation_settings(settings: SettingsWithEvaluation, prompts: PromptSet) ->
     evaluation = settings.evaluation
     return GenerationSettings(
         max_new_tokens=evaluation.max_new_tokens,
-        sampling=Sampling(
-            temperature=evaluation.temperature,
-            top_k=evaluation.top_k,
-            top_p=evaluation.top_p,
-            seed=settings.seed,
-        ),
+        sampling=Sampling.of(evaluation, settings.seed),
         acceptance=evaluation.acceptance,
         coupled=evaluation.coupled,
         batch_size=evaluation.batch_size,

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +27,7 @@ from specheads.core.machine import dtype_name
 from specheads.training.features import server_layers
 from specheads.training.plan import server_dtype, shaped_base, shaped_head
 from specheads.training.schedule import longest_row
+from specheads.training.settings import FeatureSettings
 
 PLUGIN = Path(__file__).parents[1] / "export" / "plugins"
 """Folder of the connector's module. It has no other packages that could hide the server's."""
@@ -38,11 +40,11 @@ FIND = "from importlib.util import find_spec; raise SystemExit(find_spec('vllm')
 
 def run(settings: ServeFeatures) -> None:
     """Print the command of each server, or replace this process by the server."""
-    found, console = serve_features(settings=settings), Console(stderr=True)
+    features, console = _features(settings), Console(stderr=True)
+    found = serve_features(settings=replace(settings, features=features))
     if not settings.start:
         for words in found:
             sys.stdout.write(f"PYTHONPATH={shlex.quote(str(PLUGIN))} {shlex.join(words)}\n")
-        features = settings.features
         console.print(
             f"train with features=vllm 'features.url=[{','.join(features.url)}]' "
             f"features.folder={features.folder}",
@@ -67,8 +69,6 @@ def serve_features(
 ) -> list[list[str]]:
     """Return the words of the command that starts each server, for `PYTHONPATH=PLUGIN`.
 
-    Writes the addresses and the folder into the settings, if they name none.
-
     Args:
         recipe: Name of the recipe; its head decides the layers.
         overrides: As on the command line: `["base=MODEL", "head=eagle3", "tensor_parallel=4"]`.
@@ -78,7 +78,7 @@ def serve_features(
         InputError: vLLM cannot load such a base, or a folder or an address cannot be used.
     """
     settings = settings or settings_for(ServeFeatures, overrides, recipe=recipe)
-    named, features = settings.base, settings.features
+    named, features = settings.base, _features(settings)
     if named.adapter or named.dtype == "float64":
         raise InputError(
             "vLLM serves a base in float32, bfloat16 or float16 and without an adapter, got "
@@ -90,8 +90,6 @@ def serve_features(
     base = shaped_base(setup.base, dtype)
     layers = server_layers(shaped_head(setup, base), base.num_layers)
     longest = longest_row(settings.schedule, settings.data, base.max_length)
-    features.url = [settings.url] if settings.url else features.url or [ADDRESS]
-    features.folder = str(writable_folder(features.folder or FOLDER))
     extraction = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
@@ -131,6 +129,13 @@ def serve_features(
         ]
         for address in features.url
     ]
+
+
+def _features(settings: ServeFeatures) -> FeatureSettings:
+    """Return the addresses and the folder, also where the settings name none."""
+    named = settings.features
+    url = [settings.url] if settings.url else named.url or [ADDRESS]
+    return replace(named, url=url, folder=str(writable_folder(named.folder or FOLDER)))
 
 
 def _host(address: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ seed and on positions in its text only. See docs/losslessness.md.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -64,6 +64,12 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @classmethod
+    def of(cls, settings: Any, seed: int) -> "Sampling":
+        """Return the sampling of settings with temperature, top_k and top_p."""
+        names = ("temperature", "top_k", "top_p")
+        return cls(seed=seed, **{name: getattr(settings, name) for name in names})
 
     @property
     def greedy(self) -> bool:

@@ -124,9 +124,9 @@ def conditional_acceptance(counts: Sequence[DepthCounts]) -> list[DepthRate]:
 
 
 def sections(counts: Sequence[DepthCounts]) -> dict[str, Any]:
-    """Return the fields of `offline` that `online` has too."""
+    """Return the fields of `offline` that `online` has too, but those of `Rate`."""
     total = DepthCounts.total(counts, len(counts[0].offered))
-    return asdict(rate(counts)) | {
+    return {
         "per_depth": total.per_depth(),
         "forwards": total.forwards,
         "conditional_acceptance": conditional_acceptance(counts),

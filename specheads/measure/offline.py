@@ -9,6 +9,7 @@ docs/losslessness.md.
 """
 
 from collections.abc import Sequence, Set
+from dataclasses import asdict
 from itertools import islice
 from typing import TypeGuard
 
@@ -24,7 +25,7 @@ from specheads.decoding.prompt_lookup import LookupText, common_prefix_length
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, each_prompt
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
-from specheads.measure.counts import DepthCounts, sections
+from specheads.measure.counts import DepthCounts, rate, sections
 from specheads.measure.generation import Continuations, GenerationSettings
 from specheads.measure.results import Offline
 from specheads.runs.progress import bar
@@ -168,7 +169,8 @@ def measure_offline(
     rows = zip(ranks, generation.sources_of(pairs), pairs, strict=True)
     counts = [replay(one, tree, source, pair) for one, source, pair in rows]
     accuracy = top_k_accuracy(torch.cat(ranks))
-    return Offline(**sections(counts), top_k_accuracy=accuracy, replayed=tree.name)
+    own = {"top_k_accuracy": accuracy, "replayed": tree.name}
+    return Offline(**asdict(rate(counts)), **sections(counts), **own)
 
 
 # --- replay ------------------------------------------------------------------------------------

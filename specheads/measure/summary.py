@@ -1,8 +1,9 @@
 """Results in words and rows of words: for the report, the console and the model card."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
-from specheads.measure.results import IDENTICAL, WRONG, Interval, Lossless, Results
+from specheads.measure.results import IDENTICAL, WRONG, Lossless, Results
 from specheads.measure.tables import with_interval
 
 SummaryRows = list[tuple[str, str]]
@@ -78,9 +79,7 @@ def _gain(results: Results) -> str:
     return f"Speculation pays on this machine: {measured}; {why}."
 
 
-def _figure(value: float, interval: Interval, form: str = ".3f") -> str:
-    low, high = interval
-    return f"{value:{form}} ({low:{form}} to {high:{form}})"
+_figure = partial(with_interval, form=".3f")
 
 
 def summary(results: Results) -> SummaryRows:
@@ -115,7 +114,7 @@ def _acceptance(results: Results) -> Iterator[tuple[str, str]]:
     names["change"] = "change of the base's nats per token"
     for key, found in (results.base_quality or {}).items():
         form = "+" if key == "change" else ""
-        text = _figure(found.cross_entropy, found.cross_entropy_interval, f"{form}.4f")
+        text = with_interval(found.cross_entropy, found.cross_entropy_interval, f"{form}.4f")
         yield names[key], f"{text}; {found.accuracy:{form}.1%} right"
 
 

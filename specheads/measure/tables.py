@@ -43,6 +43,7 @@ class ConsoleTable:
             yield from (f"  {name}: {cell}" for name, cell in cells if cell)
 
 
-def with_interval(value: float, interval: Sequence[float]) -> str:
+def with_interval(value: float, interval: Sequence[float], form: str = ".2f") -> str:
     """Return a figure and the ends of its interval, if it has one."""
-    return " ".join([f"{value:.2f}", *(["[{:.2f}, {:.2f}]".format(*interval)] if interval else [])])
+    ends = ", ".join(f"{end:{form}}" for end in interval)
+    return f"{value:{form}}" + f" [{ends}]" * bool(ends)

@@ -169,7 +169,7 @@ def test_card_has_the_measurements_as_metadata_and_as_text(publish, server, run)
     low, high = results["online"]["interval"]
     value = results["online"]["tokens_per_forward"]
     for line in (
-        f"| tokens per forward, online | {value:.3f} ({low:.3f} to {high:.3f}) |",
+        f"| tokens per forward, online | {value:.3f} [{low:.3f}, {high:.3f}] |",
         "| distilled | distilled | 4 | 4 | 1,024 | soft_cross_entropy | 0.0001 |",
         "Licence of the corpus: cc-by-4.0.",
         "| `sglang` | SGLang 0.5.23 | no: it does not load this kind |",

@@ -11,7 +11,7 @@ import pytest
 from specheads.base.model import FrozenBase
 from specheads.data.chat import Template
 from specheads.data.conversations import conversation
-from specheads.training.distill.engine import Answer
+from specheads.training.distill.engines import Answer
 from tests.export.trained import BASE
 
 CHAT = (

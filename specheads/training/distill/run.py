@@ -18,8 +18,7 @@ from specheads.core.files import sole_writer, sweep, write_atomic
 from specheads.core.texts import derive_seed, loops
 from specheads.decoding.sampling import Sampling
 from specheads.heads.load import drafter_of
-from specheads.training.distill.engine import Answer, GenerationRequest, TextEngine
-from specheads.training.distill.engines import build
+from specheads.training.distill.engines import Answer, GenerationRequest, TextEngine, build
 from specheads.training.distill.prompts import PromptSource, decoder
 from specheads.training.distill.report import as_markdown, report_of
 from specheads.training.distill.shards import (
@@ -102,8 +101,7 @@ class Job:
     @property
     def sampling(self) -> Sampling:
         """Sampling settings; the seed of each answer is derived from this one."""
-        names = ("temperature", "top_k", "top_p")
-        return Sampling(seed=self.seed, **{name: getattr(self.settings, name) for name in names})
+        return Sampling.of(self.settings, self.seed)
 
     @property
     def drop(self) -> Sequence[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from specheads.training.distill.engine import Answer, GenerationRequest
+from specheads.training.distill.engines import Answer, GenerationRequest
 from specheads.training.distill.prompts import PromptSource
 from specheads.training.distill.run import Job, write_text
 from specheads.training.settings import Distill

@@ -1,21 +1,34 @@
-"""The local engine: the same text with any batch, with or without a head."""
+"""The local engine: the same text with any batch and head, and after kills."""
 
+import multiprocessing
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from accelerate import Accelerator
 
+from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
 from specheads.heads.load import build_for
-from specheads.training.distill.engine import GenerationRequest
-from specheads.training.distill.engines import local
-from specheads.training.distill.run import write_text
+from specheads.runs.progress import progress
+from specheads.training.distill.engines import GenerationRequest, local
+from specheads.training.distill.run import write_folder, write_text
+from specheads.training.processes import on_all_processes
+from specheads.training.settings import Distill
 from tests import tiny
-from tests.training.distill import author
 from tests.training.distill.pens import Talks, job, shards
+from tests.training.in_processes import forked
 
 HEAD = {"kind": "mlp_speculator", "depth": 3, "inner_dim": 16}
+FORK = multiprocessing.get_context("fork")
+SETTINGS = Distill(
+    num_samples=24, new_tokens=12, batch_size=4, shard_size=4, temperature=0.9, drop=[]
+)
+"""The tiny base never ends a text: every answer has maximum length and is kept."""
 
 
 class Uneven(Talks):
@@ -26,7 +39,7 @@ class Uneven(Talks):
 
 
 def write(folder: Path, batch_size: int = 4, head=None, max_length: int = 0, **changes) -> None:
-    settings = replace(author.SETTINGS, num_samples=8, drop=[], **changes)
+    settings = replace(SETTINGS, num_samples=8, **changes)
     asked = job(folder, settings=settings, prompts=Uneven())
     engine = local.build(replace(settings, batch_size=batch_size), tiny.base(), head, max_length)
     for _ in write_text(asked, lambda _: engine):
@@ -49,9 +62,74 @@ def test_text_does_not_depend_on_batch_head_and_memory(temperature, tmp_path, mo
 def test_answer_equals_generate_with_the_same_seed():
     request = GenerationRequest(5, [3, 4, 5], 12, Sampling(temperature=0.9, seed=7))
     waiting = [request]
-    engine = local.build(author.SETTINGS, tiny.base())
+    engine = local.build(SETTINGS, tiny.base())
     (answer,) = engine(lambda: waiting.pop() if waiting else None)
     said = generate(
         tiny.base(), None, [request.tokens], max_new_tokens=12, sampling=[request.sampling]
     )
     assert answer.tokens == said.tokens[0]
+
+
+def write_all(folder: Path) -> None:
+    torch.set_num_threads(1)
+    for _ in write_text(job(folder, settings=SETTINGS, prompts=Talks())):
+        pass
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    write_all(folder)
+    return folder
+
+
+def test_two_kills_do_not_change_the_text(whole: Path, tmp_path: Path):
+    for num_shards in (1, 3):
+        process = FORK.Process(target=write_all, args=(tmp_path,))
+        process.start()
+        while process.is_alive() and len(shards(tmp_path)) < num_shards:
+            time.sleep(0.001)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    assert len(shards(tmp_path)) < len(shards(whole))
+    write_all(tmp_path)
+    assert shards(tmp_path) == shards(whole)
+    assert not list(tmp_path.glob(".*"))
+
+
+def write_shared(folder: Path, num_samples: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    asked = job(
+        folder,
+        settings=replace(SETTINGS, num_samples=num_samples),
+        prompts=Talks(),
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+    )
+    with progress(shown=False) as bar:
+        report = write_folder(asked, bar, lambda: None)
+    assert (report is None) == (accelerator.process_index > 0)
+
+
+def test_process_without_text_waits_for_the_other(tmp_path: Path):
+    num_samples = SETTINGS.shard_size
+    for name, count in (("one", 1), ("two", 2)):
+        assert forked(count, write_shared, tmp_path / name, num_samples) == [0] * count
+    assert len(shards(tmp_path / "one")) == 1
+    assert shards(tmp_path / "two") == shards(tmp_path / "one")
+
+
+def refused_in_one() -> None:
+    accelerator = Accelerator(cpu=True)
+
+    def refuse() -> None:
+        if accelerator.process_index == 1:
+            raise InputError("a rule, a value; a remedy")
+
+    with pytest.raises(InputError, match="a rule, a value; a remedy"):
+        on_all_processes(refuse)
+
+
+def test_error_on_one_process_is_raised_on_all():
+    assert forked(3, refused_in_one) == [0, 0, 0]

@@ -8,7 +8,7 @@ import pytest
 
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
-from specheads.training.distill.engine import Answer
+from specheads.training.distill.engines import Answer
 from specheads.training.distill.report import report_of
 from specheads.training.distill.run import fault, write_text
 from specheads.training.distill.shards import read_shards, read_text

@@ -7,7 +7,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.decoding.engine import Engine
 from specheads.decoding.request import Request, Stream
-from specheads.training.distill.engine import Answer, GenerationRequest, Pull, TextEngine
+from specheads.training.distill.engines import Answer, GenerationRequest, Pull, TextEngine
 from specheads.training.settings import Distill
 
 REFILL = 8

@@ -19,7 +19,7 @@ from openai import APIError, APIStatusError, AsyncOpenAI, Omit
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.training.distill.engine import Answer, GenerationRequest, Pull, TextEngine
+from specheads.training.distill.engines import Answer, GenerationRequest, Pull, TextEngine
 from specheads.training.settings import Distill
 
 KEY_VARIABLE = "OPENAI_API_KEY"

@@ -18,7 +18,7 @@ from specheads.core.drafter import Head
 from specheads.core.tree import TokenTree
 from specheads.decoding import accept
 from specheads.decoding.sampling import SamplingState
-from specheads.training.distill.engine import Answer, GenerationRequest, Pull, TextEngine
+from specheads.training.distill.engines import Answer, GenerationRequest, Pull, TextEngine
 from specheads.training.settings import Distill
 
 

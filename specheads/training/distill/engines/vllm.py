@@ -11,7 +11,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
 from specheads.core.machine import dtype_name
-from specheads.training.distill.engine import Answer, Pull, TextEngine
+from specheads.training.distill.engines import Answer, Pull, TextEngine
 from specheads.training.settings import Distill
 
 CHUNK = 8
