@@ -117,7 +117,7 @@ RECIPES |= {
 EXPERTS = ("qwen3_moe", "mixtral", "olmoe", "granitemoe")
 """Mixtures of experts."""
 FURTHER = tuple(name for name in RECIPES if name not in ARCHITECTURES)
-"""Architectures that only tests/decoding/test_further_bases.py runs."""
+"""Architectures that only tests/decoding/test_exact.py runs."""
 
 
 def config(architecture: str = "llama", **changes: Any) -> PreTrainedConfig:

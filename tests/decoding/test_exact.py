@@ -1,6 +1,11 @@
-"""Tree decoding gives, token for token, the text that the base alone decodes."""
+"""Tree decoding gives, token for token, the text that the base alone decodes.
+
+Further architectures, dense and with experts, are also trained, planned, exported and loaded. In
+each of them one case is fast, and the others are slow.
+"""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,15 +13,24 @@ import torch
 from torch import Tensor
 
 import specheads.base.forward
+from specheads.base.model import FrozenBase
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.generate import Decoding, generate
-from specheads.decoding.trees.policies import TreePolicy
+from specheads.decoding.trees import policies
+from specheads.export.write import export_head
+from specheads.heads.load import build_for, load_head
+from specheads.runs.trackers import read_metrics
+from specheads.training.plan import PeakMemory, Shapes, Trial
+from specheads.training.schedule import placed
+from specheads.training.settings import Schedule
 from tests import tiny
 from tests.oracle import TextPositions
+from tests.training.test_plan import ACCELERATOR, setup
+from tests.training.test_trainer import phase, run_training
 
 
-class RandomTrees(TreePolicy):
+class RandomTrees(policies.TreePolicy):
     """Another random tree for every row and step, about half its tokens right.
 
     Parents are uniform over the nodes before, so the nodes of the accepted path are
@@ -58,24 +72,45 @@ class RandomTrees(TreePolicy):
         return int(torch.randint(bound, (1,), generator=self.generator))
 
 
-def decode(architecture: str, attention: str, dtype: torch.dtype = torch.float64) -> Decoding:
-    policy = RandomTrees()
-    return generate(
-        tiny.base(architecture, attention, dtype),
-        tiny.oracle(policy.depth, architecture),
-        tiny.prompts(),
-        max_new_tokens=tiny.NEW_TOKENS,
-        tree=policy,
-    )
+BRANCHES = [(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)]
+TREES = {
+    "static": policies.Static(BRANCHES, "static"),
+    "chain": policies.chain(4),
+    "best_first": policies.BestFirst(12, 4),
+}
+KINDS = ("redrafter", "eagle3", "dflash")
+
+
+def decode(
+    architecture: str,
+    attention: str = "sdpa",
+    dtype: torch.dtype = torch.float64,
+    tree: policies.TreePolicy | None = None,
+) -> Decoding:
+    """Decode with a tree and drafts that are right at a rate, or with random trees."""
+    rate: dict[str, Any] = {"rate": 0.7} if tree else {}
+    tree = tree or RandomTrees()
+    drafter = tiny.oracle(tree.depth, architecture, **rate)
+    base, limit = tiny.base(architecture, attention, dtype), tiny.NEW_TOKENS
+    return generate(base, drafter, tiny.prompts(), max_new_tokens=limit, tree=tree)
+
+
+def assert_branching(out: Decoding, *, branches: bool = True) -> None:
+    """Check that drafts beyond the root were accepted, in trees not all along the first branch."""
+    assert all(forwards < 0.7 * tiny.NEW_TOKENS for forwards in out.forwards)
+    paths = [step.path for row in out.steps for step in row]
+    assert not branches or any(path != list(range(len(path))) for path in paths)
 
 
 def change_mask(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, int | None], tuple]
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    change: Callable[[Tensor, int | None], tuple],
 ) -> None:
     """Let `change` replace the ancestors and the window that the mask is built from."""
     # made before: a base that is loaded with a wrong mask is refused by its self check
-    for architecture in tiny.ARCHITECTURES:
-        tiny.base(architecture)
+    for attention in ("sdpa", "eager"):
+        tiny.base(architecture, attention, torch.float64)
     true_mask = specheads.base.forward.tree_mask
 
     def wrong_mask(ancestors, depths, cache, window, dtype):
@@ -90,10 +125,7 @@ def change_mask(
 def test_random_trees_on_ragged_rows_decode_the_base_s_text(architecture, attention):
     out = decode(architecture, attention)
     assert out.tokens == tiny.continuations(architecture)
-    # the check is empty unless branching trees are accepted beyond their roots
-    assert all(forwards < 0.7 * tiny.NEW_TOKENS for forwards in out.forwards)
-    paths = [step.path for row in out.steps for step in row]
-    assert any(path != list(range(len(path))) for path in paths)
+    assert_branching(out)
 
 
 def test_random_trees_are_exact_in_float32_too():
@@ -102,17 +134,23 @@ def test_random_trees_are_exact_in_float32_too():
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_a_causal_mask_in_place_of_the_tree_mask_is_caught(architecture, monkeypatch):
-    # made before the change, for a base asks itself about masks
-    for attention in ("sdpa", "eager"):
-        tiny.base(architecture, attention, torch.float64)
-    change_mask(monkeypatch, lambda ancestors, window: (torch.ones_like(ancestors).tril(), window))
-    assert decode(architecture, "sdpa").tokens != tiny.continuations(architecture)
+    change_mask(
+        monkeypatch, architecture, lambda one, window: (torch.ones_like(one).tril(), window)
+    )
+    assert decode(architecture).tokens != tiny.continuations(architecture)
 
 
-@pytest.mark.parametrize("architecture", tiny.WINDOWED)
+FURTHER_WINDOWED = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("mixtral", "phi3", "gemma2", "starcoder2")
+]
+
+
+@pytest.mark.parametrize("architecture", [*tiny.WINDOWED, *FURTHER_WINDOWED])
 def test_forgetting_the_sliding_window_is_caught(architecture, monkeypatch):
-    change_mask(monkeypatch, lambda ancestors, _: (ancestors, None))
-    assert decode(architecture, "sdpa").tokens != tiny.continuations(architecture)
+    change_mask(monkeypatch, architecture, lambda ancestors, _: (ancestors, None))
+    tree = None if architecture in tiny.WINDOWED else TREES["static"]
+    assert decode(architecture, tree=tree).tokens != tiny.continuations(architecture)
 
 
 FURTHER = [pytest.param(name, marks=pytest.mark.slow) for name in tiny.FURTHER]
@@ -127,3 +165,67 @@ def test_the_reference_is_varied_and_never_close_to_a_tie(architecture):
         best = logits.topk(2).values
         assert (best[:, 0] - best[:, 1]).min() > 1e-3
         assert len(set(said)) > tiny.NEW_TOKENS // 3
+
+
+# further architectures
+
+
+def cases(second: tuple[str, ...], *, every: bool = True) -> list[Any]:
+    """Return pairs of an architecture and a choice; only the first choice of each is fast.
+
+    Without `every`, only the first architecture with the first choice is fast.
+    """
+    return [
+        pytest.param(
+            one, choice, marks=() if not number and (every or not place) else pytest.mark.slow
+        )
+        for place, one in enumerate(tiny.FURTHER if every else tiny.EXPERTS)
+        for number, choice in enumerate(second)
+    ]
+
+
+@pytest.mark.parametrize(("architecture", "tree"), cases((*TREES,)))
+def test_trees_of_further_architectures_decode_the_base_s_text(architecture: str, tree: str):
+    out = decode(architecture, tree=TREES[tree])
+    assert out.tokens == tiny.continuations(architecture)
+    assert_branching(out, branches=tree != "chain")
+
+
+@pytest.mark.parametrize(("architecture", "kind"), cases(KINDS))
+def test_training_lowers_the_loss(architecture: str, kind: str, tmp_path: Path):
+    base = tiny.base(architecture, dtype=torch.float32)
+    run_training(tmp_path, Schedule(phases={"corpus": phase(steps=8)}), kind=kind, base=base)
+    losses = [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(("architecture", "kind"), cases(KINDS, every=False))
+def test_head_of_experts_is_planned_exported_and_loaded(
+    architecture: str, kind: str, tmp_path: Path
+):
+    folder = tiny.saved(tmp_path / "base", architecture, num_hidden_layers=7)
+    base = FrozenBase.load(folder, dtype="float32", device="cpu")
+    # a CPU reads packed documents one by one, and the plan is for masks
+    plain = ("schedule.phases.corpus.packing=none", "~schedule.phases.distilled")
+    wanted = setup(folder, f"head={kind}", *plain)
+    shapes = Shapes(wanted, torch.device("cpu"))
+    weights = shapes.weights()
+    assert weights["base weights"] == sum(one.nbytes for one in base.model.parameters())
+    (planned,), real = placed(wanted.schedule), Trial(wanted, base, ACCELERATOR)
+    real.step(planned, 2)
+    with PeakMemory() as memory:
+        real.step(planned, 2)
+    found = sum(shapes.step(planned, 2).values()) / (sum(weights.values()) + memory.peak)
+    assert 0.85 < found < 1.3
+
+    torch.manual_seed(0)
+    head = build_for({"kind": kind, "depth": 3}, base)
+    head.save_pretrained(tmp_path / "head")
+    loaded = load_head(tmp_path / "head", base=base)
+    prompts = tiny.prompts()
+    texts = generate(base, None, prompts, max_new_tokens=16).tokens
+    assert generate(base, loaded, prompts, max_new_tokens=16).tokens == texts
+    engine = "speculators" if kind == "dflash" else "vllm"
+    pairs = list(zip(prompts, texts, strict=True))
+    _, parity = export_head(loaded, base, engine, tmp_path / "served", pairs)
+    assert parity.largest_difference < 1e-5

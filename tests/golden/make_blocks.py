@@ -10,36 +10,21 @@ float32 in any model precision, and the comparison needs more.
 
 import argparse
 import importlib
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import making
 import torch
-from safetensors.torch import save_file
 from torch.nn.attention.flex_attention import create_mask
 from transformers import DynamicCache
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-HERE = Path(__file__).parent
 TIME, FIRST, BATCH = 14, 6, 2
 """Positions of a text, those that the first draft has seen, and texts."""
 
-SHAPE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000.0,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-}
+SHAPE = making.SHAPE | {"rope_theta": 1_000_000.0, "hidden_act": "silu", "attention_bias": False}
 LAYERS = {"target_layer_ids": [1, 3, 4], "num_target_layers": 8}
 
 
@@ -59,19 +44,9 @@ def made(config: dict[str, Any]) -> Any:
 def random_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Sample every weight as a float32 value; return them by their public names."""
     named = model.state_dict().items()
-    weights = {name: (0.3 * torch.randn(value.shape)).to(SINGLE) for name, value in named}
+    weights = {name: (0.3 * torch.randn(value.shape)).to(making.SINGLE) for name, value in named}
     model.load_state_dict(weights)
     return weights
-
-
-def save(name: str, config: dict[str, Any], weights: Any, expected: dict[str, Any]) -> None:
-    """Write one case."""
-    folder = HERE / name
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(weights, folder / "model.safetensors")
-    whole = {key: value.detach().contiguous() for key, value in expected.items()}
-    save_file(whole, folder / "expected.safetensors")
 
 
 def draft(model: Any, embed: Any, aux: torch.Tensor, roots: torch.Tensor, slots: int) -> Any:
@@ -147,7 +122,7 @@ def deepspec(root: Path, name: str, rank: int) -> None:
             before = torch.cat([said_last[:, None], said[:, :-1]], dim=1)
             sure = model.predict_confidence_step(block, prev_token_ids=before)
             expected[f"out.draft_confidence.{step}"] = sure
-    save(name, config, weights, expected)
+    making.save(name, weights, expected, config)
 
 
 def z_lab(root: Path, name: str) -> None:
@@ -178,7 +153,7 @@ def z_lab(root: Path, name: str) -> None:
         blocks = draft(model, lambda tokens: embedding[tokens], aux, roots, 5)
     for step, hidden in enumerate(blocks):
         expected[f"out.draft_logits.{step}"] = hidden[:, -4:] @ projection.T
-    save(name, config, weights, expected)
+    making.save(name, weights, expected, config)
 
 
 if __name__ == "__main__":
@@ -186,10 +161,7 @@ if __name__ == "__main__":
     parser.add_argument("deepspec", type=Path)
     parser.add_argument("dflash", type=Path)
     folders = parser.parse_args()
-    SINGLE = torch.float32
-    torch.set_default_dtype(torch.float64)
-    torch.float32 = torch.float = torch.float64
-    torch.Tensor.float = torch.Tensor.double
-    deepspec(folders.deepspec, "dspark_deepspec", rank=5)
-    deepspec(folders.deepspec, "dflash_deepspec", rank=0)
-    z_lab(folders.dflash, "dflash_z_lab")
+    with making.in_float64():
+        deepspec(folders.deepspec, "dspark_deepspec", rank=5)
+        deepspec(folders.deepspec, "dflash_deepspec", rank=0)
+        z_lab(folders.dflash, "dflash_z_lab")

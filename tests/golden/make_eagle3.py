@@ -13,18 +13,15 @@ Their rotary angles stay in float32, like ours.
 
 # pyright: reportMissingImports=false
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+import making
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-GOLDEN = Path(__file__).parent
 TIME, DEPTH, WIDTH, VOCAB, DRAFTED, AUX = 12, 4, 32, 61, 40, 3
 LAYER: dict[str, Any] = {
     "hidden_size": WIDTH,
@@ -75,18 +72,6 @@ def in_float64() -> Iterator[None]:
         torch.float32 = plain
 
 
-def randomise(model: torch.nn.Module) -> None:
-    for value in model.parameters():
-        value.data.copy_(torch.randn(value.shape) * 0.3 + (value.ndim == 1))
-
-
-def write(name: str, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    copies = {key: value.detach().clone().contiguous() for key, value in tensors.items()}
-    save_file(copies, GOLDEN / name / "model.safetensors")
-    copies = {key: value.detach().clone().contiguous() for key, value in expected.items()}
-    save_file(copies, GOLDEN / name / "expected.safetensors")
-
-
 def speculators(name: str, layer: dict[str, Any], options: dict[str, Any]) -> None:
     """Write a case of vllm-project/speculators: its folder, and the logits of all depths."""
     from speculators.config import SpeculatorsConfig, VerifierConfig
@@ -115,7 +100,7 @@ def speculators(name: str, layer: dict[str, Any], options: dict[str, Any]) -> No
         **options,
     )
     model = (PEagleDraftModel if kind == "peagle" else Eagle3DraftModel)(config=config)
-    randomise(model)
+    making.randomise(model)
     marks = torch.zeros(VOCAB, dtype=torch.bool)
     marks[torch.randperm(VOCAB)[:DRAFTED]] = True
     ids = marks.nonzero()[:, 0]
@@ -125,8 +110,8 @@ def speculators(name: str, layer: dict[str, Any], options: dict[str, Any]) -> No
     aux, following = torch.randn(1, TIME, AUX * width).double(), torch.randint(VOCAB, (1, TIME))
     places, documents = torch.arange(TIME)[None], torch.zeros(1, TIME, dtype=torch.long)
     weights = {key: value for key, value in model.state_dict().items() if "verifier" not in key}
-    config.save_pretrained(GOLDEN / name)
-    (GOLDEN / name / "config.py").unlink()
+    config.save_pretrained(making.GOLDEN / name)
+    (making.GOLDEN / name / "config.py").unlink()
     model.double()
     expected = {"in.aux": aux, "in.following": following}
     with torch.no_grad(), in_float64():
@@ -142,9 +127,10 @@ def speculators(name: str, layer: dict[str, Any], options: dict[str, Any]) -> No
             every = {"down_sample_ratio": 1.0, "down_sample_ratio_min": 1.0, "num_depths": DEPTH}
             every["loss_config"] = resolve_loss_config("kl_div", "eager")
             model.forward(aux, following, documents, verifier_last_hidden_states=hidden, **every)
+            core.generate_cod_sample_indices = made
             expected["out.anchors"], expected["out.depths"] = sampled[0]
             expected["out.logits"] = said[0][0]
-    write(name, weights, expected)
+    making.save(name, weights, expected)
 
 
 def dflash(name: str) -> None:
@@ -173,7 +159,7 @@ def dflash(name: str) -> None:
         ),
     )
     model = DFlashDraftModel(config=config)
-    randomise(model)
+    making.randomise(model)
     said: list[Tensor] = []
     model.lm_head.register_forward_hook(lambda *called: said.append(called[2]))
     found, made = [], model._build_attention_mask
@@ -182,15 +168,15 @@ def dflash(name: str) -> None:
     aux, tokens = torch.randn(1, TIME, AUX * width).double(), torch.randint(VOCAB, (1, TIME))
     hidden, documents = torch.randn(1, TIME, width).double(), torch.zeros(1, TIME).long()
     weights = {key: value for key, value in model.state_dict().items() if "verifier" not in key}
-    config.save_pretrained(GOLDEN / name)
-    (GOLDEN / name / "config.py").unlink()
+    config.save_pretrained(making.GOLDEN / name)
+    (making.GOLDEN / name / "config.py").unlink()
     model.double()
     how = {"loss_config": resolve_loss_config("kl_div", "eager"), "max_anchors": TIME - DEPTH}
     with torch.no_grad(), in_float64():
         model.forward(aux, tokens, torch.ones(1, TIME), hidden, documents, **how)
     expected = {"in.aux": aux, "in.tokens": tokens, "out.anchors": found[0][2]}
     expected["out.logits"] = said[0][0].unflatten(0, (-1, DEPTH))
-    write(name, weights, expected)
+    making.save(name, weights, expected)
 
 
 def chain() -> None:
@@ -207,11 +193,10 @@ def chain() -> None:
     config.rope_scaling = rope
     config.pad_token_id = 0
     model = Model(config, bias=False)
-    randomise(model)
+    making.randomise(model)
     ids = torch.randperm(VOCAB)[:DRAFTED].sort().values
     model.d2t, model.t2d = ids - torch.arange(DRAFTED), torch.zeros(VOCAB, dtype=torch.bool)
     model.t2d[ids] = True
-    (GOLDEN / name).mkdir(exist_ok=True)
     weights = model.state_dict()
     aux, tokens = (
         torch.randn(1, TIME, AUX * WIDTH).double(),
@@ -229,12 +214,10 @@ def chain() -> None:
             )
             hidden = hidden[:, -1:]
             said.append(model.lm_head(model.norm(hidden))[:, 0])
-    write(
-        name, weights, {"in.aux": aux, "in.following": tokens, "out.logits": torch.stack(said, 1)}
-    )
+    expected = {"in.aux": aux, "in.following": tokens, "out.logits": torch.stack(said, 1)}
     text = {**LAYER, "num_hidden_layers": 1, "rope_scaling": rope, "rope_theta": 10000.0}
     text |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFTED}
-    (GOLDEN / name / "config.json").write_text(json.dumps(text, indent=2) + "\n")
+    making.save(name, weights, expected, text)
 
 
 if __name__ == "__main__":

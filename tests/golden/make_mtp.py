@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import making
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_layers import MtpLayer
@@ -31,31 +31,13 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
-GOLDEN = Path(__file__).parent
 TIME, FIRST, BATCH, DEPTH = 12, 5, 2, 3
 """Positions of a text, those that the first draft has seen, texts, and levels drafted."""
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
+SHAPE = making.SHAPE | {"max_position_embeddings": 64}
 EAGER: dict[str, Any] = {"attn_implementation": "eager"}
 Layer = Callable[..., Tensor]
 """Takes embeddings, states, positions, a mask and a cache."""
-
-
-def randomise(module: torch.nn.Module) -> None:
-    """Sample every weight as a float32 value."""
-    for value in module.parameters():
-        value.data.copy_((torch.randn(value.shape) * 0.3 + (value.ndim == 1)).to(SINGLE))
 
 
 def inputs() -> dict[str, Tensor]:
@@ -92,19 +74,6 @@ def draft(layer: Layer, given: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def save(
-    name: str, config: dict[str, Any], weights: dict[str, Tensor], expected: dict[str, Tensor]
-) -> None:
-    """Write one case."""
-    folder = GOLDEN / name
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    single = {key: value.to(SINGLE).contiguous() for key, value in weights.items()}
-    save_file(single, folder / "model.safetensors")
-    whole = {key: value.detach().contiguous() for key, value in expected.items()}
-    save_file(whole, folder / "expected.safetensors")
-
-
 def speculators() -> None:
     """Write a folder of speculators: training's first round, drafts, and FastMTP's weights."""
     from speculators.config import SpeculatorsConfig, VerifierConfig
@@ -122,7 +91,7 @@ def speculators() -> None:
         ),
     )
     model = MTPDraftModel(config).double().eval()
-    randomise(model)
+    making.randomise(model)
     given = inputs()
     model.embed_tokens.weight.data.copy_(given["in.embedding"])
     model.lm_head.weight.data.copy_(given["in.projection"])
@@ -143,10 +112,12 @@ def speculators() -> None:
     expected["out.step_weights"] = torch.tensor(compute_step_weights(0.6, DEPTH))
     named = model.state_dict().items()
     weights = {key: value for key, value in named if key.startswith("mtp_layers.")}
-    config.save_pretrained(GOLDEN / "mtp_speculators")
-    (GOLDEN / "mtp_speculators" / "config.py").unlink(missing_ok=True)
-    said = json.loads((GOLDEN / "mtp_speculators" / "config.json").read_text(encoding="utf-8"))
-    save("mtp_speculators", said, weights, expected)
+    config.save_pretrained(making.GOLDEN / "mtp_speculators")
+    (making.GOLDEN / "mtp_speculators" / "config.py").unlink(missing_ok=True)
+    said = json.loads(
+        (making.GOLDEN / "mtp_speculators" / "config.json").read_text(encoding="utf-8")
+    )
+    making.save("mtp_speculators", weights, expected, said)
 
 
 def mimo() -> None:
@@ -156,7 +127,7 @@ def mimo() -> None:
     torch.manual_seed(4)
     config = Qwen2Config(**SHAPE, **EAGER)
     module, rotary = MiMoMTPLayers(config).double().eval(), Qwen2RotaryEmbedding(config)
-    randomise(module)
+    making.randomise(module)
     given = inputs()
 
     def layer(embedded: Tensor, hidden: Tensor, at: Tensor, mask: Tensor, cache: Any) -> Tensor:
@@ -169,7 +140,7 @@ def mimo() -> None:
     weights["model.norm.weight"] = torch.ones(SHAPE["hidden_size"])
     said = SHAPE | {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
     said |= {"num_nextn_predict_layers": 1, "attention_bias": True, "rope_theta": 10000.0}
-    save("mtp_mimo", {**said, "hidden_act": "silu"}, weights, expected)
+    making.save("mtp_mimo", weights, expected, {**said, "hidden_act": "silu"})
 
 
 def deepseek() -> None:
@@ -179,7 +150,7 @@ def deepseek() -> None:
     config = LlamaConfig(**SHAPE, **EAGER, rope_parameters=rope)
     module = MtpLayer(config, LlamaDecoderLayer, LlamaRMSNorm, 0).double().eval()
     rotary = LlamaRotaryEmbedding(config)
-    randomise(module)
+    making.randomise(module)
     given = inputs()
 
     def layer(embedded: Tensor, hidden: Tensor, at: Tensor, mask: Tensor, cache: Any) -> Tensor:
@@ -194,17 +165,14 @@ def deepseek() -> None:
     weights["model.layers.2.embed_tokens.weight"] = given["in.embedding"]
     weights["model.layers.2.shared_head.head.weight"] = given["in.projection"]
     said = SHAPE | {"num_nextn_predict_layers": 1, "rope_theta": 20000.0}
-    save("mtp_deepseek", {**said, "hidden_act": "silu"}, weights, expected)
+    making.save("mtp_deepseek", weights, expected, {**said, "hidden_act": "silu"})
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     sys.path.insert(0, str(parser.parse_args().folder))
-    SINGLE = torch.float32
-    torch.set_default_dtype(torch.float64)
-    torch.float32 = torch.float = torch.float64
-    torch.Tensor.float = torch.Tensor.double
-    speculators()
-    mimo()
-    deepseek()
+    with making.in_float64():
+        speculators()
+        mimo()
+        deepseek()
