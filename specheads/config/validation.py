@@ -12,7 +12,7 @@ from specheads.config.parts import Evaluation, Tree
 from specheads.core.errors import InputError
 from specheads.core.ranges import FolderName, check_fields, refuse
 from specheads.data.settings import NO_PATH, Data, Source
-from specheads.training.settings import Phase, Schedule, Validation
+from specheads.training.settings import LENGTH_LOSSES, Phase, Schedule, Validation
 
 
 def check(settings: Any, where: str = "") -> None:
@@ -79,6 +79,11 @@ def _check_phase(where: str, phase: Phase) -> None:
     if len(changed) > 1:
         shown = " and ".join(f"{setting}={getattr(phase, setting)}" for setting in changed)
         raise InputError(f"{where} weights depths in one way, got {shown}; leave one out")
+    if phase.weighting == "accepted_length" and phase.loss not in LENGTH_LOSSES:
+        raise InputError(
+            f"{where}.weighting=accepted_length needs a loss that is minus the logarithm of an "
+            f"acceptance ({', '.join(LENGTH_LOSSES)}), got loss={phase.loss}; change one of them"
+        )
     if not any(phase.depth_weights or [1.0]):
         raise InputError(
             f"{where} needs depth_weights that are not all 0, got {phase.depth_weights}; raise one"

@@ -148,7 +148,7 @@ def drawn_labels(
 
 def in_chains(head: Head, phase: Phase) -> bool:
     """Return whether all depths of a draft are labelled from one position."""
-    return phase.weighting == "dpace" or head.num_anchors > 0
+    return phase.weighting != "geometric" or head.num_anchors > 0
 
 
 def label_counts(
