@@ -49,7 +49,7 @@ from specheads.training.processes import (
     on_all_processes,
     readers,
 )
-from specheads.training.schedule import adapter_settings, longest_row, refuse_misfit
+from specheads.training.schedule import adapter_settings, longest_row, refuse_misfit, refuse_unread
 from specheads.training.texts import PhaseTexts
 
 Announce = Callable[[str], None]
@@ -162,6 +162,7 @@ def _train(
         counts = texts.count_tokens(lambda: on_all_processes(begin)) if is_reduced else None
         if head is None:
             head = build_for(settings.head, base, counts)
+        refuse_unread(phases, head)
         texts.head = head
         source = _source(settings, base, head, announce, held)
         held_out = texts.held_out(settings.validation)
@@ -273,11 +274,12 @@ def _checked_base(
             f"features.source={settings.features.source} needs a base loaded with ends_only="
             f"{at_server}, got another; leave out the argument base"
         )
-    if at_server and (joint or settings.feature_cache.gib):
+    own = any(phase.own_drafts for phase in phases.values())
+    if at_server and (joint or own or settings.feature_cache.gib):
         raise InputError(
-            "joint training and a feature cache need the base in this process, but "
-            "features.source=vllm leaves it at a server; leave out joint and feature_cache.gib, or "
-            "set features=local"
+            "joint training, own_drafts and a feature cache need the base in this process, but "
+            "features.source=vllm leaves it at a server; leave out joint, own_drafts and "
+            "feature_cache.gib, or set features=local"
         )
     if joint:
         lora.targets(base.model, joint.target_modules)

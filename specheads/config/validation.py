@@ -84,6 +84,10 @@ def _check_phase(where: str, phase: Phase) -> None:
             f"{where}.weighting=accepted_length needs a loss that is minus the logarithm of an "
             f"acceptance ({', '.join(LENGTH_LOSSES)}), got loss={phase.loss}; change one of them"
         )
+    if phase.own_drafts and phase.joint:
+        raise InputError(
+            f"{where}.own_drafts needs a frozen base, got {where}.joint; leave one out"
+        )
     if not any(phase.depth_weights or [1.0]):
         raise InputError(
             f"{where} needs depth_weights that are not all 0, got {phase.depth_weights}; raise one"

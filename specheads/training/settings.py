@@ -150,6 +150,10 @@ class Phase:
     """geometric (decay or depth_weights, the same at every position), or by the acceptances of a
     position's own drafts: dpace, first_error (the probability that a depth is reached), or
     accepted_length (the loss is minus the expected number of accepted drafts)."""
+    own_drafts: Probability = 0.0
+    """Share of the positions whose deeper depths read the head's own drafts in place of the text,
+    with the base's distribution after them. Only positions count at which decoding with the head
+    would draft, up to the first draft that the base rejects. See docs/train.md."""
     scored_share: PositiveProbability = 1.0
     """Share of the positions in the loss mask that each step draws for the loss. The base's
     forward costs little compared with the vocabulary projections, so fewer positions of more text

@@ -99,8 +99,12 @@ def test_training_skips_what_needs_layers_and_says_so(server: list[str], tmp_pat
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["schedule.phases.corpus.joint.rank=4"], "leaves it at a server; leave out joint and"),
-        (["feature_cache.gib=1"], "leaves it at a server; leave out joint and feature_cache.gib"),
+        (
+            ["schedule.phases.corpus.joint.rank=4"],
+            "leaves it at a server; leave out joint, own_drafts",
+        ),
+        (["feature_cache.gib=1"], "leaves it at a server; leave out joint, own_drafts and"),
+        (["schedule.phases.corpus.own_drafts=1"], "joint training, own_drafts and a feature cache"),
         (
             ["schedule=two_phase"],
             "a base at a server cannot generate text here, got distill.engine",
