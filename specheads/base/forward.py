@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
 from specheads.base import lora
@@ -21,6 +22,7 @@ from specheads.base.document_attention import attending_documents
 from specheads.base.exact_attention import ExactAttention
 from specheads.base.experts import experts_of, tokens_twice
 from specheads.base.masks import (
+    additive,
     attention_windows,
     context_length,
     document_mask,
@@ -30,7 +32,7 @@ from specheads.base.masks import (
 from specheads.base.projection import VocabularyProjection, vocabulary_projection
 from specheads.base.tree_attention import DeferredCache, attending
 from specheads.core.errors import InputError
-from specheads.core.features import Features, document_places
+from specheads.core.features import Features, document_places, within_documents
 from specheads.core.tree import TokenTree
 
 
@@ -55,6 +57,11 @@ AuxLayers = tuple[int, ...]
 """Layers whose residual stream is read: k is the stream after k layers."""
 FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "layer_norm")
 """Names of the norm after the last layer."""
+
+
+FULL_BRANCHES = 32
+"""The number of chains of a row is padded to a multiple of this: oneDNN caches megabytes for each
+shape."""
 
 
 class Forwards:
@@ -152,6 +159,53 @@ class Forwards:
         with torch.set_grad_enabled(gradients), attending as documents:
             features = self._features(inputs, aux_layers)
             return replace(features, document_ids=document_ids, documents=documents)
+
+    @torch.no_grad()
+    def read_branches(
+        self,
+        tokens: Int[Tensor, "batch time"],
+        document_ids: Int[Tensor, "batch time"] | None,
+        rows: Int[Tensor, " branch"],
+        places: Int[Tensor, " branch"],
+        drafts: Int[Tensor, "branch level"],
+    ) -> Float[Tensor, "branch level width"]:
+        """Return the final hidden states of chains that branch off whole texts, in one forward.
+
+        Chain i follows position `places[i]` of row `rows[i]`, in rising order, and sees its
+        document up to there. The texts are read again.
+        """
+        self._refuse_unusable()
+        (batch, time), levels = tokens.shape, drafts.shape[1]
+        if document_ids is None:
+            document_ids = torch.zeros_like(tokens)
+        counts = torch.zeros_like(tokens[:, 0]).index_add(0, rows, torch.ones_like(rows))
+        # as many chains in every row; the meta device has no counts
+        most = -(-len(rows) // batch) if rows.is_meta else int(counts.max())
+        most += -most % FULL_BRANCHES
+        slots = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+        at = tokens.new_zeros(batch, most).index_put((rows, slots), places)
+        nodes = drafts.new_zeros(batch, most, levels).index_put((rows, slots), drafts)
+        chains = torch.arange(most * levels, device=rows.device) // max(levels, 1)
+        own = (chains[:, None] == chains).tril().expand(batch, -1, -1)
+        text = within_documents(document_ids)
+        above = text.take_along_dim(at[..., None], dim=1).repeat_interleave(levels, dim=1)
+        visible = torch.cat([F.pad(text, (0, most * levels)), torch.cat([above, own], 2)], 1)
+        positions = document_places(document_ids)
+        steps = torch.arange(1, levels + 1, device=rows.device)
+        behind = positions.gather(1, at)[..., None] + steps
+        positions = torch.cat([positions, behind.flatten(1)], dim=1)
+        apart = positions[:, :, None] - positions[:, None]
+        masks = {
+            window: additive(visible if window is None else visible & (apart < window), self.dtype)
+            for window in set(self.windows.values())
+        }
+        out = self.model.base_model(
+            input_ids=torch.cat([tokens, nodes.flatten(1)], dim=1),
+            attention_mask=self._by_kind(masks),
+            position_ids=positions.clamp(max=self.max_length - 1),
+            use_cache=False,
+        )
+        return out.last_hidden_state[:, time:].unflatten(1, (most, levels))[rows, slots]
 
     @torch.no_grad()
     def verify(self, tree: TokenTree, cache: RowCache, aux_layers: AuxLayers = ()) -> Verification:

@@ -48,7 +48,7 @@ def tree_mask(
         own = cache.positions[:, None] + depths
         positions = cache.slot_positions(end).scatter(1, scratch, own)
         visible = visible & (positions[:, None] > own[..., None] - window)
-    return _additive(visible, dtype)
+    return additive(visible, dtype)
 
 
 def document_mask(
@@ -59,10 +59,11 @@ def document_mask(
     `window` is that of `tree_mask`. Documents are contiguous, so slot distance is the distance.
     """
     visible = within_documents(document_ids)
-    return _additive(visible if window is None else visible.triu(1 - window), dtype)
+    return additive(visible if window is None else visible.triu(1 - window), dtype)
 
 
-def _additive(visible: Bool[Tensor, "batch node slot"], dtype: torch.dtype) -> Tensor:
+def additive(visible: Bool[Tensor, "batch node slot"], dtype: torch.dtype) -> Tensor:
+    """Return a mask that is added to the scores."""
     blocked = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return blocked.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 

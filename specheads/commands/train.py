@@ -49,7 +49,7 @@ from specheads.training.processes import (
     on_all_processes,
     readers,
 )
-from specheads.training.schedule import adapter_settings, longest_row, refuse_misfit
+from specheads.training.schedule import adapter_settings, longest_row, refuse_misfit, refuse_unread
 from specheads.training.texts import PhaseTexts
 
 Announce = Callable[[str], None]
@@ -162,6 +162,7 @@ def _train(
         counts = texts.count_tokens(lambda: on_all_processes(begin)) if is_reduced else None
         if head is None:
             head = build_for(settings.head, base, counts)
+        refuse_unread(phases, head)
         texts.head = head
         source = _source(settings, base, head, announce, held)
         held_out = texts.held_out(settings.validation)

@@ -13,7 +13,7 @@ from specheads.config.parts import Evaluation, Tree
 from specheads.core.errors import InputError
 from specheads.core.ranges import FolderName, check_fields, refuse
 from specheads.data.settings import NO_PATH, Data, Source
-from specheads.training.settings import Phase, Schedule, Validation
+from specheads.training.settings import LENGTH_LOSSES, Phase, Schedule, Validation
 
 
 def check(settings: Any, where: str = "") -> None:
@@ -82,6 +82,15 @@ def _check_phase(where: str, phase: Phase) -> None:
     if len(changed) > 1:
         shown = " and ".join(f"{setting}={getattr(phase, setting)}" for setting in changed)
         raise InputError(f"{where} weights depths in one way, got {shown}; leave one out")
+    if phase.weighting == "accepted_length" and phase.loss not in LENGTH_LOSSES:
+        raise InputError(
+            f"{where}.weighting=accepted_length needs a loss that is minus the logarithm of an "
+            f"acceptance ({', '.join(LENGTH_LOSSES)}), got loss={phase.loss}; change one of them"
+        )
+    if phase.own_drafts and phase.joint:
+        raise InputError(
+            f"{where}.own_drafts needs a frozen base, got {where}.joint; leave one out"
+        )
     if not any(phase.depth_weights or [1.0]):
         raise InputError(
             f"{where} needs depth_weights that are not all 0, got {phase.depth_weights}; raise one"
@@ -149,6 +158,7 @@ def _check_served(settings: Train) -> None:
         "base.exact=true": base.exact,
         f"feature_cache.gib={settings.feature_cache.gib:g}": settings.feature_cache.gib,
         **{f"schedule.phases.{name}.joint": phase.joint for name, phase in phases.items()},
+        **{f"schedule.phases.{name}.own_drafts": one.own_drafts for name, one in phases.items()},
     }
     if found := [name for name, value in needs.items() if value]:
         merge = "; merge it with peft, and give the merged base to the server and as base.model"

@@ -5,7 +5,7 @@ tests/heads/test_heads.py checks them for every head. See docs/add_a_head.md.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, runtime_checkable
@@ -24,7 +24,7 @@ State = Any
 """State of a drafter between the levels of one draft; opaque to the engines."""
 Tokens = Int[Tensor, "batch time"]
 Anchors = Bool[Tensor, "batch time"]
-States = Iterator[Float[Tensor, "batch time width"]]
+States = Generator[Float[Tensor, "batch time width"], Tokens | None, None]
 Nodes = Int[Tensor, "batch node"]
 Guesses = tuple[Float[Tensor, "batch node vocab"], State]
 """Logits for the token after each node of a level, and the state that the next level continues."""
@@ -139,6 +139,8 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     num_anchors: int = 0
     """Number of positions per row from which it drafts in a training step, sampled at each step.
     Zero: every depth learns from every position of the loss mask."""
+    reads_drafts: bool = True
+    """Whether `states` reads the tokens that are sent to it."""
     base_fingerprint: str = ""
     """Fingerprint of the base it was trained on: see base/fingerprint.py. Empty if unknown."""
     tuned: Any = None
@@ -216,7 +218,8 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         """Yield `depth` states; position t of the k-th predicts `tokens[:, t + 2 + k]`.
 
         The k-th state at t may have read `tokens[:, ..t + 1 + k]` and nothing later. Positions too
-        close to the end wrap around and are meaningless; callers ignore them.
+        close to the end wrap around and are meaningless; callers ignore them. A caller may send the
+        tokens that the next state reads last, in place of `tokens[:, t + 2 + k]`.
 
         Args:
             features: Features of the base at every position. A document of a packed row sees only

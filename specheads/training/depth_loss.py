@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from specheads.training.losses import LABELS_ONLY, LOSSES, BaseRows, best_of, read_base
 
 SMOOTHING = 0.5
-"""Smoothing of the draft's confidence towards one in D-PACE."""
+"""Smoothing of the acceptances towards one in D-PACE."""
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 """Logits of a chunk: small compared with the weights, and enough for a fast matrix product.
 
@@ -87,8 +87,8 @@ def depth_loss(
         kind: Name of the loss, one of `LOSSES`.
         decay: Weight of each depth relative to the previous one.
         depth_weights: Weight per depth, in place of `decay`.
-        weighting: geometric, or dpace, which multiplies by `dpace_weights`; row r of every depth
-            must then come from the same position, which needs targets per depth.
+        weighting: geometric, or one of `CHAIN_WEIGHTS` that also multiplies each row; row r of
+            every depth must then come from the same position, which needs targets per depth.
         chunk_rows: Rows whose logits are in memory at once; None selects them for the device.
     """
     depth, weight = len(states), projections[0][0]
@@ -98,7 +98,7 @@ def depth_loss(
         each,
         depth_shares(depth, decay, depth_weights),
         torch.stack([one.mean_over() for one in each]),
-        weighting == "dpace",
+        weighting,
         chunk_rows or rows_of(weight),
         rows_of(weight, BLOCK_LOGITS),
         torch.is_grad_enabled(),
@@ -119,16 +119,39 @@ def depth_shares(depth: int, decay: float, depth_weights: Sequence[float]) -> li
     return list(depth_weights) or [decay**level for level in range(depth)]
 
 
-def dpace_weights(confidence: Float[Tensor, "depth row"]) -> Float[Tensor, "depth row"]:
-    """Return the expected number of accepted tokens that depend on each depth of a chain.
+Chain = Float[Tensor, "depth row"]
+"""A value of each level of chains that start at the same positions."""
 
-    The weight of depth j is the sum over m >= j of the product over i <= m of the smoothed
-    confidences, where a confidence is the draft's probability of the target. Carries no gradient.
+
+def length_weights(acceptances: Chain) -> Chain:
+    """Return the expected number of accepted drafts of each level and those that depend on it.
+
+    The weight of depth j is the sum over m >= j of the product over i <= m of the acceptances. It
+    is the derivative of the expected number of accepted drafts with respect to the logarithm of
+    acceptance j.
+    """
+    return acceptances.cumprod(0).flip(0).cumsum(0).flip(0)
+
+
+def dpace_weights(acceptances: Chain) -> Chain:
+    """Return `length_weights` of smoothed acceptances, so that rejected drafts still learn.
 
     Source: Wu et al. 2026, arXiv:2605.18810, with smoothing 0.5.
     """
-    reach = (SMOOTHING + (1 - SMOOTHING) * confidence.detach()).cumprod(0)
-    return reach.flip(0).cumsum(0).flip(0)
+    return length_weights(SMOOTHING + (1 - SMOOTHING) * acceptances)
+
+
+def first_error_weights(acceptances: Chain) -> Chain:
+    """Return the probability that all drafts before each level are accepted."""
+    return torch.cat([torch.ones_like(acceptances[:1]), acceptances[:-1]]).cumprod(0)
+
+
+CHAIN_WEIGHTS: dict[str, Callable[[Chain], Chain]] = {
+    "dpace": dpace_weights,
+    "first_error": first_error_weights,
+    "accepted_length": length_weights,
+}
+"""Weights of the levels of a chain from the acceptances of its drafts, without gradient."""
 
 
 def confidence_loss(
@@ -178,11 +201,27 @@ class _Plan(NamedTuple):
     targets: list[Targets]
     weights: list[float]
     counts: Int[Tensor, " depth"]
-    dpace: bool
+    weighting: str
     chunk_rows: int
     block_rows: int
     learns: bool
     """Whether gradients are enabled."""
+
+    @property
+    def chained(self) -> bool:
+        """Whether the weight of a row depends on all depths."""
+        return self.weighting in CHAIN_WEIGHTS
+
+    def acceptances(self, losses: Tensor, confidence: Tensor) -> Tensor:
+        """Return the acceptance of drafts, from their losses and the draft's probs of the target.
+
+        It is sum min(p, q) for losses that tell it. D-PACE is defined by the confidence.
+        """
+        if self.weighting != "dpace" and self.kind == "lk":
+            return torch.exp(-losses)
+        if self.weighting != "dpace" and self.kind == "total_variation":
+            return 1.0 - losses
+        return confidence
 
 
 class _FusedDepthLoss(torch.autograd.Function):
@@ -196,8 +235,8 @@ class _FusedDepthLoss(torch.autograd.Function):
         wanted = [plan.learns and needed for needed in ctx.needs_input_grad[1:]]
         sums, depth = _Sums(plan, tensors, wanted), len(plan.targets)
         base_rows: list[BaseRows] = []
-        # D-PACE needs the slopes of all depths at once, so its chunks are shorter
-        chunk_rows = max(1, plan.chunk_rows // depth if plan.dpace else plan.chunk_rows)
+        # chains need the slopes of all depths at once, so their chunks are shorter
+        chunk_rows = max(1, plan.chunk_rows // depth if plan.chained else plan.chunk_rows)
         for start in range(0, len(plan.targets[0].labels), chunk_rows):
             rows = slice(start, start + chunk_rows)
             for level, target in enumerate(plan.targets):
@@ -205,7 +244,7 @@ class _FusedDepthLoss(torch.autograd.Function):
                     base_rows.clear()  # free the memory before the next allocation
                     base_rows = _base_rows(plan, target, rows, sums.precision)
                 sums.add(level, rows, base_rows)
-                if not plan.dpace or level == depth - 1:
+                if not plan.chained or level == depth - 1:
                     sums.flush(rows)
         ctx.gradients = sums.gradients
         ctx.mark_non_differentiable(sums.by_depth, sums.agreement)
@@ -264,6 +303,9 @@ class _Sums:
         self.by_depth = self.total.repeat(len(plan.targets))
         self.agreement = torch.zeros_like(self.by_depth)
         self.shares = list(1.0 / plan.counts.clamp(min=1).to(self.precision))
+        # every level of a chain that ends at its first error has the denominator of the first one
+        ends = plan.weighting in ("first_error", "accepted_length")
+        self.row_shares = self.shares[:1] * len(self.shares) if ends else self.shares
         self.pending: list[tuple[int, Tensor, Tensor, Tensor, Tensor]] = []
         self.room: list[Tensor] = []
         """Buffers of earlier chunks, for reuse: on a CPU new pages take a third of a product."""
@@ -306,15 +348,22 @@ class _Sums:
         losses = losses.where(drafted, 0.0)
         self.by_depth[level] += losses.sum() * self.shares[level]
         self.agreement[level] += (agreed & drafted).sum() * self.shares[level]
-        self.pending.append((level, slopes, losses, confidence * drafted, drafted))
+        accepted = plan.acceptances(losses, confidence) * drafted
+        self.pending.append((level, slopes, losses, accepted, drafted))
 
     def flush(self, rows: slice) -> None:
         """Weight the stored slopes and add their gradients."""
-        confidence = torch.stack([one for _, _, _, one, _ in self.pending])
-        factors = dpace_weights(confidence) if self.plan.dpace else torch.ones_like(confidence)
-        for (level, slopes, losses, _, drafted), factor in zip(self.pending, factors, strict=True):
-            scale = factor * drafted * (self.plan.weights[level] * self.shares[level])
-            self.total += (losses * scale).sum()
+        plan, accepted = self.plan, torch.stack([one for _, _, _, one, _ in self.pending])
+        weights = CHAIN_WEIGHTS.get(plan.weighting, torch.ones_like)(accepted)
+        reached = accepted.cumprod(0)
+        for place, (level, slopes, losses, _, drafted) in enumerate(self.pending):
+            share = plan.weights[level] * self.row_shares[level]
+            scale = weights[place] * drafted * share
+            if plan.weighting == "accepted_length":
+                # the value whose gradient the weights make of those of -log acceptance
+                self.total -= reached[place].sum() * share
+            else:
+                self.total += (losses * scale).sum()
             self._add_gradients(level, rows, slopes, scale)
             self.room.append(slopes)
         self.pending.clear()

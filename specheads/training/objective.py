@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.profiler import record_function
@@ -21,6 +21,7 @@ from specheads.training.depth_loss import (
     depth_loss,
     depth_shares,
 )
+from specheads.training.own_drafts import OwnDrafts, draft
 from specheads.training.settings import Phase
 
 FULL_ROWS = 128
@@ -43,11 +44,13 @@ class Objective(nn.Module):
         logits_of: Callable[[Tensor], Tensor],
         phase: Phase,
         counts: Int[Tensor, " level"] | None = None,
+        own: OwnDrafts | None = None,
     ) -> DepthLoss:
         """Return the loss of every depth over the labels in `loss_mask`.
 
         With `in_chains`, `loss_mask` marks the first label of each chain. `counts` (see
         `label_counts`) are the denominators of the means; None counts the labels of this batch.
+        With `own`, the chains that it chooses read the head's own drafts.
         """
         depth, chains = self.head.depth, in_chains(self.head, phase)
         if counts is None:
@@ -58,21 +61,33 @@ class Objective(nn.Module):
         # `early_enough` excludes the labels whose position would wrap around
         ahead = [2] if chains else range(2, depth + 2)
         anchors = torch.stack([loss_mask.roll(-places, dims=1) for places in ahead]).any(0)
+        hidden, drafts, paths = features.hidden.detach(), None, None
+        if own is not None:
+            with record_function("head"):
+                drafts = draft(self.head, features, own)
+            loss_mask &= drafts.visited | ~own.chosen
         # the number of rows is a shape: this synchronises with a GPU once a step
         rows, labels = loss_mask.nonzero(as_tuple=True)
         at = [labels + level if chains else labels for level in range(depth)]
-        tokens_at = [_filled(drafted[rows, each], -1) for each in at]
+        tokens_at = [drafted[rows, each] for each in at]
+        if drafts is not None:
+            paths = drafts.follow(self.head, hidden, rows, labels)
+            tokens_at = paths.replace(tokens_at, paths.labels)
+        tokens_at = [_filled(each, -1) for each in tokens_at]
         rows, at = _filled(rows), [_filled(each) for each in at]
         with record_function("head"):
             states = []
-            for level, state in enumerate(self.head.states(features, tokens, anchors)):
+            every = drafts.states if drafts else self.head.states(features, tokens, anchors)
+            for level, state in enumerate(every):
                 state = state[rows, at[level] - 2 - level]
                 # to autocast's dtype: a norm may have returned float32
                 states.append(state.to(product_dtype(state)))
-        hidden = features.hidden.detach()
+        before = [hidden[rows, at[level] - 1] for level in range(depth if chains else 1)]
+        if paths is not None:
+            before = paths.replace(before, paths.hidden)
         targets = [
-            Targets(tokens_at[level], hidden[rows, at[level] - 1], logits_of, counts[level])
-            for level in range(depth if chains else 1)
+            Targets(tokens_at[level], one, logits_of, counts[level])
+            for level, one in enumerate(before)
         ]
         with record_function("loss"):
             loss = self._loss(states, targets if chains else targets * depth, phase)
@@ -134,11 +149,7 @@ def drawn_labels(
     is_limited = 0 < most < loss_mask.shape[1]
     if share == 1.0 and not is_limited:
         return loss_mask
-    drawn = torch.empty(loss_mask.shape)
-    for row, sample in zip(drawn, batch.samples, strict=True):
-        generator = torch.Generator().manual_seed(derive_seed(seed or 0, sample))
-        torch.rand(row.shape, generator=generator, out=row)
-    drawn = drawn.to(loss_mask.device)
+    drawn = _drawn(batch, seed or 0).to(loss_mask.device)
     loss_mask = loss_mask & (drawn < share)
     if is_limited:
         least = drawn.masked_fill(~loss_mask, 1.0).kthvalue(most, dim=1, keepdim=True).values
@@ -146,9 +157,24 @@ def drawn_labels(
     return loss_mask
 
 
+def own_chains(batch: TokenBatch, phase: Phase, seed: int) -> Bool[Tensor, "batch time"]:
+    """Return the first labels of the chains that read the head's own drafts, drawn per sample."""
+    # another seed than that of the labels, with which only the lowest numbers are drawn
+    return _drawn(batch, derive_seed(seed, -1)) < phase.own_drafts
+
+
+def _drawn(batch: TokenBatch, seed: int) -> Float[Tensor, "batch time"]:
+    """Return a uniform number for each label, drawn from the seed and the sample's number."""
+    drawn = torch.empty(batch.tokens.shape)
+    for row, sample in zip(drawn, batch.samples, strict=True):
+        generator = torch.Generator().manual_seed(derive_seed(seed, sample))
+        torch.rand(row.shape, generator=generator, out=row)
+    return drawn
+
+
 def in_chains(head: Head, phase: Phase) -> bool:
     """Return whether all depths of a draft are labelled from one position."""
-    return phase.weighting == "dpace" or head.num_anchors > 0
+    return phase.weighting != "geometric" or phase.own_drafts > 0 or head.num_anchors > 0
 
 
 def label_counts(

@@ -52,6 +52,7 @@ from specheads.training.schedule import (
     longest_row,
     placed,
     refuse_misfit,
+    refuse_unread,
     row_tokens,
     text_tokens,
 )
@@ -124,6 +125,7 @@ def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
     shapes, phases = Shapes(setup, device), placed(setup.schedule)
     sharding = sharding_of(accelerator, setup.base["device"])
     shares = readers(sharding, accelerator)["world_size"]
+    refuse_unread(setup.schedule.phases, shapes.head)
     rows = {one.name: -(-one.settings.batch_size // shares) for one in phases}
     memory: dict[str, Parts] = {}
     for phase in phases:

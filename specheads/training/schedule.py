@@ -4,9 +4,11 @@ See docs/train.md.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.settings import CONVERSATIONS, Data
 from specheads.training.settings import Distill, Joint, Phase, Schedule
@@ -129,3 +131,13 @@ def refuse_misfit(name: str, phase: Phase, context: int, depth: int, processes: 
             f"phase {name!r} needs depth_weights for each of the head's {depth} depths, got "
             f"{len(phase.depth_weights)}; give one weight per depth"
         )
+
+
+def refuse_unread(phases: Mapping[str, Phase], head: Head) -> None:
+    """Raise if a phase trains on own drafts of a head that does not read drafts in training."""
+    for name, phase in phases.items():
+        if phase.own_drafts and not head.reads_drafts:
+            raise InputError(
+                f"phase {name!r} needs a head that reads its drafted tokens in training, got "
+                f"{head.kind} with own_drafts={phase.own_drafts}; leave own_drafts out"
+            )

@@ -32,6 +32,10 @@ LOSSES = (
     *("total_variation", "cross_entropy_l1", "lk", "lk_hybrid"),
 )
 """All losses: each is the function of this name in losses.py."""
+WEIGHTINGS = ("geometric", "dpace", "first_error", "accepted_length")
+"""Weights of depths; all but the first are functions in depth_loss.py."""
+LENGTH_LOSSES = ("cross_entropy", "argmax_cross_entropy", "lk")
+"""Losses that are minus the logarithm of an acceptance, as weighting=accepted_length needs."""
 ENGINES = ("local", "transformers", "vllm", "openai")
 FAULTS = ("loop", "empty", "truncated")
 """Reasons to drop a generated answer."""
@@ -142,9 +146,14 @@ class Phase:
     """Weight of each depth's loss relative to the depth before."""
     depth_weights: list[Weight] = field(default_factory=list)
     """Weight of the loss of each depth, in place of decay. Empty uses decay."""
-    weighting: Annotated[str, one_of("geometric", "dpace")] = "geometric"
-    """geometric (decay or depth_weights, the same at every position), or dpace (each chain by the
-    expected length of its own drafts)."""
+    weighting: Annotated[str, one_of(*WEIGHTINGS)] = "geometric"
+    """geometric (decay or depth_weights, the same at every position), or by the acceptances of a
+    position's own drafts: dpace, first_error (the probability that a depth is reached), or
+    accepted_length (the loss is minus the expected number of accepted drafts)."""
+    own_drafts: Probability = 0.0
+    """Share of the positions whose deeper depths read the head's own drafts in place of the text,
+    with the base's distribution after them. Only positions count at which decoding with the head
+    would draft, up to the first draft that the base rejects. See docs/train.md."""
     scored_share: PositiveProbability = 1.0
     """Share of the positions in the loss mask that each step draws for the loss. The base's
     forward costs little compared with the vocabulary projections, so fewer positions of more text

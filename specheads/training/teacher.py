@@ -17,11 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
+from specheads.core.machine import to_device
 from specheads.data.packing import TokenBatch
 from specheads.decoding.noise import bits
 from specheads.training.depth_loss import DepthLoss
 from specheads.training.features import FeatureSource, LocalBase
-from specheads.training.objective import figures, own_labels
+from specheads.training.objective import figures, own_chains, own_labels
+from specheads.training.own_drafts import OwnDrafts
 from specheads.training.schedule import PlacedPhase
 from specheads.training.settings import Joint
 
@@ -110,8 +112,11 @@ class Teacher:
             features, own = self.learn(step.batch, step.loss_mask, settings.joint, step.seed)
             own = own / step.counts[-1].clamp(min=1)
             self._bind()
-        tokens = step.batch.tokens
-        loss = head_loss(features, tokens, step.loss_mask, self.logits_of, settings, step.counts)
+        given, drafts = (features, step.batch.tokens, step.loss_mask), None
+        if settings.own_drafts:
+            chosen = to_device(own_chains(step.batch, settings, step.seed), step.loss_mask.device)
+            drafts = OwnDrafts(self.base, step.batch, chosen & step.loss_mask)
+        loss = head_loss(*given, self.logits_of, settings, step.counts, drafts)
         found = figures(loss)
         if own is None:
             return loss.total, found

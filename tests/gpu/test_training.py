@@ -200,7 +200,7 @@ def test_a_loss_in_chunks_has_the_value_and_gradients_of_the_dense_one(
     precise, precise_each, precise_leaves = problem_of()
     how = {"kind": kind, "weighting": weighting, "chunk_rows": chunk_rows}
     loss = depth_loss(states, projections, each if own else shared, depth_weights=WEIGHTS, **how)
-    dense = dense_loss(kind, precise, WEIGHTS, precise_each if own else None, dpace=own)
+    dense = dense_loss(kind, precise, WEIGHTS, precise_each if own else None, weighting=weighting)
     assert (loss.total.device, loss.total.dtype) == (device, torch.float32)
     share = tolerance(kind, dtype)
     assert_close(loss.total, dense, share)

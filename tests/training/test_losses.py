@@ -1,6 +1,8 @@
 """The fused loss equals the dense loss: values and gradients, for every loss."""
 
+import dataclasses
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -8,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.training.depth_loss import BLOCK_LOGITS, Targets, depth_loss
+from specheads.training.depth_loss import BLOCK_LOGITS, CHAIN_WEIGHTS, Targets, depth_loss
 from specheads.training.losses import LOSSES
+from specheads.training.settings import LENGTH_LOSSES, WEIGHTINGS
 from tests import tiny
 
 ROWS, VOCAB, WIDTH, DEPTH = 150, 61, 16, 3
@@ -73,10 +76,10 @@ def dense_loss(
     weights: Sequence[float] = (1.0, 1.0, 1.0),
     targets: Sequence[Targets] | None = None,
     *,
-    dpace: bool = False,
+    weighting: str = "geometric",
 ) -> Tensor:
     states, projections, shared = problem
-    rows, confidence = [], []
+    rows, accepted = [], []
     counted = []
     for (weight, bias), state, target in zip(
         projections, states, targets or [shared] * DEPTH, strict=True
@@ -87,19 +90,41 @@ def dense_loss(
         known = base_logits.argmax(-1) if kind == "argmax_cross_entropy" else labels
         counted.append((target.labels >= 0).double())
         rows.append(_dense_rows(kind, logits, base_logits, labels))
-        confidence.append(logits.softmax(-1).gather(-1, known[:, None])[:, 0] * counted[-1])
-    factors = [torch.ones_like(row) for row in rows]
-    if dpace:
-        smooth = 0.5 + 0.5 * torch.stack(confidence).detach()
+        draft = logits.softmax(-1)
+        rate = draft.gather(-1, known[:, None])[:, 0]
+        if kind in ("lk", "total_variation") and weighting != "dpace":
+            rate = torch.minimum(draft, base_logits.softmax(-1)).sum(-1)
+        accepted.append(rate * counted[-1])
+    if weighting == "accepted_length":
+        return -_expected_length(torch.stack(accepted)).sum() / counted[0].sum().clamp(min=1)
+    chances, factors = torch.stack(accepted).detach(), [torch.ones_like(row) for row in rows]
+    if weighting == "dpace":
+        smooth = 0.5 + 0.5 * chances
         factors = [
             torch.stack([smooth[: m + 1].prod(0) for m in range(j, DEPTH)]).sum(0)
             for j in range(DEPTH)
         ]
+    if weighting == "first_error":
+        factors = [chances[:j].prod(0) for j in range(DEPTH)]
+    means = [counted[0] if weighting == "first_error" else count for count in counted]
     by_depth = [
-        weight * (row * factor * count).sum() / count.sum().clamp(min=1)
-        for weight, row, factor, count in zip(weights, rows, factors, counted, strict=True)
+        weight * (row * factor * count).sum() / mean.sum().clamp(min=1)
+        for weight, row, factor, count, mean in zip(
+            weights, rows, factors, counted, means, strict=True
+        )
     ]
     return torch.stack(by_depth).sum()
+
+
+def _expected_length(accepted: Tensor) -> Tensor:
+    """Return the mean over all outcomes of how many drafts come before the first rejected one."""
+    total = torch.zeros_like(accepted[0])
+    for outcome in product((True, False), repeat=len(accepted)):
+        chance = torch.ones_like(total)
+        for rate, is_accepted in zip(accepted, outcome, strict=True):
+            chance = chance * (rate if is_accepted else 1 - rate)
+        total = total + chance * [*outcome, False].index(False)
+    return total
 
 
 def _assert_same(fused: Tensor, dense: Tensor, leaves: list[Tensor]) -> None:
@@ -112,24 +137,51 @@ def _assert_same(fused: Tensor, dense: Tensor, leaves: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+CHAINED = [
+    (kind, weighting)
+    for kind, weighting in product(KINDS, CHAIN_WEIGHTS)
+    if weighting != "accepted_length" or kind in LENGTH_LOSSES
+]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("weighting", ["geometric", "dpace"])
 @pytest.mark.parametrize("chunk_rows", [7, 50, 200, None])
-def test_value_and_gradients_equal_the_dense_loss(kind, weighting, chunk_rows, monkeypatch):
+def test_value_and_gradients_equal_the_dense_loss(kind, chunk_rows, monkeypatch):
     # several blocks in a chunk
     monkeypatch.setitem(BLOCK_LOGITS, "cpu", 4 * VOCAB)
+    problem, _, leaves = problem_of()
+    fused = depth_loss(*problem, kind=kind, decay=0.8, chunk_rows=chunk_rows)
+    _assert_same(fused.total, dense_loss(kind, problem, (1.0, 0.8, 0.64)), leaves)
+
+
+@pytest.mark.parametrize(("kind", "weighting"), CHAINED)
+@pytest.mark.parametrize("chunk_rows", [7, 50, None])
+def test_chain_weightings_equal_autograd_of_the_dense_loss(
+    kind, weighting, chunk_rows, monkeypatch
+):
+    monkeypatch.setitem(BLOCK_LOGITS, "cpu", 4 * VOCAB)
     problem, each, leaves = problem_of()
-    if weighting == "dpace":
-        fused = depth_loss(*problem[:2], each, kind=kind, weighting="dpace", chunk_rows=chunk_rows)
-        dense = dense_loss(kind, problem, targets=each, dpace=True)
+    fused = depth_loss(*problem[:2], each, kind=kind, weighting=weighting, chunk_rows=chunk_rows)
+    _assert_same(fused.total, dense_loss(kind, problem, targets=each, weighting=weighting), leaves)
+
+
+@pytest.mark.parametrize("fault", ["labels shifted by one", "weights of the wrong level"])
+@pytest.mark.parametrize("weighting", CHAIN_WEIGHTS)
+def test_planted_faults_are_caught(fault: str, weighting: str, monkeypatch: pytest.MonkeyPatch):
+    problem, each, leaves = problem_of()
+    dense = dense_loss("cross_entropy", problem, targets=each, weighting=weighting)
+    if fault == "labels shifted by one":
+        each = [dataclasses.replace(one, labels=one.labels.roll(1)) for one in each]
     else:
-        fused = depth_loss(*problem, kind=kind, decay=0.8, chunk_rows=chunk_rows)
-        dense = dense_loss(kind, problem, (1.0, 0.8, 0.64))
-    _assert_same(fused.total, dense, leaves)
+        right = CHAIN_WEIGHTS[weighting]
+        monkeypatch.setitem(CHAIN_WEIGHTS, weighting, lambda rates: right(rates).roll(1, 0))
+    fused = depth_loss(*problem[:2], each, kind="cross_entropy", weighting=weighting)
+    with pytest.raises(AssertionError, match="not close"):
+        _assert_same(fused.total, dense, leaves)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("weighting", ["geometric", "dpace"])
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("num_rows", [0, 5])
 def test_batch_without_labels_has_zero_loss_and_gradient(kind: str, weighting: str, num_rows: int):
     (states, projections, targets), _, leaves = problem_of(num_rows)

@@ -109,6 +109,15 @@ def test_plan_has_all_parts(folder: Path):
     yaml.safe_dump(found)
 
 
+def test_own_drafts_are_planned_with_the_forward_that_reads_them(folder: Path):
+    words = ("head=redrafter", "schedule.phases.corpus.weighting=dpace", ALONE)
+    plain, own = (
+        planned(folder, *words, f"schedule.phases.corpus.own_drafts={share}") for share in (0, 1)
+    )
+    assert own["phases"]["corpus"]["flops"] > 1.2 * plain["phases"]["corpus"]["flops"]
+    assert own["hours"]["corpus"] > 0
+
+
 def test_plan_of_a_training_from_servers_has_both_sides(folder: Path):
     at_server = ("features=vllm", "features.url=[http://a:1,http://b:1]", "head=eagle3", ALONE)
     found = planned(folder, *at_server, "features.concurrency=3")

@@ -157,12 +157,16 @@ def test_training_lowers_the_loss_and_raises_agreement(tmp_path: Path):
     assert [row["tokens"] for row in rows[:2]] == [64, 128]
 
 
-@pytest.mark.parametrize("muon", [0.0, 0.02], ids=["adamw", "muon"])
-def test_resumed_training_equals_uninterrupted_training(muon: float, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("muon", "own_drafts"),
+    [(0.0, 0.0), (0.02, 0.0), (0.02, 0.5)],
+    ids=["adamw", "muon", "own drafts"],
+)
+def test_resumed_training_equals_uninterrupted_training(muon, own_drafts, tmp_path: Path):
     """Bitwise, across phases, with random label masks in each step."""
     schedule = Schedule(
         phases={
-            "corpus": phase(scored_share=0.6),
+            "corpus": phase(scored_share=0.6, own_drafts=own_drafts),
             "distilled": phase(steps=5, learning_rate=5e-3, scored_share=0.6),
         },
         muon_learning_rate=muon,

@@ -88,6 +88,7 @@ class Head(FeedbackHead):
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         self.depth, self.aux_layers = config.depth, tuple(config.aux_layers)
+        self.reads_drafts = not config.parallel
         num_aux, epsilon = len(self.aux_layers) or LOW_MIDDLE_HIGH, config.epsilon
         if config.mask_token >= vocab_size:
             raise InputError(

@@ -81,11 +81,12 @@ class Head(FeedbackHead):
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield the states that read one token after each position, then two, and so on."""
         state = next(super().states(features, tokens, anchors))
-        yield state
+        sent = yield state
         read = self._token(tokens)
         for level in range(1, self.depth):
-            state = self._read(state, read.roll(-1 - level, 1))
-            yield state
+            last = read.roll(-1 - level, 1) if sent is None else self._token(sent)
+            state = self._read(state, last)
+            sent = yield state
 
     def projection(self, level: int) -> Projection:
         """Return the vocabulary projection, the same at every level, without a bias."""

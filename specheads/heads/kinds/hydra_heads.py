@@ -105,9 +105,11 @@ class Head(BorrowingHead):
         """Yield the states that read one token after each position, then two, and so on."""
         path = self.prefix.whole(features) if self.prefix else features.hidden
         embedded = self.embed(tokens, path)
+        read = embedded.roll(-1, 1)
         for level, blocks in enumerate(self.blocks):
-            path = torch.cat([path, embedded.roll(-1 - level, 1)], dim=-1)
-            yield blocks(path)
+            path = torch.cat([path, read], dim=-1)
+            sent = yield blocks(path)
+            read = embedded.roll(-2 - level, 1) if sent is None else self.embed(sent, path)
 
     def projection(self, level: int) -> Projection:
         """Return the vocabulary projection of a level."""

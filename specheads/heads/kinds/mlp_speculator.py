@@ -107,10 +107,11 @@ class Head(BaseHead):
         """Yield the states that read tokens[:, t + 1], then tokens[:, t + 2], and so on."""
         state = self._first(features.hidden)
         # one lookup for all levels: the gradient of each lookup is as large as the table
-        looked_up = [table(tokens) for table in self.emb]
+        looked_up, sent = [table(tokens) for table in self.emb], None
         for level in range(self.depth):
-            state = self._step(state, _of(looked_up, level).roll(-1 - level, 1), level)
-            yield state[..., : self.inner]
+            read = _of(looked_up, level).roll(-1 - level, 1)
+            state = self._step(state, read if sent is None else _of(self.emb, level)(sent), level)
+            sent = yield state[..., : self.inner]
 
     def projection(self, level: int) -> Projection:
         """Return the vocabulary projection of a level, without a bias."""

@@ -70,10 +70,11 @@ class Head(BorrowingHead):
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield the states that read one token after each position, then two, and so on."""
         embedded = self.embed(tokens, features.hidden)
-        state = torch.zeros_like(features.hidden)
+        state, read = torch.zeros_like(features.hidden), embedded.roll(-1, 1)
         for level in range(self.depth):
-            state = self._read(state, embedded.roll(-1 - level, 1))
-            yield self._exit(features.hidden, state)
+            state = self._read(state, read)
+            sent = yield self._exit(features.hidden, state)
+            read = embedded.roll(-2 - level, 1) if sent is None else self.embed(sent, embedded)
 
     def projection(self, level: int) -> Projection:
         """Return the vocabulary projection, the same at every level, without a bias."""

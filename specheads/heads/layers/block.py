@@ -79,6 +79,7 @@ class BlockHead(BorrowingHead):
     """
 
     borrows_projection = True
+    reads_drafts = False
 
     def __init__(self, config: BlockConfig, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)

@@ -75,12 +75,13 @@ class FeedbackHead(BorrowingHead):
         """Yield each round's state, of every position at once."""
         layers, places = self.blocks(), features.places()
         hidden, pasts, paths = self.first(features), list[Tensor](), list[Tensor]()
-        visible, documents = None, features.documents
+        visible, documents, sent = None, features.documents, None
         if hidden.device.type != "cpu" and not takes(hidden, layers[0].self_attn.head_dim):
             visible, documents = features.visible(), None
         elif documents is None:
             documents = Documents.of(places.expand(len(hidden), -1))
         for level, embedded in enumerate(self.embeddings(tokens)):
+            embedded = embedded if sent is None else self.embedded(sent)
             hidden, at = self.feed_back(hidden) if level else hidden, places + level
             hidden, window = self.enter(hidden, embedded), self.window(level)
             seen = visible if visible is None else near(visible, window)
@@ -93,7 +94,7 @@ class FeedbackHead(BorrowingHead):
                     paths.append(_no_path(fresh))
                 own = pasts[place], seen, paths[place], documents, window
                 hidden = layer(stream, inputs, at, *own)
-            yield self.norm(hidden)
+            sent = yield self.norm(hidden)
 
     def memory(self, batch: int, capacity: int) -> Slots:
         """Return empty slots for the keys and values of committed positions."""

@@ -1,0 +1,204 @@
+"""Training on a head's own drafts: anchors, targets and refusals."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.core.features import Committed
+from specheads.data.packing import TokenBatch
+from specheads.heads.load import build, build_for, kinds
+from specheads.measure.offline import guess_ranks
+from specheads.training.objective import (
+    Objective,
+    early_enough,
+    label_counts,
+    whole_chains,
+)
+from specheads.training.own_drafts import Drafted, OwnDrafts, draft
+from specheads.training.schedule import refuse_unread
+from specheads.training.settings import Phase
+from tests import tiny
+from tests.packed import packed, texts
+
+DEPTH = 3
+KINDS = ("eagle3", "eagle_gru", "hydra_heads", "mlp_speculator", "mtp", "redrafter")
+PARALLEL = {"kind": "eagle3", "parallel": True}
+
+
+@pytest.fixture(params=KINDS)
+def head(request: pytest.FixtureRequest) -> Head:
+    """Return a head that agrees with the base now and then."""
+    torch.manual_seed(1)
+    head = build_for({"kind": request.param, "depth": DEPTH}, tiny.base()).double()
+    for parameter in head.parameters():
+        parameter.data += 0.05 * parameter.data.std().nan_to_num(0.1) * torch.randn_like(parameter)
+    return head
+
+
+def everywhere(batch: TokenBatch, base: FrozenBase) -> OwnDrafts:
+    """Choose every label from the fourth position of a row or document on."""
+    return OwnDrafts(base, batch, torch.ones_like(batch.loss_mask))
+
+
+def _drafted(head: Head, batch: TokenBatch, base: FrozenBase) -> tuple[Drafted, torch.Tensor]:
+    features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
+    return draft(head, features, everywhere(batch, base)), features.hidden
+
+
+def drafted(head: Head, base: FrozenBase, known: list[int]) -> list[int]:
+    """Return the tokens that a head drafts in decoding after a text that ends with the root."""
+    text = torch.tensor([known])
+    features = base.read(text[:, :-1], head.aux_layers)
+    committed = Committed(features, text[:, 1:], torch.tensor([len(known) - 1]))
+    logits, state = head.begin(committed, head.memory(1, 64))
+    guesses = [logits.argmax(-1)]
+    for _ in range(DEPTH - 1):
+        logits, state = head.extend(state, guesses[-1], torch.zeros_like(guesses[-1]))
+        guesses.append(logits.argmax(-1))
+    return torch.cat(guesses, dim=1)[0].tolist()
+
+
+def test_visited_positions_are_those_of_a_replay(head: Head):
+    base, prompt, text = tiny.base(), tiny.prompts()[1], [7]
+    for right in (0, 1, 3, 2, 0, 3, 1):
+        # some of the head's drafts, and then another token
+        guesses = drafted(head, base, prompt + text)
+        text += [*guesses[:right], (guesses[min(right, DEPTH - 1)] + 1) % tiny.VOCAB]
+    ranks = guess_ranks(base, head, prompt, text)
+    accepted = (ranks == 0).int().cumprod(1).sum(1).tolist()
+    anchor, wanted = 0, []
+    while anchor < len(accepted):
+        wanted.append(len(prompt) + anchor + 1)
+        anchor += accepted[anchor] + 1
+    tokens = torch.tensor([prompt + text])
+    batch = TokenBatch(tokens, torch.arange(tokens.shape[1])[None] >= len(prompt))
+    features = base.read(tokens, head.aux_layers)
+    found = draft(head, features, everywhere(batch, base)).visited[0].nonzero()[:, 0]
+    assert found.tolist() == wanted
+    assert len(wanted) < len(accepted)
+
+
+def test_deeper_depths_read_the_drafts_of_decoding(head: Head):
+    base, batch = tiny.base(), packed(texts())
+    drafts, _ = _drafted(head, batch, base)
+    for row, label in ((0, 4), (0, 14), (0, 20), (1, 5), (1, 31)):
+        assert drafts.guesses[row, label - 2].tolist() == drafted(
+            head, base, _before(batch, row, label)
+        )
+
+
+def _before(batch: TokenBatch, row: int, label: int) -> list[int]:
+    """Return the tokens of a label's document before it."""
+    assert batch.document_ids is not None
+    own = batch.document_ids[row, :label] == batch.document_ids[row, label - 1]
+    return batch.tokens[row, :label][own].tolist()
+
+
+def test_targets_are_those_of_the_base_on_each_drafted_path():
+    """The base reads the text and the drafts of each chain by themselves."""
+    base, batch = tiny.base(), packed(texts())
+    places = [(0, 4), (0, 14), (0, 20), (1, 5), (1, 19)]
+    # what each depth drafts: the token of the text, the base's best token, or another one
+    ways = [
+        "text text text",
+        "best best best",
+        "text best text",
+        "best text best",
+        "other best best",
+    ]
+    guesses = torch.zeros(*batch.tokens.shape, DEPTH, dtype=torch.long)
+    labels, hidden = torch.full((len(places), DEPTH), -1), []
+    for chain, ((row, label), way) in enumerate(zip(places, ways, strict=True)):
+        known, given, on_text = _before(batch, row, label), True, True
+        for level, what in enumerate(way.split()):
+            hidden.append(base.read(torch.tensor([known])).hidden[0, -1])
+            best, said = (
+                int(base.projection(hidden[-1]).argmax()),
+                int(batch.tokens[row, label + level]),
+            )
+            assert best != said
+            wanted = said if on_text else best
+            labels[chain, level] = wanted if given else -1
+            guess = {"text": said, "best": best, "other": (max(best, said) + 1) % tiny.VOCAB}[what]
+            on_text, given = on_text and guess == said, given and guess in (wanted, best)
+            guesses[row, label - 2, level] = guess
+            known = [*known, guess]
+    assert labels[3:, 2].tolist() == [-1, -1]
+    rows, first = torch.tensor(places).unbind(1)
+    read = base.read(batch.tokens, document_ids=batch.document_ids).hidden
+    drafts = Drafted(everywhere(batch, base), [], guesses, batch.loss_mask)
+    head = build_for({"kind": "redrafter", "depth": DEPTH}, base)
+    paths = drafts.follow(head, read, rows, first)
+    assert paths.chains.tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(paths.labels, labels)
+    torch.testing.assert_close(
+        paths.hidden.flatten(0, 1), torch.stack(hidden), rtol=1e-9, atol=1e-9
+    )
+
+
+def test_states_read_the_tokens_that_are_sent(head: Head):
+    base = tiny.base()
+    tokens = torch.randint(base.vocab_size, (2, 14), generator=torch.manual_seed(0))
+    features = base.read(tokens, head.aux_layers)
+    sent = torch.randint(base.vocab_size, (2, 14, DEPTH - 1), generator=torch.manual_seed(1))
+    states = head.states(features, tokens)
+    found = [next(states), *(states.send(sent[..., level]) for level in range(DEPTH - 1))]
+    for place in range(14 - DEPTH):
+        other = tokens.clone()
+        other[:, place + 2 : place + 1 + DEPTH] = sent[:, place]
+        for ours, theirs in zip(found, head.states(features, other), strict=True):
+            torch.testing.assert_close(ours[:, place], theirs[:, place], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("weighting", ["geometric", "first_error"])
+def test_a_batch_without_chosen_chains_has_the_loss_of_the_text(head: Head, weighting: str):
+    base, batch = tiny.base(), packed(texts())
+    settings = Phase(loss="kl", weighting=weighting, own_drafts=0.5)
+    features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
+    none = OwnDrafts(base, batch, torch.zeros_like(batch.loss_mask))
+    losses = [
+        Objective(head)(
+            features, batch.tokens, batch.loss_mask.clone(), base.logits_of, settings, None, own
+        ).total
+        for own in (None, none)
+    ]
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=1e-12)
+
+
+def test_only_visited_and_reached_depths_learn_from_own_drafts(head: Head):
+    """The loss equals that of the rows which a replay and the base's verification leave."""
+    base, batch = tiny.base(), packed(texts())
+    drafts, hidden = _drafted(head, batch, base)
+    settings = Phase(loss="cross_entropy", own_drafts=1.0)
+    features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
+    loss_mask = whole_chains(batch.loss_mask, DEPTH, batch.document_ids)
+    counts = label_counts(head, batch.tokens, batch.document_ids, loss_mask, settings)
+    found = Objective(head)(
+        features, batch.tokens, loss_mask, base.logits_of, settings, counts, everywhere(batch, base)
+    )
+    left = early_enough(loss_mask, batch.document_ids, DEPTH) & drafts.visited
+    rows, first = left.nonzero(as_tuple=True)
+    paths, wanted = drafts.follow(head, hidden, rows, first), torch.zeros((), dtype=torch.double)
+    for level, state in enumerate(drafts.states):
+        logits = head.logits(state[rows, first - 2], level)
+        labels = paths.labels[:, level]
+        sums = F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
+        wanted = wanted + sums / counts[level]
+    assert 0 < len(rows) < loss_mask.sum()
+    torch.testing.assert_close(found.total, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("settings", [{"kind": kind} for kind in kinds()] + [PARALLEL], ids=str)
+def test_heads_that_do_not_read_drafts_are_refused(settings: dict[str, Any]):
+    head = build({"depth": 2, **settings}, width=16, vocab_size=16)
+    phase = Phase(text="corpus", steps=1, batch_size=1, sequence_length=16, own_drafts=0.5)
+    if head.kind in KINDS and settings != PARALLEL:
+        refuse_unread({"corpus": phase}, head)
+        return
+    with pytest.raises(InputError, match=f"drafted tokens in training, got {head.kind} with"):
+        refuse_unread({"corpus": phase}, head)
