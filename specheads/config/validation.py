@@ -158,7 +158,10 @@ def _check_served(settings: Train) -> None:
         "base.exact=true": base.exact,
         f"feature_cache.gib={settings.feature_cache.gib:g}": settings.feature_cache.gib,
         **{f"schedule.phases.{name}.joint": phase.joint for name, phase in phases.items()},
-        **{f"schedule.phases.{name}.own_drafts": one.own_drafts for name, one in phases.items()},
+        **{
+            f"schedule.phases.{name}.own_drafts={phase.own_drafts:g}": phase.own_drafts
+            for name, phase in phases.items()
+        },
     }
     if found := [name for name, value in needs.items() if value]:
         merge = "; merge it with peft, and give the merged base to the server and as base.model"
