@@ -5,7 +5,7 @@ all levels; the modules of Qwen3-Next and MiMo.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from specheads.core.errors import InputError
 from specheads.core.features import Features
 from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
-from specheads.core.ranges import Depth, PositiveFloat
+from specheads.core.ranges import Depth, LayerIndex, PositiveFloat
 from specheads.heads.checkpoint import fill
 from specheads.heads.layers.attention import AttentionConfig, LlamaLayer, full_attention
 from specheads.heads.layers.common import RMSNorm
@@ -30,6 +30,9 @@ class Config(AttentionConfig):
 
     depth: Depth = 3
     """Number of levels it drafts, and of rounds in training."""
+    aux_layers: list[LayerIndex] | None = None
+    """Base layers that it reads next to the final hidden state: k is the residual stream after k
+    layers. Null is none; empty selects 2, n // 2 and n - 3 of n, or others for a shallow base."""
     hidden_first: bool = False
     """Whether its projection reads [state, token], as in MiMo, instead of [token, state], as in
     DeepSeek-V3 and Qwen3-Next."""
@@ -37,6 +40,9 @@ class Config(AttentionConfig):
     """Whether the queries and keys of each head are normalised, as in Qwen3."""
     attention_bias: bool = False
     """Whether queries, keys and values have biases, as in Qwen2 and MiMo."""
+    init_from_base: bool = False
+    """Whether its first layer starts as the base's last one, with its sizes and rotary embedding
+    unless they are set. Trained heads do not store this."""
     rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary position embedding."""
     rope_scaling: dict[str, Any] = field(default_factory=dict)
@@ -59,11 +65,24 @@ class Head(FeedbackHead):
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         self.depth = config.depth
+        self.read_aux()
         parts = {name: RMSNorm(width, config.epsilon) for name in ("enorm", "hnorm")}
         self.layer = nn.ModuleDict(parts)
         self.layer["eh_proj"] = nn.Linear(2 * width, width, bias=False)
         self.layer["mtp_block"] = LlamaLayer(config, width)
         self.norm = RMSNorm(width, config.epsilon)
+
+    @torch.no_grad()
+    def initialise_layer(self, tensors: Mapping[str, Tensor], norm: Tensor) -> None:
+        """Start from the base's next-token distribution: the outputs of the layer start at zero."""
+        super().initialise_layer(tensors, norm)
+        layer, joint = self.blocks()[0], self.layer["eh_proj"].get_parameter("weight")
+        nn.init.zeros_(layer.self_attn.o_proj.weight)
+        nn.init.zeros_(layer.mlp.down_proj.weight)
+        nn.init.zeros_(joint)
+        nn.init.eye_(joint.chunk(2, dim=1)[0 if self.config.hidden_first else 1])
+        # the norm of a final hidden state, which hnorm removes
+        self.norm.get_parameter("weight").fill_(norm.square().mean().sqrt())
 
     def blocks(self) -> list[LlamaLayer]:
         """Return its only layer."""
@@ -71,7 +90,7 @@ class Head(FeedbackHead):
 
     def first(self, features: Features) -> Float[Tensor, "batch time width"]:
         """Return the base's last hidden states, in the dtype of the weights."""
-        return features.hidden.to(self.blocks()[0].input_layernorm.weight.dtype)
+        return self.fused(features).hidden.to(self.blocks()[0].input_layernorm.weight.dtype)
 
     def enter(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """Project the token's embedding and the previous state to the stream of the layer."""
