@@ -346,6 +346,10 @@ UNSUPPORTED = [
     ("dflash", "sglang", {"sample_from_anchor": True}, "sample_from_anchor=True; .*: llama_cpp$"),
     ("dflash", "transformers", {"aux_layers": [0, 3]}, "streams after layers 1 to 6, aux_layers"),
     ("mtp", "base", {"draft_tokens": 20}, "cannot hold draft_tokens=20; engines that can: vllm$"),
+    *(
+        (kind, "vllm", {"aux_layers": []}, r"cannot hold aux_layers=\[.*; engines that can: none$")
+        for kind in ("hydra_heads", "mlp_speculator", "mtp", "redrafter")
+    ),
     ("mtp", "base", {}, "its base cannot be copied: .*; engines that can: vllm$"),
     ("dspark", "sglang", {"aux_layers": [0, 3]}, r"are \[0, 3\]; .*: llama_cpp, speculators$"),
 ]

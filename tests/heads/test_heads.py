@@ -40,18 +40,21 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"parallel": True, "num_layers": 2, "sliding_window": 7},
     ],
     "eagle_gru": [{"attention_heads": 4, "key_value_heads": 2}, {"sliding_window": 3}],
-    "hydra_heads": [{"prefix": False, "num_layers": 1}],
+    "hydra_heads": [
+        {"prefix": False, "num_layers": 1, "aux_layers": []},
+        {"aux_layers": [0, 3]},
+    ],
     "medusa": [{"projection": "shared"}, {"projection": "low_rank", "rank": 3}, {"num_layers": 2}],
     "mlp_speculator": [
         {"tie_weights": False, "inner_dim": 24},
-        {"state": "gated"},
+        {"state": "gated", "aux_layers": []},
         {"state": "gated", "tie_weights": False, "inner_dim": 24, "scale_input": False},
     ],
     "mtp": [
         {"hidden_first": True, "attention_bias": True, "rope_scaling": STRETCHED},
-        {"qk_norm": True, "attention_heads": 4, "key_value_heads": 2},
+        {"qk_norm": True, "attention_heads": 4, "key_value_heads": 2, "aux_layers": [1]},
     ],
-    "redrafter": [{"rnn": False}, {"exit_dim": 24}],
+    "redrafter": [{"rnn": False}, {"exit_dim": 24, "aux_layers": []}],
 }
 """Settings that make another network of a kind; every kind is checked as it comes, too."""
 
@@ -263,6 +266,18 @@ def test_an_untrained_head_gives_the_logits_of_the_base(settings: dict, architec
     for level, logits in enumerate(offline_logits(head, features, tokens)):
         # the head starts from float32 copies of the base's tensors
         torch.testing.assert_close(logits, own[:, : TIME - 2 - level], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["hydra_heads", "mlp_speculator", "mtp", "redrafter"])
+def test_a_head_with_aux_layers_starts_as_the_head_without_them(kind: str, base: FrozenBase):
+    plain = build_for({"kind": kind}, base).double()
+    head = build_for({"kind": kind, "aux_layers": []}, base).double()
+    assert head.aux_layers == (0, 1, 2)
+    missing = head.load_state_dict(plain.state_dict(), strict=False)
+    assert missing == (["fc.weight"], [])
+    features, tokens = read(base, head.aux_layers)
+    pairs = zip(*(offline_logits(one, features, tokens) for one in (plain, head)), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
 
 
 @pytest.mark.parametrize("settings", CASES, ids=told)

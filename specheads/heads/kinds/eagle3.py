@@ -107,10 +107,6 @@ class Head(FeedbackHead):
         self.embed_tokens = nn.Embedding(vocab_size, width) if config.own_embedding else None
         self.mask_hidden = nn.Parameter(torch.randn(num_aux * width)) if config.parallel else None
 
-    def choose_aux_layers(self, num_layers: int) -> None:
-        """Choose the published layers, or three evenly spaced ones in a shallow base."""
-        self.choose_low_middle_high(num_layers)
-
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
         """Initialise the vocabulary projection and its own embedding from the base's."""
         if self.embed_tokens is not None:

@@ -1,8 +1,9 @@
-"""EAGLE-GRU: EAGLE-3's attention for the first level, and a gated recurrent cell for the others.
+"""EAGLE-GRU: MTP's attention for the first level, and a gated recurrent cell for the others.
 
-The first level attends to the whole text. Each further level is one cell, which costs less than a
-layer: it reads one more drafted token and starts from the state of the first level. No paper
-describes it; recipes/LOG.md has the comparison with EAGLE-3 and ReDrafter.
+The first level reads EAGLE-3's layers of the base and attends to the whole text. Each further level
+is one cell, which costs less than a layer: it reads one more drafted token and starts from the
+state of the first level. No paper describes it; recipes/LOG.md has the comparison with EAGLE-3 and
+ReDrafter.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from specheads.core.features import Committed, Features
 from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt
 from specheads.heads.layers.attention import AttentionConfig, LlamaLayer, Slots
 from specheads.heads.layers.common import RMSNorm, pick_parents
-from specheads.heads.layers.embedding import LOW_MIDDLE_HIGH
 from specheads.heads.layers.feedback import FeedbackHead
 
 
@@ -39,36 +39,27 @@ class Config(AttentionConfig):
 
 
 class Head(FeedbackHead):
-    """state_0 = layer(hidden + fused aux layers, root); state_k = GRU(state_k-1, token k).
+    """state_0 = norm(layer(W [root, hidden + fused aux])); state_k = GRU(state_k-1, token k)."""
 
-    It starts with the base's next-token distribution at the first level: the fusion and the outputs
-    of the layer begin at zero.
-    """
-
-    feeds_normed = False
+    feeds_normed = True
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
-        self.depth, self.aux_layers = config.depth, tuple(config.aux_layers)
-        num_aux = len(self.aux_layers) or LOW_MIDDLE_HIGH
-        self.fc = nn.Linear(num_aux * width, width, bias=False)
-        self.layer = LlamaLayer(config, width, reads_tokens=True)
-        self.norm = nn.Identity()
-        self.token_norm, self.state_norm = (RMSNorm(width, config.epsilon) for _ in range(2))
+        self.depth = config.depth
+        self.read_aux()
+        self.token_norm, self.state_norm, self.norm = (
+            RMSNorm(width, config.epsilon) for _ in range(3)
+        )
+        self.joint = nn.Linear(2 * width, width, bias=False)
+        self.layer = LlamaLayer(config, width)
         self.read_token = nn.Linear(width, 3 * width)
         self.gate = nn.Linear(width, 2 * width, bias=False)
         self.candidate = nn.Linear(width, width, bias=False)
         self.lm_head = nn.Linear(width, self.drafted_size, bias=False)
 
-    def choose_aux_layers(self, num_layers: int) -> None:
-        """Choose the layers of EAGLE-3."""
-        self.choose_low_middle_high(num_layers)
-
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
-        """Start the first level from the base's next-token distribution."""
+        """Initialise the vocabulary projection from the base's."""
         self.lm_head.weight.data.copy_(projection)
-        for output in (self.fc, self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
-            nn.init.zeros_(output.weight)
 
     def blocks(self) -> list[LlamaLayer]:
         """Return the layer of the first level."""
@@ -76,7 +67,12 @@ class Head(FeedbackHead):
 
     def first(self, features: Features) -> Float[Tensor, "batch time width"]:
         """Return the base's final hidden state plus the fused residual streams."""
-        return features.hidden.to(self.fc.weight.dtype) + self.fc(self.streams(features))
+        return self.fused(features).hidden
+
+    def enter(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """Return the stream of the layer, from the base's state and the token after it."""
+        parts = [self.token_norm(embedded), self.state_norm(hidden)]
+        return self.joint(torch.cat(parts, dim=-1))
 
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield the states that read one token after each position, then two, and so on."""

@@ -14,7 +14,7 @@ from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, S
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
-from specheads.core.ranges import Depth, NonNegativeInt, PositiveFloat, WidthOrZero
+from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, WidthOrZero
 from specheads.heads.checkpoint import fill
 from specheads.heads.layers.attention import LlamaLayer, Slots
 from specheads.heads.layers.common import ResidualBlock, RMSNorm, pick_parents
@@ -34,6 +34,9 @@ class Config:
     """Number of levels it drafts, each with its own head."""
     num_layers: Depth = 4
     """Number of blocks of each head: 1 is Hydra, 4 is Hydra++."""
+    aux_layers: list[LayerIndex] | None = None
+    """Base layers that it reads next to the final hidden state: k is the residual stream after k
+    layers. Null is none; empty selects 2, n // 2 and n - 3 of n, or others for a shallow base."""
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
     prefix: bool = True
@@ -81,6 +84,7 @@ class Head(BorrowingHead):
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         self.depth = config.depth
+        self.read_aux()
         self.prefix = PrefixLayer(config, width) if config.prefix else None
         self.blocks = nn.ModuleList(
             nn.Sequential(
@@ -103,6 +107,7 @@ class Head(BorrowingHead):
 
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield the states that read one token after each position, then two, and so on."""
+        features = self.fused(features)
         path = self.prefix.whole(features) if self.prefix else features.hidden
         embedded = self.embed(tokens, path)
         read = embedded.roll(-1, 1)
@@ -118,6 +123,7 @@ class Head(BorrowingHead):
 
     def begin(self, committed: Committed, memory: Any) -> Guesses:
         """Read the root after the base's last hidden state."""
+        committed = self.with_aux(committed)
         path = self.prefix.newest(committed, memory) if self.prefix else committed.hidden()
         return self._step(path, committed.root(), 0)
 

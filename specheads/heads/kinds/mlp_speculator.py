@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, States, Tokens
-from specheads.core.drafter import Head as BaseHead
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import refuse_unused
-from specheads.core.ranges import Depth, NonNegativeInt, WidthOrZero, one_of
+from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, WidthOrZero, one_of
 from specheads.heads.checkpoint import fill
 from specheads.heads.layers.common import pick_parents
+from specheads.heads.layers.embedding import BorrowingHead
 
 EPSILON = 1e-6
 GATES = ("forget", "input", "output", "cell")
@@ -42,6 +42,9 @@ class Config:
     recurrence."""
     scale_input: bool = True
     """Whether the base's hidden state is scaled to an RMS of 1/sqrt(2) first."""
+    aux_layers: list[LayerIndex] | None = None
+    """Base layers that it reads next to the final hidden state: k is the residual stream after k
+    layers. Null is none; empty selects 2, n // 2 and n - 3 of n, or others for a shallow base."""
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
@@ -58,7 +61,7 @@ class _Norm(nn.Module):
         return F.rms_norm(values, self.weight.shape, self.weight, EPSILON) + self.bias
 
 
-class Head(BaseHead):
+class Head(BorrowingHead):
     """`depth` steps of state <- GELU(norm(a * W state + b * E token)), each with its logits.
 
     The weights a and b are such that half of the first state's energy remains after all levels:
@@ -69,12 +72,15 @@ class Head(BaseHead):
     state <- GELU(norm(cell)) * sigmoid(o).
     """
 
+    borrows_embedding = False
+
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         inner = config.inner_dim or width
         copies = 1 if config.tie_weights else config.depth
         recurrences = min(config.depth - 1, 1 if config.tie_weights else config.depth)
         self.depth = config.depth
+        self.read_aux()
         self.inner = inner
         self.gated = config.state == "gated"
         self.emb = nn.ModuleList(nn.Embedding(vocab_size, inner) for _ in range(copies))
@@ -105,7 +111,7 @@ class Head(BaseHead):
 
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield the states that read tokens[:, t + 1], then tokens[:, t + 2], and so on."""
-        state = self._first(features.hidden)
+        state = self._first(self.fused(features).hidden)
         # one lookup for all levels: the gradient of each lookup is as large as the table
         looked_up, sent = [table(tokens) for table in self.emb], None
         for level in range(self.depth):
@@ -119,7 +125,8 @@ class Head(BaseHead):
 
     def begin(self, committed: Committed, memory: None) -> Guesses:
         """Read the root after the base's last hidden state."""
-        state = self._step(self._first(committed.hidden()), self.emb[0](committed.root()), 0)
+        state = self._first(self.with_aux(committed).hidden())
+        state = self._step(state, self.emb[0](committed.root()), 0)
         return self.logits(state[..., : self.inner], 0), (state, 0)
 
     def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:

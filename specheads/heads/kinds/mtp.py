@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from specheads.core.errors import InputError
 from specheads.core.features import Features
 from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
-from specheads.core.ranges import Depth, PositiveFloat
+from specheads.core.ranges import Depth, LayerIndex, PositiveFloat
 from specheads.heads.checkpoint import fill
 from specheads.heads.layers.attention import AttentionConfig, LlamaLayer, full_attention
 from specheads.heads.layers.common import RMSNorm
@@ -30,6 +30,9 @@ class Config(AttentionConfig):
 
     depth: Depth = 3
     """Number of levels it drafts, and of rounds in training."""
+    aux_layers: list[LayerIndex] | None = None
+    """Base layers that it reads next to the final hidden state: k is the residual stream after k
+    layers. Null is none; empty selects 2, n // 2 and n - 3 of n, or others for a shallow base."""
     hidden_first: bool = False
     """Whether its projection reads [state, token], as in MiMo, instead of [token, state], as in
     DeepSeek-V3 and Qwen3-Next."""
@@ -59,6 +62,7 @@ class Head(FeedbackHead):
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         self.depth = config.depth
+        self.read_aux()
         parts = {name: RMSNorm(width, config.epsilon) for name in ("enorm", "hnorm")}
         self.layer = nn.ModuleDict(parts)
         self.layer["eh_proj"] = nn.Linear(2 * width, width, bias=False)
@@ -71,7 +75,7 @@ class Head(FeedbackHead):
 
     def first(self, features: Features) -> Float[Tensor, "batch time width"]:
         """Return the base's last hidden states, in the dtype of the weights."""
-        return features.hidden.to(self.blocks()[0].input_layernorm.weight.dtype)
+        return self.fused(features).hidden.to(self.blocks()[0].input_layernorm.weight.dtype)
 
     def enter(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """Project the token's embedding and the previous state to the stream of the layer."""

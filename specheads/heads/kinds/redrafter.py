@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, States, Tokens
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import refuse_unused
-from specheads.core.ranges import Depth, DepthOrZero, NonNegativeInt, WidthOrZero
+from specheads.core.ranges import Depth, DepthOrZero, LayerIndex, NonNegativeInt, WidthOrZero
 from specheads.heads.checkpoint import fill
 from specheads.heads.layers.common import ResidualBlock, pick_parents
 from specheads.heads.layers.embedding import BorrowingHead
@@ -32,6 +32,9 @@ class Config:
     """Width of blocks and projection. Zero is twice the base's width, which needs no adapter."""
     rnn: bool = True
     """Whether a recurrent cell reads the drafted tokens. Otherwise their embeddings are summed."""
+    aux_layers: list[LayerIndex] | None = None
+    """Base layers that it reads next to the final hidden state: k is the residual stream after k
+    layers. Null is none; empty selects 2, n // 2 and n - 3 of n, or others for a shallow base."""
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
@@ -42,6 +45,7 @@ class Head(BorrowingHead):
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         self.depth = config.depth
+        self.read_aux()
         exit_dim = config.exit_dim or 2 * width
         self.rnn_w = nn.Linear(width, width, bias=False) if config.rnn else None
         self.rnn_u = nn.Linear(width, width) if config.rnn else None
@@ -69,6 +73,7 @@ class Head(BorrowingHead):
 
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield the states that read one token after each position, then two, and so on."""
+        features = self.fused(features)
         embedded = self.embed(tokens, features.hidden)
         state, read = torch.zeros_like(features.hidden), embedded.roll(-1, 1)
         for level in range(self.depth):
@@ -82,7 +87,7 @@ class Head(BorrowingHead):
 
     def begin(self, committed: Committed, memory: None) -> Guesses:
         """Read the root from a zero state, next to the base's last hidden state."""
-        hidden = committed.hidden()
+        hidden = self.with_aux(committed).hidden()
         state = self._read(torch.zeros_like(hidden), self.embed(committed.root(), hidden))
         return self.logits(self._exit(hidden, state), 0), (hidden, state)
 

@@ -10,11 +10,11 @@ from torch.nn import functional as F  # noqa: N812
 
 from specheads.core.drafter import Head, Projection, Weight
 from specheads.core.errors import InputError
-from specheads.core.features import Features
+from specheads.core.features import Committed, Features
 from specheads.core.weight_layout import product
 
 LOW_MIDDLE_HIGH = 3
-"""Number of base layers that EAGLE-3 and EAGLE-GRU read by default."""
+"""Number of base layers that a head with `aux_layers` reads by default."""
 
 
 class BorrowingHead(Head):
@@ -22,6 +22,8 @@ class BorrowingHead(Head):
 
     embedding: Tensor | None
     borrowed: Tensor | None
+    fc: Any
+    """Matrix that fuses the residual streams of `aux_layers`, or None."""
     borrows_embedding = True
     """Whether it reads the base's input embedding."""
     borrows_projection = False
@@ -58,16 +60,42 @@ class BorrowingHead(Head):
         """Return the projection, the same at every level."""
         return self.lent(), None
 
+    def read_aux(self) -> None:
+        """Add the matrix that fuses the streams of `config.aux_layers`, unless that is None.
+
+        It starts at zero, so that the head starts as one that reads no streams.
+        """
+        self.fc, layers = None, self.config.aux_layers
+        if layers is not None:
+            self.aux_layers = tuple(layers)
+            num_aux = len(layers) or LOW_MIDDLE_HIGH
+            self.fc = nn.Linear(num_aux * self.width, self.width, bias=False)
+            nn.init.zeros_(self.fc.weight)
+
+    def fused(self, features: Features) -> Features:
+        """Return features with the fused streams added to the final hidden state."""
+        if self.fc is None:
+            return features
+        streams = self.streams(features).unflatten(-1, (-1, self.width))
+        # their scales differ: in SmolLM2-135M the first position's is 40 times the others'
+        normed = F.rms_norm(streams, streams.shape[-1:], eps=1e-6).flatten(-2)
+        hidden = features.hidden.to(self.fc.weight.dtype)
+        return replace(features, hidden=hidden + self.fc(normed.to(hidden.dtype)))
+
+    def with_aux(self, committed: Committed) -> Committed:
+        """Return committed positions whose hidden states have the fused streams added."""
+        return replace(committed, features=self.fused(committed.features))
+
+    def choose_aux_layers(self, num_layers: int) -> None:
+        """Choose the layers of EAGLE-3, or three evenly spaced ones in a shallow base."""
+        if getattr(self.config, "aux_layers", None) == []:
+            first, end = (2, 3) if num_layers >= 7 else (int(num_layers > 3), 1)
+            self.choose([first, num_layers // 2, num_layers - end])
+
     def choose(self, aux_layers: list[int]) -> None:
         """Read the base after these layers."""
         self.config = replace(self.config, aux_layers=aux_layers)
         self.aux_layers = tuple(aux_layers)
-
-    def choose_low_middle_high(self, num_layers: int) -> None:
-        """Choose the layers of EAGLE-3, or three evenly spaced ones in a shallow base."""
-        if not self.aux_layers:
-            first, end = (2, 3) if num_layers >= 7 else (int(num_layers > 3), 1)
-            self.choose([first, num_layers // 2, num_layers - end])
 
     def streams(self, features: Features) -> Float[Tensor, "batch time aux"]:
         """Return the residual streams of the base after the layers that this head reads."""
