@@ -34,6 +34,8 @@ from specheads.core.ranges import hints, refuse
 from specheads.core.weight_layout import for_few_rows
 from specheads.decoding.trees import tuned
 from specheads.heads.checkpoint import INDEX_SUFFIX, WEIGHT_FILES, fill, read_settings, read_tensors
+from specheads.heads.layers.feedback import FeedbackHead
+from specheads.heads.layers.rotary import published
 
 
 def kinds() -> list[str]:
@@ -81,6 +83,8 @@ def build_for(settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | No
     None selects the first tokens. A head that is too large to train is refused.
     """
     sizes = {"width": base.width, "vocab_size": base.vocab_size}
+    from_base = settings.get("init_from_base")
+    settings = _sized_as(base, settings) if from_base else settings
     with planning("head settings"):
         planned = build(settings, **sizes)
     refuse_too_large(planned, base.device)
@@ -91,9 +95,33 @@ def build_for(settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | No
     embedding, projection = base.embedding.float(), base.projection.scaled_weight.float()
     head.to(base.device)
     head.initialise(embedding, head.projection_rows(projection))
+    if from_base:
+        assert isinstance(head, FeedbackHead)
+        layers: Any = base.model.base_model.layers
+        tensors = dict(layers[-1].named_parameters())
+        head.initialise_layer(tensors, base.final_norm.get_parameter("weight"))
+        head.config = dataclasses.replace(head.config, init_from_base=False)
     _lend(head, base)
     head.base_fingerprint = _fingerprint(base)
     return head
+
+
+def _sized_as(base: FrozenBase, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with the base's rotary embedding, and its sizes where they are zero."""
+    if not base.has_layers or not hasattr(base.model.base_model, "layers"):
+        raise InputError(
+            "head.init_from_base=true needs the layers of a base like Llama in this process, and "
+            f"{base.name} has none; leave it out"
+        )
+    config = base.config.to_dict()
+    names = {
+        "attention_heads": "num_attention_heads",
+        "key_value_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "inner_dim": "intermediate_size",
+    }
+    sizes = {ours: settings.get(ours) or config.get(name) or 0 for ours, name in names.items()}
+    return {**settings, **sizes, **published(config)}
 
 
 def resume_head(path: str | Path, base: FrozenBase, kind: str) -> Head:

@@ -280,6 +280,38 @@ def test_a_head_with_aux_layers_starts_as_the_head_without_them(kind: str, base:
     assert all(torch.equal(*pair) for pair in pairs)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_init_from_base_starts_as_the_last_layer_of_the_base(kind: str, base: FrozenBase):
+    head: Any = build_for({"kind": kind, "aux_layers": [2], "init_from_base": True}, base).double()
+    assert not head.settings()["init_from_base"]
+    attention = head.blocks()[0].self_attn
+    assert (attention.num_key_value_heads, attention.head_dim) == (2, 8)
+    features, tokens = read(base, head.aux_layers)
+    # the stream before the last layer gives the base's own next tokens, whatever the token read
+    for level, logits in enumerate(offline_logits(head, features, tokens)[:1]):
+        own = base.projection(features.hidden)[:, : TIME - 2 - level]
+        assert torch.equal(logits.argmax(-1), own.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "architecture", "message"),
+    [
+        (
+            {"kind": "eagle3", "inner_dim": 40},
+            "llama",
+            r"down_proj.weight of \(32, 48\)",
+        ),
+        ({"kind": "mtp"}, "qwen3", r"self_attn.k_norm.weight of \(8,\) in the base and None"),
+        ({"kind": "mtp"}, "gpt2", "needs the layers of a base like Llama"),
+    ],
+)
+def test_init_from_base_refuses_a_layer_of_another_shape(
+    settings: dict, architecture: str, message: str
+):
+    with pytest.raises(ValueError, match=message):
+        build_for({**settings, "init_from_base": True}, tiny.base(architecture))
+
+
 @pytest.mark.parametrize("settings", CASES, ids=told)
 def test_a_saved_head_is_loaded_unchanged(settings: dict, base: FrozenBase, tmp_path: Path):
     head = make(settings, base).float()

@@ -4,7 +4,7 @@ Source: Li et al. 2025, arXiv:2503.01840; SafeAILab/EAGLE, vllm-project/speculat
 arXiv:2602.01469.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -50,6 +50,9 @@ class Config(AttentionConfig):
     """Token whose embedding is used for masks, with `parallel`."""
     own_embedding: bool = False
     """Whether it trains its own embedding, initialised from the base's, as P-EAGLE does."""
+    init_from_base: bool = False
+    """Whether its first layer starts as the base's last one, with its sizes and rotary embedding
+    unless they are set. Trained heads do not store this."""
     rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary position embedding."""
     rope_scaling: dict[str, Any] = field(default_factory=dict)
@@ -112,6 +115,14 @@ class Head(FeedbackHead):
         if self.embed_tokens is not None:
             self.embed_tokens.weight.data.copy_(embedding)
         self.lm_head.weight.data.copy_(projection)
+
+    @torch.no_grad()
+    def initialise_layer(self, tensors: Mapping[str, Tensor], norm: Tensor) -> None:
+        """Start as the base's last layer and norm over the last stream that it reads."""
+        super().initialise_layer(tensors, norm)
+        self.norm.get_parameter("weight").copy_(norm)
+        nn.init.zeros_(self.fc.weight)
+        nn.init.eye_(self.fc.weight[:, -self.width :])
 
     def blocks(self) -> list[LlamaLayer]:
         """Return its layers, of which the first reads tokens."""

@@ -5,7 +5,7 @@ all levels; the modules of Qwen3-Next and MiMo.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -40,6 +40,9 @@ class Config(AttentionConfig):
     """Whether the queries and keys of each head are normalised, as in Qwen3."""
     attention_bias: bool = False
     """Whether queries, keys and values have biases, as in Qwen2 and MiMo."""
+    init_from_base: bool = False
+    """Whether its first layer starts as the base's last one, with its sizes and rotary embedding
+    unless they are set. Trained heads do not store this."""
     rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary position embedding."""
     rope_scaling: dict[str, Any] = field(default_factory=dict)
@@ -68,6 +71,18 @@ class Head(FeedbackHead):
         self.layer["eh_proj"] = nn.Linear(2 * width, width, bias=False)
         self.layer["mtp_block"] = LlamaLayer(config, width)
         self.norm = RMSNorm(width, config.epsilon)
+
+    @torch.no_grad()
+    def initialise_layer(self, tensors: Mapping[str, Tensor], norm: Tensor) -> None:
+        """Start from the base's next-token distribution: the outputs of the layer start at zero."""
+        super().initialise_layer(tensors, norm)
+        layer, joint = self.blocks()[0], self.layer["eh_proj"].get_parameter("weight")
+        nn.init.zeros_(layer.self_attn.o_proj.weight)
+        nn.init.zeros_(layer.mlp.down_proj.weight)
+        nn.init.zeros_(joint)
+        nn.init.eye_(joint.chunk(2, dim=1)[0 if self.config.hidden_first else 1])
+        # the norm of a final hidden state, which hnorm removes
+        self.norm.get_parameter("weight").fill_(norm.square().mean().sqrt())
 
     def blocks(self) -> list[LlamaLayer]:
         """Return its only layer."""

@@ -230,6 +230,25 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, config.epsilon)
         self.mlp = GatedMlp(width, config.inner_dim)
 
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the tensors of a base's layer; the inputs of a token, which it lacks, get zeros."""
+        own: dict[str, Tensor] = dict(self.named_parameters())
+        if self.hidden_norm is not None:
+            own["input_layernorm.weight"] = own.pop("hidden_norm.weight")
+            for name in (f"self_attn.{one}_proj.weight" for one in "qkv"):
+                own[name] = own[name].zero_().chunk(2, dim=1)[1]
+        shapes = [{name: (*one.shape,) for name, one in each.items()} for each in (own, tensors)]
+        for name in sorted(own.keys() | tensors.keys()):
+            here, there = (each.get(name) for each in shapes)
+            if here != there:
+                raise InputError(
+                    "head.init_from_base=true needs a base whose last layer has the tensors of the "
+                    f"head's, got {name} of {there} in the base and {here} in the head; set the "
+                    "sizes under head= to zero, or leave init_from_base out"
+                )
+            own[name].copy_(tensors[name])
+
     def read(
         self, stream: Tensor, positions: Int[Tensor, "batch time"], embedded: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -77,7 +77,7 @@ class BorrowingHead(Head):
         if self.fc is None:
             return features
         streams = self.streams(features).unflatten(-1, (-1, self.width))
-        # their scales differ: in SmolLM2-135M the first position's is 40 times the others'
+        # their scales differ by layer and position: in SmolLM2-135M by a factor above 100
         normed = F.rms_norm(streams, streams.shape[-1:], eps=1e-6).flatten(-2)
         hidden = features.hidden.to(self.fc.weight.dtype)
         return replace(features, hidden=hidden + self.fc(normed.to(hidden.dtype)))

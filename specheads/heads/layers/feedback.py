@@ -5,7 +5,7 @@ later rounds of its own path, which the base has not read.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,6 +48,10 @@ class FeedbackHead(BorrowingHead):
     @abstractmethod
     def blocks(self) -> Sequence[LlamaLayer]:
         """Return the layers of a round."""
+
+    def initialise_layer(self, tensors: Mapping[str, Tensor], norm: Tensor) -> None:
+        """Start as the base's last layer, given its tensors and the weight of the final norm."""
+        self.blocks()[0].copy(tensors)
 
     @abstractmethod
     def first(self, features: Features) -> Float[Tensor, "batch time width"]:
