@@ -36,6 +36,7 @@ from specheads.training.plan import server_dtype
 
 ROOM = 512
 """Most tokens that vLLM generates after a prompt while its steps are timed."""
+PLAIN: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}
 BUCKET = 64
 """Tokens of context whose steps are one point of the fit."""
 
@@ -44,12 +45,19 @@ def run(settings: Tune) -> None:
     """Tune the head of a run, or any head on its base."""
     if settings.engine:
         served = tune_vllm(settings)
-        Console().print(f"{served.engine}: {served.cost}, {served.cost_error}", markup=False)
+        verify, draft, error = served.cost.verify, served.cost.draft, served.cost_error
+        Console().print(
+            f"{served.engine}: {1e3 * verify.fixed:.2f} ms a step and {1e3 * verify.token:.2f} ms "
+            f"a verified token; {1e3 * draft.fixed:.2f} ms a drafted level and "
+            f"{1e3 * draft.token:.2f} ms a request of it; median error {error['median']:.1%} over "
+            f"{error['points']} points\ntuned: {head_folder(settings) / COST_FILE}",
+            **PLAIN,
+        )
         return
     tuned = tune(settings=settings)
     console = Console()
     console.print(table(tuned))
-    console.print(f"tuned: {head_folder(settings) / FILE}", soft_wrap=True, markup=False)
+    console.print(f"tuned: {head_folder(settings) / FILE}", **PLAIN)
 
 
 def tune(
