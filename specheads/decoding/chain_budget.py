@@ -103,10 +103,10 @@ class ChainBudget:
     def continues(self, rows: list[int], levels: int, positions: int) -> bool:
         """Return whether to draft another level for these rows, after so many."""
         chances = self._corrected(rows, levels)
-        wanted = range(levels, len(self.rates) + 1)
-        goodputs = [self._best(chances[:, :depth], positions)[0] for depth in wanted]
+        # one level ahead is enough: levels cost the same and survival falls
+        now, then = (self._best(chances[:, : levels + more], positions)[0] for more in (0, 1))
         # values that differ by rounding only are equal
-        return max(goodputs) > goodputs[0] * (1 + 1e-9)
+        return then > now * (1 + 1e-9)
 
     def cut(self, drafts: list[list[int]], positions: int) -> list[list[int]]:
         """Return the part of each chain to verify."""
