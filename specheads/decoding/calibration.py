@@ -1,12 +1,12 @@
 """The probability that a drafted token is accepted, from the head's own probability of it.
 
-A head is trained to the base's distribution, and greedy decoding accepts the base's best token: its
-probabilities are too low for sure tokens and too high for others. A curve for each depth corrects
-them: temperature scaling (Guo et al. 2017, arXiv:1706.04599) of the token's log-odds, or isotonic
-regression (Zadrozny and Elkan 2002), whichever has the lower log loss on other texts.
+A head is trained to the base's distribution, and greedy decoding accepts the base's best token, so
+its probabilities of best guesses are too low. A curve for each depth corrects them: temperature and
+bias of the log-odds (Platt 1999), or isotonic regression (Zadrozny and Elkan 2002), whichever has
+the lower log loss on other texts. The error is that of Guo et al. 2017, arXiv:1706.04599.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
@@ -15,17 +15,34 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from specheads.core.errors import InputError
-from specheads.core.ranges import NonEmpty, NonNegativeInt, Probability, one_of
+from specheads.core.ranges import NonEmpty, PositiveInt, Probability, one_of
 
 BINS = 15
 """Bins of equal width of the calibration error, as in Guo et al."""
 KNOTS = 33
-"""Knots of a temperature's curve, and most blocks of an isotonic one."""
-TEMPERATURES = np.geomspace(0.2, 5.0, 65)
-"""Temperatures to choose from."""
+"""Knots of a logistic curve, and most blocks of an isotonic one."""
 LEAST = 1e-3
 """Least probability of a calibrated draft, and of a rejection."""
 Chances = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reliability:
+    """How often drafts were accepted next to their probability, in bins of the probability.
+
+    Errors are expected calibration errors (ECE): see `calibration_error`.
+    """
+
+    error_before: Probability
+    """Error of the head's own probabilities."""
+    error: Probability
+    """Error of the calibrated ones."""
+    counts: Annotated[list[PositiveInt], NonEmpty]
+    """Number of drafts in each bin that is not empty."""
+    chances: list[Probability]
+    """Mean calibrated probability in each bin."""
+    accepted: list[Probability]
+    """Share of accepted drafts in each bin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +52,13 @@ class Curve:
     The acceptance is conditional: given that the token's parent was accepted.
     """
 
-    kind: Annotated[str, one_of("temperature", "isotonic")]
+    kind: Annotated[str, one_of("logistic", "isotonic")]
     probs: Annotated[list[Probability], NonEmpty]
     """The head's probabilities at the knots, increasing."""
     accepted: Annotated[list[Probability], NonEmpty]
     """Probabilities of acceptance at the knots, not decreasing."""
-    error_before: Probability = 0.0
-    """Calibration error of the head's own probabilities, on texts that the curve was not fitted to:
-    see `calibration_error`."""
-    error: Probability = 0.0
-    """Calibration error of the curve on the same texts."""
-    num_judged: NonNegativeInt = 0
-    """Number of drafts of these errors."""
+    judged: Reliability | None = None
+    """Measured on texts that the curve was not fitted to."""
 
     def __post_init__(self) -> None:
         """Refuse a damaged curve."""
@@ -98,28 +110,48 @@ def fit_curve(
     judged: NDArray[np.bool_],
 ) -> Curve:
     """Fit both kinds of curve to some drafts; return the one with the lower log loss on others."""
-    curves = temperature(probs, accepted), isotonic(probs, accepted)
+    curves = logistic(probs, accepted), isotonic(probs, accepted)
     best = min(curves, key=lambda curve: log_loss(curve.at(judged_probs), judged))
-    return Curve(
-        kind=best.kind,
-        probs=best.probs,
-        accepted=best.accepted,
-        error_before=calibration_error(judged_probs, judged),
-        error=calibration_error(best.at(judged_probs), judged),
-        num_judged=len(judged),
+    return replace(best, judged=reliability(best, judged_probs, judged))
+
+
+def reliability(curve: Curve, probs: Chances, accepted: NDArray[np.bool_]) -> Reliability:
+    """Return how a curve does on drafts, at least one."""
+    chances = curve.at(probs)
+    found = bins(chances)
+    return Reliability(
+        error_before=calibration_error(probs, accepted),
+        error=calibration_error(chances, accepted),
+        counts=[len(one) for one in found],
+        chances=[float(chances[one].mean()) for one in found],
+        accepted=[float(accepted[one].mean()) for one in found],
     )
 
 
-def temperature(probs: Chances, accepted: NDArray[np.bool_]) -> Curve:
-    """Return the curve that divides log-odds by the temperature of the least log loss."""
+def logistic(probs: Chances, accepted: NDArray[np.bool_]) -> Curve:
+    """Return the curve with the temperature and the bias of the log-odds of the least log loss."""
 
-    def scaled(probs: Chances, temperature: float) -> Chances:
+    def inputs(probs: Chances) -> NDArray[np.float64]:
         inside = np.clip(probs, LEAST, 1 - LEAST)
-        return 1 / (1 + ((1 - inside) / inside) ** (1 / temperature))
+        return np.stack([np.ones_like(inside), np.log(inside / (1 - inside))], axis=1)
 
-    best = min(TEMPERATURES, key=lambda one: log_loss(scaled(probs, one), accepted))
+    def sigmoid(values: NDArray[np.float64]) -> Chances:
+        return 0.5 + 0.5 * np.tanh(values / 2)
+
+    columns, weights = inputs(probs), np.array([0.0, 1.0])
+    # the ridge keeps weights finite for drafts without a mistake
+    ridge = 1e-2 * np.eye(2)
+    for _ in range(100):
+        found = sigmoid(columns @ weights)
+        slope = columns.T @ (found - accepted) + ridge @ (weights - [0.0, 1.0])
+        curvature = (columns.T * (found * (1 - found))) @ columns + ridge
+        # Newton's method may overshoot where the curve is flat
+        weights = weights - np.clip(np.linalg.solve(curvature, slope), -0.5, 0.5)
     knots = np.linspace(0.0, 1.0, KNOTS)
-    return _curve("temperature", knots, scaled(knots, best))
+    if weights[1] < 0:
+        # a falling curve would reorder guesses
+        return _curve("logistic", knots, np.full(KNOTS, accepted.mean()))
+    return _curve("logistic", knots, sigmoid(inputs(knots) @ weights))
 
 
 def isotonic(probs: Chances, accepted: NDArray[np.bool_]) -> Curve:
@@ -142,6 +174,11 @@ def isotonic(probs: Chances, accepted: NDArray[np.bool_]) -> Curve:
     ends = [(probs[block[0]], probs[block[-1]], accepted[block].mean()) for block in blocks]
     knots = {prob: share for *both, share in ends for prob in both}
     return _curve("isotonic", np.array([*knots]), np.array([*knots.values()]))
+
+
+def constant(rate: float) -> Curve:
+    """Return the curve of drafts that are all accepted equally often."""
+    return Curve(kind="isotonic", probs=[0.5], accepted=[rate])
 
 
 def _curve(kind: str, probs: Chances, accepted: Chances) -> Curve:

@@ -10,7 +10,7 @@ from specheads.decoding.calibration import (
     calibration_error,
     fit_curve,
     isotonic,
-    temperature,
+    logistic,
 )
 
 
@@ -22,21 +22,23 @@ def drafts(truth, count: int = 20_000, seed: int = 0):
 
 
 def sharper(probs):
-    """A temperature of one half."""
-    return probs**2 / (probs**2 + (1 - probs) ** 2)
+    """A temperature of one half, and a bias."""
+    return 2 * probs**2 / (2 * probs**2 + (1 - probs) ** 2)
 
 
 def stepped(probs):
-    """No temperature is this curve."""
+    """No temperature and bias give this curve."""
     return np.where(probs < 0.5, 0.2, 0.7)
 
 
-@pytest.mark.parametrize(("truth", "kind"), [(sharper, "temperature"), (stepped, "isotonic")])
+@pytest.mark.parametrize(("truth", "kind"), [(sharper, "logistic"), (stepped, "isotonic")])
 def test_the_curve_with_the_lower_loss_on_other_drafts_is_calibrated(truth, kind):
     curve = fit_curve(*drafts(truth), *drafts(truth, seed=1))
     assert curve.kind == kind
-    assert curve.error < 0.015
-    assert curve.error_before > 0.08
+    assert curve.judged is not None
+    assert curve.judged.error < 0.015
+    assert curve.judged.error_before > 0.08
+    assert sum(curve.judged.counts) == 20_000
     probs, accepted = drafts(truth, seed=2)
     assert calibration_error(curve.at(probs), accepted) < 0.015
 
@@ -49,7 +51,7 @@ def test_a_calibration_error_is_the_mean_distance_of_bins():
 
 
 def test_a_tensor_is_calibrated_like_an_array():
-    for fit in temperature, isotonic:
+    for fit in logistic, isotonic:
         curve = fit(*drafts(sharper))
         probs = torch.tensor([[0.0, 1e-6, 0.31], [0.5, 0.999, 1.0]], dtype=torch.float64)
         assert curve.of(probs).numpy() == pytest.approx(curve.at(probs.numpy()))
@@ -58,8 +60,9 @@ def test_a_tensor_is_calibrated_like_an_array():
 
 
 def test_few_or_equal_drafts_give_a_curve():
-    for probs, accepted in (([0.4], [True]), ([0.4] * 50, [True, False] * 25)):
-        for fit in temperature, isotonic:
+    falling = [0.1] * 20 + [0.9] * 20, [True] * 20 + [False] * 20
+    for probs, accepted in (([0.4], [True]), ([0.4] * 50, [True, False] * 25), falling):
+        for fit in logistic, isotonic:
             curve = fit(np.array(probs), np.array(accepted))
             assert 0 < curve.at(0.4) < 1
 

@@ -201,6 +201,12 @@ class Tuned:
         try:
             tuned = from_json(cls, dict(value), where)
             deepest = max(tree.policy().own_depth for tree in tuned.trees)
+            rates, curves = tuned.acceptance.per_depth, tuned.acceptance.curves
+            if curves and len(curves) != len(rates):
+                raise InputError(
+                    "acceptance must have as many curves as depths, or none, got "
+                    f"{len(curves)} for {len(rates)}"
+                )
             if depth is not None and deepest > depth:
                 raise InputError(
                     f"tuned.json holds a tree of {deepest} levels and its head drafts {depth}"
