@@ -8,7 +8,7 @@ from specheads.decoding.calibration import Curve
 from specheads.decoding.chain_budget import RETRY, ChainBudget
 from specheads.decoding.cost import ForwardCost, StepCost
 
-LINE = Curve(kind="temperature", probs=[0.0, 1.0], accepted=[0.0, 1.0])
+LINE = Curve(kind="isotonic", probs=[0.0, 1.0], accepted=[0.0, 1.0])
 
 
 def budget(token: float = 0.0, draft: float = 0.0, depth: int = 3) -> ChainBudget:
