@@ -7,6 +7,8 @@ r"""Serve with a real engine, with a head and without, and compare its counts wi
 `make vllm` and `make llama_cpp` install the engines. This script exports the head and starts the
 servers with the command lines that the export prints: the base alone and the chains of --depths,
 one server each. They take turns on the same prompts, one batch at a time, in rotating order.
+--cost names the vllm.json of `specheads tune engine=vllm` and adds a server that drafts by it.
+With --load requests arrive at random (Poisson) at a rate that rises and falls between two values.
 Every prompt is a user message in the base's chat template, decoding is greedy, and a text ends at
 the base's end tokens. The prefix cache is off. Speed covers whole requests, prompts included.
 
@@ -19,8 +21,10 @@ of the base; the replay uses its dequantised weights.
 import argparse
 import json
 import os
+import random
 import re
 import shlex
+import shutil
 import socket
 import statistics
 import subprocess
@@ -30,8 +34,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -48,6 +53,7 @@ from specheads.core.files import dumps, to_json
 from specheads.core.machine import instructions
 from specheads.data.prompts import PromptSet, load_prompts
 from specheads.decoding.trees.policies import chain
+from specheads.export.vllm import COST_FILE
 from specheads.export.write import export_head
 from specheads.heads.load import load_head
 from specheads.measure.counts import DepthCounts, bootstrap_interval, rate
@@ -64,8 +70,8 @@ MT_BENCH = (
 
 WARM_UP = 16
 """New tokens of each warm-up text."""
-ALONE = 0
-"""Depth of the method without a head."""
+ALONE, BUDGET = 0, -1
+"""In place of a depth: the method without a head, and the one that chooses its drafts."""
 COUNTERS = re.compile(
     r"^(?:vllm|llamacpp):spec_decode_num_(\w+?)(?:_total)?(?:\{[^}]*\})? ([0-9.e+]+)$", re.M
 )
@@ -121,16 +127,25 @@ class Server:
         output = self.log.read_text(encoding="utf-8", errors="replace")[-2000:]
         raise SystemExit(f"error: the server did not start; {self.log} ends with {output}")
 
-    def ask(self, prompts: Sequence[list[int]], limit: int, *, ignore_eos: bool = False) -> Any:
+    def ask(self, prompts: Any, limit: int, ignore_eos: bool = False, arrivals: Any = ()) -> Any:
         """Send all prompts at once; the server needs as many slots.
 
-        Returns `seconds`, `tokens` of each text, and `counters` of drafts since the server's start.
+        Returns `seconds`, `tokens` and `latencies` of each text, and `counters` of drafts since the
+        server's start. With `arrivals` each prompt is sent so many seconds after the start.
         """
         start = time.perf_counter()
+
+        def one(ids: list[int], arrival: float) -> tuple[list[int], float]:
+            time.sleep(max(start + arrival - time.perf_counter(), 0.0))
+            tokens = self.complete(ids, limit, ignore_eos)
+            return tokens, time.perf_counter() - start - arrival
+
         with ThreadPoolExecutor(len(prompts)) as pool:
-            tokens = list(pool.map(lambda ids: self.complete(ids, limit, ignore_eos), prompts))
+            found = pool.map(one, prompts, arrivals or [0.0] * len(prompts))
+            tokens, latencies = map(list, zip(*found, strict=True))
         seconds = time.perf_counter() - start
-        return {"seconds": seconds, "tokens": tokens, "counters": self.counters()}
+        told = {"tokens": tokens, "latencies": latencies, "counters": self.counters()}
+        return {"seconds": seconds, **told}
 
     def complete(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> list[int]:
         """Return the new tokens of one prompt, drawn greedily."""
@@ -225,6 +240,8 @@ class Turn:
     """Forwards that verified drafts, counted by the engine."""
     accepted: list[int] = field(default_factory=list)
     """Drafts that the engine accepted at each depth."""
+    latencies: list[float] = field(default_factory=list)
+    """Seconds of each request from its arrival to its last token."""
 
     @property
     def new_tokens(self) -> int:
@@ -242,6 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     base = FrozenBase.load(options.base, dtype=options.dtype, device="cpu")
     head = load_head(options.head, base)
+    options.most = head.depth
     if not all(0 < depth <= head.depth for depth in options.depths):
         raise SystemExit(f"error: --depths must be 1 to the head's {head.depth}")
     sets = {name: first_turns(base, name, file, options) for name, file in options.sets.items()}
@@ -252,7 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     engines = _started(base, head, sets, options)
     served = about(base, head, sets, engines[ALONE].versions, options)
-    for batch in options.batch:
+    # zero is the load, whose batch changes
+    for batch in [0] * bool(options.load) + options.batch:
         for name, found in sets.items():
             prompts = [prompt.tokens for prompt in found.prompts]
             arms = _measure(engines, prompts, batch, f"{name}, batch {batch}", options)
@@ -275,6 +294,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--new-tokens", type=int, default=128, help="after each prompt, at most")
     add("--batch", type=_numbers, default=[1, 8], help="batch sizes: 1,8")
     add("--depths", type=_numbers, default=[1, 2, 3], help="depths of the chains: 1,2,3")
+    add("--cost", type=Path, help="vllm.json of `specheads tune engine=vllm`: adds the budget")
+    add("--load", help="lowest and highest requests per second of a load: 0.3,3")
+    add("--periods", type=int, default=4, help="times that the load rises and falls")
     add("--engine", choices=["vllm", "llama_cpp"], default="vllm", help="default: vllm")
     add("--dtype", default="bfloat16", help="precision of the replay and of vLLM")
     add("--eager", action="store_true", help="vLLM does not compile its models")
@@ -287,6 +309,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     named = (one.partition("=") for one in options.sets)
     options.sets = {name: file or name for name, _, file in named}
     options.gguf = options.gguf or file_of(options.base)
+    options.load = options.load and [float(one) for one in options.load.split(",")]
     if options.engine == "llama_cpp" and not options.gguf:
         raise SystemExit(f"error: llama.cpp serves GGUF files, {options.base} is none; name --gguf")
     return options
@@ -326,16 +349,20 @@ def _started(
     room = min(longest + options.new_tokens + 16, base.max_length)
     with TemporaryDirectory() as folder:
         lines, _ = export_head(head, base, options.engine, Path(folder) / "served", texts)
-        if options.engine == "vllm":
-            return _vllm(lines[0], base.place, room, options)
-        return _llama_cpp(lines, room, options)
+        if options.engine == "llama_cpp":
+            return _llama_cpp(lines, room, options)
+        engines = _vllm(lines[0], base.place, room, (ALONE, *options.depths), options)
+        if options.cost:
+            shutil.copy(options.cost, Path(folder) / "served" / COST_FILE)
+            engines |= _vllm(lines[0], base.place, room, (BUDGET,), options)
+        return engines
 
 
 def _log(options: argparse.Namespace, depth: int) -> Path:
     return options.out.with_name(f"{options.out.stem}.{depth}.log")
 
 
-def _vllm(line: str, model: str, room: int, options: argparse.Namespace) -> dict[int, VllmServer]:
+def _vllm(line: str, model: str, room: int, depths: Any, options: Any) -> dict[int, VllmServer]:
     """Start vLLM alone and with each chain, by the command line that the export printed."""
     words = shlex.split(line)
     first, at = words.index("vllm"), words.index("--speculative-config")
@@ -352,11 +379,13 @@ def _vllm(line: str, model: str, room: int, options: argparse.Namespace) -> dict
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         "VLLM_LOGGING_LEVEL": "WARNING",
         "OMP_NUM_THREADS": str(options.threads),
-        "PYTHONPATH": "",
+        "PYTHONPATH": str(BUILT.parent),
     }
     engines = {}
-    for depth in (ALONE, *options.depths):
-        config = json.dumps(drafts | {"num_speculative_tokens": depth})
+    for depth in depths:
+        # a budget drafts at most all that the head can
+        most = options.most if depth == BUDGET else depth
+        config = json.dumps(drafts | {"num_speculative_tokens": most})
         chains = ["--speculative-config", config] if depth != ALONE else []
         engines[depth] = VllmServer([*told, *chains], _log(options, depth), environment)
     return engines
@@ -398,16 +427,25 @@ def about(base: FrozenBase, head: Head, sets: Any, versions: Any, options: Any) 
     return {"schema": 2, **subject, **told, **rest}
 
 
+def rising(rates: Sequence[float], count: int, seed: int) -> list[float]:
+    """Return Poisson arrivals in seconds; the rate rises from the first to the last and falls."""
+    draws, (low, high) = random.Random(seed), rates
+    each = [high - abs(2 * place / count - 1) * (high - low) for place in range(count)]
+    return [*accumulate(map(draws.expovariate, each))]
+
+
 def _measure(engines: Any, prompts: list[list[int]], batch: int, label: str, options: Any) -> Arms:
-    """Run every batch of a prompt set on the engines in turns."""
+    """Run every batch of a prompt set, or every period of the load, on the engines in turns."""
+    size = batch or len(prompts) // options.periods
     # the remaining prompts fill no batch and are left out
-    batches = [prompts[at : at + batch] for at in range(0, len(prompts) - batch + 1, batch)]
-    seen = {depth: one.ask(batches[-1], WARM_UP)["counters"] for depth, one in engines.items()}
+    batches = [prompts[at : at + size] for at in range(0, len(prompts) - size + 1, size)]
+    seen = {depth: one.ask(prompts[:8], WARM_UP)["counters"] for depth, one in engines.items()}
     turns: Arms = {depth: [] for depth in engines}
     order = deque(engines)
-    for some in bar(batches, label, shown=True):
+    for place, some in enumerate(bar(batches, label, shown=True)):
+        arrivals = [] if batch else rising(options.load, size, place)
         for depth in order:
-            answer = engines[depth].ask(some, options.new_tokens)
+            answer = engines[depth].ask(some, options.new_tokens, arrivals=arrivals)
             turns[depth].append(turn(answer, seen[depth]))
             seen[depth] = answer["counters"]
         order.rotate(-1)
@@ -417,14 +455,14 @@ def _measure(engines: Any, prompts: list[list[int]], batch: int, label: str, opt
 def turn(answer: Mapping[str, Any], before: Mapping[str, Any]) -> Turn:
     """Return an answer as a turn, with the increase of its counters."""
     seconds, tokens, now = answer["seconds"], answer["tokens"], answer["counters"]
+    latencies = answer.get("latencies", [])
     if not now:
-        return Turn(seconds, tokens)
+        return Turn(seconds, tokens, latencies=latencies)
     pairs = zip(*(one["accepted_tokens_per_pos"] for one in (now, before)), strict=True)
     # the last token of a text takes llama.cpp a forward without drafts
     count = "forwards" if "forwards" in now else "drafts"
-    return Turn(
-        seconds, tokens, int(now[count] - before[count]), [int(new - old) for new, old in pairs]
-    )
+    accepted = [int(new - old) for new, old in pairs]
+    return Turn(seconds, tokens, int(now[count] - before[count]), accepted, latencies)
 
 
 def rows(
@@ -436,29 +474,50 @@ def rows(
         if depth == ALONE:
             continue
         texts, theirs = ([one for turn in arm for one in turn.tokens] for arm in (drafted, alone))
-        # prompts outside full batches have no text
-        pairs = zip(prompts, texts, strict=False)
-        known = [ranks(tuple(prompt), tuple(text)) for prompt, text in pairs]
-        counts = [replay(one[:, :depth], chain(depth)) for one in known]
-        total = DepthCounts.total(counts, depth)
+        if depth == BUDGET:
+            # vLLM counts no forwards without drafts
+            kept = [turn.new_tokens - len(turn.tokens) - sum(turn.accepted) for turn in drafted]
+            drafted = [replace(one, forwards=left) for one, left in zip(drafted, kept, strict=True)]
         gain, counted = speedup(alone, drafted), _counted(drafted)
         row = {
             "prompts": name,
-            "batch": batch,
-            "depth": depth,
+            "batch": batch or "load",
+            "depth": depth if depth != BUDGET else "budget",
             "count": len(texts),
             "identical": sum(one == other for one, other in zip(texts, theirs, strict=True)),
             "speedup": gain,
             "alone_tokens_per_second": _rate(alone),
             "tokens_per_second": _rate(drafted),
+            "requests": latencies(drafted, alone),
+            "requests_alone": latencies(alone, alone),
             # time of a forward with the head over that of a token of the base alone
             "forward_overhead": counted["tokens_per_forward"] / gain["ratio"],
             "served": counted,
-            "replay": asdict(rate(counts))
-            | {"forwards": total.forwards, "accepted": total.accepted},
         }
+        if depth != BUDGET:
+            # prompts outside full batches have no text
+            pairs = zip(prompts, texts, strict=False)
+            known = [ranks(tuple(prompt), tuple(text)) for prompt, text in pairs]
+            counts = [replay(one[:, :depth], chain(depth)) for one in known]
+            total = DepthCounts.total(counts, depth)
+            row["replay"] = asdict(rate(counts))
+            row["replay"] |= {"forwards": total.forwards, "accepted": total.accepted}
         found.append(row)
     return found
+
+
+def latencies(turns: Sequence[Turn], alone: Sequence[Turn]) -> dict[str, Any]:
+    """Return seconds of requests, and the mean latency alone divided by the mean of these turns."""
+    every = sorted(one for turn in turns for one in turn.latencies)
+    texts = [one for turn in turns for one in zip(turn.latencies, turn.tokens, strict=True)]
+    top, under = ([statistics.fmean(turn.latencies) for turn in arm] for arm in (alone, turns))
+    return {
+        "mean": statistics.fmean(every),
+        "p50": every[len(every) // 2],
+        "p95": every[len(every) * 95 // 100],
+        "per_token": statistics.fmean(seconds / len(tokens) for seconds, tokens in texts),
+        "quicker": {"ratio": sum(top) / sum(under), "interval": bootstrap_interval(top, under)},
+    }
 
 
 def _rate(turns: Sequence[Turn]) -> float:
@@ -488,13 +547,13 @@ def _counted(turns: Sequence[Turn]) -> dict[str, Any]:
 
 def line(row: Mapping[str, Any]) -> str:
     """Return a row in words."""
-    gain, served, replayed = row["speedup"], row["served"], row["replay"]
-    faster = with_interval(gain["ratio"], gain["interval"])
-    engine, own = (f"{one['tokens_per_forward']:.2f}" for one in (served, replayed))
+    gain, quicker = row["speedup"], row["requests"]["quicker"]
+    faster, sooner = (with_interval(one["ratio"], one["interval"]) for one in (gain, quicker))
+    engine = f"{row['served']['tokens_per_forward']:.2f}"
     return (
         f"{row['prompts']}, batch {row['batch']}, chain of {row['depth']}: {faster} of the engine "
-        f"alone ({row['alone_tokens_per_second']:.1f} tokens/s); {engine} tokens per forward, in "
-        f"replay {own}; {row['identical']} of {row['count']} texts identical"
+        f"alone ({row['alone_tokens_per_second']:.1f} tokens/s), latency {sooner}; {engine} tokens "
+        f"per forward; {row['identical']} of {row['count']} texts identical"
     )
 
 

@@ -16,6 +16,7 @@ Only the text between `<!-- NAME -->` and `<!-- /NAME -->` is written:
     recipes/README.md   results       results.json of every recipe
                         heads         heads.json of scripts/bench_heads.py
     recipes/gpu         gpu           *.json of scripts/gpu.py
+    docs/load.md        load          load.json of the published head, by scripts/bench_serve.py
     docs/export_matrix  matrix        the layouts of specheads/export/layouts/
     README.md           results       the quickstart, the published head, and the same head in vLLM
 """
@@ -23,11 +24,14 @@ Only the text between `<!-- NAME -->` and `<!-- /NAME -->` is written:
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from matplotlib.figure import Figure
 
 from specheads.config import compose
 from specheads.core.files import from_json
@@ -46,6 +50,8 @@ QUICKSTART, PUBLISHED = "smollm2", "smollm2_long"
 """Recipes of the quickstart, and of the head that is part of this repository."""
 SETS = {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mt_bench": "MT-Bench"}
 """Names of the public prompt sets that the published head was measured on."""
+LOAD = "load.json"
+"""Output of scripts/bench_serve.py --cost for the published head."""
 GPU_STAGES = ("tests", "decode", "train", "smollm2", "engine")
 NOT_YET, NOT_MEASURED = "not yet run", "not measured"
 Rows = list[tuple[str, ...]]
@@ -67,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{'not current' if options.check else 'wrote'}: {file.relative_to(options.root)}")
         if not options.check:
             file.write_text(wanted[file], encoding="utf-8")
+            if file.name == "load.md":
+                plot(_json(options.root / "recipes" / PUBLISHED / LOAD), file.with_suffix(".png"))
     return int(options.check and bool(stale))
 
 
@@ -99,8 +107,9 @@ def render(root: Path) -> dict[Path, str]:
     }
     if (recipes / "gpu").is_dir():
         blocks[recipes / "gpu" / "README.md"] = {"gpu": gpu(recipes / "gpu")}
-    if (page := root / "docs" / "export_matrix.md").is_file():
-        blocks[page] = {"matrix": matrix()}
+    pages = {"export_matrix": ("matrix", matrix), "load": ("load", lambda: load(recipes))}
+    found = {root / "docs" / f"{page}.md": block for page, block in pages.items()}
+    blocks |= {file: {name: shown()} for file, (name, shown) in found.items() if file.is_file()}
     blocks[root / "README.md"] = {"results": worth(recipes)}
     return {file: _replace(file, wanted) for file, wanted in blocks.items()}
 
@@ -235,7 +244,8 @@ def served(measured: Mapping[str, Any]) -> str:
     rows = [
         (
             *(row["prompts"], str(row["batch"]), str(row["depth"])),
-            *(figure(row[counted], "tokens_per_forward") for counted in ("served", "replay")),
+            # a budget has no replay: its drafts depend on the load
+            *(figure(row.get(one), "tokens_per_forward") for one in ("served", "replay")),
             *(f"{row[speed]:.1f}" for speed in ("alone_tokens_per_second", "tokens_per_second")),
             figure(row["speedup"]),
             f"{row['identical']} of {row['count']}",
@@ -250,6 +260,55 @@ def served(measured: Mapping[str, Any]) -> str:
         *("with head", "speed-up over it alone", "identical"),
     )
     return f"{versions}, {length}; {_machine(made)}.\n\n{table(header, rows)}"
+
+
+def load(recipes: Path) -> str:
+    """Return the tables of the published head in vLLM by batch, and on a load."""
+    measured = _json(recipes / PUBLISHED / LOAD)
+    methods = list(dict.fromkeys(row["depth"] for row in measured["rows"]))
+    found = {(row["prompts"], row["batch"], row["depth"]): row for row in measured["rows"]}
+    cells, requests = list[tuple[str, ...]](), list[tuple[str, ...]]()
+    for name, batch in dict.fromkeys(place[:2] for place in found):
+        each = [found[name, batch, method] for method in methods]
+        if batch != "load":
+            cells.append((name, str(batch), *(figure(row["speedup"]) for row in each)))
+            continue
+        alone = each[0]["requests_alone"], "vLLM alone", ""
+        pairs = [(row["requests"], _method(row["depth"])) for row in each]
+        drafted = [(*pair, figure(pair[0]["quicker"])) for pair in pairs]
+        for times, method, gain in (alone, *drafted):
+            shown = (f"{times[part]:.2f} s" for part in ("mean", "p50", "p95"))
+            requests.append((name, method, *shown, f"{1e3 * times['per_token']:.1f} ms", gain))
+    made, engine = from_json(Provenance, measured["provenance"]), measured["engine"]
+    about = f"vLLM {engine['vllm']}, {measured['dtype']}, {measured['new_tokens']} new tokens, T=0"
+    tables = [table(("set", "batch", *map(_method, methods)), cells)] if cells else []
+    if requests:
+        times = ("mean latency", "p50", "p95", "per token", "alone / this, mean latency")
+        tables.append(table(("set", "method", *times), requests))
+    return "\n\n".join([f"{about}; {_machine(made)}.", *tables])
+
+
+def _method(depth: int | str) -> str:
+    return depth if isinstance(depth, str) else f"{depth} drafts"
+
+
+def plot(measured: Mapping[str, Any], file: Path) -> None:
+    """Draw the speed-up over batch size: geometric means over the prompt sets."""
+    rows = [row for row in measured["rows"] if row["batch"] != "load"]
+    batches = sorted({row["batch"] for row in rows})
+    figure = Figure(figsize=(6.0, 3.2), layout="constrained")
+    axes = figure.add_subplot(xlabel="requests at once", ylabel="speed-up over vLLM alone")
+    for depth in dict.fromkeys(row["depth"] for row in rows):
+        ratios = [
+            [row["speedup"]["ratio"] for row in rows if (row["depth"], row["batch"]) == place]
+            for place in ((depth, batch) for batch in batches)
+        ]
+        means, width = [*map(statistics.geometric_mean, ratios)], 3 if depth == "budget" else 1.5
+        axes.plot(range(len(batches)), means, marker="o", linewidth=width, label=_method(depth))
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(batches)), [*map(str, batches)])
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=110)
 
 
 def _machine(made: Provenance) -> str:
@@ -373,9 +432,9 @@ def speedup(speed: Speed | None) -> str:
     return with_interval(speed.speedup, speed.interval) if speed else NOT_MEASURED
 
 
-def figure(section: Mapping[str, Any], name: str = "ratio") -> str:
-    """Return a number of a section of JSON and its interval."""
-    return with_interval(section[name], section["interval"])
+def figure(section: Mapping[str, Any] | None, name: str = "ratio") -> str:
+    """Return a number of a section of JSON and its interval; empty if there is none."""
+    return with_interval(section[name], section["interval"]) if section else ""
 
 
 def gain(found: Gain | None) -> str:

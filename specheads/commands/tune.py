@@ -2,30 +2,62 @@
 
 specheads tune run=runs/smollm2
 specheads tune head=HEAD base=MODEL 'batch_sizes=[1,8]' 'contexts=[128,1024]'
+specheads tune engine=vllm head=served base=MODEL 'batch_sizes=[1,2,4,8,16]' python=VLLM_PYTHON
 """
 
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 
+from specheads.base.gguf import located
+from specheads.base.loading import load_config
 from specheads.base.model import FrozenBase
 from specheads.commands._call import settings_for
 from specheads.commands._library import objects
 from specheads.config.commands import Tune
 from specheads.core.errors import InputError
 from specheads.core.files import dumps, local_path, writable_folder, write_atomic
-from specheads.decoding.trees.tuned import FILE, Tuned
-from specheads.measure.tune import table, tune_head
+from specheads.core.machine import dtype_name
+from specheads.decoding.trees.tuned import FILE, Machine, Tuned
+from specheads.export.layouts.vllm import HEAD_VARIABLE
+from specheads.export.vllm import COST_FILE, ServingCost
+from specheads.heads.load import load_head
+from specheads.measure.tune import CONTEXTS, Point, fit, table, trimmed_mean, tune_head
 from specheads.runs.directory import RunDirectory
+from specheads.training.plan import server_dtype
+
+ROOM = 512
+"""Most tokens that vLLM generates after a prompt while its steps are timed."""
+PLAIN: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}
+BUCKET = 64
+"""Tokens of context whose steps are one point of the fit."""
 
 
 def run(settings: Tune) -> None:
     """Tune the head of a run, or any head on its base."""
+    if settings.engine:
+        served = tune_vllm(settings)
+        verify, draft, error = served.cost.verify, served.cost.draft, served.cost_error
+        Console().print(
+            f"{served.engine}: {1e3 * verify.fixed:.2f} ms a step and {1e3 * verify.token:.2f} ms "
+            f"a verified token; {1e3 * draft.fixed:.2f} ms a drafted level and "
+            f"{1e3 * draft.token:.2f} ms a request of it; median error {error['median']:.1%} over "
+            f"{error['points']} points\ntuned: {head_folder(settings) / COST_FILE}",
+            **PLAIN,
+        )
+        return
     tuned = tune(settings=settings)
     console = Console()
     console.print(table(tuned))
-    console.print(f"tuned: {head_folder(settings) / FILE}", soft_wrap=True, markup=False)
+    console.print(f"tuned: {head_folder(settings) / FILE}", **PLAIN)
 
 
 def tune(
@@ -47,6 +79,8 @@ def tune(
         The content of tuned.json, which is written into the folder of the head. Decoding reads it.
     """
     settings = settings or settings_for(Tune, overrides, run=run)
+    if settings.engine:
+        raise InputError("engine=vllm chooses no trees, got it in `tune`; call `tune_vllm`")
     folder = writable_folder(head_folder(settings))
     base, head = objects(settings, base)
     names = "batch_sizes", "contexts", "max_nodes", "num_prompts", "new_tokens", "seed"
@@ -54,6 +88,63 @@ def tune(
     tuned = tune_head(base, head, settings.data, **values)
     write_atomic(folder / FILE, dumps(tuned))
     return tuned
+
+
+def tune_vllm(settings: Tune) -> ServingCost:
+    """Time steps of vLLM with an exported head; return vllm.json, written into its folder.
+
+    Raises:
+        InputError: The head was not tuned, or vLLM cannot serve it.
+    """
+    folder = writable_folder(head_folder(settings))
+    head, base = load_head(folder), settings.base
+    if head.tuned is None or not head.tuned.acceptance.curves:
+        raise InputError(
+            f"engine=vllm needs a calibrated head, and {folder / FILE} has no calibration; run "
+            "specheads tune on the head, and export it again"
+        )
+    config = load_config(located(base.model), revision=base.revision)
+    longest = config.get_text_config().max_position_embeddings - ROOM
+    dtype = server_dtype(base.dtype)
+    job = {
+        "model": located(base.model),
+        "dtype": dtype_name(dtype),
+        "depth": head.depth,
+        "batch_sizes": settings.batch_sizes,
+        "contexts": settings.contexts or [one for one in CONTEXTS if one <= longest],
+    }
+    python = settings.python or sys.executable
+    # vLLM in this process: another one could not return the times
+    changes = {HEAD_VARIABLE: str(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(
+        [python, "-m", "specheads.export.vllm_cost"],
+        input=json.dumps(job),
+        env={"VLLM_LOGGING_LEVEL": "ERROR"} | os.environ | changes,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise InputError(
+            f"engine=vllm needs vLLM and specheads in the environment of {python}, and failed as "
+            "above; name another interpreter as python=PATH"
+        )
+    answer = json.loads(done.stdout)
+    grouped = defaultdict[tuple[int, int, int], list[Any]](list)
+    for batch, context, depth, *seconds in answer["steps"]:
+        # contexts grow while vLLM generates
+        grouped[batch, round(context / BUCKET), depth].append((context, *seconds))
+    points = []
+    for (batch, _, depth), each in grouped.items():
+        context, verify, draft = (trimmed_mean(one) for one in zip(*each, strict=True))
+        drafts = {"nodes": 1 + depth, "depth": depth, "draft": draft}
+        points.append(Point(batch=batch, context=context, verify=verify, **drafts))
+    cost, error = fit(points)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    machine = Machine.of(device, dtype)
+    served = ServingCost(engine=answer["engine"], machine=machine, cost=cost, cost_error=error)
+    write_atomic(folder / COST_FILE, dumps(served))
+    return served
 
 
 def head_folder(settings: Tune) -> Path:

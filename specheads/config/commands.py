@@ -184,7 +184,7 @@ class Compare(HasSeed, HasOut, HasRun):
 
 @dataclass(kw_only=True)
 class Tune(HasSeed, HeadOnBase):
-    """`specheads tune`. tuned.json is written into the folder of the head."""
+    """`specheads tune`. tuned.json, or vllm.json with engine=vllm, goes into the head's folder."""
 
     data: Data
     max_nodes: TreeSize = 64
@@ -199,6 +199,11 @@ class Tune(HasSeed, HeadOnBase):
     measures them."""
     new_tokens: AtLeastTwo = 64
     """Tokens that the base generates after each prompt."""
+    engine: Annotated[str, one_of("", "vllm")] = ""
+    """vllm times steps of vLLM with an exported head, so that the plug-in drafts by the load. Only
+    base, batch_sizes and contexts matter then. Empty tunes the trees of our own loop."""
+    python: PathOrId = ""
+    """Python interpreter of an environment with vLLM. Empty is this one's."""
 
 
 @dataclass(kw_only=True)

@@ -6,8 +6,14 @@ it, the computed machines of `specheads simulate` have it too, and goodput choos
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from specheads.core.ranges import NonNegativeFloat, PositiveInt
+
+Tokens = TypeVar("Tokens", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +27,7 @@ class ForwardCost:
     context: NonNegativeFloat
     """Seconds per committed position that a row attends to, over all rows."""
 
-    def seconds(self, tokens: int | float, positions: int | float) -> float:
+    def seconds(self, tokens: Tokens, positions: int | float) -> Tokens:
         """Return the seconds of a forward over `tokens` that attend to `positions`."""
         return self.fixed + self.token * tokens + self.context * positions
 

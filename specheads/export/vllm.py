@@ -1,22 +1,26 @@
-"""Plug-in for vLLM: drafts chains in batches with any head that reads the last hidden state.
+"""Plug-in for vLLM: drafts chains in batches with any head but the block heads.
 
 vLLM calls a proposer class (`custom_class`) with token ids and without hidden states. So
-`register`, which vLLM calls in each of its processes, wraps three methods of its model runner:
+`register`, which vLLM calls in each of its processes, wraps four methods of its model runner:
 
 - `propose_draft_token_ids` passes the forward's hidden states to the proposer.
+- `_setup_eagle3_aux_hidden_state_outputs` lets the model return the layers that a head reads.
 - `_input_fits_in_drafter` is always true. Otherwise one request near the end of its context would
   skip drafting for the whole batch. The scheduler truncates drafts that do not fit.
 - `initialize_kv_cache` passes the number of slots in vLLM's own cache.
 
-The head's KV cache uses the same slots as vLLM's. So the plug-in tracks no requests: vLLM alone
-handles chunked prompts, shared prefixes and preemption. See docs/vllm.md.
+The head's KV cache uses the same slots as vLLM's: vLLM alone handles chunked prompts, shared
+prefixes and preemption. The plug-in keeps only the acceptance rates of each request, if it has a
+`ChainBudget`. See docs/vllm.md and docs/load.md.
 """
 
 import functools
 import importlib
 import inspect
+import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,17 +33,36 @@ from specheads.base.projection import projection_of
 from specheads.core.drafter import Head, Memory
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
+from specheads.core.files import from_json, read_json
 from specheads.core.weight_layout import for_few_rows
-from specheads.decoding.trees import policies
+from specheads.decoding.chain_budget import ChainBudget
+from specheads.decoding.cost import StepCost
+from specheads.decoding.noise import likeliest
+from specheads.decoding.trees.tuned import Machine
 from specheads.export.layouts.vllm import FORCE_VARIABLE, HEAD_VARIABLE
 from specheads.heads.load import load_head, refuse_misfit
 
+LOGGER = logging.getLogger(__name__)
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 CACHE = "vllm.v1.kv_cache_interface"
 EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 PARALLEL = "vllm.distributed"
 NULL_SLOT = 0
 """A slot that belongs to no request: vLLM reserves block 0."""
+COST_FILE = "vllm.json"
+"""Its name in an exported folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingCost:
+    """Content of vllm.json: what `specheads tune engine=vllm` measured."""
+
+    engine: str
+    """vLLM and its version."""
+    machine: Machine
+    cost: StepCost
+    cost_error: dict[str, float | int]
+    """As in `Tuned`."""
 
 
 def register() -> None:
@@ -58,6 +81,7 @@ def _prepare_runner() -> None:
     kind = importlib.import_module(RUNNER).GPUModelRunner
     propose, fits = kind.propose_draft_token_ids, kind._input_fits_in_drafter
     initialize, signature = kind.initialize_kv_cache, inspect.signature(propose)
+    set_up = kind._setup_eagle3_aux_hidden_state_outputs
 
     @functools.wraps(propose)
     def propose_draft_token_ids(runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,6 +100,13 @@ def _prepare_runner() -> None:
         if isinstance(getattr(runner, "drafter", None), Proposer):
             runner.drafter.allocate(config)
 
+    @functools.wraps(set_up)
+    def set_up_aux_outputs(runner: Any) -> None:
+        set_up(runner)
+        if isinstance(getattr(runner, "drafter", None), Proposer):
+            runner.use_aux_hidden_state_outputs = bool(runner.drafter.head.aux_layers)
+
+    kind._setup_eagle3_aux_hidden_state_outputs = set_up_aux_outputs
     kind.propose_draft_token_ids = propose_draft_token_ids
     kind._input_fits_in_drafter = input_fits_in_drafter
     kind.initialize_kv_cache = initialize_kv_cache
@@ -86,7 +117,7 @@ class RequestSpan:
     """The positions of one request in one forward, without rejected drafts."""
 
     index: int
-    """RequestSpan of the request in vLLM's batch."""
+    """Row of the request in vLLM's batch."""
     offset: int
     """Index of its first position in the forward's hidden states."""
     start: int
@@ -107,24 +138,33 @@ class Proposer:
                 "and leave specheads in VLLM_PLUGINS where that is set"
             )
         self.config = vllm_config
-        self.policy = policies.chain(vllm_config.speculative_config.num_speculative_tokens)
+        self.depth: int = vllm_config.speculative_config.num_speculative_tokens
         self.head: Head
+        self.budget: ChainBudget | None = None
+        """None drafts `depth` tokens for every request."""
         self._memory: Memory | None = None
         self._group = 0
 
-    def load_model(self, target_model: torch.nn.Module) -> None:
+    def load_model(self, target_model: Any) -> None:
         """Load the head and bind it to the base's tensors."""
         head = load_head(os.environ[HEAD_VARIABLE])
         embedding, projection = _borrowed(target_model)
-        if head.aux_layers:
+        if head.num_anchors:
             raise InputError(
-                f"the plug-in passes the last hidden state only, and {head.kind} reads earlier "
-                "layers; export it with engine=vllm, which writes a layout that vLLM loads itself"
+                f"the plug-in serves heads that draft token by token, and {head.kind} drafts "
+                "blocks; export it with engine=speculators, which vLLM loads itself"
             )
-        if self.policy.depth > head.depth:
+        if head.aux_layers:
+            if not hasattr(target_model, "set_aux_hidden_state_layers"):
+                raise InputError(
+                    f"{head.kind} reads earlier layers, which vLLM does not return for "
+                    f"{type(target_model).__name__}; use a head without aux_layers"
+                )
+            target_model.set_aux_hidden_state_layers(head.aux_layers)
+        if self.depth > head.depth:
             raise InputError(
                 f"num_speculative_tokens must be at most {head.depth}, the head's depth, got "
-                f"{self.policy.depth}"
+                f"{self.depth}"
             )
         # only these two tables: the engine fuses and shards the layers between them
         forced = os.environ.get(FORCE_VARIABLE) == "true"
@@ -134,6 +174,23 @@ class Proposer:
         own = projection_of(self.config.model_config.hf_text_config, projection)
         head.bind(embedding, own.scaled_weight)
         self.head = head
+        self.budget = self._budget(Machine.of(embedding.device, self.config.model_config.dtype))
+
+    def _budget(self, here: Machine) -> ChainBudget | None:
+        """Return the budget of a calibrated head whose cost was measured on this machine."""
+        file, tuned = Path(os.environ[HEAD_VARIABLE]) / COST_FILE, self.head.tuned
+        if not file.is_file() or tuned is None or not tuned.acceptance.curves:
+            return None
+        served = from_json(ServingCost, read_json(file), str(file))
+        if served.machine != here:
+            LOGGER.warning(
+                "%s was measured on %s and this is %s: every request gets %d drafts; measure again "
+                "with specheads tune engine=vllm",
+                *(file, served.machine, here, self.depth),
+            )
+            return None
+        rates = tuned.acceptance.per_depth[: self.depth]
+        return ChainBudget(served.cost, rates, tuned.acceptance.curves)
 
     def allocate(self, cache: Any) -> None:
         """Allocate the head's KV cache with as many slots as vLLM's cache.
@@ -171,6 +228,9 @@ class Proposer:
             self._rows.append(RequestSpan(index, offset, start, length - rejected, bool(sampled)))
             offset += length
         self._hidden, self._table = given["hidden_states"], batch.block_table[self._group]
+        self._aux: list[Tensor] = given["aux_hidden_states"] if self.head.aux_layers else []
+        if self.budget:
+            self.budget.observe(batch.req_ids, texts)
 
     @torch.inference_mode()
     def propose(
@@ -182,17 +242,24 @@ class Proposer:
     ) -> list[list[int]]:
         """Return a chain for each request that has a new token, and an empty list for the others.
 
-        `token_ids_cpu` has one text per row, including the new tokens.
+        `token_ids_cpu` has one text per row, including the new tokens. Without a budget all chains
+        have `depth` tokens.
         """
         del slot_mappings
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        for rows in self._batches():
-            chains = self._draft(rows, torch.from_numpy(token_ids_cpu))
+        texts = torch.from_numpy(token_ids_cpu)
+        drafting = [row for row in self._rows if row.drafts]
+        positions = sum(row.start + row.count for row in drafting)
+        starts = bool(drafting and self.depth)
+        if self.budget and starts:
+            starts = self.budget.starts(len(drafting))
+        for rows in self._batches(starts):
+            chains = self._draft(rows, texts, starts and rows[0].drafts)
             for row, chain in zip(rows, chains, strict=True):
                 drafts[row.index] = chain
-        return drafts
+        return self.budget.cut(drafts, positions) if self.budget and starts else drafts
 
-    def _batches(self) -> list[list[RequestSpan]]:
+    def _batches(self, starts: bool) -> list[list[RequestSpan]]:
         """Return groups of rows of similar length; each group is one batch of the head."""
         drafting = [row for row in self._rows if row.drafts]
         if self._memory is None:
@@ -203,32 +270,48 @@ class Proposer:
                 )
                 for row in drafting
             ]
-            return [ends] if ends else []
+            return [ends] if ends and starts else []
         # each prompt is a batch of its own: shorter rows would be mostly padding
-        most = self.policy.num_nodes
+        most = self.depth + 1
         short = [row for row in drafting if row.count <= most]
         long = [[row] for row in self._rows if row.count > most or not row.drafts]
         return [*long, short] if short else long
 
-    def _draft(self, rows: list[RequestSpan], texts: Int[Tensor, "row slot"]) -> list[list[int]]:
-        """Update the head's KV cache with these rows, and draft if the rows need drafts."""
+    def _draft(
+        self, rows: list[RequestSpan], texts: Int[Tensor, "row slot"], starts: bool
+    ) -> list[list[int]]:
+        """Update the head's KV cache with these rows, and draft if `starts`."""
         numbers = torch.tensor([(row.index, row.offset, row.start, row.count) for row in rows]).T
         index, offset, start, count = numbers
         # padding repeats a row's last position
         steps = torch.minimum(torch.arange(int(count.max())), count[:, None] - 1)
         device, extent = self._hidden.device, int(start.max()) + steps.shape[1]
         tokens = texts[index[:, None], start[:, None] + steps + 1].long().to(device)
-        features = Features(self._hidden[(offset[:, None] + steps).to(device)])
+        read = (offset[:, None] + steps).to(device)
+        aux = torch.cat([one[read] for one in self._aux], dim=-1) if self._aux else None
+        features = Features(self._hidden[read], aux)
         index, _, start, count = numbers.to(device)
         memory = self._memory
         if memory is not None:
             places = self._places(index, start + count, extent)
             memory = memory.scatter(places, start)
         committed = Committed(features, tokens, count)
-        if not rows[0].drafts:
-            self.head.begin(committed, memory)
+        if not starts:
+            self.head.read(committed, memory)
             return [[] for _ in rows]
-        return self.policy.grow(self.head, committed, memory).tokens[:, 1:].tolist()
+        logits, state = self.head.begin(committed, memory)
+        positions = sum(row.start + row.count for row in rows)
+        places, guesses = [row.index for row in rows], list[Tensor]()
+        while True:
+            guesses.append(likeliest(logits))
+            if self.budget:
+                self.budget.note(places, len(guesses) - 1, logits)
+            if len(guesses) == self.depth or (
+                self.budget and not self.budget.continues(places, len(guesses), positions)
+            ):
+                return self.head.to_tokens(torch.cat(guesses, dim=1)).tolist()
+            tokens = self.head.to_tokens(guesses[-1])
+            logits, state = self.head.extend(state, tokens, torch.zeros_like(tokens))
 
     def _places(self, index: Tensor, lengths: Tensor, extent: int) -> Tensor:
         """Return the slots of each row's first `extent` positions; `NULL_SLOT` after its end."""

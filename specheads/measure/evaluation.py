@@ -12,6 +12,7 @@ from specheads.core.files import from_json, read_json, to_json
 from specheads.core.machine import dtype_name
 from specheads.data.prompts import PromptSet
 from specheads.decoding.accept import LOSSY
+from specheads.decoding.calibration import Curve, Reliability, reliability
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.tuned import Tuned
@@ -29,6 +30,7 @@ from specheads.measure.offline import measure_offline, replays
 from specheads.measure.online import measure_online
 from specheads.measure.results import Results
 from specheads.measure.speed import measure_speed
+from specheads.measure.tune_trees import draft_chances
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import nearby, provenance
 
@@ -73,6 +75,10 @@ def evaluate_head(
         found["replay"] = _replay(found.get("offline"), online, tree)
         found |= {"online": online, "degenerate": degenerate, "lossless": lossless}
         found["texts"] = decode_texts(base, head, prompts.prompts, generation)
+    measured = head.tuned or tuned
+    if measured and sampling.temperature == 0:
+        curves = measured.acceptance.curves
+        found["calibration"] = measure_calibration(base, head, texts, curves)
     timed = speed_prompts if mode == "all" else 0
     if timed:
         found["speed"] = measure_speed(
@@ -103,6 +109,17 @@ def evaluate_head(
         phases=[_phase(base, folder, texts, chain) for folder in phases],
         **found,
     )
+
+
+def measure_calibration(
+    base: FrozenBase, head: Head, texts: Continuations, curves: Sequence[Curve]
+) -> list[Reliability]:
+    """Return how each depth's calibration does on these texts, as deep as drafts were accepted."""
+    if not curves:
+        return []
+    found = draft_chances(base, head, zip(texts.prompts, texts.alone, strict=True))
+    pairs = zip(curves, found, strict=True)
+    return [reliability(curve, *drafts) for curve, drafts in pairs if len(drafts[0])]
 
 
 def measure_contexts(

@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from specheads.decoding.calibration import Reliability
 from specheads.measure.results import ContextRate, Results, Speed
 
 BLUE, ORANGE, GREY = "#2563a8", "#d97726", "#6b7683"
@@ -26,6 +27,8 @@ def figures(results: Results, history: Sequence[Mapping[str, Any]]) -> dict[str,
         found["speed"] = _speed(results.speed)
     if results.offline or results.online:
         found["acceptance"] = _acceptance(results)
+    if results.calibration:
+        found["calibration"] = _calibration(results.calibration)
     if results.contexts:
         found["contexts"] = _contexts(results.contexts)
     if any("loss" in row for row in history):
@@ -73,6 +76,20 @@ def _acceptance(results: Results) -> Figure:
         axes.plot(range(1, len(top) + 1), top, ":", color=GREY, marker=".", label=label)
         deepest = max(deepest, len(top))
     axes.set(ylim=(0, 1), xticks=range(1, deepest + 1))
+    _legend(figure)
+    return figure
+
+
+def _calibration(depths: Sequence[Reliability]) -> Figure:
+    """Draw a reliability diagram: shares over probabilities, paler for deeper levels."""
+    across = "calibrated probability of the best guess"
+    figure, axes = _axes("Calibration of drafts", "share accepted", across)
+    axes.plot([0, 1], [0, 1], ":", color=GREY)
+    for depth, one in enumerate(depths, start=1):
+        shade = 1.0 - 0.7 * (depth - 1) / max(len(depths) - 1, 1)
+        label = f"depth {depth}, error {one.error:.3f}"
+        axes.plot(one.chances, one.accepted, ".-", color=BLUE, alpha=shade, label=label)
+    axes.set(xlim=(0, 1), ylim=(0, 1))
     _legend(figure)
     return figure
 

@@ -38,6 +38,7 @@ from specheads.measure.tables import ConsoleTable
 TITLES = {
     "speed": "Tokens per second",
     "acceptance": "Acceptance by depth",
+    "calibration": "Calibration of drafts",
     "contexts": "By context length",
     "loss": "Training loss",
     "validation": "Agreement on held-out text",

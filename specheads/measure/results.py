@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from specheads.core.files import from_json, read_json
+from specheads.decoding.calibration import Reliability
 from specheads.decoding.trees.tuned import Tried, Tuned
 from specheads.runs.provenance import Provenance
 
@@ -308,6 +309,9 @@ class Results:
     tree_candidates: list[Tried] = field(default_factory=list)
     phases: list[PhaseRate] = field(default_factory=list)
     contexts: list[ContextRate] = field(default_factory=list)
+    calibration: list[Reliability] = field(default_factory=list)
+    """How often the best guess of each depth was accepted, given those above it, next to its
+    calibrated probability. Empty without a calibration, and above temperature zero."""
     base_quality: dict[str, TextQuality] | None = None
     """The base's own quality `before` and `after` joint training, and the `change`."""
     texts: Annotated[list[DecodedText], OWN_FILE] = field(default_factory=list)

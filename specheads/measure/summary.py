@@ -107,6 +107,10 @@ def _acceptance(results: Results) -> Iterator[tuple[str, str]]:
     for name, rate in (("offline", results.offline), ("online", results.online)):
         if rate:
             yield f"tokens per forward, {name}", _figure(rate.tokens_per_forward, rate.interval)
+    if depths := results.calibration:
+        errors = ", ".join(f"{one.error:.3f}" for one in depths)
+        before = ", ".join(f"{one.error_before:.3f}" for one in depths)
+        yield "calibration error by depth", f"{errors} (before calibration {before})"
     for phase in results.phases:
         name = f"tokens per forward after phase {phase.phase}"
         yield name, f"{phase.tokens_per_forward:.3f}"

@@ -124,6 +124,7 @@ def choose(
         acceptance=tuned.AcceptanceRates(
             per_depth=DepthCounts.total(counts, head.depth).levels(),
             matches=tune_trees.match_rates(copies, size),
+            curves=tune_trees.calibrate(base, head, texts),
         ),
         trees=chosen,
         tried=tried,

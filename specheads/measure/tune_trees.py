@@ -7,12 +7,15 @@ A chain may stop early, by a threshold on a probability that is learned from tra
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, takewhile
 from math import prod
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
@@ -21,6 +24,7 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.prompts import Prompt, held_out
 from specheads.data.settings import Data
+from specheads.decoding.calibration import Curve, fit_curve
 from specheads.decoding.cost import StepCost
 from specheads.decoding.prompt_lookup import MAX_NGRAM
 from specheads.decoding.sampling import each_prompt
@@ -264,9 +268,10 @@ def predict(
 # --- chains that stop early --------------------------------------------------------------------
 
 
-Trace = tuple[Tensor, Tensor, Tensor]
+Trace = tuple[Tensor, Tensor, Tensor, Tensor]
 """Greedy drafts of a chain along one text, with axes (position, depth): their log probabilities,
-the entropies, and whether the best guess is the base's token, given the text before it."""
+the entropies, the head's probability that they are accepted, and whether the best guess is the
+base's token, given the text before it."""
 
 
 def stopping_chain(
@@ -291,17 +296,20 @@ def trace(base: FrozenBase, head: Head, prompt: list[int], continuation: list[in
     for level, state in enumerate(head.states(features, text, anchors)):
         logs = head.logits(state[0, first : first + count], level).double().log_softmax(-1)
         guess, labels = logs.max(-1), text[0, first + 2 + level :][:count]
-        columns.append((guess.values, entropy(logs), head.to_tokens(guess.indices) == labels))
-    log_probs, entropies, right = (torch.stack(one, 1).cpu() for one in zip(*columns, strict=True))
-    return log_probs, entropies, right
+        sure = head.confidence_logits(state[0, first : first + count])
+        chances = guess.values.exp() if sure is None else sure.double().sigmoid()
+        right = head.to_tokens(guess.indices) == labels
+        columns.append((guess.values, entropy(logs), chances, right))
+    log_probs, entropies, chances, right = map(
+        partial(torch.stack, dim=1), zip(*columns, strict=True)
+    )
+    return log_probs.cpu(), entropies.cpu(), chances.cpu(), right.cpu()
 
 
 def learn(traces: Sequence[Trace]) -> Estimate:
     """Fit a logistic regression: is a draft right, given that those above it are?"""
-    log_probs, entropies, right = map(torch.cat, zip(*traces, strict=True))
-    levels = torch.arange(right.shape[1]).expand_as(log_probs)
-    reached = torch.ones_like(right)
-    reached[:, 1:] = right[:, :-1].cumprod(1).bool()
+    log_probs, entropies, _, right = map(torch.cat, zip(*traces, strict=True))
+    levels, reached = torch.arange(right.shape[1]).expand_as(log_probs), _reached(right)
     columns = [torch.ones_like(log_probs), log_probs, entropies, levels.double()]
     inputs, labels = torch.stack(columns, dim=-1)[reached], right[reached].double()
     weights = torch.zeros(4, dtype=torch.float64, requires_grad=True)
@@ -320,6 +328,54 @@ def learn(traces: Sequence[Trace]) -> Estimate:
     return Estimate(bias=bias, log_prob=log_prob, entropy=weight, level=level)
 
 
+def _reached(right: Tensor) -> Tensor:
+    """Return which drafts have only right ones above them."""
+    above = torch.ones_like(right)
+    above[:, 1:] = right[:, :-1].cumprod(1).bool()
+    return above
+
+
+# --- calibration -------------------------------------------------------------------------------
+
+
+def calibrate(base: FrozenBase, head: Head, texts: Sequence[TuningTexts]) -> list[Curve]:
+    """Return the calibration of each depth, fitted to the grown texts and judged on the others.
+
+    Empty if the texts reach some depth too rarely to measure it.
+    """
+    grown, judged = (
+        draft_chances(
+            base, head, [(one.prompt, one.continuation) for half in halves for one in half]
+        )
+        for halves in zip(*((one.grown, one.judged) for one in texts), strict=True)
+    )
+    if not all(len(probs) for probs, _ in (*grown, *judged)):
+        return []
+    return [fit_curve(*own, *other) for own, other in zip(grown, judged, strict=True)]
+
+
+Drafts = tuple[NDArray[np.float64], NDArray[np.bool_]]
+"""The head's probability that each draft is accepted, and whether it is."""
+
+
+def draft_chances(
+    base: FrozenBase, head: Head, texts: Iterable[tuple[list[int], list[int]]]
+) -> list[Drafts]:
+    """Return the drafts of each depth of chains, where those above are right.
+
+    The texts are prompts and the base's greedy continuations.
+    """
+    traces = [trace(base, head, *text) for text in texts if len(text[1]) > head.depth]
+    if not traces:
+        return [(np.empty(0), np.empty(0, dtype=bool))] * head.depth
+    _, _, chances, right = map(torch.cat, zip(*traces, strict=True))
+    above = _reached(right)
+    return [
+        (chances[above[:, level], level].numpy(), right[above[:, level], level].numpy())
+        for level in range(head.depth)
+    ]
+
+
 def best_stop(
     traces: Sequence[Trace], estimate: Estimate, cost: StepCost, context: int | float
 ) -> policies.Static | None:
@@ -335,7 +391,7 @@ def best_stop(
             estimate(log_probs, entropies, torch.arange(depth)),
             found.int().cumprod(1).sum(1).tolist(),
         )
-        for log_probs, entropies, found in traces
+        for log_probs, entropies, _, found in traces
     ]
     for confidence in rates:
         tokens, taken = 0, 0.0

@@ -5,11 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from specheads.core.errors import InputError
 from specheads.core.files import to_json
+from specheads.decoding.calibration import constant, fit_curve
 from specheads.decoding.cost import StepCost
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
@@ -24,6 +26,9 @@ from specheads.heads.load import build_for, drafter_of, load_head, resume_head
 from tests import tiny
 from tests.tuned import FORWARD, NEGATIVE, tree, tuned
 
+LEVEL = to_json(constant(0.4))
+FALLING = LEVEL | {"probs": [0.1, 0.2], "accepted": [0.3, 0.2]}
+
 
 def folder(path: Path, kind: str = "eagle3", **content: Any) -> Path:
     base = tiny.base()
@@ -36,6 +41,16 @@ def folder(path: Path, kind: str = "eagle3", **content: Any) -> Path:
 def test_a_tuned_head_loads_with_its_trees(tmp_path):
     head = load_head(folder(tmp_path), tiny.base())
     assert head.tuned == tuned()
+
+
+def test_a_calibration_is_read_as_it_was_written(tmp_path):
+    generator = np.random.default_rng(0)
+    probs = generator.random(400)
+    drafts = probs, generator.random(400) < probs
+    curves = [fit_curve(*drafts, *drafts), constant(0.4)]
+    acceptance = replace(tuned().acceptance, curves=curves)
+    head = load_head(folder(tmp_path, acceptance=to_json(acceptance)), tiny.base())
+    assert head.tuned == replace(tuned(), acceptance=acceptance)
 
 
 def test_nonlinear_costs_of_early_files_are_ignored_and_trees_stay(tmp_path):
@@ -66,6 +81,11 @@ def test_further_training_drops_the_head_s_tuned_trees(tmp_path):
         ({"trees": [to_json(tree(batch=0))]}, "batch .*greater than or equal to 1"),
         ({"trees": [to_json(tree(copied=10**6))]}, "copied_tokens"),
         ({"cost": to_json(StepCost(verify=NEGATIVE, draft=FORWARD))}, "value of cost.verify.token"),
+        (
+            {"acceptance": {"per_depth": [0.5], "curves": [FALLING]}},
+            "increasing probs, and as many values of accepted",
+        ),
+        ({"acceptance": {"per_depth": [0.5, 0.4], "curves": [LEVEL]}}, "as many curves as depths"),
         ({"acceptance": {"per_depth": [float("nan")]}}, "value of acceptance.per_depth.0"),
     ],
 )  # fmt: skip

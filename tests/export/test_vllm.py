@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,19 @@ from safetensors.torch import load_file, save_file
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.features import Committed
+from specheads.core.files import dumps
+from specheads.decoding.calibration import Curve
+from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.tuned import FILE, Machine
 from specheads.export.layouts.vllm import HEAD_VARIABLE, PROPOSER
+from specheads.export.vllm import COST_FILE, ServingCost
 from specheads.export.write import export_head
 from specheads.heads.load import build_for
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import guess_ranks, replay
-from tests import tiny
+from tests import tiny, tuned
+from tests.decoding.test_noise import FAR, chi_square
 from tests.export.trained import (
     BASE,
     DEPTH,
@@ -46,7 +53,7 @@ from tests.servers import VLLM
 
 pytestmark = pytest.mark.vllm
 
-PLUGGED = ("medusa", "hydra_heads", "mlp_speculator", "mtp", "redrafter")
+PLUGGED = ("medusa", "hydra_heads", "mlp_speculator", "mtp", "redrafter", "eagle_gru")
 SETTINGS: dict[str, dict[str, Any]] = {
     # vLLM 0.32 cannot load Medusa heads with a draft vocabulary
     "medusa": {"num_layers": 1},
@@ -54,6 +61,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mlp_speculator": {"draft_tokens": 512},
     "mtp": {"draft_tokens": 512},
     "redrafter": {"num_layers": 1, "draft_tokens": 512},
+    "eagle_gru": {"draft_tokens": 512},
     "eagle3": {"draft_tokens": 512},
     "eagle3.1": {
         "kind": "eagle3", "num_layers": 2, "fc_norm": True, "norm_output": True,
@@ -67,7 +75,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dspark": DSPARK,
 }  # fmt: skip
 NATIVE = ("eagle3", "eagle3.1", "p_eagle")
-STEPS = {"eagle3": 60, "eagle3.1": 60, "p_eagle": 150, "mtp": 100, "dflash": 150, "dspark": 150}
+STEPS = dict.fromkeys(("eagle3", "eagle_gru", "eagle3.1"), 60) | {"mtp": 100}
+STEPS |= dict.fromkeys(("p_eagle", "dflash", "dspark"), 150)
 """Training steps of heads that learn slowly."""
 QUIET = VLLM | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
@@ -188,6 +197,88 @@ def test_vllm_without_a_head_generates_the_text_of_the_base():
 def test_plugin_is_lossless_and_counters_equal_the_replay(kind, export):
     engine, environment = plugged(export(kind, "vllm"))
     check(serve(engine, environment), kind)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "p_eagle"])
+def test_plugin_serves_a_native_kind_from_its_own_folder(kind, tmp_path):
+    head(kind).save_pretrained(tmp_path)
+    engine, environment = plugged(tmp_path)
+    check(serve(engine, environment), kind)
+
+
+def budgeted(folder: Path, out: Path, token: float) -> Path:
+    """Return a copy of an export with a calibration and with the cost of a verified token."""
+    shutil.copytree(folder, out)
+    machine = Machine.of(torch.device("cpu"), torch.float32)
+    curve = Curve(kind="isotonic", probs=[0.0, 0.5, 1.0], accepted=[0.02, 0.6, 0.98])
+    measured = tuned.tuned(machine=machine)
+    rates = replace(measured.acceptance, per_depth=[0.5] * DEPTH, curves=[curve] * DEPTH)
+    (out / FILE).write_text(dumps(replace(measured, acceptance=rates)))
+    spent = StepCost(
+        verify=ForwardCost(fixed=1.0, token=token, context=0.0),
+        draft=ForwardCost(fixed=0.01, token=0.0, context=0.0),
+    )
+    served = ServingCost(engine="vLLM", machine=machine, cost=spent, cost_error={})
+    (out / COST_FILE).write_text(dumps(served))
+    return out
+
+
+@pytest.mark.parametrize("kind", ["redrafter", "hydra_heads"])
+def test_budget_cuts_drafts_and_keeps_the_text(kind, export, tmp_path):
+    engine, environment = plugged(
+        budgeted(export(kind, "vllm"), tmp_path / "budget", 0.2), recorded=True
+    )
+    answer = serve(engine, environment)
+    assert answer["tokens"] == alone()
+    lengths = {len(draft) for _, draft in answer["drafts"]}
+    assert len(lengths) > 1
+    for text, draft in answer["drafts"]:
+        assert draft == drafted(kind, text)[: len(draft)]
+    counters, whole = answer["counters"], engine_counts(kind)
+    accepted, offered = "spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"
+    assert counters[offered] < whole[offered]
+    # the drafts that are left out are those that are seldom right
+    assert counters[accepted] / counters[offered] > whole[accepted] / whole[offered]
+
+
+def test_budget_drafts_nothing_if_each_verified_token_costs_a_step(export, tmp_path):
+    folder = budgeted(export("hydra_heads", "vllm"), tmp_path / "budget", 1e6)
+    engine, environment = plugged(folder)
+    answer = serve(engine, environment)
+    assert answer["tokens"] == alone()
+    assert answer["counters"]["spec_decode_num_draft_tokens"] == 0
+
+
+def test_sampled_texts_have_the_distribution_of_the_base_with_ragged_drafts(export, tmp_path):
+    # the third token follows a draft, or none, or a rejected one
+    prompt = prompts()[0]
+    folder = budgeted(export("redrafter", "vllm"), tmp_path / "budget", 0.05)
+    engine, environment = plugged(folder, recorded=True)
+    answer = serve(
+        engine,
+        environment,
+        texts=[prompt] * 1500,
+        sampling={"temperature": 0.7, "max_tokens": 3},
+        repair=True,
+    )
+    assert len({len(draft) for _, draft in answer["drafts"]}) > 1
+    assert answer["counters"]["spec_decode_num_accepted_tokens"] > 0
+    texts = [tuple(tokens) for tokens in answer["tokens"]]
+    laws = {(): 1.0}
+    for _ in range(3):
+        longer = dict[tuple[int, ...], float]()
+        for begun, prob in laws.items():
+            read = base().read(torch.tensor([[*prompt, *begun]])).hidden[0, -1]
+            law = (base().projection(read).double() / 0.7).softmax(-1) * prob
+            # others are expected less than five times, and count as one
+            often = (law > 5 / len(texts)).nonzero()[:, 0].tolist()
+            longer |= {(*begun, token): float(law[token]) for token in often}
+        laws = longer
+    counts = torch.tensor([float(texts.count(text)) for text in laws])
+    expected = torch.tensor([*laws.values()]) * len(texts)
+    rest = len(texts) - torch.stack([counts.sum(), expected.sum()])
+    assert len(laws) > 3
+    assert chi_square(torch.cat([counts, rest[:1]]), torch.cat([expected, rest[1:]])) < FAR
 
 
 def test_plugin_is_loaded_in_processes_that_vllm_starts(export):

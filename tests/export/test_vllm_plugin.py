@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,12 +14,16 @@ from torch import nn
 
 from specheads.core.drafter import Head
 from specheads.core.features import Committed
+from specheads.core.files import dumps
+from specheads.decoding.calibration import Curve
+from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.tuned import FILE, Machine
 from specheads.export import vllm
 from specheads.export.layouts.vllm import HEAD_VARIABLE, PROPOSER
 from specheads.heads import load
 from specheads.heads.layers.attention import Slots
-from tests import tiny
+from tests import tiny, tuned
 
 DEPTH = 3
 BLOCK = 4
@@ -65,9 +70,10 @@ class Runner:
         scheduler_output: Any,
         sampled_token_ids: list[list[int]],
         hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
         spec_decode_metadata: Any,
     ) -> list[list[int]]:
-        del scheduler_output, hidden_states, spec_decode_metadata
+        del scheduler_output, hidden_states, aux_hidden_states, spec_decode_metadata
         batch = self.input_batch
         return self.drafter.propose(
             sampled_token_ids, batch.num_tokens_no_spec, batch.token_ids_cpu, slot_mappings=None
@@ -75,6 +81,9 @@ class Runner:
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         return common_attn_metadata is not None
+
+    def _setup_eagle3_aux_hidden_state_outputs(self) -> None:
+        pass
 
     def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False) -> None:
         del kv_cache_config, is_profiling
@@ -117,6 +126,8 @@ KINDS = {
     "mlp_speculator": {},
     "mtp": {"attention_heads": 4, "key_value_heads": 2},
     "redrafter": {},
+    "eagle3": {"attention_heads": 4, "key_value_heads": 2, "aux_layers": [0, 1, 2]},
+    "eagle_gru": {"attention_heads": 4, "aux_layers": [0, 1, 2]},
 }
 
 
@@ -132,9 +143,18 @@ def config(**changes: Any) -> Any:
     return SimpleNamespace(**settings | changes)
 
 
-def target() -> nn.Module:
+class Target(nn.ModuleList):
+    """Fake model of vLLM that can return the residual streams after some layers."""
+
+    aux_layers: tuple[int, ...] = ()
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        self.aux_layers = layers
+
+
+def target() -> Target:
     base = tiny.base()
-    return nn.ModuleList([Embedding(base.embedding), LMHead(base.projection.weight)])
+    return Target([Embedding(base.embedding), LMHead(base.projection.weight)])
 
 
 def cache(*specs: Any) -> Any:
@@ -147,14 +167,17 @@ def serve(prepared: type[Runner], head: Head, folder: Any, monkeypatch: Any) -> 
     monkeypatch.setenv(HEAD_VARIABLE, str(folder))
     vllm.register()
     runner = prepared(vllm.Proposer(config()))
-    runner.drafter.load_model(target())
+    runner.drafter.load_model(model := target())
+    runner._setup_eagle3_aux_hidden_state_outputs()
+    assert runner.use_aux_hidden_state_outputs == bool(head.aux_layers)  # pyright: ignore
+    assert model.aux_layers == head.aux_layers
     runner.initialize_kv_cache(cache(FullAttentionSpec(block_size=BLOCK)))
     return runner
 
 
 def drafted(head: Head, text: list[int]) -> list[int]:
     """Return the chain that a head drafts after a text, without an engine."""
-    features = tiny.base().read(torch.tensor([text[:-1]]))
+    features = tiny.base().read(torch.tensor([text[:-1]]), head.aux_layers)
     memory, count = head.memory(1, len(text) + DEPTH), torch.tensor([len(text) - 1])
     tree = policies.chain(DEPTH).grow(
         head, Committed(features, torch.tensor([text[1:]]), count), memory
@@ -164,20 +187,27 @@ def drafted(head: Head, text: list[int]) -> list[int]:
 
 def forward(runner: Runner, texts: list[list[int]], plan: list[tuple[int, int, int, int]]) -> Any:
     """Run one forward; `plan` has (start, positions, drafts, known tokens) for each text."""
-    batch, sampled, hidden = runner.input_batch, [], []
+    batch, sampled, hidden, aux = runner.input_batch, [], [], []
+    layers = runner.drafter.head.aux_layers
     for row, (text, (start, length, drafts, known)) in enumerate(zip(texts, plan, strict=True)):
         batch.num_computed_tokens_cpu[row] = start
-        batch.token_ids_cpu[row, :known] = text[:known]
+        # vLLM knows a whole prompt, whose chunks it reads before it samples
+        whole = known if known > start + length - drafts else len(text)
+        batch.token_ids_cpu[row, :whole] = text[:whole]
         # the forward also reads rejected drafts, which are other tokens
         rejected = start + length - (known - 1) if known > start + length - drafts else 0
         read = text[: start + length - rejected] + [0] * rejected
-        hidden.append(tiny.base().read(torch.tensor([read])).hidden[0, start:])
+        features = tiny.base().read(torch.tensor([read]), layers)
+        hidden.append(features.hidden[0, start:])
+        if features.aux is not None:
+            aux.append(features.aux[0, start:])
         sampled.append(text[start + length - drafts : known])
     counts = {name: length for name, (_, length, *_) in zip("ab", plan, strict=True)}
     return runner.propose_draft_token_ids(
         SimpleNamespace(num_scheduled_tokens=counts),
         sampled,
         torch.cat(hidden),
+        [*torch.cat(aux).chunk(len(layers), dim=-1)] if aux else None,
         SimpleNamespace(num_draft_tokens=[drafts for _, _, drafts, _ in plan]),
     )
 
@@ -284,7 +314,8 @@ def test_head_with_a_cache_refuses_unsupported_vllm_caches(
 @pytest.mark.parametrize(
     ("made", "num_drafted", "message"),
     [
-        (("eagle3", {"aux_layers": [0, 1, 2]}), DEPTH, "a layout that vLLM loads itself"),
+        (("dflash", {"attention_heads": 4, "mask_token": 1}), DEPTH, "drafts blocks"),
+        (("eagle3", {"aux_layers": [0, 1, 2]}), DEPTH, "which vLLM does not return"),
         (("medusa", {}), DEPTH + 1, f"at most {DEPTH}"),
     ],
 )
@@ -296,7 +327,7 @@ def test_unsupported_head_is_refused(made, num_drafted, message, tmp_path, monke
     vllm.register()
     wanted = SimpleNamespace(num_speculative_tokens=num_drafted)
     with pytest.raises(ValueError, match=message):
-        vllm.Proposer(config(speculative_config=wanted)).load_model(target())
+        vllm.Proposer(config(speculative_config=wanted)).load_model(nn.ModuleList(target()))
 
 
 @pytest.mark.usefixtures("prepared")
@@ -320,3 +351,108 @@ def test_names_in_exports_can_be_imported():
     assert getattr(importlib.import_module(module), proposer) is vllm.Proposer
     # the entry point of pyproject.toml
     assert importlib.import_module("specheads.export.vllm").register is vllm.register
+
+
+# --- the budget ----------------------------------------------------------------------------------
+
+SURE = Curve(kind="isotonic", probs=[0.0, 1.0], accepted=[0.9, 0.9])
+UNSURE = Curve(kind="isotonic", probs=[0.0, 1.0], accepted=[0.1, 0.1])
+TEXTS = [
+    [5, 9, 2, 44, 8, 17, 3, 30, 21, 6, 11, 60],
+    [7, 1, 33, 12, 50, 4, 28, 19, 2, 9, 40, 13],
+]
+
+
+def cost(fixed: float, token: float, draft: float = 0.0) -> StepCost:
+    return StepCost(
+        verify=ForwardCost(fixed=fixed, token=token, context=0.0),
+        draft=ForwardCost(fixed=draft, token=0.0, context=0.0),
+    )
+
+
+def tune(
+    folder: Any,
+    spent: StepCost,
+    curves: list[Curve],
+    rates: list[float] = [0.5] * DEPTH,
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    """Write what `specheads tune` and `specheads tune engine=vllm` measured."""
+    machine = Machine.of(torch.device("cpu"), dtype)
+    found = tuned.tuned(machine=machine)
+    acceptance = replace(found.acceptance, per_depth=rates, curves=curves)
+    measured = replace(found, acceptance=acceptance)
+    (folder / FILE).write_text(dumps(measured))
+    served = vllm.ServingCost(engine="vLLM", machine=machine, cost=spent, cost_error={})
+    (folder / vllm.COST_FILE).write_text(dumps(served))
+
+
+def budgeted(
+    prepared: type[Runner], folder: Any, monkeypatch: Any, *told: Any, kind: str = "redrafter"
+) -> tuple[Runner, Head]:
+    tune(folder, *told)
+    head = build(kind, **KINDS[kind])
+    return serve(prepared, head, folder, monkeypatch), head
+
+
+def test_head_does_not_run_if_a_verified_token_costs_as_much_as_a_step(
+    prepared, tmp_path, monkeypatch
+):
+    runner, _ = budgeted(prepared, tmp_path, monkeypatch, cost(0.0, 1.0), [SURE] * DEPTH)
+    assert forward(runner, TEXTS, [(0, 6, 0, 7), (0, 6, 0, 7)]) == [[], []]
+    # the first step has shown that drafts do not pay
+    monkeypatch.setattr(runner.drafter.head, "begin", None)
+    assert forward(runner, TEXTS, [(6, 1, 0, 8), (6, 1, 0, 8)]) == [[], []]
+
+
+def test_whole_chains_are_drafted_if_verification_is_free(prepared, tmp_path, monkeypatch):
+    runner, head = budgeted(prepared, tmp_path, monkeypatch, cost(1.0, 0.0), [SURE] * DEPTH)
+    drafts = forward(runner, TEXTS, [(0, 6, 0, 7), (0, 6, 0, 7)])
+    assert drafts == [drafted(head, text[:7]) for text in TEXTS]
+
+
+def test_drafting_stops_below_a_token_that_is_seldom_accepted(prepared, tmp_path, monkeypatch):
+    # after the second token nothing more pays
+    told = cost(1.0, 0.3, 0.01), [SURE, UNSURE, SURE], [0.9] * DEPTH
+    runner, head = budgeted(prepared, tmp_path, monkeypatch, *told)
+    read = []
+    extend = runner.drafter.head.extend
+    monkeypatch.setattr(
+        runner.drafter.head, "extend", lambda *given: read.append(given) or extend(*given)
+    )
+    drafts = forward(runner, TEXTS, [(0, 6, 0, 7), (0, 6, 0, 7)])
+    assert drafts == [drafted(head, text[:7])[:1] for text in TEXTS]
+    assert len(read) == 1
+
+
+@pytest.mark.parametrize("kind", ["hydra_heads", "eagle_gru"])
+def test_memory_is_kept_while_nothing_is_drafted(kind, prepared, tmp_path, monkeypatch):
+    told = cost(0.0, 1.0), [SURE] * DEPTH
+    runner, head = budgeted(prepared, tmp_path, monkeypatch, *told, kind=kind)
+    assert forward(runner, TEXTS, [(0, 4, 0, 5), (0, 5, 0, 6)]) == [[], []]
+    assert forward(runner, TEXTS, [(4, 1, 0, 6), (5, 1, 0, 7)]) == [[], []]
+    assert runner.drafter.budget is not None
+    # as if the machine became faster
+    runner.drafter.budget.cost = cost(1.0, 0.0)
+    runner.drafter.budget._gains.clear()
+    drafts = forward(runner, TEXTS, [(5, 1, 0, 7), (6, 1, 0, 8)])
+    assert drafts == [drafted(head, TEXTS[0][:7]), drafted(head, TEXTS[1][:8])]
+
+
+@pytest.mark.parametrize("absent", [FILE, vllm.COST_FILE])
+def test_every_request_gets_all_drafts_without_a_calibration_or_a_cost(
+    absent, prepared, tmp_path, monkeypatch
+):
+    tune(tmp_path, cost(0.0, 1.0), [SURE] * DEPTH)
+    (tmp_path / absent).unlink()
+    runner = serve(prepared, build("redrafter"), tmp_path, monkeypatch)
+    assert runner.drafter.budget is None
+    drafts = forward(runner, TEXTS, [(0, 6, 0, 7), (0, 6, 0, 7)])
+    assert [len(chain) for chain in drafts] == [DEPTH, DEPTH]
+
+
+def test_cost_of_another_machine_is_not_used_and_logged(prepared, tmp_path, monkeypatch, caplog):
+    tune(tmp_path, cost(0.0, 1.0), [SURE] * DEPTH, dtype=torch.bfloat16)
+    runner = serve(prepared, build("redrafter"), tmp_path, monkeypatch)
+    assert runner.drafter.budget is None
+    assert "measure again with specheads tune engine=vllm" in caplog.text

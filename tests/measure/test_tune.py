@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from specheads.config import compose
 from specheads.core.errors import InputError
 from specheads.data.prompts import Prompt, PromptSet
 from specheads.data.settings import Data
+from specheads.decoding.calibration import fit_curve, reliability
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
@@ -24,6 +26,7 @@ from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.tuned import Machine, MatchRates
 from specheads.heads.load import build_for, drafter_of
 from specheads.measure import tune as tuning
+from specheads.measure import tune_trees
 from specheads.measure.generation import GenerationSettings
 from specheads.measure.offline import guess_ranks
 from specheads.measure.tune import Point, fit, time_steps
@@ -140,7 +143,7 @@ def made_up(length: int = 300) -> Trace:
     generator = torch.Generator().manual_seed(0)
     probs = torch.rand(length, 4, generator=generator, dtype=torch.float64).clamp(1e-3)
     right = torch.rand(length, 4, generator=generator) < probs**2
-    return probs.log(), torch.full_like(probs, 0.3), right
+    return probs.log(), torch.full_like(probs, 0.3), probs, right
 
 
 def test_early_stop_is_learned_and_pays_if_levels_cost_time():
@@ -162,6 +165,33 @@ def test_trace_equals_the_drafts_of_a_chain():
     ranks = guess_ranks(base, head, prompt, said)
     assert torch.equal(found[-1], ranks[: len(said) - head.depth] == 0)
     assert isinstance(learn([found]), Estimate)
+
+
+def test_the_drafts_of_each_depth_are_those_below_right_ones(monkeypatch):
+    probs, right = made_up()[2:]
+    monkeypatch.setattr(tune_trees, "trace", lambda *_: (probs, probs, probs, right))
+    head = drafter_of(build_for({"kind": "medusa", "depth": 4}, tiny.base()), tiny.base())
+    found = tune_trees.draft_chances(tiny.base(), head, [([1], [2] * 9)])
+    for depth, (chances, accepted) in enumerate(found):
+        reached = right[:, :depth].all(1)
+        assert chances.tolist() == probs[reached, depth].tolist()
+        assert accepted.tolist() == right[reached, depth].tolist()
+
+
+def test_the_calibration_of_another_depth_is_worse():
+    """A head that is surer at each level: the check of errors finds exchanged curves."""
+    generator = np.random.default_rng(0)
+
+    def drafts(power: float) -> tuple[Any, Any]:
+        probs = generator.random(4000)
+        return probs, generator.random(4000) < probs**power
+
+    powers = 0.4, 1.0, 2.5
+    curves = [fit_curve(*drafts(power), *drafts(power)) for power in powers]
+    errors = [[reliability(curve, *drafts(power)).error for power in powers] for curve in curves]
+    for depth, row in enumerate(errors):
+        assert row[depth] < 0.03
+        assert all(error > 0.1 for place, error in enumerate(row) if place != depth)
 
 
 def test_methods_take_turns_with_rows_of_their_own():

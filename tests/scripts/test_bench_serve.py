@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoTokenizer
 
@@ -84,3 +85,33 @@ def test_counters_of_vllm_are_read_by_the_same_names(script):
     server = SimpleNamespace(request=lambda _: SimpleNamespace(text=lines))
     counted = {"drafts": 5, "accepted_tokens_per_pos": [3, 1]}
     assert script.Server.counters(server) == counted
+
+
+def test_load_rises_and_falls_at_random(script):
+    arrivals = torch.tensor(script.rising([1.0, 10.0], 600, 0))
+    gaps = arrivals.diff(prepend=torch.zeros(1))
+    assert (gaps > 0).all()
+    ends, middle = torch.cat([gaps[:100], gaps[500:]]).mean(), gaps[200:400].mean()
+    # rates of 2.5 and 8.5 on average
+    assert 2.5 < ends / middle < 5
+    assert script.rising([1.0, 10.0], 600, 1) != arrivals.tolist()
+
+
+def test_latencies_are_compared_turn_by_turn(script):
+    alone = [script.Turn(9.0, [[0] * 10, [0] * 20], latencies=[2.0, 8.0])]
+    quick = [script.Turn(9.0, [[0] * 10, [0] * 20], latencies=[1.0, 4.0])]
+    found = script.latencies(quick, alone)
+    assert (found["mean"], found["p50"], found["p95"]) == (2.5, 4.0, 4.0)
+    assert found["per_token"] == pytest.approx(0.15)
+    assert found["quicker"]["ratio"] == 2.0
+
+
+def test_budget_row_counts_forwards_without_drafts(script):
+    alone = [script.Turn(1.0, [[0] * 10], latencies=[1.0])]
+    # nine tokens after the first one, of which three were drafts
+    drafted = [script.Turn(0.5, [[0] * 10], 2, [2, 1], [0.5])]
+    arms = {script.ALONE: alone, script.BUDGET: drafted}
+    (row,) = script.rows(None, "gsm8k", 1, [[1]], arms)
+    assert (row["depth"], row["speedup"]["ratio"]) == ("budget", 2.0)
+    assert row["served"]["forwards"] == 6
+    assert "replay" not in row

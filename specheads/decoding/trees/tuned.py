@@ -24,6 +24,7 @@ from specheads.core.ranges import (
     one_of,
 )
 from specheads.core.tree import TokenTree
+from specheads.decoding.calibration import Curve
 from specheads.decoding.cost import StepCost
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
@@ -102,6 +103,8 @@ class AcceptanceRates:
     the head."""
     matches: list[MatchRates] = field(default_factory=list)
     """Rates of prompt lookup after a match of one, two, ... tokens. Empty if not measured."""
+    curves: list[Curve] = field(default_factory=list)
+    """Calibration of each depth. Empty if not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +201,12 @@ class Tuned:
         try:
             tuned = from_json(cls, dict(value), where)
             deepest = max(tree.policy().own_depth for tree in tuned.trees)
+            rates, curves = tuned.acceptance.per_depth, tuned.acceptance.curves
+            if curves and len(curves) != len(rates):
+                raise InputError(
+                    "acceptance must have as many curves as depths, or none, got "
+                    f"{len(curves)} for {len(rates)}"
+                )
             if depth is not None and deepest > depth:
                 raise InputError(
                     f"tuned.json holds a tree of {deepest} levels and its head drafts {depth}"

@@ -11,6 +11,8 @@ from pathlib import Path
 from specheads.base.fingerprint import tables_fingerprint
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
+from specheads.core.files import dumps
+from specheads.decoding.trees import tuned
 from specheads.export.layouts import _shared
 from specheads.export.layouts._shared import Folder, Layout, all_of, drafted_tokens, named_base
 
@@ -37,7 +39,9 @@ def write_plugin(head: Head, base: FrozenBase, out: Path) -> Folder:
     line = f"{HEAD_VARIABLE}={shlex.quote(str(out))} {serve(head, base, 'custom_class', PROPOSER)}"
     if not head.is_of(tables_fingerprint(base.embedding, base.projection.weight)):
         line = f"{FORCE_VARIABLE}=true {line}"
-    return Folder(head.settings(), head.state_dict(), (line,))
+    # the plug-in reads the calibration and the rates
+    files = {tuned.FILE: dumps(head.tuned)} if head.tuned else {}
+    return Folder(head.settings(), head.state_dict(), (line,), files=files)
 
 
 def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
@@ -54,6 +58,7 @@ PLUGIN = {
     "hydra_heads": ("num_layers", "prefix", *ATTENTION),
     "mtp": (*ATTENTION, *MTP),
     "redrafter": ("num_layers", "exit_dim", "rnn"),
+    "eagle_gru": ("aux_layers", *ATTENTION, "head_dim", "epsilon", "sliding_window"),
 }
 """Kinds that the plug-in serves, and their settings, which may have any value."""
 LAYOUTS = {

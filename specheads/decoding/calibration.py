@@ -1,0 +1,186 @@
+"""The probability that a drafted token is accepted, from the head's own probability of it.
+
+A head is trained to the base's distribution, and greedy decoding accepts the base's best token, so
+its probabilities of best guesses are too low. A curve for each depth corrects them: temperature and
+bias of the log-odds (Platt 1999), or isotonic regression (Zadrozny and Elkan 2002), whichever has
+the lower log loss on other texts. The error is that of Guo et al. 2017, arXiv:1706.04599.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from specheads.core.errors import InputError
+from specheads.core.ranges import NonEmpty, PositiveInt, Probability, one_of
+
+BINS = 15
+"""Bins of equal width of the calibration error, as in Guo et al."""
+KNOTS = 33
+"""Knots of a logistic curve, and most blocks of an isotonic one."""
+LEAST = 1e-3
+"""Least probability of a calibrated draft, and of a rejection."""
+Chances = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reliability:
+    """How often drafts were accepted next to their probability, in bins of the probability.
+
+    Errors are expected calibration errors (ECE): see `calibration_error`.
+    """
+
+    error_before: Probability
+    """Error of the head's own probabilities."""
+    error: Probability
+    """Error of the calibrated ones."""
+    counts: Annotated[list[PositiveInt], NonEmpty]
+    """Number of drafts in each bin that is not empty."""
+    chances: list[Probability]
+    """Mean calibrated probability in each bin."""
+    accepted: list[Probability]
+    """Share of accepted drafts in each bin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Piecewise linear curve from a head's probability of a drafted token to its acceptance.
+
+    The acceptance is conditional: given that the token's parent was accepted.
+    """
+
+    kind: Annotated[str, one_of("logistic", "isotonic")]
+    probs: Annotated[list[Probability], NonEmpty]
+    """The head's probabilities at the knots, increasing."""
+    accepted: Annotated[list[Probability], NonEmpty]
+    """Probabilities of acceptance at the knots, not decreasing."""
+    judged: Reliability | None = None
+    """Measured on texts that the curve was not fitted to."""
+
+    def __post_init__(self) -> None:
+        """Refuse a damaged curve."""
+        rising = np.diff(self.probs) > 0, np.diff(self.accepted) >= 0
+        if len(self.probs) != len(self.accepted) or not all(map(np.all, rising)):
+            raise InputError(
+                "a calibration curve has increasing probs, and as many values of accepted that do "
+                f"not decrease, got {self.probs!r:.60} and {self.accepted!r:.60}"
+            )
+
+    def at(self, probs: ArrayLike) -> Chances:
+        """Return the probability of acceptance for each of the head's probabilities."""
+        return np.interp(np.asarray(probs), self.probs, self.accepted)
+
+    def of(self, probs: Tensor) -> Tensor:
+        """Return the same for a tensor, on its device and of its shape."""
+        knots, values = (probs.new_tensor(one) for one in (self.probs, self.accepted))
+        if len(knots) == 1:
+            return values.expand_as(probs)
+        after = torch.searchsorted(knots, probs.contiguous()).clamp(1, len(knots) - 1)
+        share = (probs - knots[after - 1]) / (knots[after] - knots[after - 1])
+        return torch.lerp(values[after - 1], values[after], share.clamp(0.0, 1.0))
+
+
+def calibration_error(probs: Chances, accepted: NDArray[np.bool_]) -> float:
+    """Return the expected calibration error (ECE) over `BINS` bins of equal width.
+
+    It is the mean distance between the probability and the share accepted, over all drafts.
+    """
+    return sum(abs(float(np.sum(probs[one] - accepted[one]))) for one in bins(probs)) / len(probs)
+
+
+def bins(probs: Chances) -> list[NDArray[np.int64]]:
+    """Return the indices of the drafts in each of `BINS` bins; empty bins are left out."""
+    place = np.minimum((probs * BINS).astype(int), BINS - 1)
+    return [found for one in range(BINS) if len(found := np.flatnonzero(place == one))]
+
+
+def log_loss(probs: Chances, accepted: NDArray[np.bool_]) -> float:
+    """Return the mean negative log-likelihood in nats."""
+    likely = np.where(accepted, probs, 1 - probs)
+    return float(-np.log(np.maximum(likely, 1e-12)).mean())
+
+
+def fit_curve(
+    probs: Chances,
+    accepted: NDArray[np.bool_],
+    judged_probs: Chances,
+    judged: NDArray[np.bool_],
+) -> Curve:
+    """Fit both kinds of curve to some drafts; return the one with the lower log loss on others."""
+    curves = logistic(probs, accepted), isotonic(probs, accepted)
+    best = min(curves, key=lambda curve: log_loss(curve.at(judged_probs), judged))
+    return replace(best, judged=reliability(best, judged_probs, judged))
+
+
+def reliability(curve: Curve, probs: Chances, accepted: NDArray[np.bool_]) -> Reliability:
+    """Return how a curve does on drafts, at least one."""
+    chances = curve.at(probs)
+    found = bins(chances)
+    return Reliability(
+        error_before=calibration_error(probs, accepted),
+        error=calibration_error(chances, accepted),
+        counts=[len(one) for one in found],
+        chances=[float(chances[one].mean()) for one in found],
+        accepted=[float(accepted[one].mean()) for one in found],
+    )
+
+
+def logistic(probs: Chances, accepted: NDArray[np.bool_]) -> Curve:
+    """Return the curve with the temperature and the bias of the log-odds of the least log loss."""
+
+    def inputs(probs: Chances) -> NDArray[np.float64]:
+        inside = np.clip(probs, LEAST, 1 - LEAST)
+        return np.stack([np.ones_like(inside), np.log(inside / (1 - inside))], axis=1)
+
+    def sigmoid(values: NDArray[np.float64]) -> Chances:
+        return 0.5 + 0.5 * np.tanh(values / 2)
+
+    columns, weights = inputs(probs), np.array([0.0, 1.0])
+    # the ridge keeps weights finite for drafts without a mistake
+    ridge = 1e-2 * np.eye(2)
+    for _ in range(100):
+        found = sigmoid(columns @ weights)
+        slope = columns.T @ (found - accepted) + ridge @ (weights - [0.0, 1.0])
+        curvature = (columns.T * (found * (1 - found))) @ columns + ridge
+        # Newton's method may overshoot where the curve is flat
+        weights = weights - np.clip(np.linalg.solve(curvature, slope), -0.5, 0.5)
+    knots = np.linspace(0.0, 1.0, KNOTS)
+    if weights[1] < 0:
+        # a falling curve would reorder guesses
+        return _curve("logistic", knots, np.full(KNOTS, accepted.mean()))
+    return _curve("logistic", knots, sigmoid(inputs(knots) @ weights))
+
+
+def isotonic(probs: Chances, accepted: NDArray[np.bool_]) -> Curve:
+    """Return the curve of isotonic regression, which is level within each block.
+
+    Neighbours are merged until shares do not decrease (pool adjacent violators). Drafts are first
+    grouped by quantiles, so that no block rests on a few drafts.
+    """
+    order = np.argsort(probs, kind="stable")
+    blocks: list[NDArray[np.int64]] = []
+    for group in np.array_split(order, min(KNOTS, max(1, len(order) // 20))):
+        block = group
+        # a block must also begin above the end of the one before
+        while blocks and (
+            accepted[block].mean() <= accepted[blocks[-1]].mean()
+            or probs[block[0]] <= probs[blocks[-1][-1]]
+        ):
+            block = np.concatenate([blocks.pop(), block])
+        blocks.append(block)
+    ends = [(probs[block[0]], probs[block[-1]], accepted[block].mean()) for block in blocks]
+    knots = {prob: share for *both, share in ends for prob in both}
+    return _curve("isotonic", np.array([*knots]), np.array([*knots.values()]))
+
+
+def constant(rate: float) -> Curve:
+    """Return the curve of drafts that are all accepted equally often."""
+    return Curve(kind="isotonic", probs=[0.5], accepted=[rate])
+
+
+def _curve(kind: str, probs: Chances, accepted: Chances) -> Curve:
+    bounded = np.clip(accepted, LEAST, 1 - LEAST)
+    return Curve(kind=kind, probs=probs.tolist(), accepted=bounded.tolist())

@@ -1,0 +1,106 @@
+"""The budget of an engine that verifies chains."""
+
+import numpy as np
+import pytest
+import torch
+
+from specheads.decoding.calibration import Curve
+from specheads.decoding.chain_budget import RETRY, ChainBudget
+from specheads.decoding.cost import ForwardCost, StepCost
+
+LINE = Curve(kind="isotonic", probs=[0.0, 1.0], accepted=[0.0, 1.0])
+
+
+def budget(token: float = 0.0, draft: float = 0.0, depth: int = 3) -> ChainBudget:
+    verify = ForwardCost(fixed=1.0, token=token, context=0.0)
+    cost = StepCost(verify=verify, draft=ForwardCost(fixed=draft, token=0.0, context=0.0))
+    return ChainBudget(cost, [0.5] * depth, [LINE] * depth)
+
+
+def logits(*probs: float) -> torch.Tensor:
+    """Return logits of two tokens, of which the first has these probabilities."""
+    first = torch.tensor(probs, dtype=torch.float64)
+    return torch.stack([first, 1 - first], dim=-1).log()[:, None]
+
+
+def step(one: ChainBudget, sampled: list[int], prob: float, drafted: int = 2) -> list[int] | None:
+    """Run a step of one request and one level; return the verified draft, None without a draft."""
+    one.observe(["a"], [sampled])
+    if not one.starts(1):
+        return None
+    one.note([0], 0, logits(prob))
+    return one.cut([[drafted]], 0)[0]
+
+
+def test_the_chains_that_survive_best_are_verified():
+    one = budget(token=0.25)
+    one.observe(["a", "b", "c"], [[1], [1], [1]])
+    for level, probs in enumerate([(0.9, 0.55, 0.8), (0.5, 0.9, 0.9), (0.99, 0.5, 0.9)]):
+        one.note([0, 1, 2], level, logits(*probs))
+    counts = [len(chain) for chain in one.cut([[1, 2, 3], [4, 5, 6], [7, 8, 9]], 0)]
+    survivals = np.array([[0.9, 0.45, 0.4455], [0.55, 0.495, 0.2475], [0.8, 0.72, 0.648]])
+    # brute force over all ways to cut the three chains
+    cuts = [(a, b, c) for a in range(4) for b in range(4) for c in range(4)]
+
+    def goodput(cut: tuple[int, ...]) -> float:
+        tokens = 3 + sum(row[:count].sum() for row, count in zip(survivals, cut, strict=True))
+        return tokens / (1 + 0.25 * (3 + sum(cut)))
+
+    assert tuple(counts) == max(cuts, key=goodput)
+    assert len(set(counts)) > 1
+
+
+def test_drafts_that_are_never_right_are_no_longer_verified_and_tried_again():
+    one = budget(token=0.1, draft=0.05)
+    found = [step(one, [1], 0.8) for _ in range(300)]
+    assert found[0] == [2]
+    later = found[100:]
+    assert [2] not in later
+    # some steps draft without a gain, to see whether drafts pay again
+    assert 0 < 200 - later.count(None) <= 200 // RETRY + 1
+
+
+def test_drafts_pay_again_once_they_are_right():
+    one = budget(token=0.1, draft=0.05)
+    for _ in range(100):
+        step(one, [1], 0.8)
+    found = [step(one, [2], 0.8) for _ in range(600)]
+    assert found[0] is None
+    assert found[-50:] == [[2]] * 50
+
+
+def test_unsure_drafts_are_not_begun_in_large_batches_only():
+    one = budget(token=0.2, draft=0.1, depth=1)
+    for turn in range(80):
+        requests = [*"abcdefgh"] if turn % 2 else ["a"]
+        rows = [*range(len(requests))]
+        # half of the drafts are right
+        one.observe(requests, [[1 + turn // 2 % 2]] * len(requests))
+        if one.starts(len(rows)):
+            one.note(rows, 0, logits(*[0.5] * len(rows)))
+            one.cut([[1]] * len(rows), 0)
+    assert one._gains[1] > 1.02
+    assert one._gains[4] < 1.0
+
+
+@pytest.mark.parametrize(("token", "is_right"), [(2, True), (3, False)])
+def test_tokens_that_were_cut_are_observed(token, is_right):
+    one = budget(token=10.0)
+    assert step(one, [1], 0.6) == []
+    one.observe(["a"], [[token]])
+    assert (one._factors[0] > 1.0) == is_right
+
+
+@pytest.mark.parametrize(("prob", "pays"), [(0.9, True), (0.5, False)])
+def test_another_level_is_drafted_if_it_pays(prob, pays):
+    one = budget(token=0.25, draft=0.02)
+    one.observe(["a"], [[1]])
+    one.note([0], 0, logits(prob))
+    assert one.continues([0], 1, 0) == pays
+
+
+def test_requests_that_left_the_batch_are_forgotten():
+    one = budget()
+    one.observe(["a", "b"], [[1], [1]])
+    one.observe(["b"], [[1]])
+    assert list(one._requests) == ["b"]
