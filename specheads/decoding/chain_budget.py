@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from specheads.decoding.calibration import Chances, Curve
-from specheads.decoding.cost import StepCost
+from specheads.decoding.cost import FollowedCost, StepCost
 from specheads.decoding.goodput import num_verified
 from specheads.decoding.prompt_lookup import common_prefix_length
 
@@ -61,7 +61,8 @@ class ChainBudget:
     """
 
     def __init__(self, cost: StepCost, rates: Sequence[float], curves: Sequence[Curve]) -> None:
-        self.cost, self.rates, self.curves = cost, np.array(rates, dtype=float), curves
+        self.rates, self.curves = np.array(rates, dtype=float), curves
+        self.verify, self.draft = FollowedCost(cost.verify), FollowedCost(cost.draft)
         self._requests: dict[str, RequestDrafts] = {}
         self._all = RequestDrafts()
         self._gains: dict[int, float] = {}
@@ -117,7 +118,7 @@ class ChainBudget:
             chances[len(chain) :] = 0.0
         chances = self._corrected(rows, levels)[:, :levels]
         goodput, count = self._best(chances, positions)
-        gain = goodput * self.cost.verify.seconds(len(rows), positions) / len(rows)
+        gain = goodput * self.verify.now.seconds(len(rows), positions) / len(rows)
         size = len(rows).bit_length()
         self._gains[size] = gain + (1 - WEIGHT) * (self._gains.get(size, gain) - gain)
         chosen = np.argsort(-chances.cumprod(1), axis=None, kind="stable")[:count] // levels
@@ -135,10 +136,10 @@ class ChainBudget:
         """Return the goodput in tokens per second, and the number of tokens to verify."""
         rows, levels = chances.shape
         survivals = -np.sort(-chances.cumprod(1), axis=None)
-        drafting = levels * self.cost.draft.seconds(rows, positions)
+        drafting = levels * self.draft.now.seconds(rows, positions)
 
         def seconds(tokens: Any) -> Any:
-            return self.cost.verify.seconds(tokens, positions) + drafting
+            return self.verify.now.seconds(tokens, positions) + drafting
 
         count = num_verified(survivals, rows, seconds)
         return (rows + survivals[:count].sum()) / seconds(rows + count), count

@@ -13,6 +13,12 @@ from numpy.typing import NDArray
 
 from specheads.core.ranges import NonNegativeFloat, PositiveInt
 
+RECENT, PRIOR = 0.03, 0.001
+"""Weights of the last step and of the measured cost in `FollowedCost`."""
+PRIOR_TOKENS = 8
+"""Tokens of the step by whose seconds changes of the measured cost are judged."""
+STALL = 2.0
+"""Most times the expected seconds that a step counts as."""
 Tokens = TypeVar("Tokens", float, NDArray[np.float64])
 
 
@@ -30,6 +36,33 @@ class ForwardCost:
     def seconds(self, tokens: Tokens, positions: int | float) -> Tokens:
         """Return the seconds of a forward over `tokens` that attend to `positions`."""
         return self.fixed + self.token * tokens + self.context * positions
+
+
+class FollowedCost:
+    """A `ForwardCost` whose times per step and per token follow the steps that a server runs.
+
+    They are a least-squares fit to the recent steps that deviates as little as possible from the
+    cost that was measured before. In a server, steps also wait for its other processes.
+    """
+
+    def __init__(self, measured: ForwardCost) -> None:
+        self.measured = self.now = measured
+        self._start = np.array([measured.fixed, measured.token])
+        usual = max(measured.fixed + PRIOR_TOKENS * measured.token, 1e-6)
+        # both may change by the same share; what was measured as zero may grow too
+        least = np.array([0.1, 0.001]) * usual
+        self._prior = np.diag(PRIOR * (usual / np.maximum(self._start, least)) ** 2)
+        self._products, self._errors = np.zeros((2, 2)), np.zeros(2)
+
+    def note(self, tokens: int, positions: int, seconds: float) -> None:
+        """Follow a step that verified so many tokens; one that stalled counts as `STALL` times."""
+        seconds = min(seconds, STALL * self.now.seconds(float(tokens), positions))
+        inputs, error = np.array([1.0, tokens]), seconds - self.measured.seconds(tokens, positions)
+        self._products += RECENT * (np.outer(inputs, inputs) - self._products)
+        self._errors += RECENT * (error * inputs - self._errors)
+        change = np.linalg.solve(self._prior + self._products, self._errors)
+        fixed, token = np.maximum(self._start + change, 0.0).tolist()
+        self.now = ForwardCost(fixed=fixed, token=token, context=self.measured.context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ import importlib
 import inspect
 import logging
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,7 @@ class Proposer:
         self.budget: ChainBudget | None = None
         """None drafts `depth` tokens for every request."""
         self._memory: Memory | None = None
-        self._group = 0
+        self._group, self._ended = 0, 0.0
 
     def load_model(self, target_model: Any) -> None:
         """Load the head and bind it to the base's tensors."""
@@ -231,6 +232,11 @@ class Proposer:
         self._aux: list[Tensor] = given["aux_hidden_states"] if self.head.aux_layers else []
         if self.budget:
             self.budget.observe(batch.req_ids, texts)
+            # steps that also read prompts take longer, and their cost is not followed
+            self._decodes = bool(all(texts) and offset == sum(drafted) + len(texts))
+            if self._ended and self._decodes:
+                positions = sum(row.start + row.count for row in self._rows)
+                self.budget.verify.note(offset, positions, time.perf_counter() - self._ended)
 
     @torch.inference_mode()
     def propose(
@@ -253,11 +259,18 @@ class Proposer:
         starts = bool(drafting and self.depth)
         if self.budget and starts:
             starts = self.budget.starts(len(drafting))
+        began = time.perf_counter()
         for rows in self._batches(starts):
             chains = self._draft(rows, texts, starts and rows[0].drafts)
             for row, chain in zip(rows, chains, strict=True):
                 drafts[row.index] = chain
-        return self.budget.cut(drafts, positions) if self.budget and starts else drafts
+        if self.budget and starts:
+            if self._decodes:
+                seconds = (time.perf_counter() - began) / max(map(len, drafts))
+                self.budget.draft.note(len(drafting), positions, seconds)
+            drafts = self.budget.cut(drafts, positions)
+        self._ended = time.perf_counter()
+        return drafts
 
     def _batches(self, starts: bool) -> list[list[RequestSpan]]:
         """Return groups of rows of similar length; each group is one batch of the head."""

@@ -6,7 +6,7 @@ import torch
 
 from specheads.decoding.calibration import Curve
 from specheads.decoding.chain_budget import RETRY, ChainBudget
-from specheads.decoding.cost import ForwardCost, StepCost
+from specheads.decoding.cost import FollowedCost, ForwardCost, StepCost
 
 LINE = Curve(kind="isotonic", probs=[0.0, 1.0], accepted=[0.0, 1.0])
 
@@ -104,3 +104,32 @@ def test_requests_that_left_the_batch_are_forgotten():
     one.observe(["a", "b"], [[1], [1]])
     one.observe(["b"], [[1]])
     assert list(one._requests) == ["b"]
+
+
+def test_cost_follows_a_server_whose_tokens_take_longer():
+    followed = FollowedCost(ForwardCost(fixed=0.03, token=0.0005, context=1e-6))
+    real = ForwardCost(fixed=0.03, token=0.001, context=1e-6)
+    for turn in range(200):
+        tokens, positions = 8 + 5 * (turn % 7), 1000 + turn
+        followed.note(tokens, positions, real.seconds(float(tokens), positions))
+    for tokens in 8.0, 16.0, 40.0:
+        assert followed.now.seconds(tokens, 500) == pytest.approx(
+            real.seconds(tokens, 500), rel=0.03
+        )
+
+
+def test_cost_of_a_batch_that_never_changes_keeps_the_measured_price_of_a_token():
+    followed = FollowedCost(ForwardCost(fixed=0.03, token=0.0005, context=0.0))
+    for _ in range(500):
+        followed.note(8, 0, 0.05)
+    assert followed.now.seconds(8.0, 0) == pytest.approx(0.05, rel=0.03)
+    assert followed.now.token == pytest.approx(0.0005, rel=0.2)
+
+
+def test_a_stalled_step_changes_the_cost_little():
+    measured = ForwardCost(fixed=0.03, token=0.0005, context=0.0)
+    followed = FollowedCost(measured)
+    for turn in range(100):
+        followed.note(8 + turn % 8, 0, measured.seconds(8.0 + turn % 8, 0))
+    followed.note(8, 0, 60.0)
+    assert followed.now.seconds(12.0, 0) == pytest.approx(measured.seconds(12.0, 0), rel=0.05)

@@ -16,7 +16,7 @@ from specheads.core.drafter import Head
 from specheads.core.features import Committed
 from specheads.core.files import dumps
 from specheads.decoding.calibration import Curve
-from specheads.decoding.cost import ForwardCost, StepCost
+from specheads.decoding.cost import FollowedCost, ForwardCost, StepCost
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import FILE, Machine
 from specheads.export import vllm
@@ -433,10 +433,31 @@ def test_memory_is_kept_while_nothing_is_drafted(kind, prepared, tmp_path, monke
     assert forward(runner, TEXTS, [(4, 1, 0, 6), (5, 1, 0, 7)]) == [[], []]
     assert runner.drafter.budget is not None
     # as if the machine became faster
-    runner.drafter.budget.cost = cost(1.0, 0.0)
+    faster = cost(1.0, 0.0)
+    runner.drafter.budget.verify = FollowedCost(faster.verify)
+    runner.drafter.budget.draft = FollowedCost(faster.draft)
     runner.drafter.budget._gains.clear()
     drafts = forward(runner, TEXTS, [(5, 1, 0, 7), (6, 1, 0, 8)])
     assert drafts == [drafted(head, TEXTS[0][:7]), drafted(head, TEXTS[1][:8])]
+
+
+def test_times_of_steps_without_prompts_are_followed(prepared, tmp_path, monkeypatch):
+    told = cost(1.0, 0.0), [SURE] * DEPTH
+    runner, _ = budgeted(prepared, tmp_path, monkeypatch, *told)
+    budget, noted = runner.drafter.budget, []
+    assert budget is not None
+    clock = iter(range(100))
+    monkeypatch.setattr(vllm.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(budget.verify, "note", lambda *given: noted.append(given))
+    drafts = forward(runner, TEXTS, [(0, 6, 0, 7), (0, 6, 0, 7)])
+    assert noted == []
+    # one accepted draft of each request, and one new token
+    forward(runner, TEXTS, [(6, 1 + DEPTH, DEPTH, 9), (6, 1 + DEPTH, DEPTH, 9)])
+    assert len(drafts[0]) == DEPTH
+    assert noted == [(2 * (1 + DEPTH), 2 * 8, 1)]
+    # the second request reads a prompt
+    forward(runner, TEXTS, [(8, 1, 0, 10), (0, 3, 0, 0)])
+    assert len(noted) == 1
 
 
 @pytest.mark.parametrize("absent", [FILE, vllm.COST_FILE])
