@@ -4,7 +4,7 @@ import csv
 import functools
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import make_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class Habit(Head):
 
     def states(
         self, features: Features, tokens: Tensor, anchors: Tensor | None = None
-    ) -> Iterator[Tensor]:
+    ) -> States:
         del anchors
         for level in range(self.depth):
             read = tokens.roll(-1 - level, dims=1)
