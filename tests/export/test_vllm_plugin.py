@@ -123,8 +123,8 @@ def build(kind: str, **settings: Any) -> Head:
 KINDS = {
     "medusa": {"projection": "low_rank", "rank": 4},
     "hydra_heads": {"attention_heads": 4},
-    "mlp_speculator": {},
-    "mtp": {"attention_heads": 4, "key_value_heads": 2},
+    "mlp_speculator": {"aux_layers": [1]},
+    "mtp": {"attention_heads": 4, "key_value_heads": 2, "aux_layers": [0, 2]},
     "redrafter": {},
     "eagle3": {"attention_heads": 4, "key_value_heads": 2, "aux_layers": [0, 1, 2]},
     "eagle_gru": {"attention_heads": 4, "aux_layers": [0, 1, 2]},

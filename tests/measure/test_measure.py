@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.core.drafter import Features, Head
+from specheads.core.drafter import Features, Head, States
 from specheads.core.files import from_json, to_json
 from specheads.data.prompts import Prompt, PromptSet
 from specheads.decoding.sampling import Sampling
@@ -50,9 +50,7 @@ class Habit(Head):
         self.shade = noise * draw / width
         self.habits = _habits()
 
-    def states(
-        self, features: Features, tokens: Tensor, anchors: Tensor | None = None
-    ) -> States:
+    def states(self, features: Features, tokens: Tensor, anchors: Tensor | None = None) -> States:
         del anchors
         for level in range(self.depth):
             read = tokens.roll(-1 - level, dims=1)

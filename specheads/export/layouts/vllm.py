@@ -54,10 +54,10 @@ ATTENTION = ("attention_heads", "key_value_heads", "inner_dim", "rope_theta")
 MTP = ("head_dim", "hidden_first", "qk_norm", "attention_bias", "rope_scaling", "epsilon")
 PLUGIN = {
     "medusa": ("num_layers", "projection", "rank"),
-    "mlp_speculator": ("inner_dim", "state", "tie_weights", "scale_input"),
-    "hydra_heads": ("num_layers", "prefix", *ATTENTION),
-    "mtp": (*ATTENTION, *MTP),
-    "redrafter": ("num_layers", "exit_dim", "rnn"),
+    "mlp_speculator": ("aux_layers", "inner_dim", "state", "tie_weights", "scale_input"),
+    "hydra_heads": ("aux_layers", "num_layers", "prefix", *ATTENTION),
+    "mtp": ("aux_layers", *ATTENTION, *MTP),
+    "redrafter": ("aux_layers", "num_layers", "exit_dim", "rnn"),
     "eagle_gru": ("aux_layers", *ATTENTION, "head_dim", "epsilon", "sliding_window"),
 }
 """Kinds that the plug-in serves, and their settings, which may have any value."""
