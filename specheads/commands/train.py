@@ -44,6 +44,7 @@ from specheads.training.features import FeatureSource, LocalBase
 from specheads.training.plan import automatic, largest_batches
 from specheads.training.processes import (
     accelerator_of_environment,
+    leave_processes,
     load_base,
     naming_lost,
     on_all_processes,
@@ -68,6 +69,7 @@ def run(settings: Train) -> None:
     results = read(Results, made.report / "results.json")
     if settings.evaluate_after and results and PartialState().is_main_process:
         report.show(results, page=made.report / "report.html")
+    leave_processes()
 
 
 def train(

@@ -14,6 +14,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     gather_object,
 )
+from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from specheads.base.model import FrozenBase
@@ -55,6 +56,12 @@ def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
             # buffers of a head come from the base and are equal on all processes
             kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
         )
+
+
+def leave_processes() -> None:
+    """Leave the group of a CPU run, because gloo's threads may abort a process that only exits."""
+    if distributed.is_initialized() and distributed.get_backend() == "gloo":
+        distributed.destroy_process_group()
 
 
 def load_base(choices: Mapping[str, Any], accelerator: Accelerator) -> FrozenBase:
