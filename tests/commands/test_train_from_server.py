@@ -78,6 +78,7 @@ def left(server: list[str]) -> list[Path]:
     return list(Path(server[1].partition("=")[2]).iterdir())
 
 
+@pytest.mark.slow
 def test_training_skips_what_needs_layers_and_says_so(server: list[str], tmp_path: Path):
     run, _ = finished(server, tmp_path / "run")
     told = " ".join(Path(f"{run.path}.log").read_text().split())
@@ -152,6 +153,7 @@ def test_killed_run_ends_with_the_same_head_and_leaves_no_file(
     assert not left(server)
 
 
+@pytest.mark.slow
 def test_run_whose_folder_is_removed_ends_with_the_same_head(tmp_path: Path):
     """The server makes the folder again, until there is a file in its place."""
     folder, port, run = tmp_path / "states", free_port(), RunDirectory(tmp_path / "run")

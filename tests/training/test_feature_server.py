@@ -199,7 +199,12 @@ def undisturbed(
 
 
 @pytest.mark.parametrize(
-    "fault", ["status_500", "dropped", "stalled", "absent", "cut", "late", "removed"]
+    "fault",
+    [
+        *("status_500", "absent", "cut"),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("dropped", "stalled", "late")),
+        "removed",
+    ],
 )
 def test_failed_requests_are_repeated(fault: str, server: Any, bases: Any, tmp_path: Path):
     _, ends = bases
@@ -300,8 +305,15 @@ def test_lost_server_saves_the_run_which_resumes_bit_for_bit(
     assert_equal(plain.state_dict(), head.state_dict())
 
 
-@pytest.mark.parametrize("at", [3, 6], ids=["in a phase", "at its end"])
-@pytest.mark.parametrize("case", ["gone", "interrupted"])
+@pytest.mark.parametrize(
+    ("case", "at"),
+    [
+        pytest.param("gone", 3, id="gone in a phase"),
+        pytest.param("gone", 6, id="gone at its end", marks=pytest.mark.slow),
+        pytest.param("interrupted", 3, id="interrupted in a phase", marks=pytest.mark.slow),
+        pytest.param("interrupted", 6, id="interrupted at its end", marks=pytest.mark.slow),
+    ],
+)
 def test_server_that_is_lost_in_a_validation_costs_one_step(
     case: str, at: int, server: Any, bases: Any, tmp_path: Path, monkeypatch: Any
 ):
