@@ -53,7 +53,7 @@ def load_model(
     """
     refuse_attention(attention)
     sharded = isinstance(device, Sharding)
-    place = device.device if isinstance(device, Sharding) else _device(device)
+    place = device.device if isinstance(device, Sharding) else device_of(device)
     direct = place.type == "cuda" and not sharded
     source = located(source)
     config = load_config(source, revision=revision)
@@ -167,7 +167,8 @@ def _refuse_code(source: str, file: str, unknown: str) -> None:
     )
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """Return a device by its name; "auto" is CUDA if available."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from specheads.base.gguf import located
-from specheads.base.loading import load_config
+from specheads.base.loading import device_of, load_config
 from specheads.base.model import FrozenBase
 from specheads.commands._call import settings_for
 from specheads.commands._library import objects
@@ -140,8 +139,7 @@ def tune_vllm(settings: Tune) -> ServingCost:
         drafts = {"nodes": 1 + depth, "depth": depth, "draft": draft}
         points.append(Point(batch=batch, context=context, verify=verify, **drafts))
     cost, error = fit(points)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = Machine.of(device, dtype)
+    machine = Machine.of(device_of("auto"), dtype)
     served = ServingCost(engine=answer["engine"], machine=machine, cost=cost, cost_error=error)
     write_atomic(folder / COST_FILE, dumps(served))
     return served

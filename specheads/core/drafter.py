@@ -89,7 +89,7 @@ class Drafter(ABC):
     """Most committed positions that steps without a draft may leave unread."""
 
     def memory(self, batch: int, capacity: int) -> Memory | None:
-        """Return the state between steps for rows of at most `capacity`; None if it has none."""
+        """Return the state between steps for rows of at most `capacity`; None without any."""
         return None
 
     def to_tokens(self, drafted: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:

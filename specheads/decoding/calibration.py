@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from specheads.core.errors import InputError
 from specheads.core.ranges import NonEmpty, PositiveInt, Probability, one_of
@@ -72,15 +70,6 @@ class Curve:
     def at(self, probs: ArrayLike) -> Chances:
         """Return the probability of acceptance for each of the head's probabilities."""
         return np.interp(np.asarray(probs), self.probs, self.accepted)
-
-    def of(self, probs: Tensor) -> Tensor:
-        """Return the same for a tensor, on its device and of its shape."""
-        knots, values = (probs.new_tensor(one) for one in (self.probs, self.accepted))
-        if len(knots) == 1:
-            return values.expand_as(probs)
-        after = torch.searchsorted(knots, probs.contiguous()).clamp(1, len(knots) - 1)
-        share = (probs - knots[after - 1]) / (knots[after] - knots[after - 1])
-        return torch.lerp(values[after - 1], values[after], share.clamp(0.0, 1.0))
 
 
 def calibration_error(probs: Chances, accepted: NDArray[np.bool_]) -> float:
@@ -174,11 +163,6 @@ def isotonic(probs: Chances, accepted: NDArray[np.bool_]) -> Curve:
     ends = [(probs[block[0]], probs[block[-1]], accepted[block].mean()) for block in blocks]
     knots = {prob: share for *both, share in ends for prob in both}
     return _curve("isotonic", np.array([*knots]), np.array([*knots.values()]))
-
-
-def constant(rate: float) -> Curve:
-    """Return the curve of drafts that are all accepted equally often."""
-    return Curve(kind="isotonic", probs=[0.5], accepted=[rate])
 
 
 def _curve(kind: str, probs: Chances, accepted: Chances) -> Curve:

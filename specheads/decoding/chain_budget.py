@@ -1,16 +1,16 @@
 """Choose how many tokens of each request's chain an engine verifies: see `ChainBudget`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specheads.decoding.calibration import Chances, Curve
 from specheads.decoding.cost import FollowedCost, StepCost
-from specheads.decoding.goodput import num_verified
 from specheads.decoding.prompt_lookup import common_prefix_length
 
 RETRY = 16
@@ -25,9 +25,30 @@ MOST = 0.999
 """Largest probability of acceptance."""
 
 
+def num_verified(
+    survivals: Sequence[float] | NDArray[np.float64],
+    num_rows: int,
+    seconds: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+) -> int:
+    """Return how many drafted tokens to verify for the most expected tokens per second.
+
+    Args:
+        survivals: The probability that each drafted token of all rows is accepted, from the largest
+            on: the product of the conditional ones along its path. The first n are thus trees.
+        num_rows: Rows of the batch; each also gets one token of the base's own.
+        seconds: Seconds of a step that verifies so many tokens, roots included, for each element.
+
+    The smallest of equals is returned; zero does not draft.
+    """
+    tokens = num_rows + np.concatenate([[0.0], np.cumsum(survivals)])
+    rates = tokens / seconds(num_rows + np.arange(len(tokens), dtype=float))
+    # values that differ by rounding only are equal
+    return int(np.argmax(rates >= rates.max() * (1 - 1e-9)))
+
+
 @dataclass(slots=True)
 class RequestDrafts:
-    """What was observed of the drafts of one request, or of all."""
+    """Observations of the drafts of one request, or of all."""
 
     chain: list[int] = field(default_factory=list)
     """The last draft, with the tokens that the engine did not verify."""

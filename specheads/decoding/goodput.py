@@ -3,15 +3,12 @@
 Source: Liu et al. 2024, arXiv:2406.14066 (SmartSpec). See docs/serve.md.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from typing import Any
 from weakref import WeakKeyDictionary
-
-import numpy as np
-from numpy.typing import NDArray
 
 from specheads.decoding.cost import StepCost
 from specheads.decoding.loop import DecodingStep
@@ -25,27 +22,6 @@ WEIGHT, RETURN = 0.05, 0.01
 that stopped paying is thus tried again later."""
 SIZES = 2, 4, 7
 """Numbers of copied tokens to choose from, in addition to all that have a rate."""
-
-
-def num_verified(
-    survivals: Sequence[float] | NDArray[np.float64],
-    num_rows: int,
-    seconds: Callable[[NDArray[np.float64]], NDArray[np.float64]],
-) -> int:
-    """Return how many drafted tokens to verify for the most expected tokens per second.
-
-    Args:
-        survivals: The probability that each drafted token of all rows is accepted, from the largest
-            on: the product of the conditional ones along its path. The first n are thus trees.
-        num_rows: Rows of the batch; each also gets one token of the base's own.
-        seconds: Seconds of a step that verifies so many tokens, roots included, for each element.
-
-    The smallest of equals is returned; zero does not draft.
-    """
-    tokens = num_rows + np.concatenate([[0.0], np.cumsum(survivals)])
-    rates = tokens / seconds(num_rows + np.arange(len(tokens), dtype=float))
-    # values that differ by rounding only are equal
-    return int(np.argmax(rates >= rates.max() * (1 - 1e-9)))
 
 
 @dataclass(slots=True)

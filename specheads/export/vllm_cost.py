@@ -31,7 +31,7 @@ class Timed(Proposer):
         """Load the head. A budget of an earlier measurement is not used."""
         super().load_model(target_model)
         self.budget, self._deepest, self._step = None, self.depth, 0
-        self._began, self._ended, self._last = 0.0, 0.0, 0
+        self._began, self._last = 0.0, 0
 
     def watch(self, batch: Any, given: dict[str, Any]) -> None:
         """Record the step that ends here, if all requests verified as many drafts as planned."""
@@ -50,9 +50,7 @@ class Timed(Proposer):
         self._step += 1
         self.depth = self._step // BURST % (self._deepest + 1)
         self._began = time.perf_counter()
-        drafts = super().propose(*args, **kwargs)
-        self._ended = time.perf_counter()
-        return drafts
+        return super().propose(*args, **kwargs)
 
 
 def main() -> None:

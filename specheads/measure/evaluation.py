@@ -30,7 +30,7 @@ from specheads.measure.offline import measure_offline, replays
 from specheads.measure.online import measure_online
 from specheads.measure.results import Results
 from specheads.measure.speed import measure_speed
-from specheads.measure.tune_trees import draft_chances
+from specheads.measure.tune_trees import draft_chances, traced
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import nearby, provenance
 
@@ -117,8 +117,8 @@ def measure_calibration(
     """Return how each depth's calibration does on these texts, as deep as drafts were accepted."""
     if not curves:
         return []
-    found = draft_chances(base, head, zip(texts.prompts, texts.alone, strict=True))
-    pairs = zip(curves, found, strict=True)
+    traces = traced(base, head, zip(texts.prompts, texts.alone, strict=True))
+    pairs = zip(curves, draft_chances(traces, head.depth), strict=True)
     return [reliability(curve, *drafts) for curve, drafts in pairs if len(drafts[0])]
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -104,8 +105,10 @@ def choose(
     trees = tune_trees.candidate_trees(grown, head.depth, max_nodes)
     cost, error = tuning.measure_cost(texts, trees, batches, rounds=3 if quick else 5)
     tried, chosen = list[Tried](), list[TunedTree]()
-    for one in texts:
-        stop = None if quick else tune_trees.stopping_chain(base, head, one, cost)
+    pair = attrgetter("prompt", "continuation")
+    grown_traces = [tune_trees.traced(base, head, map(pair, one.grown)) for one in texts]
+    for one, traces in zip(texts, grown_traces, strict=True):
+        stop = None if quick else tune_trees.stopping_chain(traces, cost, one.context)
         for batch in batches:
             found = tuning.finalists(one, trees, cost, batch, stop, grown=not quick)
             rows, tree = tuning.time_finals(found, one, batch, rounds=6 if quick else 8)
@@ -124,7 +127,11 @@ def choose(
         acceptance=tuned.AcceptanceRates(
             per_depth=DepthCounts.total(counts, head.depth).levels(),
             matches=tune_trees.match_rates(copies, size),
-            curves=tune_trees.calibrate(base, head, texts),
+            curves=tune_trees.calibrate(
+                [trace for traces in grown_traces for trace in traces],
+                tune_trees.traced(base, head, [pair(text) for one in texts for text in one.judged]),
+                head.depth,
+            ),
         ),
         trees=chosen,
         tried=tried,

@@ -275,15 +275,17 @@ base's token, given the text before it."""
 
 
 def stopping_chain(
-    base: FrozenBase, head: Head, texts: TuningTexts, cost: StepCost
+    traces: Sequence[Trace], cost: StepCost, context: int | float
 ) -> policies.Static | None:
     """Return the chain that stops by a learned probability; None if no stop pays."""
-    traces = [
-        trace(base, head, one.prompt, one.continuation)
-        for one in texts.grown
-        if len(one.continuation) > head.depth
-    ]
-    return best_stop(traces, learn(traces), cost, texts.context) if traces else None
+    return best_stop(traces, learn(traces), cost, context) if traces else None
+
+
+def traced(
+    base: FrozenBase, head: Head, texts: Iterable[tuple[list[int], list[int]]]
+) -> list[Trace]:
+    """Return the traces of prompts and their continuations, without those that are too short."""
+    return [trace(base, head, *text) for text in texts if len(text[1]) > head.depth]
 
 
 @torch.inference_mode()
@@ -338,41 +340,30 @@ def _reached(right: Tensor) -> Tensor:
 # --- calibration -------------------------------------------------------------------------------
 
 
-def calibrate(base: FrozenBase, head: Head, texts: Sequence[TuningTexts]) -> list[Curve]:
-    """Return the calibration of each depth, fitted to the grown texts and judged on the others.
+def calibrate(grown: Sequence[Trace], judged: Sequence[Trace], depth: int) -> list[Curve]:
+    """Return the calibration of each depth, fitted to some traces and judged on others.
 
-    Empty if the texts reach some depth too rarely to measure it.
+    Empty if they reach some depth too rarely to measure it.
     """
-    grown, judged = (
-        draft_chances(
-            base, head, [(one.prompt, one.continuation) for half in halves for one in half]
-        )
-        for halves in zip(*((one.grown, one.judged) for one in texts), strict=True)
-    )
-    if not all(len(probs) for probs, _ in (*grown, *judged)):
+    own, others = (draft_chances(some, depth) for some in (grown, judged))
+    if not all(len(probs) for probs, _ in (*own, *others)):
         return []
-    return [fit_curve(*own, *other) for own, other in zip(grown, judged, strict=True)]
+    return [fit_curve(*one, *other) for one, other in zip(own, others, strict=True)]
 
 
 Drafts = tuple[NDArray[np.float64], NDArray[np.bool_]]
 """The head's probability that each draft is accepted, and whether it is."""
 
 
-def draft_chances(
-    base: FrozenBase, head: Head, texts: Iterable[tuple[list[int], list[int]]]
-) -> list[Drafts]:
-    """Return the drafts of each depth of chains, where those above are right.
-
-    The texts are prompts and the base's greedy continuations.
-    """
-    traces = [trace(base, head, *text) for text in texts if len(text[1]) > head.depth]
+def draft_chances(traces: Sequence[Trace], depth: int) -> list[Drafts]:
+    """Return the drafts of each depth of greedy chains, where those above are right."""
     if not traces:
-        return [(np.empty(0), np.empty(0, dtype=bool))] * head.depth
+        return [(np.empty(0), np.empty(0, dtype=bool))] * depth
     _, _, chances, right = map(torch.cat, zip(*traces, strict=True))
     above = _reached(right)
     return [
         (chances[above[:, level], level].numpy(), right[above[:, level], level].numpy())
-        for level in range(head.depth)
+        for level in range(depth)
     ]
 
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from specheads.core.errors import InputError
 from specheads.decoding.calibration import (
@@ -48,15 +47,6 @@ def test_a_calibration_error_is_the_mean_distance_of_bins():
     # the first bin: |0.06 - 1|, the last: |1.95 - 1|
     error = calibration_error(probs, np.array([True, False, True, False]))
     assert error == pytest.approx((0.94 + 0.95) / 4)
-
-
-def test_a_tensor_is_calibrated_like_an_array():
-    for fit in logistic, isotonic:
-        curve = fit(*drafts(sharper))
-        probs = torch.tensor([[0.0, 1e-6, 0.31], [0.5, 0.999, 1.0]], dtype=torch.float64)
-        assert curve.of(probs).numpy() == pytest.approx(curve.at(probs.numpy()))
-    single = Curve(kind="isotonic", probs=[0.5], accepted=[0.3])
-    assert single.of(torch.tensor([0.1, 0.9])).tolist() == pytest.approx([0.3, 0.3])
 
 
 def test_few_or_equal_drafts_give_a_curve():

@@ -1,11 +1,15 @@
 """The budget of an engine that verifies chains."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specheads.decoding.calibration import Curve
-from specheads.decoding.chain_budget import RETRY, ChainBudget
+from specheads.decoding.chain_budget import RETRY, ChainBudget, num_verified
 from specheads.decoding.cost import FollowedCost, ForwardCost, StepCost
 
 LINE = Curve(kind="isotonic", probs=[0.0, 1.0], accepted=[0.0, 1.0])
@@ -133,3 +137,50 @@ def test_a_stalled_step_changes_the_cost_little():
         followed.note(8 + turn % 8, 0, measured.seconds(8.0 + turn % 8, 0))
     followed.note(8, 0, 60.0)
     assert followed.now.seconds(12.0, 0) == pytest.approx(measured.seconds(12.0, 0), rel=0.05)
+
+
+FORWARDS = st.builds(
+    ForwardCost,
+    fixed=st.floats(1e-4, 1e-1),
+    token=st.floats(1e-6, 1e-3),
+    context=st.floats(0, 1e-6),
+)
+
+
+@st.composite
+def drafted_trees(draw: st.DrawFn) -> list[list[tuple[int, float]]]:
+    """Return each row's tree: the parent and the survival of every node."""
+    trees = []
+    for _ in range(draw(st.integers(1, 3))):
+        tree = [(-1, 1.0)]
+        for node in range(1, draw(st.integers(1, 4)) + 1):
+            parent = draw(st.integers(0, node - 1))
+            tree.append((parent, tree[parent][1] * draw(st.floats(0, 1))))
+        trees.append(tree[1:])
+    return trees
+
+
+@given(trees=drafted_trees(), cost=FORWARDS)
+def test_the_best_nodes_of_all_rows_are_the_best_subset(trees, cost):
+    def seconds(tokens):
+        return cost.seconds(tokens, 100 * len(trees))
+
+    nodes = sorted((-value for tree in trees for _, value in tree))
+    number = num_verified([-value for value in nodes], len(trees), seconds)
+    found = (len(trees) - sum(nodes[:number])) / seconds(len(trees) + number)
+    everything = [(row, node) for row, tree in enumerate(trees) for node in range(1, len(tree) + 1)]
+    best = 0.0
+    for count in range(len(everything) + 1):
+        for chosen in itertools.combinations(everything, count):
+            # only sets that contain the parents are trees
+            if all(trees[r][n - 1][0] in (0, *(m for q, m in chosen if q == r)) for r, n in chosen):
+                tokens = len(trees) + sum(trees[row][node - 1][1] for row, node in chosen)
+                best = max(best, tokens / seconds(len(trees) + count))
+    assert found == pytest.approx(best)
+
+
+def test_free_verification_takes_every_node_and_dear_verification_none():
+    survivals = [0.9, 0.5, 0.01]
+    assert num_verified(survivals, 2, lambda tokens: 1.0 + 0.0 * tokens) == 3
+    assert num_verified(survivals, 2, lambda tokens: 1.0 * tokens) == 0
+    assert num_verified([], 2, lambda tokens: 1.0 * tokens) == 0

@@ -11,7 +11,7 @@ import torch
 
 from specheads.core.errors import InputError
 from specheads.core.files import to_json
-from specheads.decoding.calibration import constant, fit_curve
+from specheads.decoding.calibration import Curve, fit_curve
 from specheads.decoding.cost import StepCost
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
@@ -26,7 +26,8 @@ from specheads.heads.load import build_for, drafter_of, load_head, resume_head
 from tests import tiny
 from tests.tuned import FORWARD, NEGATIVE, tree, tuned
 
-LEVEL = to_json(constant(0.4))
+EQUAL = Curve(kind="isotonic", probs=[0.5], accepted=[0.4])
+LEVEL = to_json(EQUAL)
 FALLING = LEVEL | {"probs": [0.1, 0.2], "accepted": [0.3, 0.2]}
 
 
@@ -47,7 +48,7 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path):
     generator = np.random.default_rng(0)
     probs = generator.random(400)
     drafts = probs, generator.random(400) < probs
-    curves = [fit_curve(*drafts, *drafts), constant(0.4)]
+    curves = [fit_curve(*drafts, *drafts), EQUAL]
     acceptance = replace(tuned().acceptance, curves=curves)
     head = load_head(folder(tmp_path, acceptance=to_json(acceptance)), tiny.base())
     assert head.tuned == replace(tuned(), acceptance=acceptance)

@@ -171,7 +171,7 @@ def test_the_drafts_of_each_depth_are_those_below_right_ones(monkeypatch):
     probs, right = made_up()[2:]
     monkeypatch.setattr(tune_trees, "trace", lambda *_: (probs, probs, probs, right))
     head = drafter_of(build_for({"kind": "medusa", "depth": 4}, tiny.base()), tiny.base())
-    found = tune_trees.draft_chances(tiny.base(), head, [([1], [2] * 9)])
+    found = tune_trees.draft_chances(tune_trees.traced(tiny.base(), head, [([1], [2] * 9)]), 4)
     for depth, (chances, accepted) in enumerate(found):
         reached = right[:, :depth].all(1)
         assert chances.tolist() == probs[reached, depth].tolist()

@@ -120,7 +120,7 @@ class Head(FeedbackHead):
     def initialise_layer(self, tensors: Mapping[str, Tensor], norm: Tensor) -> None:
         """Start as the base's last layer and norm over the last stream that it reads."""
         super().initialise_layer(tensors, norm)
-        self.norm.get_parameter("weight").copy_(norm)
+        self.norm.weight.copy_(norm)
         nn.init.zeros_(self.fc.weight)
         nn.init.eye_(self.fc.weight[:, -self.width :])
 

@@ -82,7 +82,7 @@ class Head(FeedbackHead):
         nn.init.zeros_(joint)
         nn.init.eye_(joint.chunk(2, dim=1)[0 if self.config.hidden_first else 1])
         # the norm of a final hidden state, which hnorm removes
-        self.norm.get_parameter("weight").fill_(norm.square().mean().sqrt())
+        self.norm.weight.fill_(norm.square().mean().sqrt())
 
     def blocks(self) -> list[LlamaLayer]:
         """Return its only layer."""
@@ -90,7 +90,7 @@ class Head(FeedbackHead):
 
     def first(self, features: Features) -> Float[Tensor, "batch time width"]:
         """Return the base's last hidden states, in the dtype of the weights."""
-        return self.fused(features).hidden.to(self.blocks()[0].input_layernorm.weight.dtype)
+        return self.fused(features).hidden.to(self.norm.weight.dtype)
 
     def enter(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """Project the token's embedding and the previous state to the stream of the layer."""

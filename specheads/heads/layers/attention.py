@@ -223,7 +223,7 @@ class LlamaLayer(nn.Module):
 
     def __init__(self, config: Any, width: int, *, reads_tokens: bool = False) -> None:
         super().__init__()
-        self.norm_before_residual = reads_tokens and getattr(config, "norm_before_residual", False)
+        self.norm_before_residual = reads_tokens and config.norm_before_residual
         self.input_layernorm = RMSNorm(width, config.epsilon)
         self.hidden_norm = RMSNorm(width, config.epsilon) if reads_tokens else None
         self.self_attn = Attention(config, width, (1 + reads_tokens) * width)
@@ -392,6 +392,6 @@ class Slots:
 
 
 def _resized(cache: Tensor, slots: int) -> Tensor:
-    """Return a cache with so many slots, at least as many as it has."""
+    """Return a cache with this number of slots, which is not smaller than before."""
     more = slots - cache.shape[3]
     return F.pad(cache, (0, 0, 0, more)) if more else cache

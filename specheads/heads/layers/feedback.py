@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from specheads.core.drafter import Anchors, Guesses, Nodes, State, States, Tokens
 from specheads.core.features import Committed, Documents, Features
 from specheads.heads.layers.attention import LlamaLayer, Slots, near
-from specheads.heads.layers.common import pick_parents
+from specheads.heads.layers.common import RMSNorm, pick_parents
 from specheads.heads.layers.embedding import BorrowingHead
 from specheads.heads.layers.path_attention import takes
 
@@ -37,7 +37,7 @@ class FeedbackHead(BorrowingHead):
     So each round trains on what it reads when drafting.
     """
 
-    norm: nn.Module
+    norm: RMSNorm
     feeds_normed: bool
     """Whether a round reads the normalised output of the previous one."""
 
@@ -67,7 +67,7 @@ class FeedbackHead(BorrowingHead):
 
     def embedded(self, tokens: Int[Tensor, "*any"]) -> Float[Tensor, "*any width"]:
         """Return the embeddings of tokens in the dtype of the layers."""
-        return self.embed(tokens, self.blocks()[0].input_layernorm.weight)
+        return self.embed(tokens, self.norm.weight)
 
     def embeddings(self, tokens: Tokens) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield the embeddings that each round of training reads."""
