@@ -95,8 +95,8 @@ def load_model(
 def load_config(source: str, *, revision: str) -> PreTrainedConfig:
     """Load the config.json of a base's folder or Hub id.
 
-    A base that needs its own code is refused, and so is a setting that transformers ignores and
-    that changes logits: see settings.py.
+    Refuses a base that needs its own code, and a setting that transformers ignores and that
+    changes logits: see settings.py.
     """
     with reading("config.json", source):
         if Path(source).is_file():

@@ -77,7 +77,7 @@ def listed(kind: Any, where: str = "") -> Iterator[tuple[str, str, str, str]]:
             default = "" if item.default is MISSING else repr(item.default)
             if item.default_factory is not MISSING:
                 default = repr(item.default_factory())
-            # the description says what an empty value means
+            # the description explains an empty value
             default = "" if default in ("''", "[]", "{}") else default
             rule = FAR_LIMITS.sub("", ranges.words(hint))
             yield name, rule, default, about.get(item.name, "")

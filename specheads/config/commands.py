@@ -200,7 +200,7 @@ class Tune(HasSeed, HeadOnBase):
     new_tokens: AtLeastTwo = 64
     """Tokens that the base generates after each prompt."""
     engine: Annotated[str, one_of("", "vllm")] = ""
-    """vllm times steps of vLLM with an exported head, so that the plug-in drafts by the load. Only
+    """vllm times steps of vLLM with an exported head, so the plug-in drafts by the load. Only
     base, batch_sizes and contexts matter then. Empty tunes the trees of our own loop."""
     python: PathOrId = ""
     """Python interpreter of an environment with vLLM. Empty is this one's."""
