@@ -147,7 +147,7 @@ class FrozenBase(Forwards):
 
     @property
     def decodes(self) -> bool:
-        """Whether one process can generate text with it: it is neither sharded nor at a server."""
+        """Whether one process can generate text with it: it is whole in this process."""
         return self.has_layers and self.sharding is None
 
     @property

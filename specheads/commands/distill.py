@@ -38,6 +38,12 @@ def run(settings: commands.Distill) -> None:
         console = Console(markup=False, highlight=False)
         console.print(as_markdown(report), soft_wrap=True)
         console.print(f"text: {settings.out}", soft_wrap=True)
+        phases = settings.schedule.phases.items()
+        name = next(name for name, phase in phases if phase.distill)
+        console.print(
+            f"next: specheads train with schedule.phases.{name}.distill.folder={settings.out}",
+            soft_wrap=True,
+        )
 
 
 @naming_lost()

@@ -69,6 +69,8 @@ def run(settings: Train) -> None:
     results = read(Results, made.report / "results.json")
     if settings.evaluate_after and results and PartialState().is_main_process:
         report.show(results, page=made.report / "report.html")
+        line = f"next: specheads tune run={made.path}, specheads chat run={made.path}"
+        Console(markup=False).print(line, soft_wrap=True)
     leave_processes()
 
 

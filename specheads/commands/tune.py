@@ -57,6 +57,12 @@ def run(settings: Tune) -> None:
     console = Console()
     console.print(table(tuned))
     console.print(f"tuned: {head_folder(settings) / FILE}", **PLAIN)
+    if settings.run:
+        console.print(
+            f"next: specheads evaluate run={settings.run}, or specheads export run={settings.run} "
+            "engine=ENGINE out=FOLDER",
+            **PLAIN,
+        )
 
 
 def tune(

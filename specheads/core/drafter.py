@@ -144,7 +144,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     base_fingerprint: str = ""
     """Fingerprint of the base it was trained on: see base/fingerprint.py. Empty if unknown."""
     tuned: Any = None
-    """Measurements of `specheads tune`: see decoding/trees/tuned.py. None if there are none."""
+    """Measurements of `specheads tune`: see decoding/trees/tuned.py. None without them."""
 
     def __init__(self, config: Any, width: int, vocab_size: int) -> None:
         super().__init__()

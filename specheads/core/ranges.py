@@ -89,14 +89,14 @@ PositiveFloat = Annotated[float, Gt(0), Le(1e9)]
 Temperature = Annotated[
     float, Rule(lambda value: value == 0 or value >= 0.001, "0 or at least 0.001"), Le(100)
 ]
-PrintableText = Annotated[str, Rule(_is_printable, "text, printable and at most 4096 characters")]
+PrintableText = Annotated[str, Rule(_is_printable, "text (printable, at most 4096 characters)")]
 PathOrId = Annotated[
-    str, Rule(_is_path, f"a path or an id, its parts of at most {MAX_NAME_BYTES} bytes")
+    str, Rule(_is_path, f"a path or an id (parts of at most {MAX_NAME_BYTES} bytes)")
 ]
 GlobPattern = Annotated[
-    str, Rule(_is_pattern, "a pattern below the folder: relative, and without ..")
+    str, Rule(_is_pattern, "a glob below the folder (relative, and without ..)")
 ]
-FolderName = Annotated[str, Rule(_is_folder_name, "a name that a folder can have, without /")]
+FolderName = Annotated[str, Rule(_is_folder_name, "a folder name (without /)")]
 BatchSize = Annotated[Any, Rule(_is_batch_size, f"a whole number, at least 1, or {AUTO}")]
 """An integer to every reader: `auto` is replaced before anything reads it."""
 Pair = Len(2, 2)

@@ -141,7 +141,7 @@ def choose(
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What is tuned, and the conditions of decoding."""
+    """The head to tune, and the conditions of decoding."""
 
     base: FrozenBase
     head: Head

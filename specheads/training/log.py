@@ -14,8 +14,8 @@ from specheads.core.errors import InputError
 from specheads.core.machine import peak_gib
 from specheads.data.packing import TokenBatch
 from specheads.runs.trackers import Tracker
-from specheads.training.cost import matmul_rate
 from specheads.training.features import LocalBase
+from specheads.training.flops import matmul_rate
 from specheads.training.schedule import PlacedPhase, Progressed
 from specheads.training.step import Stepper
 

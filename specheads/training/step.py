@@ -13,7 +13,7 @@ from specheads.core.kernels import without_cudnn_attention
 from specheads.core.machine import to_device
 from specheads.core.texts import derive_seed
 from specheads.data.packing import TokenBatch
-from specheads.training.cost import flop_counter
+from specheads.training.flops import flop_counter
 from specheads.training.objective import Objective, drawn_labels, label_counts
 from specheads.training.optimizers import optimizers
 from specheads.training.processes import readers, repeatable

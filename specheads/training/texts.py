@@ -40,8 +40,8 @@ COUNTED_TOKENS = 2**19
 class PhaseTexts:
     """Returns the text of each phase.
 
-    It packs every phase's corpus once at the start, so that a corpus that is too short raises
-    before anything is written.
+    It packs every phase's corpus once at the start: a corpus that is too short raises before
+    anything is written.
 
     Args:
         phases: The phases by name.

@@ -16,7 +16,7 @@ from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds
 from specheads.training import objective as objectives
 from specheads.training import processes
-from specheads.training.cost import flop_counter
+from specheads.training.flops import flop_counter
 from specheads.training.objective import Objective, label_counts
 from specheads.training.schedule import PlacedPhase, placed
 from specheads.training.settings import Phase, Schedule

@@ -41,7 +41,7 @@ class Head(BorrowingHead):
     """`depth` heads, each with residual blocks and a vocabulary projection.
 
     With a low rank, the logits are W h + U (D h), with the base's projection W. States are then
-    [h, D h] and projections [W, U], so that the loss uses one matrix and W + U D is never rounded.
+    [h, D h] and projections [W, U], so the loss uses one matrix and W + U D is never rounded.
     """
 
     borrows_embedding = False

@@ -63,7 +63,7 @@ class BorrowingHead(Head):
     def read_aux(self) -> None:
         """Add the matrix that fuses the streams of `config.aux_layers`, unless that is None.
 
-        It starts at zero, so that the head starts as one that reads no streams.
+        It starts at zero, so the head starts as one that reads no streams.
         """
         self.fc, layers = None, self.config.aux_layers
         if layers is not None:
