@@ -94,9 +94,7 @@ def validation_prompts(
     Questions of users have any length, so the nearest of four times as many are taken: a truncated
     prompt has less to copy.
     """
-    if base.tokenizer is None:
-        raise InputError(f"tuning reads text: the base {base.name} needs a tokenizer")
-    wanted = base.tokenizer, length, 4 * number, seed
+    wanted = base.tokenizer_for("tuning"), length, 4 * number, seed
     try:
         found = held_out(corpus, "validation", *wanted)
     except InputError:
