@@ -129,7 +129,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     """A trained drafter, with teacher-forced states so that one loop can train any kind.
 
     Args:
-        config: The kind's own `Config`, whose values are checked here.
+        config: The kind's own `Config`, with `depth`; its values are checked here.
         width: Width of the base's final hidden state.
         vocab_size: Rows of the base's vocabulary projection.
     """
@@ -149,7 +149,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     def __init__(self, config: Any, width: int, vocab_size: int) -> None:
         super().__init__()
         check_fields(config, "head")
-        self.config = config
+        self.config, self.depth = config, config.depth
         self.width, self.vocab_size = width, vocab_size
         size = getattr(config, "draft_tokens", 0)
         if not 0 <= size <= vocab_size:

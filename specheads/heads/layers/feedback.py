@@ -15,8 +15,7 @@ from torch import Tensor
 from specheads.core.drafter import Anchors, Guesses, Nodes, State, States, Tokens
 from specheads.core.features import Committed, Documents, Features
 from specheads.heads.layers.attention import LlamaLayer, Slots, near
-from specheads.heads.layers.common import RMSNorm, pick_parents
-from specheads.heads.layers.embedding import BorrowingHead
+from specheads.heads.layers.common import BorrowingHead, RMSNorm, pick_parents
 from specheads.heads.layers.path_attention import takes
 
 
