@@ -3,7 +3,6 @@
 tests/heads/test_heads.py checks them for every head. See docs/add_a_head.md.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
+from specheads.core.files import as_json
 from specheads.core.ranges import check_fields
 from specheads.core.weight_layout import product
 
@@ -274,8 +274,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     def _save_pretrained(self, save_directory: Path) -> None:
         """Write the weights and config.json."""
         super()._save_pretrained(save_directory)
-        text = json.dumps(self.settings(), indent=2, sort_keys=True)
-        (save_directory / "config.json").write_text(text + "\n", encoding="utf-8")
+        (save_directory / "config.json").write_text(as_json(self.settings()), encoding="utf-8")
 
     def settings(self) -> dict[str, Any]:
         """Return the content of config.json: kind, settings but null ones, sizes, fingerprint."""

@@ -236,7 +236,12 @@ def cache_folder() -> Path:
     return local_path(own or Path(general or "~/.cache") / "specheads").absolute()
 
 
-# --- dataclasses as JSON -----------------------------------------------------------------------
+# --- JSON --------------------------------------------------------------------------------------
+
+
+def as_json(value: Any) -> str:
+    """Return plain values as the text of a JSON file, with sorted keys."""
+    return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
 
 def to_json(value: Any) -> Any:
@@ -244,9 +249,9 @@ def to_json(value: Any) -> Any:
     return _adapter(type(value)).dump_python(value, mode="json", by_alias=True)
 
 
-def dumps(value: Any, indent: int | None = 1) -> str:
+def dumps(value: Any) -> str:
     """Return a dataclass as the text of a JSON file."""
-    return json.dumps(to_json(value), indent=indent) + "\n"
+    return json.dumps(to_json(value), indent=1) + "\n"
 
 
 def from_json(kind: type[T], value: Any, where: str = "the JSON object") -> T:

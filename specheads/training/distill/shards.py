@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from specheads.core.errors import InputError
-from specheads.core.files import write_atomic
+from specheads.core.files import as_json, write_atomic
 from specheads.data.documents import Documents
 
 MARK = "fingerprint.json"
@@ -49,7 +49,7 @@ def refuse_other_text(folder: Path, claim: dict[str, Any]) -> None:
 
 def claim_folder(folder: Path, claim: dict[str, Any]) -> None:
     """Write what determines the text of a folder; processes of one run write the same."""
-    write_atomic(folder / MARK, json.dumps(claim, indent=1, sort_keys=True) + "\n")
+    write_atomic(folder / MARK, as_json(claim))
 
 
 def missing_blocks(folder: Path, size: int, total: int) -> dict[int, range]:
