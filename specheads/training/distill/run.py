@@ -20,11 +20,12 @@ from specheads.decoding.sampling import Sampling
 from specheads.heads.load import drafter_of
 from specheads.training.distill.engines import Answer, GenerationRequest, TextEngine, build
 from specheads.training.distill.prompts import PromptSource, decoder
-from specheads.training.distill.report import as_markdown, report_of
 from specheads.training.distill.shards import (
+    as_markdown,
     claim_folder,
     missing_blocks,
     refuse_other_text,
+    report_of,
     write_shard,
 )
 from specheads.training.processes import on_all_processes
