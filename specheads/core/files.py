@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from filelock import FileLock, Timeout
 from pydantic import TypeAdapter, ValidationError
 
-from specheads.core.errors import InputError, first_line
+from specheads.core.errors import InputError, causes, first_line
 
 T = TypeVar("T")
 SCRATCH = re.compile(r"\.(?P<name>.+)\.(?:[0-9a-f]{8}|(?P<old>old))")
@@ -136,13 +136,11 @@ def naming_full_disk(place: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        met: BaseException | None = error
-        while met is not None:
+        for met in causes(error):
             # safetensors raises no OSError, and torch wraps it
             if getattr(met, "errno", None) == errno.ENOSPC or "(os error 28)" in str(met):
                 full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
                 raise full from error
-            met = met.__cause__ or met.__context__
         raise
 
 

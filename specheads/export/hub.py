@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from specheads.base.model import FrozenBase
-from specheads.core.errors import InputError, first_line, one_line
+from specheads.core.errors import InputError, causes, first_line, one_line
 from specheads.core.files import as_json, refuse_outside, to_json
 from specheads.decoding.trees.tuned import FILE
 from specheads.export.card import PICTURES, model_card, read_summary
@@ -186,9 +186,7 @@ def _refuse_another_model(repo: str, files: Contents, present: list[str]) -> Non
 
 def _explain(repo: str, error: BaseException) -> str:
     """Return the cause and a remedy, without the addresses in the original message."""
-    answer: BaseException | None = error
-    while answer is not None and not isinstance(answer, HfHubHTTPError):
-        answer = answer.__cause__
+    answer = next((one for one in causes(error) if isinstance(one, HfHubHTTPError)), None)
     if answer is not None:
         reason = (answer.server_message or "without a reason").splitlines()[0]
         cause = f"the Hub answered {answer.response.status_code} ({reason})"
