@@ -111,7 +111,9 @@ def choose(
     pair = attrgetter("prompt", "continuation")
     grown_traces = [tune_trees.traced(base, head, map(pair, one.grown)) for one in texts]
     for one, traces in zip(texts, grown_traces, strict=True):
-        stop = None if quick else tune_trees.stopping_chain(traces, cost, one.context)
+        stop = None
+        if traces and not quick:
+            stop = tune_trees.best_stop(traces, tune_trees.learn(traces), cost, one.context)
         for batch in batches:
             found = tuning.finalists(one, trees, cost, batch, stop, grown=not quick)
             rows, tree = tuning.time_finals(found, one, batch, rounds=6 if quick else 8)

@@ -271,13 +271,6 @@ the entropies, the head's probability that they are accepted, and whether the be
 base's token, given the text before it."""
 
 
-def stopping_chain(
-    traces: Sequence[Trace], cost: StepCost, context: int | float
-) -> policies.Static | None:
-    """Return the chain that stops by a learned probability; None if no stop pays."""
-    return best_stop(traces, learn(traces), cost, context) if traces else None
-
-
 def traced(
     base: FrozenBase, head: Head, texts: Iterable[tuple[list[int], list[int]]]
 ) -> list[Trace]:

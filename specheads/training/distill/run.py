@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -307,10 +308,7 @@ def write_folder(job: Job, bar: Progress, halt: Callable[[], None]) -> dict[str,
     latest: dict[int, Done] = {}
     speed: float | None = None
     with closing(write_text(job)) as writer:
-
-        def go_on() -> Done | None:
-            return next(writer, None)
-
+        go_on = partial(next, writer, None)
         # processes that have finished their share wait for the others
         while any(gathered := list[Done | None](on_all_processes(go_on))):
             latest |= {rank: one for rank, one in enumerate(gathered) if one}
