@@ -449,9 +449,7 @@ def fit(points: Sequence[Point]) -> tuple[StepCost, dict[str, float | int]]:
     return cost, {"points": len(points), "median": median, "largest": largest}
 
 
-def fit_server(
-    steps: Sequence[tuple[int, float, int, float, float]],
-) -> tuple[StepCost, dict[str, float | int]]:
+def fit_server(steps: Sequence[Sequence[Any]]) -> tuple[StepCost, dict[str, float | int]]:
     """Return the cost of a server's steps, and its error.
 
     Each step has its requests, their mean context, the drafts of each request, and the seconds
