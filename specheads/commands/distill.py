@@ -22,8 +22,8 @@ from specheads.data.sources import refuse_unreadable
 from specheads.heads.load import load_head
 from specheads.runs.progress import progress
 from specheads.training.distill.prompts import identity_of, prompt_source
-from specheads.training.distill.report import as_markdown
 from specheads.training.distill.run import EXTERNAL_ENGINES, Job, refuse_not_decoding, write_folder
+from specheads.training.distill.shards import as_markdown
 from specheads.training.processes import accelerator_of_environment, load_base, naming_lost
 from specheads.training.settings import distilled
 

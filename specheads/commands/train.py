@@ -39,8 +39,7 @@ from specheads.runs.settings import read_settings
 from specheads.runs.trackers import Tracker, refuse_missing
 from specheads.training import trainer
 from specheads.training.distill.run import refuse_not_decoding
-from specheads.training.feature_cache import feature_cache
-from specheads.training.features import FeatureSource, LocalBase
+from specheads.training.features import FeatureSource, LocalBase, feature_cache
 from specheads.training.plan import automatic, largest_batches
 from specheads.training.processes import (
     accelerator_of_environment,

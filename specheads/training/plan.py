@@ -45,7 +45,6 @@ from specheads.training.features import (
     server_layers,
     server_token_bytes,
 )
-from specheads.training.flops import flop_counter
 from specheads.training.objective import Objective, label_counts
 from specheads.training.optimizers import roles
 from specheads.training.processes import load_base, readers, sharding_of
@@ -60,7 +59,7 @@ from specheads.training.schedule import (
     text_tokens,
 )
 from specheads.training.settings import Distill, FeatureSettings, Phase, Schedule
-from specheads.training.step import Stepper
+from specheads.training.step import Stepper, flop_counter
 from specheads.training.teacher import Step, Teacher
 from specheads.training.trainer import AHEAD
 

@@ -16,8 +16,7 @@ from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
 from specheads.core.ranges import Depth, DepthOrZero, NonNegativeInt, Width, one_of
 from specheads.heads.checkpoint import fill
-from specheads.heads.layers.common import ResidualBlock
-from specheads.heads.layers.embedding import BorrowingHead
+from specheads.heads.layers.common import BorrowingHead, ResidualBlock
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,7 +48,7 @@ class Head(BorrowingHead):
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
-        self.depth, self.borrows_projection = config.depth, config.projection != "own"
+        self.borrows_projection = config.projection != "own"
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(width) for _ in range(config.num_layers)))
             for _ in range(self.depth)
