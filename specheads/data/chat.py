@@ -90,8 +90,7 @@ class Template:
         if tokenizer.chat_template is None:
             raise InputError(
                 "messages need a tokenizer with a chat template, this one lacks it; copy "
-                "chat_template.jinja of the original model into its folder, or give rows with plain "
-                "text"
+                "chat_template.jinja of the original model into its folder, or give rows of text"
             )
         if not tokenizer.is_fast:
             raise InputError(
