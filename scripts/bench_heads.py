@@ -358,7 +358,7 @@ def _config(source: Source, words: Sequence[str]) -> Any:
         "draft_attn_impl": "sdpa",
         "loss_implementation": "eager",
         "hidden_states_dtype": dtype_name(source.dtype),
-        # its default is a window of 2,048 positions; the head beside it attends to all of them
+        # its default is a window of 2,048 positions; the head next to it attends to all of them
         "full_attention_indices": [*range(int(chosen.get("num_layers", 1)))],
         "ttt_steps": source.head.depth,
         "max_steps": sum(one.steps for one in source.settings.schedule.phases.values()),

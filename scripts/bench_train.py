@@ -9,7 +9,7 @@ The step is the trainer's own: a frozen base reads packed documents, a head lear
 optimizers take the gradients. The floor is that of specheads/training/log.py: the products of
 one forward of the base without logits, of the head's forward and backward, and of the vocabulary
 where labels count, at the rate at which this machine multiplies large matrices of that dtype.
-Steps and the measuring of that rate take turns, so that a machine that slows down slows both;
+Steps and the measuring of that rate take turns, so a machine that slows down slows both;
 ratios carry 95 % bootstrap intervals over turns.
 
 --plain adds the step as one would write it without this library: the base's logits at every

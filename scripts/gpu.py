@@ -373,7 +373,7 @@ def _train_rows(report: Report, what: str, kind: str, row: Mapping[str, Any]) ->
 
 
 def train_row(report: Report, base: Any, kind: str) -> dict[str, Any]:
-    """Return what a training step takes: time, MFU, and memory beside the plan's."""
+    """Return what a training step takes: time, MFU, and memory next to the plan's."""
     import bench_train
 
     sizes = report.sizes

@@ -1,4 +1,4 @@
-"""Chat with the base in the terminal; colours show which tokens were drafted.
+"""Chat with the base in the terminal; colors show which tokens were drafted.
 
 specheads chat run=runs/smollm2
 specheads chat head=HEAD base=MODEL side_by_side=true
@@ -38,7 +38,7 @@ MIN_COLUMNS = 80
 FRAMES_PER_SECOND = 12
 HELP = "/reset forgets the conversation, /quit or Ctrl-D ends"
 DEPTH_COLOURS = ("#7cc48d", "#4fb06b", "#2e9f55", "#1f8a6d", "#1a7f86")
-"""Colours of drafted tokens by depth; deeper ones have the last colour."""
+"""Colors of drafted tokens by depth; deeper ones have the last color."""
 COPIED = "#c58af9"
 
 
@@ -145,7 +145,7 @@ class Answer:
         return self.stream.finish_reason is not None
 
     def step(self) -> Text:
-        """Decode one step and return its text in colours."""
+        """Decode one step and return its text in colors."""
         known, shown = len(self.stream.steps), len(self.pieces)
         start = time.perf_counter()
         self._engine.step()
@@ -232,17 +232,17 @@ def style(origin: Origin) -> str:
     if origin.kind == "copied":
         return COPIED
     depth = min(origin.depth, len(DEPTH_COLOURS))
-    # deeper tokens are underlined too, for readers who do not see colours
+    # deeper tokens are underlined too, for readers who do not see colors
     return DEPTH_COLOURS[depth - 1] + (" underline" if depth > 1 else "")
 
 
 def coloured(pieces: Sequence[tuple[str, Origin]]) -> Text:
-    """Return a text with colours, which rich leaves out where there is no terminal."""
+    """Return a text with colors, which rich leaves out where there is no terminal."""
     return Text.assemble(*((printable(piece), style(origin)) for piece, origin in pieces))
 
 
 def legend(depth: int, *, copies: bool = False) -> Text:
-    """Return the meaning of the colours."""
+    """Return the meaning of the colors."""
     known = min(depth, len(DEPTH_COLOURS))
     origins = [Origin("drafted", level) for level in range(1, known + 1)]
     entries = [(f"{origin}", style(origin)) for origin in origins]

@@ -89,8 +89,8 @@ class Template:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> None:
         if tokenizer.chat_template is None:
             raise InputError(
-                "messages need a tokenizer with a chat template, this one lacks it; give rows with "
-                "plain text, or an instruction-tuned base"
+                "messages need a tokenizer with a chat template, this one lacks it; copy "
+                "chat_template.jinja of the original model into its folder, or give rows of text"
             )
         if not tokenizer.is_fast:
             raise InputError(

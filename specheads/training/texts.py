@@ -27,7 +27,7 @@ from specheads.data.tokenise import UnansweredError, tokenised
 from specheads.runs.progress import progress
 from specheads.training.distill.prompts import PromptSource, identity_of, prompt_source
 from specheads.training.distill.run import Job, write_folder
-from specheads.training.distill.shards import read_text
+from specheads.training.distill.shards import read_text, refuse_other_text
 from specheads.training.processes import readers
 from specheads.training.schedule import row_tokens
 from specheads.training.settings import Distill, Phase, Validation
@@ -89,6 +89,8 @@ class PhaseTexts:
                     f"other text than a phase before it in {job.folder}; give it its own "
                     "distill.folder"
                 )
+            # now, and not after the phases before it
+            refuse_other_text(job.folder, claim)
 
     def identity(self) -> dict[str, Any]:
         """Return facts of the base and the corpus that must be the same when a run resumes."""

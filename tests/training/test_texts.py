@@ -50,6 +50,15 @@ def test_phases_with_different_text_in_one_folder_are_refused(base: FrozenBase, 
         texts(base, data, distilled(), distilled(distill=replace(DISTILL, **same)))
 
 
+def test_folder_of_other_text_is_refused_before_the_first_phase(
+    base: FrozenBase, data: Data, tmp_path: Path
+):
+    (tmp_path / "fingerprint.json").write_text('{"new_tokens": 64}', encoding="utf-8")
+    phase = distilled(distill=replace(DISTILL, folder=str(tmp_path)))
+    with pytest.raises(InputError, match=r"was generated with \w+ .*; use the same settings"):
+        texts(base, data, distilled(), phase)
+
+
 CHAT = WeightedSource(source="chat", path="x")
 
 

@@ -48,8 +48,8 @@ def refuse_other_text(folder: Path, claim: dict[str, Any]) -> None:
         if before.get(name, value if name == "base_config" else None) != value:
             raise InputError(
                 "self-distilled text needs the base, data and settings that generated it: "
-                f"{folder} was generated with {name} {before.get(name)}, got {value}; remove it or "
-                "choose another folder"
+                f"{folder} was generated with {name} {before.get(name)}, got {value}; use the "
+                "same settings, or choose another folder"
             )
 
 
