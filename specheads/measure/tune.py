@@ -422,7 +422,7 @@ def _time_step(
     return time.perf_counter() - began, drafted - began
 
 
-def trimmed_mean(seconds: Sequence[float]) -> float:
+def trimmed_mean(seconds: Sequence[int | float]) -> float:
     """Return the mean without the slowest and the fastest fifth: some steps stop early or copy."""
     ordered = sorted(seconds)
     cut = len(ordered) // 5
