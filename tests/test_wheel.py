@@ -1,4 +1,4 @@
-"""What is installed from the wheel works in an empty folder, with nothing of the checkout near."""
+"""The installed wheel works in an empty folder, without the checkout."""
 
 import os
 import subprocess

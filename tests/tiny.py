@@ -155,7 +155,7 @@ def own_base(
     if architecture == "gemma2":
         # transformers has no sdpa for it
         attention = "eager"
-    # sampled on the CPU, so that the weights are equal on every device
+    # sampled on the CPU, so the weights are equal on every device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = AutoModelForCausalLM.from_config(

@@ -22,7 +22,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.gguf import located
 from specheads.base.masks import refuse_attention
-from specheads.base.reading import reading, refuse_mismatch
+from specheads.base.read_errors import reading, refuse_mismatch
 from specheads.base.settings import attention_of, auto_class, honour_tokenizer, refuse_ignored
 from specheads.base.sharding import Sharding
 from specheads.core.errors import InputError, first_line
@@ -95,8 +95,8 @@ def load_model(
 def load_config(source: str, *, revision: str) -> PreTrainedConfig:
     """Load the config.json of a base's folder or Hub id.
 
-    A base that needs its own code is refused, and so is a setting that transformers ignores and
-    that changes logits: see settings.py.
+    Refuses a base that needs its own code, and a setting that transformers ignores and that
+    changes logits: see settings.py.
     """
     with reading("config.json", source):
         if Path(source).is_file():

@@ -145,9 +145,17 @@ class FrozenBase(Forwards):
         """Return whether this adapter was merged last; different paths to it count as the same."""
         return self.adapter == _placed(adapter)
 
+    def tokenizer_for(self, what: str) -> PreTrainedTokenizerBase:
+        """Return the tokenizer, which `what` needs; refuse a base without one."""
+        if self.tokenizer is None:
+            raise InputError(
+                f"{what} needs a base with a tokenizer, got {self.name!r:.200}; add its files"
+            )
+        return self.tokenizer
+
     @property
     def decodes(self) -> bool:
-        """Whether one process can generate text with it: it is neither sharded nor at a server."""
+        """Whether one process can generate text with it: it is whole in this process."""
         return self.has_layers and self.sharding is None
 
     @property

@@ -119,7 +119,7 @@ def make_exact(base: Forwards) -> bool:
 
 def _decodes_alike(base: Forwards) -> bool:
     """Return whether a path of a tree has the logits of its tokens one by one, bit for bit."""
-    # the levels of the tree lie on both sides of a multiple of the blocks of exact attention
+    # the levels of the tree are on both sides of a multiple of the blocks of exact attention
     length = 3 * BLOCK - 2
     tokens = torch.arange(3, 3 + length + 7)[None] * 7919 % len(base.projection.weight)
     text, nodes = tokens[:, :length], tokens[:, length:]

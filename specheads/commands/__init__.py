@@ -4,6 +4,8 @@ import ast
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+ORDER = ("train", "distill", "tune", "evaluate", "compare", "chat", "export", "push")
+"""The order in which a user needs the commands; the others follow."""
 
 
 def commands() -> dict[str, str]:
@@ -25,13 +27,16 @@ def usage() -> str:
     """Return the help text: how to call specheads, and the purpose of each command."""
     known = commands()
     width = max(map(len, known), default=0)
-    lines = [f"  {name:{width}}  {about}" for name, about in known.items()]
+    ordered = [*ORDER, *(name for name in known if name not in ORDER)]
     return "\n".join(
         [
             "usage: specheads <command> [group=choice] [key=value] ...",
+            "Train heads that draft tokens for a language model, and measure and export them.",
             "",
-            *lines,
+            *(f"  {name:{width}}  {known[name]}" for name in ordered),
             "",
-            "specheads <command> --help shows the settings of a command.\n",
+            "start with     specheads train recipe=tiny_code",
+            "own data       specheads train recipe=conversations base.model=MODEL data.path=FILE",
+            "all settings   specheads <command> --help\n",
         ]
     )

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from specheads.commands import _help
 from specheads.config import compose
 from specheads.config.commands import Train
-from specheads.core.errors import InputError, first_line, printable
+from specheads.core.errors import InputError, causes, first_line, printable
 from specheads.runs.settings import read_settings
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ def _mistake(error: Exception) -> str:
     """Return one line about an error that the user can fix; empty for any other error."""
     if isinstance(error, InputError):
         return f"{error}\n{error.details[:MAX_DETAILS]}".rstrip("\n")
-    chain = list(_chain(error))
+    chain = list(causes(error))
     texts = [f"{type(one).__name__}: {one}" for one in chain]
     for rule, words, remedy in NEEDS:
         if any(word in text for text in texts for word in words):
@@ -126,12 +126,6 @@ def _bug(error: Exception) -> str:
         file.write(report)
         return f"{line} its traceback in {file.name}"
     return f"{line}\n{report}"
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 @contextmanager

@@ -37,14 +37,20 @@ def setup_of(settings: Train) -> Setup:
 
 
 def show_plan(settings: Train) -> None:
-    """Print the settings and the plan as two YAML documents."""
+    """Print the settings and the plan as two YAML documents, and the plan in one line."""
     accelerator = accelerator_of_environment(settings.base.dtype)
     if accelerator.is_main_process:
         sys.stdout.write(compose.as_yaml(settings))
         sys.stdout.flush()
-    found = {"plan": plan(setup_of(settings), accelerator)}
+    found = plan(setup_of(settings), accelerator)
     if accelerator.is_main_process:
-        sys.stdout.write("---\n" + yaml.safe_dump(found, sort_keys=False, width=1000))
+        sys.stdout.write("---\n" + yaml.safe_dump({"plan": found}, sort_keys=False, width=1000))
+        room = f" of {found['room_bytes'] / 1e9:.2f}" if found["room_bytes"] else ""
+        minutes = f"{60 * sum(found['hours'].values()):.0f} minutes without the evaluation, "
+        sys.stdout.write(
+            f"# {minutes if found['hours'] else ''}peak memory {found['peak_bytes'] / 1e9:.2f}"
+            f"{room} GB, {sum(found['disk_bytes'].values()) / 1e9:.2f} GB on disk\n"
+        )
 
 
 def show_examples(settings: Train) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from textwrap import fill
@@ -15,6 +16,9 @@ from specheads.config import compose
 from specheads.config.commands import Train
 from specheads.core import ranges
 
+FAR_LIMITS = re.compile(r" \(.*?\)|, at most (1e\+|\d,\d{3},\d{3},)\S*")
+"""Limits that no sensible value reaches. Messages name them, the help leaves them out."""
+
 
 def settings(command: str) -> str:
     """Return the help of a command: usage, examples, choices and every setting."""
@@ -22,8 +26,8 @@ def settings(command: str) -> str:
     groups = sorted(item.name for item in fields(kind) if _choices(item.name))
     if issubclass(kind, Train):
         groups.insert(0, "recipe")
-    choices = [f"{group}={'|'.join(_choices(group))}" for group in groups]
-    short = [f"{name} is {full}" for name, full in compose.SHORT.get(command, {}).items()]
+    choices = [_wrapped(f"{group}=  {', '.join(_choices(group))}", 2) for group in groups]
+    short = compose.SHORT.get(command, {}).items()
     about = (inspect.getdoc(kind) or "").removeprefix(f"`specheads {command}`.").strip()
     purpose, _, *examples = described(command)
     parts = [
@@ -32,8 +36,9 @@ def settings(command: str) -> str:
         *filter(None, [about]),
         "\nexamples",
         *(f"  {line}" for line in examples),
-        *(["\nchoices", *(f"  {line}" for line in choices)] if choices else []),
-        *(["\nshort names", *(f"  {line}" for line in short)] if short else []),
+        *(["\nchoices", *choices] if choices else []),
+        *(["\nshort names"] if short else []),
+        *(f"  {name}=  sets {full}" for name, full in short if not full.startswith("+")),
         "\nsettings",
         *(
             _shown(f"{name}: {rule}{f' [{default}]' if default else ''}", about)
@@ -51,7 +56,11 @@ def _choices(group: str) -> list[str]:
 
 
 def _shown(first: str, about: str) -> str:
-    return f"  {first}\n{fill(about, 96, initial_indent='      ', subsequent_indent='      ')}"
+    return f"  {first}\n{_wrapped(about, 6)}"
+
+
+def _wrapped(text: str, indent: int) -> str:
+    return fill(text, 96, initial_indent=" " * indent, subsequent_indent=" " * 6)
 
 
 def listed(kind: Any, where: str = "") -> Iterator[tuple[str, str, str, str]]:
@@ -68,7 +77,10 @@ def listed(kind: Any, where: str = "") -> Iterator[tuple[str, str, str, str]]:
             default = "" if item.default is MISSING else repr(item.default)
             if item.default_factory is not MISSING:
                 default = repr(item.default_factory())
-            yield name, ranges.words(hint), default, about.get(item.name, "")
+            # the description explains an empty value
+            default = "" if default in ("''", "[]", "{}") else default
+            rule = FAR_LIMITS.sub("", ranges.words(hint))
+            yield name, rule, default, about.get(item.name, "")
 
 
 def _group(hint: Any) -> Any:

@@ -45,12 +45,11 @@ COPIED = "#c58af9"
 def run(settings: Chat) -> None:
     """Answer each line of standard input."""
     base, head = objects(settings)
-    if base.tokenizer is None:
-        raise InputError(f"a chat needs a base with a tokenizer, got {base.name!r}; add its files")
+    tokenizer = base.tokenizer_for("a chat")
     if settings.side_by_side:
         make_exact(base)
     tree = fixed_policy(head_depth=head.depth, **asdict(settings.tree))
-    dialogue = Dialogue(base.tokenizer, settings.system)
+    dialogue = Dialogue(tokenizer, settings.system)
     console = Console(highlight=False, markup=False)
     limit, sampling = settings.max_new_tokens, Sampling.of(settings, settings.seed)
     if console.is_terminal:
@@ -125,7 +124,6 @@ class Answer:
     """Time of the steps, without the forward of the prompt."""
 
     def __post_init__(self) -> None:
-        assert self.base.tokenizer is not None
         room = min(len(self.prompt) + self.max_new_tokens, self.base.max_length)
         if len(self.prompt) >= self.base.max_length:
             raise InputError(
@@ -138,7 +136,7 @@ class Answer:
         self.stream = self._engine.submit(
             Request(prompt=self.prompt, max_new_tokens=self.max_new_tokens, sampling=self.sampling)
         )
-        self._text = detokenize.TextStream(self.base.tokenizer, self.prompt)
+        self._text = detokenize.TextStream(self.base.tokenizer_for("a chat"), self.prompt)
         self._origins = [BASE_ORIGIN]
 
     @property

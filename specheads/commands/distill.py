@@ -22,8 +22,8 @@ from specheads.data.sources import refuse_unreadable
 from specheads.heads.load import load_head
 from specheads.runs.progress import progress
 from specheads.training.distill.prompts import identity_of, prompt_source
-from specheads.training.distill.report import as_markdown
 from specheads.training.distill.run import EXTERNAL_ENGINES, Job, refuse_not_decoding, write_folder
+from specheads.training.distill.shards import as_markdown
 from specheads.training.processes import accelerator_of_environment, load_base, naming_lost
 from specheads.training.settings import distilled
 
@@ -38,6 +38,12 @@ def run(settings: commands.Distill) -> None:
         console = Console(markup=False, highlight=False)
         console.print(as_markdown(report), soft_wrap=True)
         console.print(f"text: {settings.out}", soft_wrap=True)
+        phases = settings.schedule.phases.items()
+        name = next(name for name, phase in phases if phase.distill)
+        console.print(
+            f"next: specheads train with schedule.phases.{name}.distill.folder={settings.out}",
+            soft_wrap=True,
+        )
 
 
 @naming_lost()

@@ -133,11 +133,9 @@ def usable_prompts(
     """Return the prompts of an evaluation; raise for one that would fail later."""
     evaluation = settings.evaluation
     fixed_tree(settings, head_depth)
-    if base.tokenizer is None:
-        raise InputError(f"evaluation reads text: the base {base.name} needs a tokenizer")
     prompts = load_prompts(
         evaluation.prompts,
-        base.tokenizer,
+        base.tokenizer_for("an evaluation"),
         num_prompts=evaluation.num_prompts,
         prompt_tokens=evaluation.prompt_tokens,
         all_turns=evaluation.all_turns,
@@ -160,8 +158,8 @@ def longer_prompts(
             f"contexts can be at most {room}, as {evaluation.max_new_tokens} new tokens follow in "
             f"a context of {base.max_length}, got {contexts[-1]}; lower contexts or max_new_tokens"
         )
-    assert base.tokenizer is not None
-    return with_context(prompts, contexts, evaluation.context_text, base.tokenizer)
+    tokenizer = base.tokenizer_for("an evaluation")
+    return with_context(prompts, contexts, evaluation.context_text, tokenizer)
 
 
 def generation_settings(settings: SettingsWithEvaluation, prompts: PromptSet) -> GenerationSettings:

@@ -77,10 +77,9 @@ def export(
         raise InputError("an export needs its own folder: add out=FOLDER")
     place = Path(settings.out)
     base, head = objects(settings, base)
-    if base.tokenizer is None:
-        raise InputError(f"an export is checked on text, and {base.name} has no tokenizer; add one")
+    tokenizer = base.tokenizer_for("the check of an export")
     found = load_prompts(
-        "python_stdlib", base.tokenizer, num_prompts=NUM_PROMPTS, prompt_tokens=PROMPT_TOKENS
+        "python_stdlib", tokenizer, num_prompts=NUM_PROMPTS, prompt_tokens=PROMPT_TOKENS
     )
     texts = gate_texts(
         head, base, settings.engine, place, [prompt.tokens for prompt in found.prompts]

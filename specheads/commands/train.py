@@ -39,8 +39,7 @@ from specheads.runs.settings import read_settings
 from specheads.runs.trackers import Tracker, refuse_missing
 from specheads.training import trainer
 from specheads.training.distill.run import refuse_not_decoding
-from specheads.training.feature_cache import feature_cache
-from specheads.training.features import FeatureSource, LocalBase
+from specheads.training.features import FeatureSource, LocalBase, feature_cache
 from specheads.training.plan import automatic, largest_batches
 from specheads.training.processes import (
     accelerator_of_environment,
@@ -69,6 +68,8 @@ def run(settings: Train) -> None:
     results = read(Results, made.report / "results.json")
     if settings.evaluate_after and results and PartialState().is_main_process:
         report.show(results, page=made.report / "report.html")
+        line = f"next: specheads tune run={made.path}, specheads chat run={made.path}"
+        Console(markup=False).print(line, soft_wrap=True)
     leave_processes()
 
 

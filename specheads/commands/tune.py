@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,27 +16,25 @@ from typing import Any
 from rich.console import Console
 
 from specheads.base.gguf import located
-from specheads.base.loading import device_of, load_config
+from specheads.base.loading import load_config
 from specheads.base.model import FrozenBase
 from specheads.commands._call import settings_for
 from specheads.commands._library import objects
 from specheads.config.commands import Tune
 from specheads.core.errors import InputError
-from specheads.core.files import dumps, local_path, writable_folder, write_atomic
+from specheads.core.files import dumps, from_json, local_path, writable_folder, write_atomic
 from specheads.core.machine import dtype_name
 from specheads.decoding.trees.tuned import FILE, Machine, Tuned
 from specheads.export.layouts.vllm import HEAD_VARIABLE
 from specheads.export.vllm import COST_FILE, ServingCost
 from specheads.heads.load import load_head
-from specheads.measure.tune import CONTEXTS, Point, fit, table, trimmed_mean, tune_head
+from specheads.measure.tune import CONTEXTS, fit_server, table, tune_head
 from specheads.runs.directory import RunDirectory
 from specheads.training.plan import server_dtype
 
 ROOM = 512
 """Most tokens that vLLM generates after a prompt while its steps are timed."""
 PLAIN: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}
-BUCKET = 64
-"""Tokens of context whose steps are one point of the fit."""
 
 
 def run(settings: Tune) -> None:
@@ -57,6 +54,12 @@ def run(settings: Tune) -> None:
     console = Console()
     console.print(table(tuned))
     console.print(f"tuned: {head_folder(settings) / FILE}", **PLAIN)
+    if settings.run:
+        console.print(
+            f"next: specheads evaluate run={settings.run}, or specheads export run={settings.run} "
+            "engine=ENGINE out=FOLDER",
+            **PLAIN,
+        )
 
 
 def tune(
@@ -104,10 +107,9 @@ def tune_vllm(settings: Tune) -> ServingCost:
         )
     config = load_config(located(base.model), revision=base.revision)
     longest = config.get_text_config().max_position_embeddings - ROOM
-    dtype = server_dtype(base.dtype)
     job = {
         "model": located(base.model),
-        "dtype": dtype_name(dtype),
+        "dtype": dtype_name(server_dtype(base.dtype)),
         "depth": head.depth,
         "batch_sizes": settings.batch_sizes,
         "contexts": settings.contexts or [one for one in CONTEXTS if one <= longest],
@@ -129,18 +131,13 @@ def tune_vllm(settings: Tune) -> ServingCost:
             "above; name another interpreter as python=PATH"
         )
     answer = json.loads(done.stdout)
-    grouped = defaultdict[tuple[int, int, int], list[Any]](list)
-    for batch, context, depth, *seconds in answer["steps"]:
-        # contexts grow while vLLM generates
-        grouped[batch, round(context / BUCKET), depth].append((context, *seconds))
-    points = []
-    for (batch, _, depth), each in grouped.items():
-        context, verify, draft = (trimmed_mean(one) for one in zip(*each, strict=True))
-        drafts = {"nodes": 1 + depth, "depth": depth, "draft": draft}
-        points.append(Point(batch=batch, context=context, verify=verify, **drafts))
-    cost, error = fit(points)
-    machine = Machine.of(device_of("auto"), dtype)
-    served = ServingCost(engine=answer["engine"], machine=machine, cost=cost, cost_error=error)
+    cost, error = fit_server(answer["steps"])
+    served = ServingCost(
+        engine=answer["engine"],
+        machine=from_json(Machine, answer["machine"]),
+        cost=cost,
+        cost_error=error,
+    )
     write_atomic(folder / COST_FILE, dumps(served))
     return served
 

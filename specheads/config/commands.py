@@ -129,7 +129,8 @@ class Export(HasOut, HeadOnBase):
     """`specheads export`. The name of the base is what the engine will load: prefer a Hub id."""
 
     engine: PrintableText = ""
-    """Engine: a module of specheads/export/layouts."""
+    """Engine that will serve the head: base, llama_cpp, sglang, speculators, tensorrt_llm, tgi,
+    transformers or vllm. docs/export_matrix.md shows which engine serves which head."""
 
 
 @dataclass(kw_only=True)
@@ -171,9 +172,8 @@ class Compare(HasSeed, HasOut, HasRun):
     """More heads of the same base, of any kind and width: finished runs, or folders or Hub ids of
     heads. The first run among them gives the settings of the measurement."""
     drafters: list[Annotated[str, one_of(*DRAFTERS)]] = field(default_factory=list)
-    """Methods to compare: head, prompt_lookup, hybrid, streaming, draft_model, transformers (the
-    base in its own generate), transformers_lookup and transformers_assisted. Empty is all; those
-    with a draft model need draft_model."""
+    """Methods to compare; docs/compare.md describes each. Empty is all, without those that need
+    draft_model if it is empty."""
     temperatures: list[Temperature] = field(default_factory=list)
     """Temperatures to measure. Empty is evaluation.temperature."""
     batch_sizes: list[PositiveInt] = field(default_factory=list)
@@ -200,7 +200,7 @@ class Tune(HasSeed, HeadOnBase):
     new_tokens: AtLeastTwo = 64
     """Tokens that the base generates after each prompt."""
     engine: Annotated[str, one_of("", "vllm")] = ""
-    """vllm times steps of vLLM with an exported head, so that the plug-in drafts by the load. Only
+    """vllm times steps of vLLM with an exported head, so the plug-in drafts by the load. Only
     base, batch_sizes and contexts matter then. Empty tunes the trees of our own loop."""
     python: PathOrId = ""
     """Python interpreter of an environment with vLLM. Empty is this one's."""

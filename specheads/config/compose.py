@@ -82,6 +82,10 @@ PLAIN = re.compile(
 """A text that Hydra reads as it is: quoted, with a reference, or a plain word or path."""
 ENDS = (" full_key:", " object_type=", " Config search path:", " See https:", " 1. To use it as")
 """What follows the rule in a message of Hydra or OmegaConf."""
+CHOICES = re.compile(
+    r"(?:You must specify '(\w+)'.*|Could not find '(\w+)/(.*)') Available options.*?: ?(.*)"
+)
+"""Hydra's messages about a choice: its group, and the choices."""
 HOW_MEASURED = ("base.compile", "base.exact", "base.device", "base.dtype")
 """Settings of the base that a command may change for a run."""
 
@@ -239,6 +243,9 @@ def _rule(text: str) -> str:
     text = " ".join(text.split())
     for end in ENDS:
         text = text.partition(end)[0]
+    if found := CHOICES.search(text):
+        group, value = found[1] or found[2], f"{found[3]!r:.200}" if found[2] else "none"
+        return f"{group} must be one of {', '.join(found[4].split())}, got {value}"
     return text[:1000]
 
 

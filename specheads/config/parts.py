@@ -152,7 +152,7 @@ class HasRun:
     """A run."""
 
     run: PathOrId = ""
-    """Directory of a finished run; or name head and base."""
+    """Directory of a finished run."""
 
 
 @dataclass(kw_only=True)
@@ -160,7 +160,7 @@ class HasOut:
     """An output folder."""
 
     out: PathOrId = ""
-    """Output folder. Empty is the run's own report/, if there is a run."""
+    """Output folder. Commands that measure a run write into its report/ if this is empty."""
 
 
 @dataclass(kw_only=True)
@@ -177,7 +177,7 @@ class HeadOnBase(HasRun):
 
     base: Base
     head_path: PathOrId = ""
-    """Folder or Hub id of a head; `head=` on the command line."""
+    """Folder or Hub id of a head, in place of a run; `head=` on the command line."""
     force: bool = False
     """Accept a head that was trained on other weights than the base's, such as a fine-tuned
     sibling's."""

@@ -3,7 +3,6 @@
 tests/heads/test_heads.py checks them for every head. See docs/add_a_head.md.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
+from specheads.core.files import as_json
 from specheads.core.ranges import check_fields
 from specheads.core.weight_layout import product
 
@@ -129,7 +129,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     """A trained drafter, with teacher-forced states so that one loop can train any kind.
 
     Args:
-        config: The kind's own `Config`, whose values are checked here.
+        config: The kind's own `Config`, with `depth`; its values are checked here.
         width: Width of the base's final hidden state.
         vocab_size: Rows of the base's vocabulary projection.
     """
@@ -144,12 +144,12 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     base_fingerprint: str = ""
     """Fingerprint of the base it was trained on: see base/fingerprint.py. Empty if unknown."""
     tuned: Any = None
-    """Measurements of `specheads tune`: see decoding/trees/tuned.py. None if there are none."""
+    """Measurements of `specheads tune`: see decoding/trees/tuned.py. None without them."""
 
     def __init__(self, config: Any, width: int, vocab_size: int) -> None:
         super().__init__()
         check_fields(config, "head")
-        self.config = config
+        self.config, self.depth = config, config.depth
         self.width, self.vocab_size = width, vocab_size
         size = getattr(config, "draft_tokens", 0)
         if not 0 <= size <= vocab_size:
@@ -274,8 +274,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     def _save_pretrained(self, save_directory: Path) -> None:
         """Write the weights and config.json."""
         super()._save_pretrained(save_directory)
-        text = json.dumps(self.settings(), indent=2, sort_keys=True)
-        (save_directory / "config.json").write_text(text + "\n", encoding="utf-8")
+        (save_directory / "config.json").write_text(as_json(self.settings()), encoding="utf-8")
 
     def settings(self) -> dict[str, Any]:
         """Return the content of config.json: kind, settings but null ones, sizes, fingerprint."""

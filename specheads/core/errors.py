@@ -1,5 +1,6 @@
 """Errors of the user's input, as opposed to bugs."""
 
+from collections.abc import Iterator
 from operator import index
 from typing import Any
 
@@ -22,6 +23,13 @@ class InputError(ValueError):
         if not self.fault:
             return self.rule
         return f"{self.rule}; {self.where} {self.fault}: fix or remove the row"
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, the one that it was raised from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def printable(text: str) -> str:

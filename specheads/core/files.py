@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from filelock import FileLock, Timeout
 from pydantic import TypeAdapter, ValidationError
 
-from specheads.core.errors import InputError, first_line
+from specheads.core.errors import InputError, causes, first_line
 
 T = TypeVar("T")
 SCRATCH = re.compile(r"\.(?P<name>.+)\.(?:[0-9a-f]{8}|(?P<old>old))")
@@ -136,13 +136,11 @@ def naming_full_disk(place: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        met: BaseException | None = error
-        while met is not None:
+        for met in causes(error):
             # safetensors raises no OSError, and torch wraps it
             if getattr(met, "errno", None) == errno.ENOSPC or "(os error 28)" in str(met):
                 full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
                 raise full from error
-            met = met.__cause__ or met.__context__
         raise
 
 
@@ -236,7 +234,12 @@ def cache_folder() -> Path:
     return local_path(own or Path(general or "~/.cache") / "specheads").absolute()
 
 
-# --- dataclasses as JSON -----------------------------------------------------------------------
+# --- JSON --------------------------------------------------------------------------------------
+
+
+def as_json(value: Any) -> str:
+    """Return plain values as the text of a JSON file, with sorted keys."""
+    return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
 
 def to_json(value: Any) -> Any:
@@ -244,9 +247,9 @@ def to_json(value: Any) -> Any:
     return _adapter(type(value)).dump_python(value, mode="json", by_alias=True)
 
 
-def dumps(value: Any, indent: int | None = 1) -> str:
+def dumps(value: Any) -> str:
     """Return a dataclass as the text of a JSON file."""
-    return json.dumps(to_json(value), indent=indent) + "\n"
+    return json.dumps(to_json(value), indent=1) + "\n"
 
 
 def from_json(kind: type[T], value: Any, where: str = "the JSON object") -> T:

@@ -9,7 +9,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Len, Lt, MinLen, Predicate
+from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from specheads.core.errors import InputError
@@ -89,17 +89,16 @@ PositiveFloat = Annotated[float, Gt(0), Le(1e9)]
 Temperature = Annotated[
     float, Rule(lambda value: value == 0 or value >= 0.001, "0 or at least 0.001"), Le(100)
 ]
-PrintableText = Annotated[str, Rule(_is_printable, "text, printable and at most 4096 characters")]
+PrintableText = Annotated[str, Rule(_is_printable, "text (printable, at most 4096 characters)")]
 PathOrId = Annotated[
-    str, Rule(_is_path, f"a path or an id, its parts of at most {MAX_NAME_BYTES} bytes")
+    str, Rule(_is_path, f"a path or an id (parts of at most {MAX_NAME_BYTES} bytes)")
 ]
 GlobPattern = Annotated[
-    str, Rule(_is_pattern, "a pattern below the folder: relative, and without ..")
+    str, Rule(_is_pattern, "a glob below the folder (relative, and without ..)")
 ]
-FolderName = Annotated[str, Rule(_is_folder_name, "a name that a folder can have, without /")]
+FolderName = Annotated[str, Rule(_is_folder_name, "a folder name (without /)")]
 BatchSize = Annotated[Any, Rule(_is_batch_size, f"a whole number, at least 1, or {AUTO}")]
 """An integer to every reader: `auto` is replaced before anything reads it."""
-Pair = Len(2, 2)
 NonEmpty = MinLen(1)
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 BOUNDS = {Ge: ("at least", "ge"), Gt: ("above", "gt"), Le: ("at most", "le"), Lt: ("below", "lt")}
@@ -193,8 +192,6 @@ def _described(rule: Any) -> str:
         return rule.words
     if isinstance(rule, MinLen):
         return "not empty"
-    if isinstance(rule, Len):
-        return f"{rule.min_length} of them"
     text, name = BOUNDS[type(rule)]
     bound = getattr(rule, name)
     return "" if bound == MAX_INT else f"{text} {bound:,}"

@@ -22,7 +22,7 @@ MKL, ONEDNN = "mkl", "onednn"
 
 
 class _Pack(NamedTuple):
-    """A packed matrix; `source` keeps the original alive, so that its address is not reused."""
+    """A packed matrix; `source` keeps the original alive, so its address is not reused."""
 
     library: str
     matrix: Tensor

@@ -385,7 +385,7 @@ class Template:
 
     @cached_property
     def _header(self) -> str:
-        """The generation prompt after a question; empty if the template has none."""
+        """The generation prompt after a question; empty without one."""
         plain, prompt = self.text([ASK]), self.text([ASK], ask=True)
         return prompt[_shared(plain, prompt) :]
 

@@ -109,7 +109,7 @@ NAMES = (*NO_PATH, "held_out", *ON_HUB)
 SPEED_BENCH = re.compile(r"qualitative|throughput_(\d+k)")
 """Names of SPEED-Bench's parts: files or folders, as its scripts write them."""
 UNRESOLVED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
-"""Stands in SPEED-Bench's rows on the Hub for text that may not be redistributed."""
+"""Replaces text that may not be redistributed in SPEED-Bench's rows on the Hub."""
 CATEGORIES = ("category", "subject", "difficulty")
 """Columns that name a row's category; the first that a row has is used."""
 CONTINUED = {"prompt": ("entry_point", "uid"), "text": ("test_list",)}

@@ -6,11 +6,16 @@ bias of the log-odds (Platt 1999), or isotonic regression (Zadrozny and Elkan 20
 the lower log loss on other texts. The error is that of Guo et al. 2017, arXiv:1706.04599.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
+import torch
+from jaxtyping import Bool, Float64
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from specheads.core.errors import InputError
 from specheads.core.ranges import NonEmpty, PositiveInt, Probability, one_of
@@ -120,27 +125,38 @@ def reliability(curve: Curve, probs: Chances, accepted: NDArray[np.bool_]) -> Re
 def logistic(probs: Chances, accepted: NDArray[np.bool_]) -> Curve:
     """Return the curve with the temperature and the bias of the log-odds of the least log loss."""
 
-    def inputs(probs: Chances) -> NDArray[np.float64]:
-        inside = np.clip(probs, LEAST, 1 - LEAST)
-        return np.stack([np.ones_like(inside), np.log(inside / (1 - inside))], axis=1)
+    def inputs(probs: Chances) -> Tensor:
+        inside = torch.from_numpy(np.clip(probs, LEAST, 1 - LEAST))
+        return torch.stack([torch.ones_like(inside), inside.logit()], dim=1)
 
-    def sigmoid(values: NDArray[np.float64]) -> Chances:
-        return 0.5 + 0.5 * np.tanh(values / 2)
-
-    columns, weights = inputs(probs), np.array([0.0, 1.0])
-    # the ridge keeps weights finite for drafts without a mistake
-    ridge = 1e-2 * np.eye(2)
-    for _ in range(100):
-        found = sigmoid(columns @ weights)
-        slope = columns.T @ (found - accepted) + ridge @ (weights - [0.0, 1.0])
-        curvature = (columns.T * (found * (1 - found))) @ columns + ridge
-        # Newton's method may overshoot where the curve is flat
-        weights = weights - np.clip(np.linalg.solve(curvature, slope), -0.5, 0.5)
     knots = np.linspace(0.0, 1.0, KNOTS)
+    weights = logistic_regression(inputs(probs), torch.from_numpy(accepted), [0.0, 1.0])
     if weights[1] < 0:
         # a falling curve would reorder guesses
         return _curve("logistic", knots, np.full(KNOTS, accepted.mean()))
-    return _curve("logistic", knots, sigmoid(inputs(knots) @ weights))
+    return _curve("logistic", knots, (inputs(knots) @ weights).sigmoid().numpy())
+
+
+def logistic_regression(
+    inputs: Float64[Tensor, "row column"], labels: Bool[Tensor, " row"], prior: Sequence[float]
+) -> Float64[Tensor, " column"]:
+    """Return the weight of each column, with a ridge towards the prior.
+
+    The ridge keeps weights finite for labels without a mistake.
+    """
+    start = torch.tensor(prior, dtype=torch.float64)
+    weights, wanted = start.clone().requires_grad_(), labels.double()
+    optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = F.binary_cross_entropy_with_logits(inputs @ weights, wanted, reduction="sum")
+        value = value + 0.5e-2 * (weights - start).square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    return weights.detach()
 
 
 def isotonic(probs: Chances, accepted: NDArray[np.bool_]) -> Curve:

@@ -49,7 +49,7 @@ class FollowedCost:
         self.measured = self.now = measured
         self._start = np.array([measured.fixed, measured.token])
         usual = max(measured.fixed + PRIOR_TOKENS * measured.token, 1e-6)
-        # both may change by the same share; what was measured as zero may grow too
+        # both may change by the same share; a measured zero may grow too
         least = np.array([0.1, 0.001]) * usual
         self._prior = np.diag(PRIOR * (usual / np.maximum(self._start, least)) ** 2)
         self._products, self._errors = np.zeros((2, 2)), np.zeros(2)

@@ -1,6 +1,5 @@
 """Publish a head on the Hugging Face Hub, in one commit or not at all."""
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -19,8 +18,8 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from specheads.base.model import FrozenBase
-from specheads.core.errors import InputError, first_line, one_line
-from specheads.core.files import refuse_outside, to_json
+from specheads.core.errors import InputError, causes, first_line, one_line
+from specheads.core.files import as_json, refuse_outside, to_json
 from specheads.decoding.trees.tuned import FILE
 from specheads.export.card import PICTURES, model_card, read_summary
 from specheads.export.custom_generate import hub_files
@@ -94,11 +93,12 @@ def push_run(
     pictures = {file.name: file for file in found if file.stat().st_size < MAX_PICTURE_BYTES}
     shown = {"repo": repo, "licence": licence, "data_licence": data_licence}
     card = model_card(about, head, base, pictures=list(pictures), **shown)
+    training = {"settings": about.settings, "provenance": about.provenance}
     files: Contents = {
         "README.md": card.encode(),
         "config.json": run.head / "config.json",
         "model.safetensors": run.head / "model.safetensors",
-        SETTINGS: _json({"settings": about.settings, "provenance": about.provenance}),
+        SETTINGS: as_json(training).encode(),
         **{path: text.encode() for path, text in hub_files(repo).items()},
         **pictures,
     }
@@ -107,7 +107,7 @@ def push_run(
     if about.results is not None:
         results = to_json(about.results)
         del results["provenance"]["command"]
-        files[RESULTS] = _json(results)
+        files[RESULTS] = as_json(results).encode()
     sizes = {path: _checked(path, content) for path, content in files.items()}
     return Pushed(sizes, "" if dry_run else push(repo, files, private=private))
 
@@ -186,9 +186,7 @@ def _refuse_another_model(repo: str, files: Contents, present: list[str]) -> Non
 
 def _explain(repo: str, error: BaseException) -> str:
     """Return the cause and a remedy, without the addresses in the original message."""
-    answer: BaseException | None = error
-    while answer is not None and not isinstance(answer, HfHubHTTPError):
-        answer = answer.__cause__
+    answer = next((one for one in causes(error) if isinstance(one, HfHubHTTPError)), None)
     if answer is not None:
         reason = (answer.server_message or "without a reason").splitlines()[0]
         cause = f"the Hub answered {answer.response.status_code} ({reason})"
@@ -221,7 +219,3 @@ def _refuse_secrets(path: str, data: bytes) -> None:
                 f"a push must not describe this machine, and {path} holds {what}; remove it from "
                 "the run's settings"
             )
-
-
-def _json(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()

@@ -175,19 +175,20 @@ class Proposer:
         own = projection_of(self.config.model_config.hf_text_config, projection)
         head.bind(embedding, own.scaled_weight)
         self.head = head
-        self.budget = self._budget(Machine.of(embedding.device, self.config.model_config.dtype))
+        self.machine = Machine.of(embedding.device, self.config.model_config.dtype)
+        self.budget = self._budget()
 
-    def _budget(self, here: Machine) -> ChainBudget | None:
+    def _budget(self) -> ChainBudget | None:
         """Return the budget of a calibrated head whose cost was measured on this machine."""
         file, tuned = Path(os.environ[HEAD_VARIABLE]) / COST_FILE, self.head.tuned
         if not file.is_file() or tuned is None or not tuned.acceptance.curves:
             return None
         served = from_json(ServingCost, read_json(file), str(file))
-        if served.machine != here:
+        if served.machine != self.machine:
             LOGGER.warning(
                 "%s was measured on %s and this is %s: every request gets %d drafts; measure again "
                 "with specheads tune engine=vllm",
-                *(file, served.machine, here, self.depth),
+                *(file, served.machine, self.machine, self.depth),
             )
             return None
         rates = tuned.acceptance.per_depth[: self.depth]

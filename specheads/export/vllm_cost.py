@@ -2,7 +2,7 @@
 
 `specheads tune engine=vllm` starts this module as a program in vLLM's own environment. It reads a
 job as JSON from stdin: `model`, `dtype`, `depth`, `batch_sizes` and `contexts`. It writes `engine`
-(the version) and `steps` to stdout.
+(the version), its `machine` and `steps` to stdout: see `measure.tune.fit_server`.
 """
 
 import importlib
@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
+from specheads.core.files import to_json
 from specheads.export.vllm import Proposer
 
 BURST = 4
 """Consecutive steps of one depth. The first is not timed: it finds the caches of another depth."""
 ROUNDS = 3
 """Bursts of each depth, at least, for each number of requests."""
-STEPS: list[tuple[int, float, int, float, float]] = []
-"""Requests, mean context, drafts of each request, and seconds without and of drafting."""
+ANSWER: dict[str, Any] = {"steps": []}
+"""What is measured."""
 
 
 class Timed(Proposer):
@@ -30,6 +31,7 @@ class Timed(Proposer):
     def load_model(self, target_model: Any) -> None:
         """Load the head. A budget of an earlier measurement is not used."""
         super().load_model(target_model)
+        ANSWER["machine"] = to_json(self.machine)
         self.budget, self._deepest, self._step = None, self.depth, 0
         self._began, self._last = 0.0, 0
 
@@ -41,7 +43,8 @@ class Timed(Proposer):
         if self._step % BURST and scheduled == planned == self._last:
             context = sum(map(int, batch.num_computed_tokens_cpu[:requests])) / requests
             drafting = self._ended - self._began if self.depth else 0.0
-            STEPS.append((requests, context, self.depth, now - self._ended, drafting))
+            seconds = now - self._ended, drafting
+            ANSWER["steps"].append((requests, context, self.depth, *seconds))
         self._last = scheduled
         super().watch(batch, given)
 
@@ -82,7 +85,7 @@ def main() -> None:
         for batch in job["batch_sizes"]:
             ids = torch.randint(size, (batch, context), generator=draws).tolist()
             engine.generate([{"prompt_token_ids": one} for one in ids], sampling, use_tqdm=False)
-    json.dump({"engine": f"vLLM {vllm.__version__}", "steps": STEPS}, answer)
+    json.dump(ANSWER | {"engine": f"vLLM {vllm.__version__}"}, answer)
     answer.close()
 
 

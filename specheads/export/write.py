@@ -10,12 +10,10 @@ engine only, such as SGLang's layer ids and TensorRT-LLM's options. Tests check 
 tests/oracles/, which reads each layout as its engine's sources do.
 """
 
-import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -26,7 +24,7 @@ from torch import Tensor
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
-from specheads.core.files import atomic_folder, refuse_outside, sweep, writable_folder
+from specheads.core.files import as_json, atomic_folder, refuse_outside, sweep, writable_folder
 from specheads.decoding.trees import policies
 from specheads.export.layouts import find_layout
 from specheads.export.layouts._shared import Folder
@@ -140,7 +138,7 @@ def export_head(
             "parity": {"texts": len(texts), **asdict(parity)},
             "specheads": provenance().versions["specheads"],
         }
-        (scratch / RECORD).write_text(_json(record), encoding="utf-8")
+        (scratch / RECORD).write_text(as_json(record), encoding="utf-8")
     return folder.serve, parity
 
 
@@ -173,7 +171,7 @@ def _save(folder: Folder, target: Path) -> None:
     if folder.copied:
         _copy(folder.copied, target, folder.tensors)
         return
-    (target / "config.json").write_text(_json(folder.config), encoding="utf-8")
+    (target / "config.json").write_text(as_json(folder.config), encoding="utf-8")
     # safetensors refuses tensors that share memory, and tied tensors do
     copies = {
         name: value.detach().cpu().clone().contiguous() for name, value in folder.tensors.items()
@@ -325,7 +323,3 @@ def _difference(ours: LevelDraft, theirs: LevelDraft, level: int) -> float:
         pairs.append((ours.confidence[:known], theirs.confidence[:known]))
     relative = [(own - other).abs().max() / own.abs().max() for own, other in pairs]
     return torch.stack(relative).max().item()
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2) + "\n"

@@ -136,7 +136,7 @@ def sections(counts: Sequence[DepthCounts]) -> dict[str, Any]:
 def paired_gain(ours: Sequence[DepthCounts], theirs: Sequence[DepthCounts]) -> Gain:
     """Return the ratio of our tokens per forward to theirs on the same prompts.
 
-    A resample draws the same prompts for both, so that the difficulty of a prompt cancels.
+    A resample draws the same prompts for both, so the difficulty of a prompt cancels.
     """
     pairs = [
         (one, other)

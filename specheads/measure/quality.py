@@ -25,16 +25,16 @@ predicted tokens, which are all but the first."""
 
 def quality_windows(base: FrozenBase, corpus: Data, seed: int) -> list[list[int]]:
     """Return windows of validation text, at most 512 tokens each."""
-    assert base.tokenizer is not None
+    tokenizer = base.tokenizer_for("the base's quality")
     try:
-        documents = tokenised(corpus, "validation", base.tokenizer, seed)
+        documents = tokenised(corpus, "validation", tokenizer, seed)
     except UnansweredError:
         # the corpus has prompts only
-        found = held_out(corpus, "validation", base.tokenizer, 512, NUM_WINDOWS, seed)
+        found = held_out(corpus, "validation", tokenizer, 512, NUM_WINDOWS, seed)
         return [prompt.tokens for prompt in found]
     length = min(512, base.max_length)
     while length > 1:
-        windows = cut_windows(documents, base.tokenizer, length, seed)
+        windows = cut_windows(documents, tokenizer, length, seed)
         if found := [window for _, window in islice(windows, NUM_WINDOWS)]:
             return found
         # every document is shorter

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -47,6 +48,8 @@ ALONE: dict[str, Any] = {"tree": "none", "num_nodes": 1, "depth": 0} | dict.from
     ("tokens_per_forward", "step_overhead", "speedup"), 1.0
 )
 """The base alone, as in `Tried`."""
+BUCKET = 64
+"""Tokens of context whose steps are one point of a server's fit."""
 BURST = 4
 """Consecutive steps of one method. The first is not timed: other methods have filled the caches
 before it."""
@@ -108,7 +111,9 @@ def choose(
     pair = attrgetter("prompt", "continuation")
     grown_traces = [tune_trees.traced(base, head, map(pair, one.grown)) for one in texts]
     for one, traces in zip(texts, grown_traces, strict=True):
-        stop = None if quick else tune_trees.stopping_chain(traces, cost, one.context)
+        stop = None
+        if traces and not quick:
+            stop = tune_trees.best_stop(traces, tune_trees.learn(traces), cost, one.context)
         for batch in batches:
             found = tuning.finalists(one, trees, cost, batch, stop, grown=not quick)
             rows, tree = tuning.time_finals(found, one, batch, rounds=6 if quick else 8)
@@ -141,7 +146,7 @@ def choose(
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What is tuned, and the conditions of decoding."""
+    """The head to tune, and the conditions of decoding."""
 
     base: FrozenBase
     head: Head
@@ -442,6 +447,24 @@ def fit(points: Sequence[Point]) -> tuple[StepCost, dict[str, float | int]]:
     ]
     median, largest = statistics.median(errors), max(errors)
     return cost, {"points": len(points), "median": median, "largest": largest}
+
+
+def fit_server(steps: Sequence[Sequence[Any]]) -> tuple[StepCost, dict[str, float | int]]:
+    """Return the cost of a server's steps, and its error.
+
+    Each step has its requests, their mean context, the drafts of each request, and the seconds
+    without and of drafting. Contexts grow from step to step, so those within `BUCKET` tokens are
+    one point of the fit.
+    """
+    grouped = defaultdict[tuple[int, int, int], list[tuple[float, ...]]](list)
+    for batch, context, depth, *seconds in steps:
+        grouped[batch, round(context / BUCKET), depth].append((context, *seconds))
+    points = []
+    for (batch, _, depth), each in grouped.items():
+        context, verify, draft = (trimmed_mean(one) for one in zip(*each, strict=True))
+        drafted: dict[str, Any] = {"nodes": 1 + depth, "depth": depth, "draft": draft}
+        points.append(Point(batch=batch, context=context, verify=verify, **drafted))
+    return fit(points)
 
 
 def _least_squares(

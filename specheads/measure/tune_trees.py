@@ -17,14 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.prompts import Prompt, held_out
 from specheads.data.settings import Data
-from specheads.decoding.calibration import Curve, fit_curve
+from specheads.decoding.calibration import Curve, fit_curve, logistic_regression
 from specheads.decoding.cost import StepCost
 from specheads.decoding.prompt_lookup import MAX_NGRAM
 from specheads.decoding.sampling import each_prompt
@@ -95,9 +94,7 @@ def validation_prompts(
     Questions of users have any length, so the nearest of four times as many are taken: a truncated
     prompt has less to copy.
     """
-    if base.tokenizer is None:
-        raise InputError(f"tuning reads text: the base {base.name} needs a tokenizer")
-    wanted = base.tokenizer, length, 4 * number, seed
+    wanted = base.tokenizer_for("tuning"), length, 4 * number, seed
     try:
         found = held_out(corpus, "validation", *wanted)
     except InputError:
@@ -274,13 +271,6 @@ the entropies, the head's probability that they are accepted, and whether the be
 base's token, given the text before it."""
 
 
-def stopping_chain(
-    traces: Sequence[Trace], cost: StepCost, context: int | float
-) -> policies.Static | None:
-    """Return the chain that stops by a learned probability; None if no stop pays."""
-    return best_stop(traces, learn(traces), cost, context) if traces else None
-
-
 def traced(
     base: FrozenBase, head: Head, texts: Iterable[tuple[list[int], list[int]]]
 ) -> list[Trace]:
@@ -313,20 +303,8 @@ def learn(traces: Sequence[Trace]) -> Estimate:
     log_probs, entropies, _, right = map(torch.cat, zip(*traces, strict=True))
     levels, reached = torch.arange(right.shape[1]).expand_as(log_probs), _reached(right)
     columns = [torch.ones_like(log_probs), log_probs, entropies, levels.double()]
-    inputs, labels = torch.stack(columns, dim=-1)[reached], right[reached].double()
-    weights = torch.zeros(4, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        value = F.binary_cross_entropy_with_logits(inputs @ weights, labels, reduction="sum")
-        # the ridge keeps weights finite for traces without a mistake
-        value = value + 0.5e-2 * weights.square().sum()
-        value.backward()
-        return value
-
-    optimizer.step(loss)
-    bias, log_prob, weight, level = weights.tolist()
+    inputs, labels = torch.stack(columns, dim=-1)[reached], right[reached]
+    bias, log_prob, weight, level = logistic_regression(inputs, labels, [0.0] * 4).tolist()
     return Estimate(bias=bias, log_prob=log_prob, entropy=weight, level=level)
 
 

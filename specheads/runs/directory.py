@@ -1,6 +1,5 @@
 """The run directory: its files, its provenance, and its state."""
 
-import json
 import shutil
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -10,7 +9,7 @@ from typing import Any
 from specheads.base import lora
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.files import atomic_folder, is_ours, read_json, sweep, write_atomic
+from specheads.core.files import as_json, atomic_folder, is_ours, read_json, sweep, write_atomic
 from specheads.heads.load import load_head
 from specheads.runs.provenance import provenance
 from specheads.runs.settings import first_difference, parse, read_settings
@@ -149,8 +148,3 @@ class RunDirectory:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def as_json(value: Any) -> str:
-    """Return JSON text with indents and sorted keys."""
-    return json.dumps(value, indent=2, sort_keys=True) + "\n"

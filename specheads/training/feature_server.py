@@ -1,8 +1,8 @@
 """Features from vLLM servers: the base runs there, and only its two ends are in this process.
 
 A request has the tokens of one document. The server writes the states of its layers into a file of
-a shared folder, which has a lock beside it until the file is whole. Files are deleted after use.
-`specheads serve-features` starts such a server. See docs/scale.md.
+a shared folder, and holds a lock next to it until the file is complete. Files are deleted after
+use. `specheads serve-features` starts such a server. See docs/scale.md.
 """
 
 import fcntl

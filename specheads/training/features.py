@@ -3,18 +3,30 @@
 Training, validation and the losses know only `FeatureSource`. See docs/scale.md.
 """
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from jaxtyping import Float
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
+from specheads.base.fingerprint import config_fingerprint
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 from specheads.core.features import Features
+from specheads.core.files import writable_folder, write_atomic
 from specheads.data.packing import TokenBatch
+from specheads.data.settings import Data
 from specheads.runs.directory import RunDirectory
+from specheads.training.schedule import row_tokens
+from specheads.training.settings import FeatureCache as FeatureCacheSettings
+from specheads.training.settings import Phase
 
 
 class FeatureSource(ABC):
@@ -53,6 +65,109 @@ class LocalBase(FeatureSource):
     def features(self, batch: TokenBatch) -> Features:
         """Return the features of a batch by a forward of the base."""
         return self.base.read(batch.tokens, self.aux_layers, batch.document_ids)
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+class FeatureCache(FeatureSource):
+    """Computes the features of each batch once for all runs that share the folder.
+
+    The key of a batch is its tokens and documents. The key of a folder is everything else that
+    affects the features: weights, dtype, device type, attention and layers. Features are the same
+    bit for bit. Files are written atomically; a damaged file is reported and recomputed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        base: FrozenBase,
+        aux_layers: tuple[int, ...],
+        announce: Callable[[str], object],
+    ) -> None:
+        self.base, self.aux_layers, self.announce = base, aux_layers, announce
+        decisive = [
+            base.fingerprint, config_fingerprint(base.model.config), str(base.dtype),
+            base.device.type,
+            base.config._attn_implementation, list(aux_layers),
+        ]  # fmt: skip
+        self.folder = folder / hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
+
+    def features(self, batch: TokenBatch) -> Features:
+        """Return the features of a batch, from disk if they are there."""
+        file = self.folder / f"{_name(batch)}.safetensors"
+        found = self._load(file) if file.is_file() else None
+        if found is None:
+            features = self.base.read(batch.tokens, self.aux_layers, batch.document_ids)
+            found = {"hidden": features.hidden}
+            if features.aux is not None:
+                found["aux"] = features.aux
+            kept = {name: value.detach().cpu().contiguous() for name, value in found.items()}
+            write_atomic(file, _seal(save(kept)))
+        here = {name: value.to(self.base.device) for name, value in found.items()}
+        return Features(here["hidden"], here.get("aux"), batch.tokens, batch.document_ids)
+
+    def _load(self, file: Path) -> dict[str, Tensor] | None:
+        content = file.read_bytes()
+        try:
+            if _seal(content[_SEAL:]) == content:
+                return load(content[_SEAL:])
+        except SafetensorError:
+            pass
+        self.announce(f"{file} is damaged and will be recomputed")
+        return None
+
+
+_SEAL = hashlib.sha256().digest_size
+
+
+def _seal(content: bytes) -> bytes:
+    """Prepend the hash of a file's content."""
+    return hashlib.sha256(content).digest() + content
+
+
+def _name(batch: TokenBatch) -> str:
+    digest = hashlib.sha256(json.dumps(list(batch.tokens.shape)).encode())
+    for part in (batch.tokens, batch.document_ids):
+        digest.update(b"" if part is None else part.cpu().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def feature_cache(
+    settings: FeatureCacheSettings,
+    phases: dict[str, Phase],
+    data: Data,
+    validation_rows: int,
+    base: FrozenBase,
+    aux_layers: tuple[int, ...],
+    announce: Callable[[str], object],
+) -> FeatureCache | None:
+    """Return the feature cache of a run, None without one.
+
+    Raises:
+        ValueError: It may exceed `settings.gib`, or a phase trains the base, whose features then
+            change in each step.
+    """
+    if not settings.gib:
+        return None
+    if joint := [name for name, phase in phases.items() if phase.joint]:
+        raise InputError(
+            f"a feature cache needs a frozen base, but phase {joint[0]!r} trains the base; set "
+            "feature_cache.gib=0"
+        )
+    lengths = {name: row_tokens(one, data, base.max_length) for name, one in phases.items()}
+    positions = validation_rows * next(iter(lengths.values()))
+    positions += sum(one.steps * one.batch_size * lengths[name] for name, one in phases.items())
+    size = positions * base.width * (1 + len(aux_layers)) * base.dtype.itemsize / 2**30
+    if size > settings.gib:
+        raise InputError(
+            f"feature_cache.gib must cover the whole cache: this one takes up to {size:.2f} GiB, "
+            f"but feature_cache.gib={settings.gib:g}; raise it, or set it to 0"
+        )
+    return FeatureCache(writable_folder(settings.folder), base, aux_layers, announce)
+
+
+# --- servers -----------------------------------------------------------------------------------
 
 
 def features_of(

@@ -1,6 +1,7 @@
 """Metrics of training: rows of metrics.jsonl, speed, and the numbers on the progress bar."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
@@ -11,13 +12,18 @@ from rich.progress import Progress
 from torch import Tensor
 
 from specheads.core.errors import InputError
-from specheads.core.machine import peak_gib
+from specheads.core.machine import peak_gib, synchronise
 from specheads.data.packing import TokenBatch
 from specheads.runs.trackers import Tracker
-from specheads.training.cost import matmul_rate
 from specheads.training.features import LocalBase
 from specheads.training.schedule import PlacedPhase, Progressed
 from specheads.training.step import Stepper
+
+SIDES = {"cuda": 8192, "cpu": 1024}
+"""Size of the square matrices that measure the machine FLOP/s, large enough for the full rate.
+All products together take less than a second."""
+PRODUCTS = 12
+"""Number of timed products; the median counts."""
 
 
 class PhaseLog:
@@ -133,6 +139,22 @@ class PhaseLog:
         numbers = f"loss {row['loss']:.3f}  accept {' '.join(accepted)}"
         speed = f"{row['tokens_per_second']:,.0f} tokens/s"
         self.display.update(self.task, numbers=f"{numbers}{self.held_out}  {speed}")
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure the FLOP/s of this machine in large matrix products."""
+    side = SIDES.get(device.type, SIDES["cuda"])
+    # does not change the random state
+    generator = torch.Generator(device).manual_seed(0)
+    one = torch.randn(side, side, device=device, generator=generator).to(dtype)
+    times = []
+    for _ in range(PRODUCTS):
+        synchronise(device)
+        began = time.perf_counter()
+        torch.mm(one, one)
+        synchronise(device)
+        times.append(time.perf_counter() - began)
+    return 2 * side**3 / statistics.median(times)
 
 
 _matmul_rate = cache(matmul_rate)

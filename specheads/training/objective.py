@@ -21,7 +21,7 @@ from specheads.training.depth_loss import (
     depth_loss,
     depth_shares,
 )
-from specheads.training.own_drafts import OwnDrafts, draft
+from specheads.training.own_drafts import OwnDrafts, draft, follow
 from specheads.training.settings import Phase
 
 FULL_ROWS = 128
@@ -61,20 +61,16 @@ class Objective(nn.Module):
         # `early_enough` excludes the labels whose position would wrap around
         ahead = [2] if chains else range(2, depth + 2)
         anchors = torch.stack([loss_mask.roll(-places, dims=1) for places in ahead]).any(0)
-        hidden, drafts, paths = features.hidden.detach(), None, None
+        hidden, drafts = features.hidden.detach(), None
         if own is not None:
+            texts = early_enough(own.batch.loss_mask, features.document_ids, 1)
             with record_function("head"):
-                drafts = draft(self.head, features, own)
+                drafts = draft(self.head, features, own, texts)
             loss_mask &= drafts.visited | ~own.chosen
         # the number of rows is a shape: this synchronises with a GPU once a step
         rows, labels = loss_mask.nonzero(as_tuple=True)
+        count, rows, labels = len(rows), _filled(rows), _filled(labels)
         at = [labels + level if chains else labels for level in range(depth)]
-        tokens_at = [drafted[rows, each] for each in at]
-        if drafts is not None:
-            paths = drafts.follow(self.head, hidden, rows, labels)
-            tokens_at = paths.replace(tokens_at, paths.labels)
-        tokens_at = [_filled(each, -1) for each in tokens_at]
-        rows, at = _filled(rows), [_filled(each) for each in at]
         with record_function("head"):
             states = []
             every = drafts.states if drafts else self.head.states(features, tokens, anchors)
@@ -82,9 +78,14 @@ class Objective(nn.Module):
                 state = state[rows, at[level] - 2 - level]
                 # to autocast's dtype: a norm may have returned float32
                 states.append(state.to(product_dtype(state)))
-        before = [hidden[rows, at[level] - 1] for level in range(depth if chains else 1)]
-        if paths is not None:
-            before = paths.replace(before, paths.hidden)
+        is_filling = torch.arange(len(rows), device=rows.device) >= count
+        tokens_at = [drafted[rows, place].masked_fill(is_filling, -1) for place in at]
+        before = [hidden[rows, place - 1] for place in at[: depth if chains else 1]]
+        if own is not None and drafts is not None:
+            given = drafts.guesses, hidden, rows[:count], labels[:count]
+            some, expected, known = follow(own, self.head, *given)
+            tokens_at = [one.index_copy(0, some, expected[k]) for k, one in enumerate(tokens_at)]
+            before = [one.index_copy(0, some, known[k]) for k, one in enumerate(before)]
         targets = [
             Targets(tokens_at[level], one, logits_of, counts[level])
             for level, one in enumerate(before)
@@ -117,12 +118,9 @@ class Objective(nn.Module):
         return loss._replace(total=loss.total + (by_depth * shares).sum())
 
 
-def _filled(rows: Tensor, value: int | None = None) -> Tensor:
-    """Pad rows to a multiple of `FULL_ROWS` with `value`, or with the first row."""
-    spare = -len(rows) % FULL_ROWS
-    if value is not None:
-        return F.pad(rows, (0, spare), value=value)
-    return torch.cat([rows, rows[:1].expand(spare)])
+def _filled(rows: Tensor) -> Tensor:
+    """Pad rows to a multiple of `FULL_ROWS` with the first row."""
+    return torch.cat([rows, rows[:1].expand(-len(rows) % FULL_ROWS)])
 
 
 def figures(loss: DepthLoss) -> dict[str, Tensor]:

@@ -3,8 +3,9 @@
 See docs/train.md. Source of the idea: Lei et al. 2026, Draft-OPD, arXiv:2605.29343.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,7 +14,6 @@ from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
-from specheads.core.features import document_places
 from specheads.core.kernels import product_dtype
 from specheads.data.packing import TokenBatch
 from specheads.training.depth_loss import TILE, rows_of
@@ -31,28 +31,9 @@ class OwnDrafts:
     """First labels of the chains that read the head's drafts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Paths:
-    """Targets of chains that have read the head's own drafts."""
-
-    chains: Int[Tensor, " chain"]
-    """Which of the rows of a step these are."""
-    labels: Int[Tensor, "chain depth"]
-    """Expected columns of the logits; -1 excludes a depth."""
-    hidden: Float[Tensor, "chain depth width"]
-    """The base's final hidden states before the labels."""
-
-    def replace(self, columns: Sequence[Tensor], found: Tensor) -> list[Tensor]:
-        """Return a column of each depth with the values of these chains."""
-        each = zip(columns, found.unbind(1), strict=True)
-        return [column.index_copy(0, self.chains, one) for column, one in each]
-
-
-@dataclass(frozen=True, slots=True)
-class Drafted:
+class Drafted(NamedTuple):
     """A head's states of every position, some of which have read its own drafts."""
 
-    own: OwnDrafts
     states: list[Float[Tensor, "batch time width"]]
     """Of each depth."""
     guesses: Int[Tensor, "batch time depth"]
@@ -60,41 +41,17 @@ class Drafted:
     visited: Bool[Tensor, "batch time"]
     """First labels of the chains that decoding would draft."""
 
-    @torch.no_grad()
-    def follow(
-        self,
-        head: Head,
-        hidden: Float[Tensor, "batch time width"],
-        rows: Int[Tensor, " row"],
-        first: Int[Tensor, " row"],
-    ) -> Paths:
-        """Let the base read the drafts of the chosen chains among those with these first labels.
 
-        A depth's label is the token of the text while the drafts equal it, else the base's best
-        token. Depths behind a draft that is neither are excluded: the base would reject it.
-        """
-        own, tokens = self.own, self.own.batch.tokens
-        (chains,) = own.chosen[rows, first].nonzero(as_tuple=True)
-        rows, first = rows[chains], first[chains]
-        guesses = self.guesses[rows, first - 2]
-        branches = own.base.read_branches(
-            tokens, own.batch.document_ids, rows, first - 1, guesses[:, :-1]
-        )
-        hidden = torch.cat([hidden[rows, first - 1, None], branches], dim=1)
-        text = tokens[rows[:, None], first[:, None] + torch.arange(head.depth, device=first.device)]
-        best = _best(own.base.projection, hidden.flatten(0, 1), own.base.vocab_size).view_as(text)
-        labels = torch.where(_all_before(guesses == text), text, best)
-        given = _all_before((guesses == labels) | (guesses == best))
-        return Paths(chains, head.to_drafted(labels).where(given, -1), hidden)
-
-
-def draft(head: Head, features: Features, own: OwnDrafts) -> Drafted:
+def draft(
+    head: Head, features: Features, own: OwnDrafts, labels: Bool[Tensor, "batch time"]
+) -> Drafted:
     """Draft from every position; those of chosen labels read their own drafts, others the text.
 
     Each position drafts up to its first error, so the positions at which decoding would draft
-    follow as in measure/offline.py.
+    follow as in measure/offline.py. `labels` is the loss mask without the first two tokens of each
+    document, before which no chain can start.
     """
-    tokens, labels = own.batch.tokens, own.batch.loss_mask & _has_position(own.batch)
+    tokens = own.batch.tokens
     # a label's chain starts two positions before it
     chosen, right = own.chosen.roll(-2, 1), labels.roll(-2, 1)
     accepted, states, guesses, read = torch.zeros_like(tokens), [], [], None
@@ -110,7 +67,39 @@ def draft(head: Head, features: Features, own: OwnDrafts) -> Drafted:
         guesses.append(guess)
         read = torch.where(chosen, guess, text)
     visited = _visited(accepted.roll(2, 1), labels)
-    return Drafted(own, states, torch.stack(guesses, dim=-1), visited)
+    return Drafted(states, torch.stack(guesses, dim=-1), visited)
+
+
+@torch.no_grad()
+def follow(
+    own: OwnDrafts,
+    head: Head,
+    guesses: Int[Tensor, "batch time depth"],
+    hidden: Float[Tensor, "batch time width"],
+    rows: Int[Tensor, " row"],
+    first: Int[Tensor, " row"],
+) -> tuple[Int[Tensor, " chain"], Int[Tensor, "depth chain"], Float[Tensor, "depth chain width"]]:
+    """Let the base read the drafts of the chosen chains among those with these first labels.
+
+    Returns which of the chains these are, their expected columns of the logits, and the base's
+    final hidden states before them. A depth's label is the token of the text while the drafts equal
+    it, else the base's best token. Depths behind a draft that is neither get -1: the base would
+    reject it.
+    """
+    tokens = own.batch.tokens
+    (chains,) = own.chosen[rows, first].nonzero(as_tuple=True)
+    rows, first = rows[chains], first[chains]
+    guesses = guesses[rows, first - 2]
+    branches = own.base.read_branches(
+        tokens, own.batch.document_ids, rows, first - 1, guesses[:, :-1]
+    )
+    hidden = torch.cat([hidden[rows, first - 1, None], branches], dim=1)
+    text = tokens[rows[:, None], first[:, None] + torch.arange(head.depth, device=first.device)]
+    best = _best(own.base.projection, hidden.flatten(0, 1), own.base.vocab_size).view_as(text)
+    labels = torch.where(_all_before(guesses == text), text, best)
+    given = _all_before((guesses == labels) | (guesses == best))
+    expected = head.to_drafted(labels).where(given, -1)
+    return chains, expected.T, hidden.transpose(0, 1)
 
 
 def _all_before(right: Bool[Tensor, "chain depth"]) -> Bool[Tensor, "chain depth"]:
@@ -132,14 +121,6 @@ def _best(
     padded = F.pad(states, (0, 0, 0, -len(states) % TILE))
     chunk = max(rows_of(states.new_empty(size, 0)) // TILE, 1) * TILE
     return torch.cat([best_of(logits_of(some)) for some in padded.split(chunk)])[: len(states)]
-
-
-def _has_position(batch: TokenBatch) -> Bool[Tensor, "batch time"]:
-    """Exclude the first two tokens of each document: no chain can start before them."""
-    if batch.document_ids is not None:
-        return document_places(batch.document_ids) >= 2
-    places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    return (places >= 2).expand_as(batch.tokens)
 
 
 def _visited(

@@ -1,4 +1,7 @@
-"""What a training will take: memory by part, tokens, FLOPs, disk and hours. See docs/scale.md."""
+"""Estimate memory by part, tokens, FLOPs, disk and hours of a training, from shapes or real steps.
+
+See docs/scale.md.
+"""
 
 import os
 import time
@@ -35,7 +38,6 @@ from specheads.data.settings import Data
 from specheads.decoding.generate import generate
 from specheads.heads.load import build, build_for, choose_layers, load_head, resume_head
 from specheads.runs.checkpoint import KEPT
-from specheads.training.cost import flop_counter
 from specheads.training.distill.engines.local import REFILL
 from specheads.training.features import (
     FeatureSource,
@@ -57,7 +59,7 @@ from specheads.training.schedule import (
     text_tokens,
 )
 from specheads.training.settings import Distill, FeatureSettings, Phase, Schedule
-from specheads.training.step import Stepper
+from specheads.training.step import Stepper, flop_counter
 from specheads.training.teacher import Step, Teacher
 from specheads.training.trainer import AHEAD
 

@@ -43,7 +43,7 @@ def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
     # in fp16 the gradients of a mean over many rows underflow before a scaler sees them
     if other or precision not in ("no", "bf16"):
         raise InputError(
-            "training needs mixed_precision=bf16 or no, and neither DeepSpeed nor Megatron, but "
+            "training needs mixed_precision=bf16 or no, without DeepSpeed and Megatron, but "
             f"accelerate is configured for one of these or mixed_precision={precision}; start from "
             "one of configs/accelerate"
         )

@@ -6,6 +6,7 @@ config/ composes them, and `--help` shows them without loading torch: this modul
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from specheads.config.parts import Sampling
 from specheads.core.errors import InputError
 from specheads.core.ranges import (
     AtLeastTwo,
@@ -42,7 +43,7 @@ FAULTS = ("loop", "empty", "truncated")
 
 
 @dataclass(kw_only=True)
-class Distill:
+class Distill(Sampling):
     """Text that the frozen base generates: answers in conversations, or continuations of text.
 
     The training data decides which of the two.
@@ -50,11 +51,6 @@ class Distill:
 
     temperature: Temperature = 1.0
     """Sampling temperature. Zero is greedy: the text that a greedy server would produce."""
-    top_k: NonNegativeInt = 0
-    """Sample from the k most probable tokens. Zero samples from all."""
-    top_p: PositiveProbability = 1.0
-    """Sample from the most probable tokens that together reach this probability. One samples from
-    all."""
     prompt_tokens: PositiveInt = 64
     """Tokens of a prompt that is cut from plain text. Questions keep their own length."""
     num_samples: PositiveInt

@@ -1,19 +1,21 @@
 """One optimizer step of a head, on one or several processes."""
 
+import math
 import warnings
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.profiler import record_function
+from torch.utils.flop_counter import FlopCounterMode
 
 from specheads.core.kernels import without_cudnn_attention
 from specheads.core.machine import to_device
 from specheads.core.texts import derive_seed
 from specheads.data.packing import TokenBatch
-from specheads.training.cost import flop_counter
 from specheads.training.objective import Objective, drawn_labels, label_counts
 from specheads.training.optimizers import optimizers
 from specheads.training.processes import readers, repeatable
@@ -116,3 +118,33 @@ class Stepper:
         assert isinstance(total, Tensor)
         copies = self.accelerator.num_processes // self.shares
         return total / copies if total.is_floating_point() else total // copies
+
+
+def flop_counter() -> FlopCounterMode:
+    """Return torch's counter of floating-point operations, two per multiplication.
+
+    It counts products and fused attention, also the products with packed weights on a CPU.
+    """
+
+    def linear(rows: torch.Size, *_: Any, out_shape: torch.Size, **__: Any) -> int:
+        return 2 * rows[-1] * math.prod(out_shape)
+
+    def attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
+        # two products
+        return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+    def attention_backward(_: torch.Size, *shapes: Any, **__: Any) -> int:
+        # five products: the scores again, and the gradients of scores, queries, keys and values
+        query, key, value = shapes[:3]
+        return 2 * math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
+
+    packed = (
+        getattr(torch.ops.mkl, "_mkl_linear", None),
+        getattr(torch.ops.mkldnn, "_linear_pointwise", None),
+    )
+    # torch 2.11 refuses to count queries with more heads than their keys
+    fused = [f"_scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn")]
+    formulas = {one: linear for one in packed if one}
+    formulas |= {getattr(torch.ops.aten, name): attention for name in fused}
+    formulas |= {getattr(torch.ops.aten, f"{name}_backward"): attention_backward for name in fused}
+    return FlopCounterMode(display=False, custom_mapping=formulas)

@@ -94,10 +94,6 @@ class Teacher:
         self.logits_of = projection.rows(self.head.draft_ids)
         self.head.bind(self.base.embedding, projection.scaled_weight)
 
-    def features(self, batch: TokenBatch) -> Features:
-        """Return the base's features of a batch, without gradients."""
-        return self.source.features(batch)
-
     def losses(self, step: Step, head_loss: HeadLoss) -> tuple[Tensor, dict[str, Tensor]]:
         """Read the batch; return the loss and the metrics to log.
 
@@ -107,7 +103,7 @@ class Teacher:
         own: Tensor | None = None
         if settings.joint is None:
             with record_function("base"):
-                features = self.features(step.batch)
+                features = self.source.features(step.batch)
         else:
             features, own = self.learn(step.batch, step.loss_mask, settings.joint, step.seed)
             own = own / step.counts[-1].clamp(min=1)

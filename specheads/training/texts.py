@@ -40,8 +40,8 @@ COUNTED_TOKENS = 2**19
 class PhaseTexts:
     """Returns the text of each phase.
 
-    It packs every phase's corpus once at the start, so that a corpus that is too short raises
-    before anything is written.
+    It packs every phase's corpus once at the start: a corpus that is too short raises before
+    anything is written.
 
     Args:
         phases: The phases by name.
@@ -65,8 +65,8 @@ class PhaseTexts:
         seed: int,
         stage: Callable[[str], str] = str,
     ) -> None:
-        assert base.tokenizer is not None
-        self.phases, self.data, self.base, self.tokenizer = phases, data, base, base.tokenizer
+        self.phases, self.data, self.base = phases, data, base
+        self.tokenizer = base.tokenizer_for("training")
         self.folder, self.accelerator, self.announce = folder, accelerator, announce
         self.seed = seed
         # before training adds an adapter to the model

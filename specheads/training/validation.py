@@ -67,7 +67,7 @@ def validate(
     precision = torch.promote_types(teacher.base.dtype, torch.float32)
     counts, sums = total(counts), torch.zeros(2 * depth + 1, dtype=precision, device=device)
     for batch, loss_mask in rows:
-        seen = teacher.features(batch), batch.tokens, loss_mask
+        seen = teacher.source.features(batch), batch.tokens, loss_mask
         loss = objective(*seen, teacher.logits_of, phase, counts)
         sums += torch.cat([loss.total[None], loss.by_depth, loss.agreement])
     values = total(sums).where(counts[depth] > 0, math.nan).tolist()

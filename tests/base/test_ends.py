@@ -1,4 +1,4 @@
-"""A base without its layers: what is before and after them is that of the whole base."""
+"""A base without its layers: its two ends equal those of the whole base."""
 
 from pathlib import Path
 from typing import Any

@@ -71,7 +71,7 @@ def test_wrong_loss_mask_prints_one_line_and_the_text(overrides: list[str], caps
 
 
 def rows(*last: dict[str, Any]) -> bytes:
-    """Return 60 conversations, and rows behind them."""
+    """Return 60 conversations, and rows after them."""
     return "".join(json.dumps(row) + "\n" for row in [TALK] * 60 + list(last)).encode()
 
 

@@ -107,7 +107,7 @@ def test_head_of_other_weights_needs_force(
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: specheads.train("nope"), "Could not find 'recipe/nope'"),
+        (lambda: specheads.train("nope"), "got 'nope'"),
         (lambda: specheads.train("smoke", ["stepz=3"]), "stepz"),
         (lambda: specheads.evaluate("nowhere"), "needs a config.yaml, got nowhere"),
         (lambda: specheads.evaluate(), "name a run as run=DIR, or a head as head=PATH and base"),

@@ -1,4 +1,4 @@
-"""`specheads train features=vllm`: what it refuses and skips, and runs that are killed."""
+"""`specheads train features=vllm`: refused and skipped settings, and killed runs."""
 
 import random
 import re

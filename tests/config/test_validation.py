@@ -89,7 +89,7 @@ def test_invalid_phase_is_refused_by_full_name(changes: dict[str, Any], message:
     ("settings", "message"),
     [
         (schedule(), "phases must be a group of settings, not empty, got {}"),
-        (schedule(**{"a/b": phase()}), "a name that a folder can have, without /, got 'a/b'"),
+        (schedule(**{"a/b": phase()}), "a folder name (without /), got 'a/b'"),
         (
             schedule(a=phase(), b=phase(text=""), c=phase(text="")),
             "add ~schedule.phases.b ~schedule.phases.c",
@@ -100,9 +100,12 @@ def test_invalid_phase_is_refused_by_full_name(changes: dict[str, Any], message:
         ),
         (Data(source="jsonl"), ".source=jsonl needs .path, got none"),
         (Data(source="files", path="a\0b"), "path must be a path or an id"),
-        (Data(source="files", path="ä" * 200), "its parts of at most 255 bytes"),
-        (Data(source="files", path="x", patterns=["../*"]), "relative, and without .., got '../*'"),
-        (Data(source="files", path="x", column="\ud800"), "column must be text, printable"),
+        (Data(source="files", path="ä" * 200), "parts of at most 255 bytes"),
+        (
+            Data(source="files", path="x", patterns=["../*"]),
+            "without ..), got '../*'",
+        ),
+        (Data(source="files", path="x", column="\ud800"), "column must be text (printable"),
         # a mixture reads each source with its own settings
         *(
             (mixture(**{name: value}), f"got .{name}={value!r} for the whole; leave it out")

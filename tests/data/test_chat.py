@@ -294,7 +294,7 @@ def marked(answer: str, asks: str = ASKS) -> str:
             HEADER.replace("'\n'", "'<|im_start|>'")
             + "{% generation %}" + WRITES + "{{ '\n' }}{% endgeneration %}"
         ),
-        # the answer begins behind the prompt, and markers elsewhere change nothing
+        # the answer begins after the prompt, and markers elsewhere change nothing
         marked(HEADER + WRITES + "{% generation %}{{ '\n' }}{% endgeneration %}"),
         marked(
             HEADER + "{% if loop.last %}" + WRITES + "{% else %}{% generation %}" + WRITES

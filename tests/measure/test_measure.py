@@ -43,8 +43,7 @@ class Habit(Head):
 
     def __init__(self, noise: float = 0.0, depth: int = DEPTH) -> None:
         width = tiny.base().width
-        super().__init__(make_dataclass("NoSettings", ())(), width, tiny.VOCAB)
-        self.depth = depth
+        super().__init__(make_dataclass("Config", [("depth", int)])(depth), width, tiny.VOCAB)
         generator = torch.Generator().manual_seed(5)
         draw = torch.randn(depth, tiny.VOCAB, width, generator=generator, dtype=torch.float64)
         self.shade = noise * draw / width

@@ -4,7 +4,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from specheads.measure import tune as tuning
 from specheads.measure import tune_trees
 from specheads.measure.generation import GenerationSettings
 from specheads.measure.offline import guess_ranks
-from specheads.measure.tune import Point, fit, time_steps
+from specheads.measure.tune import Point, fit, fit_server, time_steps
 from specheads.measure.tune_trees import (
     Trace,
     TuningText,
@@ -81,6 +81,21 @@ def test_planted_cost_model_is_recovered(noise: float):
     cost, error = fit(points(PLANTED, noise))
     assert coefficients(cost) == pytest.approx(coefficients(PLANTED), rel=0.02)
     assert error["largest"] < 0.05
+
+
+def test_cost_of_a_server_is_recovered_from_its_steps():
+    """Steps of one length of drafts and nearly one context are one point, without its extremes."""
+    steps = []
+    for batch, context, depth in product((1, 4, 16), (128, 1024), (0, 1, 3)):
+        for more in range(10):
+            where = batch, context + more
+            verify = PLANTED.seconds(*where, 1 + depth, 0)
+            draft = PLANTED.seconds(*where, 1 + depth, depth) - verify
+            stalled = 1.0 if more == 5 else 0.0
+            steps.append((*where, depth, verify + stalled, draft))
+    cost, error = fit_server(steps)
+    assert error["points"] == 18
+    assert coefficients(cost) == pytest.approx(coefficients(PLANTED), rel=0.02)
 
 
 def texts(rates: tuple[float, ...], places: int = 400) -> list[torch.Tensor]:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from specheads.core.errors import InputError
-from specheads.core.files import LOCK, read_json
+from specheads.core.files import LOCK, as_json, read_json
 from specheads.core.machine import instructions
 from specheads.heads.load import build
-from specheads.runs.directory import RunDirectory, as_json
+from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import provenance
 
 

@@ -11,7 +11,7 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.settings import Data
 from specheads.runs.trackers import read_metrics
-from specheads.training.feature_cache import FeatureCache, feature_cache
+from specheads.training.features import FeatureCache, feature_cache
 from specheads.training.settings import FeatureCache as Settings
 from specheads.training.settings import Joint, Schedule
 from specheads.training.validation import HeldOut

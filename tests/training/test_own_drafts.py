@@ -19,7 +19,7 @@ from specheads.training.objective import (
     label_counts,
     whole_chains,
 )
-from specheads.training.own_drafts import Drafted, OwnDrafts, draft
+from specheads.training.own_drafts import Drafted, OwnDrafts, draft, follow
 from specheads.training.schedule import refuse_unread
 from specheads.training.settings import Phase
 from tests import tiny
@@ -47,7 +47,8 @@ def everywhere(batch: TokenBatch, base: FrozenBase) -> OwnDrafts:
 
 def _drafted(head: Head, batch: TokenBatch, base: FrozenBase) -> tuple[Drafted, torch.Tensor]:
     features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
-    return draft(head, features, everywhere(batch, base)), features.hidden
+    labels = early_enough(batch.loss_mask, batch.document_ids, 1)
+    return draft(head, features, everywhere(batch, base), labels), features.hidden
 
 
 def drafted(head: Head, base: FrozenBase, known: list[int]) -> list[int]:
@@ -77,8 +78,8 @@ def test_visited_positions_are_those_of_a_replay(head: Head):
         anchor += accepted[anchor] + 1
     tokens = torch.tensor([prompt + text])
     batch = TokenBatch(tokens, torch.arange(tokens.shape[1])[None] >= len(prompt))
-    features = base.read(tokens, head.aux_layers)
-    found = draft(head, features, everywhere(batch, base)).visited[0].nonzero()[:, 0]
+    drafts, _ = _drafted(head, batch, base)
+    found = drafts.visited[0].nonzero()[:, 0]
     assert found.tolist() == wanted
     assert len(wanted) < len(accepted)
 
@@ -131,13 +132,12 @@ def test_targets_are_those_of_the_base_on_each_drafted_path():
     assert labels[3:, 2].tolist() == [-1, -1]
     rows, first = torch.tensor(places).unbind(1)
     read = base.read(batch.tokens, document_ids=batch.document_ids).hidden
-    drafts = Drafted(everywhere(batch, base), [], guesses, batch.loss_mask)
     head = build_for({"kind": "redrafter", "depth": DEPTH}, base)
-    paths = drafts.follow(head, read, rows, first)
-    assert paths.chains.tolist() == [0, 1, 2, 3, 4]
-    assert torch.equal(paths.labels, labels)
+    chains, expected, states = follow(everywhere(batch, base), head, guesses, read, rows, first)
+    assert chains.tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(expected.T, labels)
     torch.testing.assert_close(
-        paths.hidden.flatten(0, 1), torch.stack(hidden), rtol=1e-9, atol=1e-9
+        states.transpose(0, 1).flatten(0, 1), torch.stack(hidden), rtol=1e-9, atol=1e-9
     )
 
 
@@ -183,11 +183,11 @@ def test_only_visited_and_reached_depths_learn_from_own_drafts(head: Head):
     )
     left = early_enough(loss_mask, batch.document_ids, DEPTH) & drafts.visited
     rows, first = left.nonzero(as_tuple=True)
-    paths, wanted = drafts.follow(head, hidden, rows, first), torch.zeros((), dtype=torch.double)
+    own, wanted = everywhere(batch, base), torch.zeros((), dtype=torch.double)
+    _, labels, _ = follow(own, head, drafts.guesses, hidden, rows, first)
     for level, state in enumerate(drafts.states):
         logits = head.logits(state[rows, first - 2], level)
-        labels = paths.labels[:, level]
-        sums = F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
+        sums = F.cross_entropy(logits, labels[level], ignore_index=-1, reduction="sum")
         wanted = wanted + sums / counts[level]
     assert 0 < len(rows) < loss_mask.sum()
     torch.testing.assert_close(found.total, wanted, rtol=1e-9, atol=1e-9)

@@ -97,7 +97,7 @@ def test_invalid_sharding_is_refused_before_loading(said, refused, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("ACCELERATE_USE_DEEPSPEED", "true", "neither DeepSpeed nor Megatron"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "without DeepSpeed and Megatron"),
         ("ACCELERATE_MIXED_PRECISION", "fp16", "mixed_precision=fp16; start from"),
     ],
 )

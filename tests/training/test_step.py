@@ -16,11 +16,10 @@ from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds
 from specheads.training import objective as objectives
 from specheads.training import processes
-from specheads.training.cost import flop_counter
 from specheads.training.objective import Objective, label_counts
 from specheads.training.schedule import PlacedPhase, placed
 from specheads.training.settings import Phase, Schedule
-from specheads.training.step import Stepper
+from specheads.training.step import Stepper, flop_counter
 from specheads.training.teacher import Step, Teacher
 from tests import tiny
 from tests.meta import META, Waits

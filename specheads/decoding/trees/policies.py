@@ -85,8 +85,8 @@ class Level(NamedTuple):
 
 
 Shape = tuple[Int[Tensor, " node"], Bool[Tensor, "1 node node"], list[Level]]
-"""A static tree on one device, so that a step uploads nothing: the parents and the ancestors of its
-nodes, as in `TokenTree`, and its levels."""
+"""A static tree on one device: the parents and the ancestors of its nodes, as in `TokenTree`, and
+its levels. A step then uploads nothing."""
 
 
 def static_shape(paths: Sequence[Path], device: torch.device) -> Shape:

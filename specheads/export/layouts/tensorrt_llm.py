@@ -1,12 +1,12 @@
 """TensorRT-LLM, PyTorch backend: EAGLE-3. The layers are named in its options, not in the head."""
 
-import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
+from specheads.core.files import as_json
 from specheads.export.layouts import _shared
 from specheads.export.layouts._shared import Folder, Layout, named_base
 
@@ -27,7 +27,7 @@ def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
         f"--extra_llm_api_options {shlex.quote(str(out / OPTIONS))}"
     )
     # JSON is also YAML
-    text = json.dumps({"speculative_config": options}, indent=2) + "\n"
+    text = as_json({"speculative_config": options})
     return replace(_shared.eagle3_folder(head, base, line), files={OPTIONS: text})
 
 

@@ -19,8 +19,7 @@ from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, PositiveInt
 from specheads.heads.checkpoint import fill, take_maps
 from specheads.heads.layers.attention import AttentionConfig, LlamaLayer, Slots, draft_window
-from specheads.heads.layers.common import RMSNorm
-from specheads.heads.layers.embedding import LOW_MIDDLE_HIGH
+from specheads.heads.layers.common import LOW_MIDDLE_HIGH, RMSNorm
 from specheads.heads.layers.feedback import FeedbackHead
 from specheads.heads.layers.rotary import published
 
@@ -88,9 +87,10 @@ class Head(FeedbackHead):
     earlier rounds on its path. With `parallel` the later rounds read masks, all in one pass.
     """
 
+    fuses_alone = True
+
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
-        self.depth, self.aux_layers = config.depth, tuple(config.aux_layers)
         self.reads_drafts = not config.parallel
         num_aux, epsilon = len(self.aux_layers) or LOW_MIDDLE_HIGH, config.epsilon
         if config.mask_token >= vocab_size:

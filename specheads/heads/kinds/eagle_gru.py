@@ -48,8 +48,6 @@ class Head(FeedbackHead):
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
-        self.depth = config.depth
-        self.read_aux()
         self.token_norm, self.state_norm, self.norm = (
             RMSNorm(width, config.epsilon) for _ in range(3)
         )

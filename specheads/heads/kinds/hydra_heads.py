@@ -17,8 +17,7 @@ from specheads.core.foreign import LAYERS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, WidthOrZero
 from specheads.heads.checkpoint import fill
 from specheads.heads.layers.attention import LlamaLayer, Slots
-from specheads.heads.layers.common import ResidualBlock, RMSNorm, pick_parents
-from specheads.heads.layers.embedding import BorrowingHead
+from specheads.heads.layers.common import BorrowingHead, ResidualBlock, RMSNorm, pick_parents
 
 BORROWED = ("input_embed_fn.weight", "embed_tokens.weight", "rotary_emb.inv_freq")
 """Tensors of public checkpoints that are not part of the head."""
@@ -83,8 +82,6 @@ class Head(BorrowingHead):
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
-        self.depth = config.depth
-        self.read_aux()
         self.prefix = PrefixLayer(config, width) if config.prefix else None
         self.blocks = nn.ModuleList(
             nn.Sequential(

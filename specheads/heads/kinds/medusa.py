@@ -16,8 +16,7 @@ from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
 from specheads.core.ranges import Depth, DepthOrZero, NonNegativeInt, Width, one_of
 from specheads.heads.checkpoint import fill
-from specheads.heads.layers.common import ResidualBlock
-from specheads.heads.layers.embedding import BorrowingHead
+from specheads.heads.layers.common import BorrowingHead, ResidualBlock
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,7 +40,7 @@ class Head(BorrowingHead):
     """`depth` heads, each with residual blocks and a vocabulary projection.
 
     With a low rank, the logits are W h + U (D h), with the base's projection W. States are then
-    [h, D h] and projections [W, U], so that the loss uses one matrix and W + U D is never rounded.
+    [h, D h] and projections [W, U], so the loss uses one matrix and W + U D is never rounded.
     """
 
     borrows_embedding = False
@@ -49,7 +48,7 @@ class Head(BorrowingHead):
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
-        self.depth, self.borrows_projection = config.depth, config.projection != "own"
+        self.borrows_projection = config.projection != "own"
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(width) for _ in range(config.num_layers)))
             for _ in range(self.depth)

@@ -19,8 +19,7 @@ from specheads.core.features import Committed, Features
 from specheads.core.foreign import refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, WidthOrZero, one_of
 from specheads.heads.checkpoint import fill
-from specheads.heads.layers.common import pick_parents
-from specheads.heads.layers.embedding import BorrowingHead
+from specheads.heads.layers.common import BorrowingHead, pick_parents
 
 EPSILON = 1e-6
 GATES = ("forget", "input", "output", "cell")
@@ -79,8 +78,6 @@ class Head(BorrowingHead):
         inner = config.inner_dim or width
         copies = 1 if config.tie_weights else config.depth
         recurrences = min(config.depth - 1, 1 if config.tie_weights else config.depth)
-        self.depth = config.depth
-        self.read_aux()
         self.inner = inner
         self.gated = config.state == "gated"
         self.emb = nn.ModuleList(nn.Embedding(vocab_size, inner) for _ in range(copies))

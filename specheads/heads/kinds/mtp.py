@@ -64,8 +64,6 @@ class Head(FeedbackHead):
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
-        self.depth = config.depth
-        self.read_aux()
         parts = {name: RMSNorm(width, config.epsilon) for name in ("enorm", "hnorm")}
         self.layer = nn.ModuleDict(parts)
         self.layer["eh_proj"] = nn.Linear(2 * width, width, bias=False)

@@ -16,8 +16,7 @@ from specheads.core.features import Committed, Features
 from specheads.core.foreign import refuse_unused
 from specheads.core.ranges import Depth, DepthOrZero, LayerIndex, NonNegativeInt, WidthOrZero
 from specheads.heads.checkpoint import fill
-from specheads.heads.layers.common import ResidualBlock, pick_parents
-from specheads.heads.layers.embedding import BorrowingHead
+from specheads.heads.layers.common import BorrowingHead, ResidualBlock, pick_parents
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,8 +43,6 @@ class Head(BorrowingHead):
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
-        self.depth = config.depth
-        self.read_aux()
         exit_dim = config.exit_dim or 2 * width
         self.rnn_w = nn.Linear(width, width, bias=False) if config.rnn else None
         self.rnn_u = nn.Linear(width, width) if config.rnn else None

@@ -25,8 +25,7 @@ from specheads.heads.layers.attention import (
     full_attention,
     near,
 )
-from specheads.heads.layers.common import RMSNorm
-from specheads.heads.layers.embedding import BorrowingHead
+from specheads.heads.layers.common import BorrowingHead, RMSNorm
 from specheads.heads.layers.rotary import published
 
 
@@ -79,12 +78,12 @@ class BlockHead(BorrowingHead):
     """
 
     borrows_projection = True
+    fuses_alone = True
     reads_drafts = False
 
     def __init__(self, config: BlockConfig, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
-        self.depth, self.num_anchors = config.depth, config.num_anchors
-        self.aux_layers = tuple(config.aux_layers)
+        self.num_anchors = config.num_anchors
         if not -1 <= config.mask_token < vocab_size:
             raise InputError(
                 f"head.mask_token must be -1 to {vocab_size - 1}, got {config.mask_token}; set it"

@@ -1,10 +1,116 @@
-"""Small parts that several kinds of head use."""
+"""What all kinds of head share: tensors and layers of their base, and small modules."""
 
-from jaxtyping import Float
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.drafter import Nodes
+from specheads.core.drafter import Head, Nodes, Projection, Weight
+from specheads.core.errors import InputError
+from specheads.core.features import Committed, Features
+from specheads.core.weight_layout import product
+
+LOW_MIDDLE_HIGH = 3
+"""Number of base layers that a head with `aux_layers` reads by default."""
+
+
+class BorrowingHead(Head):
+    """A head that borrows tensors of its base, as frozen buffers that are not saved."""
+
+    embedding: Tensor | None
+    borrowed: Tensor | None
+    fc: Any
+    """Matrix that fuses the residual streams of `aux_layers`, or None without any."""
+    borrows_embedding = True
+    """Whether it reads the base's input embedding."""
+    borrows_projection = False
+    """Whether it uses the base's vocabulary projection."""
+    fuses_alone = False
+    """Whether it has a way of its own to fuse them. Other heads add them to the final hidden state
+    by a matrix that starts at zero, so that a head starts as one that reads no streams."""
+
+    def __init__(self, config: Any, width: int, vocab_size: int) -> None:
+        super().__init__(config, width, vocab_size)
+        layers = getattr(config, "aux_layers", None)
+        self.aux_layers, self.fc = tuple(layers or ()), None
+        if layers is not None and not self.fuses_alone:
+            num_aux = len(layers) or LOW_MIDDLE_HIGH
+            self.fc = nn.Linear(num_aux * width, width, bias=False)
+            nn.init.zeros_(self.fc.weight)
+        self.register_buffer("embedding", None, persistent=False)
+        self.register_buffer("borrowed", None, persistent=False)
+
+    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
+        """Borrow the base's tensors, detached, because they are no parameters of this head."""
+        if self.borrows_embedding:
+            self.embedding = embedding.detach()
+        if self.borrows_projection:
+            projection = embedding if projection is None else projection
+            self.borrowed = self.projection_rows(projection.detach())
+
+    def embed(self, tokens: Int[Tensor, "*any"], like: Tensor) -> Float[Tensor, "*any width"]:
+        """Return the embeddings of tokens in the dtype of `like`, for a head bound to a base."""
+        if self.embedding is None:
+            raise InputError(f"{self.kind} reads its base's embedding; load the head with its base")
+        return F.embedding(tokens, self.embedding).to(like.dtype)
+
+    def lent(self) -> Weight:
+        """Return the base's projection to the draft vocabulary, for a head bound to a base."""
+        if self.borrowed is None:
+            raise InputError(
+                f"{self.kind} borrows its base's projection; load the head with its base"
+            )
+        return self.borrowed
+
+    def projection(self, level: int) -> Projection:
+        """Return the projection, the same at every level."""
+        return self.lent(), None
+
+    def fused(self, features: Features) -> Features:
+        """Return features with the fused streams added to the final hidden state."""
+        if self.fc is None:
+            return features
+        streams = self.streams(features).unflatten(-1, (-1, self.width))
+        # their scales differ by layer and position: in SmolLM2-135M by a factor above 100
+        normed = F.rms_norm(streams, streams.shape[-1:], eps=1e-6).flatten(-2)
+        hidden = features.hidden.to(self.fc.weight.dtype)
+        return replace(features, hidden=hidden + self.fc(normed.to(hidden.dtype)))
+
+    def with_aux(self, committed: Committed) -> Committed:
+        """Return committed positions whose hidden states have the fused streams added."""
+        return replace(committed, features=self.fused(committed.features))
+
+    def choose_aux_layers(self, num_layers: int) -> None:
+        """Choose the layers of EAGLE-3, or three evenly spaced ones in a shallow base."""
+        if getattr(self.config, "aux_layers", None) == []:
+            first, end = (2, 3) if num_layers >= 7 else (int(num_layers > 3), 1)
+            self.choose([first, num_layers // 2, num_layers - end])
+
+    def choose(self, aux_layers: list[int]) -> None:
+        """Read the base after these layers."""
+        self.config = replace(self.config, aux_layers=aux_layers)
+        self.aux_layers = tuple(aux_layers)
+
+    def streams(self, features: Features) -> Float[Tensor, "batch time aux"]:
+        """Return the residual streams of the base after the layers that this head reads."""
+        if features.aux is None:
+            raise InputError(
+                f"{self.kind} reads aux_layers, got none; read the base with head.aux_layers"
+            )
+        return features.aux
+
+    def corrected(self, correction: nn.Module) -> Projection:
+        """Return [W, C]: the base's projection W next to the matrix C of a layer."""
+        weight = correction.get_parameter("weight")
+        return torch.cat([self.lent().to(weight.dtype), weight], dim=1), None
+
+    def corrected_logits(self, state: Tensor, correction: nn.Module) -> Tensor:
+        """Return W h + C e of states [h, e], without the concatenation of `corrected`."""
+        hidden, more = state.split([self.width, state.shape[-1] - self.width], dim=-1)
+        return product(hidden, self.lent()) + correction(more)
 
 
 class RMSNorm(nn.RMSNorm):

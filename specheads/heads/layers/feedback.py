@@ -14,10 +14,9 @@ from torch import Tensor
 
 from specheads.core.drafter import Anchors, Guesses, Nodes, State, States, Tokens
 from specheads.core.features import Committed, Documents, Features
+from specheads.core.kernels import flash_takes, product_dtype
 from specheads.heads.layers.attention import LlamaLayer, Slots, near
-from specheads.heads.layers.common import RMSNorm, pick_parents
-from specheads.heads.layers.embedding import BorrowingHead
-from specheads.heads.layers.path_attention import takes
+from specheads.heads.layers.common import BorrowingHead, RMSNorm, pick_parents
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,9 @@ class FeedbackHead(BorrowingHead):
         layers, places = self.blocks(), features.places()
         hidden, pasts, paths = self.first(features), list[Tensor](), list[Tensor]()
         visible, documents, sent = None, features.documents, None
-        if hidden.device.type != "cpu" and not takes(hidden, layers[0].self_attn.head_dim):
+        head_dim = layers[0].self_attn.head_dim
+        if hidden.device.type != "cpu" and not flash_takes(product_dtype(hidden), head_dim):
+            # no kernel for documents exists for this dtype or width
             visible, documents = features.visible(), None
         elif documents is None:
             documents = Documents.of(places.expand(len(hidden), -1))

@@ -17,16 +17,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from specheads.core.features import Documents
-from specheads.core.kernels import flash_takes, product_dtype
+from specheads.core.kernels import product_dtype
 
 Bounds = tuple[Tensor, int, int | None]
 """First position of each document and the end of the last one, in int32, the longest length, and
 the number of positions that each one sees, itself included; None is all up to itself."""
-
-
-def takes(values: Tensor, head_dim: int) -> bool:
-    """Return whether the kernel exists for values on this device, in this dtype and width."""
-    return values.device.type != "cpu" and flash_takes(product_dtype(values), head_dim)
 
 
 def path_attention(

@@ -170,11 +170,7 @@ def prompt_source(data: Data, base: FrozenBase, settings: Distill, seed: int) ->
     Raises:
         ValueError: There are no prompts, or the tokenizer has no chat template for conversations.
     """
-    tokenizer = base.tokenizer
-    if tokenizer is None:
-        raise InputError(
-            f"self-distilled text needs a tokenizer, but the base {base.name} has none; add one"
-        )
+    tokenizer = base.tokenizer_for("self-distilled text")
     talks, traces, texts = data.divided()
     if traces and not (talks or texts):
         raise InputError(
@@ -191,11 +187,10 @@ def identity_of(
     data: Data, base: FrozenBase, fingerprint: str, prompts: PromptSource
 ) -> dict[str, Any]:
     """Return what determines the text, except the settings; `fingerprint` is the base's."""
-    assert base.tokenizer is not None
     return {
         "base": fingerprint,
         "base_config": config_fingerprint(base.model.config),
-        "tokenizer": tokenizer_fingerprint(base.tokenizer),
+        "tokenizer": tokenizer_fingerprint(base.tokenizer_for("self-distilled text")),
         "corpus": asdict(data),
         # the same settings may select other documents later
         "documents": prompts.fingerprint,

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from specheads.decoding.sampling import Sampling
 from specheads.heads.load import drafter_of
 from specheads.training.distill.engines import Answer, GenerationRequest, TextEngine, build
 from specheads.training.distill.prompts import PromptSource, decoder
-from specheads.training.distill.report import as_markdown, report_of
 from specheads.training.distill.shards import (
+    as_markdown,
     claim_folder,
     missing_blocks,
     refuse_other_text,
+    report_of,
     write_shard,
 )
 from specheads.training.processes import on_all_processes
@@ -306,10 +308,7 @@ def write_folder(job: Job, bar: Progress, halt: Callable[[], None]) -> dict[str,
     latest: dict[int, Done] = {}
     speed: float | None = None
     with closing(write_text(job)) as writer:
-
-        def go_on() -> Done | None:
-            return next(writer, None)
-
+        go_on = partial(next, writer, None)
         # processes that have finished their share wait for the others
         while any(gathered := list[Done | None](on_all_processes(go_on))):
             latest |= {rank: one for rank, one in enumerate(gathered) if one}

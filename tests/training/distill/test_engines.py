@@ -355,7 +355,7 @@ ONE = "must return one complete answer"
         (spoken(token_ids=[5], prompt_token_ids=[1, 2, 4]), r"read \d in place of the 3"),
         (spoken(token_ids=[5]) | {"usage": {"prompt_tokens": 4}}, "read 4 in place of the 3"),
         (spoken(token_ids=[5, tiny.VOCAB]), "token 61 of a vocabulary of 61"),
-        (spoken(), "has no tokenizer"),
+        (spoken(), "without token ids, which needs a base with a tokenizer"),
     ],
 )
 def test_invalid_reply_is_refused_in_one_line(service, reply, told):

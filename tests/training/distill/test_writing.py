@@ -9,9 +9,8 @@ import pytest
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
 from specheads.training.distill.engines import Answer
-from specheads.training.distill.report import report_of
 from specheads.training.distill.run import fault, write_text
-from specheads.training.distill.shards import read_shards, read_text
+from specheads.training.distill.shards import read_shards, read_text, report_of
 from specheads.training.settings import Distill
 from tests.training.distill.pens import SETTINGS, Pen, Talks, job, rows, shards, write
 

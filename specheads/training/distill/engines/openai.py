@@ -167,7 +167,8 @@ class Completions:
                 "that takes token ids as prompt and does not change them"
             )
         if tokens is None:
-            tokens = self._tokenised(text)
+            what = f"{self.shown} returns text without token ids, which"
+            tokens = self.base.tokenizer_for(what)(text, add_special_tokens=False)["input_ids"]
         if (largest := max(tokens, default=0)) >= self.base.vocab_size:
             raise InputError(
                 f"a server must serve the base, but {self.shown} returned token {largest} of a "
@@ -184,14 +185,6 @@ class Completions:
         named = getattr(choice, "stop_reason", None) or getattr(choice, "matched_stop", None)
         ends = [named] if isinstance(named, int) else self._ends
         return tokens if not ends or tokens[-1:] in [[end] for end in ends] else [*tokens, ends[0]]
-
-    def _tokenised(self, text: str) -> list[int]:
-        if self.base.tokenizer is None:
-            raise InputError(
-                f"{self.shown} returns text without token ids, but the base {self.base.name} has "
-                "no tokenizer; use a base folder that has one"
-            )
-        return self.base.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def quoted(text: str, key: str) -> str:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
@@ -31,6 +32,11 @@ def reading(part: str, source: str, remedy: str = REWRITE) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
+        if not Path(source).exists():
+            raise InputError(
+                f"a base must be a folder, a Hub id or a GGUF file, got {source!r:.200}: there is "
+                f"no such folder, and not on the Hub ({reason(error)}); correct its name"
+            ) from error
         # a damaged file can raise any error in transformers, and a bare Exception in tokenizers
         raise InputError(
             f"a base must be a folder or a Hub id that transformers can load, got "
