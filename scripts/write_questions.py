@@ -24,7 +24,7 @@ from specheads.data.chat import ASK, ASKED, Template
 from specheads.data.masks import added_ids
 from specheads.decoding.sampling import Sampling
 from specheads.runs.progress import progress
-from specheads.training.distill.engines import GenerationRequest, local
+from specheads.training.distill.engines import GenerationRequest, build
 from specheads.training.settings import Distill
 
 FEWEST_WORDS = 3
@@ -44,6 +44,7 @@ def main() -> None:
     add("--top-p", type=float, default=0.95)
     add("--new-tokens", type=int, default=160, help="of the longest question")
     add("--batch", type=int, default=32, help="written together (default: 32)")
+    add("--engine", default="local", choices=("local", "vllm"), help="default: local")
     add("--dtype", default="auto")
     add("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -82,8 +83,8 @@ def questions(base: FrozenBase, options: argparse.Namespace) -> Iterator[str]:
         return GenerationRequest(number, opening, room, sampling)
 
     seen: set[str] = set()
-    settings = Distill(num_samples=options.num, batch_size=options.batch)
-    answers = local.build(settings, base, max_length=len(opening) + room)
+    settings = Distill(num_samples=options.num, batch_size=options.batch, engine=options.engine)
+    answers = build(settings, base, max_length=len(opening) + room)
     with progress(shown=True) as bar:
         task = bar.add_task("questions", total=options.num, numbers="")
         for answer in answers(pull):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,7 +17,8 @@ from specheads.core.kernels import without_cudnn_attention
 from specheads.core.machine import to_device
 from specheads.core.texts import derive_seed
 from specheads.data.packing import TokenBatch
-from specheads.training.objective import Objective, drawn_labels, label_counts
+from specheads.heads.layers.common import BorrowingHead
+from specheads.training.objective import Objective, drawn_labels, label_counts, own_labels
 from specheads.training.optimizers import optimizers
 from specheads.training.processes import readers, repeatable
 from specheads.training.schedule import PlacedPhase
@@ -53,6 +55,8 @@ class Stepper:
         values: dict[str, Tensor] = {}
         device = self.teacher.base.device
         steps = self._parts(batch, phase, number)
+        if isinstance(self.head, BorrowingHead) and self.head.scales_streams:
+            self.head.scale_streams(self.total(sum(map(self._stream_sums, steps), torch.zeros(()))))
         for step in steps:
             # for dropout in heads
             torch.manual_seed(derive_seed(step.seed, step.batch.first_sample))
@@ -69,6 +73,14 @@ class Stepper:
         with record_function("optimizer"):
             self._update(phase.rates(number))
         return values
+
+    def _stream_sums(self, step: Step) -> Tensor:
+        """Return the sums that measure the scale of the streams, over the positions of labels."""
+        assert isinstance(self.head, BorrowingHead)
+        batch = step.batch
+        # a server leaves out the positions after the last label
+        positions = F.pad(own_labels(batch.loss_mask, batch.document_ids), (0, 1), value=False)
+        return self.head.stream_sums(self.teacher.source.features(batch), positions)
 
     def flops(self, batch: TokenBatch, phase: PlacedPhase, number: int) -> int:
         """Return the floating-point operations of a step on this process, without taking it."""

@@ -19,6 +19,7 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import atomic_folder
 from specheads.data.packing import BatchStream, TokenBatch
+from specheads.heads.layers.common import BorrowingHead
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress
@@ -86,6 +87,8 @@ def train(
                     if trainer.stop:
                         raise KeyboardInterrupt from None
                     raise
+            if isinstance(head, BorrowingHead):
+                head.fold_streams()
     finally:
         teacher.leave()
 
@@ -173,6 +176,10 @@ class _Trainer:
             return
         try:
             self.at = Progressed(**found.state)
+            if isinstance(self.head, BorrowingHead):
+                self.head.scales_streams = False
+                self.head.stream_scale = found.weights.get("stream_scale")
+                self.head.to(self.teacher.base.device)
             self.head.load_state_dict(found.weights)
             if self.teacher.adapter:
                 self.teacher.adapter.load(found.adapter)

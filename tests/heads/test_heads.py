@@ -293,6 +293,37 @@ def test_init_from_base_starts_as_the_last_layer_of_the_base(kind: str, base: Fr
         assert torch.equal(logits.argmax(-1), own.argmax(-1))
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "eagle3", "peagle"])
+def test_a_saved_head_drafts_from_unscaled_streams_as_the_trained_one(
+    kind: str, base: FrozenBase, tmp_path: Path
+):
+    settings = {"kind": "eagle3", "parallel": True} if kind == "peagle" else {"kind": kind}
+    head: Any = make(settings, base)
+    features, tokens = read(base, head.aux_layers)
+    assert head.scales_streams
+    before = offline_logits(head, features, tokens)
+    positions = torch.ones_like(tokens, dtype=torch.bool)
+    head.scale_streams(head.stream_sums(features, positions))
+    assert features.aux is not None
+    streams = features.aux.unflatten(-1, (-1, head.width))
+    rms = streams.square().mean(-1).sqrt()
+    torch.testing.assert_close(head.stream_scale.double(), rms.log().mean((0, 1)).exp())
+    scaled = offline_logits(head, features, tokens)
+    assert not any(torch.allclose(*pair) for pair in zip(before, scaled, strict=True))
+    head.save_pretrained(tmp_path)
+    assert "stream_scale" not in load_file(tmp_path / "model.safetensors")
+    again: Any = load_head(tmp_path, base)
+    for pair in zip(scaled, offline_logits(again, features, tokens), strict=True):
+        # weights are loaded in float32
+        torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"norm_before_fc": True}, {"fc_norm": True}], ids=told)
+def test_streams_that_a_norm_follows_are_not_scaled(settings: dict, base: FrozenBase):
+    head: Any = build_for({"kind": "eagle3", **settings}, base)
+    assert not head.scales_streams
+
+
 @pytest.mark.parametrize(
     ("settings", "architecture", "message"),
     [

@@ -59,7 +59,7 @@ def plan(
             ends = base.eos_ids if is_whole else ()
             yield Answer(ask.number, [*ids, *ends], "eos" if is_whole else "length")
 
-    monkeypatch.setattr(script.local, "build", lambda *_, **__: planned)
+    monkeypatch.setattr(script, "build", lambda *_, **__: planned)
     return asked
 
 

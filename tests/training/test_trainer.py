@@ -158,11 +158,16 @@ def test_training_lowers_the_loss_and_raises_agreement(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("muon", "own_drafts"),
-    [(0.0, 0.0), (0.02, 0.0), (0.02, 0.5)],
-    ids=["adamw", "muon", "own drafts"],
+    ("muon", "own_drafts", "kind"),
+    [
+        (0.0, 0.0, "mlp_speculator"),
+        (0.02, 0.0, "mlp_speculator"),
+        (0.02, 0.5, "mlp_speculator"),
+        (0.02, 0.0, "eagle3"),
+    ],
+    ids=["adamw", "muon", "own drafts", "scaled streams"],
 )
-def test_resumed_training_equals_uninterrupted_training(muon, own_drafts, tmp_path: Path):
+def test_resumed_training_equals_uninterrupted_training(muon, own_drafts, kind, tmp_path: Path):
     """Bitwise, across phases, with random label masks in each step."""
     schedule = Schedule(
         phases={
@@ -171,11 +176,11 @@ def test_resumed_training_equals_uninterrupted_training(muon, own_drafts, tmp_pa
         },
         muon_learning_rate=muon,
     )
-    whole = run_training(tmp_path / "whole", schedule)
+    whole = run_training(tmp_path / "whole", schedule, kind=kind)
     for crash_at in (4, 9):
         with power_cut(crash_at):
-            run_training(tmp_path / "parts", schedule, checkpoint_every=3)
-    parts = run_training(tmp_path / "parts", schedule, checkpoint_every=3)
+            run_training(tmp_path / "parts", schedule, kind=kind, checkpoint_every=3)
+    parts = run_training(tmp_path / "parts", schedule, kind=kind, checkpoint_every=3)
     assert_equal(whole.state_dict(), parts.state_dict())
     ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("parts", "whole"))
     # a row that started before a stop has only the steps since then

@@ -115,11 +115,13 @@ class Head(FeedbackHead):
         if self.embed_tokens is not None:
             self.embed_tokens.weight.data.copy_(embedding)
         self.lm_head.weight.data.copy_(projection)
+        self.scales_streams = not (self.config.norm_before_fc or self.config.fc_norm)
 
     @torch.no_grad()
     def initialise_layer(self, tensors: Mapping[str, Tensor], norm: Tensor) -> None:
         """Start as the base's last layer and norm over the last stream that it reads."""
         super().initialise_layer(tensors, norm)
+        self.scales_streams = False
         self.norm.weight.copy_(norm)
         nn.init.zeros_(self.fc.weight)
         nn.init.eye_(self.fc.weight[:, -self.width :])
@@ -127,6 +129,13 @@ class Head(FeedbackHead):
     def blocks(self) -> list[LlamaLayer]:
         """Return its layers, of which the first reads tokens."""
         return [self.midlayer, *cast(Iterable[LlamaLayer], self.layers.values())]
+
+    @torch.no_grad()
+    def fold_streams(self) -> None:
+        """Move the scale of the streams into `fc`, and out of the features that replace them."""
+        if self.stream_scale is not None and self.mask_hidden is not None:
+            self.mask_hidden *= self.stream_scale.repeat_interleave(self.width)
+        super().fold_streams()
 
     def window(self, level: int) -> int | None:
         """Return the number of positions of the text that a level sees."""

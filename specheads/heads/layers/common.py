@@ -1,10 +1,12 @@
 """What all kinds of head share: tensors and layers of their base, and small modules."""
 
+from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -31,6 +33,11 @@ class BorrowingHead(Head):
     fuses_alone = False
     """Whether it has a way of its own to fuse them. Other heads add them to the final hidden state
     by a matrix that starts at zero, so that a head starts as one that reads no streams."""
+    stream_scale: Tensor | None
+    """Typical RMS of each residual stream, by which training divides them, or None. The first step
+    measures it, and a saved head has it in `fc`."""
+    scales_streams = False
+    """Whether the first step of training measures `stream_scale`."""
 
     def __init__(self, config: Any, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
@@ -42,6 +49,7 @@ class BorrowingHead(Head):
             nn.init.zeros_(self.fc.weight)
         self.register_buffer("embedding", None, persistent=False)
         self.register_buffer("borrowed", None, persistent=False)
+        self.register_buffer("stream_scale", None)
 
     def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
         """Borrow the base's tensors, detached, because they are no parameters of this head."""
@@ -100,7 +108,39 @@ class BorrowingHead(Head):
             raise InputError(
                 f"{self.kind} reads aux_layers, got none; read the base with head.aux_layers"
             )
-        return features.aux
+        if self.stream_scale is None:
+            return features.aux
+        scale = self.stream_scale.repeat_interleave(self.width)
+        return features.aux / scale.to(features.aux.dtype)
+
+    def stream_sums(
+        self, features: Features, positions: Bool[Tensor, "batch time"]
+    ) -> Float[Tensor, " sum"]:
+        """Return the sums over positions of the log RMS of each stream, and of the positions."""
+        streams = self.streams(features)[positions].unflatten(-1, (-1, self.width)).float()
+        logs = streams.square().mean(-1).clamp(min=1e-12).log() / 2
+        return torch.cat([logs.sum(0), positions.sum()[None]])
+
+    def scale_streams(self, sums: Float[Tensor, " sum"]) -> None:
+        """Divide the streams from now on by their geometric mean RMS, given `stream_sums`.
+
+        The scales of a base's layers differ by an order of magnitude, and an optimizer's steps are
+        equally large for the weights of all of them.
+        """
+        self.stream_scale, self.scales_streams = (sums[:-1] / sums[-1].clamp(min=1)).exp(), False
+
+    @torch.no_grad()
+    def fold_streams(self) -> None:
+        """Move the scale of the streams into `fc`, which changes no draft."""
+        if self.stream_scale is not None:
+            self.fc.weight /= self.stream_scale.repeat_interleave(self.width)
+            self.stream_scale = None
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        """Write the weights, with the scale of the streams in `fc`, and config.json."""
+        folded = deepcopy(self, {id(buffer): buffer for buffer in self.buffers()})
+        folded.fold_streams()
+        super(BorrowingHead, folded)._save_pretrained(save_directory)
 
     def corrected(self, correction: nn.Module) -> Projection:
         """Return [W, C]: the base's projection W next to the matrix C of a layer."""
