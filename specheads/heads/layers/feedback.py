@@ -80,7 +80,7 @@ class FeedbackHead(BorrowingHead):
         layers, places = self.blocks(), features.places()
         hidden, pasts, paths = self.first(features), list[Tensor](), list[Tensor]()
         visible, documents, sent = None, features.documents, None
-        if hidden.device.type != "cpu" and not takes(hidden, layers[0].self_attn.head_dim):
+        if hidden.device.type != "cpu" and not takes(hidden, layers[0].self_attn.kernel_dim):
             visible, documents = features.visible(), None
         elif documents is None:
             documents = Documents.of(places.expand(len(hidden), -1))
