@@ -187,7 +187,7 @@ def modelopt(root: Path, name: str) -> None:
     modeling._compiled_sink_attention = modeling._sink_attention_impl
     # its class in this version of transformers takes no device
     rotary = modeling._ROTARY_CLS
-    modeling._ROTARY_CLS = lambda config, device: rotary(config)
+    modeling._ROTARY_CLS = lambda config, **_: rotary(config)
     model = model.double().eval()
     weights = random_weights(model)
     aux, tokens = torch.randn(1, TIME, 3 * SHAPE["hidden_size"]), torch.randint(MASK, (1, TIME))

@@ -84,14 +84,7 @@ PLUGIN = {
     "hydra_heads": ("aux_layers", "num_layers", "prefix", *ATTENTION),
     "mtp": ("aux_layers", *ATTENTION, *MTP),
     "redrafter": ("aux_layers", "num_layers", "exit_dim", "rnn"),
-    "eagle_gru": (
-        "aux_layers",
-        *ATTENTION,
-        "head_dim",
-        "epsilon",
-        "sliding_window",
-        "attention_sink",
-    ),
+    "eagle_gru": ("aux_layers", *ATTENTION, "head_dim", "epsilon", *OPTIONS),
 }
 """Kinds that the plug-in serves, and their settings, which may have any value."""
 LAYOUTS = {

@@ -141,13 +141,12 @@ class BlockHead(BorrowingHead):
         at = marks.int().argsort(dim=1, descending=True, stable=True)[:, :most].sort(1).values
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
         places, fused = features.places().expand_as(tokens), self._fuse(features)
-        visible = near(features.visible(), self.config.sliding_window)
-        visible = visible.expand(len(tokens), -1, -1)[rows, at]
+        window = self.config.sliding_window
+        visible = near(features.visible(), window).expand(len(tokens), -1, -1)[rows, at]
         visible = visible.repeat_interleave(self.num_slots, dim=1)
-        if self.config.window_counts_slots:
+        if window and self.config.window_counts_slots:
             ends = (at[..., None] + 1 + self._slots()).flatten(1)[..., None]
-            time = torch.arange(tokens.shape[1], device=tokens.device)
-            visible &= time > ends - self.config.sliding_window
+            visible &= torch.arange(tokens.shape[1], device=tokens.device) > ends - window
         visible = block_mask(visible, self.num_slots, causal=bool(self.config.causal))
         pasts = (layer.self_attn.keys_values(fused, places) for layer in self.blocks())
         roots = tokens.roll(-1, 1)[rows, at]
@@ -316,7 +315,8 @@ def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
         # the window of all layers, which are still named full
         window, plain = settings.get("swa_window_size"), {"layer_types": "full_attention"}
         window = window if allows(PositiveInt, window) else None
-        causal = bool(settings.get("is_causal", settings.get("causal")))
+        # an explicit is_causal has priority, and must be false
+        causal = bool(settings.get("causal")) and settings.get("is_causal") is None
     settings |= {"sliding_window": window, "causal": causal, "window_counts_slots": by_modelopt}
     settings["attention_sink"] = any(settings.get(name) for name in SINK)
     refuse_unused(
