@@ -69,7 +69,7 @@ VARIANTS = {
         {"tie_weights": False}, {"state": "gated"},
     ],
     "hydra_heads": [{"num_layers": 2}, {"prefix": False, "aux_layers": [6]}],
-    "eagle_gru": [GROUPED, {"aux_layers": [0, 3, 5], "sliding_window": 4}],
+    "eagle_gru": [GROUPED, {"sliding_window": 4, "attention_sink": True}],
     "redrafter": [{"aux_layers": [0, 3]}, {"rnn": False}, {"exit_dim": 24}],
     "mtp": [
         {**GROUPED, "qk_norm": True, "head_dim": 4, "aux_layers": [2]},
@@ -78,10 +78,16 @@ VARIANTS = {
     "dflash": [
         {**GROUPED, "num_layers": 2},
         {"sample_from_anchor": True, "num_layers": 1, "mask_token": 7},
+        {"num_layers": 1, "attention_sink": True},
+        {
+            "num_layers": 1, "sliding_window": 6, "window_counts_slots": True, "causal": True,
+            "attention_sink": True,
+        },
     ],
     "dspark": [
         {**GROUPED, "num_layers": 1, "markov_rank": 5},
         {"sample_from_anchor": False, "num_layers": 1, "mask_token": 7, "markov_rank": 5},
+        {"num_layers": 1, "markov_rank": 5, "attention_sink": True},
     ],
     "eagle3": [
         GROUPED,
@@ -343,6 +349,19 @@ UNSUPPORTED = [
     ),
     ("dflash", "sglang", {"sliding_window": 64}, "hold sliding_window=64; .*: speculators$"),
     ("dspark", "llama_cpp", {"sliding_window": 64}, "hold sliding_window=64; .*: speculators$"),
+    ("dflash", "vllm", {"sliding_window": 64}, "its window counts slots, .*: speculators$"),
+    (
+        "dflash",
+        "speculators",
+        {"sliding_window": 64, "window_counts_slots": True},
+        "hold window_counts_slots=True; .*: vllm$",
+    ),
+    *(
+        ("dflash", one, {"attention_sink": True}, "hold attention_sink=True; .*: speculators, vllm")
+        for one in ("sglang", "llama_cpp", "transformers")
+    ),
+    ("dspark", "sglang", {"attention_sink": True}, "hold attention_sink=True; .*: speculators$"),
+    ("eagle3", "vllm", {"attention_sink": True}, "hold attention_sink=True; .* can: none$"),
     ("dflash", "speculators", {"sample_from_anchor": True}, "=True; .*: llama_cpp$"),
     ("dflash", "sglang", {"draft_tokens": 20}, "draft_tokens=20; .*: llama_cpp, speculators$"),
     ("dflash", "sglang", {"sample_from_anchor": True}, "sample_from_anchor=True; .*: llama_cpp$"),
@@ -398,6 +417,25 @@ def test_a_window_is_exported_and_read_back(
         (out / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match="logits at depth"):
             compare(wanted, out, engine, head, base, texts, lent)
+
+
+def test_dflash_for_vllm_has_modelopt_s_settings(base, texts, tmp_path):
+    settings = {"sliding_window": 6, "window_counts_slots": True, "attention_sink": True}
+    head, out = make("dflash", base, num_layers=2, **settings), tmp_path / "out"
+    export_head(head, base, "vllm", out, texts)
+    config = json.loads((out / "config.json").read_text())
+    assert config["dflash_config"] == {
+        "target_layer_ids": [layer - 1 for layer in head.aux_layers],
+        "mask_token_id": head.mask_token,
+        "use_swa": True,
+        "swa_window_size": 6,
+        "causal": False,
+        "attention_sink_bias": True,
+    }
+    assert (config["layer_types"], config["sliding_window"]) == (["full_attention"] * 2, 6)
+    sinks = load_file(out / "model.safetensors")["layers.1.self_attn.attention_sink_bias"]
+    assert torch.equal(sinks, head.state_dict()["layers.1.self_attn.attention_sink_bias"])
+    assert load_export(out, head, base).config == head.config
 
 
 def test_unknown_engine_lists_valid_engines():

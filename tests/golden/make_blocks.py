@@ -1,7 +1,8 @@
 """Make the golden tensors of DFlash and DSpark with the code of their projects.
 
     git clone https://github.com/deepseek-ai/DeepSpec && git clone https://github.com/z-lab/dflash
-    python tests/golden/make_blocks.py DeepSpec dflash
+    pip download --no-deps nvidia-modelopt==0.47.0          unpack it into modelopt
+    python tests/golden/make_blocks.py DeepSpec dflash modelopt
 
 Written with DeepSpec at afdfa7c, z-lab/dflash at 44947fb and transformers 5. Their code is
 unchanged, except that its float32 is float64: norms, rotary embeddings and confidences round to
@@ -9,10 +10,11 @@ float32 in any model precision, and the comparison needs more.
 """
 
 import argparse
+import ast
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import making
@@ -156,12 +158,64 @@ def z_lab(root: Path, name: str) -> None:
     making.save(name, weights, expected, config)
 
 
+def modelopt(root: Path, name: str) -> None:
+    """Write the outputs of ModelOpt's DFlash with a window and sinks, at anchors of a text."""
+    packages = ("modelopt", "modelopt.torch", "modelopt.torch.speculative")
+    plugins = "modelopt.torch.speculative.plugins"
+    bare(root, *packages, plugins)
+    modeling: Any = importlib.import_module(f"{plugins}.modeling_dflash")
+    # the mask is a method of a class that needs the whole package
+    tree = ast.parse((root / plugins.replace(".", "/") / "hf_dflash.py").read_text())
+    wanted = "_build_draft_attention_mask"
+    method = next(one for one in ast.walk(tree) if getattr(one, "name", "") == wanted)
+    found: dict[str, Any] = {"torch": torch}
+    exec(ast.unparse(method), found)
+    # as its exporter writes them
+    own = {"block_size": 4, "architectures": ["DFlashDraftModel"], "attention_sink_bias": True}
+    config = SHAPE | own | {"num_target_layers": 8, "layer_types": ["full_attention"] * 2}
+    config["sliding_window"] = 6
+    config["dflash_config"] = {
+        "target_layer_ids": LAYERS["target_layer_ids"],
+        "mask_token_id": MASK,
+        "use_swa": True,
+        "swa_window_size": 6,
+        "causal": False,
+        "attention_sink_bias": True,
+    }
+    torch.manual_seed(4)
+    model = modeling.DFlashModule(made(config | LAYERS | {"sliding_window": None}))
+    modeling._compiled_sink_attention = modeling._sink_attention_impl
+    # its class in this version of transformers takes no device
+    rotary = modeling._ROTARY_CLS
+    modeling._ROTARY_CLS = lambda config, **_: rotary(config)
+    model = model.double().eval()
+    weights = random_weights(model)
+    aux, tokens = torch.randn(1, TIME, 3 * SHAPE["hidden_size"]), torch.randint(MASK, (1, TIME))
+    shape = SHAPE["vocab_size"], SHAPE["hidden_size"]
+    embedding, projection = torch.randn(shape), torch.randn(shape)
+    anchors = torch.tensor([[1, 5, 8, 10]])
+    slots = torch.full((1, 4, 4), MASK)
+    slots[..., 0] = tokens[0, anchors]
+    settings = SimpleNamespace(dflash_block_size=4, dflash_draft_attention="bidirectional")
+    places = [torch.arange(TIME)[None], (anchors[..., None] + torch.arange(4)).flatten(1)]
+    kept = torch.ones(1, 4, dtype=torch.bool)
+    mask = found[wanted](settings, TIME, anchors, kept, 4, torch.float64, "cpu", window=6)
+    with torch.no_grad():
+        hidden = model(embedding[slots.flatten(1)], aux, torch.cat(places, dim=1), mask)
+    logits = hidden.unflatten(1, (4, 4))[0, :, 1:] @ projection.T
+    expected = {"in.aux": aux, "in.tokens": tokens, "out.anchors": anchors[0]}
+    expected |= {"in.embedding": embedding, "in.projection": projection, "out.logits": logits}
+    making.save(name, weights, expected, config)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("deepspec", type=Path)
     parser.add_argument("dflash", type=Path)
+    parser.add_argument("modelopt", type=Path)
     folders = parser.parse_args()
     with making.in_float64():
         deepspec(folders.deepspec, "dspark_deepspec", rank=5)
         deepspec(folders.deepspec, "dflash_deepspec", rank=0)
         z_lab(folders.dflash, "dflash_z_lab")
+        modelopt(folders.modelopt, "dflash_modelopt")

@@ -63,7 +63,7 @@ def test_the_block_mask_equals_deepspec_s(name: str):
     golden = expected(name)
     anchors, kept, time = golden["out.anchors"], golden["out.kept"], golden["in.tokens"].shape[1]
     before = torch.arange(time) < anchors[..., None]
-    found = block_mask(before, slots=4)
+    found = block_mask(before.repeat_interleave(4, dim=1), slots=4)
     each = kept.repeat_interleave(4, dim=1)
     assert torch.equal(found[each], golden["out.mask"][:, 0][each])
 

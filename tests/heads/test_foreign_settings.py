@@ -14,7 +14,8 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = (
     *("medusa_heads", "hydra_prefix_mlp", "mlp_speculator_tied_scaled", "redrafter_rnn"),
     *("eagle3_chain", "eagle3_speculators_ttt", "peagle", "mtp_mimo", "mtp_speculators"),
-    *("mtp_deepseek", "dflash_z_lab", "dflash_deepspec", "dflash_window", "dspark_deepspec"),
+    *("mtp_deepseek", "dflash_z_lab", "dflash_deepspec", "dflash_window", "dflash_modelopt"),
+    "dspark_deepspec",
 )
 INNER, EAGLE, DFLASH = "transformer_layer_config", "eagle_config", "dflash_config"
 
@@ -83,7 +84,10 @@ MIXED = WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
         ("dflash_z_lab", "", WINDOW, {"num_target_layers": 9}),
         ("dflash_z_lab", DFLASH, {"projector_type": "domino"}, {"projector_type": "dflash"}),
         ("dflash_z_lab", DFLASH, {"causal": True}, {"causal": False}),
-        ("dflash_z_lab", DFLASH, {"attention_sink_bias": True}, {"attention_sink_bias": False}),
+        ("dflash_z_lab", DFLASH, {"swa_window_size": 64}, {"attention_sink_bias": False}),
+        ("dflash_window", "", {"use_swa": True}, {"use_swa": False}),
+        ("dflash_modelopt", "", MIXED, {"is_causal": False}),
+        ("eagle3_chain", "", {"attention_sink_bias": True}, {"attention_sink_bias": False}),
         ("dflash_deepspec", "", {"final_logit_softcapping": 20.0}, {"output_multiplier": 1}),
         ("dspark_deepspec", "", {"attention_mode": "mla"}, {"attention_mode": "gqa"}),
         ("dspark_deepspec", DFLASH, {"selector_rank": 256}, {"confidence_head_alpha": 1.0}),

@@ -25,7 +25,11 @@ KINDS = kinds()
 GROUPED = {"attention_heads": 4, "key_value_heads": 2, "num_layers": 2}
 STRETCHED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "dflash": [{"sample_from_anchor": True, **GROUPED}, {"sliding_window": 3, "causal": True}],
+    "dflash": [
+        {"sample_from_anchor": True, **GROUPED},
+        {"sliding_window": 3, "causal": True},
+        {"sliding_window": 4, "window_counts_slots": True, "attention_sink": True},
+    ],
     "dspark": [
         {"sample_from_anchor": False, "markov_rank": 3, "mask_token": 5, **GROUPED},
         {"num_layers": 2, "sliding_window": 3},
@@ -37,7 +41,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"parallel": True, "mask_token": 5},
         {"parallel": True, "num_layers": 2, "fc_norm": True, "own_embedding": True},
         {"num_layers": 2, "sliding_window": 3},
-        {"parallel": True, "num_layers": 2, "sliding_window": 7},
+        {"parallel": True, "num_layers": 2, "sliding_window": 7, "attention_sink": True},
+        {"num_layers": 2, "attention_sink": True},
     ],
     "eagle_gru": [{"attention_heads": 4, "key_value_heads": 2}, {"sliding_window": 3}],
     "hydra_heads": [

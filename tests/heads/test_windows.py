@@ -1,5 +1,7 @@
-"""Windows of draft layers: a plain masked reference, and the numbers of speculators."""
+"""Windows and sinks of draft layers: plain references, and numbers of speculators and ModelOpt."""
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,8 +9,9 @@ import torch
 from torch import Tensor
 
 from specheads.core.drafter import Head
-from specheads.core.features import Committed
+from specheads.core.features import Committed, Documents
 from specheads.heads.layers import attention
+from specheads.heads.layers.rotary import rotate
 from specheads.heads.load import build_for, load_head
 from tests import tiny
 from tests.heads.golden import GOLDEN, close, expected, features
@@ -21,16 +24,23 @@ CASES = [
     {"kind": "eagle3", "num_layers": 2, "parallel": True, "mask_token": 5},
     {"kind": "dflash", "num_layers": 2},
     {"kind": "dspark", "num_layers": 2, "causal": True},
+    {"kind": "eagle3", "num_layers": 2, "attention_sink": True},
+    {"kind": "dflash", "num_layers": 2, "window_counts_slots": True, "attention_sink": True},
 ]
+ONLY_WITH_A_WINDOW = ("causal", "window_counts_slots")
 each_case = pytest.mark.parametrize(
     "settings", CASES, ids=lambda one: "-".join(map(str, one.values()))
 )
 
 
+def without(settings: dict, *names: str) -> dict:
+    return {name: value for name, value in settings.items() if name not in names}
+
+
 def head_of(settings: dict, window: int | None = WINDOW) -> Head:
     """Return a head of random tensors in float64."""
     torch.manual_seed(1)
-    own = settings if window else {name: settings[name] for name in settings if name != "causal"}
+    own = settings if window else without(settings, *ONLY_WITH_A_WINDOW)
     head = build_for({"depth": DEPTH, "sliding_window": window, **own}, tiny.base())
     for parameter in head.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
@@ -39,8 +49,7 @@ def head_of(settings: dict, window: int | None = WINDOW) -> Head:
 
 @each_case
 def test_a_window_as_long_as_the_text_sees_all_of_it(settings: dict):
-    if settings.get("causal"):
-        settings = {name: settings[name] for name in settings if name != "causal"}
+    settings = without(settings, "causal")
     full, long = head_of(settings, None), head_of(settings, 64)
     batch = packed(texts())
     read = tiny.base().read(batch.tokens, full.aux_layers, batch.document_ids)
@@ -51,9 +60,57 @@ def test_a_window_as_long_as_the_text_sees_all_of_it(settings: dict):
 
 
 def test_a_head_without_a_window_writes_the_config_it_wrote_before():
+    new = {"sliding_window", "attention_sink", *ONLY_WITH_A_WINDOW}
     for settings in CASES:
-        assert not {"sliding_window", "causal"} & head_of(settings, None).settings().keys()
+        head = head_of(without(settings, "attention_sink"), None)
+        assert not new & head.settings().keys()
+        assert not [name for name in head.state_dict() if "sink" in name]
         assert head_of(settings).settings()["sliding_window"] == WINDOW
+
+
+@pytest.mark.parametrize("how", ["slots", "paths", "documents"])
+def test_a_sink_is_one_more_logit_without_a_value(how: str):
+    """The result and all gradients equal those of a softmax that is written out."""
+    heads, shared, size, time, levels = 4, 2, 6, 9, 3
+    sizes = {"attention_heads": heads, "key_value_heads": shared, "head_dim": size}
+    config = SimpleNamespace(rope_theta=1e4, attention_sink=True, **sizes)
+    torch.manual_seed(0)
+    layer = attention.Attention(config, 16).double()
+    assert layer.attention_sink_bias is not None
+    layer.attention_sink_bias.data.normal_(std=2)
+    inputs, places = torch.randn(2, time, 16).double(), torch.arange(time).expand(2, -1)
+    past = layer.keys_values(torch.randn(2, time, 16).double(), places).detach().requires_grad_()
+    path = torch.randn(2, shared, 2, time, levels, size).double().requires_grad_()
+    of_a_text = torch.ones(time, time, dtype=torch.bool).tril()
+    visible = of_a_text.triu(1 - WINDOW)[None]
+    documents = Documents([time, 4, time - 4], torch.tensor([0, time, time + 4, 2 * time]))
+    given: dict[str, Any] = {} if how == "slots" else {"path": path}
+    if how == "documents":
+        given |= {"documents": documents, "window": WINDOW}
+        own = visible & (torch.arange(time)[:, None] < 4).eq(torch.arange(time) < 4)
+        visible = torch.cat([visible, own])
+    found = layer(inputs, places, past, visible, **given)
+
+    queries = layer.q_proj(inputs).unflatten(-1, (heads, size)).transpose(1, 2)
+    queries = rotate(layer.rope, queries, places)
+    keys, values = past.repeat_interleave(heads // shared, dim=1).unbind(2)
+    own_keys, own_values = path.repeat_interleave(heads // shared, dim=1).unbind(2)
+    scores = queries @ keys.mT / math.sqrt(size)
+    drafted = (queries[..., None, :] * own_keys).sum(-1) / math.sqrt(size)
+    weights = scores.masked_fill(~visible[:, None], -math.inf).exp()
+    own = drafted.exp() if given else 0 * drafted
+    sink = layer.attention_sink_bias.exp()[:, None, None]
+    mixed = weights @ values + (own[..., None] * own_values).sum(-2)
+    mixed = mixed / (weights.sum(-1, True) + own.sum(-1, True) + sink)
+    wanted = layer.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    reached = [past, layer.attention_sink_bias, layer.q_proj.weight, *([path] if given else [])]
+    aim = torch.randn_like(found)
+    gradients = [torch.autograd.grad((one * aim).sum(), reached) for one in (found, wanted)]
+    for ours, plain in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)
+        assert plain.abs().max() > 0
 
 
 @pytest.mark.parametrize(
@@ -61,7 +118,11 @@ def test_a_head_without_a_window_writes_the_config_it_wrote_before():
     [
         ({"kind": "eagle3", "sliding_window": 0}, "sliding_window must be .* at least 1"),
         ({"kind": "eagle3", "parallel": True, "sliding_window": 6}, "at least its depth 7, got 6"),
-        ({"kind": "dflash", "causal": True}, "needs head.sliding_window, got none"),
+        ({"kind": "dflash", "causal": True}, "needs head.sliding_window of at least 1, got None"),
+        (
+            {"kind": "dflash", "window_counts_slots": True, "sliding_window": 7},
+            "head.window_counts_slots=true needs head.sliding_window of at least 8, got 7",
+        ),
     ],
 )
 def test_impossible_windows_are_refused(settings: dict, message: str):
@@ -143,8 +204,23 @@ def test_p_eagle_trains_on_speculators_logits():
 def test_dflash_drafts_speculators_blocks():
     head, golden = load_head(GOLDEN / "dflash_window").double(), expected("dflash_window")
     assert (head.config.sliding_window, head.config.causal) == (5, True)
+    drafts_blocks(head, golden, golden["out.logits"][:, 1:])
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_dflash_with_sinks_drafts_modelopt_s_blocks():
+    """ModelOpt 0.47, in the format of its exporter; a window of 6 that ends at each slot."""
+    head, golden = load_head(GOLDEN / "dflash_modelopt"), expected("dflash_modelopt")
+    head.double().bind(golden["in.embedding"], golden["in.projection"])
+    config = head.config
+    assert (config.sliding_window, config.window_counts_slots, config.causal) == (6, True, None)
+    assert config.attention_sink
+    drafts_blocks(head, golden, golden["out.logits"])
+
+
+def drafts_blocks(head: Head, golden: dict[str, Tensor], wanted: Tensor) -> None:
+    """Compare blocks in training, and in drafting from the positions before their anchors."""
     aux, tokens, anchors = golden["in.aux"], golden["in.tokens"], golden["out.anchors"]
-    wanted = golden["out.logits"][:, 1:]
     assert anchors.max() > 6
     found = torch.stack([state[0] for state in head.states(features(aux), tokens)], dim=1)
     for anchor, logits in zip(anchors.tolist(), wanted, strict=True):

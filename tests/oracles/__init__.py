@@ -20,6 +20,7 @@ ORACLES: dict[tuple[str, str], DraftOracle] = {
     ("dflash", "speculators"): blocks.dflash,
     ("dspark", "speculators"): blocks.dspark,
     ("dflash", "sglang"): blocks.sglang_dflash,
+    ("dflash", "vllm"): blocks.vllm_dflash,
     ("dspark", "sglang"): blocks.sglang_dspark,
     ("dflash", "transformers"): blocks.transformers,
     ("dflash", "llama_cpp"): blocks.llama_cpp,

@@ -1,4 +1,4 @@
-"""DFlash and DSpark: the speculators format in vLLM and llama.cpp, the authors' formats in SGLang.
+"""DFlash and DSpark: the speculators format in vLLM and llama.cpp, the authors' in SGLang and vLLM.
 
 Sources: vLLM 0.32 models/qwen3_dflash.py, models/qwen3_dspark.py and
 transformers_utils/configs/speculators; llama.cpp 0c1e5709 conversion/qwen.py,
@@ -22,6 +22,7 @@ from tests.oracles.shared import BaseView, Stored, read_config, rms
 from tests.oracles.shared import require as need
 
 MARKOV = "markov_head.markov_w1.weight"
+SINK = "add_swa_attention_sink_bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,17 @@ def sglang_dflash(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDra
     config = read_config(folder)
     need(config, architectures=["DFlashDraftModel"])
     yield from _draft(_stored(folder), _authors(config, depth + 1, base), base, depth)
+
+
+def vllm_dflash(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """DFlash of the authors in vLLM: `use_swa` is the window of all layers, which count slots."""
+    config = read_config(folder)
+    own = config["dflash_config"]
+    need(config, architectures=["DFlashDraftModel"])
+    read = _authors(config, depth + 1, base)
+    layer = config | {SINK: own.get("attention_sink_bias"), "causal": own.get("causal")}
+    layer["reach"] = own["swa_window_size"] if own.get("use_swa") else None
+    yield from _draft(_stored(folder), replace(read, layer=layer), base, depth)
 
 
 def sglang_dspark(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
@@ -154,6 +166,9 @@ class _Layer(Layer):
         super().__init__(stored, name, layer, width)
         self.input_norm = stored.take(f"{name}.input_layernorm.weight", width)
         self.past = self.keys_values(fused, torch.arange(len(fused)))
+        self.reach, self.causal = layer.get("reach"), layer.get("causal")
+        sinks = f"{name}.self_attn.attention_sink_bias"
+        self.sink = stored.take(sinks, self.heads) if layer.get(SINK) else None
 
     def forward(self, stream: Tensor, start: int) -> Tensor:
         """Compute the layer for a block whose anchor is at position `start`."""
@@ -163,7 +178,15 @@ class _Layer(Layer):
             for past, own in zip(self.past, self.keys_values(read, at), strict=True)
         )
         scores = torch.einsum("thd,shd->hts", self.queries(read, at), keys) / math.sqrt(self.size)
-        return self.ended(stream, torch.einsum("hts,shd->thd", scores.softmax(-1), values))
+        back = at[:, None] - torch.arange(len(keys))
+        hidden = (back < 0) & bool(self.causal)
+        if self.reach:
+            hidden |= back >= self.reach
+        scores = scores.masked_fill(hidden, -math.inf)
+        if self.sink is not None:
+            scores = torch.cat([scores, self.sink[:, None, None].expand(-1, len(at), 1)], dim=-1)
+        weights = scores.softmax(-1)[..., : len(keys)]
+        return self.ended(stream, torch.einsum("hts,shd->thd", weights, values))
 
 
 class _Markov:

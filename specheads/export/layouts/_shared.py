@@ -16,7 +16,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.machine import dtype_name
 from specheads.heads.kinds.eagle3 import Head as Eagle3
-from specheads.heads.layers.block import BlockHead
+from specheads.heads.layers.block import SINK, BlockHead
 
 AllowedSettings = Mapping[str, Collection[Any] | None]
 """Values of each head setting that a layout can hold; None allows every value."""
@@ -225,7 +225,8 @@ DSPARK: AllowedSettings = {**BLOCK, "markov_rank": None}
 DFLASH: AllowedSettings = {**BLOCK, "sample_from_anchor": (False,)}
 """vLLM and SGLang have no DFlash that samples from the anchor."""
 DRAFT_VOCABULARY = all_of("draft_tokens")
-WINDOW = all_of("sliding_window", "causal")
+WINDOW = all_of("sliding_window", "causal", "attention_sink")
+"""Windows and sinks, which vLLM alone reads."""
 
 
 def block_config(head: Head, base: FrozenBase) -> dict[str, Any]:
@@ -235,10 +236,11 @@ def block_config(head: Head, base: FrozenBase) -> dict[str, Any]:
     """
     assert isinstance(head, BlockHead)
     anchored = head.config.sample_from_anchor
+    sink = {SINK[1]: True} if head.config.attention_sink else {}
     return {
         "architectures": ["DSparkSpeculator" if head.kind == "dspark" else "DFlashSpeculator"],
         "speculators_model_type": head.kind,
-        "transformer_layer_config": layer_settings(head, base),
+        "transformer_layer_config": {**layer_settings(head, base), **sink},
         "draft_vocab_size": head.drafted_size,
         "target_hidden_size": head.width,
         "block_size": head.depth + (not anchored),
@@ -247,6 +249,26 @@ def block_config(head: Head, base: FrozenBase) -> dict[str, Any]:
         # without this vLLM makes all layers causal
         "sliding_window_non_causal": not head.config.causal,
         "sample_from_anchor": anchored,
+        **markov_config(head),
+        "torch_dtype": stored_dtype(head),
+    }
+
+
+def authors_config(head: Head, base: FrozenBase) -> dict[str, Any]:
+    """Return config.json of a block head in the format of z-lab (DFlash) or DeepSpec (DSpark)."""
+    assert isinstance(head, BlockHead)
+    dspark = head.kind == "dspark"
+    return {
+        "architectures": ["Qwen3DSparkModel" if dspark else "DFlashDraftModel"],
+        **layer_settings(head, base),
+        "num_target_layers": base.num_layers,
+        # DFlash counts the anchor's slot; DSpark counts drafted tokens in both modes
+        "block_size": head.depth + (not dspark),
+        "dflash_config": {
+            "target_layer_ids": [layer - 1 for layer in head.aux_layers],
+            "mask_token_id": head.mask_token,
+        },
+        "sample_from_anchor": head.config.sample_from_anchor,
         **markov_config(head),
         "torch_dtype": stored_dtype(head),
     }

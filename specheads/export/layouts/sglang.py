@@ -2,13 +2,11 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.export.layouts import _shared
 from specheads.export.layouts._shared import Folder, Layout, drafted_tokens, named_base
-from specheads.heads.layers.block import BlockHead
 
 ABOUT = "SGLang 0.5.23"
 
@@ -28,24 +26,8 @@ def write_blocks(head: Head, base: FrozenBase, out: Path) -> Folder:
     The command line drafts the whole block whatever the tuned tree: a shorter block has fewer
     masks than in training.
     """
-    assert isinstance(head, BlockHead)
-    dspark = head.kind == "dspark"
-    config: dict[str, Any] = {
-        "architectures": ["Qwen3DSparkModel" if dspark else "DFlashDraftModel"],
-        **_shared.layer_settings(head, base),
-        "num_target_layers": base.num_layers,
-        # DFlash counts the anchor's slot; DSpark counts drafted tokens in both modes
-        "block_size": head.depth + (not dspark),
-        "dflash_config": {
-            "target_layer_ids": [layer - 1 for layer in head.aux_layers],
-            "mask_token_id": head.mask_token,
-        },
-        "sample_from_anchor": head.config.sample_from_anchor,
-        **_shared.markov_config(head),
-        "torch_dtype": _shared.stored_dtype(head),
-    }
     line = f"{_serve(base, out, head.kind.upper())} --speculative-num-draft-tokens {head.depth + 1}"
-    return Folder(config, _shared.tensors(head), (line,))
+    return Folder(_shared.authors_config(head, base), _shared.tensors(head), (line,))
 
 
 def _serve(base: FrozenBase, out: Path, algorithm: str) -> str:

@@ -1,4 +1,4 @@
-"""vLLM: EAGLE-3 natively, and the other kinds through the plug-in of this package.
+"""vLLM: EAGLE-3 and DFlash natively, and the other kinds through the plug-in of this package.
 
 The plug-in reads our own layout: config.json with `kind`, and model.safetensors. The engine lends
 it the base's embedding and projection.
@@ -15,8 +15,9 @@ from specheads.core.files import dumps
 from specheads.decoding.trees import tuned
 from specheads.export.layouts import _shared
 from specheads.export.layouts._shared import Folder, Layout, all_of, drafted_tokens, named_base
+from specheads.heads.layers.block import SINK
 
-ABOUT = "vLLM 0.32.0 (EAGLE-3 natively, other kinds through the plug-in of specheads)"
+ABOUT = "vLLM 0.32.0 (EAGLE-3 and DFlash natively, other kinds through the plug-in of specheads)"
 PROPOSER = "specheads.export.vllm.Proposer"
 """The value of vLLM's `custom_class`."""
 HEAD_VARIABLE = "SPECHEADS_HEAD"
@@ -27,7 +28,9 @@ FORCE_VARIABLE = "SPECHEADS_FORCE"
 
 def serve(head: Head, base: FrozenBase, method: str, model: str) -> str:
     """Return the command line that serves a base with a head."""
-    settings = {"method": method, "model": model, "num_speculative_tokens": drafted_tokens(head)}
+    # a shorter block is another network
+    depth = head.depth if method == "dflash" else drafted_tokens(head)
+    settings = {"method": method, "model": model, "num_speculative_tokens": depth}
     if getattr(head.config, "parallel", False):
         settings["parallel_drafting"] = True
     speculative = shlex.quote(json.dumps(settings))
@@ -49,8 +52,31 @@ def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
     return _shared.eagle3_folder(head, base, serve(head, base, "eagle3", str(out)))
 
 
+def write_dflash(head: Head, base: FrozenBase, out: Path) -> Folder:
+    """Return z-lab's format with ModelOpt's settings of a window and of sinks."""
+    config, own = _shared.authors_config(head, base), head.config
+    if own.sliding_window:
+        config["layer_types"] = ["full_attention"] * own.num_layers
+        config["dflash_config"] |= {
+            "use_swa": True,
+            "swa_window_size": own.sliding_window,
+            "causal": bool(own.causal),
+        }
+    config["dflash_config"][SINK[0]] = bool(own.attention_sink)
+    line = serve(head, base, "dflash", str(out))
+    return Folder(config, _shared.tensors(head), (line,))
+
+
+def dflash_objection(head: Head, _: FrozenBase) -> str:
+    """Object to a window that vLLM would count in another way."""
+    own = head.config
+    wrong = own.sliding_window and not own.window_counts_slots
+    return "its window counts slots, that of this head does not" if wrong else ""
+
+
 NOTE = "in vLLM 0.32.0 on a CPU (`make vllm`); of 0.33 the sources were read"
 ATTENTION = ("attention_heads", "key_value_heads", "inner_dim", "rope_theta")
+OPTIONS = ("sliding_window", "attention_sink")
 MTP = ("head_dim", "hidden_first", "qk_norm", "attention_bias", "rope_scaling", "epsilon")
 PLUGIN = {
     "medusa": ("num_layers", "projection", "rank"),
@@ -58,11 +84,20 @@ PLUGIN = {
     "hydra_heads": ("aux_layers", "num_layers", "prefix", *ATTENTION),
     "mtp": ("aux_layers", *ATTENTION, *MTP),
     "redrafter": ("aux_layers", "num_layers", "exit_dim", "rnn"),
-    "eagle_gru": ("aux_layers", *ATTENTION, "head_dim", "epsilon", "sliding_window"),
+    "eagle_gru": ("aux_layers", *ATTENTION, "head_dim", "epsilon", *OPTIONS),
 }
 """Kinds that the plug-in serves, and their settings, which may have any value."""
 LAYOUTS = {
     "eagle3": Layout(write_eagle3, _shared.EAGLE3_ALL, "run", f"natively, {NOTE}"),
+    "dflash": Layout(
+        write_dflash,
+        {**_shared.DFLASH, **_shared.WINDOW, "window_counts_slots": None},
+        "layout",
+        "natively, as vLLM 0.32.0's sources read it",
+        lowest=1,
+        objection=dflash_objection,
+        limits=("window_counts_slots with a window",),
+    ),
     **{
         kind: Layout(write_plugin, all_of("draft_tokens", *names), "run", f"plug-in, {NOTE}")
         for kind, names in PLUGIN.items()

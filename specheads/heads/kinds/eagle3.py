@@ -62,8 +62,12 @@ class Config(AttentionConfig):
     sliding_window: PositiveInt | None = None
     """Number of positions of the text that its layers see, up to the last one that the base has
     read. Drafted positions are always seen, and with `parallel` they count. Null is all."""
+    attention_sink: bool | None = None
+    """Whether each attention head learns a logit without a value, its sink. Null is no."""
 
     def __post_init__(self) -> None:
+        # one spelling of no
+        self.attention_sink = self.attention_sink or None
         # serving engines read the list as a sorted set
         if self.aux_layers != sorted(set(self.aux_layers)):
             raise InputError(

@@ -44,8 +44,8 @@ class Attention(nn.Module):
     """Rotary attention with grouped keys and values, and parameter names of Llama.
 
     `config` has the settings of `AttentionConfig`, `rope_theta` and, for some kinds,
-    `rope_scaling`, `attention_bias` (as in Qwen2) and `qk_norm` (as in Qwen3). An `input_width` of
-    zero is the width of the output.
+    `rope_scaling`, `attention_bias` (as in Qwen2), `qk_norm` (as in Qwen3) and `attention_sink` (as
+    in gpt-oss). An `input_width` of zero is the width of the output.
     """
 
     def __init__(self, config: Any, width: int, input_width: int = 0) -> None:
@@ -69,6 +69,10 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (
             RMSNorm(size, config.epsilon) if normed else nn.Identity() for _ in range(2)
         )
+        sink = bool(getattr(config, "attention_sink", False))
+        self.attention_sink_bias = nn.Parameter(torch.zeros(num_heads)) if sink else None
+        # as the kernels see it
+        self.kernel_dim = size + SINK_CHANNELS * sink
 
     def keys_values(self, inputs: Tensor, positions: Int[Tensor, "batch time"]) -> Tensor:
         """Return keys and values: (batch, key head, 2, time, head_dim)."""
@@ -99,6 +103,13 @@ class Attention(nn.Module):
             window: With `documents`, the number of positions that each position sees; None is all.
         """
         queries = rotate(self.rope, self.q_norm(self._split(self.q_proj(inputs))), positions)
+        if self.attention_sink_bias is not None:
+            queries = _with_sink(queries, self.attention_sink_bias)
+            past = _widened(past, sink=path is None)
+            if path is not None:
+                path = _widened(path)
+            elif visible is not None:
+                visible = F.pad(visible, (0, 1), value=True)
         if path is None:
             assert visible is not None
             mixed = _attend(queries, past, visible[:, None])
@@ -109,10 +120,32 @@ class Attention(nn.Module):
             mixed = _mix_documents(queries, past, path, documents.lengths, window)
         else:
             mixed = path_attention(queries, past, path, documents, window)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return self.o_proj(mixed[..., : self.head_dim].transpose(1, 2).flatten(2))
 
     def _split(self, values: Tensor) -> Tensor:
         return values.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+SINK_CHANNELS = 8
+"""Channels that a sink adds to queries, keys and values: fused kernels take multiples of 8."""
+
+
+def _with_sink(queries: Tensor, sink: Tensor) -> Tensor:
+    """Add channels to queries, whose product with the key of `_widened` is the sink's logit."""
+    size = queries.shape[-1]
+    wide = size + SINK_CHANNELS
+    # scores are divided by the root of the width
+    logits = (sink * math.sqrt(wide))[:, None, None].expand(*queries.shape[:-1], 1)
+    parts = [queries * math.sqrt(wide / size), F.pad(logits, (0, SINK_CHANNELS - 1))]
+    return torch.cat([part.to(queries.dtype) for part in parts], dim=-1)
+
+
+def _widened(kv: Tensor, *, sink: bool = True) -> Tensor:
+    """Add channels to keys and values, and a last slot for the sink, whose value is zero."""
+    size, kv = kv.shape[-1], F.pad(kv, (0, SINK_CHANNELS, 0, int(sink)))
+    if sink:
+        kv.select(2, 0)[..., -1, size] = 1
+    return kv
 
 
 def _attend(queries: Tensor, past: Tensor, mask: Tensor) -> Tensor:
@@ -234,6 +267,8 @@ class LlamaLayer(nn.Module):
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors of a base's layer; the inputs of a token, which it lacks, get zeros."""
         own: dict[str, Tensor] = dict(self.named_parameters())
+        # the base has none
+        own.pop("self_attn.attention_sink_bias", None)
         if self.hidden_norm is not None:
             own["input_layernorm.weight"] = own.pop("hidden_norm.weight")
             for name in (f"self_attn.{one}_proj.weight" for one in "qkv"):

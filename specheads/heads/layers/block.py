@@ -15,7 +15,7 @@ from specheads.core.drafter import Anchors, Guesses, Nodes, State, States, Token
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
-from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt, TokenId
+from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt, TokenId, allows
 from specheads.heads.checkpoint import fill, take_maps
 from specheads.heads.layers.attention import (
     AttentionConfig,
@@ -57,15 +57,24 @@ class BlockConfig(AttentionConfig):
     causal: bool | None = None
     """Whether a slot sees only the slots of its block up to itself, as in speculators with a
     window. Null is no."""
+    window_counts_slots: bool | None = None
+    """Whether the window of a slot ends at that slot, as in vLLM and ModelOpt: slot j sees j + 1
+    positions of the text fewer. Null is no, as in speculators."""
+    attention_sink: bool | None = None
+    """Whether each attention head learns a logit without a value, its sink. Null is no."""
     qk_norm: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         # one spelling of no
-        self.causal = self.causal or None
-        if self.causal and not self.sliding_window:
-            raise InputError(
-                "head.causal=true needs head.sliding_window, got none; set it, or leave causal out"
-            )
+        self.causal, self.attention_sink = self.causal or None, self.attention_sink or None
+        self.window_counts_slots = self.window_counts_slots or None
+        slots = self.depth + (not self.sample_from_anchor)
+        for name, least in (("causal", 1), ("window_counts_slots", slots)):
+            if getattr(self, name) and (self.sliding_window or 0) < least:
+                raise InputError(
+                    f"head.{name}=true needs head.sliding_window of at least {least}, got "
+                    f"{self.sliding_window}; set it, or leave {name} out"
+                )
 
 
 class BlockHead(BorrowingHead):
@@ -135,8 +144,12 @@ class BlockHead(BorrowingHead):
         at = marks.int().argsort(dim=1, descending=True, stable=True)[:, :most].sort(1).values
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
         places, fused = features.places().expand_as(tokens), self._fuse(features)
-        visible = near(features.visible(), self.config.sliding_window)
-        visible = visible.expand(len(tokens), -1, -1)[rows, at]
+        window = self.config.sliding_window
+        visible = near(features.visible(), window).expand(len(tokens), -1, -1)[rows, at]
+        visible = visible.repeat_interleave(self.num_slots, dim=1)
+        if window and self.config.window_counts_slots:
+            ends = (at[..., None] + 1 + self._slots()).flatten(1)[..., None]
+            visible &= torch.arange(tokens.shape[1], device=tokens.device) > ends - window
         visible = block_mask(visible, self.num_slots, causal=bool(self.config.causal))
         pasts = (layer.self_attn.keys_values(fused, places) for layer in self.blocks())
         roots = tokens.roll(-1, 1)[rows, at]
@@ -157,9 +170,12 @@ class BlockHead(BorrowingHead):
         places = memory.advance(fused.shape[1], committed.counts)
         fresh = [layer.self_attn.keys_values(fused, places) for layer in self.blocks()]
         memory.write(torch.cat(fresh, dim=1), places)
-        past, visible = memory.past(window=self.config.sliding_window)
-        if self.config.causal:
-            visible = block_mask(visible, self.num_slots, causal=True)
+        counts = self.config.window_counts_slots
+        seen = memory.lengths[:, None] + self._slots() if counts else None
+        past, visible = memory.past(seen, self.config.sliding_window)
+        if self.config.causal or counts:
+            visible = visible.expand(-1, self.num_slots, -1)
+            visible = block_mask(visible, self.num_slots, causal=bool(self.config.causal))
         else:
             visible = nn.functional.pad(visible, (0, self.num_slots), value=True)
         pasts = past.chunk(len(self.layers), dim=1)
@@ -189,7 +205,7 @@ class BlockHead(BorrowingHead):
         `pasts` are the keys and values of the features for each layer. The mask is over the
         features and then the slots; its query axis may be one.
         """
-        slots = torch.arange(self.num_slots, device=self.fc.weight.device)
+        slots = self._slots()
         tokens = torch.where(slots == 0, roots[..., None], self.mask_token)
         stream = self.embed(tokens, self.fc.weight).flatten(1, 2)
         positions = (starts[..., None] + slots).flatten(1)
@@ -208,21 +224,24 @@ class BlockHead(BorrowingHead):
         """Number of slots of a block: its levels, and the anchor unless it is sampled from."""
         return self.depth + (not self.config.sample_from_anchor)
 
+    def _slots(self) -> Int[Tensor, " slot"]:
+        return torch.arange(self.num_slots, device=self.fc.weight.device)
+
     def _fuse(self, features: Features) -> Tensor:
         return self.hidden_norm(self.fc(self.streams(features)))
 
 
 def block_mask(
-    visible: Bool[Tensor, "batch anchor time"], slots: int, *, causal: bool = False
+    visible: Bool[Tensor, "batch query time"], slots: int, *, causal: bool = False
 ) -> Bool[Tensor, "batch query key"]:
-    """Return the mask of slots: the text that their anchor's position sees, and their own block.
+    """Return the mask of slots over the text, which is given, and over their own block.
 
     With `causal` a slot sees its block up to itself.
     """
-    blocks = torch.arange(visible.shape[1] * slots, device=visible.device) // slots
+    blocks = torch.arange(visible.shape[1], device=visible.device) // slots
     own = blocks[:, None] == blocks
     own = (own.tril() if causal else own).expand(len(visible), -1, -1)
-    return torch.cat([visible.repeat_interleave(slots, dim=1), own], dim=2)
+    return torch.cat([visible, own], dim=2)
 
 
 PLAIN_SETTINGS = {
@@ -230,10 +249,8 @@ PLAIN_SETTINGS = {
     "attention_bias": False,
     "rope_type": "default",
     "partial_rotary_factor": 1,
-    "use_swa": False,
     "use_aux_hidden_state": True,
     "is_causal": False,
-    "causal": False,
     "attention_mode": "gqa",
     "logit_scale": 1,
     "output_multiplier": 1,
@@ -245,12 +262,17 @@ PLAIN_MARKOV = {
     "confidence_head_with_markov": True,
 }
 """The same for folders with a Markov head."""
+SINK = ("attention_sink_bias", "add_swa_attention_sink_bias")
+"""Names of the setting of sinks: ModelOpt's and that of bases, which vLLM reads in both places."""
 USED = (
     *("block_size", "target_layer_ids", "aux_hidden_state_layer_ids", "mask_token_id"),
     *("sample_from_anchor", "draft_vocab_size", "dflash_config", "markov_rank"),
     # it is about layers with a window
     "sliding_window_non_causal",
+    *SINK,
 )
+MODELOPT = ("use_swa", "swa_window_size", "causal")
+"""Settings of a window in ModelOpt's folders."""
 HARMLESS = ("num_target_layers", "num_anchors", "confidence_head_alpha")
 """Settings that describe the base or the training."""
 BY_DEEPSPEC = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel")
@@ -287,17 +309,25 @@ def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
     settings["aux_layers"] = settings.get("aux_hidden_state_layer_ids") or layers
     settings.setdefault("sample_from_anchor", by_deepspec or kind == "dspark")
     markov = bool(settings.get("markov_rank"))
-    window, plain = None, full_attention(settings)
+    window, plain, causal = None, full_attention(settings), False
+    by_modelopt = not kind and bool(settings.get("use_swa"))
     if kind:
         window, plain = draft_window(settings, settings["num_hidden_layers"])
-    settings["sliding_window"] = window
-    settings["causal"] = bool(window) and not settings.get("sliding_window_non_causal")
+        causal = bool(window) and not settings.get("sliding_window_non_causal")
+    elif by_modelopt:
+        # the window of all layers, which are still named full
+        window, plain = settings.get("swa_window_size"), {"layer_types": "full_attention"}
+        window = window if allows(PositiveInt, window) else None
+        # an explicit is_causal has priority, and must be false
+        causal = bool(settings.get("causal")) and settings.get("is_causal") is None
+    settings |= {"sliding_window": window, "causal": causal, "window_counts_slots": by_modelopt}
+    settings["attention_sink"] = any(settings.get(name) for name in SINK)
     refuse_unused(
         "dspark" if markov else "dflash",
         config,
         *(config.get(name, {}) for name in (*SECTIONS, "dflash_config")),
         {"rope_type": rope["rope_scaling"].get("rope_type")},
-        used=(*LAYERS, *SPECULATORS, *USED),
+        used=(*LAYERS, *SPECULATORS, *USED, *(MODELOPT if by_modelopt else ())),
         fixed=PLAIN_SETTINGS
         | (PLAIN_MARKOV if markov else {})
         | {"target_hidden_size": settings["hidden_size"]}
@@ -326,8 +356,8 @@ def own_settings(settings: dict[str, Any]) -> dict[str, Any]:
         "mask_token": settings["mask_token_id"],
         "sample_from_anchor": settings["sample_from_anchor"],
         "draft_tokens": drafted if drafted != settings["vocab_size"] else 0,
-        "sliding_window": settings["sliding_window"],
-        "causal": settings["causal"],
+        **{name: settings[name] for name in ("sliding_window", "causal")},
+        **{name: settings[name] for name in ("window_counts_slots", "attention_sink")},
     }
 
 

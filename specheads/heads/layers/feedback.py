@@ -79,7 +79,7 @@ class FeedbackHead(BorrowingHead):
         layers, places = self.blocks(), features.places()
         hidden, pasts, paths = self.first(features), list[Tensor](), list[Tensor]()
         visible, documents, sent = None, features.documents, None
-        head_dim = layers[0].self_attn.head_dim
+        head_dim = layers[0].self_attn.kernel_dim
         if hidden.device.type != "cpu" and not flash_takes(product_dtype(hidden), head_dim):
             # no kernel for documents exists for this dtype or width
             visible, documents = features.visible(), None
