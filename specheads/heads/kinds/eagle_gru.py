@@ -7,7 +7,6 @@ ReDrafter.
 """
 
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -31,8 +30,6 @@ class Config(AttentionConfig):
     aux_layers: list[LayerIndex] = field(default_factory=list)
     """Base layers it reads next to the final hidden state: k is the residual stream after k layers.
     Empty selects 2, n // 2 and n - 3 of n, or others for a shallow base."""
-    num_layers: PositiveInt = 1
-    """Number of layers of the first level."""
     rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary position embedding."""
     epsilon: PositiveFloat = 1e-5
@@ -48,7 +45,7 @@ class Config(AttentionConfig):
 
 
 class Head(FeedbackHead):
-    """state_0 = norm(layers(W [root, hidden + fused aux])); state_k = GRU(state_k-1, token k)."""
+    """state_0 = norm(layer(W [root, hidden + fused aux])); state_k = GRU(state_k-1, token k)."""
 
     feeds_normed = True
 
@@ -58,7 +55,7 @@ class Head(FeedbackHead):
             RMSNorm(width, config.epsilon) for _ in range(3)
         )
         self.joint = nn.Linear(2 * width, width, bias=False)
-        self.layers = nn.ModuleList(LlamaLayer(config, width) for _ in range(config.num_layers))
+        self.layer = LlamaLayer(config, width)
         self.read_token = nn.Linear(width, 3 * width)
         self.gate = nn.Linear(width, 2 * width, bias=False)
         self.candidate = nn.Linear(width, width, bias=False)
@@ -69,8 +66,8 @@ class Head(FeedbackHead):
         self.lm_head.weight.data.copy_(projection)
 
     def blocks(self) -> list[LlamaLayer]:
-        """Return the layers of the first level."""
-        return cast(list[LlamaLayer], [*self.layers])
+        """Return the layer of the first level."""
+        return [self.layer]
 
     def first(self, features: Features) -> Float[Tensor, "batch time width"]:
         """Return the base's final hidden state plus the fused residual streams."""
