@@ -1,9 +1,9 @@
 """Errors while reading the files of a base, in one line that names the file."""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
@@ -32,10 +32,11 @@ def reading(part: str, source: str, remedy: str = REWRITE) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        if not Path(source).exists():
+        # unlike Path.exists it accepts a name that is too long
+        if isinstance(error, OSError) and not os.path.exists(source):  # noqa: PTH110
             raise InputError(
                 f"a base must be a folder, a Hub id or a GGUF file, got {source!r:.200}: there is "
-                f"no such folder, and not on the Hub ({reason(error)}); correct its name"
+                f"no such folder, and the Hub gives {reason(error)}; correct its name"
             ) from error
         # a damaged file can raise any error in transformers, and a bare Exception in tokenizers
         raise InputError(
