@@ -1,12 +1,22 @@
 """A refused command and a base, for tests of commands."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 import specheads
 from specheads.commands._call import call
 from specheads.config import data_dir
+from specheads.data import files
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _some_of_the_standard_library() -> Iterator[None]:
+    # to tokenise all of it takes seconds
+    some = files.stdlib_files()[::5]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "stdlib_files", lambda: some)
+        yield
 
 
 @pytest.fixture(scope="module")
