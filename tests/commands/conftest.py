@@ -1,6 +1,7 @@
 """A refused command and a base, for tests of commands."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 
@@ -16,6 +17,15 @@ def _some_of_the_standard_library() -> Iterator[None]:
     some = files.stdlib_files()[::5]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "stdlib_files", lambda: some)
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_base() -> Iterator[None]:
+    """Load a base once, for tests that change none."""
+    load = cache(specheads.FrozenBase.load)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(specheads.FrozenBase, "load", staticmethod(load))
         yield
 
 

@@ -22,6 +22,8 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from specheads.training.step import Stepper
 
+pytestmark = pytest.mark.usefixtures("one_base")
+
 ROOT = Path(__file__).resolve().parents[2]
 Here = Callable[..., None]
 Refusal = Callable[..., str]
