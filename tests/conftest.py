@@ -6,10 +6,11 @@ jaxtyping checks functions with shapes in their annotations, and beartype checks
 beartype skips `specheads.decoding`, which validates the arguments of users itself.
 """
 
+import gc
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,12 @@ hypothesis.settings.register_profile("specheads", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("specheads")
 
 
+def pytest_collection_finish() -> None:
+    """Leave the imported modules out of later searches for garbage."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Register the device of the tests that are marked `gpu`."""
     parser.addoption(
@@ -102,6 +109,14 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Have rotary angles, and tensors without a dtype, in float64 too."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="session", autouse=True)

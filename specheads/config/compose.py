@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, cast, get_args, get_origin
@@ -90,22 +91,35 @@ HOW_MEASURED = ("base.compile", "base.exact", "base.device", "base.dtype")
 """Settings of the base that a command may change for a run."""
 
 
+_stored: dict[str, tuple[Path, bytes]] = {}
+"""Recipes in Hydra's store: one that did not change is not read again."""
+
+
+@cache
+def _register_schemas() -> None:
+    for name, schema in SCHEMAS.items():
+        ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    OmegaConf.register_new_resolver(
+        "recipes", lambda inner: str(data_dir("recipes") / inner), replace=True
+    )
+
+
 def register() -> None:
     """Register schemas, the `recipes:` resolver, and recipes by the names of their folders."""
+    _register_schemas()
     store = ConfigStore.instance()
-    for name, schema in SCHEMAS.items():
-        store.store(name=f"{name}_schema", node=schema)
     for name, path in recipes().items():
         try:
+            found = path, path.read_bytes()
+            if _stored.get(name) == found:
+                continue
             node = OmegaConf.load(path)
         except (OSError, UnicodeDecodeError, YAMLError) as error:
             raise InputError(
                 f"a recipe must be a YAML file, and {path} is not; fix it, or move its folder away"
             ) from error
         store.store(group="recipe", name=name, node=node, package="_global_", provider=str(path))
-    OmegaConf.register_new_resolver(
-        "recipes", lambda inner: str(data_dir("recipes") / inner), replace=True
-    )
+        _stored[name] = found
 
 
 def recipes() -> dict[str, Path]:

@@ -17,8 +17,13 @@ def loaded(folder: Path, **choices: Any) -> FrozenBase:
     return FrozenBase.load(folder, dtype="float32", device="cpu", attention="eager", **choices)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", ["llama", "granite", "gemma2", "gemma3", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [
+        *((name, False) for name in ("llama", "granite", "gemma2", "gemma3", "qwen2", "qwen3_moe")),
+        *((name, True) for name in ("llama", "granite", "gemma3")),
+    ],
+)
 def test_ends_equal_those_of_the_whole_base(name: str, tied: bool, tmp_path: Path):
     folder = tiny.saved(tmp_path / "base", name, tie_word_embeddings=tied)
     whole, ends = loaded(folder), loaded(folder, ends_only=True)

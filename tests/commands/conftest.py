@@ -1,12 +1,32 @@
 """A refused command and a base, for tests of commands."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 
 import specheads
 from specheads.commands._call import call
 from specheads.config import data_dir
+from specheads.data import files
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _some_of_the_standard_library() -> Iterator[None]:
+    # to tokenise all of it takes seconds
+    some = files.stdlib_files()[::5]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "stdlib_files", lambda: some)
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_base() -> Iterator[None]:
+    """Load a base once, for tests that change none."""
+    load = cache(specheads.FrozenBase.load)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(specheads.FrozenBase, "load", staticmethod(load))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ import pytest
 
 from specheads.config import data_dir
 
+pytestmark = pytest.mark.usefixtures("one_base")
+
 CONFIGS = data_dir("configs")
 LONG = "x" * 300
 PHASES = "schedule.phases"

@@ -1,10 +1,9 @@
-"""The command line: complete runs in their own processes, and mistakes."""
+"""The commands on one run, and mistakes; tests/test_wheel.py runs them in their own processes."""
 
 import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +16,13 @@ from safetensors.torch import load_file
 
 import specheads
 from specheads.commands._call import call
+from specheads.measure import tune
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from specheads.training.step import Stepper
+
+pytestmark = pytest.mark.usefixtures("one_base")
 
 ROOT = Path(__file__).resolve().parents[2]
 Here = Callable[..., None]
@@ -32,10 +34,10 @@ SMALL = ["evaluation.num_prompts=2", "evaluation.max_new_tokens=8", "evaluation.
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a working folder with a finished smoke run."""
     cwd = tmp_path_factory.mktemp("work")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "specheads", "train", "recipe=smoke", *SMALL]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(cwd)
+        patch.setattr(sys, "argv", ["train"])
+        call("train", ["recipe=smoke", *SMALL])
     return cwd
 
 
@@ -251,8 +253,10 @@ def test_compare_holds_the_head_of_a_run_against_what_needs_no_training(
 
 
 def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
-    work: Path, here: Here, capsys: Any, tmp_path: Path
+    work: Path, here: Here, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    # which tree is the fastest does not matter here
+    monkeypatch.setattr(tune, "BURST", 2)
     folder = work / "runs" / "smoke" / "head"
     small = ["max_nodes=6", "batch_sizes=[1]", "contexts=[24]", "num_prompts=4", "new_tokens=12"]
     try:

@@ -13,7 +13,10 @@ import pytest
 from rich.console import Console
 
 import specheads
+from specheads.config import data_dir
 from specheads.core.files import to_json
+from specheads.export.layouts import engines
+from specheads.export.write import RECORD
 from specheads.measure import report
 from specheads.measure.results import Results, read
 from specheads.runs.directory import RunDirectory
@@ -127,19 +130,13 @@ def test_mistake_raises_value_error(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_export_is_a_function_whatever_is_imported_first():
+def test_importing_specheads_does_not_import_torch_and_export_stays_a_function():
     code = (
-        "from specheads.export.layouts import engines; import specheads\n"
-        "assert 'vllm' in engines() and callable(specheads.export)"
+        "import sys, specheads.export, specheads; assert 'torch' not in sys.modules\n"
+        "assert 'train' in dir(specheads) and 'export' not in vars(specheads)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_importing_specheads_does_not_import_torch():
-    code = (
-        "import sys, specheads; assert 'torch' not in sys.modules; assert 'train' in dir(specheads)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert "vllm" in engines()
     assert all(callable(getattr(specheads, name)) for name in specheads.__all__)
     with pytest.raises(AttributeError, match="no attribute 'brew'"):
         specheads.brew  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
@@ -150,6 +147,7 @@ def test_speed_bench_shows_categories_and_lengths_in_results_report_and_csv(
 ):
     folder = speed_bench(tmp_path / "speed")
     asked = ["tree=chain", "mode=online", *SMALL, "num_prompts=100", f"prompts={folder}"]
+    asked.append("evaluation.batch_size=30")
     made = specheads.evaluate(run.path, asked, base=base, out=tmp_path / "out")
     assert made.online is not None
     stored = json.loads((tmp_path / "out/results.json").read_text())["online"]
@@ -188,3 +186,38 @@ def test_traces_train_and_give_prompts_but_are_not_answered_again(
     with pytest.raises(ValueError, match="traces hold what the base wrote already"):
         specheads.train("smoke", [*data, *SMALL, f"run_dir={tmp_path / 'other'}"], base=base)
     assert not (tmp_path / "other").exists()
+
+
+PHASE = "schedule.phases.joint"
+JOINT = [
+    "head=medusa",
+    "schedule=medusa2",
+    *(f"~schedule.phases.{name}" for name in ("heads", "corpus", "distilled")),
+    *(f"{PHASE}.{one}" for one in ("steps=2", "batch_size=2", "sequence_length=32")),
+    *(f"{PHASE}.joint.{one}" for one in ("rank=2", "learning_rate=0.05")),
+]
+
+
+@pytest.mark.slow
+def test_export_after_joint_training_has_the_merged_base(tmp_path: Path):
+    place = data_dir("recipes") / "tiny_code" / "base"
+    words = [*JOINT, *SMALL, f"run_dir={tmp_path / 'run'}", "tree=chain"]
+    made = specheads.train("smoke", words)
+    out = tmp_path / "served"
+    exported = specheads.export(made.path, "vllm", out)
+    # the serving command names the merged base
+    assert f"vllm serve {out / 'base'} " in exported.serve[0]
+    merged = specheads.FrozenBase.load(out / "base", device="cpu")
+    adapted = specheads.FrozenBase.load(place, adapter=made.adapter, device="cpu")
+    plain = specheads.FrozenBase.load(place, device="cpu")
+    assert merged.fingerprint == adapted.fingerprint != plain.fingerprint
+    assert json.loads((out / RECORD).read_text())["base"]["fingerprint"] == merged.fingerprint
+    prompts = [[11, 300, 42], [5, 6]]
+    head = specheads.load_head(out, merged)
+    said = specheads.generate(merged, head, prompts, max_new_tokens=12)
+    assert said.tokens == specheads.generate(adapted, None, prompts, max_new_tokens=12).tokens
+    # export again into the same folder, with names only
+    again = [f"head_path={made.head}", f"base.model={place}", f"base.adapter={made.adapter}"]
+    lines = specheads.export("", "vllm", out, again).serve
+    assert lines == exported.serve
+    assert (out / "base" / "tokenizer.json").is_file()

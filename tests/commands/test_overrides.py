@@ -98,7 +98,7 @@ def assigned(leaf: tuple[str, Any]) -> strategies.SearchStrategy[str]:
 
 
 @pytest.mark.parametrize("command", compose.SCHEMAS)
-@pytest.mark.parametrize("number", [10, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [6, pytest.param(500, marks=pytest.mark.slow)])
 def test_random_overrides_are_accepted_or_refused_in_one_line(
     command: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

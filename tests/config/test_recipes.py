@@ -1,5 +1,6 @@
 """Every recipe and choice composes, and overrides are read as a user writes them."""
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -33,22 +34,24 @@ def test_recipe_composes_builds_its_head_and_has_a_card(name: str):
     assert re.findall(r"^## (.*)$", card, re.MULTILINE) == HEADINGS
 
 
-@pytest.mark.parametrize(
-    "group", ["base", "head", "data", "features", "schedule", "tree", "tracker"]
-)
-def test_every_choice_composes(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_choice_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each composition takes another choice of every group that has one left."""
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "recipe.yaml").write_text("name: none\n")
     monkeypatch.setenv("SPECHEADS_RECIPES", str(tmp_path))
-    parts = sorted(config.data_dir("configs").joinpath(group).glob("*.yaml"))
-    assert parts
+    groups = ["base", "head", "data", "features", "schedule", "tree", "tracker"]
+    parts = [sorted(config.data_dir("configs").joinpath(group).glob("*.yaml")) for group in groups]
+    assert all(parts)
     needed = {"path": "data.path=x", "paths": "tree.paths=[[0]]"}
-    mixture = ["data.sources={a:{source:python_stdlib}}"]
-    for part in parts:
-        text = part.read_text(encoding="utf-8")
-        more = [word for key, word in needed.items() if f"{key}: ???" in text]
-        more += mixture if part.stem == "mixture" else []
-        compose.settings_of("train", ["recipe=none", f"{group}={part.stem}", *more])
+    for chosen in itertools.zip_longest(*parts):
+        words = ["recipe=none"]
+        for part in filter(None, chosen):
+            text = part.read_text(encoding="utf-8")
+            words.append(f"{part.parent.name}={part.stem}")
+            words += [word for key, word in needed.items() if f"{key}: ???" in text]
+            if part.stem == "mixture":
+                words.append("data.sources={a:{source:python_stdlib}}")
+        compose.settings_of("train", words)
 
 
 def test_granite_code_has_the_numbers_of_ibm_s_script():

@@ -9,6 +9,8 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from specheads.data import files
+
 BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -35,6 +37,13 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets_cache")
     monkeypatch.setenv("SPECHEADS_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave a part of the standard library, which is faster to read."""
+    some = files.stdlib_files()[::12]
+    monkeypatch.setattr(files, "stdlib_files", lambda: some)
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> str:

@@ -3,7 +3,6 @@ import ast
 import pytest
 
 from specheads.core.errors import InputError
-from specheads.data import files
 from specheads.data.instructions import instructions, wordings
 from specheads.data.prompts import held_out, load_prompts
 from specheads.data.settings import Data
@@ -26,13 +25,6 @@ def count(limit: int, step: int = 1) -> int:
 
 def short(): return 1
 '''
-
-
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave a part of the standard library, which is faster to read."""
-    some = files.stdlib_files()[::12]
-    monkeypatch.setattr(files, "stdlib_files", lambda: some)
 
 
 def asked(text: str, kind: str) -> list[str]:

@@ -345,6 +345,7 @@ def test_speed_bench_without_its_prompts_is_refused(chat_tokenizer, tmp_path):
         load_prompts(str(tmp_path), chat_tokenizer, num_prompts=1)
 
 
+@pytest.mark.usefixtures("few")
 def test_thinking_asks_every_question_with_and_without(chat_tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"turns": ["hi"]}, {"turns": ["ho"]}])
     with pytest.raises(InputError, match="a chat template that reads enable_thinking"):

@@ -21,6 +21,8 @@ from specheads.decoding import accept, noise
 from specheads.decoding.accept import Verdict, draw, match, rejection, typical
 from specheads.decoding.trees.policies import Static
 
+pytestmark = pytest.mark.usefixtures("in_float64")
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 MEDUSA_TREES = ("medusa_tree_mc_sim_7b_63", "medusa_tree_vicuna_7b_stage2")
 
@@ -344,13 +346,6 @@ def acceptance(trees: Iterable[Grown], base: Laws) -> float:
 def variation(first: torch.Tensor, second: torch.Tensor) -> float:
     """Return the total variation distance of two laws."""
     return float((first - second).abs().sum() / 2)
-
-
-@pytest.fixture(autouse=True)
-def _in_double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 SHAPES = [(4, (1, 1)), (3, (1, 1, 1)), (3, (2, 1)), (2, (2, 1, 2)), (4, (3,)), (3, (3, 1))]

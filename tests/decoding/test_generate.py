@@ -27,7 +27,7 @@ def alone(prompts: list[list[int]], **settings: Any) -> Decoding:
     return generate(tiny.base(), None, prompts, **settings)
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
 def test_the_base_alone_takes_one_forward_a_token(architecture):
     out = generate(tiny.base(architecture), None, tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS)
     assert out.tokens == tiny.continuations(architecture)

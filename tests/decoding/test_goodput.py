@@ -301,11 +301,8 @@ def test_goodput_of_a_tuned_head_copies_where_that_was_measured():
     assert [tree.depth for tree in policy.trees] == [sum(draft) for draft in policy.drafts]
 
 
-USUAL = "eagle3", "hybrid", "window", ""
-NAMES = [
-    *USUAL,
-    *(pytest.param(one, marks=pytest.mark.slow) for one in DRAFTERS if one not in USUAL),
-]
+USUAL = ("eagle3", True), ("eagle3", False), ("hybrid", True), ("window", False), ("", True)
+EVERY = [(name, pooled) for name in [*DRAFTERS, ""] for pooled in (True, False)]
 
 
 @pytest.fixture
@@ -314,7 +311,6 @@ def uncollected() -> Iterator[None]:
     gc.disable()
     gc.freeze()
     yield
-    gc.unfreeze()
     gc.enable()
 
 
@@ -329,9 +325,11 @@ def left_by(act: Callable[[], object]) -> int:
     return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
 
 
-@pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.usefixtures("uncollected")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "pooled"),
+    [*USUAL, *(pytest.param(*one, marks=pytest.mark.slow) for one in EVERY if one not in USUAL)],
+)
 def test_requests_that_join_and_leave_free_all_tensors(name: str, pooled: bool):
     drafter, (tree, *_) = DRAFTERS[name]() if name else (None, (policies.NOTHING,))
     pool: BlockPool | None = tiny.base().pool(40) if pooled else None

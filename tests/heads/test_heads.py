@@ -215,22 +215,23 @@ def test_no_depth_reads_later_tokens(settings: dict, base: FrozenBase):
             torch.testing.assert_close(old[:, :free], new[:, :free], rtol=0, atol=0)
 
 
-@each_case
+POLICIES = {
+    "static": policies.Static([(0,), (1,), (0, 0), (1, 2), (0, 0, 1)]),
+    "chain": policies.chain(3),
+    "best_first": policies.BestFirst(9, 3),
+}
+# every network with one tree, and each kind as it comes with the others
+DECODED = [(case, "static") for case in CASES]
+DECODED += [({"kind": kind}, other) for kind in KINDS for other in ("chain", "best_first")]
+
+
 @pytest.mark.parametrize(
-    "policy",
-    [
-        policies.chain(3),
-        policies.Static([(0,), (1,), (0, 0), (1, 2), (0, 0, 1)]),
-        policies.BestFirst(9, 3),
-    ],
-    ids=["chain", "static", "best_first"],
+    ("settings", "policy"), DECODED, ids=lambda one: one if isinstance(one, str) else told(one)
 )
-def test_tree_decoding_reproduces_greedy(
-    settings: dict, policy: policies.TreePolicy, base: FrozenBase
-):
+def test_tree_decoding_reproduces_greedy(settings: dict, policy: str, base: FrozenBase):
     head = make(settings, base)
     prompts = tiny.prompts()
-    ours = generate(base, head, prompts, max_new_tokens=14, tree=policy)
+    ours = generate(base, head, prompts, max_new_tokens=14, tree=POLICIES[policy])
     assert ours.tokens == [said[:14] for said in tiny.continuations()]
 
 
@@ -441,11 +442,9 @@ def test_a_reduced_vocabulary_drafts_its_own_tokens_and_stays_lossless(
     assert head.projection(0)[0].shape[0] == 20
     prompts = tiny.prompts()
     alone = [said[:6] for said in tiny.continuations()]
-    for policy in (
-        policies.Static([(0,), (1,), (0, 0)]),
-        policies.BestFirst(6, 2),
-        policies.Beam(3, 2),
-    ):
+    some = policies.BestFirst(6, 2), policies.Beam(3, 2), policies.Static([(0,), (1,), (0, 0)])
+    # all of them with each kind as it comes
+    for policy in some if len(settings) == 2 else some[:1]:
         assert generate(base, head, prompts, max_new_tokens=6, tree=policy).tokens == alone
         features, tokens = read(base, head.aux_layers)
         count = torch.full((2,), TIME - 1)

@@ -1,15 +1,13 @@
 """The benchmarks of decoding and of training, at toy size."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.scripts.loading import load_script
+
 DECODE = (
     "--base tiny --device cpu --parts steps batch --turns 2 --context 8 --new-tokens 3 --nodes 1 3 "
     "--batches 1 2"
@@ -22,25 +20,19 @@ TRAIN = (
 
 def run(script: str, arguments: str, out: Path) -> dict[str, Any]:
     """Return the file that a benchmark writes."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / script, *arguments.split(), "--out", out],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    assert load_script(script).main([*arguments.split(), "--out", str(out)]) == 0
     return json.loads(out.read_text())
 
 
 def test_steps_and_batches_are_timed(tmp_path: Path):
-    found = run("bench_decode.py", DECODE, tmp_path / "decode.json")
+    found = run("bench_decode", DECODE, tmp_path / "decode.json")
     assert [row["nodes"] for row in found["steps"]] == [1, 3]
     assert [row["batch"] for row in found["batch"]] == [1, 2]
 
 
 @pytest.mark.slow
 def test_a_step_of_training_is_timed(tmp_path: Path):
-    rows = run("bench_train.py", TRAIN, tmp_path / "train.json")["rows"]
+    rows = run("bench_train", TRAIN, tmp_path / "train.json")["rows"]
     assert [row["head"] for row in rows] == ["mlp_speculator", "eagle3"]
     for row in rows:
         assert row["over_floor"] > 1

@@ -48,13 +48,13 @@ def test_part_that_needs_more_time_than_is_left_is_skipped(report: Any, tmp_path
     assert written["failed"] == {}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_missing_cuda_device_is_refused_in_one_line(tmp_path: Path):
-    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "--device cpu --tiny" in done.stderr
+def test_missing_cuda_device_is_refused_in_one_line(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert script.main(["--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--device cpu --tiny" in line
     assert not (tmp_path / "out").exists()
 
 

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -29,6 +29,7 @@ from tests.training.states_server import StatesServer
 from tests.training.test_trainer import assert_equal, last_step, phase, run_training
 
 LONGEST = 40
+HELD_OUT = HeldOut([packed(texts(50))], every=3)
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +83,14 @@ def trained(
     features: FeatureSource | None,
     kind: str = "redrafter",
     held_out: HeldOut | None = None,
+    steps: int = 6,
 ) -> Head:
     if features:
         run = RunDirectory(folder)
         if not run.provenance.is_file():
             run.begin("name: test\n", {})
         features.begin(run, 0)
-    schedule = Schedule(phases={"corpus": phase(steps=6, accumulation_steps=2)})
+    schedule = Schedule(phases={"corpus": phase(steps=steps, accumulation_steps=2)})
     return run_training(
         folder, schedule, kind=kind, base=base, text=Packs(), held_out=held_out, source=features,
         log_every=1,
@@ -104,10 +106,9 @@ def test_losses_equal_those_of_a_local_base(kind: str, bases: Any, tmp_path: Pat
     whole, ends = bases
     head = head_of(kind, ends)
     server = StatesServer(whole, tmp_path / "states", server_layers(head, whole.num_layers))
-    held_out = HeldOut([packed(texts(50))], every=3)
-    trained(tmp_path / "local", whole, None, kind, held_out)
+    trained(tmp_path / "local", whole, None, kind, HELD_OUT, steps=3)
     with closing(source(server, ends, kind)) as features:
-        trained(tmp_path / "vllm", ends, features, kind, held_out)
+        trained(tmp_path / "vllm", ends, features, kind, HELD_OUT, steps=3)
     server.stop()
     local, remote = rows(tmp_path / "local"), rows(tmp_path / "vllm")
     for one, other in zip(local, remote, strict=True):
@@ -188,13 +189,20 @@ def test_key_is_sent_and_never_shown(server: Any, bases: Any, monkeypatch: Any):
     assert "secret" not in str(refused.value)
 
 
-@contextmanager
-def undisturbed(
-    server: StatesServer, ends: FrozenBase, folder: Path, held_out: HeldOut | None = None
-) -> Iterator[Head]:
-    """Yield the head of a run without faults; in the end no file stays."""
-    with closing(source(server, ends)) as features:
-        yield trained(folder, ends, features, held_out=held_out)
+@pytest.fixture(scope="module")
+def plain(bases: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Return the folder and the tensors of a run without faults."""
+    folder = tmp_path_factory.mktemp("plain")
+    server = StatesServer(bases[0], folder / "states", [0, 3])
+    with closing(source(server, bases[1])) as features:
+        head = trained(folder / "run", bases[1], features, held_out=HELD_OUT)
+    server.stop()
+    return folder / "run", head.state_dict()
+
+
+def assert_plain(plain: tuple[Path, dict[str, Any]], head: Head, server: StatesServer) -> None:
+    """Require the head of a run without faults, and no file left."""
+    assert_equal(plain[1], head.state_dict())
     assert not list(server.folder.iterdir())
 
 
@@ -206,57 +214,52 @@ def undisturbed(
         "removed",
     ],
 )
-def test_failed_requests_are_repeated(fault: str, server: Any, bases: Any, tmp_path: Path):
-    _, ends = bases
+def test_failed_requests_are_repeated(
+    fault: str, server: Any, bases: Any, plain: Any, tmp_path: Path
+):
     told: list[str] = []
-    with undisturbed(server, ends, tmp_path / "plain") as plain:
-        changes: dict[str, Any] = {"timeout_seconds": 1.0} if fault == "stalled" else {}
-        with closing(source(server, ends, told=told.append, **changes)) as features:
-            server.faults += [""] * 9 + [fault] * 2 + [""] * 12 + [fault]
-            head = trained(tmp_path / "run", ends, features)
+    changes: dict[str, Any] = {"timeout_seconds": 1.0} if fault == "stalled" else {}
+    with closing(source(server, bases[1], told=told.append, **changes)) as features:
+        server.faults += [""] * 9 + [fault] * 2 + [""] * 12 + [fault]
+        head = trained(tmp_path / "run", bases[1], features)
     assert not server.faults
-    assert_equal(plain.state_dict(), head.state_dict())
+    assert_plain(plain, head, server)
     assert bool(told) == (fault != "late")
     assert all(line.endswith("; asking again") for line in told)
 
 
-def test_server_that_is_started_again_is_used_again(server: Any, bases: Any, tmp_path: Path):
-    _, ends = bases
-
+def test_server_that_is_started_again_is_used_again(
+    server: Any, bases: Any, plain: Any, tmp_path: Path
+):
     def restart() -> None:
         server.stop()
         server.name = "another"
         Timer(0.5, server.start).start()
 
-    with undisturbed(server, ends, tmp_path / "plain") as plain:  # noqa: SIM117
-        with closing(source(server, ends)) as features:
-            Timer(0.1, restart).start()
-            head = trained(tmp_path / "run", ends, features)
+    with closing(source(server, bases[1])) as features:
+        Timer(0.1, restart).start()
+        head = trained(tmp_path / "run", bases[1], features)
     assert server.name == "another"
-    assert_equal(plain.state_dict(), head.state_dict())
+    assert_plain(plain, head, server)
 
 
 def test_requests_are_spread_and_go_to_the_server_that_is_left(
-    server: Any, bases: Any, tmp_path: Path
+    server: Any, bases: Any, plain: Any, tmp_path: Path
 ):
-    whole, ends = bases
-    other = StatesServer(whole, server.folder, [0, 3])
-    with undisturbed(server, ends, tmp_path / "plain") as plain:
-        before, told = len(server.requests), []
-        urls = [server.url, other.url]
-        with closing(source(server, ends, told=told.append, url=urls)) as features:
-            answer = other.answer
+    other = StatesServer(bases[0], server.folder, [0, 3])
+    answer, urls = other.answer, [server.url, other.url]
 
-            def last(handler: Any, body: Any) -> None:
-                if len(other.requests) >= 5:
-                    Timer(0, other.stop).start()
-                answer(handler, body)
+    def last(handler: Any, body: Any) -> None:
+        if len(other.requests) >= 5:
+            Timer(0, other.stop).start()
+        answer(handler, body)
 
-            other.answer = last
-            head = trained(tmp_path / "run", ends, features)
+    with closing(source(server, bases[1], told=[].append, url=urls)) as features:
+        other.answer = last
+        head = trained(tmp_path / "run", bases[1], features)
     assert 5 < len(other.requests) < 36
-    assert len(server.requests) - before > 2
-    assert_equal(plain.state_dict(), head.state_dict())
+    assert len(server.requests) > 2
+    assert_plain(plain, head, server)
 
 
 LOST: dict[str, tuple[dict[str, Any], type[BaseException], str]] = {
@@ -274,35 +277,34 @@ LOST: dict[str, tuple[dict[str, Any], type[BaseException], str]] = {
 
 @pytest.mark.parametrize("case", LOST)
 def test_lost_server_saves_the_run_which_resumes_bit_for_bit(
-    case: str, server: Any, bases: Any, tmp_path: Path, monkeypatch: Any
+    case: str, server: Any, bases: Any, plain: Any, tmp_path: Path, monkeypatch: Any
 ):
     """After 30 requests the server changes, and has failed once, or fails for ever."""
     _, ends = bases
     run, (changes, error, line) = RunDirectory(tmp_path / "run"), LOST[case]
-    with undisturbed(server, ends, tmp_path / "plain") as plain:
-        first, answer, failed = len(server.requests), server.answer, []
+    answer, failed = server.answer, []
 
-        def changed(handler: Any, body: Any) -> None:
-            if len(server.requests) - first >= 30:
-                vars(server).update(changes)
-                if case == "interrupted" and not failed:
-                    os.kill(os.getpid(), signal.SIGINT)
-                if not (changes and failed):
-                    server.faults = ["status_500"] * (1 if changes else 99)
-                failed.append(True)
-            answer(handler, body)
+    def changed(handler: Any, body: Any) -> None:
+        if len(server.requests) >= 30:
+            vars(server).update(changes)
+            if case == "interrupted" and not failed:
+                os.kill(os.getpid(), signal.SIGINT)
+            if not (changes and failed):
+                server.faults = ["status_500"] * (1 if changes else 99)
+            failed.append(True)
+        answer(handler, body)
 
-        patience = 1.0 if case == "gone" else 900.0
-        with closing(source(server, ends, patience_seconds=patience)) as features:
-            monkeypatch.setattr(server, "answer", changed)
-            with pytest.raises(error, match=line):
-                trained(run.path, ends, features)
-        monkeypatch.undo()
-        assert 0 < last_step(run) < 6
-        server.layers, server.change, server.faults = [0, 3], lambda states: states, []
-        with closing(source(server, ends)) as features:
-            head = trained(run.path, ends, features)
-    assert_equal(plain.state_dict(), head.state_dict())
+    patience = 1.0 if case == "gone" else 900.0
+    with closing(source(server, ends, patience_seconds=patience)) as features:
+        monkeypatch.setattr(server, "answer", changed)
+        with pytest.raises(error, match=line):
+            trained(run.path, ends, features)
+    monkeypatch.undo()
+    assert 0 < last_step(run) < 6
+    server.layers, server.change, server.faults = [0, 3], lambda states: states, []
+    with closing(source(server, ends)) as features:
+        head = trained(run.path, ends, features)
+    assert_plain(plain, head, server)
 
 
 @pytest.mark.parametrize(
@@ -315,11 +317,10 @@ def test_lost_server_saves_the_run_which_resumes_bit_for_bit(
     ],
 )
 def test_server_that_is_lost_in_a_validation_costs_one_step(
-    case: str, at: int, server: Any, bases: Any, tmp_path: Path, monkeypatch: Any
+    case: str, at: int, server: Any, bases: Any, plain: Any, tmp_path: Path, monkeypatch: Any
 ):
     _, ends = bases
     run, (_, error, line) = RunDirectory(tmp_path / "run"), LOST[case]
-    held_out = HeldOut([packed(texts(50))], every=3)
 
     def lost(*values: Any) -> Any:
         if not last_step(run) < at - 1:
@@ -328,21 +329,20 @@ def test_server_that_is_lost_in_a_validation_costs_one_step(
                 os.kill(os.getpid(), signal.SIGINT)
         return validate(*values)
 
-    with undisturbed(server, ends, tmp_path / "plain", held_out) as plain:
-        patience = 1.0 if case == "gone" else 900.0
-        with closing(source(server, ends, patience_seconds=patience)) as features:
-            monkeypatch.setattr(validation, "validate", lost)
-            with pytest.raises(error, match=line):
-                trained(run.path, ends, features, held_out=held_out)
-        monkeypatch.undo()
-        server.faults = []
-        assert last_step(run) == at - 1
-        with closing(source(server, ends)) as features:
-            head = trained(run.path, ends, features, held_out=held_out)
-    assert_equal(plain.state_dict(), head.state_dict())
+    patience = 1.0 if case == "gone" else 900.0
+    with closing(source(server, ends, patience_seconds=patience)) as features:
+        monkeypatch.setattr(validation, "validate", lost)
+        with pytest.raises(error, match=line):
+            trained(run.path, ends, features, held_out=HELD_OUT)
+    monkeypatch.undo()
+    server.faults = []
+    assert last_step(run) == at - 1
+    with closing(source(server, ends)) as features:
+        head = trained(run.path, ends, features, held_out=HELD_OUT)
+    assert_plain(plain, head, server)
     measured = [
         [(row["step"], row["validation/loss"]) for row in rows(one) if "validation/loss" in row]
-        for one in (tmp_path / "plain", run.path)
+        for one in (plain[0], run.path)
     ]
     assert measured[0] == measured[1]
 

@@ -1,6 +1,7 @@
-"""Losses of packed documents, and of heads that draft from anchors."""
+"""States and losses of packed documents, and losses of heads that draft from anchors."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from specheads.training.objective import Objective, drawn_labels, whole_chains
 from specheads.training.settings import LOSSES, Joint, Phase
 from specheads.training.teacher import Teacher
 from tests import tiny
-from tests.packed import alone, packed, texts
+from tests.packed import alone, packed, pieces, texts
 
 DEPTH = 2
 
@@ -26,6 +27,33 @@ def head_of(kind: str) -> Head:
     for parameter in head.parameters():
         parameter.data.copy_(torch.randn_like(parameter) * 0.3)
     return head
+
+
+ATTENDING = ["dflash", "dspark", "eagle3", "eagle_gru", "hydra_heads", "mtp"]
+"""Kinds with attention of their own; a new one that is missing here fails the control below."""
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_packed_states_equal_those_of_each_document_alone(kind: str):
+    head, documents = head_of(kind), texts()
+    batch, single = packed(documents), alone(documents)
+    features, own = (
+        tiny.base().read(one.tokens, head.aux_layers, one.document_ids) for one in (batch, single)
+    )
+    # the head's own mask matters, not only the base's
+    unseen = replace(features, document_ids=None, documents=None)
+    with torch.no_grad():
+        found, blind = (list(head.states(one, batch.tokens)) for one in (features, unseen))
+        wanted = list(head.states(own, single.tokens))
+    apart = 0.0
+    for level, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        cut = [pieces(value, batch) for value in (ours, blind[level])]
+        for one, unmasked, text, other in zip(*cut, documents, theirs, strict=True):
+            # later states read tokens after the document
+            known = len(text) - 1 - level
+            torch.testing.assert_close(one[:known], other[:known], rtol=1e-10, atol=1e-10)
+            apart = max(apart, (unmasked[:known] - other[:known]).abs().max().item())
+    assert (apart > 1e-3) == (kind in ATTENDING)
 
 
 def phase(**changes: object) -> Phase:

@@ -1,6 +1,7 @@
 """The plan of a run, and batch_size=auto."""
 
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,9 @@ def planned(folder: Path, *overrides: str) -> dict[str, Any]:
     return plan(setup(folder, *overrides), ACCELERATOR)
 
 
-def loaded(folder: Path) -> FrozenBase:
-    return FrozenBase.load(str(folder), dtype="float32")
+@cache
+def loaded(folder: Path, *, ends_only: bool = False) -> FrozenBase:
+    return FrozenBase.load(str(folder), dtype="float32", ends_only=ends_only)
 
 
 @pytest.fixture
@@ -76,8 +78,7 @@ def test_memory_from_shapes_equals_real_steps(kind, source, folder, monkeypatch)
     plain = ("schedule.muon_learning_rate=0", "schedule.phases.corpus.packing=none", ALONE)
     wanted = setup(folder, f"head={kind}", f"features={source}", *plain)
     shapes, (phase,) = Shapes(wanted, torch.device("cpu")), placed(wanted.schedule)
-    base = FrozenBase.load(str(folder), dtype="float32", ends_only=source == "vllm")
-    real = Trial(wanted, base, ACCELERATOR)
+    real = Trial(wanted, loaded(folder, ends_only=source == "vllm"), ACCELERATOR)
     real.step(phase, 2)
     with PeakMemory() as memory:
         real.step(phase, 2)
@@ -121,8 +122,7 @@ def test_own_drafts_are_planned_with_the_forward_that_reads_them(folder: Path):
 def test_plan_of_a_training_from_servers_has_both_sides(folder: Path):
     at_server = ("features=vllm", "features.url=[http://a:1,http://b:1]", "head=eagle3", ALONE)
     found = planned(folder, *at_server, "features.concurrency=3")
-    ends = FrozenBase.load(str(folder), dtype="float32", ends_only=True).model
-    whole, server = loaded(folder), found["server"]
+    ends, whole, server = loaded(folder, ends_only=True).model, loaded(folder), found["server"]
     assert found["memory_bytes"]["corpus"]["base weights"] == _bytes(ends)
     assert (server["layers"], whole.width) == ([0, 1, 2, 3, 4], 32)
     # the states in float32, and the token id

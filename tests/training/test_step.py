@@ -52,8 +52,10 @@ def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-@pytest.mark.parametrize("weighting", ["geometric", "dpace"])
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize(
+    ("kind", "weighting"),
+    [*((kind, "geometric") for kind in kinds()), ("eagle3", "dpace"), ("dflash", "dpace")],
+)
 def test_training_step_synchronises_once(kind, weighting, monkeypatch):
     monkeypatch.setattr(objectives, machine.to_device.__name__, uploaded)
     base = tiny.base()
