@@ -86,7 +86,7 @@ MIXED = WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
         ("dflash_z_lab", DFLASH, {"causal": True}, {"causal": False}),
         ("dflash_z_lab", DFLASH, {"swa_window_size": 64}, {"attention_sink_bias": False}),
         ("dflash_window", "", {"use_swa": True}, {"use_swa": False}),
-        ("dflash_modelopt", "", MIXED, {"is_causal": False}),
+        ("dflash_modelopt", "", {"layer_types": MIXED["layer_types"]}, {"is_causal": False}),
         ("eagle3_chain", "", {"attention_sink_bias": True}, {"attention_sink_bias": False}),
         ("dflash_deepspec", "", {"final_logit_softcapping": 20.0}, {"output_multiplier": 1}),
         ("dspark_deepspec", "", {"attention_mode": "mla"}, {"attention_mode": "gqa"}),

@@ -28,7 +28,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "dflash": [
         {"sample_from_anchor": True, **GROUPED},
         {"sliding_window": 3, "causal": True},
-        {"sliding_window": 4, "window_counts_slots": True, "attention_sink": True},
+        {"sliding_window": 8, "window_counts_slots": True, "attention_sink": True},
     ],
     "dspark": [
         {"sample_from_anchor": False, "markov_rank": 3, "mask_token": 5, **GROUPED},
