@@ -119,20 +119,21 @@ def test_acceptance_equals_that_of_a_local_base(kind: str, dtype: str, tmp_path:
     base = FrozenBase.load(BASE, dtype=dtype, device="cpu")
     assert base.tokenizer
     prompts = load_prompts("python_stdlib", base.tokenizer, num_prompts=32).prompts
-    texts = [one.tokens for one in prompts]
-    alone = write_alone(base, texts, GenerationSettings(max_new_tokens=96, batch_size=32))
+    how = GenerationSettings(max_new_tokens=96, batch_size=32)
+    alone = write_alone(base, [one.tokens for one in prompts], how)
     heads = [load_head(tmp_path / name / "head", base) for name in ("vllm", "local")]
     counts = [
         [
-            replay(guess_ranks(base, head, *pair), chain(head.depth), one.source)
-            for one, *pair in zip(prompts, texts, alone, strict=True)
+            replay(guess_ranks(base, head, prompt.tokens, text), chain(head.depth), prompt.source)
+            for prompt, text in zip(prompts, alone, strict=True)
         ]
         for head in heads
     ]
-    gain = paired_gain(*counts)
+    remote, local = map(rate, counts)
     with capsys.disabled():
-        print(kind, dtype, *map(rate, counts), gain)  # noqa: T201
-    assert gain.interval[0] <= 1 <= gain.interval[1]
+        print(kind, dtype, remote, local, paired_gain(*counts))  # noqa: T201
+    # the paired interval has no noise of training, which starts from other roundings in bfloat16
+    assert local.interval[0] <= remote.tokens_per_forward <= local.interval[1]
 
 
 def test_trainer_that_is_killed_ten_times_ends_with_the_same_head(tmp_path: Path):
