@@ -8,6 +8,7 @@ specheads evaluate head=HEAD base=MODEL prompts=prompts.jsonl out=measured
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from specheads.base.model import FrozenBase
 from specheads.commands._call import settings_for
@@ -24,7 +25,6 @@ from specheads.decoding.trees.policies import TreePolicy
 from specheads.decoding.trees.tuned import Tuned
 from specheads.export import card
 from specheads.heads.load import load_head
-from specheads.measure import report
 from specheads.measure.evaluation import draft_vocabulary, evaluate_head
 from specheads.measure.generation import GenerationSettings
 from specheads.measure.quality import compare_quality, measure_quality, quality_windows
@@ -36,6 +36,8 @@ from specheads.runs.trackers import read_metrics
 
 def run(settings: Evaluate) -> None:
     """Evaluate a run, or any head on its base."""
+    from specheads.measure import report
+
     if settings.head_path and not settings.out:
         raise InputError("a head without a run needs out=FOLDER for its report")
     results = evaluate(settings=settings)
@@ -70,7 +72,7 @@ def evaluate(
     base, head = objects(settings, base)
     results = _evaluate(base, head, settings)
     if settings.out:
-        report.write_report(Path(settings.out), results, [])
+        _write(Path(settings.out), results, [])
     return results
 
 
@@ -96,10 +98,18 @@ def measure_run(
         draft_vocabulary=draft_vocabulary(head, run),
         base_quality=quality,
     )
-    report.write_report(Path(out) if out else run.report, results, read_metrics(run.metrics))
+    _write(Path(out) if out else run.report, results, read_metrics(run.metrics))
     if not out:
         card.write_card(run, asdict(settings), head, base)
     return results
+
+
+def _write(folder: Path, results: Results, history: list[dict[str, Any]]) -> None:
+    """Write a report."""
+    # loads matplotlib, which training does without
+    from specheads.measure import report
+
+    report.write_report(folder, results, history)
 
 
 def _evaluate(

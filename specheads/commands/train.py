@@ -30,7 +30,6 @@ from specheads.data.sources import refuse_unreadable
 from specheads.decoding.trees.tuned import FILE
 from specheads.export import card
 from specheads.heads.load import build_for, configure, load_head, resume_head
-from specheads.measure import report
 from specheads.measure.quality import quality_windows
 from specheads.measure.results import Results, read
 from specheads.runs.directory import RunDirectory
@@ -67,6 +66,8 @@ def run(settings: Train) -> None:
     made = train(settings=settings, announce=Console(markup=False).print)
     results = read(Results, made.report / "results.json")
     if settings.evaluate_after and results and PartialState().is_main_process:
+        from specheads.measure import report
+
         report.show(results, page=made.report / "report.html")
         line = f"next: specheads tune run={made.path}, specheads chat run={made.path}"
         Console(markup=False).print(line, soft_wrap=True)

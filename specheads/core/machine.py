@@ -1,5 +1,6 @@
 """This machine: its CPU, its memory, and copies to its devices."""
 
+import ctypes
 import os
 import platform
 import resource
@@ -83,6 +84,12 @@ def restart_peak(device: torch.device) -> None:
     else:
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def release_freed() -> None:
+    """Return freed memory to the system; glibc's heap would keep it."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_bytes(device: torch.device) -> int:

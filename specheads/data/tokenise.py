@@ -14,7 +14,7 @@ from specheads.core.errors import InputError
 from specheads.core.files import atomic_folder, cache_folder, sole_writer, sweep
 from specheads.data.chat import Template
 from specheads.data.conversations import first_answer
-from specheads.data.documents import Documents
+from specheads.data.documents import Documents, numbers
 from specheads.data.encode import token_ids, tokenizer_fingerprint
 from specheads.data.files import BadRows, Row, located
 from specheads.data.settings import CONVERSATIONS, TRACES, Data, Source
@@ -203,7 +203,7 @@ def _documents(file: Path, split: str) -> Documents:
     try:
         with pa.memory_map(str(file)) as stored:
             table = pa.ipc.open_file(stored).read_all()
-        splits = table.column("split").to_numpy()
+        splits = numbers(table.column("split").combine_chunks())
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         raise InputError(
             f"tokenised text must be as it was written, and {file} is damaged; remove "

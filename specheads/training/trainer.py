@@ -18,6 +18,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import atomic_folder
+from specheads.core.machine import release_freed
 from specheads.data.packing import BatchStream, TokenBatch
 from specheads.heads.layers.common import BorrowingHead
 from specheads.runs import checkpoint
@@ -79,6 +80,8 @@ def train(
                 # the base generates text without the adapter
                 with teacher.as_loaded():
                     text = open_text(phase.settings, display, trainer.halt)
+                # a corpus that was tokenised, or text that was generated, leaves 100 MB and more
+                release_freed()
                 log = PhaseLog(phase, trainer.stepper, trainer.at, tracker, display, log_every)
                 try:
                     trainer.run_phase(phase, text, log, checkpoint_every, watch)

@@ -18,7 +18,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specheads.base.model import FrozenBase
 from specheads.config import data_dir
+from specheads.data.prompts import load_prompts
+from specheads.decoding.trees.policies import chain
+from specheads.heads.load import load_head
+from specheads.measure.counts import paired_gain, rate
+from specheads.measure.generation import GenerationSettings, write_alone
+from specheads.measure.offline import guess_ranks, replay
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from tests.export.features_server import features_server
@@ -97,6 +104,36 @@ def test_losses_equal_those_of_a_local_base(kind: str, tmp_path: Path, capsys: A
             told[name] = [one[-1].get(name) for one in (local, remote)]
         print(told)  # noqa: T201
     assert worst < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", HEADS)
+def test_acceptance_equals_that_of_a_local_base(kind: str, dtype: str, tmp_path: Path, capsys: Any):
+    folder = tmp_path / "states"
+    words = [*HEADS[kind], "schedule.phases.corpus.steps=100", f"base.dtype={dtype}"]
+    rows(tmp_path / "local", training(tmp_path / "local", *words))
+    with features_server(BASE, folder, tmp_path / "log", *RECIPE, *words) as (address, _):
+        here = ["features=vllm", f"features.url=[{address}]", f"features.folder={folder}"]
+        rows(tmp_path / "vllm", training(tmp_path / "vllm", *words, *here))
+    base = FrozenBase.load(BASE, dtype=dtype, device="cpu")
+    assert base.tokenizer
+    prompts = load_prompts("python_stdlib", base.tokenizer, num_prompts=32).prompts
+    how = GenerationSettings(max_new_tokens=96, batch_size=32)
+    alone = write_alone(base, [one.tokens for one in prompts], how)
+    heads = [load_head(tmp_path / name / "head", base) for name in ("vllm", "local")]
+    counts = [
+        [
+            replay(guess_ranks(base, head, prompt.tokens, text), chain(head.depth), prompt.source)
+            for prompt, text in zip(prompts, alone, strict=True)
+        ]
+        for head in heads
+    ]
+    remote, local = map(rate, counts)
+    with capsys.disabled():
+        print(kind, dtype, remote, local, paired_gain(*counts))  # noqa: T201
+    # the paired interval has no noise of training, which starts from other roundings in bfloat16
+    assert local.interval[0] <= remote.tokens_per_forward <= local.interval[1]
 
 
 def test_trainer_that_is_killed_ten_times_ends_with_the_same_head(tmp_path: Path):
