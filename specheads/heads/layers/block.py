@@ -104,10 +104,6 @@ class BlockHead(BorrowingHead):
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(width, config.epsilon)
 
-    def initialise(self, embedding: Tensor, projection: Tensor) -> None:
-        """Have the first step of training measure the scale of the streams."""
-        self.scales_streams = True
-
     def choose_aux_layers(self, num_layers: int) -> None:
         """Choose as many base layers as the head has layers, evenly from 2 to n - 2.
 
