@@ -33,7 +33,7 @@ def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
 
     Sharding applies to the base: see `load_base`. Each process has the whole head. The launcher's
     mixed precision applies unless it is "no", which is also its default: then the head trains in
-    bfloat16 if the machine supports it and `dtype` is not float32 or float64.
+    bfloat16 if the machine supports it and the base's `dtype` is not float32 or float64.
 
     Raises:
         ValueError: The configuration names an engine or a precision that is not supported.
@@ -147,8 +147,10 @@ def _whole() -> Iterator[None]:
 def _precision(dtype: str) -> str:
     if dtype in ("float32", "float64"):
         return "no"
-    on_gpu = torch.cuda.is_available()
-    return "bf16" if (torch.cuda.is_bf16_supported() if on_gpu else computes_bfloat16()) else "no"
+    if torch.cuda.is_available():
+        return "bf16" if torch.cuda.is_bf16_supported() else "no"
+    # a base with half the bits gives such features, on a CPU that only emulates them too
+    return "bf16" if dtype != "auto" or computes_bfloat16() else "no"
 
 
 def fix_workspace() -> None:

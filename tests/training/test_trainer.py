@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.core.machine import computes_bfloat16
 from specheads.data.packing import BatchStream, TokenBatch
 from specheads.heads.load import build, build_for, kinds
 from specheads.runs import checkpoint
@@ -24,6 +26,7 @@ from specheads.runs.trackers import Tracker, read_metrics
 from specheads.training import trainer
 from specheads.training.objective import Objective
 from specheads.training.optimizers import Muon, optimizers
+from specheads.training.processes import accelerator_of_environment
 from specheads.training.schedule import PlacedPhase, learning_rate_share, refuse_misfit
 from specheads.training.settings import Distill, Phase, Schedule
 from specheads.training.step import Stepper
@@ -234,6 +237,18 @@ OVERLONG = {
 def test_misfit_phase_is_refused(changes: dict, message: str):
     with pytest.raises(InputError, match=message):
         refuse_misfit("corpus", phase(**changes), context=128, depth=2, processes=2)
+
+
+def test_a_bfloat16_base_trains_a_head_on_a_cpu_that_emulates_bfloat16(tmp_path: Path):
+    assert not computes_bfloat16()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        base = tiny.base("llama", dtype=torch.bfloat16)
+        schedule = Schedule(phases={"corpus": phase(steps=2)})
+        accelerator = accelerator_of_environment("bfloat16")
+        run_training(tmp_path, schedule, kind="redrafter", base=base, accelerator=accelerator)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_label_outside_the_draft_vocabulary_counts_as_rejected():
