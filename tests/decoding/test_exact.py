@@ -111,6 +111,7 @@ def change_mask(
     # made before: a base that is loaded with a wrong mask is refused by its self check
     for attention in ("sdpa", "eager"):
         tiny.base(architecture, attention, torch.float64)
+    tiny.continuations(architecture)
     true_mask = specheads.base.forward.tree_mask
 
     def wrong_mask(ancestors, depths, cache, window, dtype):
