@@ -32,7 +32,7 @@ class BorrowingHead(Head):
     """Whether it uses the base's vocabulary projection."""
     fuses_alone = False
     """Whether it has a way of its own to fuse them. Other heads add them to the final hidden state
-    by a matrix that starts at zero, so that a head starts as one that reads no streams."""
+    by a matrix that starts at zero, so a head starts as one that reads no streams."""
     stream_scale: Tensor | None
     """Typical RMS of each residual stream, by which training divides them, or None. The first step
     measures it, and a saved head has it in `fc`."""
@@ -138,9 +138,12 @@ class BorrowingHead(Head):
 
     def _save_pretrained(self, save_directory: Path) -> None:
         """Write the weights, with the scale of the streams in `fc`, and config.json."""
+        if self.stream_scale is None:
+            super()._save_pretrained(save_directory)
+            return
         folded = deepcopy(self, {id(buffer): buffer for buffer in self.buffers()})
         folded.fold_streams()
-        super(BorrowingHead, folded)._save_pretrained(save_directory)
+        folded._save_pretrained(save_directory)
 
     def corrected(self, correction: nn.Module) -> Projection:
         """Return [W, C]: the base's projection W next to the matrix C of a layer."""
