@@ -29,6 +29,7 @@ from specheads.measure.evaluation import draft_vocabulary, evaluate_head
 from specheads.measure.generation import GenerationSettings
 from specheads.measure.quality import compare_quality, measure_quality, quality_windows
 from specheads.measure.results import Results
+from specheads.measure.summary import show
 from specheads.measure.tune import choose_tree
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
@@ -36,13 +37,11 @@ from specheads.runs.trackers import read_metrics
 
 def run(settings: Evaluate) -> None:
     """Evaluate a run, or any head on its base."""
-    from specheads.measure import report
-
     if settings.head_path and not settings.out:
         raise InputError("a head without a run needs out=FOLDER for its report")
     results = evaluate(settings=settings)
     folder = Path(settings.out) if settings.out else RunDirectory(Path(settings.run)).report
-    report.show(results, page=folder / "report.html")
+    show(results, page=folder / "report.html")
 
 
 def evaluate(
@@ -107,9 +106,9 @@ def measure_run(
 def _write(folder: Path, results: Results, history: list[dict[str, Any]]) -> None:
     """Write a report."""
     # loads matplotlib, which training does without
-    from specheads.measure import report
+    from specheads.measure.report import write_report
 
-    report.write_report(folder, results, history)
+    write_report(folder, results, history)
 
 
 def _evaluate(

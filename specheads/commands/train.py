@@ -32,6 +32,7 @@ from specheads.export import card
 from specheads.heads.load import build_for, configure, load_head, resume_head
 from specheads.measure.quality import quality_windows
 from specheads.measure.results import Results, read
+from specheads.measure.summary import show
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import stages
 from specheads.runs.settings import read_settings
@@ -66,9 +67,7 @@ def run(settings: Train) -> None:
     made = train(settings=settings, announce=Console(markup=False).print)
     results = read(Results, made.report / "results.json")
     if settings.evaluate_after and results and PartialState().is_main_process:
-        from specheads.measure import report
-
-        report.show(results, page=made.report / "report.html")
+        show(results, page=made.report / "report.html")
         line = f"next: specheads tune run={made.path}, specheads chat run={made.path}"
         Console(markup=False).print(line, soft_wrap=True)
     leave_processes()

@@ -19,7 +19,6 @@ import matplotlib
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from specheads.core.files import dumps, to_json, writable_folder, write_atomic
 from specheads.decoding.loop import BASE_ORIGIN, Origin, node_origins
@@ -33,7 +32,6 @@ from specheads.measure.summary import (
     summary,
     verdict,
 )
-from specheads.measure.tables import ConsoleTable
 
 TITLES = {
     "speed": "Tokens per second",
@@ -122,22 +120,6 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
     table.writeheader()
     table.writerows(rows)
     return stream.getvalue()
-
-
-def show(results: Results, console: Console | None = None, page: Path | None = None) -> None:
-    """Print the main table, the table by depth, the verdict and the path of the page."""
-    console = console or Console()
-    console.print(ConsoleTable("specheads evaluation", summary(results)))
-    header, *rows = depth_rows(results)
-    # short names let the table fit 80 columns
-    short = [name.removesuffix(" accepted / offered") for name in header]
-    console.print(ConsoleTable("accepted / offered drafts, and accuracy, by depth", rows, short))
-    for title, (header, *rows) in group_rows(results).items():
-        console.print(ConsoleTable(title, rows, header))
-    console.print(verdict(results), style="bold" if pays(results) else "bold red")
-    if page is not None:
-        # on one line, so that it can be copied
-        console.print(f"report: {page}", markup=False, soft_wrap=True)
 
 
 # --- the page ----------------------------------------------------------------------------------

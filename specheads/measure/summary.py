@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
+
+from rich.console import Console
 
 from specheads.measure.results import IDENTICAL, WRONG, Lossless, Results
-from specheads.measure.tables import with_interval
+from specheads.measure.tables import ConsoleTable, with_interval
 
 SummaryRows = list[tuple[str, str]]
 
@@ -207,3 +210,19 @@ def candidate_rows(results: Results) -> Sequence[Sequence[str]]:
         for row in results.tree_candidates
     ]
     return [header, *rows]
+
+
+def show(results: Results, console: Console | None = None, page: Path | None = None) -> None:
+    """Print the main table, the table by depth, the verdict and the path of the page."""
+    console = console or Console()
+    console.print(ConsoleTable("specheads evaluation", summary(results)))
+    header, *rows = depth_rows(results)
+    # short names let the table fit 80 columns
+    short = [name.removesuffix(" accepted / offered") for name in header]
+    console.print(ConsoleTable("accepted / offered drafts, and accuracy, by depth", rows, short))
+    for title, (header, *rows) in group_rows(results).items():
+        console.print(ConsoleTable(title, rows, header))
+    console.print(verdict(results), style="bold" if pays(results) else "bold red")
+    if page is not None:
+        # on one line, so that it can be copied
+        console.print(f"report: {page}", markup=False, soft_wrap=True)

@@ -17,8 +17,8 @@ from specheads.config import data_dir
 from specheads.core.files import to_json
 from specheads.export.layouts import engines
 from specheads.export.write import RECORD
-from specheads.measure import report
 from specheads.measure.results import Results, read
+from specheads.measure.summary import show
 from specheads.runs.directory import RunDirectory
 from tests.data.conftest import CATEGORIES, ENTROPIES, LENGTHS, speed_bench, write_jsonl
 
@@ -165,7 +165,7 @@ def test_speed_bench_shows_categories_and_lengths_in_results_report_and_csv(
     page = (tmp_path / "out/report.html").read_text()
     assert all(f"<td>{name}</td>" in page for name in [*CATEGORIES, *ENTROPIES, *LENGTHS])
     console = Console(record=True, width=120)
-    report.show(made, console)
+    show(made, console)
     assert "by input length" in (shown := console.export_text())
     assert all(name in shown for name in [*CATEGORIES, *ENTROPIES, *LENGTHS])
 
