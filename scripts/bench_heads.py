@@ -232,7 +232,7 @@ def train_speculators(options: argparse.Namespace) -> str:
             rows.append(said | sizes | {"seconds": time.perf_counter() - began})
             bar.update(task, advance=1, numbers=f"loss {said['loss']:.3f}")
     told = summary(rows, source.settings.log_every) | {
-        "run": nearby(str(options.run)),
+        "run": nearby(str(options.speculators)),
         "base": source.base.fingerprint,
         "speculators": {"version": metadata.version("speculators")} | chosen,
         "provenance": asdict(provenance()),
