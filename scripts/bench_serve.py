@@ -6,7 +6,8 @@ r"""Serve with a real engine, with a head and without, and compare its counts wi
 
 `make vllm` and `make llama_cpp` install the engines. This script exports the head and starts the
 servers with the command lines that the export prints: the base alone and the chains of --depths,
-one server each. They take turns on the same prompts, one batch at a time, in rotating order.
+one server each. They take turns on the same prompts, one batch at a time, in rotating order, and
+only one of them runs: an idle vLLM polls, which costs the others up to a seventh of their speed.
 --cost names the vllm.json of `specheads tune engine=vllm` and adds a server that drafts by it.
 With --load requests arrive at random (Poisson) at a rate that rises and falls between two values.
 Every prompt is a user message in the base's chat template, decoding is greedy, and a text ends at
@@ -25,14 +26,16 @@ import random
 import re
 import shlex
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -108,7 +111,10 @@ class Server:
         command = [*command, "--host", "127.0.0.1", "--port", port]
         variables = os.environ | (environment or {})
         with log.open("w") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=variables)
+            # a group of its own, with the engine's further processes
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=out, env=variables, start_new_session=True
+            )
         self.close = finalize(self, _end, self.process)
         # without the environment's proxies, which do not reach this machine's own servers
         place = f"http://127.0.0.1:{port}"
@@ -146,6 +152,15 @@ class Server:
         seconds = time.perf_counter() - start
         told = {"tokens": tokens, "latencies": latencies, "counters": self.counters()}
         return {"seconds": seconds, **told}
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let the engine run in this block only; an idle vLLM takes time from the others."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+        try:
+            yield
+        finally:
+            os.killpg(self.process.pid, signal.SIGSTOP)
 
     def complete(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> list[int]:
         """Return the new tokens of one prompt, drawn greedily."""
@@ -207,7 +222,9 @@ class LlamaServer(Server):
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
+    with suppress(ProcessLookupError):
+        for ending in (signal.SIGTERM, signal.SIGCONT):
+            os.killpg(process.pid, ending)
     process.wait()
 
 
@@ -439,13 +456,17 @@ def _measure(engines: Any, prompts: list[list[int]], batch: int, label: str, opt
     size = batch or len(prompts) // options.periods
     # the remaining prompts fill no batch and are left out
     batches = [prompts[at : at + size] for at in range(0, len(prompts) - size + 1, size)]
-    seen = {depth: one.ask(prompts[:8], WARM_UP)["counters"] for depth, one in engines.items()}
+    seen = {}
+    for depth, engine in engines.items():
+        with engine.awake():
+            seen[depth] = engine.ask(prompts[:8], WARM_UP)["counters"]
     turns: Arms = {depth: [] for depth in engines}
     order = deque(engines)
     for place, some in enumerate(bar(batches, label, shown=True)):
         arrivals = [] if batch else rising(options.load, size, place)
         for depth in order:
-            answer = engines[depth].ask(some, options.new_tokens, arrivals=arrivals)
+            with engines[depth].awake():
+                answer = engines[depth].ask(some, options.new_tokens, arrivals=arrivals)
             turns[depth].append(turn(answer, seen[depth]))
             seen[depth] = answer["counters"]
         order.rotate(-1)

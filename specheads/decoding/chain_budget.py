@@ -1,15 +1,16 @@
 """Choose how many tokens of each request's chain an engine verifies: see `ChainBudget`."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from operator import mul
 
-import numpy as np
+import torch
 from jaxtyping import Float
-from numpy.typing import NDArray
 from torch import Tensor
 
-from specheads.decoding.calibration import Chances, Curve
+from specheads.decoding.calibration import Curve
 from specheads.decoding.cost import FollowedCost, StepCost
 from specheads.decoding.prompt_lookup import common_prefix_length
 
@@ -26,24 +27,27 @@ MOST = 0.999
 
 
 def num_verified(
-    survivals: Sequence[float] | NDArray[np.float64],
-    num_rows: int,
-    seconds: Callable[[NDArray[np.float64]], NDArray[np.float64]],
-) -> int:
-    """Return how many drafted tokens to verify for the most expected tokens per second.
+    survivals: Sequence[float], num_rows: int, seconds: Callable[[float], float]
+) -> tuple[int, float]:
+    """Return how many drafted tokens to verify, and the expected tokens per second, the most.
 
     Args:
         survivals: The probability that each drafted token of all rows is accepted, from the largest
             on: the product of the conditional ones along its path. The first n are thus trees.
         num_rows: Rows of the batch; each also gets one token of the base's own.
-        seconds: Seconds of a step that verifies so many tokens, roots included, for each element.
+        seconds: Seconds of a step that verifies so many tokens, roots included.
 
-    The smallest of equals is returned; zero does not draft.
+    The smallest of equal numbers is returned; zero does not draft.
     """
-    tokens = num_rows + np.concatenate([[0.0], np.cumsum(survivals)])
-    rates = tokens / seconds(num_rows + np.arange(len(tokens), dtype=float))
-    # values that differ by rounding only are equal
-    return int(np.argmax(rates >= rates.max() * (1 - 1e-9)))
+    tokens = float(num_rows)
+    count, best = 0, tokens / seconds(tokens)
+    for number, survival in enumerate(survivals, 1):
+        tokens += survival
+        goodput = tokens / seconds(num_rows + number)
+        # values that differ by rounding only are equal
+        if goodput > best * (1 + 1e-9):
+            count, best = number, goodput
+    return count, best
 
 
 @dataclass(slots=True)
@@ -52,7 +56,7 @@ class RequestDrafts:
 
     chain: list[int] = field(default_factory=list)
     """The last draft, with the tokens that the engine did not verify."""
-    chances: Chances = field(default_factory=lambda: np.zeros(0))
+    chances: list[float] = field(default_factory=list)
     """Calibrated probability that each token of it is accepted, given those before."""
     accepted: float = 0.0
     """Number of tokens that were right; earlier ones weigh less."""
@@ -82,7 +86,7 @@ class ChainBudget:
     """
 
     def __init__(self, cost: StepCost, rates: Sequence[float], curves: Sequence[Curve]) -> None:
-        self.rates, self.curves = np.array(rates, dtype=float), curves
+        self.rates, self.curves = [*rates], curves
         self.verify, self.draft = FollowedCost(cost.verify), FollowedCost(cost.draft)
         self._requests: dict[str, RequestDrafts] = {}
         self._all = RequestDrafts()
@@ -90,8 +94,9 @@ class ChainBudget:
         """Moving average of the tokens per second with drafts over those without, by the number of
         binary digits of the batch size."""
         self._idle = 0
-        self._chances: Chances
-        """Conditional probabilities: (row, level). A level that is not drafted has a usual rate."""
+        self._chances: list[list[float]]
+        """Conditional probabilities of each row by level. A level that is not drafted has a usual
+        rate. Lists, because arrays are slower for so few numbers."""
 
     def observe(self, requests: Sequence[str], sampled: Sequence[list[int]]) -> None:
         """Compare the last drafts of the requests of a batch with the tokens that followed."""
@@ -101,15 +106,18 @@ class ChainBudget:
             # tokens that were not verified count too, because those that were are easier
             if observed := min(len(one.chain), len(tokens)):
                 right = common_prefix_length(one.chain, tokens)
-                expected = float(one.chances[: min(right + 1, observed)].sum())
+                seen = min(right + 1, observed)
+                expected = sum(one.chances[:seen])
                 one.note(right, expected)
                 self._all.note(right, expected)
-                levels = np.arange(min(right + 1, observed))
-                self.rates[levels] += SLOW * ((levels < right) - self.rates[levels])
+                for level in range(seen):
+                    self.rates[level] += SLOW * ((level < right) - self.rates[level])
                 one.chain = []
         usual = self._all.factor(1.0)
-        self._factors = np.array([one.factor(usual) for one in self._requests.values()])
-        self._chances = np.minimum(self._factors[:, None] / usual * self.rates, MOST)
+        self._factors = [one.factor(usual) for one in self._requests.values()]
+        self._chances = [
+            [min(factor / usual * rate, MOST) for rate in self.rates] for factor in self._factors
+        ]
 
     def starts(self, num_rows: int) -> bool:
         """Return whether to draft in this step; every `RETRY` steps the first level is drafted."""
@@ -119,14 +127,17 @@ class ChainBudget:
 
     def note(self, rows: list[int], level: int, logits: Float[Tensor, "row 1 vocab"]) -> None:
         """Replace the probabilities of a level by those of the tokens that were drafted."""
-        probs = (logits.amax(-1) - logits.logsumexp(-1)).exp()[:, 0].float().cpu().numpy()
-        self._chances[rows, level] = self.curves[level].at(probs)
+        probs = logits.softmax(-1, dtype=torch.float32).amax(-1)[:, 0].cpu().numpy()
+        for row, chance in zip(rows, self.curves[level].at(probs).tolist(), strict=True):
+            self._chances[row][level] = chance
 
     def continues(self, rows: list[int], levels: int, positions: int) -> bool:
         """Return whether to draft another level for these rows, after so many."""
-        chances = self._corrected(rows, levels)
         # one level ahead is enough: levels cost the same and survival falls
-        now, then = (self._best(chances[:, : levels + more], positions)[0] for more in (0, 1))
+        now, then = (
+            self._best(self._survivals(rows, levels, levels + more), positions)[1]
+            for more in (0, 1)
+        )
         # values that differ by rounding only are equal
         return then > now * (1 + 1e-9)
 
@@ -135,32 +146,34 @@ class ChainBudget:
         rows = [row for row, chain in enumerate(drafts) if chain]
         levels = max(map(len, drafts))
         for one, chances, chain in zip(self._requests.values(), self._chances, drafts, strict=True):
-            one.chain, one.chances = chain, chances[: len(chain)].copy()
-            chances[len(chain) :] = 0.0
-        chances = self._corrected(rows, levels)[:, :levels]
-        goodput, count = self._best(chances, positions)
+            one.chain, one.chances = chain, chances[: len(chain)]
+            chances[len(chain) :] = [0.0] * (len(chances) - len(chain))
+        survivals = self._survivals(rows, levels, levels)
+        count, goodput = self._best(survivals, positions)
         gain = goodput * self.verify.now.seconds(len(rows), positions) / len(rows)
         size = len(rows).bit_length()
         self._gains[size] = gain + (1 - WEIGHT) * (self._gains.get(size, gain) - gain)
-        chosen = np.argsort(-chances.cumprod(1), axis=None, kind="stable")[:count] // levels
-        kept = dict(zip(rows, np.bincount(chosen, minlength=len(rows)).tolist(), strict=True))
-        return [chain[: kept.get(row, 0)] for row, chain in enumerate(drafts)]
+        nodes = [(-one, row) for row, path in zip(rows, survivals, strict=True) for one in path]
+        kept = Counter(row for _, row in sorted(nodes)[:count])
+        return [chain[: kept[row]] for row, chain in enumerate(drafts)]
 
-    def _corrected(self, rows: list[int], levels: int) -> Chances:
-        """Return the probabilities of these rows, and correct the drafted levels."""
-        chances = self._chances[rows]
-        drafted = chances[:, :levels] * self._factors[rows, None]
-        chances[:, :levels] = np.minimum(drafted, MOST)
-        return chances
+    def _survivals(self, rows: list[int], drafted: int, levels: int) -> list[list[float]]:
+        """Return the probability of each row that so many levels are accepted.
 
-    def _best(self, chances: Chances, positions: int) -> tuple[float, int]:
-        """Return the goodput in tokens per second, and the number of tokens to verify."""
-        rows, levels = chances.shape
-        survivals = -np.sort(-chances.cumprod(1), axis=None)
+        Those of the drafted levels are corrected by what the request accepted lately.
+        """
+        paths = []
+        for row in rows:
+            chances, factor = self._chances[row], self._factors[row]
+            corrected = [min(chance * factor, MOST) for chance in chances[:drafted]]
+            paths.append([*accumulate([*corrected, *chances[drafted:levels]], mul)])
+        return paths
+
+    def _best(self, survivals: list[list[float]], positions: int) -> tuple[int, float]:
+        """Return the number of tokens to verify, and the goodput in tokens per second."""
+        rows, levels = len(survivals), len(survivals[0])
         drafting = levels * self.draft.now.seconds(rows, positions)
-
-        def seconds(tokens: Any) -> Any:
-            return self.verify.now.seconds(tokens, positions) + drafting
-
-        count = num_verified(survivals, rows, seconds)
-        return (rows + survivals[:count].sum()) / seconds(rows + count), count
+        nodes = sorted((one for path in survivals for one in path), reverse=True)
+        return num_verified(
+            nodes, rows, lambda tokens: self.verify.now.seconds(tokens, positions) + drafting
+        )

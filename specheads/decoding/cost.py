@@ -6,10 +6,6 @@ it, the computed machines of `specheads simulate` have it too, and goodput choos
 """
 
 from dataclasses import dataclass
-from typing import TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from specheads.core.ranges import NonNegativeFloat, PositiveInt
 
@@ -19,7 +15,6 @@ PRIOR_TOKENS = 8
 """Tokens of the step by whose seconds changes of the measured cost are judged."""
 STALL = 2.0
 """Most times the expected seconds that a step counts as."""
-Tokens = TypeVar("Tokens", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +28,7 @@ class ForwardCost:
     context: NonNegativeFloat
     """Seconds per committed position that a row attends to, over all rows."""
 
-    def seconds(self, tokens: Tokens, positions: int | float) -> Tokens:
+    def seconds(self, tokens: float, positions: float) -> float:
         """Return the seconds of a forward over `tokens` that attend to `positions`."""
         return self.fixed + self.token * tokens + self.context * positions
 
@@ -47,21 +42,28 @@ class FollowedCost:
 
     def __init__(self, measured: ForwardCost) -> None:
         self.measured = self.now = measured
-        self._start = np.array([measured.fixed, measured.token])
         usual = max(measured.fixed + PRIOR_TOKENS * measured.token, 1e-6)
         # both may change by the same share; a measured zero may grow too
-        least = np.array([0.1, 0.001]) * usual
-        self._prior = np.diag(PRIOR * (usual / np.maximum(self._start, least)) ** 2)
-        self._products, self._errors = np.zeros((2, 2)), np.zeros(2)
+        shares = 0.1 * usual, 0.001 * usual
+        times = measured.fixed, measured.token
+        self._prior = [PRIOR * (usual / max(pair)) ** 2 for pair in zip(times, shares, strict=True)]
+        # moving averages of 1, tokens, tokens squared, and of the error times 1 and tokens
+        self._moments, self._errors = [0.0, 0.0, 0.0], [0.0, 0.0]
 
     def note(self, tokens: int, positions: int, seconds: float) -> None:
         """Follow a step that verified so many tokens; one that stalled counts as `STALL` times."""
-        seconds = min(seconds, STALL * self.now.seconds(float(tokens), positions))
-        inputs, error = np.array([1.0, tokens]), seconds - self.measured.seconds(tokens, positions)
-        self._products += RECENT * (np.outer(inputs, inputs) - self._products)
-        self._errors += RECENT * (error * inputs - self._errors)
-        change = np.linalg.solve(self._prior + self._products, self._errors)
-        fixed, token = np.maximum(self._start + change, 0.0).tolist()
+        seconds = min(seconds, STALL * self.now.seconds(tokens, positions))
+        error = seconds - self.measured.seconds(tokens, positions)
+        for power in range(3):
+            self._moments[power] += RECENT * (tokens**power - self._moments[power])
+        for power in range(2):
+            self._errors[power] += RECENT * (error * tokens**power - self._errors[power])
+        # two equations in plain numbers: an array library costs more than a level of drafting
+        (one, two), (first, second) = self._prior, self._errors
+        one, two, mixed = one + self._moments[0], two + self._moments[2], self._moments[1]
+        whole = one * two - mixed * mixed
+        fixed = max(self.measured.fixed + (two * first - mixed * second) / whole, 0.0)
+        token = max(self.measured.token + (one * second - mixed * first) / whole, 0.0)
         self.now = ForwardCost(fixed=fixed, token=token, context=self.measured.context)
 
 
