@@ -28,7 +28,7 @@ from specheads.runs.trackers import Tracker
 from specheads.training.features import FeatureSource
 from specheads.training.log import PhaseLog
 from specheads.training.schedule import PlacedPhase, Progressed, adapter_settings, placed
-from specheads.training.settings import Phase, Schedule
+from specheads.training.settings import Schedule
 from specheads.training.step import Stepper
 from specheads.training.teacher import Teacher
 from specheads.training.validation import HeldOut, Watch
@@ -38,7 +38,7 @@ def train(
     base: FrozenBase,
     head: Head,
     schedule: Schedule,
-    open_text: Callable[[Phase, Progress, Callable[[], None]], BatchStream],
+    open_text: Callable[[PlacedPhase, Progress, Callable[[], None]], BatchStream],
     run: RunDirectory,
     tracker: Tracker | None,
     accelerator: Accelerator,
@@ -79,7 +79,7 @@ def train(
                     continue
                 # the base generates text without the adapter
                 with teacher.as_loaded():
-                    text = open_text(phase.settings, display, trainer.halt)
+                    text = open_text(phase, display, trainer.halt)
                 # a corpus that was tokenised, or text that was generated, leaves 100 MB and more
                 release_freed()
                 log = PhaseLog(phase, trainer.stepper, trainer.at, tracker, display, log_every)

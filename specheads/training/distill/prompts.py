@@ -6,18 +6,15 @@ Each prompt depends on the number of its text only, not on processes or the orde
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from specheads.base.fingerprint import config_fingerprint
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.data.chat import Template
 from specheads.data.documents import Documents
-from specheads.data.encode import tokenizer_fingerprint
 from specheads.data.settings import Data
 from specheads.data.sources import read
 from specheads.data.tokenise import tokenised
@@ -181,20 +178,6 @@ def prompt_source(data: Data, base: FrozenBase, settings: Distill, seed: int) ->
         return Conversations(rows, Template(tokenizer), seed)
     documents = tokenised(texts or data, "train", tokenizer, seed)
     return Continuations(documents, settings.prompt_tokens, settings.new_tokens, seed)
-
-
-def identity_of(
-    data: Data, base: FrozenBase, fingerprint: str, prompts: PromptSource
-) -> dict[str, Any]:
-    """Return what determines the text, except the settings; `fingerprint` is the base's."""
-    return {
-        "base": fingerprint,
-        "base_config": config_fingerprint(base.model.config),
-        "tokenizer": tokenizer_fingerprint(base.tokenizer_for("self-distilled text")),
-        "corpus": asdict(data),
-        # the same settings may select other documents later
-        "documents": prompts.fingerprint,
-    }
 
 
 def _conversations(data: Data, seed: int) -> Iterator[str]:
