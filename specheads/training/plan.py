@@ -38,7 +38,7 @@ from specheads.data.settings import Data
 from specheads.decoding.generate import generate
 from specheads.heads.load import build, build_for, choose_layers, load_head, resume_head
 from specheads.runs.checkpoint import KEPT
-from specheads.training.distill.engines.local import REFILL
+from specheads.training.distill.engines import REFILL
 from specheads.training.features import (
     FeatureSource,
     features_of,

@@ -19,14 +19,8 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
-from specheads.training.distill.engines import (
-    Answer,
-    GenerationRequest,
-    TextEngine,
-    build,
-    openai,
-    transformers,
-)
+from specheads.training.distill import openai
+from specheads.training.distill.engines import Answer, GenerationRequest, TextEngine, build
 from specheads.training.settings import Distill
 from tests import tiny
 from tests.training.distill.completions_server import PASSING, Completions, continuation, serving
@@ -74,7 +68,7 @@ SETTINGS = (
     ("architecture", "batch_size"), [("llama", 1), ("llama", 8), ("gpt2", 2), ("mistral", 2)]
 )
 def test_transformers_continues_ragged_prompts(architecture, batch_size):
-    engine = transformers.build(settings(batch_size=batch_size), tiny.base(architecture))
+    engine = build(settings(engine="transformers", batch_size=batch_size), tiny.base(architecture))
     answers = write(engine, ragged())
     assert [answers[number].tokens for number in range(3)] == tiny.continuations(architecture)
     assert {answer.finish for answer in answers.values()} == {"length"}
@@ -88,7 +82,7 @@ def test_transformers_samples_as_the_local_engine(batch_size):
         GenerationRequest(number, prompt, 20, sampling)
         for number, (prompt, sampling) in enumerate(zip(prompts, SETTINGS, strict=True))
     ]
-    engine = transformers.build(settings(batch_size=batch_size), base)
+    engine = build(settings(engine="transformers", batch_size=batch_size), base)
     answers = write(engine, asked)
     assert [answers[number].tokens for number in range(6)] == wanted
 
@@ -98,7 +92,7 @@ def test_transformers_keeps_the_end_token():
     model = copy.deepcopy(tiny.base().model)
     model.generation_config = GenerationConfig(eos_token_id=[said[0][9], tiny.VOCAB - 1])
     base = FrozenBase(model)
-    answers = write(transformers.build(settings(), base), ragged())
+    answers = write(build(settings(engine="transformers"), base), ragged())
     for number, text in enumerate(said):
         end = next((at for at, token in enumerate(text) if token in base.eos_ids), None)
         cut = text if end is None else text[: end + 1]
@@ -111,7 +105,7 @@ def test_transformers_ignores_the_models_generation_config():
     own = GenerationConfig(do_sample=True, top_k=1, repetition_penalty=5.0, suppress_tokens=[3, 4])
     model.generation_config = own
     state = torch.random.get_rng_state()
-    answers = write(transformers.build(settings(), FrozenBase(model)), ragged())
+    answers = write(build(settings(engine="transformers"), FrozenBase(model)), ragged())
     assert [answers[number].tokens for number in range(3)] == tiny.continuations()
     assert model.generation_config is own
     assert torch.equal(torch.random.get_rng_state(), state)

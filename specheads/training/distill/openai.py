@@ -17,9 +17,8 @@ from anyio.from_thread import start_blocking_portal
 from openai import APIError, APIStatusError, AsyncOpenAI, Omit
 
 from specheads.base.model import FrozenBase
-from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.training.distill.engines import Answer, GenerationRequest, Pull, TextEngine
+from specheads.training.distill.engines import Answer, GenerationRequest, Pull
 from specheads.training.settings import Distill
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -34,18 +33,6 @@ REMEDIES = {
 }
 """What to do after a refusal, by HTTP status."""
 RESUME = "fix the server and run the command again to resume, or raise timeout_seconds"
-
-
-def build(
-    settings: Distill, base: FrozenBase, head: Head | None = None, max_length: int = 0
-) -> TextEngine:
-    """Return an engine for the server; it sends nothing before the first request.
-
-    Raises:
-        ValueError: The URL is invalid, or the key is not printable ASCII.
-    """
-    del head, max_length
-    return Completions(settings, base).answers
 
 
 class Completions:
