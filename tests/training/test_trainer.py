@@ -40,8 +40,9 @@ def last_step(run: RunDirectory) -> int:
 
 
 def phase(**changes: Any) -> Phase:
-    usual: dict[str, Any] = {"text": "corpus", "steps": 6, "batch_size": 2, "learning_rate": 1e-2}
-    return Phase(**usual | {"sequence_length": 16} | changes)
+    usual: dict[str, Any] = {"text": "corpus", "steps": 6, "batch_size": 2}
+    usual |= {"sequence_length": 16, "learning_rate": 1e-2}
+    return Phase(**usual | changes)
 
 
 class Counting:
