@@ -282,7 +282,7 @@ def lessons(source: Source, bar: Progress) -> Iterator[tuple[TokenBatch, Tensor]
     head, seed = source.head, source.settings.seed
     for phase in (one for one in placed(source.settings.schedule) if one.settings.steps):
         chains = in_chains(head, phase.settings)
-        text = source.texts.open(phase.settings, bar, lambda: None)
+        text = source.texts.open(phase, bar, lambda: None)
         for number, (batch, _) in zip(range(phase.first, phase.end), text.batches(), strict=False):
             loss_mask = batch.loss_mask
             if not chains:

@@ -37,7 +37,7 @@ LIBRARIES = {
     "peft": {"base.lora"},
     "jinja2": {"measure.report"},
     "wandb": {"runs.trackers"},
-    "openai": {"training.distill.engines.openai", "training.feature_server"},
+    "openai": {"training.distill.openai", "training.feature_server"},
 }
 """Folders or modules that may import a library."""
 

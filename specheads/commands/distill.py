@@ -21,8 +21,12 @@ from specheads.core.files import writable_folder
 from specheads.data.sources import refuse_unreadable
 from specheads.heads.load import load_head
 from specheads.runs.progress import progress
-from specheads.training.distill.prompts import identity_of, prompt_source
-from specheads.training.distill.run import EXTERNAL_ENGINES, Job, refuse_not_decoding, write_folder
+from specheads.training.distill.run import (
+    EXTERNAL_ENGINES,
+    job_of,
+    refuse_not_decoding,
+    write_folder,
+)
 from specheads.training.distill.shards import as_markdown
 from specheads.training.processes import accelerator_of_environment, load_base, naming_lost
 from specheads.training.settings import distilled
@@ -87,17 +91,6 @@ def distill(
         base = load_base(base_of_training(replace(settings, base=named)), accelerator)
         refuse_not_decoding(base, texts, folder)
     head = load_head(settings.head_path, base) if settings.head_path else None
-    prompts = prompt_source(settings.data, base, texts, settings.seed)
-    job = Job(
-        base=base,
-        prompts=prompts,
-        settings=texts,
-        folder=folder,
-        identity=identity_of(settings.data, base, base.fingerprint, prompts),
-        seed=settings.seed,
-        head=head,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-    )
+    job = job_of(settings.data, base, texts, folder, accelerator, settings.seed, head)
     with progress(shown=accelerator.is_main_process) as bar:
         return write_folder(job, bar, lambda: None)

@@ -93,8 +93,7 @@ def train(
     settings = settings or settings_for(Train, overrides, recipe=recipe)
     made = RunDirectory(Path(settings.run_dir))
     accelerator = accelerator_of_environment(settings.base.dtype)
-    if automatic(settings.schedule):
-        base = _settle_batches(settings, made, accelerator, base, announce)
+    _settle_batches(settings, made, accelerator, announce)
     begin = stages(_stages(settings), settings.minutes)
     with naming_lost():
         head, base = _train(settings, made, accelerator, base, announce, begin)
@@ -221,28 +220,22 @@ def _source(
 
 
 def _settle_batches(
-    settings: Train,
-    made: RunDirectory,
-    accelerator: Accelerator,
-    base: FrozenBase | None,
-    announce: Announce,
-) -> FrozenBase | None:
-    """Replace every `batch_size=auto` by a number; return the base if it is loaded.
+    settings: Train, made: RunDirectory, accelerator: Accelerator, announce: Announce
+) -> None:
+    """Replace every `batch_size=auto` by a number.
 
     The number is that of the run that resumes, or of the largest batch that fits.
     """
-    phases = settings.schedule.phases
+    names, phases = automatic(settings.schedule), settings.schedule.phases
     run = read_settings(made.config) if made.config.is_file() else {}
     before = run.get("schedule", {}).get("phases", {})
-    sizes = {name: before.get(name, {}).get("batch_size") for name in automatic(settings.schedule)}
+    sizes = {name: before.get(name, {}).get("batch_size") for name in names}
     if not all(isinstance(size, int) for size in sizes.values()):
-        base = base or load_base(base_of_training(settings), accelerator)
-        sizes = largest_batches(_dry_run.setup_of(settings), base, accelerator)
+        sizes = largest_batches(_dry_run.setup_of(settings), accelerator)
     for name, size in sizes.items():
         phases[name].batch_size = size
         if accelerator.is_main_process:
             announce(f"phase {name!r}: batch_size=auto is {size}")
-    return base
 
 
 def _checked_base(

@@ -7,6 +7,7 @@ from its hidden states in the same chunk, once for all depths that share it. See
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -80,31 +81,27 @@ def depth_loss(
 ) -> DepthLoss:
     """Return the loss of all depths without materialising all logits.
 
-    Args:
-        states: Hidden states per depth; row r belongs to label r.
-        projections: One per depth; tied depths repeat them.
-        targets: One for all depths, or one per depth.
-        kind: Name of the loss, one of `LOSSES`.
-        decay: Weight of each depth relative to the previous one.
-        depth_weights: Weight per depth, in place of `decay`.
-        weighting: geometric, or one of `CHAIN_WEIGHTS` that also multiplies each row; row r of
-            every depth must then come from the same position, which needs targets per depth.
-        chunk_rows: Rows whose logits are in memory at once; None selects them for the device.
+    Row r of the states of each depth belongs to label r. Tied depths repeat a projection. `kind` is
+    one of `LOSSES`. `decay` is the weight of each depth relative to the previous one;
+    `depth_weights` replaces it. `weighting` is geometric, or one of `CHAIN_WEIGHTS` that also
+    multiplies each row; row r of every depth must then come from the same position, which needs
+    targets per depth. `chunk_rows` rows have their logits in memory at once; None selects them for
+    the device.
     """
     depth, weight = len(states), projections[0][0]
     each = [targets] * depth if isinstance(targets, Targets) else list(targets)
-    plan = _Plan(
-        kind,
-        each,
-        depth_shares(depth, decay, depth_weights),
-        torch.stack([one.mean_over() for one in each]),
-        weighting,
-        chunk_rows or rows_of(weight),
-        rows_of(weight, BLOCK_LOGITS),
-        torch.is_grad_enabled(),
+    sums = partial(
+        _Sums,
+        kind=kind,
+        targets=each,
+        weights=depth_shares(depth, decay, depth_weights),
+        counts=torch.stack([one.mean_over() for one in each]),
+        weighting=weighting,
+        chunk_rows=chunk_rows or rows_of(weight),
+        block_rows=rows_of(weight, BLOCK_LOGITS),
     )
     flat = [tensor for pair in projections for tensor in pair]
-    return DepthLoss(*_FusedDepthLoss.apply(plan, *states, *flat))
+    return DepthLoss(*_FusedDepthLoss.apply(sums, torch.is_grad_enabled(), *states, *flat))
 
 
 def rows_of(weight: Float[Tensor, "vocab width"], logits: Mapping[str, int] = CHUNK_LOGITS) -> int:
@@ -196,56 +193,16 @@ def acceptance_rates(
     return torch.cat(rates).clamp_(max=1.0)
 
 
-class _Plan(NamedTuple):
-    kind: str
-    targets: list[Targets]
-    weights: list[float]
-    counts: Int[Tensor, " depth"]
-    weighting: str
-    chunk_rows: int
-    block_rows: int
-    learns: bool
-    """Whether gradients are enabled."""
-
-    @property
-    def chained(self) -> bool:
-        """Whether the weight of a row depends on all depths."""
-        return self.weighting in CHAIN_WEIGHTS
-
-    def acceptances(self, losses: Tensor, confidence: Tensor) -> Tensor:
-        """Return the acceptance of drafts, from their losses and the draft's probs of the target.
-
-        It is sum min(p, q) for losses that tell it. D-PACE is defined by the confidence.
-        """
-        if self.weighting != "dpace" and self.kind == "lk":
-            return torch.exp(-losses)
-        if self.weighting != "dpace" and self.kind == "total_variation":
-            return 1.0 - losses
-        return confidence
-
-
 class _FusedDepthLoss(torch.autograd.Function):
     """Computes gradients in the forward pass, chunk by chunk."""
 
     @staticmethod
     @torch.autocast("cuda", enabled=False)
     @torch.autocast("cpu", enabled=False)
-    def forward(ctx: Any, plan: _Plan, *tensors: Tensor | None) -> Any:
+    def forward(ctx: Any, make: Callable[..., "_Sums"], learns: bool, *tensors: Any) -> Any:
         """Return the total, the losses by depth and the agreement; store the gradients."""
-        wanted = [plan.learns and needed for needed in ctx.needs_input_grad[1:]]
-        sums, depth = _Sums(plan, tensors, wanted), len(plan.targets)
-        base_rows: list[BaseRows] = []
-        # chains need the slopes of all depths at once, so their chunks are shorter
-        chunk_rows = max(1, plan.chunk_rows // depth if plan.chained else plan.chunk_rows)
-        for start in range(0, len(plan.targets[0].labels), chunk_rows):
-            rows = slice(start, start + chunk_rows)
-            for level, target in enumerate(plan.targets):
-                if level == 0 or target is not plan.targets[level - 1]:
-                    base_rows.clear()  # free the memory before the next allocation
-                    base_rows = _base_rows(plan, target, rows, sums.precision)
-                sums.add(level, rows, base_rows)
-                if not plan.chained or level == depth - 1:
-                    sums.flush(rows)
+        sums = make(tensors, [learns and needed for needed in ctx.needs_input_grad[2:]])
+        sums.add_all()
         ctx.gradients = sums.gradients
         ctx.mark_non_differentiable(sums.by_depth, sums.agreement)
         return sums.total, sums.by_depth, sums.agreement
@@ -257,21 +214,7 @@ class _FusedDepthLoss(torch.autograd.Function):
             raise RuntimeError("a loss supports one backward, got a second; compute it again")
         # scale in place: a copy of every projection's gradient would dominate the memory
         given, ctx.gradients = ctx.gradients, None
-        return None, *(None if grad is None else grad.mul_(grad_outputs[0]) for grad in given)
-
-
-def _base_rows(
-    plan: _Plan, targets: Targets, rows: slice, precision: torch.dtype
-) -> list[BaseRows]:
-    """Return the targets of each block of a chunk."""
-    labels = targets.labels[rows].clamp(min=0).split(plan.block_rows)
-    if plan.kind in LABELS_ONLY:
-        return [BaseRows(block, block) for block in labels]
-    logits = targets.project(targets.base_hidden[rows]).split(plan.block_rows)
-    return [
-        read_base(plan.kind, block, some.to(precision))
-        for block, some in zip(labels, logits, strict=True)
-    ]
+        return None, None, *(None if one is None else one.mul_(grad_outputs[0]) for one in given)
 
 
 class _Sums:
@@ -282,10 +225,21 @@ class _Sums:
     """
 
     def __init__(
-        self, plan: _Plan, tensors: Sequence[Tensor | None], wanted: Sequence[bool]
+        self,
+        tensors: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+        *,
+        kind: str,
+        targets: list[Targets],
+        weights: list[float],
+        counts: Int[Tensor, " depth"],
+        weighting: str,
+        chunk_rows: int,
+        block_rows: int,
     ) -> None:
-        self.plan = plan
-        self.states = [state for state in tensors[: len(plan.targets)] if state is not None]
+        self.kind, self.targets, self.weights, self.weighting = kind, targets, weights, weighting
+        self.chunk_rows, self.block_rows = chunk_rows, block_rows
+        self.states = [state for state in tensors[: len(targets)] if state is not None]
         dtype = self.states[0].dtype
         self.precision = torch.promote_types(dtype, torch.float32)
         # a tensor shared by several depths has one gradient and one cast copy, at its first place
@@ -300,66 +254,93 @@ class _Sums:
             for place in sorted(set(self.place))
         }
         self.total = self.states[0].new_zeros((), dtype=self.precision)
-        self.by_depth = self.total.repeat(len(plan.targets))
+        self.by_depth = self.total.repeat(len(targets))
         self.agreement = torch.zeros_like(self.by_depth)
-        self.shares = list(1.0 / plan.counts.clamp(min=1).to(self.precision))
+        self.shares = list(1.0 / counts.clamp(min=1).to(self.precision))
         # every level of a chain that ends at its first error has the denominator of the first one
-        ends = plan.weighting in ("first_error", "accepted_length")
+        ends = weighting in ("first_error", "accepted_length")
         self.row_shares = self.shares[:1] * len(self.shares) if ends else self.shares
         self.pending: list[tuple[int, Tensor, Tensor, Tensor, Tensor]] = []
         self.room: list[Tensor] = []
         """Buffers of earlier chunks, for reuse: on a CPU new pages take a third of a product."""
+
+    def add_all(self) -> None:
+        """Add all rows, chunk by chunk."""
+        depth, base_rows = len(self.targets), list[BaseRows]()
+        # the weight of a chain's row depends on the slopes of all depths at once
+        is_chain = self.weighting in CHAIN_WEIGHTS
+        chunk_rows = max(1, self.chunk_rows // depth if is_chain else self.chunk_rows)
+        for start in range(0, len(self.targets[0].labels), chunk_rows):
+            rows = slice(start, start + chunk_rows)
+            for level, target in enumerate(self.targets):
+                if level == 0 or target is not self.targets[level - 1]:
+                    base_rows.clear()  # free the memory before the next allocation
+                    base_rows = self._base_rows(target, rows)
+                self._add(level, rows, base_rows)
+                if not is_chain or level == depth - 1:
+                    self._flush(rows)
+
+    def _base_rows(self, targets: Targets, rows: slice) -> list[BaseRows]:
+        """Return the targets of each block of a chunk."""
+        labels = targets.labels[rows].clamp(min=0).split(self.block_rows)
+        if self.kind in LABELS_ONLY:
+            return [BaseRows(block, block) for block in labels]
+        logits = targets.project(targets.base_hidden[rows]).split(self.block_rows)
+        return [
+            read_base(self.kind, block, some.to(self.precision))
+            for block, some in zip(labels, logits, strict=True)
+        ]
 
     def _places(self, level: int) -> list[int]:
         """Return the indices of a depth's weight and bias."""
         first = len(self.states) + 2 * level
         return self.place[first : first + 2]
 
-    def _projection(self, level: int) -> Projection:
-        weight, bias = (self.cast[place] for place in self._places(level))
-        assert weight is not None
-        return weight, bias
-
     def _logits(self, level: int, rows: slice) -> Tensor:
         """Return a depth's logits of some rows, in an earlier buffer if it is large enough."""
-        state, (weight, bias) = self.states[level][rows], self._projection(level)
+        state, (weight, bias) = self.states[level][rows], map(self.cast.get, self._places(level))
+        assert weight is not None
         room = self.room.pop() if self.room else None
         if room is None or room.shape[1] != len(weight) or len(room) < len(state):
             return F.linear(state, weight, bias)
         logits = torch.mm(state, weight.T, out=room[: len(state)])
         return logits if bias is None else logits.add_(bias)
 
-    def add(self, level: int, rows: slice, base_rows: list[BaseRows]) -> None:
+    def _add(self, level: int, rows: slice, base_rows: list[BaseRows]) -> None:
         """Compute one depth's slopes of a chunk, and store them until they are weighted.
 
         Blocks are computed in at least float32 and stored in the precision of the products.
         """
-        plan, slopes = self.plan, self._logits(level, rows)
+        slopes = self._logits(level, rows)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
-        for block, base in zip(slopes.split(plan.block_rows), base_rows, strict=True):
+        for block, base in zip(slopes.split(self.block_rows), base_rows, strict=True):
             log_draft = block.log_softmax(-1, dtype=self.precision)
             agreed = best_of(log_draft) == base.best
-            expected = base.best if plan.kind == "argmax_cross_entropy" else base.labels
+            expected = base.best if self.kind == "argmax_cross_entropy" else base.labels
             confidence = log_draft.gather(-1, expected[:, None])[:, 0].exp()
-            found.append((LOSSES[plan.kind](log_draft, base), confidence, agreed))
+            found.append((LOSSES[self.kind](log_draft, base), confidence, agreed))
             block.copy_(log_draft)
-        losses, confidence, agreed = (torch.cat(column) for column in zip(*found, strict=True))
-        drafted = plan.targets[level].labels[rows] >= 0
+        losses, accepted, agreed = (torch.cat(column) for column in zip(*found, strict=True))
+        drafted = self.targets[level].labels[rows] >= 0
         losses = losses.where(drafted, 0.0)
         self.by_depth[level] += losses.sum() * self.shares[level]
         self.agreement[level] += (agreed & drafted).sum() * self.shares[level]
-        accepted = plan.acceptances(losses, confidence) * drafted
-        self.pending.append((level, slopes, losses, accepted, drafted))
+        # the acceptance of a draft is its confidence in D-PACE, else sum min(p, q) if a loss has it
+        if self.weighting != "dpace" and self.kind == "lk":
+            accepted = torch.exp(-losses)
+        elif self.weighting != "dpace" and self.kind == "total_variation":
+            accepted = 1.0 - losses
+        self.pending.append((level, slopes, losses, accepted * drafted, drafted))
 
-    def flush(self, rows: slice) -> None:
+    def _flush(self, rows: slice) -> None:
         """Weight the stored slopes and add their gradients."""
-        plan, accepted = self.plan, torch.stack([one for _, _, _, one, _ in self.pending])
-        weights = CHAIN_WEIGHTS.get(plan.weighting, torch.ones_like)(accepted)
+        accepted = torch.stack([one for _, _, _, one, _ in self.pending])
+        weights = CHAIN_WEIGHTS.get(self.weighting, torch.ones_like)(accepted)
         reached = accepted.cumprod(0)
         for place, (level, slopes, losses, _, drafted) in enumerate(self.pending):
-            share = plan.weights[level] * self.row_shares[level]
+            share = self.weights[level] * self.row_shares[level]
             scale = weights[place] * drafted * share
-            if plan.weighting == "accepted_length":
+            if self.weighting == "accepted_length":
                 # the value whose gradient the weights make of those of -log acceptance
                 self.total -= reached[place].sum() * share
             else:
@@ -375,7 +356,9 @@ class _Sums:
         weight, bias = self._places(level)
         # scale rows of the states' width, which are shorter than the vocabulary
         if (sums := self.gradients[self.place[level]]) is not None:
-            sums[rows] += (slopes @ self._projection(level)[0]).mul_(scale[:, None])
+            projection = self.cast[weight]
+            assert projection is not None
+            sums[rows] += (slopes @ projection).mul_(scale[:, None])
         if (sums := self.gradients[weight]) is not None:
             _add_product(sums, slopes, state * scale[:, None])
         if (sums := self.gradients[bias]) is not None:

@@ -10,14 +10,14 @@ import hashlib
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from json import JSONDecodeError
 from pathlib import Path
-from threading import Condition, Event, Lock
+from threading import Event, Lock
 from typing import Any
 
 import numpy as np
@@ -31,15 +31,16 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
 from specheads.core.features import Features
-from specheads.core.files import nearest, read_json, writable_folder, write_atomic
+from specheads.core.files import read_json, writable_folder, write_atomic
 from specheads.core.machine import to_device
 from specheads.data.packing import TokenBatch
 from specheads.runs.directory import RunDirectory
-from specheads.training.distill.engines.openai import (
+from specheads.training.distill.openai import (
     KEY_VARIABLE,
     REMEDIES,
     key_in,
     quoted,
+    refuse,
     shown_url,
 )
 from specheads.training.features import (
@@ -85,12 +86,8 @@ class _Server:
 class VllmServer(FeatureSource):
     """Requests features from servers, up to some batches ahead; the base has no layers here.
 
-    Args:
-        settings: Settings of the servers.
-        base: The base without its layers.
-        head: The head, whose layers the servers give.
-        longest: Tokens of the longest row.
-        announce: Called with lines for people.
+    `longest` is the number of tokens of the longest row; `announce` is called with lines for
+    people.
 
     Raises:
         InputError: A server, its model, its layers or the folder cannot be used.
@@ -115,13 +112,25 @@ class VllmServer(FeatureSource):
         self.settings, self.base, self.announce = settings, base, announce
         self.layers, self.longest = server_layers(head, base.num_layers), longest
         self.aux_layers = head.aux_layers
+        size = longest * server_token_bytes(self.layers, base.width, base.dtype)
+        if size > settings.max_gib * 2**30:
+            raise InputError(
+                f"features.max_gib must hold the states of a row of {longest} tokens, "
+                f"{size / 2**30:.3f} GiB, got {settings.max_gib:g}; raise it"
+            )
         self.folder = writable_folder(settings.folder)
         self.waited_seconds: float = 0.0
         self.name = uuid.uuid4().hex[:12]
         """Part of the names of this process's files."""
         self._key = key_in(KEY_VARIABLE)
         self._headers: dict[str, Any] = {} if self._key else {"Authorization": Omit()}
-        self._servers = [_Server(shown_url(url), self._client(url)) for url in settings.url]
+        # with an empty key the client would look into the environment; a failed server is checked
+        # before it is asked again
+        limits = {"timeout": settings.timeout_seconds, "max_retries": 0}
+        self._servers = [
+            _Server(shown_url(url), OpenAI(base_url=url, api_key=self._key or "none", **limits))
+            for url in settings.url
+        ]
         self._turn, self._closing = count(), Event()
         self._ends = Lock()
         """A forward of the base's ends belongs to one thread."""
@@ -129,8 +138,9 @@ class VllmServer(FeatureSource):
         """States of the probe at the start."""
         self._active: set[str] = set()
         self._ready: dict[bytes, Future[Tensor]] = {}
-        self._free, self._freed = self._bytes(settings.max_gib), Condition()
+        # each worker has at most one file
         workers = settings.concurrency * len(self._servers)
+        workers = min(workers, int(settings.max_gib * 2**30) // size)
         self._pool = ThreadPoolExecutor(workers, "features")
         try:
             for server in self._servers:
@@ -159,12 +169,8 @@ class VllmServer(FeatureSource):
 
     def ahead(self, batch: TokenBatch) -> None:
         """Send the requests of a batch."""
-        self._send(list(_documents(batch)))
-
-    def _send(self, documents: Sequence[Document]) -> None:
-        for _, _, tokens in documents:
-            key = tokens.tobytes()
-            if key not in self._ready:
+        for _, _, tokens in _documents(batch):
+            if (key := tokens.tobytes()) not in self._ready:
                 self._ready[key] = self._pool.submit(self._fetch, tokens.tolist())
 
     def drop(self) -> None:
@@ -182,27 +188,21 @@ class VllmServer(FeatureSource):
             InputError: A server gives wrong states, or fails for `patience_seconds`, or until the
                 run is asked to stop.
         """
-        documents = list(_documents(batch))
-        self._send(documents)
+        self.ahead(batch)
         shape = (*batch.tokens.shape, len(self.layers), self.base.width)
         states = torch.zeros(shape, dtype=self.base.dtype)
-        known = torch.zeros(shape[:2], dtype=torch.bool)
         began = time.perf_counter()
-        for row, first, tokens in documents:
+        for row, first, tokens in _documents(batch):
             # a text that is twice in a batch is requested twice
             wanted = self._ready.pop(tokens.tobytes(), None)
+            wanted = wanted or self._pool.submit(self._fetch, tokens.tolist())
             # the main thread reacts to a signal between two waits
-            while wanted and not wait([wanted], 0.5).done:
+            while not wait([wanted], 0.5).done:
                 pass
-            found = wanted.result() if wanted else self._fetch(tokens.tolist())
-            states[row, first : first + len(found)] = found
-            known[row, first : first + len(found)] = True
+            states[row, first : first + len(tokens)] = wanted.result()
         self.waited_seconds += time.perf_counter() - began
-        states, known = (to_device(one, self.base.device) for one in (states, known))
+        states = to_device(states, self.base.device)
         with self._ends:
-            # the others are zeros, as their states are
-            embedded = self.base.embedded(batch.tokens) * known[..., None]
-            self._refuse_other_embedding(states[:, :, 0], embedded)
             return features_of(states, self.layers, self.aux_layers, self.base, batch)
 
     def close(self) -> None:
@@ -218,29 +218,26 @@ class VllmServer(FeatureSource):
 
     def _fetch(self, tokens: list[int]) -> Tensor:
         """Return the states of a document; ask again while this may help, and other servers."""
-        size, began, turn = self._bytes_of(len(tokens)), time.monotonic(), next(self._turn)
-        with self._room(size):
-            for attempt in count():
-                server = self._servers[(turn + attempt) % len(self._servers)]
-                try:
-                    self._check_again(server)
-                    return self._ask(server, tokens)[0]
-                except ConnectionError as error:
-                    gone = "" if self.folder.is_dir() else f"features.folder={self.folder} is gone"
-                    server.failure = gone or str(error)
-                    if server.is_checked:
-                        self.announce(f"{server.failure}; asking again")
-                    server.is_checked = False
-                    patience = self.settings.patience_seconds
-                    over = self._closing.is_set() or self.halted()
-                    if over or time.monotonic() - began > patience:
-                        raise InputError(
-                            f"a server must answer within features.patience_seconds={patience:g}, "
-                            f"but {server.failure}; start it again, and run the same command to "
-                            "resume"
-                        ) from None
-                    self._sweep()
-                    self._closing.wait(min(FIRST_PAUSE * 2 ** min(attempt, 9), LONGEST_PAUSE))
+        began, turn = time.monotonic(), next(self._turn)
+        for attempt in count():
+            server = self._servers[(turn + attempt) % len(self._servers)]
+            try:
+                self._check_again(server)
+                return self._ask(server, tokens)[0]
+            except ConnectionError as error:
+                gone = "" if self.folder.is_dir() else f"features.folder={self.folder} is gone"
+                server.failure = gone or str(error)
+                if server.is_checked:
+                    self.announce(f"{server.failure}; asking again")
+                server.is_checked = False
+                patience = self.settings.patience_seconds
+                over = self._closing.is_set() or self.halted()
+                if over or time.monotonic() - began > patience:
+                    rule = f"answer within features.patience_seconds={patience:g}"
+                    again = "start it again, and run the same command to resume"
+                    refuse(rule, server.failure, again)
+                self._sweep()
+                self._closing.wait(min(FIRST_PAUSE * 2 ** min(attempt, 9), LONGEST_PAUSE))
         raise AssertionError
 
     def _check_again(self, server: _Server) -> None:
@@ -253,19 +250,6 @@ class VllmServer(FeatureSource):
             self._refuse_unusable(server)
         finally:
             server.lock.release()
-
-    @contextmanager
-    def _room(self, size: int) -> Iterator[None]:
-        """Wait until the folder has room for a file."""
-        with self._freed:
-            self._freed.wait_for(lambda: self._free >= size)
-            self._free -= size
-        try:
-            yield
-        finally:
-            with self._freed:
-                self._free += size
-                self._freed.notify_all()
 
     def _ask(self, server: _Server, tokens: list[int]) -> tuple[Tensor, int]:
         """Return the states of a text, and the token that the server writes after it.
@@ -293,10 +277,7 @@ class VllmServer(FeatureSource):
                 (written,), file = choice.token_ids, reply.kv_transfer_params["hidden_states_path"]
                 file = self.folder / Path(file).name
             except (AttributeError, KeyError, TypeError, ValueError):
-                raise InputError(
-                    f"a server must write hidden states into a file, but {server.shown} wrote "
-                    f"none; {SERVE}"
-                ) from None
+                refuse("write hidden states into a file", f"{server.shown} wrote none", SERVE)
             # a file that is not whole stays until a sweep finds its lock free
             found = self._load(server, file)
             _remove(file)
@@ -315,7 +296,7 @@ class VllmServer(FeatureSource):
             if status >= 500 or status in TRANSIENT:
                 raise ConnectionError(what) from None
             remedy = REMEDIES[status] if status in (401, 403) else SERVE
-            raise InputError(f"a server must answer each request, but {what}; {remedy}") from None
+            refuse("answer each request", what, remedy)
 
     def _load(self, server: _Server, file: Path) -> dict[str, Tensor]:
         """Return the content of a file as soon as its lock is free."""
@@ -337,30 +318,26 @@ class VllmServer(FeatureSource):
                 f"{self.folder}, which has {free / 2**30:.2f} GiB free ({first_line(error):.80})"
             ) from None
 
+    @torch.no_grad()
     def _checked(self, server: _Server, tokens: list[int], found: dict[str, Tensor]) -> Tensor:
         """Return the states in a file; refuse those of other tokens, layers or another model."""
-        if not {"hidden_states", "token_ids"} <= found.keys() or found["hidden_states"].ndim != 3:
-            raise InputError(
-                f"a server must write hidden_states and token_ids, but {server.shown} wrote "
-                f"{', '.join(found)}; {SERVE}"
-            )
+        if not {"hidden_states", "token_ids"} <= found.keys():
+            what = f"{server.shown} wrote {', '.join(found)}"
+            refuse("write hidden_states and token_ids", what, SERVE)
         states, read = found["hidden_states"], found["token_ids"].tolist()
-        if read != tokens or len(states) != len(tokens):
-            raise InputError(
-                f"a server must give a state for each token of the prompt, but {server.shown} gave "
-                f"{len(states)} for {len(tokens)} tokens, or read others; {SERVE}"
-            )
-        ids = found["layer_ids"].tolist() if "layer_ids" in found else None
-        if states.shape[1] != len(self.layers) or ids not in (None, self.layers):
-            raise InputError(
-                f"this head needs the layers {self.layers}, but {server.shown} gives "
-                f"{ids or f'{states.shape[1]} layers'}; {SERVE}"
-            )
-        if states.shape[2] != self.base.width:
-            raise InputError(
-                f"a server must run {self.base.name}, whose states have {self.base.width} "
-                f"numbers, but those of {server.shown} have {states.shape[2]}; {SERVE}"
-            )
+        ids = found["layer_ids"].tolist() if "layer_ids" in found else self.layers
+        shape = (len(tokens), len(self.layers), self.base.width)
+        if read != tokens or ids != self.layers or states.shape != shape:
+            given = f"{ids} in states of {tuple(states.shape)}, or read other tokens"
+            rule = f"give this head's layers {self.layers} in states of {shape} numbers"
+            refuse(rule, f"{server.shown} gives {given}", SERVE)
+        first = states[:, 0].to(self.base.device, self.base.dtype)
+        with self._ends:
+            embedded = self.base.embedded(torch.tensor([tokens]))[0]
+        if not ((first - embedded).abs() <= TOLERANCE * embedded.abs() + 1e-6).all():
+            why = f"its model is not {self.base.name}, or its states belong to other positions"
+            rule = "give the embedding of the same token as layer 0"
+            refuse(rule, f"{server.shown} does not: {why}", SERVE)
         return states
 
     def _refuse_unusable(self, server: _Server) -> None:
@@ -380,26 +357,18 @@ class VllmServer(FeatureSource):
         except ConnectionError as error:
             if not is_start:
                 raise
-            raise InputError(
-                f"a server must be ready, but {error}; {SERVE}, and give its address up to /v1"
-            ) from None
+            refuse("be ready", str(error), f"{SERVE}, and give its address up to /v1")
         if context is not None and context < self.longest:
-            raise InputError(
-                f"a server must read {self.longest} tokens, the longest row, but {server.shown} "
-                f"has a context of {context}; lower sequence_length, or start it with "
-                f"--max-model-len {self.longest}"
-            )
+            what = f"{server.shown} has a context of {context}"
+            remedy = f"lower sequence_length, or start it with --max-model-len {self.longest}"
+            refuse(f"read {self.longest} tokens, the longest row", what, remedy)
         states = states.to(self.base.device, self.base.dtype)
         with self._ends, torch.no_grad():
-            embedded = self.base.embedded(torch.tensor([tokens]))[0]
-            self._refuse_other_embedding(states[:, 0], embedded, server.shown)
             logits = self.base.projection(self.base.final_norm(states[-1:, -1]))[0].float()
         if not logits.max() - logits[written] <= TOLERANCE * logits.abs().max():
-            raise InputError(
-                f"norm and projection of the last state must give the server's own token, but "
-                f"{server.shown} writes {written}, and {self.base.name} {int(logits.argmax())}: "
-                f"it runs other weights, or its last layer is not {self.layers[-1]}; {SERVE}"
-            )
+            what = f"{server.shown} writes {written}, and {self.base.name} {int(logits.argmax())}"
+            why = f"it runs other weights, or its last layer is not {self.layers[-1]}"
+            refuse("write the token of the base's last state", f"{what}: {why}", SERVE)
         if self._reference is None:
             self._reference = states
         self._refuse_other_states(self._reference, states, server.shown)
@@ -410,47 +379,9 @@ class VllmServer(FeatureSource):
             change = (now - before).float().norm(dim=-1) / before.float().norm(dim=-1)
             if change.mean(0).max() <= 4 * TOLERANCE:
                 return
-        raise InputError(
-            f"servers must have the weights and layers of the start of this run, but {shown} gives "
-            "other states; start it as before, and run the same command to resume"
-        )
-
-    def _refuse_other_embedding(self, states: Tensor, embedded: Tensor, shown: str = "") -> None:
-        bound = TOLERANCE * embedded.abs() + 1e-6
-        if not ((states - embedded).abs() <= bound).all():
-            raise InputError(
-                "the first layer of a server must be the base's embedding of the same token, but "
-                f"that of {shown or ', '.join(one.shown for one in self._servers)} is not: its "
-                f"model is not {self.base.name}, or its states belong to other positions; {SERVE}"
-            )
-
-    def _client(self, url: str) -> OpenAI:
-        return OpenAI(
-            base_url=url,
-            # with an empty one the client would look into the environment
-            api_key=self._key or "none",
-            timeout=self.settings.timeout_seconds,
-            # a failed server is checked before it is asked again
-            max_retries=0,
-        )
-
-    def _bytes_of(self, num_tokens: int) -> int:
-        """Return the size of a file."""
-        return num_tokens * server_token_bytes(self.layers, self.base.width, self.base.dtype)
-
-    def _bytes(self, gib: float) -> int:
-        size, longest = int(gib * 2**30), self._bytes_of(self.longest)
-        if longest > size:
-            raise InputError(
-                f"features.max_gib must hold the states of a row of {self.longest} tokens, "
-                f"{longest / 2**30:.3f} GiB, got {gib:g}; raise it"
-            )
-        if (free := shutil.disk_usage(nearest(self.folder)).free) < size:
-            raise InputError(
-                f"features.folder must have room for features.max_gib={gib:g}, and {self.folder} "
-                f"has {free / 2**30:.2f} GiB free; lower features.max_gib, or free some space"
-            )
-        return size
+        rule = "have the weights and layers of the start of this run"
+        again = "start it as before, and run the same command to resume"
+        refuse(rule, f"{shown} gives other states", again)
 
     def _sweep(self) -> bool:
         """Remove files of abandoned requests; return whether a server still writes one."""

@@ -5,9 +5,9 @@ See docs/scale.md.
 
 import os
 import time
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from specheads.base.gguf import located
-from specheads.base.loading import load_config
+from specheads.base.loading import device_of, load_config
 from specheads.base.model import FrozenBase
 from specheads.base.settings import attention_of, auto_class
 from specheads.core import machine
@@ -38,7 +38,7 @@ from specheads.data.settings import Data
 from specheads.decoding.generate import generate
 from specheads.heads.load import build, build_for, choose_layers, load_head, resume_head
 from specheads.runs.checkpoint import KEPT
-from specheads.training.distill.engines.local import REFILL
+from specheads.training.distill.engines import REFILL
 from specheads.training.features import (
     FeatureSource,
     features_of,
@@ -59,20 +59,17 @@ from specheads.training.schedule import (
     text_tokens,
 )
 from specheads.training.settings import Distill, FeatureSettings, Phase, Schedule
-from specheads.training.step import Stepper, flop_counter
-from specheads.training.teacher import Step, Teacher
+from specheads.training.step import Step, Stepper, Teacher, flop_counter
 from specheads.training.trainer import AHEAD
 
 LEARNED_BYTES = 4
 """Bytes of a trained number, its gradient, and each moment: all are float32."""
-TOKEN_BYTES = 5
-"""Bytes of a token of text: an int32 and its loss mask."""
 DOCUMENTS = 3
 """Assumed documents per row of best-fit packing."""
 MARGIN = 0.2
 """Share of the memory that `batch_size=auto` leaves free, for fragmentation and longer text."""
-MAX_ROWS, MAX_SECONDS = 4096, 30.0
-"""Limits of `batch_size=auto`: sequences of one process, and seconds of a step."""
+MAX_TOKENS = 2**16
+"""Most tokens of one process's part of a step with `batch_size=auto`."""
 GPUS = (1, 2, 4, 8)
 """Numbers of GPUs of a server in a plan."""
 TIMED_STEPS, TRIAL_TOKENS = 3, 32
@@ -98,18 +95,24 @@ class Setup:
 
     def batch(self, phase: Phase, rows: int, base: FrozenBase, head: Head) -> TokenBatch:
         """Return a random batch of a phase, with tokens from the draft vocabulary."""
-        length = row_tokens(phase, self.data, base.max_length)
-        drafted = torch.randint(head.drafted_size, (rows, length), device="cpu")
-        known = head.draft_ids
-        tokens = drafted if known is None or known.is_meta else known.cpu()[drafted]
-        loss_mask = torch.ones(rows, length, dtype=torch.bool, device="cpu")
+        shape = rows, row_tokens(phase, self.data, base.max_length)
+        tokens = head.to_tokens(torch.randint(head.drafted_size, shape, device=base.device))
+        loss_mask = torch.ones_like(tokens, dtype=torch.bool)
         if phase.distill is not None and phase.answers_only:
             loss_mask[:, : phase.distill.prompt_tokens] = False
         document_ids = None
         if phase.packing == "best_fit" and phase.distill is None:
-            ends = torch.rand(rows, DOCUMENTS - 1).sort(dim=1).values * length
-            document_ids = (torch.arange(length)[None, :, None] >= ends[:, None]).sum(-1)
+            ends = torch.rand(rows, 1, DOCUMENTS - 1, device=base.device) * shape[1]
+            places = torch.arange(shape[1], device=base.device)[:, None]
+            document_ids = (places >= ends).sum(-1)
         return TokenBatch(tokens, loss_mask, document_ids)
+
+    def teacher(self, base: FrozenBase, head: Head) -> Teacher:
+        """Return the teacher of a step; random states replace those of a server."""
+        source = None
+        if not base.has_layers:
+            source = RandomStates(base, head.aux_layers, server_layers(head, base.num_layers))
+        return Teacher(base, head, adapter_settings(self.schedule), self.seed, source)
 
 
 def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
@@ -117,9 +120,6 @@ def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
 
     Memory (bytes of one process) and FLOPs are computed from shapes. If this machine has the device
     and the base, and the run fits, a few real steps give hours and the measured peak.
-
-    Raises:
-        ValueError: A phase does not fit the base, the head or the processes.
     """
     device = _device_of(setup.base, accelerator)
     on_cpu = device.type == "cpu"
@@ -140,10 +140,10 @@ def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
     peak = max(sum(parts.values()) for parts in memory.values())
     room = room_of(device) if _is_here(device) else None
     server = {} if shapes.base.has_layers else _server(shapes, accelerator.num_processes)
-    hours, measured, work = {}, peak, {one.name: _work(shapes, one) for one in phases}
+    fits, hours = None if room is None else peak <= room, {}
     if room is None:
         note = f"there are no hours: this machine has no {device}"
-    elif peak > room:
+    elif not fits:
         note = (
             "the run does not fit; raise accumulation_steps (the same training), lower batch_size, "
             "sequence_length, scored_share or head.draft_tokens, or set base.dtype=bfloat16"
@@ -151,21 +151,20 @@ def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
     elif not _has_weights(setup):
         note = "there are no hours: the weights of the base are not on this machine"
     else:
-        hours, measured = _try(setup, accelerator, phases, rows)
+        hours, real = _measure(setup, accelerator, phases, rows)
         note = "hours and the peak are measured in a few steps; hours of text are without drafts"
         if server:
-            note += "; hours of training are for a server that never lets the trainer wait"
-            for name, one in work.items():
-                rate = one["feature_bytes"] / (3600 * hours[name])
-                one["feature_bytes_per_second"] = int(rate)
+            note = "hours are measured, for a server that never lets the trainer wait"
+        else:
+            peak = real
     return {
         "device": str(device),
         "processes": accelerator.num_processes,
-        "fits": None if room is None else peak <= room,
+        "fits": fits,
         "room_bytes": room,
-        "peak_bytes": measured,
+        "peak_bytes": peak,
         "memory_bytes": memory,
-        "phases": work,
+        "phases": {one.name: _work(shapes, one) for one in phases},
         "hours": hours,
         **({"server": server} if server else {}),
         "disk_bytes": _disk(shapes),
@@ -202,23 +201,55 @@ def _has_weights(setup: Setup) -> bool:
     return any(isinstance(one, str) for one in found)
 
 
-def _try(
+def _measure(
     setup: Setup, accelerator: Accelerator, phases: list[PlacedPhase], rows: dict[str, int]
 ) -> tuple[dict[str, float], int]:
-    """Return the hours of each stage and the peak bytes in real steps."""
-    trial = Trial(setup, load_base(setup.base, accelerator), accelerator)
-    hours = {}
+    """Return the hours of each stage and the peak bytes, from real steps on random tokens."""
+    base = load_base(setup.base, accelerator)
+    if setup.init:
+        head = resume_head(setup.init, base, setup.head["kind"])
+    else:
+        head = build_for(setup.head, base)
+    teacher, hours = setup.teacher(base, head), {}
     try:
+        stepper = Stepper(teacher, setup.schedule, accelerator, setup.seed)
+        machine.restart_peak(base.device)
         for phase in phases:
             distill = phase.settings.distill
-            if distill and distill.engine == "local" and trial.base.has_layers:
-                hours[f"{phase.name}: text"] = trial.text_seconds(distill) / 3600
-            # the first step warms up
-            seconds = [trial.step(phase, rows[phase.name]) for _ in range(1 + TIMED_STEPS)][1:]
-            hours[phase.name] = phase.settings.steps * median(seconds) / 3600
-        return hours, machine.peak_bytes(trial.base.device)
+            if distill and distill.engine == "local" and base.has_layers:
+                with teacher.as_loaded():
+                    seconds = _text_seconds(distill, base) / accelerator.num_processes
+                hours[f"{phase.name}: text"] = seconds / 3600
+            teacher.begin(phase)
+
+            def step(phase: PlacedPhase = phase) -> None:
+                batch = setup.batch(phase.settings, rows[phase.name], base, head)
+                stepper.step(batch, phase, phase.first)
+                machine.synchronise(base.device)
+
+            hours[phase.name] = phase.settings.steps * _seconds(step, TIMED_STEPS) / 3600
+        return hours, machine.peak_bytes(base.device)
     finally:
-        trial.teacher.leave()
+        teacher.leave()
+
+
+def _text_seconds(distill: Distill, base: FrozenBase) -> float:
+    """Return the seconds to generate a phase's text, from a short batch without drafts."""
+    number = min(distill.batch_size, distill.num_samples)
+    new_tokens = min(TRIAL_TOKENS, distill.new_tokens)
+    prompts = [[at % base.vocab_size for at in range(distill.prompt_tokens)]] * number
+    seconds = _seconds(partial(generate, base, None, prompts, max_new_tokens=new_tokens), 1)
+    return distill.num_samples / number * seconds * distill.new_tokens / new_tokens
+
+
+def _seconds(action: Callable[[], object], times: int) -> float:
+    """Return the median time of an action after a first one; the slowest process counts."""
+    seconds = []
+    for _ in range(1 + times):
+        began = time.perf_counter()
+        action()
+        seconds.append(most(time.perf_counter() - began))
+    return median(seconds[1:])
 
 
 def _work(shapes: "Shapes", phase: PlacedPhase) -> dict[str, int]:
@@ -273,54 +304,9 @@ def _disk(shapes: "Shapes") -> Parts:
     return {
         f"checkpoints ({KEPT}, and one in progress)": (KEPT + 1) * (head + shapes.moments),
         "heads (after each phase, the best, and the last)": (len(phases) + 2) * head,
-        "generated text": tokens * TOKEN_BYTES,
+        # an int32 and its loss mask
+        "generated text": tokens * 5,
     }
-
-
-class Trial:
-    """Real steps on random tokens, on a loaded base: a training without text and files."""
-
-    def __init__(self, setup: Setup, base: FrozenBase, accelerator: Accelerator) -> None:
-        self.setup, self.base, self.accelerator = setup, base, accelerator
-        if setup.init:
-            self.head = resume_head(setup.init, base, setup.head["kind"])
-        else:
-            self.head = build_for(setup.head, base)
-        source, joint = states_of(setup, base, self.head), adapter_settings(setup.schedule)
-        self.teacher = Teacher(base, self.head, joint, setup.seed, source)
-        self.stepper = Stepper(self.teacher, setup.schedule, accelerator, setup.seed)
-        machine.restart_peak(base.device)
-
-    def step(self, phase: PlacedPhase, rows: int) -> float:
-        """Take a step with `rows` rows on this process; return the seconds of the slowest one."""
-        self.teacher.begin(phase)
-        batch = self.setup.batch(phase.settings, rows, self.base, self.head)
-        began = time.perf_counter()
-        self.stepper.step(batch, phase, phase.first)
-        machine.synchronise(self.base.device)
-        return most(time.perf_counter() - began)
-
-    def step_bytes(self, phase: PlacedPhase, rows: int) -> tuple[int, int, float]:
-        """Return the bytes before a step, the peak of the step, and its seconds."""
-        device = self.base.device
-        machine.restart_peak(device)
-        before = machine.held_bytes(device)
-        seconds = self.step(phase, rows)
-        return before, int(most(float(machine.peak_bytes(device)))), seconds
-
-    def text_seconds(self, distill: Distill) -> float:
-        """Return the seconds to generate a phase's text, from a short batch without drafts."""
-        number = min(distill.batch_size, distill.num_samples)
-        new_tokens = min(TRIAL_TOKENS, distill.new_tokens)
-        prompts = [[at % self.base.vocab_size for at in range(distill.prompt_tokens)]] * number
-        with self.teacher.as_loaded():
-            # the first time warms up
-            generate(self.base, None, prompts, max_new_tokens=new_tokens)
-            began = time.perf_counter()
-            generate(self.base, None, prompts, max_new_tokens=new_tokens)
-        seconds = most(time.perf_counter() - began)
-        batches = distill.num_samples / number / self.accelerator.num_processes
-        return batches * seconds * distill.new_tokens / new_tokens
 
 
 def automatic(schedule: Schedule) -> list[str]:
@@ -328,31 +314,28 @@ def automatic(schedule: Schedule) -> list[str]:
     return [name for name, one in schedule.phases.items() if one.batch_size == AUTO]
 
 
-def largest_batches(setup: Setup, base: FrozenBase, accelerator: Accelerator) -> dict[str, int]:
+def largest_batches(setup: Setup, accelerator: Accelerator) -> dict[str, int]:
     """Return the batch size, over all processes, of each phase with `auto`."""
-    names = automatic(setup.schedule)
-    phases = [one for one in placed(setup.schedule) if one.name in names]
-    shares = readers(base.sharding, accelerator)["world_size"]
-    trial = Trial(setup, base, accelerator)
-    try:
-        return {one.name: _largest(trial, one) * shares for one in phases}
-    finally:
-        trial.teacher.leave()
-
-
-def _largest(trial: Trial, phase: PlacedPhase) -> int:
-    """Double the sequences of one process as long as a real step shows that twice as many fit."""
-    room = (1 - MARGIN) * room_of(trial.base.device)
-    rows = phase.settings.accumulation_steps
-    # the first step makes the state of the optimizers
-    trial.step(phase, rows)
-    while 2 * rows <= MAX_ROWS:
-        before, peak, seconds = trial.step_bytes(phase, rows)
-        # what a step adds is at most proportional to its rows
-        if 2 * peak - before > room or 2 * seconds > MAX_SECONDS:
-            break
-        rows *= 2
-    return rows
+    device = device_of(str(_device_of(setup.base, accelerator)))
+    sharding = sharding_of(accelerator, setup.base["device"])
+    shapes, names = Shapes(setup, device), automatic(setup.schedule)
+    room, shares = (1 - MARGIN) * room_of(device), readers(sharding, accelerator)["world_size"]
+    if device.type == "cpu":
+        room -= machine.held_bytes(device)
+    if sharding:
+        # shapes are those of a whole base
+        room += (1 - 1 / sharding.mesh.size()) * shapes.weights()["base weights"]
+    found = {}
+    for phase in placed(setup.schedule):
+        if phase.name in names:
+            rows = phase.settings.accumulation_steps
+            length = row_tokens(phase.settings, setup.data, shapes.base.max_length)
+            while 2 * rows * length <= MAX_TOKENS:
+                if sum(shapes.step(phase, 2 * rows).values()) > room:
+                    break
+                rows *= 2
+            found[phase.name] = rows * shares
+    return found
 
 
 def room_of(device: torch.device) -> int:
@@ -424,8 +407,7 @@ class Shapes:
         self.base = shaped_base(setup.base, dtype)
         self.head = shaped_head(setup, self.base)
         self.head.to(dtype)
-        source, joint = states_of(setup, self.base, self.head), adapter_settings(setup.schedule)
-        self.teacher = Teacher(self.base, self.head, joint, setup.seed, source)
+        self.teacher = setup.teacher(self.base, self.head)
         self.objective = Objective(self.head.train())
         learned = roles(self.head, setup.schedule, self.teacher.parameters)
         self.learned = [one for role in learned.values() for one in role]
@@ -465,7 +447,6 @@ class Shapes:
         settings, parts = phase.settings, phase.settings.accumulation_steps
         rows = -(-rows // parts)
         batch = self.setup.batch(settings, rows, self.base, self.head)
-        batch = batch.to(torch.device("meta"))
         loss_mask = batch.loss_mask
         counted = int(loss_mask.numel() * settings.scored_share)
         # with several parts the second one runs next to the gradients of the first
@@ -504,26 +485,19 @@ class Shapes:
 
 
 class RandomStates(FeatureSource):
-    """Replacement for a server in a plan: as many states, and as many fetched ahead."""
+    """Replacement for a server in a plan."""
 
-    def __init__(self, base: FrozenBase, head: Head, dtype: torch.dtype) -> None:
-        self.base, self.dtype, self.layers = base, dtype, server_layers(head, base.num_layers)
-        self.aux_layers = head.aux_layers
-        self._ahead: deque[Tensor] = deque(maxlen=AHEAD)
+    def __init__(
+        self, base: FrozenBase, aux_layers: tuple[int, ...], layers: Sequence[int]
+    ) -> None:
+        self.base, self.aux_layers, self.layers = base, aux_layers, layers
 
     @torch.no_grad()
     def features(self, batch: TokenBatch) -> Features:
         """Return random features of a batch."""
         shape = (*batch.tokens.shape, len(self.layers), self.base.width)
-        states = torch.empty(shape, dtype=self.base.dtype, device=self.base.device).uniform_()
-        if not states.is_meta:
-            self._ahead.append(states.to("cpu", self.dtype, copy=True))
+        states = torch.rand(shape, dtype=self.base.dtype, device=self.base.device)
         return features_of(states, self.layers, self.aux_layers, self.base, batch)
-
-
-def states_of(setup: Setup, base: FrozenBase, head: Head) -> RandomStates | None:
-    """Return the states of a plan, None if the base is here."""
-    return None if base.has_layers else RandomStates(base, head, server_dtype(setup.base["dtype"]))
 
 
 def _stored_bytes(model: PreTrainedModel) -> int:
@@ -602,13 +576,9 @@ class FusedKernels(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and args[0].is_meta:
             func = _fused
         if getattr(func, "__name__", "") == "_grouped_mm" and args[0].is_meta:
-            func = _grouped
+            # all rows by one expert's matrix have the shapes of the grouped product
+            return args[0] @ args[1][0]
         return func(*args, **(kwargs or {}))
-
-
-def _grouped(rows: Tensor, matrices: Tensor, **_: Any) -> Tensor:
-    """Multiply all rows by one expert's matrix: the shapes are those of the grouped product."""
-    return rows @ matrices[0]
 
 
 def _fused(

@@ -1,7 +1,6 @@
 """Processes of a run: accelerate's configuration, sharding, collective calls, and equal bits."""
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -34,9 +33,6 @@ def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
     Sharding applies to the base: see `load_base`. Each process has the whole head. The launcher's
     mixed precision applies unless it is "no", which is also its default: then the head trains in
     bfloat16 if the machine supports it and the base's `dtype` is not float32 or float64.
-
-    Raises:
-        ValueError: The configuration names an engine or a precision that is not supported.
     """
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     other = _is_set("ACCELERATE_USE_DEEPSPEED") or _is_set("ACCELERATE_USE_MEGATRON_LM")
@@ -68,9 +64,6 @@ def load_base(choices: Mapping[str, Any], accelerator: Accelerator) -> FrozenBas
     """Load a base onto this process's device, or this process's shard of it.
 
     `choices` are the arguments of `FrozenBase.load`. A base without layers is never sharded.
-
-    Raises:
-        ValueError: As `FrozenBase.load`, or the sharding does not fit the processes.
     """
     device = choices.get("device", "auto")
     if device == "auto":
@@ -91,11 +84,7 @@ def readers(sharding: Sharding | None, accelerator: Accelerator) -> dict[str, in
 
 
 def sharding_of(accelerator: Accelerator, device: str) -> Sharding | None:
-    """Return the sharding of a base; None if each process has all of it.
-
-    Raises:
-        ValueError: The sharding does not fit the processes.
-    """
+    """Return the sharding of a base; None if each process has all of it."""
     if device != "auto":
         return None
     try:
@@ -154,17 +143,12 @@ def _precision(dtype: str) -> str:
 
 
 def fix_workspace() -> None:
-    """Set the size of cuBLAS's workspace unless it is set; torch reads it at its first product."""
-    if WORKSPACE in os.environ:
-        return
-    if torch.cuda.is_initialized():
-        warnings.warn(
-            "a resumed run may differ in its last bits: torch used the GPU before "
-            f"{WORKSPACE} was set; set it to :4096:8 before Python starts",
-            stacklevel=2,
-        )
-    else:
-        os.environ[WORKSPACE] = ":4096:8"
+    """Set the size of cuBLAS's workspace unless it is set; torch reads it at its first product.
+
+    Without it a resumed run may differ in its last bits.
+    """
+    if not torch.cuda.is_initialized():
+        os.environ.setdefault(WORKSPACE, ":4096:8")
 
 
 @contextmanager
@@ -172,12 +156,10 @@ def repeatable(device: torch.device) -> Iterator[None]:
     """Use torch's deterministic algorithms for a backward pass on a GPU; restore settings after it.
 
     A resumed run needs the same bits as an uninterrupted one. One kernel of a training step adds in
-    an order that differs from run to run: the backward pass of torch's fused attention. The
-    deterministic variant is less parallel; all other kernels stay the same. Forward passes are
-    repeatable without the setting, and the setting would refuse the kernel that counts the tokens
+    an order that differs from run to run: the backward pass of torch's fused attention. Forward
+    passes are repeatable without the setting, which would refuse the kernel that counts the tokens
     of each expert in some bases. torch also fills uninitialised memory by default; that is switched
-    off. Without the size of cuBLAS's workspace torch would refuse its products: see
-    `fix_workspace`.
+    off. Without the size of cuBLAS's workspace torch would refuse its products.
     """
     if device.type != "cuda" or WORKSPACE not in os.environ:
         yield

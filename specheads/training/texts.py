@@ -25,12 +25,11 @@ from specheads.data.prompts import held_out as prompts_of_split
 from specheads.data.settings import Data
 from specheads.data.tokenise import UnansweredError, tokenised
 from specheads.runs.progress import progress
-from specheads.training.distill.prompts import PromptSource, identity_of, prompt_source
-from specheads.training.distill.run import Job, write_folder
+from specheads.training.distill.run import Job, job_of, write_folder
 from specheads.training.distill.shards import read_text, refuse_other_text
 from specheads.training.processes import readers
-from specheads.training.schedule import row_tokens
-from specheads.training.settings import Distill, Phase, Validation
+from specheads.training.schedule import PlacedPhase, row_tokens
+from specheads.training.settings import Phase, Validation
 from specheads.training.validation import HeldOut
 
 COUNTED_TOKENS = 2**19
@@ -43,15 +42,8 @@ class PhaseTexts:
     It packs every phase's corpus once at the start: a corpus that is too short raises before
     anything is written.
 
-    Args:
-        phases: The phases by name.
-        data: The corpus.
-        base: The base, which generates text, with its tokenizer.
-        folder: Folder of generated text, unless a phase has its own.
-        accelerator: The processes of the run.
-        announce: Called with lines for people.
-        seed: Seed of the text.
-        stage: Begins a stage by its name and returns a line for people.
+    `base` generates text, into `folder` unless a phase has its own. `announce` is called with lines
+    for people. `stage` begins a stage by its name and returns a line for people.
     """
 
     def __init__(
@@ -67,43 +59,41 @@ class PhaseTexts:
     ) -> None:
         self.phases, self.data, self.base = phases, data, base
         self.tokenizer = base.tokenizer_for("training")
-        self.folder, self.accelerator, self.announce = folder, accelerator, announce
-        self.seed = seed
-        # before training adds an adapter to the model
-        self.fingerprint = base.fingerprint
+        self.accelerator, self.announce, self.seed = accelerator, announce, seed
         self.share = readers(base.sharding, accelerator)
         self.head: Head | None = None
         """The trained head, which may draft while the base generates text."""
         self.stage = stage
-        self._begun: list[str] = []
-        self._prompts: dict[tuple[int, int], PromptSource] = {}
+        self._begun: set[str] = set()
+        # now: training adds an adapter to the model later
+        self._jobs: dict[str, Job] = {}
+        self._facts: dict[str, Any] = {
+            "base_fingerprint": base.fingerprint,
+            "base_config": config_fingerprint(base.model.config),
+        }
         claims: dict[Path, dict[str, Any]] = {}
         for name, phase in phases.items():
             if phase.distill is None:
                 self._packed(self.documents, phase)
                 continue
-            job = self._job(phase.distill)
-            if claims.setdefault(job.folder, claim := job.claim()) != claim:
+            own = Path(phase.distill.folder or folder)
+            job = self._jobs[name] = job_of(data, base, phase.distill, own, accelerator, seed)
+            if claims.setdefault(own, claim := job.claim()) != claim:
                 raise InputError(
                     f"phases that share a text folder need equal settings, but {name!r} generates "
-                    f"other text than a phase before it in {job.folder}; give it its own "
-                    "distill.folder"
+                    f"other text than a phase before it in {own}; give it its own distill.folder"
                 )
             # now, and not after the phases before it
-            refuse_other_text(job.folder, claim)
+            refuse_other_text(own, claim)
 
     def identity(self) -> dict[str, Any]:
         """Return facts of the base and the corpus that must be the same when a run resumes."""
-        facts: dict[str, Any] = {
-            "base_fingerprint": self.fingerprint,
-            "base_config": config_fingerprint(self.base.model.config),
-        }
-        if not all(phase.distill for phase in self.phases.values()):
-            documents = self.documents
-            # it reads the whole corpus, and only one process stores it
-            if self.accelerator.is_main_process:
-                facts["data"] = documents.identity()
-        return facts
+        if len(self._jobs) == len(self.phases):
+            return dict(self._facts)
+        documents = self.documents
+        # it reads the whole corpus, and only one process stores it
+        own = {"data": documents.identity()} if self.accelerator.is_main_process else {}
+        return self._facts | own
 
     @cached_property
     def documents(self) -> Documents:
@@ -120,10 +110,8 @@ class PhaseTexts:
             text = self.documents
         except UnansweredError:
             begin()
-            first = next(phase.distill for phase in self.phases.values())
-            assert first is not None
             with progress(shown=self.accelerator.is_main_process) as bar:
-                text = self._generated(first, bar, lambda: None)
+                text = self._generated(next(iter(self._jobs)), bar, lambda: None)
         # every process counts the same text
         order = np.random.default_rng(self.seed).permutation(len(text))
         some = order[: int(np.searchsorted(np.cumsum(text.lengths[order]), COUNTED_TOKENS)) + 1]
@@ -134,9 +122,6 @@ class PhaseTexts:
         """Return this process's share of the validation split: rows for the loss, and prompts.
 
         If the split is too short for one of them, that one is skipped with a message.
-
-        Raises:
-            ValueError: The best head is wanted, but the split has too little text for prompts.
         """
         batches, prompts, identity = None, None, ""
         if settings.rows:
@@ -207,52 +192,33 @@ class PhaseTexts:
         mine = share(range(len(fitting)), *self.share.values())
         return [fitting[number].tokens for number in mine], identity
 
-    def open(self, phase: Phase, bar: Progress, halt: Callable[[], None]) -> BatchStream:
+    def open(self, phase: PlacedPhase, bar: Progress, halt: Callable[[], None]) -> BatchStream:
         """Return the phase's text; generate it first in a distilled phase.
 
         All processes call `halt` together; it raises to stop the generation.
         """
-        distill = phase.distill
-        documents = self._generated(distill, bar, halt) if distill else self.documents
-        text = self._packed(documents, phase)
-        self._begin(next(name for name, one in self.phases.items() if one is phase), bar)
+        is_corpus = phase.settings.distill is None
+        documents = self.documents if is_corpus else self._generated(phase.name, bar, halt)
+        text = self._packed(documents, phase.settings)
+        self._begin(phase.name, bar)
         self._show(f"packing: {text.summary}", bar)
         return text
 
-    def _generated(self, distill: Distill, bar: Progress, halt: Callable[[], None]) -> Documents:
-        job = self._job(distill)
-        name = next(name for name, one in self.phases.items() if one.distill is distill)
+    def _generated(self, name: str, bar: Progress, halt: Callable[[], None]) -> Documents:
+        job = replace(self._jobs[name], head=self.head)
         self._begin(f"text of {name}", bar)
         write_folder(job, bar, halt)
-        return read_text(job.folder, distill.num_samples)
+        return read_text(job.folder, job.settings.num_samples)
 
     def _begin(self, name: str, bar: Progress) -> None:
         """Begin a stage, once."""
         if name not in self._begun:
-            self._begun.append(name)
+            self._begun.add(name)
             self._show(self.stage(name), bar)
 
     def _show(self, line: str, bar: Progress) -> None:
         if self.accelerator.is_main_process:
             bar.console.print(line, markup=False, soft_wrap=True)
-
-    def _job(self, distill: Distill) -> Job:
-        lengths = distill.prompt_tokens, distill.new_tokens
-        if lengths not in self._prompts:
-            self._prompts[lengths] = prompt_source(self.data, self.base, distill, self.seed)
-        prompts = self._prompts[lengths]
-        return Job(
-            base=self.base,
-            prompts=prompts,
-            settings=distill,
-            folder=Path(distill.folder or self.folder),
-            identity=identity_of(self.data, self.base, self.fingerprint, prompts),
-            seed=self.seed,
-            head=self.head,
-            # each process generates its own texts, even if several share a base
-            rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
-        )
 
     def _packed(self, documents: Documents, phase: Phase) -> PackedText:
         return PackedText(

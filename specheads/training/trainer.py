@@ -7,12 +7,12 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from rich.progress import Progress
-from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
@@ -28,9 +28,8 @@ from specheads.runs.trackers import Tracker
 from specheads.training.features import FeatureSource
 from specheads.training.log import PhaseLog
 from specheads.training.schedule import PlacedPhase, Progressed, adapter_settings, placed
-from specheads.training.settings import Phase, Schedule
-from specheads.training.step import Stepper
-from specheads.training.teacher import Teacher
+from specheads.training.settings import Schedule
+from specheads.training.step import Stepper, Teacher
 from specheads.training.validation import HeldOut, Watch
 
 
@@ -38,7 +37,7 @@ def train(
     base: FrozenBase,
     head: Head,
     schedule: Schedule,
-    open_text: Callable[[Phase, Progress, Callable[[], None]], BatchStream],
+    open_text: Callable[[PlacedPhase, Progress, Callable[[], None]], BatchStream],
     run: RunDirectory,
     tracker: Tracker | None,
     accelerator: Accelerator,
@@ -52,39 +51,37 @@ def train(
     """Train a head through every phase; resume from the newest checkpoint.
 
     The head is trained in place and saved in the run directory after each phase. The base's weights
-    never change: joint phases train an adapter, which is saved next to the head and removed from
-    the base at the end.
+    never change: joint phases train an adapter, which is saved next to the head.
 
-    `open_text` returns the text of a phase when the phase starts, and may generate it first. Its
-    last argument is a function that all processes call together from time to time, and that raises
-    KeyboardInterrupt after an interrupt. `tracker` is None on all processes except the main one.
-    `checkpoint_every` zero writes checkpoints at the end of phases only. The features of a frozen
-    base come from `source`; None is the base itself.
+    `open_text` returns the text of a phase when the phase starts. Its last argument is a function
+    that all processes call together, and that raises KeyboardInterrupt after an interrupt.
+    `tracker` is None on all processes except the main one. `checkpoint_every` zero writes
+    checkpoints at the end of phases only. The features of a frozen base come from `source`; None is
+    the base itself.
 
     The first interrupt (SIGINT or SIGTERM) of any process finishes the current step, writes a
-    checkpoint and raises KeyboardInterrupt on all processes. With several processes they finish one
-    more step. A second interrupt has its default effect.
+    checkpoint and raises KeyboardInterrupt on all processes. A second one has its default effect.
     """
     teacher = Teacher(base, head, adapter_settings(schedule), seed, source)
     try:
-        trainer = _Trainer(Stepper(teacher, schedule, accelerator, seed), run)
+        trainer = _Trainer(Stepper(teacher, schedule, accelerator, seed), run, checkpoint_every)
         teacher.source.halted = lambda: trainer.stop
         with progress(shown=accelerator.is_main_process) as display, trainer.on_interrupt():
             trainer.resume(lambda line: display.console.print(line, markup=False, soft_wrap=True))
             if tracker is not None:
                 tracker.resume(trainer.at.step)
-            watch = Watch(held_out, trainer.stepper, run, trainer.at)
+            watch = Watch(held_out, trainer.stepper, run, trainer.at) if held_out else None
             for phase in placed(schedule):
                 if trainer.at.step >= phase.end:
                     continue
                 # the base generates text without the adapter
                 with teacher.as_loaded():
-                    text = open_text(phase.settings, display, trainer.halt)
+                    text = open_text(phase, display, trainer.halt)
                 # a corpus that was tokenised, or text that was generated, leaves 100 MB and more
                 release_freed()
                 log = PhaseLog(phase, trainer.stepper, trainer.at, tracker, display, log_every)
                 try:
-                    trainer.run_phase(phase, text, log, checkpoint_every, watch)
+                    trainer.run_phase(phase, text, log, watch)
                 except InputError:
                     # an interrupted run does not wait for a lost server
                     if trainer.stop:
@@ -99,38 +96,39 @@ def train(
 class _Trainer:
     """State of the training loop."""
 
-    def __init__(self, stepper: Stepper, run: RunDirectory) -> None:
+    def __init__(self, stepper: Stepper, run: RunDirectory, checkpoint_every: int) -> None:
         self.stepper, self.run, self.accelerator = stepper, run, stepper.accelerator
         self.head, self.teacher, self.at = stepper.head, stepper.teacher, Progressed()
-        self.stop = False
-        self.stops_before = torch.zeros((), device=self.accelerator.device)
-        """Number of processes with a stop request at the end of the previous step."""
+        self.checkpoint_every, self.stop = checkpoint_every, False
 
     def run_phase(
-        self,
-        phase: PlacedPhase,
-        text: BatchStream,
-        log: PhaseLog,
-        checkpoint_every: int,
-        watch: Watch,
+        self, phase: PlacedPhase, text: BatchStream, log: PhaseLog, watch: Watch | None
     ) -> None:
         """Train from the current step to the end of the phase."""
         self.teacher.begin(phase)
         with closing(prefetched(self._batches(text))) as batches:
             for batch, cursor in log.waiting(batches):
-                step, can_fail = self.at.step, self.teacher.source.can_fail
-                if step and can_fail and watch.is_due(phase, step + 1):
+                step = self.at.step
+                due = watch if watch and watch.is_due(phase, step + 1) else None
+                if due and step and self.teacher.source.can_fail:
                     # a failed validation is repeated together with its step
                     self.save()
-                values, self.at.cursor = self._step(batch, phase), cursor
+                try:
+                    values = self.stepper.step(batch, phase, step)
+                except InputError:
+                    # its features cannot be had, and nothing has changed since the step before;
+                    # with more processes the others would wait
+                    if step and self.accelerator.num_processes == 1:
+                        self.save()
+                    raise
                 tokens = phase.settings.batch_size * batch.tokens.shape[1]
-                self.at.step += 1
-                self.at.tokens += tokens
-                log.step(values, tokens, watch.due(phase))
+                self.at.step, self.at.tokens = step + 1, self.at.tokens + tokens
+                self.at.cursor = cursor
+                log.step(values, tokens, partial(due.measure, phase) if due else None)
                 if self.at.step == phase.end:
                     break
                 stop = self._stops()
-                if stop or (checkpoint_every and self.at.step % checkpoint_every == 0):
+                if stop or (self.checkpoint_every and self.at.step % self.checkpoint_every == 0):
                     self.save()
                 if stop:
                     raise KeyboardInterrupt
@@ -145,16 +143,6 @@ class _Trainer:
                     self.teacher.adapter.save(folder)
         self.save()
         self.halt()
-
-    def _step(self, batch: TokenBatch, phase: PlacedPhase) -> dict[str, Tensor]:
-        """Take a step; if its features cannot be had, save the steps before it."""
-        try:
-            return self.stepper.step(batch, phase, self.at.step)
-        except InputError:
-            # nothing has changed since the step before; with more processes the others would wait
-            if self.at.step and self.accelerator.num_processes == 1:
-                self.save()
-            raise
 
     def _batches(self, text: BatchStream) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield the remaining batches of a text, in pinned memory for a GPU; fetch features."""
@@ -201,9 +189,8 @@ class _Trainer:
         """Turn the first SIGINT or SIGTERM inside the context into a stop request."""
         # only the main thread receives signals
         is_main = threading.current_thread() is threading.main_thread()
-        numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
         # read both handlers first: an interrupt may come after the first replacement
-        before = {number: signal.getsignal(number) for number in numbers}
+        before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM) if is_main}
 
         def restore() -> None:
             for number, handler in before.items():
@@ -222,23 +209,15 @@ class _Trainer:
 
     def halt(self) -> None:
         """Raise KeyboardInterrupt on all processes if any of them has a stop request."""
-        if self._stop_requests() > 0:
+        if self._stops():
             raise KeyboardInterrupt
 
     def _stops(self) -> bool:
-        """Return whether any process has a stop request.
-
-        With several processes the answer is that of the previous call, which is already there:
-        reading the current one would synchronise with the device.
-        """
+        """Return whether any process has a stop request. With several this synchronises."""
         if self.accelerator.num_processes == 1:
             return self.stop
-        before, self.stops_before = self.stops_before, self._stop_requests()
-        return bool(before > 0)
-
-    def _stop_requests(self) -> Tensor:
-        """All-reduce the stop flag. Reading the result synchronises."""
-        return self.stepper.total(torch.full_like(self.stops_before, self.stop))
+        request = torch.tensor(float(self.stop), device=self.accelerator.device)
+        return bool(self.stepper.total(request) > 0)
 
 
 Item = TypeVar("Item")

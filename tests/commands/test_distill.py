@@ -37,7 +37,7 @@ def test_text_is_written_with_a_report_and_resumed(
     assert (first["requested"], first["kept"], first["tokens"]) == (6, 6, 48)
     assert first["tokens_per_second"] > 0
     page = (tmp_path / "text" / "report.md").read_text()
-    assert "- kept: 6 texts with 6 answers" in page
+    assert "- kept: 6\n" in page
     assert page.count("\nText ") == 5
     before = shards(tmp_path / "text")
     more = [*SMALL, *corpus, "shard_size=2", "num_samples=8", "batch_size=1"]

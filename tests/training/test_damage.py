@@ -19,7 +19,8 @@ from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.training.distill.run import Job, write_text
 from specheads.training.distill.shards import read_text
-from specheads.training.settings import Distill, Phase, Schedule
+from specheads.training.schedule import PlacedPhase
+from specheads.training.settings import Distill, Schedule
 from tests import tiny
 from tests.training.distill.pens import Pen, Talks
 from tests.training.test_trainer import Counting, phase, power_cut, run_training
@@ -106,9 +107,9 @@ def session(folder: Path) -> Head:
     settings = Distill(num_samples=8, new_tokens=8, shard_size=2)
     job = Job(base=base, prompts=Talks(), settings=settings, folder=run.text, identity={})
 
-    def open_text(phase: Phase, *rest: Any) -> BatchStream:
+    def open_text(phase: PlacedPhase, *rest: Any) -> BatchStream:
         del rest
-        if phase.steps == 6:
+        if phase.settings.steps == 6:
             return prompts
         for _ in write_text(job, lambda _: Pen().answers):
             pass

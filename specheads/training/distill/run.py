@@ -10,20 +10,25 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from rich.progress import Progress
 
+from specheads.base.fingerprint import config_fingerprint
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.files import sole_writer, sweep, write_atomic
+from specheads.core.files import as_json, sole_writer, sweep, write_atomic
 from specheads.core.texts import derive_seed, loops
+from specheads.data.encode import tokenizer_fingerprint
+from specheads.data.settings import Data
 from specheads.decoding.sampling import Sampling
 from specheads.heads.load import drafter_of
-from specheads.training.distill.engines import Answer, GenerationRequest, TextEngine, build
-from specheads.training.distill.prompts import PromptSource, decoder
+from specheads.training.distill import build
+from specheads.training.distill.engines import Answer, GenerationRequest, TextEngine
+from specheads.training.distill.prompts import PromptSource, decoder, prompt_source
 from specheads.training.distill.shards import (
+    MARK,
     as_markdown,
-    claim_folder,
     missing_blocks,
     refuse_other_text,
     report_of,
@@ -48,16 +53,12 @@ Done = tuple[int, int, int, float]
 and seconds since the engine was ready."""
 
 
-def fault(
+def fault_of(
     answer: Answer, drop: Sequence[str], eos_ids: Sequence[int], decode: Callable[[list[int]], str]
 ) -> str:
     """Return the first fault in `drop` that an answer has, or an empty string.
 
-    Args:
-        answer: The answer.
-        drop: Faults that count: loop, empty (no text or whitespace only), truncated.
-        eos_ids: End-of-text tokens, which do not count.
-        decode: Decodes token ids without special tokens.
+    Faults are loop, empty (no text, or whitespace only) and truncated. End tokens do not count.
     """
     tokens = answer.tokens
     while tokens and tokens[-1] in eos_ids:
@@ -75,19 +76,15 @@ class Job:
     """Texts to generate, and their folder."""
 
     base: FrozenBase
-    """The base; determines the end tokens and the maximum length."""
     prompts: PromptSource
-    """Source of the prompts."""
     settings: Distill
-    """Settings of generation and filters."""
     folder: Path
     """Folder of the text, created if necessary."""
     identity: dict[str, Any]
-    """What else determines the text: see `prompts.identity_of`."""
+    """What determines the text besides settings and seed: see `job_of`."""
     seed: int = 0
-    """Seed of the answers."""
     head: Head | None = None
-    """Drafter of the local engine."""
+    """Drafter of the local engine, which does not change the text."""
     rank: int = 0
     """Number of this process."""
     world_size: int = 1
@@ -101,11 +98,6 @@ class Job:
         return self.identity | decisive | {"seed": self.seed, "layout": 2}
 
     @property
-    def sampling(self) -> Sampling:
-        """Sampling settings; the seed of each answer is derived from this one."""
-        return Sampling.of(self.settings, self.seed)
-
-    @property
     def drop(self) -> Sequence[str]:
         """Faults that drop an answer; continuations always stop at the limit."""
         is_chat, drop = self.prompts.conversations, self.settings.drop
@@ -114,74 +106,79 @@ class Job:
         return [one for one in drop if is_chat or one != "truncated"]
 
 
-class GeneratedText:
-    """A text in progress.
+def job_of(
+    data: Data,
+    base: FrozenBase,
+    settings: Distill,
+    folder: Path,
+    accelerator: Accelerator,
+    seed: int,
+    head: Head | None = None,
+) -> Job:
+    """Return a phase's texts to generate; each process generates its own part."""
+    prompts = prompt_source(data, base, settings, seed)
+    identity = {
+        "base": base.fingerprint,
+        "base_config": config_fingerprint(base.model.config),
+        "tokenizer": tokenizer_fingerprint(base.tokenizer_for("self-distilled text")),
+        "corpus": asdict(data),
+        # the same settings may select other documents later
+        "documents": prompts.fingerprint,
+    }
+    return Job(
+        base=base,
+        prompts=prompts,
+        settings=settings,
+        folder=folder,
+        identity=identity,
+        seed=seed,
+        head=head,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+    )
 
-    An answer with a fault is dropped and ends the text, because the next turn replies to it.
+
+TextInProgress = Generator[GenerationRequest, Answer | None, list[dict[str, Any]]]
+"""Yields requests, is sent their answers, and returns the rows of a shard."""
+
+
+def generated_text(number: int, job: Job) -> TextInProgress:
+    """Yield the requests of one text, each after the answer to the one before; return its rows.
+
+    There is one row, unless the chat template changes earlier turns (for example by removing
+    reasoning); then one per version that the base read. An answer with a fault is dropped and ends
+    the text, because the next turn replies to it. The fault of the last row is the reason why the
+    next answer is missing; a dropped text has one row without tokens.
     """
-
-    def __init__(self, number: int, job: Job) -> None:
-        self.number, self._job = number, job
-        self._tokens: list[int] = []
-        self._loss_mask: list[int] = []
-        self._answers: list[list[int]] = []
-        self._pieces: list[dict[str, Any]] = []
-        self._fault, self._goes_on = "", False
-        self.is_done = False
-        """Whether the text needs no further answer."""
-        self._read(job.prompts.first(number))
-
-    def request(self) -> GenerationRequest:
-        """Return the next request."""
-        seed = derive_seed(derive_seed(self._job.seed, self.number), len(self._answers))
-        room = self._job.base.max_length - len(self._tokens)
-        return GenerationRequest(
-            self.number,
-            self._tokens,
-            min(self._job.settings.new_tokens, room),
-            replace(self._job.sampling, seed=seed),
-        )
-
-    def take(self, answer: Answer) -> None:
-        """Add an answer and prepare the next turn."""
-        job, base = self._job, self._job.base
-        self._fault = fault(answer, job.drop, base.eos_ids, decoder(base))
-        self.is_done = True
-        if self._fault:
-            return
-        self._answers.append(answer.tokens)
-        self._tokens = self._tokens + answer.tokens
-        self._loss_mask = self._loss_mask + [1] * len(answer.tokens)
-        turns = 1 + (self._pieces.pop()["turns"] if self._goes_on else 0)
-        self._pieces.append(
-            {"tokens": self._tokens, "loss_mask": self._loss_mask, "turns": turns, "fault": ""}
-        )
+    base, sampling = job.base, Sampling.of(job.settings, 0)
+    own_seed = derive_seed(job.seed, number)
+    rows: list[dict[str, Any]] = []
+    answers: list[list[int]] = []
+    fault, loss_mask = "", []
+    tokens, following = [], job.prompts.first(number)
+    while following is not None:
+        goes_on = bool(tokens) and following[: len(tokens)] == tokens
+        before = loss_mask if goes_on else []
+        tokens, loss_mask = following, before + [0] * (len(following) - len(before))
+        room = base.max_length - len(tokens)
+        if not tokens or room <= 0:
+            fault = "context" if tokens else "unasked"
+            break
+        seeded = replace(sampling, seed=derive_seed(own_seed, len(answers)))
+        answer = yield GenerationRequest(number, tokens, min(job.settings.new_tokens, room), seeded)
+        assert answer
+        if fault := fault_of(answer, job.drop, base.eos_ids, decoder(base)):
+            break
+        answers.append(answer.tokens)
+        tokens, loss_mask = tokens + answer.tokens, loss_mask + [1] * len(answer.tokens)
+        turns = 1 + (rows.pop()["turns"] if goes_on else 0)
+        rows.append({"tokens": tokens, "loss_mask": loss_mask, "turns": turns, "fault": ""})
         # only a complete answer can have a reply
-        if answer.finish == "eos":
-            following = job.prompts.following(self.number, self._tokens, self._answers)
-            if following is not None:
-                self._read(following)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a finished text as rows of a shard; a dropped one is a row without tokens.
-
-        There is one row, unless the chat template changes earlier turns (for example by removing
-        reasoning); then one per version that the base read. The fault of the last one is the reason
-        why the next answer is missing.
-        """
-        rows = self._pieces or [{"tokens": [], "loss_mask": [], "turns": 0}]
-        rows[-1]["fault"] = self._fault
-        return [{"number": self.number} | row for row in rows]
-
-    def _read(self, tokens: list[int]) -> None:
-        """Set the next prompt; end the text if it is empty or does not fit the context."""
-        if not tokens or len(tokens) >= self._job.base.max_length:
-            self._fault, self.is_done = "context" if tokens else "unasked", True
-            return
-        self._goes_on = bool(self._tokens) and tokens[: len(self._tokens)] == self._tokens
-        before = self._loss_mask if self._goes_on else []
-        self._tokens, self._loss_mask = tokens, before + [0] * (len(tokens) - len(before))
-        self.is_done = False
+        is_complete = answer.finish == "eos"
+        following = job.prompts.following(number, tokens, answers) if is_complete else None
+    rows = rows or [{"tokens": [], "loss_mask": [], "turns": 0}]
+    rows[-1]["fault"] = fault
+    return [{"number": number} | row for row in rows]
 
 
 def engine_for(job: Job) -> TextEngine:
@@ -210,13 +207,8 @@ def write_text(
     """Generate the missing blocks of a folder; yield the progress from time to time.
 
     The first yield comes before anything is written. Several processes must wait for each other
-    there, because the first one removes incomplete files until then.
-
-    `make` builds the engine, only if texts are missing.
-
-    Raises:
-        ValueError: The folder has text of other settings or damaged text, is locked by another run,
-            or is not writable.
+    there, because the first one removes incomplete files until then. `make` builds the engine, only
+    if texts are missing.
     """
     size, claim = job.settings.shard_size, job.claim()
     refuse_other_text(job.folder, claim)
@@ -228,78 +220,64 @@ def write_text(
     with sole_writer(job.folder, f".lock-{job.rank}"):
         if job.rank == 0:
             sweep(job.folder)
-        scheduler = _Scheduler(job, mine)
-        # no process writes before the first one has removed incomplete files
-        yield scheduler.progress()
-        claim_folder(job.folder, claim)
-        engine = make(job)
-        scheduler.began = told = time.monotonic()
-        with closing(engine(scheduler.pull)) as answers:
+        yield 0, 0, 0, 0.0
+        # the processes of a run write the same
+        write_atomic(job.folder / MARK, as_json(claim))
+        writer, engine = _Writer(job, mine), make(job)
+        began = told = time.monotonic()
+        with closing(engine(writer.pull)) as answers:
             for answer in answers:
-                scheduler.take(answer)
-                if time.monotonic() - told >= TICK_SECONDS:
-                    yield scheduler.progress()
-                    told = time.monotonic()
-        yield scheduler.progress()
+                writer.take(answer)
+                if (now := time.monotonic()) - told >= TICK_SECONDS:
+                    yield writer.finished, writer.dropped, writer.new_tokens, now - began
+                    told = now
+        yield writer.finished, writer.dropped, writer.new_tokens, time.monotonic() - began
 
 
-class _Scheduler:
-    """Selects the next request, the next turn of a text or a new text, and writes the shards."""
+class _Writer:
+    """Gives an engine the requests of some blocks, and writes each block when it is complete."""
 
     def __init__(self, job: Job, blocks: dict[int, range]) -> None:
-        self._job, self._size = job, job.settings.shard_size
-        self._numbers = chain.from_iterable(blocks.values())
-        self._waiting = {block: len(numbers) for block, numbers in blocks.items()}
+        self._job, self._numbers = job, chain.from_iterable(blocks.values())
+        self._missing = {block: len(numbers) for block, numbers in blocks.items()}
         self._rows: dict[int, list[dict[str, Any]]] = {block: [] for block in blocks}
-        self._requested: dict[int, GeneratedText] = {}
-        self._ready: deque[GeneratedText] = deque()
-        self._finished = self._dropped = self._tokens = 0
-        self.began = time.monotonic()
+        self._texts: dict[int, TextInProgress] = {}
+        self._ready: deque[GenerationRequest] = deque()
+        self.finished = self.dropped = self.new_tokens = 0
 
     def pull(self) -> GenerationRequest | None:
         """Return the next request; None if it depends on a pending answer."""
         while not self._ready:
             if (number := next(self._numbers, None)) is None:
                 return None
-            self._continue(GeneratedText(number, self._job))
-        text = self._ready.popleft()
-        self._requested[text.number] = text
-        return text.request()
+            self._texts[number] = generated_text(number, self._job)
+            self._advance(number, None)
+        return self._ready.popleft()
 
     def take(self, answer: Answer) -> None:
         """Add an answer to its text, and prepare the next turn."""
-        self._tokens += len(answer.tokens)
-        text = self._requested.pop(answer.number)
-        text.take(answer)
-        self._continue(text)
+        self.new_tokens += len(answer.tokens)
+        self._advance(answer.number, answer)
 
-    def progress(self) -> Done:
-        """Return the progress of this process."""
-        return self._finished, self._dropped, self._tokens, time.monotonic() - self.began
-
-    def _continue(self, text: GeneratedText) -> None:
-        if not text.is_done:
-            self._ready.append(text)
-            return
-        rows, block = text.rows(), text.number // self._size
-        self._finished += 1
-        self._dropped += rows[0]["turns"] == 0
-        self._rows[block] += rows
-        self._waiting[block] -= 1
-        if not self._waiting[block]:
-            write_shard(self._job.folder, block, self._rows.pop(block))
+    def _advance(self, number: int, answer: Answer | None) -> None:
+        try:
+            self._ready.append(self._texts[number].send(answer))
+        except StopIteration as end:
+            del self._texts[number]
+            self.finished += 1
+            self.dropped += end.value[0]["turns"] == 0
+            block = number // self._job.settings.shard_size
+            self._rows[block] += end.value
+            self._missing[block] -= 1
+            if not self._missing[block]:
+                write_shard(self._job.folder, block, self._rows.pop(block))
 
 
 def write_folder(job: Job, bar: Progress, halt: Callable[[], None]) -> dict[str, Any] | None:
     """Generate the missing texts of a folder on all processes, and write report.md.
 
-    Args:
-        job: Text to generate.
-        bar: Progress display.
-        halt: Called on all processes together from time to time; it raises to stop the generation.
-
-    Returns:
-        The report on the first process (see `report_of`), None on the others.
+    All processes call `halt` together from time to time; it raises to stop the generation. Return
+    the report (see `report_of`) on the first process, None on the others.
     """
     total = job.settings.num_samples
     task = bar.add_task("generated text", total=total, numbers="")

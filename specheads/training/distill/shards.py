@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from specheads.core.errors import InputError, printable
-from specheads.core.files import as_json, write_atomic
+from specheads.core.files import write_atomic
 from specheads.data.documents import Documents
 
 MARK = "fingerprint.json"
@@ -44,18 +44,12 @@ def refuse_other_text(folder: Path, claim: dict[str, Any]) -> None:
     except (ValueError, TypeError, RecursionError):
         raise _damaged(mark, folder) from None
     for name, value in json.loads(json.dumps(claim)).items():
-        # folders of earlier versions have no base_config
-        if before.get(name, value if name == "base_config" else None) != value:
+        if before.get(name) != value:
             raise InputError(
                 "self-distilled text needs the base, data and settings that generated it: "
                 f"{folder} was generated with {name} {before.get(name)}, got {value}; use the "
                 "same settings, or choose another folder"
             )
-
-
-def claim_folder(folder: Path, claim: dict[str, Any]) -> None:
-    """Write what determines the text of a folder; processes of one run write the same."""
-    write_atomic(folder / MARK, as_json(claim))
 
 
 def missing_blocks(folder: Path, size: int, total: int) -> dict[int, range]:
@@ -82,11 +76,7 @@ def write_shard(folder: Path, block: int, rows: list[dict[str, Any]]) -> None:
 
 
 def read_shards(folder: Path, num_samples: int) -> pa.Table:
-    """Return the rows of the texts with numbers below `num_samples`, including dropped texts.
-
-    Raises:
-        ValueError: Texts are missing or damaged.
-    """
+    """Return the rows of the texts with numbers below `num_samples`, including dropped texts."""
     files = sorted(folder.glob("shard-*.parquet"), key=lambda file: int(file.stem[6:]))
     table = pa.concat_tables([SCHEMA.empty_table(), *map(_read, files)])
     table = table.filter(pc.field("number") < num_samples)
@@ -99,11 +89,7 @@ def read_shards(folder: Path, num_samples: int) -> pa.Table:
 
 
 def read_text(folder: Path, num_samples: int) -> Documents:
-    """Return the texts of a folder with numbers below `num_samples`, except dropped ones.
-
-    Raises:
-        ValueError: Texts are missing or damaged, or all were dropped.
-    """
+    """Return the texts of a folder with numbers below `num_samples`, except dropped ones."""
     table = read_shards(folder, num_samples).filter(pc.field("turns") > 0)
     if not table.num_rows:
         raise InputError(
@@ -142,9 +128,8 @@ def _damaged(file: Path, remove: Path) -> InputError:
 
 # --- report ------------------------------------------------------------------------------------
 
-NUM_SAMPLES = 5
-MAX_CHARACTERS = 1200
-"""Maximum characters of a sample."""
+NUM_SAMPLES, MAX_CHARACTERS = 5, 1200
+"""Samples, and the maximum characters of each."""
 QUANTILES = (0, 10, 50, 90, 100)
 
 
@@ -157,45 +142,36 @@ def report_of(
     """Return the report on the texts of a folder; the speed is None if nothing was generated.
 
     `dropped` counts texts without a kept answer by the fault of the first answer, `cut` kept texts
-    that end early by the fault of the next answer.
+    that end early by the fault of the next answer. `lengths` has quantiles of the generated tokens.
     """
     table = read_shards(folder, num_samples)
     kept = table.filter(pc.field("turns") > 0)
-    masks = [np.asarray(row.values) for row in kept["loss_mask"]]
-    generated = [int(mask.sum()) for mask in masks]
+    generated = [sum(mask) for mask in kept["loss_mask"].to_pylist()]
     rows = np.linspace(0, kept.num_rows - 1, min(NUM_SAMPLES, kept.num_rows)).astype(int).tolist()
-    shown = kept.take(rows).to_pylist()
     return {
         "requested": num_samples,
         "kept": len(kept["number"].unique()),
         "dropped": _faults(table.filter(pc.field("turns") == 0)),
         "cut": _faults(kept),
-        "turns": sum(kept["turns"].to_pylist()),
+        "answers": sum(kept["turns"].to_pylist()),
         "tokens": sum(generated),
-        "prompt_tokens": sum(map(len, masks)) - sum(generated),
         "lengths": {f"{one} %": int(np.percentile(generated or [0], one)) for one in QUANTILES},
-        "tokens_per_second": tokens_per_second,
-        "samples": {row["number"]: printable(decode(row["tokens"])) for row in shown},
+        "tokens_per_second": tokens_per_second and round(tokens_per_second),
+        "samples": {
+            row["number"]: printable(decode(row["tokens"])) for row in kept.take(rows).to_pylist()
+        },
     }
 
 
 def as_markdown(report: dict[str, Any]) -> str:
     """Return the report as Markdown."""
-    speed = report["tokens_per_second"]
-    lengths = ", ".join(f"{share}: {tokens:,}" for share, tokens in report["lengths"].items())
-    lines = [
-        "# Self-distilled text",
-        "",
-        f"- requested: {report['requested']:,} texts",
-        f"- kept: {report['kept']:,} texts with {report['turns']:,} answers",
-        f"- dropped: {_counts(report['dropped'])}",
-        f"- truncated: {_counts(report['cut'])}",
-        f"- tokens: {report['tokens']:,} generated, {report['prompt_tokens']:,} of prompts",
-        f"- generated tokens per text, quantiles: {lengths}",
-        f"- speed: {f'{speed:,.0f} tokens/s' if speed else 'not measured'}",
-        "",
-        "## Samples",
-    ]
+    lines = ["# Self-distilled text", ""]
+    for name, value in report.items():
+        if name != "samples":
+            if isinstance(value, dict):
+                value = ", ".join(f"{one}: {count:,}" for one, count in value.items())
+            lines.append(f"- {name.replace('_', ' ')}: {value or 'none'}")
+    lines += ["", "## Samples"]
     for number, text in report["samples"].items():
         shown = text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ..."
         lines += ["", f"Text {number}:", "", "~~~~", shown.replace("~~~~", "~~~"), "~~~~"]
@@ -204,8 +180,3 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 def _faults(table: pa.Table) -> dict[str, int]:
     return dict(Counter(fault for fault in table["fault"].to_pylist() if fault).most_common())
-
-
-def _counts(counts: dict[str, int]) -> str:
-    found = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
-    return f"{sum(counts.values()):,} ({found})" if found else "none"

@@ -15,7 +15,8 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
-from specheads.training.distill.engines import GenerationRequest, TextEngine, openai
+from specheads.training.distill import build
+from specheads.training.distill.engines import GenerationRequest, TextEngine
 from specheads.training.settings import Distill
 from tests.servers import VLLM, free_port, served
 
@@ -73,12 +74,10 @@ def main() -> None:
     """Generate with vLLM offline in a separate process; the answer is its last line."""
     import vllm  # pyright: ignore[reportMissingImports]
 
-    from specheads.training.distill.engines import vllm as ours
-
     # compiling takes longer than everything else for this small base
     whole = vllm.LLM  # pyright: ignore[reportAttributeAccessIssue]
     vllm.LLM = lambda **settings: whole(enforce_eager=True, **settings)  # pyright: ignore
-    engine = ours.build(Distill(num_samples=8, batch_size=3), base(), max_length=256)
+    engine = build(Distill(num_samples=8, batch_size=3, engine="vllm"), base(), max_length=256)
     out: dict[str, Any] = {"greedy": write(engine, asks(Sampling()))}
     drawn = asks(Sampling(temperature=1.0, top_p=0.9, seed=4))
     out["drawn"] = write(engine, drawn)
@@ -129,11 +128,11 @@ def settings(url, monkeypatch):
 
 
 def test_real_server_returns_the_bases_token_ids(settings):
-    assert write(openai.build(settings, base()), asks(Sampling())) == expected()
+    assert write(build(settings, base()), asks(Sampling())) == expected()
 
 
 def test_real_server_samples_by_seed(settings):
     drawn = asks(Sampling(temperature=1.0, top_k=50, min_p=0.02, seed=4))
-    first = write(openai.build(settings, base()), drawn)
-    assert write(openai.build(replace(settings, batch_size=2), base()), drawn) == first
+    first = write(build(settings, base()), drawn)
+    assert write(build(replace(settings, batch_size=2), base()), drawn) == first
     assert first != expected()

@@ -9,7 +9,7 @@ import pytest
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
 from specheads.training.distill.engines import Answer
-from specheads.training.distill.run import fault, write_text
+from specheads.training.distill.run import fault_of, write_text
 from specheads.training.distill.shards import read_shards, read_text, report_of
 from specheads.training.settings import Distill
 from tests.training.distill.pens import SETTINGS, Pen, Talks, job, rows, shards, write
@@ -202,8 +202,7 @@ def test_faulty_answer_ends_the_text_and_is_counted(tmp_path: Path):
     assert len(told["samples"]) == 5
     assert told["lengths"]["0 %"] == 4
     assert told["lengths"]["100 %"] == 12
-    tokens = sum(len(row["tokens"]) for row in rows(tmp_path))
-    assert told["tokens"] + told["prompt_tokens"] == tokens
+    assert told["tokens"] == sum(sum(row["loss_mask"]) for row in rows(tmp_path))
 
 
 def test_fully_dropped_text_is_refused(tmp_path: Path):
@@ -252,5 +251,5 @@ def test_faults_are_found_whatever_ended_the_answer(tokens, finish, found):
     def decode(ids: list[int]) -> str:
         return "".join(" " if one == 0 else "x" for one in ids)
 
-    assert fault(Answer(0, tokens, finish), ALL, (2,), decode) == found
-    assert fault(Answer(0, tokens, finish), (), (2,), decode) == ""
+    assert fault_of(Answer(0, tokens, finish), ALL, (2,), decode) == found
+    assert fault_of(Answer(0, tokens, finish), (), (2,), decode) == ""
