@@ -42,7 +42,7 @@ from specheads.measure.compare import ratios
 from specheads.measure.results import Comparison, Gain, Rate, Results, Speed, read
 from specheads.measure.summary import context_rows, summary
 from specheads.measure.tables import with_interval
-from specheads.runs.provenance import Git, Provenance
+from specheads.runs.provenance import Provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 CONDITIONS = "One request at a time, temperature 0. Brackets are 95 % intervals over prompts."
@@ -404,9 +404,6 @@ def card(results: Results | None) -> str:
     versions = ", ".join(f"{x} {made.versions[x]}" for x in ("specheads", "torch", "transformers"))
     decoding = f"{how.max_new_tokens} new tokens, temperature {how.temperature:g}, {how.dtype}"
     rows = summary(replace(results, base=replace(results.base, name=base_name(results.base.name))))
-    if replay := results.replay:
-        name = f"offline replay equals decoding, {replay.get('tree', 'chain')}"
-        rows.append((name, "yes" if replay["equal"] else "no"))
     if speed := results.speed:
         rows.append(("peak memory", f"{speed.peak_gib:.2f} GiB"))
     rows += [
@@ -416,10 +413,10 @@ def card(results: Results | None) -> str:
     return table(("what", "measured"), rows)
 
 
-def _commit(git: Git | None) -> str:
+def _commit(git: Mapping[str, Any] | None) -> str:
     if git is None:
         return "outside a checkout"
-    return f"`{git.commit[:12]}`" + (" and uncommitted changes" if git.dirty else "")
+    return f"`{git['commit'][:12]}`" + (" and uncommitted changes" if git["dirty"] else "")
 
 
 def rate(found: Rate | None) -> str:
