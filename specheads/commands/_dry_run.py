@@ -19,9 +19,6 @@ from specheads.training.plan import Setup, plan
 from specheads.training.processes import accelerator_of_environment
 from specheads.training.settings import distilled
 
-MAX_TOKENS = 2048
-"""Tokens printed of a document."""
-
 
 def setup_of(settings: Train) -> Setup:
     """Return what the plan of a training needs to know."""
@@ -94,7 +91,4 @@ def _show(
     for place, (tokens, loss_mask) in enumerate(rows, start=1):
         counts = f"{len(tokens):,} tokens, {sum(loss_mask):,} in the loss"
         console.print(f"\n--- {place} of {len(rows)}: {counts}")
-        shown = marked(tokenizer, tokens[:MAX_TOKENS], loss_mask[:MAX_TOKENS])
-        console.print(printable(shown))
-        if len(tokens) > MAX_TOKENS:
-            console.print(f"... and {len(tokens) - MAX_TOKENS:,} more tokens")
+        console.print(printable(marked(tokenizer, tokens, loss_mask)))
