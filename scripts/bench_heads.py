@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
-from specheads.commands._library import read_run
+from specheads.commands._call import read_run
 from specheads.config.commands import Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line

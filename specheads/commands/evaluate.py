@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from specheads.base.model import FrozenBase
-from specheads.commands._call import settings_for
-from specheads.commands._library import SettingsWithEvaluation, load_base, objects, own
+from specheads.commands._call import read_run, settings_for
+from specheads.commands._library import SettingsWithEvaluation, load_base, objects
 from specheads.config.commands import Evaluate, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -61,7 +61,10 @@ def evaluate(
     if settings.out:
         writable_folder(settings.out)
     if settings.run:
-        made, trained = own(settings)
+        made = RunDirectory(Path(settings.run))
+        names = ("seed", "base", "tree", "evaluation")
+        changes = {name: getattr(settings, name) for name in names}
+        trained = replace(read_run(made.config, Train), **changes)
         base = base or load_base(settings)
         return measure_run(made, trained, base, settings.out, force=settings.force)
     base, head = objects(settings, base)

@@ -51,7 +51,8 @@ def _points(rows: Rows, key: str, across: str = "step") -> tuple[list[Any], list
 
 def _by_depth(axes: Axes, rows: Rows, prefix: str, **style: Any) -> None:
     """Draw a curve for each depth over steps; deeper ones are paler."""
-    depths = {int(key.removeprefix(prefix)) for row in rows for key in row if prefix in key}
+    keys = {key for row in rows for key in row if key.startswith(prefix)}
+    depths = {int(key.removeprefix(prefix)) for key in keys}
     for depth in sorted(depths):
         shade = 0.75 - 0.45 * depth / max(*depths, 1)
         how = {"color": ORANGE, "alpha": shade, "linewidth": 1, "label": f"depth {depth + 1}"}

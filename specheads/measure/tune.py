@@ -207,43 +207,30 @@ def time_finals(
         for turn in bar(range(turns), "step times", generation.progress)
     ]
     seconds = [statistics.fmean(one.seconds for one in each) for each in zip(*points, strict=True)]
-    tried = []
+    tried, prompts = [], [one.prompt for one in texts.judged]
+    how = replace(generation, batch_size=8, sources=tuple(one.source for one in texts.judged))
     for (_, tree), step in zip(methods, seconds, strict=True):
-        overhead, counts = (
-            step / seconds[0],
-            rate(judged_counts(base, head, tree, texts, generation)),
-        )
+        if fixed_tree(tree) is not None:
+            counts = [replay(one.ranks, tree, one.source, one.text) for one in texts.judged]
+        else:
+            decoded = decode_prompts(base, head, prompts, replace(how, tree=tree))
+            counts = [one.counts for one in decoded]
+        overhead, found = step / seconds[0], rate(counts)
         row = Tried(
             batch=batch,
             context=texts.context,
             tree=tree.name,
             num_nodes=tree.num_nodes,
             depth=tree.depth,
-            tokens_per_forward=counts.tokens_per_forward,
+            tokens_per_forward=found.tokens_per_forward,
             step_overhead=overhead,
-            speedup=counts.tokens_per_forward / overhead,
-            interval=[bound / overhead for bound in counts.interval],
+            speedup=found.tokens_per_forward / overhead,
+            interval=[bound / overhead for bound in found.interval],
         )
         tried.append(row)
     fastest = max(range(len(tried)), key=lambda index: tried[index].speedup)
     tried[fastest] = replace(tried[fastest], chosen=True)
     return tried, _tuned_tree(tried[fastest], methods[fastest][1])
-
-
-def judged_counts(
-    base: FrozenBase,
-    head: Head,
-    tree: policies.TreePolicy,
-    texts: TuningTexts,
-    generation: GenerationSettings,
-) -> list[DepthCounts]:
-    """Return the counts of each judged text: by replay if the tree is fixed, else decoded."""
-    if fixed_tree(tree) is not None:
-        return [replay(one.ranks, tree, one.source, one.text) for one in texts.judged]
-    sources = tuple(one.source for one in texts.judged)
-    how = replace(generation, tree=tree, batch_size=8, sources=sources)
-    prompts = [one.prompt for one in texts.judged]
-    return [one.counts for one in decode_prompts(base, head, prompts, how)]
 
 
 def _tuned_tree(row: Tried, tree: policies.TreePolicy) -> TunedTree:
