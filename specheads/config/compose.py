@@ -28,20 +28,10 @@ def command_of(schema: type) -> str:
 
 SCHEMAS: dict[str, type] = {
     command_of(kind): kind
-    for kind in (
-        commands.Train,
-        commands.Distill,
-        commands.Evaluate,
-        commands.Compare,
-        commands.Chat,
-        commands.Tune,
-        commands.Export,
-        commands.Push,
-        commands.Simulate,
-        commands.ServeFeatures,
-    )
+    for kind in vars(commands).values()
+    if getattr(kind, "__module__", "") == commands.__name__
 }
-
+"""The settings of each command by its name: every class of `commands`."""
 EVALUATION = {item.name: f"evaluation.{item.name}" for item in fields(Evaluation)}
 HEAD = {"head": "head_path", "base": "base.model"}
 # Hydra adds names to a mapping only after a plus
