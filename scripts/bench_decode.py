@@ -4,16 +4,10 @@
     python scripts/bench_decode.py --base llama-8b --device cuda   a random base of that shape
     python scripts/bench_decode.py --parts steps batch --out FILE  some parts; keep the numbers
 
-Parts
-    steps     a step over n nodes against bare forwards of the model
-    compiled  the same with compiled graphs, against eager
-    batch     tokens/s of the base alone and with planted drafts, by batch
-    drafts    the time of drafting chains, for heads with random weights
-    alone     milliseconds per token of the base alone and of transformers' generate
-    engine    tokens/s of the engine over a paged cache: alone, with a head, with goodput
-
+Parts are `steps` (a step over n nodes against bare forwards), `batch` (tokens/s alone and with
+planted drafts), `drafts` (drafting with random heads), `alone` (the base alone, eager and compiled,
+against transformers' generate) and `engine` (a paged cache: alone, with a head, with goodput).
 Sides of a comparison take turns; ratios carry 95 % bootstrap intervals over turns.
-`scripts/gpu.py` runs the same parts at the sizes of a GPU.
 """
 
 import argparse
@@ -60,7 +54,6 @@ class Bench:
     context: int = 64
     """Tokens of a prompt."""
     nodes: Sequence[int] = (1, 4, 8, 16, 32)
-    compiled_nodes: Sequence[int] = (1, 32)
     batches: Sequence[int] = (1, 2, 4, 8, 16)
     new_tokens: int = 48
     turns: int = 12
@@ -117,8 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads or torch.get_num_threads())
     base = load_base(options.base, options.device, options.dtype)
-    sizes = {name: value for name, value in vars(options).items() if name in usual}
-    bench = Bench(**sizes | {"base": base, "compiled_nodes": options.nodes})
+    names = "context", "new_tokens", "turns", "nodes", "batches"
+    sizes = {name: getattr(options, name) for name in names}
+    bench = Bench(base, **sizes)
     results: dict[str, Any] = {"schema": 2, "parameters": base.num_parameters, **sizes}
     results |= {"base": nearby(base.name), "dtype": dtype_name(base.dtype)}
     results |= {"device": base.device.type, **to_json(provenance())}
@@ -159,38 +153,9 @@ def steps(bench: Bench) -> list[dict[str, Any]]:
     ]
 
 
-@torch.inference_mode()
-def compiled(bench: Bench) -> list[dict[str, Any]]:
-    """Return the time of a compiled step over n nodes, against eager and over a single node."""
-    graphs = FrozenBase(bench.base.model, compile=True, owned=False)
-    prompt, device = bench.prompt(), bench.base.device
-    sides: Sides = {}
-    first: dict[int, float] = {}
-    for nodes in sorted({1, *bench.compiled_nodes}):
-        step = stepper(bench, prompt, nodes, graphs)
-        first[nodes] = seconds_of(device, step)
-        # what compiling takes is in the log even if this is stopped here
-        print(f"compiled, {nodes} nodes: first step {first[nodes]:.1f} s", flush=True)
-        sides |= {f"compiled {nodes}": step, f"eager {nodes}": stepper(bench, prompt, nodes)}
-    times = take_turns(device, sides, bench.turns)
-    median = {name: statistics.median(taken) for name, taken in times.items()}
-    return [
-        {
-            "nodes": nodes,
-            "first_step_seconds": seconds,
-            "step_milliseconds": 1e3 * median[f"compiled {nodes}"],
-            "over_eager": median[f"compiled {nodes}"] / median[f"eager {nodes}"],
-            "over_compiled_step_of_1": median[f"compiled {nodes}"] / median["compiled 1"],
-        }
-        for nodes, seconds in first.items()
-    ]
-
-
-def stepper(
-    bench: Bench, prompt: list[int], nodes: int, base: FrozenBase | None = None
-) -> Callable[[], Any]:
+def stepper(bench: Bench, prompt: list[int], nodes: int) -> Callable[[], Any]:
     """Return what takes one step with drafts that are hardly ever right."""
-    base = base or bench.base
+    base = bench.base
     # a tree of at most four levels: a chain, and siblings all along it
     paths = [(0,) * depth + (rank,) for rank in range(nodes) for depth in range(4)]
     policy = policies.Static(sorted(paths[: nodes - 1]), "caterpillar")
@@ -283,11 +248,15 @@ def alone(bench: Bench) -> dict[str, dict[str, float]]:
     base, found = bench.base, {}
     graphs = FrozenBase(base.model, compile=True, owned=False)
     static = {"cache_implementation": "static"}
+
+    def ours(base: FrozenBase, count: int) -> Any:
+        return generate(base, None, [bench.prompt()], max_new_tokens=count, stop_at_eos=False)
+
     arms: dict[str, Callable[[int], Any]] = {
-        "base_compiled": partial(_ours, bench, graphs),
+        "base_compiled": partial(ours, graphs),
         # transformers compiles a static cache by itself
         "transformers_static_compiled": partial(_transformers, bench, **static),
-        "base_eager": partial(_ours, bench, base),
+        "base_eager": partial(ours, base),
         "transformers_eager": partial(_transformers, bench),
     }
     for name, run in arms.items():
@@ -299,15 +268,11 @@ def alone(bench: Bench) -> dict[str, dict[str, float]]:
     for _ in range(3):
         for name, run in arms.items():
             # the prompt is read in both, so the difference is decoding alone
-            seconds = [seconds_of(base.device, partial(run, count)) for count in (short, long)]
-            times[name].append((seconds[1] - seconds[0]) / (long - short))
+            few, many = (seconds_of(base.device, partial(run, count)) for count in (short, long))
+            times[name].append((many - few) / (long - short))
     for name, taken in times.items():
         found[name]["milliseconds_per_token"] = 1e3 * statistics.median(taken)
     return found
-
-
-def _ours(bench: Bench, base: FrozenBase, count: int) -> Any:
-    return generate(base, None, [bench.prompt()], max_new_tokens=count, stop_at_eos=False)
 
 
 def _transformers(bench: Bench, count: int, **how: Any) -> Any:
@@ -394,7 +359,6 @@ def _run_engine(
 
 PARTS: dict[str, Callable[[Bench], Any]] = {
     "steps": steps,
-    "compiled": compiled,
     "batch": lambda bench: [batch_row(bench, size) for size in bench.batches],
     "drafts": lambda bench: {kind: draft_times(bench, kind) for kind in bench.heads},
     "alone": alone,

@@ -9,20 +9,16 @@
 
 A file has `recipe`; `train`, overrides of all trainings; `variants`, the overrides of each by name;
 `compare`, overrides of `specheads compare` by the name of a comparison; and maybe `heads`, folders
-of heads that were trained elsewhere, such as speculators', to be compared too. In an override {out}
-stands for --out and {text} for --text, the generated text that the variants share. Every part is a
-command of `specheads` in its own process. Finished parts are not repeated, so an interrupted call
-resumes. OUT/FILE.json has the variants, what each training took, and all comparisons; --record
-copies it into the recipe's folder and updates the tables. Training speed is read from the log of
-each run, so nothing else should run at the same time.
+of heads that were trained elsewhere. {out} and {text} stand for --out and --text, the generated
+text that the variants share. Finished parts are not repeated. OUT/FILE.json has the variants, what
+each training took, and all comparisons; --record copies it into the recipe's folder and updates the
+tables. Training speed is read from the logs, so nothing else should run at the same time.
 
---speculators trains the EAGLE-3 of the speculators library on the training text of a run. Model,
-loss, optimizers, learning rates, clipping and document layout are those of speculators, with the
-defaults of its command line (--set changes them). The base's forward, the order of batches, the
-loss mask, the draft vocabulary and the depth are those of the run. OUT is the folder that
-speculators saves, which `load_head` reads, with the training settings in training.json.
-Differences to speculators: each batch of the run is read once; the first labels of a document are
-left out if some depths cannot predict them within it; weights are saved in float32.
+--speculators trains the EAGLE-3 of the speculators library on the training text of a run: its
+model, loss, optimizers and document layout, with the defaults of its command line (--set changes
+them). The base's forward, the order of batches, the loss mask, the draft vocabulary and the depth
+are those of the run. `load_head` reads OUT. Other than there, each batch is read once, the first
+labels of a document that some depths cannot predict are left out, and weights are float32.
 """
 
 # speculators is in no environment of ours
@@ -49,7 +45,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
-from specheads.commands._library import read_run
+from specheads.commands._call import read_run
 from specheads.config.commands import Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line

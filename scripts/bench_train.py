@@ -1,19 +1,11 @@
 """Time an optimizer step against its floor: what its matrix products alone would take.
 
     python scripts/bench_train.py                                    tiny_code and SmolLM2, here
-    python scripts/bench_train.py --bases smollm2 --heads eagle3     one of them
-    python scripts/bench_train.py --bases llama-8b granite-8b --device cuda --plain
-    python scripts/bench_train.py --out FILE                         keep the numbers
+    python scripts/bench_train.py --bases llama-8b --heads eagle3 --device cuda --plain --out FILE
 
-The step is the trainer's own: a frozen base reads packed documents, a head learns from it, its
-optimizers take the gradients. The floor is that of specheads/training/log.py: the products of
-one forward of the base without logits, of the head's forward and backward, and of the vocabulary
-where labels count, at the rate at which this machine multiplies large matrices of that dtype.
-Steps and the measuring of that rate take turns, so a machine that slows down slows both;
-ratios carry 95 % bootstrap intervals over turns.
-
---plain adds the step as one would write it without this library: the base's logits at every
-position, those of all depths at once, and autograd. It takes turns with the other two.
+The step is the trainer's own. The floor is that of specheads/training/log.py at the rate at which
+this machine multiplies large matrices; steps and that measurement take turns. --plain adds the step
+as one would write it without this library: logits at every position and depth, and autograd.
 """
 
 import argparse
@@ -28,7 +20,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
@@ -113,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for kind in options.heads:
             bench = bench_of(base, kind, options.batch_size, options.sequence_length)
             rows.append({"base": name} | measure(bench, options.turns, plain=options.plain))
-            _show(rows[-1])
+            print(json.dumps(rows[-1]), flush=True)
         del base
     table = {"schema": 1, "threads": torch.get_num_threads(), "rows": rows}
     if options.out:
@@ -283,58 +274,40 @@ def loss_memory(base: FrozenBase, rows: int, depth: int = 5) -> dict[str, Any]:
     Peak extra memory is that of one forward and backward without inputs and gradients; it is
     measured on CUDA only. The loss is soft_cross_entropy with one projection for all depths.
     """
+    torch.manual_seed(0)
+    device, shape = base.device, (base.vocab_size, base.width)
+    how: dict[str, Any] = {"device": device, "dtype": base.dtype}
+    states = [torch.randn(rows, base.width, **how).requires_grad_() for _ in range(depth)]
+    own, frozen = (torch.randn(shape, **how).mul_(base.width**-0.5) for _ in range(2))
+    labels, hidden = torch.randint(shape[0], (rows,), device=device), torch.randn_like(states[0])
+    targets = Targets(labels, hidden, partial(F.linear, weight=frozen))
+    own.requires_grad_()
+
+    def fused() -> None:
+        pairs = [(own, None)] * depth
+        depth_loss(states, pairs, targets, kind="soft_cross_entropy").total.backward()
+
+    def dense() -> None:
+        with torch.no_grad():
+            wanted = F.linear(hidden, frozen).float().softmax(-1)
+        logits = torch.stack([F.linear(state, own) for state in states]).float()
+        torch.stack([F.cross_entropy(one, wanted) for one in logits]).sum().backward()
+
     found: dict[str, Any] = {"rows": rows, "vocab": base.vocab_size, "depth": depth}
-    for name, loss in (("fused", _fused), ("dense", _dense)):
+    for name, loss in (("fused", fused), ("dense", dense)):
         try:
-            problem = _loss_problem(base, rows, depth)
-            if base.device.type == "cuda":
-                found[f"{name}_gib"] = _peak_of_a_loss(loss, problem)
-            step = partial(_backward, loss, problem)
-            times = [seconds_of(base.device, step) for _ in range(3)]
-            found[f"{name}_seconds"] = statistics.median(times[1:])
+            # the first call allocates the gradients
+            loss()
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                loss()
+                found[f"{name}_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+            times = [seconds_of(device, loss) for _ in range(2)]
+            found[f"{name}_seconds"] = statistics.median(times)
         except torch.OutOfMemoryError:
             found[f"{name}_seconds"] = None
     return found
-
-
-def _loss_problem(base: FrozenBase, rows: int, depth: int) -> tuple[list[Tensor], Tensor, Targets]:
-    """Return random states of each depth, a vocabulary projection, and targets."""
-    torch.manual_seed(0)
-    how: dict[str, Any] = {"device": base.device, "dtype": base.dtype}
-    states = [torch.randn(rows, base.width, **how).requires_grad_() for _ in range(depth)]
-    own, frozen = (
-        torch.randn(base.vocab_size, base.width, **how).mul_(base.width**-0.5) for _ in range(2)
-    )
-    labels = torch.randint(base.vocab_size, (rows,), device=base.device)
-    hidden = torch.randn(rows, base.width, **how)
-    return states, own.requires_grad_(), Targets(labels, hidden, partial(F.linear, weight=frozen))
-
-
-def _fused(problem: tuple[list[Tensor], Tensor, Targets]) -> Tensor:
-    states, own, targets = problem
-    return depth_loss(states, [(own, None)] * len(states), targets, kind="soft_cross_entropy").total
-
-
-def _dense(problem: tuple[list[Tensor], Tensor, Targets]) -> Tensor:
-    states, own, targets = problem
-    with torch.no_grad():
-        wanted = targets.project(targets.base_hidden).float().softmax(-1)
-    logits = torch.stack([F.linear(state, own) for state in states]).float()
-    return torch.stack([F.cross_entropy(one, wanted) for one in logits]).sum()
-
-
-def _backward(loss: Callable[[Any], Tensor], problem: Any) -> None:
-    loss(problem).backward()
-
-
-def _peak_of_a_loss(loss: Callable[[Any], Tensor], problem: Any) -> float:
-    """Return the peak GiB above inputs and their gradients."""
-    _backward(loss, problem)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    _backward(loss, problem)
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
 def seconds_of(device: torch.device, act: Callable[[], object]) -> float:
@@ -358,21 +331,6 @@ def take_turns(
                 times[name].append(seconds)
         after()
     return times
-
-
-def _show(row: dict[str, Any]) -> None:
-    # it needs rich, which what only measures does without
-    from specheads.measure.tables import with_interval
-
-    over = with_interval(row["over_floor"], row["interval"])
-    text = (
-        f"{row['base']} {row['head']}: {row['tokens_per_second']:,.0f} tokens/s, "
-        f"{over} times the floor, MFU {row['mfu']:.2f}, peak {row['peak_gib']:.2f} GiB"
-    )
-    if row.get("plain_over_step"):
-        plain = with_interval(row["plain_over_step"], row["plain_interval"])
-        text += f"; without this library {plain} times as long"
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,14 @@
 """Measure everything that needs a GPU in one call.
 
     python scripts/gpu.py --out DIR --minutes 8                      every stage, on CUDA
-    python scripts/gpu.py --out DIR --stages decode train            some stages
     python scripts/gpu.py --out DIR --stages smollm2 --model FOLDER  the quickstart on your model
     python scripts/gpu.py --out DIR --device cpu --tiny              a rehearsal on a CPU
 
-Stages
-    tests    pytest -m gpu
-    decode   a step against a bare forward, drafting time, tokens/s by batch; llama-8B shape
-    train    training steps: tokens/s, MFU, peak memory against the plan; llama-8B, granite-8B shape
-    smollm2  the quickstart: distill, train, tune, evaluate
-    engine   the engine over a paged cache, by batch and context, with and without a head
-
-Each stage runs in a process of its own and has a share of the time that is left. It rewrites
-DIR/STAGE.json after every number, so a stage that is stopped keeps what it measured. Output and
-tracebacks are in DIR/STAGE.log. A failed stage does not stop the next one. The exit code is 0 when
-all stages passed, 1 otherwise.
+Stages are `tests` (pytest -m gpu), `decode` (scripts/bench_decode.py at llama-8B shape), `train`
+(training steps, their memory against the plan), `smollm2` (the quickstart) and `engine` (a paged
+cache, by batch and context). Each runs in a process of its own for a share of the time that is left
+and rewrites DIR/STAGE.json after every number, so a stage that is stopped keeps what it measured.
+Output and tracebacks are in DIR/STAGE.log. The exit code is 0 when all stages passed, 1 otherwise.
 """
 
 import argparse
@@ -51,7 +44,6 @@ class Sizes:
     train_bases: tuple[str, ...] = ("llama-8b", "granite-8b")
     context: int = 512
     nodes: tuple[int, ...] = (1, 8, 16, 32, 64)
-    compiled_nodes: tuple[int, ...] = (1, 32)
     batches: tuple[int, ...] = (1, 8, 32, 64)
     new_tokens: int = 48
     turns: int = 12
@@ -66,7 +58,7 @@ class Sizes:
 
 TINY = Sizes(
     **{"decode_base": "tiny", "train_bases": ("tiny",), "context": 24, "nodes": (1, 4)},
-    **{"compiled_nodes": (2,), "batches": (1, 2), "new_tokens": 6, "turns": 2, "sequences": 2},
+    **{"batches": (1, 2), "new_tokens": 6, "turns": 2, "sequences": 2},
     **{"sequence_length": 32, "draft_tokens": 64, "loss_rows": 32, "contexts": (16, 40)},
     **{"engine_batches": (1, 2), "engine_steps": 3},
 )
@@ -254,9 +246,6 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-# ---------------------------------------------------------------------------------------- tests
-
-
 def tests(report: Report) -> None:
     """Run pytest -m gpu; keep the counts while it runs."""
     import pytest
@@ -278,9 +267,6 @@ def tests(report: Report) -> None:
         report.failed["pytest"] = f"exit code {int(code)}, {counts['failed']} tests failed"
     text = ", ".join(f"{count} {name}" for name, count in counts.items())
     report.row("gpu tests", text, f"all {sum(counts.values())} pass")
-
-
-# --------------------------------------------------------------------------------------- decode
 
 
 def bench_of(report: Report) -> Any:
@@ -323,13 +309,6 @@ def decode(report: Report) -> None:
         report.row(what, f"{ratio:.2f}", "at least 1")
         for name, milliseconds in each.items():
             report.row(f"ms per token: {name.replace('_', ' ')}", f"{milliseconds:.2f}")
-    for row in report.part("compiled", bench_decode.compiled, bench, seconds=30) or []:
-        aim = "at most 1.15" if row["nodes"] == 32 else ""
-        over = f"{row['over_compiled_step_of_1']:.3f}"
-        report.row(f"compiled step over {row['nodes']} nodes / over 1", over, aim)
-
-
-# ---------------------------------------------------------------------------------------- train
 
 
 def train(report: Report) -> None:
@@ -405,9 +384,6 @@ def planned_gib(base: Any, bench: Any) -> float:
         return plan(setup_of(settings), bench.stepper.accelerator)["peak_bytes"] / 2**30
 
 
-# -------------------------------------------------------------------------------------- smollm2
-
-
 def smollm2(report: Report) -> None:
     """Run the quickstart, and keep its results.json."""
     from specheads.measure.tables import with_interval
@@ -437,12 +413,10 @@ def smollm2(report: Report) -> None:
     report.row("quickstart: tokens/s alone, with head", rates)
 
 
-# --------------------------------------------------------------------------------------- engine
-
-
 def engine(report: Report) -> None:
     """Time the engine over a paged cache: alone, with a head, and with goodput."""
     import bench_decode
+    import torch
 
     bench, sizes = bench_of(report), report.sizes
     head = bench.head("mlp_speculator")
@@ -454,7 +428,8 @@ def engine(report: Report) -> None:
     for context in sizes.contexts:
         for batch in sizes.engine_batches:
             name = f"batch_{batch}_context_{context}"
-            if not fits(bench.base, batch * (context + 256)):
+            free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else float("inf")
+            if 1.3 * batch * (context + 256) * bench.base.slot_bytes > free:
                 report.skipped[name] = "the cache does not fit"
                 continue
             # three times reading all prompts
@@ -464,16 +439,6 @@ def engine(report: Report) -> None:
             if row is not None:
                 rates = [f"{arm} {row[arm]['tokens_per_second']:,.0f}" for arm in row["arms"]]
                 report.row(f"engine tokens/s, batch {batch}, context {context}", ", ".join(rates))
-
-
-def fits(base: Any, slots: int) -> bool:
-    """Return whether the device has free memory for so many slots of keys and values."""
-    import torch
-
-    if base.device.type != "cuda":
-        return True
-    free, _ = torch.cuda.mem_get_info(base.device)
-    return 1.3 * slots * base.slot_bytes < free
 
 
 STAGES: dict[str, Callable[[Report], None]] = {

@@ -5,20 +5,14 @@
 
 Only the text between `<!-- NAME -->` and `<!-- /NAME -->` is written:
 
-    page                NAME          source
-    a recipe's card     results       results.json
-                        sets          */results.json, one row per further prompt set
-                        ways          */compare.json of `specheads compare`, one row per drafter
-                        served        serve.json of scripts/bench_serve.py
-                        speculators   speculators.json, heads trained by another library
-                        ablations     ablations.json, heads that differ in one setting
-                        contexts      contexts*.json of `specheads evaluate contexts=[...]`
-    recipes/README.md   results       results.json of every recipe
-                        heads         heads.json of scripts/bench_heads.py
-    recipes/gpu         gpu           *.json of scripts/gpu.py
-    docs/load.md        load          load.json of the published head, by scripts/bench_serve.py
-    docs/export_matrix  matrix        the layouts of specheads/export/layouts/
-    README.md           results       the quickstart, the published head, and the same head in vLLM
+    a recipe's card     results (results.json), sets (*/results.json), ways (*/compare.json), served
+                        (serve.json of bench_serve.py), speculators and ablations (NAME.json),
+                        contexts (contexts*.json of `specheads evaluate contexts=[...]`)
+    recipes/README.md   results (of every recipe), heads (heads.json of bench_heads.py)
+    recipes/gpu         gpu (*.json of gpu.py)
+    docs/load.md        load (load.json of the published head, by bench_serve.py)
+    docs/export_matrix  matrix (the layouts of specheads/export/layouts/)
+    README.md           results: the quickstart, the published head, and the same head in vLLM
 """
 
 import argparse
@@ -28,6 +22,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +34,10 @@ from specheads.export.layouts import engine_module, engines
 from specheads.export.layouts._shared import Layout
 from specheads.heads.load import kinds
 from specheads.measure.compare import ratios
-from specheads.measure.results import Comparison, Gain, Rate, Results, Speed, read
+from specheads.measure.results import Comparison, Results, read
 from specheads.measure.summary import context_rows, summary
 from specheads.measure.tables import with_interval
-from specheads.runs.provenance import Git, Provenance
+from specheads.runs.provenance import Provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 CONDITIONS = "One request at a time, temperature 0. Brackets are 95 % intervals over prompts."
@@ -233,7 +228,7 @@ def ways(files: Sequence[Path]) -> str:
             both = condition.drafters.get("hybrid")
             for name in condition.ranking:
                 row = condition.drafters[name]
-                over = gain(both.over.get(name) if both else None)
+                over = figure(both.over.get(name) if both else None)
                 rows.append((*what, name, rate(row.online), speedup(row.speed), over))
     header = ("set", "T", "way", "tokens per forward", "speed-up", "hybrid over it")
     return table(header, rows)
@@ -346,7 +341,7 @@ def rivals(file: Path) -> str:
         for name in condition.ranking:
             row, head = condition.drafters[name], compared.heads[name]
             what = name, f"`{head.kind}`", f"{head.parameters:,}", f"{condition.temperature:g}"
-            over = (gain(some.get(name)) for some in (first.over, first.accepted_over))
+            over = (figure(some.get(name)) for some in (first.over, first.accepted_over))
             rows.append((*what, rate(row.online), speedup(row.speed), *over))
     how = compared.settings
     length = f"{how['max_new_tokens']} new tokens, {how['dtype']}"
@@ -404,9 +399,6 @@ def card(results: Results | None) -> str:
     versions = ", ".join(f"{x} {made.versions[x]}" for x in ("specheads", "torch", "transformers"))
     decoding = f"{how.max_new_tokens} new tokens, temperature {how.temperature:g}, {how.dtype}"
     rows = summary(replace(results, base=replace(results.base, name=base_name(results.base.name))))
-    if replay := results.replay:
-        name = f"offline replay equals decoding, {replay.get('tree', 'chain')}"
-        rows.append((name, "yes" if replay["equal"] else "no"))
     if speed := results.speed:
         rows.append(("peak memory", f"{speed.peak_gib:.2f} GiB"))
     rows += [
@@ -416,30 +408,22 @@ def card(results: Results | None) -> str:
     return table(("what", "measured"), rows)
 
 
-def _commit(git: Git | None) -> str:
+def _commit(git: Mapping[str, Any] | None) -> str:
     if git is None:
         return "outside a checkout"
-    return f"`{git.commit[:12]}`" + (" and uncommitted changes" if git.dirty else "")
+    return f"`{git['commit'][:12]}`" + (" and uncommitted changes" if git["dirty"] else "")
 
 
-def rate(found: Rate | None) -> str:
-    """Return tokens per forward and their interval."""
-    return with_interval(found.tokens_per_forward, found.interval) if found else NOT_MEASURED
+def figure(found: Any, name: str = "ratio", missing: str = "") -> str:
+    """Return a number of a section, JSON or not, with its interval; `missing` if there is none."""
+    if not found:
+        return missing
+    of = found.__getitem__ if isinstance(found, Mapping) else partial(getattr, found)
+    return with_interval(of(name), of("interval"))
 
 
-def speedup(speed: Speed | None) -> str:
-    """Return how many times faster than the base alone, and the interval."""
-    return with_interval(speed.speedup, speed.interval) if speed else NOT_MEASURED
-
-
-def figure(section: Mapping[str, Any] | None, name: str = "ratio") -> str:
-    """Return a number of a section of JSON and its interval; empty if there is none."""
-    return with_interval(section[name], section["interval"]) if section else ""
-
-
-def gain(found: Gain | None) -> str:
-    """Return a ratio and its interval, if it was measured."""
-    return with_interval(found.ratio, found.interval) if found else ""
+rate = partial(figure, name="tokens_per_forward", missing=NOT_MEASURED)
+speedup = partial(figure, name="speedup", missing=NOT_MEASURED)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,4 +1,8 @@
-"""Commands of `specheads`: each module whose name does not begin with an underscore has a `run`."""
+"""Commands of `specheads`: each module whose name does not begin with an underscore has a `run`.
+
+Each also has a function for Python: `overrides` are as on the command line. `settings` are checked
+ones, in place of the other arguments, and `base` is a loaded base, in place of the one they name.
+"""
 
 import ast
 from pathlib import Path

@@ -4,7 +4,6 @@ import sys
 
 import numpy as np
 import yaml
-from rich.console import Console
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.loading import load_tokenizer
@@ -19,21 +18,12 @@ from specheads.training.plan import Setup, plan
 from specheads.training.processes import accelerator_of_environment
 from specheads.training.settings import distilled
 
-MAX_TOKENS = 2048
-"""Tokens printed of a document."""
-
 
 def setup_of(settings: Train) -> Setup:
     """Return what the plan of a training needs to know."""
-    return Setup(
-        base=base_of_training(settings),
-        head=settings.head,
-        init=settings.init,
-        schedule=settings.schedule,
-        data=settings.data,
-        features=settings.features,
-        seed=settings.seed,
-    )
+    names = "head", "init", "schedule", "data", "features", "seed"
+    parts = {name: getattr(settings, name) for name in names}
+    return Setup(base=base_of_training(settings), **parts)
 
 
 def show_plan(settings: Train) -> None:
@@ -89,12 +79,8 @@ def corpus_tokenizer(settings: Train) -> PreTrainedTokenizerBase:
 def _show(
     tokenizer: PreTrainedTokenizerBase, title: str, rows: list[tuple[list[int], list[bool]]]
 ) -> None:
-    console = Console(markup=False, highlight=False, soft_wrap=True)
-    console.print(title)
+    sys.stdout.write(f"{title}\n")
     for place, (tokens, loss_mask) in enumerate(rows, start=1):
         counts = f"{len(tokens):,} tokens, {sum(loss_mask):,} in the loss"
-        console.print(f"\n--- {place} of {len(rows)}: {counts}")
-        shown = marked(tokenizer, tokens[:MAX_TOKENS], loss_mask[:MAX_TOKENS])
-        console.print(printable(shown))
-        if len(tokens) > MAX_TOKENS:
-            console.print(f"... and {len(tokens) - MAX_TOKENS:,} more tokens")
+        text = printable(marked(tokenizer, tokens, loss_mask))
+        sys.stdout.write(f"\n--- {place} of {len(rows)}: {counts}\n{text}\n")

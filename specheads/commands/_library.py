@@ -1,11 +1,10 @@
 """Functions that several commands share."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from specheads.base.model import FrozenBase
-from specheads.commands._call import read_run
 from specheads.config.commands import Chat, Compare, Evaluate, Export, Train, Tune
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -15,14 +14,6 @@ from specheads.runs.directory import RunDirectory
 SettingsWithEvaluation = Train | Evaluate | Compare
 SettingsWithBase = SettingsWithEvaluation | Tune | Export | Chat
 SettingsWithHead = Evaluate | Tune | Export | Chat
-
-
-def own(settings: Evaluate) -> tuple[RunDirectory, Train]:
-    """Return a run, and its settings as this command measures it."""
-    run = RunDirectory(Path(settings.run))
-    names = ("seed", "base", "tree", "evaluation")
-    changes = {name: getattr(settings, name) for name in names}
-    return run, replace(read_run(run.config, Train), **changes)
 
 
 def base_of_training(settings: Train) -> dict[str, Any]:

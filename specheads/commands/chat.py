@@ -6,9 +6,10 @@ specheads chat head=HEAD base=MODEL side_by_side=true
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
+from io import TextIOWrapper
 
 from rich.console import Console
 from rich.live import Live
@@ -35,7 +36,6 @@ from specheads.decoding.trees.policies import TreePolicy
 
 MIN_COLUMNS = 80
 """Narrower terminals show two answers one after the other."""
-FRAMES_PER_SECOND = 12
 HELP = "/reset forgets the conversation, /quit or Ctrl-D ends"
 DEPTH_COLOURS = ("#7cc48d", "#4fb06b", "#2e9f55", "#1f8a6d", "#1a7f86")
 """Colors of drafted tokens by depth; deeper ones have the last color."""
@@ -49,7 +49,7 @@ def run(settings: Chat) -> None:
     if settings.side_by_side:
         make_exact(base)
     tree = fixed_policy(head_depth=head.depth, **asdict(settings.tree))
-    dialogue = Dialogue(tokenizer, settings.system)
+    dialogue = Dialogue(tokenizer)
     console = Console(highlight=False, markup=False)
     limit, sampling = settings.max_new_tokens, Sampling.of(settings, settings.seed)
     if console.is_terminal:
@@ -77,29 +77,23 @@ def run(settings: Chat) -> None:
 class Dialogue:
     """The messages so far. A base without a chat template continues each line by itself."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._template = Template(tokenizer) if tokenizer.chat_template else None
-        if system and not self._template:
-            raise InputError(
-                f"system needs a base with a chat template, got {system[:40]!r}; leave it out"
-            )
-        self._system: list[Message] = [{"role": "system", "content": system}] if system else []
         self.clear()
 
     def clear(self) -> None:
-        """Forget all messages but the system prompt."""
-        self._messages, self._tokens = self._system, list[int]()
-        self._open = self._messages
+        """Forget all messages."""
+        self._messages, self._open, self._tokens = list[Message](), list[Message](), list[int]()
 
     def ask(self, text: str) -> list[int]:
         """Return the prompt for an answer; an earlier question without an answer is forgotten."""
         if self._template is None:
             return prompt_ids(self._tokenizer, text)
         self._open = [*self._messages, {"role": "user", "content": text}]
-        if not self._tokens:
-            return self._template.prompt(self._open)
-        return self._template.next_prompt(self._tokens, self._open)
+        if self._tokens:
+            return self._template.next_prompt(self._tokens, self._open)
+        return self._template.prompt(self._open)
 
     def answered(self, prompt: list[int], tokens: list[int]) -> None:
         """Add the tokens of an answer to the conversation."""
@@ -108,36 +102,34 @@ class Dialogue:
             self._tokens = [*prompt, *tokens]
 
 
-@dataclass
 class Answer:
     """One answer, generated step by step with a drafter or by the base alone."""
 
-    base: FrozenBase
-    prompt: list[int]
-    drafter: Drafter | None
-    tree: TreePolicy | None
-    max_new_tokens: int
-    sampling: Sampling
-    pieces: list[tuple[str, Origin]] = field(default_factory=list)
-    """Texts of consecutive tokens so far, each with the origin of its token."""
-    seconds: float = 0.0
-    """Time of the steps, without the forward of the prompt."""
-
-    def __post_init__(self) -> None:
-        room = min(len(self.prompt) + self.max_new_tokens, self.base.max_length)
-        if len(self.prompt) >= self.base.max_length:
+    def __init__(
+        self,
+        base: FrozenBase,
+        prompt: list[int],
+        drafter: Drafter | None,
+        tree: TreePolicy | None,
+        max_new_tokens: int,
+        sampling: Sampling,
+    ) -> None:
+        if len(prompt) >= base.max_length:
             raise InputError(
-                f"a conversation must fit into the context of {self.base.max_length} tokens, got "
-                f"{len(self.prompt)}; type /reset"
+                f"a conversation must fit into the context of {base.max_length} tokens, got "
+                f"{len(prompt)}; type /reset"
             )
-        self._engine = Engine(
-            self.base, self.drafter, tree=self.tree, max_batch=1, max_length=room, timed=True
-        )
+        room = min(len(prompt) + max_new_tokens, base.max_length)
+        self._engine = Engine(base, drafter, tree=tree, max_batch=1, max_length=room, timed=True)
         self.stream = self._engine.submit(
-            Request(prompt=self.prompt, max_new_tokens=self.max_new_tokens, sampling=self.sampling)
+            Request(prompt=prompt, max_new_tokens=max_new_tokens, sampling=sampling)
         )
-        self._text = detokenize.TextStream(self.base.tokenizer_for("a chat"), self.prompt)
+        self._text = detokenize.TextStream(base.tokenizer_for("a chat"), prompt)
         self._origins = [BASE_ORIGIN]
+        self.pieces: list[tuple[str, Origin]] = []
+        """Texts of consecutive tokens so far, each with the origin of its token."""
+        self.seconds = 0.0
+        """Time of the steps, without the forward of the prompt."""
 
     @property
     def is_over(self) -> bool:
@@ -155,29 +147,15 @@ class Answer:
         # an end token has no text
         tokens = self.stream.tokens[: -1 if self.stream.finish_reason == "eos" else None]
         for index in range(self._text.num_tokens, len(tokens)):
-            before = len(self._text.written)
-            self._text.push(tokens[index])
-            self.pieces.append((self._text.written[before:], self._origins[index]))
+            self._write(lambda token=tokens[index]: self._text.push(token), self._origins[index])
         if self.is_over:
-            before = len(self._text.written)
-            self._text.close()
-            self.pieces.append((self._text.written[before:], BASE_ORIGIN))
+            self._write(self._text.close, BASE_ORIGIN)
         return coloured(self.pieces[shown:])
 
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return "".join(piece for piece, _ in self.pieces)
-
-    @property
-    def origins(self) -> list[Origin]:
-        """Origin of each token so far."""
-        return self._origins[: len(self.stream.tokens)]
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """New tokens per forward of the base, without the prompt's forward and its token."""
-        return (len(self.stream.tokens) - 1) / max(len(self.stream.steps), 1)
+    def _write(self, write: Callable[[], None], origin: Origin) -> None:
+        before = len(self._text.written)
+        write()
+        self.pieces.append((self._text.written[before:], origin))
 
     @property
     def tokens_per_second(self) -> float:
@@ -186,20 +164,21 @@ class Answer:
 
     def summary(self) -> str:
         """Return tokens per forward and per second."""
-        return (
-            f"{self.tokens_per_forward:.2f} tokens per forward, "
-            f"{self.tokens_per_second:.1f} tokens/s"
-        )
+        per_forward = (len(self.stream.tokens) - 1) / max(len(self.stream.steps), 1)
+        return f"{per_forward:.2f} tokens per forward, {self.tokens_per_second:.1f} tokens/s"
 
 
 def _lines(console: Console, dialogue: Dialogue) -> Iterator[str]:
     """Yield the questions; lines of a pipe are printed too."""
-    is_typed, piped = sys.stdin.isatty(), _piped()
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     while True:
         try:
-            line = console.input("\n> ") if is_typed else next(piped)
-        except (EOFError, StopIteration):
+            line = console.input("\n> ")
+        except EOFError:
             return
+        if not sys.stdin.isatty():
+            console.print(printable(line), soft_wrap=True)
         match line.strip():
             case "":
                 continue
@@ -208,18 +187,7 @@ def _lines(console: Console, dialogue: Dialogue) -> Iterator[str]:
             case "/reset":
                 dialogue.clear()
             case _:
-                if not is_typed:
-                    console.print(f"> {printable(line)}", soft_wrap=True)
                 yield line
-
-
-def _piped() -> Iterator[str]:
-    """Yield the lines of a pipe; skip those that are not UTF-8, with a message."""
-    for number, line in enumerate(sys.stdin.buffer, start=1):
-        try:
-            yield line.decode().rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            sys.stderr.write(f"error: questions must be UTF-8, skipped line {number}: {error}\n")
 
 
 # --- the screen --------------------------------------------------------------------------------
@@ -243,14 +211,11 @@ def coloured(pieces: Sequence[tuple[str, Origin]]) -> Text:
 
 def legend(depth: int, *, copies: bool = False) -> Text:
     """Return the meaning of the colors."""
-    known = min(depth, len(DEPTH_COLOURS))
-    origins = [Origin("drafted", level) for level in range(1, known + 1)]
-    entries = [(f"{origin}", style(origin)) for origin in origins]
-    if known < depth:
-        entries[-1] = (f"{entries[-1][0]}+", entries[-1][1])
+    origins = [Origin("drafted", level) for level in range(1, depth + 1)]
+    entries = [("the base's own", ""), *((f"{origin}", style(origin)) for origin in origins)]
     if copies:
         entries.append(("copied", COPIED))
-    return Text(" · ", "dim").join(Text(*one) for one in [("the base's own", ""), *entries])
+    return Text(" · ", "dim").join(Text(*one) for one in entries)
 
 
 def _show(console: Console, answer: Answer, title: str = "") -> None:
@@ -269,17 +234,11 @@ def _show_both(console: Console, answer: Answer, alone: Answer) -> None:
         _show(console, answer, "with the head")
         _show(console, alone, "the base alone")
     else:
-        with Live(
-            console=console, transient=True, auto_refresh=False, vertical_overflow="crop"
-        ) as live:
-            shown = 0.0
+        with Live(console=console, transient=True, auto_refresh=False) as live:
             # step the answer with the smaller clock, so that both appear to run in parallel
             while running := [one for one in (answer, alone) if not one.is_over]:
-                one = min(running, key=lambda one: one.seconds)
-                one.step()
-                if one.seconds > shown + 1 / FRAMES_PER_SECOND:
-                    shown = one.seconds
-                    live.update(_columns(console, answer, alone, console.height - 4), refresh=True)
+                min(running, key=lambda one: one.seconds).step()
+                live.update(_columns(console, answer, alone, console.height - 4), refresh=True)
         console.print(_columns(console, answer, alone, 10**6))
     same = "the same text" if answer.stream.tokens == alone.stream.tokens else "another text"
     if alone.seconds and answer.seconds:

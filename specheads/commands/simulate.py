@@ -5,6 +5,7 @@ specheads simulate run=runs/smollm2 'rates=[2,8,16]' max_batch=32
 specheads simulate run=runs/smollm2 hardware=h100
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,12 +29,8 @@ MEASURED = "measured"
 
 def run(settings: Simulate) -> None:
     """Simulate every load of the settings."""
-    load = simulate(settings=settings)
-    console = Console()
-    console.print(simulation.table(load))
-    if load.times != MEASURED:
-        console.print(f"times are {load.times}, not measured", markup=False)
-    console.print(f"load: {_folder(settings) / 'load.json'}", soft_wrap=True, markup=False)
+    Console().print(simulation.table(simulate(settings=settings)))
+    sys.stdout.write(f"load: {_folder(settings) / 'load.json'}\n")
 
 
 def simulate(
@@ -59,7 +56,6 @@ def simulate(
         Goodput(cost, settings.acceptance or measured),
         _loads(settings, cost),
         times=MEASURED if is_measured else f"computed for {hardware.name}",
-        depths=settings.depths,
         max_batch=settings.max_batch,
         seed=settings.seed,
     )

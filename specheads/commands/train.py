@@ -5,6 +5,7 @@ specheads train recipe=conversations base.model=MODEL data.path=talks.jsonl prev
 specheads train recipe=conversations base.model=MODEL data.path=talks.jsonl dry_run=true
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict
@@ -68,8 +69,7 @@ def run(settings: Train) -> None:
     results = read(Results, made.report / "results.json")
     if settings.evaluate_after and results and PartialState().is_main_process:
         show(results, page=made.report / "report.html")
-        line = f"next: specheads tune run={made.path}, specheads chat run={made.path}"
-        Console(markup=False).print(line, soft_wrap=True)
+        sys.stdout.write(f"next: specheads tune run={made.path}, specheads chat run={made.path}\n")
     leave_processes()
 
 
@@ -83,12 +83,7 @@ def train(
 ) -> RunDirectory:
     """Train a head through every phase of a recipe, evaluate it, and return the run.
 
-    Args:
-        recipe: Name of the recipe.
-        overrides: As on the command line: `["name=mine", "head=medusa"]`.
-        settings: Checked settings, in place of the recipe and the overrides.
-        base: The loaded base, in place of the one in the settings.
-        announce: Called with lines for people.
+    `overrides` are like `["name=mine", "head=medusa"]`; `announce` is called with lines for people.
     """
     settings = settings or settings_for(Train, overrides, recipe=recipe)
     made = RunDirectory(Path(settings.run_dir))
@@ -207,7 +202,7 @@ def _source(
 ) -> FeatureSource:
     """Return the source of features; servers are checked, and closed with `held`."""
     phases, data = settings.schedule.phases, settings.data
-    if not base.has_layers:
+    if settings.features.source == "vllm":
         # loads the client of servers
         from specheads.training.feature_server import VllmServer
 
@@ -263,12 +258,6 @@ def _checked_base(
             "joint training and a feature cache need the whole base in each process, but "
             "accelerate is configured to shard it; use configs/accelerate/ddp_8gpu.yaml, or leave "
             "out joint and feature_cache.gib"
-        )
-    at_server = settings.features.source == "vllm"
-    if base.has_layers == at_server:
-        raise InputError(
-            f"features.source={settings.features.source} needs a base loaded with ends_only="
-            f"{at_server}, got another; leave out the argument base"
         )
     if joint:
         lora.targets(base.model, joint.target_modules)

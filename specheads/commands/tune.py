@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -34,7 +33,6 @@ from specheads.training.plan import server_dtype
 
 ROOM = 512
 """Most tokens that vLLM generates after a prompt while its steps are timed."""
-PLAIN: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}
 
 
 def run(settings: Tune) -> None:
@@ -42,24 +40,15 @@ def run(settings: Tune) -> None:
     if settings.engine:
         served = tune_vllm(settings)
         verify, draft, error = served.cost.verify, served.cost.draft, served.cost_error
-        Console().print(
+        sys.stdout.write(
             f"{served.engine}: {1e3 * verify.fixed:.2f} ms a step and {1e3 * verify.token:.2f} ms "
             f"a verified token; {1e3 * draft.fixed:.2f} ms a drafted level and "
             f"{1e3 * draft.token:.2f} ms a request of it; median error {error['median']:.1%} over "
-            f"{error['points']} points\ntuned: {head_folder(settings) / COST_FILE}",
-            **PLAIN,
+            f"{error['points']} points\ntuned: {head_folder(settings) / COST_FILE}\n"
         )
         return
-    tuned = tune(settings=settings)
-    console = Console()
-    console.print(table(tuned))
-    console.print(f"tuned: {head_folder(settings) / FILE}", **PLAIN)
-    if settings.run:
-        console.print(
-            f"next: specheads evaluate run={settings.run}, or specheads export run={settings.run} "
-            "engine=ENGINE out=FOLDER",
-            **PLAIN,
-        )
+    Console().print(table(tune(settings=settings)))
+    sys.stdout.write(f"tuned: {head_folder(settings) / FILE}\n")
 
 
 def tune(
@@ -71,11 +60,7 @@ def tune(
 ) -> Tuned:
     """Choose the draft tree of a head for this machine.
 
-    Args:
-        run: Directory of the run.
-        overrides: As on the command line: `["max_nodes=32", "contexts=[128,1024]"]`.
-        settings: Checked settings, in place of the run and the overrides.
-        base: The loaded base, in place of the one in the settings.
+    `overrides` are like `["max_nodes=32", "contexts=[128,1024]"]`.
 
     Returns:
         The content of tuned.json, which is written into the folder of the head. Decoding reads it.
@@ -86,8 +71,8 @@ def tune(
     folder = writable_folder(head_folder(settings))
     base, head = objects(settings, base)
     names = "batch_sizes", "contexts", "max_nodes", "num_prompts", "new_tokens", "seed"
-    values = {name: getattr(settings, name) for name in names}
-    tuned = tune_head(base, head, settings.data, **values)
+    how = {name: getattr(settings, name) for name in names}
+    tuned = tune_head(base, head, settings.data, **how)
     write_atomic(folder / FILE, dumps(tuned))
     return tuned
 

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, cast, get_args, get_origin
@@ -15,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from specheads.config import commands, data_dir, recipe_dirs
+from specheads.config.parts import Evaluation
 from specheads.config.validation import check
 from specheads.core.errors import InputError
 from specheads.core.ranges import hints, unknown
@@ -28,27 +28,11 @@ def command_of(schema: type) -> str:
 
 SCHEMAS: dict[str, type] = {
     command_of(kind): kind
-    for kind in (
-        commands.Train,
-        commands.Distill,
-        commands.Evaluate,
-        commands.Compare,
-        commands.Chat,
-        commands.Tune,
-        commands.Export,
-        commands.Push,
-        commands.Simulate,
-        commands.ServeFeatures,
-    )
+    for kind in vars(commands).values()
+    if getattr(kind, "__module__", "") == commands.__name__
 }
-
-EVALUATION = {
-    name: f"evaluation.{name}"
-    for name in (
-        *("prompts", "num_prompts", "all_turns", "thinking", "max_new_tokens", "temperature"),
-        "coupled",
-    )
-}
+"""The settings of each command by its name: every class of `commands`."""
+EVALUATION = {item.name: f"evaluation.{item.name}" for item in fields(Evaluation)}
 HEAD = {"head": "head_path", "base": "base.model"}
 # Hydra adds names to a mapping only after a plus
 MIXTURE = {"data.sources": "+data.sources"}
@@ -61,10 +45,7 @@ DISTILL = {
 SHORT: dict[str, dict[str, str]] = {
     "train": MIXTURE | {"base": "base.model"},
     "distill": HEAD | DISTILL | MIXTURE,
-    "evaluate": HEAD
-    | EVALUATION
-    | MIXTURE
-    | {name: f"evaluation.{name}" for name in ("mode", "contexts", "context_text")},
+    "evaluate": HEAD | EVALUATION | MIXTURE,
     "compare": EVALUATION | MIXTURE | {"base": "base.model"},
     "tune": HEAD | MIXTURE,
     "export": HEAD,
@@ -91,35 +72,22 @@ HOW_MEASURED = ("base.compile", "base.exact", "base.device", "base.dtype")
 """Settings of the base that a command may change for a run."""
 
 
-_stored: dict[str, tuple[Path, bytes]] = {}
-"""Recipes in Hydra's store: one that did not change is not read again."""
-
-
-@cache
-def _register_schemas() -> None:
+def register() -> None:
+    """Register schemas, the `recipes:` resolver, and recipes by the names of their folders."""
+    store = ConfigStore.instance()
     for name, schema in SCHEMAS.items():
-        ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+        store.store(name=f"{name}_schema", node=schema)
     OmegaConf.register_new_resolver(
         "recipes", lambda inner: str(data_dir("recipes") / inner), replace=True
     )
-
-
-def register() -> None:
-    """Register schemas, the `recipes:` resolver, and recipes by the names of their folders."""
-    _register_schemas()
-    store = ConfigStore.instance()
     for name, path in recipes().items():
         try:
-            found = path, path.read_bytes()
-            if _stored.get(name) == found:
-                continue
             node = OmegaConf.load(path)
         except (OSError, UnicodeDecodeError, YAMLError) as error:
             raise InputError(
                 f"a recipe must be a YAML file, and {path} is not; fix it, or move its folder away"
             ) from error
         store.store(group="recipe", name=name, node=node, package="_global_", provider=str(path))
-        _stored[name] = found
 
 
 def recipes() -> dict[str, Path]:

@@ -41,8 +41,10 @@ def _check_together(settings: Any, where: str) -> None:
         raise InputError(f"a static tree needs {where}.paths, got none; set it, as in [[0],[1]]")
     elif isinstance(settings, Source):
         _check_source(where, settings)
-    elif isinstance(settings, Validation):
-        _check_validation(where, settings)
+    elif isinstance(settings, Validation) and settings.keep == "best" and not settings.prompts:
+        raise InputError(
+            f"{where}.keep=best needs {where}.prompts above 0, got 0; raise it, or set keep=last"
+        )
     elif isinstance(settings, Evaluation):
         _check_evaluation(settings)
     elif isinstance(settings, Train) and settings.features.source == "vllm":
@@ -122,19 +124,11 @@ def _check_source(where: str, source: Source) -> None:
         raise InputError(f"{where}.source={source.source} needs {where}.path, got none; set it")
 
 
-def _check_validation(where: str, settings: Validation) -> None:
-    if settings.keep == "best" and not settings.prompts:
-        raise InputError(
-            f"{where}.keep=best needs {where}.prompts above 0, got 0; raise it, or set keep=last"
-        )
-
-
 def _check_evaluation(settings: Evaluation) -> None:
     # the first token comes with the prompt, and a step is timed between the ends of two
-    what, least = ("speed", 3) if settings.mode == "all" else ("acceptance", 2)
-    if settings.max_new_tokens < least:
+    if settings.max_new_tokens < 3:
         raise InputError(
-            f"{what} needs {least} new tokens at least, got evaluation.max_new_tokens="
+            "a measurement needs 3 new tokens at least, got evaluation.max_new_tokens="
             f"{settings.max_new_tokens}; raise it"
         )
     if settings.mode == "offline" and settings.contexts:

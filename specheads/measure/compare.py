@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
@@ -24,7 +25,7 @@ from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.measure.counts import DepthCounts, paired_gain
 from specheads.measure.generation import Continuations, Decoded, GenerationSettings, decode_prompts
 from specheads.measure.online import online_sections
-from specheads.measure.results import Comparison, Condition, Gain, Lossless, MethodResults
+from specheads.measure.results import Comparison, Condition, Gain, MethodResults
 from specheads.measure.speed import Timing, paired_speed, summarise, time_generate, time_in_turns
 from specheads.measure.summary import divergence_note
 from specheads.measure.tables import ConsoleTable, with_interval
@@ -121,20 +122,17 @@ class TransformersMethod:
         self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
     ) -> list[Decoded]:
         """Decode every prompt and count its forwards after the one that reads the prompt."""
-        texts: list[list[int]] = []
-        steps: list[list[tuple[int, int]]] = []
-        for call in self._calls(base, prompts, generation):
-            texts += call.texts
-            if self.batches:
-                # each forward after the first gives every text a token
-                steps += [[(1, 1)] * (len(text) - 1) for text in call.texts]
-            else:
-                steps.append(list(zip(call.read[1:], call.given[2:], strict=True)))
-        depth = max((read - 1 for one in steps for read, _ in one), default=0)
+        calls = list(self._calls(base, prompts, generation))
+        depth = max((read - 1 for call in calls for read in call.read[1:]), default=0)
+        texts = [(call, text) for call in calls for text in call.texts]
         out = []
-        for text, one, source in zip(texts, steps, generation.sources_of(prompts), strict=True):
+        for (call, text), source in zip(texts, generation.sources_of(prompts), strict=True):
             counts = DepthCounts.zeros(depth, source)
-            for read, given in one:
+            # in a batch each forward after the first gives every text a token
+            steps = [(1, 1)] * (len(text) - 1)
+            if not self.batches:
+                steps = list(zip(call.read[1:], call.given[2:], strict=True))
+            for read, given in steps:
                 counts.add(given - 1, drafted_beyond=read > given, drafted=read - 1)
             out.append(Decoded(text, counts))
         return out
@@ -156,21 +154,8 @@ class TransformersMethod:
         self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
     ) -> "Iterator[_Call]":
         """Decode every prompt; yield one call after the other."""
-        seeds = each_prompt(generation.sampling, len(prompts))
-        size = generation.batch_size if self.batches else 1
-        for first in range(0, len(prompts), size):
-            how = replace(generation, sampling=seeds[first])
-            yield self._call(base, prompts[first : first + size], how)
-
-    def _call(
-        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
-    ) -> "_Call":
         sampling = generation.sampling
-        width = max(map(len, prompts))
-        padded = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
-        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         ends, drawn = base.eos_ids if generation.stop_at_eos else (), sampling.temperature > 0
-        cuts = {name: getattr(sampling, name) for name in CUTS} if drawn else {}
         config = GenerationConfig(
             max_new_tokens=generation.max_new_tokens,
             do_sample=drawn,
@@ -178,31 +163,39 @@ class TransformersMethod:
             eos_token_id=list(ends) or None,
             pad_token_id=ends[0] if ends else 0,
             prompt_lookup_num_tokens=self.copied_tokens or None,
-            **cuts,
+            **({name: getattr(sampling, name) for name in CUTS} if drawn else {}),
         )
-        call = _Call()
-        hook = base.model.register_forward_pre_hook(call.before, with_kwargs=True)
-        synchronise(base.device)
-        start = time.perf_counter()
-        try:
-            with torch.random.fork_rng(), torch.inference_mode():
-                torch.manual_seed(sampling.seed)
-                with without_generation_config(base.model):
-                    out: Any = base.model.generate(  # pyright: ignore[reportCallIssue]
-                        torch.tensor(padded, device=base.device),
-                        attention_mask=torch.tensor(mask, device=base.device),
-                        generation_config=config,
-                        streamer=call,
-                        assistant_model=self.assistant,
-                    )
-        finally:
-            hook.remove()
-        synchronise(base.device)
-        call.seconds = time.perf_counter() - start
-        for row in out[:, width:].tolist():
-            length = next((place for place, token in enumerate(row, 1) if token in ends), len(row))
-            call.texts.append(row[:length])
-        return call
+        seeds = each_prompt(sampling, len(prompts))
+        size = generation.batch_size if self.batches else 1
+        for first in range(0, len(prompts), size):
+            rows = [torch.tensor(row, device=base.device) for row in prompts[first : first + size]]
+            tokens, mask = (
+                pad_sequence(each, batch_first=True, padding_side="left")
+                for each in (rows, [torch.ones_like(row) for row in rows])
+            )
+            call = _Call()
+            synchronise(base.device)
+            start = time.perf_counter()
+            with (
+                base.model.register_forward_pre_hook(call.before, with_kwargs=True),
+                without_generation_config(base.model),
+                torch.random.fork_rng(),
+                torch.inference_mode(),
+            ):
+                torch.manual_seed(seeds[first].seed)
+                out: Any = base.model.generate(  # pyright: ignore[reportCallIssue]
+                    tokens,
+                    attention_mask=mask,
+                    generation_config=config,
+                    streamer=call,
+                    assistant_model=self.assistant,
+                )
+            synchronise(base.device)
+            call.seconds = time.perf_counter() - start
+            for row in out[:, tokens.shape[1] :].tolist():
+                length = next((at for at, token in enumerate(row, 1) if token in ends), len(row))
+                call.texts.append(row[:length])
+            yield call
 
 
 CUTS = ("temperature", "top_k", "top_p", "min_p")
@@ -250,9 +243,6 @@ def compare_methods(
     methods: Mapping[str, Method],
     texts: Continuations,
     generation: GenerationSettings,
-    *,
-    speed_prompts: int,
-    repetitions: int = 2,
 ) -> dict[str, MethodResults]:
     """Measure acceptance of every method, and its speed on the first prompts.
 
@@ -260,12 +250,10 @@ def compare_methods(
     """
     decoded = {name: one.decode(base, texts.prompts, generation) for name, one in methods.items()}
     counts = {name: [one.counts for one in found] for name, found in decoded.items()}
-    timed = texts.prompts[:speed_prompts]
     runs = {name: partial(one.time, base, generation=generation) for name, one in methods.items()}
-    timings = time_in_turns(base, runs, timed, generation, repetitions=repetitions)
+    timings = time_in_turns(base, runs, texts.prompts, generation)
     rows = {}
     for name, method in methods.items():
-        speed = replace(summarise(timings[None], timings[name]), repetitions=repetitions)
         # above temperature zero, transformers writes another sample
         comparable = generation.sampling.temperature == 0 or isinstance(method, DraftMethod)
         online, lossless, degenerate = online_sections(
@@ -278,7 +266,7 @@ def compare_methods(
             degenerate=degenerate,
             tree=method.tree.name,
             num_nodes=method.tree.num_nodes,
-            speed=speed,
+            speed=summarise(timings[None], timings[name]),
             batches=method.batches,
             over={other: paired_speed(timings[name], timings[other]) for other in others},
             accepted_over={other: paired_gain(counts[name], counts[other]) for other in others},
@@ -287,8 +275,6 @@ def compare_methods(
 
 
 # --- tables ------------------------------------------------------------------------------------
-
-COLUMNS = ("drafter", "tokens per second", "speed-up", "fastest over it", "tokens per forward")
 
 
 def tables(comparison: Comparison) -> Iterator[ConsoleTable]:
@@ -304,23 +290,28 @@ def tables(comparison: Comparison) -> Iterator[ConsoleTable]:
 def table(condition: Condition) -> ConsoleTable:
     """Return the methods of a condition, the fastest first, and the base alone."""
     rows = {name: condition.drafters[name] for name in condition.ranking}
-    first, batch = condition.ranking[0], condition.batch_size
-    lines = [
-        (
-            # transformers drafts for one prompt at a time
-            name if row.batches or batch == 1 else f"{name} (cannot batch: one by one)",
-            f"{row.speed.tokens_per_second:.1f}",
-            with_interval(row.speed.speedup, row.speed.interval),
-            _over(rows[first].over, name),
-            with_interval(row.online.tokens_per_forward, row.online.interval),
-            _text(row.lossless),
+    first, batch, lines = rows[condition.ranking[0]], condition.batch_size, []
+    for name, row in rows.items():
+        same = row.lossless
+        lines.append(
+            (
+                # transformers drafts for one prompt at a time
+                name if row.batches or batch == 1 else f"{name} (cannot batch: one by one)",
+                f"{row.speed.tokens_per_second:.1f}",
+                with_interval(row.speed.speedup, row.speed.interval),
+                _over(first.over, name),
+                with_interval(row.online.tokens_per_forward, row.online.interval),
+                f"{same.identical} of {same.compared}{divergence_note(same)}"
+                if same.compared
+                else "other draws",
+            )
         )
-        for name, row in rows.items()
-    ]
-    alone = f"{rows[first].speed.base_tokens_per_second:.1f}"
-    lines.append(("base alone", alone, "1.00", "", "1.00", ""))
+    lines.append(
+        ("base alone", f"{first.speed.base_tokens_per_second:.1f}", "1.00", "", "1.00", "")
+    )
     title = f"drafters at temperature {condition.temperature:g}, batch {batch}"
-    return ConsoleTable(title, lines, (*COLUMNS, "text of the base"))
+    columns = "drafter", "tokens per second", "speed-up", "fastest over it", "tokens per forward"
+    return ConsoleTable(title, lines, (*columns, "text of the base"))
 
 
 def ratios(condition: Condition, names: list[str], unit: str) -> ConsoleTable:
@@ -337,9 +328,3 @@ def ratios(condition: Condition, names: list[str], unit: str) -> ConsoleTable:
 def _over(over: Mapping[str, Gain], other: str) -> str:
     gain = over.get(other)
     return with_interval(gain.ratio, gain.interval) if gain else ""
-
-
-def _text(same: Lossless) -> str:
-    if not same.compared:
-        return "other draws"
-    return f"{same.identical} of {same.compared}{divergence_note(same)}"

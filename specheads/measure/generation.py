@@ -39,6 +39,10 @@ class GenerationSettings:
     """Prompts decoded together."""
     stop_at_eos: bool = True
     """Whether an end-of-text token ends a text."""
+    repeats: int = 2
+    """Timed runs of each prompt."""
+    speed_prompts: int = 16
+    """How many of the prompts are timed; zero measures no speed."""
     progress: bool = False
     """Whether to show a progress bar."""
     sources: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ another number, wrong by up to a quarter, because the loop does not visit them e
 docs/losslessness.md.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice
 from typing import TypeGuard
@@ -215,8 +215,12 @@ def replay(
     rows: list[list[int]] = ranks.tolist()
     anchor = 0
     while anchor < len(rows):
-        room = len(rows) - anchor
-        path = accepted_path(paths, rows[anchor][: min(room - 1, own.depth)])
+        room, path = len(rows) - anchor, ()
+        # the longest path that the text follows
+        for rank in rows[anchor][: min(room - 1, own.depth)]:
+            if (*path, rank) not in paths:
+                break
+            path = (*path, rank)
         kept, beyond = len(path), path in inner
         if size:
             # the copied path shares nodes with the tree, and adds up to `size` nodes
@@ -229,17 +233,6 @@ def replay(
         counts.add(kept, drafted_beyond=beyond)
         anchor += kept + 1
     return counts
-
-
-def accepted_path(paths: Set[RankPath], ranks: Sequence[int]) -> RankPath:
-    """Return the longest of the paths that the text follows; `paths` has every prefix too."""
-    path: RankPath = ()
-    for rank in ranks:
-        longer = (*path, rank)
-        if longer not in paths:
-            break
-        path = longer
-    return path
 
 
 def fixed_tree(tree: policies.TreePolicy) -> policies.Static | None:

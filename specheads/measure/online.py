@@ -3,10 +3,9 @@
 Text that differs from the base's own is a tie in rounding, or wrong.
 """
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -37,10 +36,9 @@ from specheads.measure.results import (
     Online,
 )
 
+T = TypeVar("T")
 SLACK = 4
 """Roundings between two tied scores: two logits, each computed in two ways."""
-TextTriples = Sequence[tuple[list[int], list[int], list[int]]]
-"""Prompts, their new tokens with a drafter, and those of the base alone."""
 
 
 def measure_online(
@@ -90,21 +88,20 @@ def online_sections(
 
     Texts that are not `comparable` are other samples from the same distribution.
     """
-    counts = [one.counts for one in decoded]
-    shared, new_tokens = sections(counts), sum(one.new_tokens for one in counts)
-    groups = texts.groups
+    counts, groups = [one.counts for one in decoded], texts.groups
+    new_tokens, forwards = (
+        sum(getattr(one, name) for one in counts) for name in ("new_tokens", "forwards")
+    )
     rates: dict[str, Any] = {"by_category": {}} | {
-        f"by_{name}": {label: one for (label,), one in _grouped(counts, zip(values, strict=True))}
+        f"by_{name}": _grouped(counts, values)
         for name, values in groups.items()
         if any(values) or name == "category"
     }
-    labels = list(zip(*groups.values(), strict=True)) or [()] * len(counts)
+    subsets = _grouped(counts, list(zip(*groups.values(), strict=True)) or [()] * len(counts))
     online = Online(
-        **asdict(group_rate(counts)) | shared | rates,
-        tokens_per_forward_without_bonus=(new_tokens - shared["forwards"]) / shared["forwards"],
-        subsets=[
-            (dict(zip(groups, one, strict=True)), found) for one, found in _grouped(counts, labels)
-        ],
+        **asdict(group_rate(counts)) | sections(counts) | rates,
+        tokens_per_forward_without_bonus=(new_tokens - forwards) / forwards,
+        subsets=[(dict(zip(groups, one, strict=True)), each) for one, each in subsets.items()],
         new_tokens=new_tokens,
     )
     tokens = [one.tokens for one in decoded]
@@ -113,20 +110,14 @@ def online_sections(
     return online, lossless, degenerate(counts, texts.alone)
 
 
-def _grouped(
-    counts: Sequence[DepthCounts], labels: Iterable[tuple[str, ...]]
-) -> Iterator[tuple[tuple[str, ...], CategoryRate]]:
-    """Yield each label and the rate of its prompts, if they had a forward; 8k is before 16k."""
-    groups = dict[tuple[str, ...], list[DepthCounts]]()
-    for label, one in zip(labels, counts, strict=True):
-        groups.setdefault(label, []).append(one)
-    for label in sorted(groups, key=lambda one: [_natural(part) for part in one]):
-        if any(one.forwards for one in groups[label]):
-            yield label, group_rate(groups[label])
-
-
-def _natural(name: str) -> list[str | int]:
-    return [int(one) if one.isdecimal() else one for one in re.split(r"(\d+)", name)]
+def _grouped(counts: Sequence[DepthCounts], labels: Sequence[T]) -> dict[T, CategoryRate]:
+    """Return the rate of the prompts of each label, if they had a forward."""
+    rates: dict[T, CategoryRate] = {}
+    for label in dict.fromkeys(labels):
+        own = [one for one, other in zip(counts, labels, strict=True) if other == label]
+        if any(one.forwards for one in own):
+            rates[label] = group_rate(own)
+    return rates
 
 
 def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> Degenerate:
@@ -134,12 +125,11 @@ def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> Degenerate:
 
     `core.texts` has the rule. A rate is None if no prompt, or no forward, remains.
     """
-    flags = [loops(tokens) for tokens in alone]
-    flagged = [one for one, flag in zip(counts, flags, strict=True) if flag]
-    rest = [one for one, flag in zip(counts, flags, strict=True) if not flag]
+    both = list(zip(counts, map(loops, alone), strict=True))
+    flagged, rest = ([one for one, flag in both if flag is kind] for kind in (True, False))
     return Degenerate(
-        flagged=sum(flags),
-        compared=len(flags),
+        flagged=len(flagged),
+        compared=len(counts),
         with_=rate(counts),
         without=rate(rest) if any(one.forwards for one in rest) else None,
         only=rate(flagged) if flagged else None,
@@ -149,8 +139,12 @@ def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> Degenerate:
 # --- the same text? ----------------------------------------------------------------------------
 
 
-def compare_texts(base: FrozenBase, texts: TextTriples, sampling: Sampling = GREEDY) -> Lossless:
-    """Return the `lossless` section: speculative texts compared with those of the base alone.
+def compare_texts(
+    base: FrozenBase,
+    texts: Sequence[tuple[list[int], list[int], list[int]]],
+    sampling: Sampling = GREEDY,
+) -> Lossless:
+    """Return the `lossless` section for prompts, their speculative texts, and those of the base.
 
     At the first divergence the base reads the text before it, at once and token by token. If the
     scores of the two tokens differ by no more than the rounding that this shows, they are a tie.

@@ -18,9 +18,8 @@ from specheads.runs.progress import bar
 
 NUM_WINDOWS = 64
 """Windows of validation text on which quality is measured."""
-Scores = list[tuple[float, int, int]]
-"""For each window: summed cross entropy in nats, tokens that equal the base's best guess, and
-predicted tokens, which are all but the first."""
+Scores = list[tuple[float, int]]
+"""For each window: summed cross entropy in nats, and predicted tokens: all but the first."""
 
 
 def quality_windows(base: FrozenBase, corpus: Data, seed: int) -> list[list[int]]:
@@ -53,8 +52,7 @@ def measure_quality(
         logits = base.logits_of(base.read(tokens[None]).hidden[0, :-1])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         nats = F.cross_entropy(logits, tokens[1:], reduction="sum").item()
-        right = int((logits.argmax(-1) == tokens[1:]).sum())
-        out.append((nats, right, len(tokens) - 1))
+        out.append((nats, len(tokens) - 1))
     return out
 
 
@@ -64,17 +62,12 @@ def compare_quality(before: Scores, after: Scores) -> dict[str, TextQuality]:
     `change` is the difference on the same windows; above zero the cross entropy has become worse.
     """
     change = [
-        (late - early, now - then, number)
-        for (early, then, number), (late, now, _) in zip(before, after, strict=True)
+        (late - early, number) for (early, number), (late, _) in zip(before, after, strict=True)
     ]
     return {"before": _summary(before), "after": _summary(after), "change": _summary(change)}
 
 
 def _summary(scores: Scores) -> TextQuality:
-    nats, right, tokens = zip(*scores, strict=True)
-    return TextQuality(
-        cross_entropy=sum(nats) / sum(tokens),
-        cross_entropy_interval=bootstrap_interval(nats, tokens),
-        accuracy=sum(right) / sum(tokens),
-        accuracy_interval=bootstrap_interval(right, tokens),
-    )
+    nats, tokens = zip(*scores, strict=True)
+    interval = bootstrap_interval(nats, tokens)
+    return TextQuality(cross_entropy=sum(nats) / sum(tokens), cross_entropy_interval=interval)

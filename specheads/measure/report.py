@@ -5,7 +5,6 @@ import csv
 import hashlib
 import io
 import json
-import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,17 +14,14 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
-from matplotlib.figure import Figure
 
 from specheads.core.files import dumps, to_json, writable_folder, write_atomic
 from specheads.decoding.loop import BASE_ORIGIN, Origin, node_origins
-from specheads.measure.plots import BLUE, GREY, ORANGE, SHADES, TEXT, figures, png
-from specheads.measure.results import ContextRate, DecodedText, Interval, Online, Results, TextStep
+from specheads.measure.plots import PLOTS, pictures
+from specheads.measure.results import DecodedText, Interval, Online, Results, TextStep
 from specheads.measure.summary import (
-    candidate_rows,
     depth_rows,
     group_rows,
     pays,
@@ -33,16 +29,8 @@ from specheads.measure.summary import (
     verdict,
 )
 
-TITLES = {
-    "speed": "Tokens per second",
-    "acceptance": "Acceptance by depth",
-    "calibration": "Calibration of drafts",
-    "contexts": "By context length",
-    "loss": "Training loss",
-    "validation": "Agreement on held-out text",
-    "learning": "Learning curve on held-out text",
-}
-"""Names of the plots for readers that do not show pictures."""
+OPTIONAL = {"texts.json", "acceptance.csv", *(f"{name}.png" for name in PLOTS)}
+"""Files that only some reports have."""
 
 
 def write_report(folder: Path, results: Results, history: Sequence[Mapping[str, Any]]) -> Path:
@@ -52,21 +40,18 @@ def write_report(folder: Path, results: Results, history: Sequence[Mapping[str, 
     complete. Files of an earlier report that this one lacks are then removed. `history` are the
     rows of metrics.jsonl; it is empty if the head was not trained here.
     """
-    folder, drawn = writable_folder(folder), figures(results, history)
-    files: dict[str, str | bytes] = {f"{name}.png": png(figure) for name, figure in drawn.items()}
+    folder, drawn = writable_folder(folder), pictures(results, history)
+    files: dict[str, str | bytes] = {f"{name}.png": picture for name, picture in drawn.items()}
     files["report.html"] = render(results, drawn)
     if results.texts:
         texts = {"schema": 1, "texts": [asdict(one) for one in results.texts]}
         files["texts.json"] = json.dumps(texts) + "\n"
     if results.online:
         files["acceptance.csv"] = acceptance_csv(results.prompts.name, results.online)
-    if results.contexts:
-        files["contexts.csv"] = contexts_csv(results.contexts)
     files["results.json"] = dumps(results)
     for name, content in files.items():
         write_atomic(folder / name, content)
-    optional = {"texts.json", "acceptance.csv", "contexts.csv"}
-    for name in {*optional, *(f"{name}.png" for name in TITLES)} - files.keys():
+    for name in OPTIONAL - files.keys():
         (folder / name).unlink(missing_ok=True)
     return folder / "report.html"
 
@@ -82,39 +67,15 @@ def acceptance_csv(name: str, online: Online) -> str:
     rows = []
     for labels, one in online.subsets:
         shares = enumerate(one.per_position_acceptance_rates)
+        low, high = one.interval
         rows.append(
             {"subset": "/".join([name, *filter(None, labels.values())]), **labels}
             | {"prompts": one.count, "tokens_per_forward": one.tokens_per_forward}
-            | _ends(one.interval)
+            | {"interval_low": low, "interval_high": high}
             | {column: getattr(one, column) for column in VLLM_COLUMNS}
             | {"acceptance_length": one.mean_acceptance_length}
             | {f"acceptance_at_pos_{place}": share for place, share in shares}
         )
-    return _csv(rows)
-
-
-def contexts_csv(contexts: Sequence[ContextRate]) -> str:
-    """Return contexts.csv: a row for each context length."""
-    rows = []
-    for one in contexts:
-        row = {"context": one.context, "tokens_per_forward": one.tokens_per_forward}
-        row |= _ends(one.interval) | {"over_first": one.over_first.ratio}
-        row |= _ends(one.over_first.interval, "over_first_")
-        if speed := one.speed:
-            names = "base_tokens_per_second", "tokens_per_second", "prompt_seconds", "speedup"
-            row |= {name: getattr(speed, name) for name in names}
-            row |= _ends(speed.interval, "speedup_")
-        rows.append(row)
-    return _csv(rows)
-
-
-def _ends(interval: Interval, prefix: str = "") -> dict[str, Any]:
-    names = (f"{prefix}interval_{end}" for end in ("low", "high"))
-    return dict(zip(names, interval, strict=True))
-
-
-def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows of equal keys as a table with a header."""
     stream = io.StringIO()
     table = csv.DictWriter(stream, [*rows[0]] if rows else [], lineterminator="\n")
     table.writeheader()
@@ -125,27 +86,26 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
 # --- the page ----------------------------------------------------------------------------------
 
 
-def render(results: Results, figures: Mapping[str, Figure]) -> str:
+def render(results: Results, pictures: Mapping[str, bytes]) -> str:
     """Return the page as one file that loads nothing and runs only its own script."""
     tokens = [list(_tokens(text)) for text in results.texts]
     stored = to_json(results)
     subject = {name: stored[name] for name in ("head", "base", "prompts")}
     parts = {"Settings": stored["settings"], "Subject": subject, "Provenance": stored["provenance"]}
+    is_sure = results.speed and results.speed.interval[0] > 1.0
     return _template().render(
         title=f"{results.head.kind} on {results.base.name}",
         results=results,
-        mood=_mood(results),
+        mood="no" if not pays(results) else "yes" if is_sure else "maybe",
         verdict=verdict(results),
         headlines=headlines(results),
-        plots={name: _svg(figure, name) for name, figure in figures.items()},
+        plots={name: base64.b64encode(one).decode() for name, one in pictures.items()},
         tokens=tokens,
         legend=_legend([origin for one in tokens for _, _, origin in one]),
         steps=[[_step(step) for step in text.steps] for text in results.texts],
         summary=summary(results),
         depths=depth_rows(results),
         groups=group_rows(results),
-        candidates=candidate_rows(results),
-        chosen=next((i for i, row in enumerate(results.tree_candidates) if row.chosen), -1),
         settings=parts,
     )
 
@@ -179,20 +139,13 @@ def visible(text: str) -> str:
     A control character becomes its Unicode picture, any other its code point. Model output
     then cannot hide text or reverse the line around it.
     """
-    return "".join(map(_visible, text))
-
-
-def _visible(letter: str) -> str:
-    if letter in "\n\t" or letter in JOINERS or unicodedata.category(letter) not in HIDDEN:
-        return letter
-    code = ord(letter)
-    return chr(0x2400 + code) if code < 32 else f"⟨U+{code:04X}⟩"
-
-
-def _mood(results: Results) -> str:
-    """Return whether speculation pays: yes, no or maybe."""
-    is_sure = results.speed and results.speed.interval[0] > 1.0
-    return ("yes" if is_sure else "maybe") if pays(results) else "no"
+    shown = ""
+    for letter in text:
+        hidden = unicodedata.category(letter) in HIDDEN and letter not in f"\n\t{JOINERS}"
+        code = ord(letter)
+        sign = chr(0x2400 + code) if code < 32 else f"⟨U+{code:04X}⟩"
+        shown += sign if hidden else letter
+    return shown
 
 
 # --- the first screen --------------------------------------------------------------------------
@@ -214,7 +167,7 @@ def wilson(successes: int, trials: int) -> Interval:
 
 
 def headlines(results: Results) -> list[dict[str, Any]]:
-    """Return the three most important of the measured figures, or fewer.
+    """Return the most important of the measured figures.
 
     Each has `name`, `shown`, `value`, `interval` and `meaning`. A value that `is_share` is in
     [0, 1] and shown in percent; otherwise 1 means no gain.
@@ -238,18 +191,11 @@ def headlines(results: Results) -> list[dict[str, Any]]:
                 "rounding separates the others at a tie."
             )
             count += same.exact
-        shown, share = f"{count} of {same.compared}", count / same.compared
-        interval = wilson(count, same.compared)
+        shown, interval = f"{count} of {same.compared}", wilson(count, same.compared)
         name = "texts identical to the base alone"
-        found.append((name, shown, share, interval, meaning, True))
-    if rate and rate.conditional_acceptance:
-        # drafts of one text depend on each other, so the interval is over prompts
-        first, counts = rate.conditional_acceptance[0], rate.per_depth[0]
-        meaning = f"At depth 1: {counts.accepted:,} of {counts.offered:,}."
-        name, shown = "first drafts accepted", f"{first.rate:.0%}"
-        found.append((name, shown, first.rate, first.interval, meaning, True))
+        found.append((name, shown, count / same.compared, interval, meaning, True))
     names = "name", "shown", "value", "interval", "meaning", "is_share"
-    return [dict(zip(names, one, strict=True)) for one in found[:3]]
+    return [dict(zip(names, one, strict=True)) for one in found]
 
 
 # --- decoded texts -----------------------------------------------------------------------------
@@ -293,35 +239,3 @@ def _step(step: TextStep) -> dict[str, Any]:
     """Return a step for the script of the page."""
     tokens = [visible(token).translate(SIGNS) for token in (*step.tokens, step.bonus)]
     return asdict(step) | {"tokens": tokens[:-1], "bonus": tokens[-1]}
-
-
-# --- plots inside the page ---------------------------------------------------------------------
-
-VARIABLES = {
-    BLUE: "--blue",
-    ORANGE: "--orange",
-    GREY: "--grey",
-    TEXT: "--soft",
-    "#000000": "--ink",
-    "#ffffff": "--page",
-    **{shade: f"--shade-{number}" for number, shade in enumerate(SHADES)},
-}
-"""Style sheet variables for the colours of plots; dark mode has values of its own."""
-
-
-def _svg(figure: Figure, name: str) -> Markup:
-    """Return a figure as an SVG element in the fonts and colours of the page."""
-    buffer = io.StringIO()
-    # letters stay text, and the salt keeps the ids of two plots apart
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(buffer, format="svg", transparent=True, metadata=metadata)
-    head, _, body = buffer.getvalue().partition("<svg")[2].partition(">")
-    box = head[head.index("viewBox") :].split('"')[1]
-    # a style would apply to the whole page, and ids of groups repeat
-    for unwanted in (r"<style.*?</style>", r'(?<=<g) id="[^"]*"', r"font-family: [^;]*; ?"):
-        body = re.sub(unwanted, "", body, flags=re.DOTALL)
-    body = re.sub(
-        r"(?<=: )#[0-9a-f]{6}", lambda hit: f"var({VARIABLES.get(hit[0], '--ink')})", body
-    )
-    return Markup(f'<svg viewBox="{box}" role="img" aria-label="{TITLES[name]}">{body.strip()}')

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from specheads.core.files import from_json, read_json
 from specheads.decoding.calibration import Reliability
-from specheads.decoding.trees.tuned import Tried, Tuned
+from specheads.decoding.trees.tuned import Tuned
 from specheads.runs.provenance import Provenance
 
 T = TypeVar("T")
@@ -183,11 +183,6 @@ class Speed:
     speedup: float
     interval: Interval
     step_overhead: float | None
-    step_milliseconds: float | None
-    base_step_milliseconds: float | None
-    new_tokens: int
-    forwards: int
-    repetitions: int | None = None
     peak_gib: float | None = None
     head_alone: Gain | None = None
     """Speed-up of the head's own tree without prompt lookup, where lookup took part."""
@@ -250,8 +245,6 @@ class TextQuality:
 
     cross_entropy: float
     cross_entropy_interval: Interval
-    accuracy: float
-    accuracy_interval: Interval
 
 
 # --- texts.json --------------------------------------------------------------------------------
@@ -304,9 +297,6 @@ class Results:
     speed: Speed | None = None
     lossless: Lossless | None = None
     degenerate: Degenerate | None = None
-    replay: dict[str, Any] | None = None
-    """The tree replayed (`offline`) and decoded (`online`), and whether both are `equal`."""
-    tree_candidates: list[Tried] = field(default_factory=list)
     phases: list[PhaseRate] = field(default_factory=list)
     contexts: list[ContextRate] = field(default_factory=list)
     calibration: list[Reliability] = field(default_factory=list)

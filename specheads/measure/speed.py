@@ -11,7 +11,6 @@ import torch
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
-from specheads.core.errors import InputError
 from specheads.core.machine import peak_gib, synchronise
 from specheads.decoding.trees.hybrid import own_tree
 from specheads.measure.counts import bootstrap_interval
@@ -80,21 +79,14 @@ def time_in_turns(
     methods: Mapping[str, Runner],
     prompts: list[list[int]],
     generation: GenerationSettings,
-    *,
-    repetitions: int,
 ) -> dict[str | None, list[Timing]]:
     """Return the median timings of each batch by method; None is the base alone.
 
-    All methods decode a batch one after the other: a slow phase of the machine then slows all of
-    them; each repetition starts with another method. The first batch is decoded once as a
-    warm-up.
+    The first `speed_prompts` prompts are timed. All methods decode a batch one after the other: a
+    slow phase of the machine then slows all of them; each repetition starts with another method.
+    The first batch is decoded once as a warm-up.
     """
-    if generation.max_new_tokens < 3:
-        raise InputError(
-            "speed needs 3 new tokens at least, got evaluation.max_new_tokens="
-            f"{generation.max_new_tokens}; raise it"
-        )
-    size = generation.batch_size
+    prompts, size = prompts[: generation.speed_prompts], generation.batch_size
     units = [prompts[i : i + size] for i in range(0, len(prompts), size)]
     sources = generation.sources_of(prompts) if size == 1 else [""] * len(units)
     runs: dict[str | None, Runner] = {
@@ -106,7 +98,7 @@ def time_in_turns(
     if base.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(base.device)
     names, timings = [*runs], {name: [[] for _ in units] for name in runs}
-    work = [(turn, place) for turn in range(repetitions) for place in range(len(units))]
+    work = [(turn, place) for turn in range(generation.repeats) for place in range(len(units))]
     for turn, place in bar(work, "speed", generation.progress):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
@@ -126,7 +118,6 @@ def measure_speed(
     prompts: list[list[int]],
     generation: GenerationSettings,
     *,
-    repetitions: int = 3,
     with_prompt: bool = True,
 ) -> Speed:
     """Return the `speed` section of results.json: see `time_in_turns`.
@@ -141,7 +132,7 @@ def measure_speed(
         name: partial(time_generate, base, drafter, generation=replace(generation, tree=tree))
         for name, tree in trees.items()
     }
-    timings = time_in_turns(base, methods, prompts, generation, repetitions=repetitions)
+    timings = time_in_turns(base, methods, prompts, generation)
     read = None
     if not with_prompt:
         read = statistics.fmean(one.prompt_seconds for one in timings[None])
@@ -154,7 +145,6 @@ def measure_speed(
     head_alone = timings.get("head alone")
     return replace(
         summarise(timings[None], timings["drafted"]),
-        repetitions=repetitions,
         peak_gib=peak_gib(base.device),
         head_alone=paired_speed(head_alone, timings[None]) if head_alone else None,
         prompt_seconds=read,
@@ -170,18 +160,16 @@ def summarise(alone: list[Timing], drafted: list[Timing]) -> Speed:
     """
     gain = paired_speed(drafted, alone)
     base_step, step = _step_seconds(alone), _step_seconds(drafted)
-    new_tokens = sum(one.new_tokens for one in drafted)
+    base_rate, rate = (
+        sum(one.new_tokens for one in side) / sum(one.seconds for one in side)
+        for side in (alone, drafted)
+    )
     return Speed(
-        base_tokens_per_second=sum(one.new_tokens for one in alone)
-        / sum(one.seconds for one in alone),
-        tokens_per_second=new_tokens / sum(one.seconds for one in drafted),
+        base_tokens_per_second=base_rate,
+        tokens_per_second=rate,
         speedup=gain.ratio,
         interval=gain.interval,
         step_overhead=step / base_step if step and base_step else None,
-        step_milliseconds=1e3 * step if step else None,
-        base_step_milliseconds=1e3 * base_step if base_step else None,
-        new_tokens=new_tokens,
-        forwards=sum(one.forwards for one in drafted),
     )
 
 

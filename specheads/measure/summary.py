@@ -1,6 +1,6 @@
 """Results in words and rows of words: for the report, the console and the model card."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -12,11 +12,6 @@ from specheads.measure.tables import ConsoleTable, with_interval
 SummaryRows = list[tuple[str, str]]
 
 
-def drafts(results: Results) -> bool:
-    """Return whether the tree drafts anything; the fastest of the timed trees may be empty."""
-    return results.settings.num_nodes > 1
-
-
 def wrong(results: Results) -> bool:
     """Return whether a text differs from the base's own by more than rounding explains."""
     return results.lossless is not None and results.lossless.verdict == WRONG
@@ -25,18 +20,13 @@ def wrong(results: Results) -> bool:
 def pays(results: Results) -> bool:
     """Return whether decoding is right, and faster than the base alone if it was timed."""
     timed = not results.speed or results.speed.speedup > 1.0
-    return drafts(results) and timed and not wrong(results)
+    return results.settings.num_nodes > 1 and timed and not wrong(results)
 
 
 def verdict(results: Results) -> str:
     """Return whether speculation pays on this machine and why; first whether it is wrong."""
-    gain = _gain(results)
-    if not wrong(results):
-        return gain
-    return (
-        "Decoding is wrong: texts differ from the base's own by more than rounding explains. "
-        f"{gain}"
-    )
+    told = "texts differ from the base's own by more than rounding explains. "
+    return f"Decoding is wrong: {told}{_gain(results)}" if wrong(results) else _gain(results)
 
 
 def divergence_note(lossless: Lossless) -> str:
@@ -51,12 +41,11 @@ def divergence_note(lossless: Lossless) -> str:
 def _gain(results: Results) -> str:
     speed, online = results.speed, results.online
     remedy = "A cheaper head or a better one, or a larger base would change that."
-    if not drafts(results):
-        timed = len(results.tree_candidates) - 1
-        tried = f"{timed} were timed" if timed > 0 else "see specheads tune"
+    # the fastest of the timed trees may be empty
+    if results.settings.num_nodes == 1:
         return (
-            f"Speculation does not pay on this machine: no way to draft ({tried}) was faster than "
-            f"the base alone, so nothing was drafted. {remedy}"
+            "Speculation does not pay on this machine: no way to draft was faster than the base "
+            f"alone, so nothing was drafted. {remedy}"
         )
     if not speed or not online:
         return "Speed was not measured."
@@ -122,7 +111,7 @@ def _acceptance(results: Results) -> Iterator[tuple[str, str]]:
     for key, found in (results.base_quality or {}).items():
         form = "+" if key == "change" else ""
         text = with_interval(found.cross_entropy, found.cross_entropy_interval, f"{form}.4f")
-        yield names[key], f"{text}; {found.accuracy:{form}.1%} right"
+        yield names[key], text
 
 
 def _against_base(results: Results) -> Iterator[tuple[str, str]]:
@@ -198,17 +187,6 @@ def context_rows(results: Results) -> list[list[str]]:
             row += [f"{rate:.1f}" for rate in rates]
             row += [with_interval(speed.speedup, speed.interval), f"{speed.prompt_seconds:.1f}"]
         rows.append(row)
-    return [header, *rows]
-
-
-def candidate_rows(results: Results) -> Sequence[Sequence[str]]:
-    """Return the table of the trees that were timed, its header first."""
-    header = ["tree", "nodes", "depth", "tokens per forward", "step time", "estimated speed-up"]
-    rows = [
-        [row.tree, str(row.num_nodes), str(row.depth)]
-        + [f"{x:.3f}" for x in (row.tokens_per_forward, row.step_overhead, row.speedup)]
-        for row in results.tree_candidates
-    ]
     return [header, *rows]
 
 

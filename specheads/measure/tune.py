@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from specheads.measure.counts import DepthCounts, rate
 from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.measure.offline import copied, fixed_tree, replay
 from specheads.measure.tables import ConsoleTable, with_interval
-from specheads.measure.tune_trees import TuningTexts, validation_prompts, write_texts
+from specheads.measure.tune_trees import TuningTexts, traced, validation_prompts, write_texts
 from specheads.runs.progress import bar
 
 COPIED = (4, 10)
@@ -44,10 +43,6 @@ TUNE_PROMPTS = 24
 """Most validation prompts on which an evaluation chooses a tree."""
 QUICK_NODES = 16
 """Nodes of the largest tree when an evaluation chooses, root included."""
-ALONE: dict[str, Any] = {"tree": "none", "num_nodes": 1, "depth": 0} | dict.fromkeys(
-    ("tokens_per_forward", "step_overhead", "speedup"), 1.0
-)
-"""The base alone, as in `Tried`."""
 BUCKET = 64
 """Tokens of context whose steps are one point of a server's fit."""
 BURST = 4
@@ -103,27 +98,38 @@ def choose(
     A head's tree has at most `max_nodes` nodes, root included. A quick choice takes fewer steps,
     among trees that can be replayed.
     """
-    tuning = Tuning(base, head, generation, max_nodes)
     grown = [text.ranks for one in texts for text in one.grown]
     trees = tune_trees.candidate_trees(grown, head.depth, max_nodes)
-    cost, error = tuning.measure_cost(texts, trees, batches, rounds=3 if quick else 5)
+    grid = [policies.NOTHING, *(one for one in trees if one.name == "chain")]
+    sizes = {one.num_nodes: one for one in trees if one.name == "tree"}
+    grid += [sizes[size] for size in GRID if size in sizes]
+    # all batch sizes and contexts in turns, because a machine changes its pace within minutes
+    work = [
+        ((head if tree.depth else None, tree), one.rows(batch))
+        for one, batch, tree in product(texts, batches, grid)
+        if batch * tree.num_nodes <= MOST_TOKENS
+    ]
+    methods, rows = zip(*work, strict=True)
+    rounds = 3 if quick else 5
+    cost, error = fit(time_steps(base, methods, rows, generation=generation, rounds=rounds))
     tried, chosen = list[Tried](), list[TunedTree]()
-    pair = attrgetter("prompt", "continuation")
-    grown_traces = [tune_trees.traced(base, head, map(pair, one.grown)) for one in texts]
+    grown_traces = [traced(base, head, [text.text for text in one.grown]) for one in texts]
     for one, traces in zip(texts, grown_traces, strict=True):
         stop = None
         if traces and not quick:
             stop = tune_trees.best_stop(traces, tune_trees.learn(traces), cost, one.context)
         for batch in batches:
-            found = tuning.finalists(one, trees, cost, batch, stop, grown=not quick)
-            rows, tree = tuning.time_finals(found, one, batch, rounds=6 if quick else 8)
-            tried += rows
+            how: dict[str, Any] = {"max_nodes": max_nodes, "grown": not quick}
+            found = finalists(base, head, one, trees, cost, batch, stop, **how)
+            rounds = 6 if quick else 8
+            timed, tree = time_finals(base, head, found, one, batch, generation, rounds)
+            tried += timed
             chosen.append(tree)
     # rates are those of a chain's steps: other positions, which accepted drafts skip, are easier
     every = [text for one in texts for text in (*one.grown, *one.judged)]
     counts = [replay(text.ranks, policies.chain(head.depth)) for text in every]
-    size = max(COPIED)
-    copies = [copied(text.prompt, text.continuation, size) for text in every]
+    copies = [copied(*text.text, max(COPIED)) for text in every]
+    judged_traces = traced(base, head, [text.text for one in texts for text in one.judged])
     return Tuned(
         machine=tuned.Machine.of(base.device, base.dtype),
         base=base.fingerprint,
@@ -131,11 +137,9 @@ def choose(
         cost_error=error,
         acceptance=tuned.AcceptanceRates(
             per_depth=DepthCounts.total(counts, head.depth).levels(),
-            matches=tune_trees.match_rates(copies, size),
+            matches=tune_trees.match_rates(copies, max(COPIED)),
             curves=tune_trees.calibrate(
-                [trace for traces in grown_traces for trace in traces],
-                tune_trees.traced(base, head, [pair(text) for one in texts for text in one.judged]),
-                head.depth,
+                [trace for traces in grown_traces for trace in traces], judged_traces, head.depth
             ),
         ),
         trees=chosen,
@@ -144,112 +148,89 @@ def choose(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """The head to tune, and the conditions of decoding."""
+def finalists(
+    base: FrozenBase,
+    head: Head,
+    texts: TuningTexts,
+    trees: Sequence[policies.Static],
+    cost: StepCost,
+    batch: int,
+    stop: policies.Static | None,
+    *,
+    max_nodes: int,
+    grown: bool,
+) -> list[policies.TreePolicy]:
+    """Return the trees to time at a batch size, as far as the context has room for them.
 
-    base: FrozenBase
-    head: Head
-    generation: GenerationSettings
-    max_nodes: int
+    These are the best by prediction, two of another size, the best chain, the chain that stops
+    early and, if `grown`, a best-first tree about as large, some also with prompt lookup.
+    """
+    depth, branch = head.depth, min(4, head.drafted_size or 4)
+    ranks = [one.ranks for one in texts.judged]
+    place = cost, batch, texts.context
+    ordered = sorted(trees, key=lambda tree: -tune_trees.predict(tree, ranks, *place))
+    first, chain = ordered[0], next(tree for tree in ordered if tree.name == "chain")
+    others = [tree for tree in ordered if abs(tree.num_nodes - first.num_nodes) > 1]
+    plain: list[policies.TreePolicy] = [first, chain]
+    if grown and branch > 1:
+        most = min(max_nodes, 1 + branch + (depth - 1) * 4 * branch)
+        nodes = min(max(first.num_nodes, depth + 3), most)
+        plain.append(policies.BestFirst(nodes, depth, 4, branch))
+    joined = [HybridTree(tree, size) for tree in dict.fromkeys(plain) for size in COPIED]
+    short = [stop] if stop and stop.num_nodes <= max_nodes else []
+    found = dict.fromkeys([*plain, *others[:2], *short, *joined])
+    longest = base.max_length - texts.context
+    return [tree for tree in found if room(tree.depth) <= longest]
 
-    def measure_cost(
-        self,
-        texts: Sequence[TuningTexts],
-        trees: Sequence[policies.Static],
-        batches: Sequence[int],
-        rounds: int,
-    ) -> tuple[StepCost, dict[str, float | int]]:
-        """Time chains and some trees at every batch size and context; fit costs to it."""
-        sizes = {one.num_nodes: one for one in trees if one.name == "tree"}
-        grid = [policies.NOTHING, *(one for one in trees if one.name == "chain")]
-        grid += [sizes[size] for size in GRID if size in sizes]
-        # all batch sizes and contexts in turns, because a machine changes its pace within minutes
-        work = [
-            ((self.head if tree.depth else None, tree), one.rows(batch))
-            for one, batch, tree in product(texts, batches, grid)
-            if batch * tree.num_nodes <= MOST_TOKENS
-        ]
-        methods, rows = zip(*work, strict=True)
-        return fit(time_steps(self.base, methods, rows, generation=self.generation, rounds=rounds))
 
-    def finalists(
-        self,
-        texts: TuningTexts,
-        trees: Sequence[policies.Static],
-        cost: StepCost,
-        batch: int,
-        stop: policies.Static | None,
-        *,
-        grown: bool,
-    ) -> list[policies.TreePolicy]:
-        """Return the trees to time at a batch size, as far as the context has room for them.
-
-        These are the best by prediction, two of another size, the best chain, the chain that stops
-        early and, if `grown`, a best-first tree about as large, some also with prompt lookup.
-        """
-        depth, branch = self.head.depth, min(4, self.head.drafted_size or 4)
-        ranks = [one.ranks for one in texts.judged]
-        place = cost, batch, texts.context
-        ordered = sorted(trees, key=lambda tree: -tune_trees.predict(tree, ranks, *place))
-        first, chain = ordered[0], next(tree for tree in ordered if tree.name == "chain")
-        others = [tree for tree in ordered if abs(tree.num_nodes - first.num_nodes) > 1]
-        plain: list[policies.TreePolicy] = [first, chain]
-        if grown and branch > 1:
-            most = min(self.max_nodes, 1 + branch + (depth - 1) * 4 * branch)
-            nodes = min(max(first.num_nodes, depth + 3), most)
-            plain.append(policies.BestFirst(nodes, depth, 4, branch))
-        joined = [HybridTree(tree, size) for tree in dict.fromkeys(plain) for size in COPIED]
-        short = [stop] if stop and stop.num_nodes <= self.max_nodes else []
-        found = dict.fromkeys([*plain, *others[:2], *short, *joined])
-        longest = self.base.max_length - texts.context
-        return [tree for tree in found if room(tree.depth) <= longest]
-
-    def time_finals(
-        self, trees: Sequence[policies.TreePolicy], texts: TuningTexts, batch: int, rounds: int
-    ) -> tuple[list[Tried], TunedTree]:
-        """Time trees and the base alone, count tokens on other texts; return all and the best."""
-        # the number of prompt-lookup tokens differs from text to text: each turn continues others
-        methods: list[TreeMethod] = [(None, policies.NOTHING)]
-        methods += [(self.head, tree) for tree in trees]
-        turns, points = max(1, rounds // batch), []
-        quiet = replace(self.generation, progress=False)
-        each = rounds // turns
-        for turn in bar(range(turns), "step times", self.generation.progress):
-            rows = [texts.rows(batch, turn * batch)] * len(methods)
-            points.append(time_steps(self.base, methods, rows, generation=quiet, rounds=each))
-        columns = zip(*points, strict=True)
-        seconds = [statistics.fmean(one.seconds for one in column) for column in columns]
-        place: dict[str, Any] = {"batch": batch, "context": texts.context}
-        tried = [Tried(**place, **ALONE)]
-        for tree, step in zip(trees, seconds[1:], strict=True):
-            overhead, each = step / seconds[0], self.counts(tree, texts)
-            counts = DepthCounts.total(each, tree.depth)
-            row = Tried(
-                **place,
-                tree=tree.name,
-                num_nodes=tree.num_nodes,
-                depth=tree.depth,
-                tokens_per_forward=counts.tokens_per_forward,
-                step_overhead=overhead,
-                speedup=counts.tokens_per_forward / overhead,
-                interval=[bound / overhead for bound in rate(each).interval],
-            )
-            tried.append(row)
-        fastest = max(range(len(tried)), key=lambda index: tried[index].speedup)
-        tried[fastest] = replace(tried[fastest], chosen=True)
-        tree = methods[fastest][1]
-        return tried, _tuned_tree(tried[fastest], tree)
-
-    def counts(self, tree: policies.TreePolicy, texts: TuningTexts) -> list[DepthCounts]:
-        """Return the counts of each judged text: by replay if the tree is fixed, else decoded."""
+def time_finals(
+    base: FrozenBase,
+    head: Head,
+    trees: Sequence[policies.TreePolicy],
+    texts: TuningTexts,
+    batch: int,
+    generation: GenerationSettings,
+    rounds: int,
+) -> tuple[list[Tried], TunedTree]:
+    """Time the base alone and trees, count tokens on other texts; return all and the best."""
+    methods = [(None, policies.NOTHING), *((head, tree) for tree in trees)]
+    turns, quiet = max(1, rounds // batch), replace(generation, progress=False)
+    # the number of prompt-lookup tokens differs from text to text: each turn continues others
+    points = [
+        time_steps(
+            base,
+            methods,
+            [texts.rows(batch, turn * batch)] * len(methods),
+            generation=quiet,
+            rounds=rounds // turns,
+        )
+        for turn in bar(range(turns), "step times", generation.progress)
+    ]
+    seconds = [statistics.fmean(one.seconds for one in each) for each in zip(*points, strict=True)]
+    tried, prompts = [], [one.prompt for one in texts.judged]
+    how = replace(generation, batch_size=8, sources=tuple(one.source for one in texts.judged))
+    for (_, tree), step in zip(methods, seconds, strict=True):
         if fixed_tree(tree) is not None:
-            texts_of = [(one, (one.prompt, one.continuation)) for one in texts.judged]
-            return [replay(one.ranks, tree, one.source, text) for one, text in texts_of]
-        sources = tuple(one.source for one in texts.judged)
-        generation = replace(self.generation, tree=tree, batch_size=8, sources=sources)
-        prompts = [one.prompt for one in texts.judged]
-        return [one.counts for one in decode_prompts(self.base, self.head, prompts, generation)]
+            counts = [replay(one.ranks, tree, one.source, one.text) for one in texts.judged]
+        else:
+            decoded = decode_prompts(base, head, prompts, replace(how, tree=tree))
+            counts = [one.counts for one in decoded]
+        overhead, found = step / seconds[0], rate(counts)
+        row = Tried(
+            batch=batch,
+            context=texts.context,
+            tree=tree.name,
+            num_nodes=tree.num_nodes,
+            depth=tree.depth,
+            tokens_per_forward=found.tokens_per_forward,
+            step_overhead=overhead,
+            speedup=found.tokens_per_forward / overhead,
+            interval=[bound / overhead for bound in found.interval],
+        )
+        tried.append(row)
+    fastest = max(range(len(tried)), key=lambda index: tried[index].speedup)
+    tried[fastest] = replace(tried[fastest], chosen=True)
+    return tried, _tuned_tree(tried[fastest], methods[fastest][1])
 
 
 def _tuned_tree(row: Tried, tree: policies.TreePolicy) -> TunedTree:

@@ -59,6 +59,11 @@ class TuningText:
     source: str
     """Document that the prompt was cut from: see `GenerationSettings.sources`."""
 
+    @property
+    def text(self) -> tuple[list[int], list[int]]:
+        """The prompt and its continuation."""
+        return self.prompt, self.continuation
+
 
 @dataclass(frozen=True, slots=True)
 class TuningTexts:

@@ -43,20 +43,13 @@ class Hardware:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Git:
-    """The commit of specheads, and whether the checkout has other changes."""
-
-    commit: str
-    dirty: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
     """Provenance of a result, without secrets and absolute paths."""
 
     command: list[str] = field(default_factory=list)
     versions: dict[str, str | None] = field(default_factory=dict)
-    git: Git | None = None
+    git: dict[str, Any] | None = None
+    """The `commit` of specheads, and whether the checkout is `dirty`: has other changes."""
     hardware: Hardware = field(default_factory=Hardware)
 
 
@@ -114,8 +107,8 @@ def _cut(path: str, roots: Sequence[Path]) -> str:
     return shown or re.split(r"[\\/]", path.rstrip("\\/"))[-1]
 
 
-def _git() -> Git | None:
-    """Return the commit of our own checkout; None if the package is not in one."""
+def _git() -> dict[str, Any] | None:
+    """Return the state of our own checkout; None if the package is not in one."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(PACKAGE.parent), *words]
@@ -124,6 +117,6 @@ def _git() -> Git | None:
     try:
         if Path(git("rev-parse", "--show-toplevel")) != PACKAGE.parent:
             return None
-        return Git(commit=git("rev-parse", "HEAD"), dirty=bool(git("status", "--porcelain")))
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -111,8 +111,7 @@ def test_invalid_phase_is_refused_by_full_name(changes: dict[str, Any], message:
             (mixture(**{name: value}), f"got .{name}={value!r} for the whole; leave it out")
             for name, value in (("path", "a.jsonl"), ("max_documents", 60), ("ignore", ["x"]))
         ),
-        (Evaluation(max_new_tokens=2), "speed needs 3 new tokens at least, got evaluation.max_new"),
-        (Evaluation(max_new_tokens=1, mode="online"), "acceptance needs 2 new tokens at least"),
+        (Evaluation(max_new_tokens=2), "needs 3 new tokens at least, got evaluation.max_new"),
         (
             Evaluation(mode="offline", temperature=1.0, acceptance="rejection"),
             "acceptance must be match for evaluation.mode=offline",

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import specheads
 from specheads.base.model import FrozenBase
 from specheads.commands import push
-from specheads.commands._library import read_run
+from specheads.commands._call import read_run
 from specheads.config import compose, data_dir
 from specheads.config.commands import Push, Train
 from specheads.core.errors import InputError

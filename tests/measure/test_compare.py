@@ -42,8 +42,8 @@ def methods() -> dict[str, DraftMethod]:
 
 @functools.cache
 def rows() -> dict[str, MethodResults]:
-    how = GenerationSettings(max_new_tokens=10, batch_size=3)
-    return compare_methods(tiny.base(), methods(), written(10), how, speed_prompts=3, repetitions=1)
+    how = GenerationSettings(max_new_tokens=10, batch_size=3, repeats=1)
+    return compare_methods(tiny.base(), methods(), written(10), how)
 
 
 def comparison(drafters: dict[str, MethodResults]) -> Comparison:
@@ -132,8 +132,8 @@ def test_perfect_assistant_saves_forwards_and_does_not_batch():
     base = tiny.base()
     method = TransformersMethod(assistant=tiny.base("llama", "eager").model)
     arms = {"transformers": TRANSFORMERS["transformers"], "transformers_assisted": method}
-    how = GenerationSettings(max_new_tokens=16, batch_size=3)
-    measured = compare_methods(base, arms, written(16), how, speed_prompts=3, repetitions=1)
+    how = GenerationSettings(max_new_tokens=16, batch_size=3, repeats=1)
+    measured = compare_methods(base, arms, written(16), how)
     assisted = measured["transformers_assisted"]
     assert assisted.online.tokens_per_forward > 1.5
     assert measured["transformers"].online.tokens_per_forward == 1.0
@@ -142,9 +142,8 @@ def test_perfect_assistant_saves_forwards_and_does_not_batch():
     names = [row[0] for row in table(condition(measured, 0.0, 3)).rows]
     assert "transformers_assisted (cannot batch: one by one)" in names
     # above temperature zero it samples other texts, which are not compared
-    warm = GenerationSettings(max_new_tokens=8, sampling=Sampling(temperature=1.0, seed=2))
+    drawn = Sampling(temperature=1.0, seed=2)
+    warm = GenerationSettings(max_new_tokens=8, sampling=drawn, speed_prompts=1)
     texts = written(8, warm.sampling)
-    (drawn,) = compare_methods(
-        base, {"transformers_assisted": method}, texts, warm, speed_prompts=1
-    ).values()
+    (drawn,) = compare_methods(base, {"transformers_assisted": method}, texts, warm).values()
     assert drawn.lossless.compared == 0

@@ -1,6 +1,5 @@
 """Replay gives the loop's integers, and the report shows the counts."""
 
-import csv
 import functools
 import itertools
 import json
@@ -20,7 +19,6 @@ from specheads.data.prompts import Prompt, PromptSet
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree
-from specheads.decoding.trees.tuned import Tried
 from specheads.measure import generation, offline, online, report, speed, summary
 from specheads.measure.counts import DepthCounts
 from specheads.measure.evaluation import measure_contexts
@@ -144,7 +142,6 @@ def measure(categories: Sequence[str] = (), **settings: Any) -> tuple[Online, Lo
 def test_rates_by_category():
     section, *_ = measure(categories=["prose", "code", "prose"])
     counts = online_counts(Habit(0.5))
-    assert list(section.by_category) == ["code", "prose"]
     assert section.by_category["code"].tokens_per_forward == counts[1].tokens_per_forward
     assert section.by_category["prose"].count == 2
 
@@ -162,21 +159,21 @@ def test_names_of_vllm_follow_its_formulas(tree):
     assert shares[0] == section.conditional_acceptance[0].rate
 
 
-def test_groups_are_ordered_by_length_and_each_prompt_is_in_one_subset():
+def test_each_prompt_is_in_one_subset():
     lengths, kinds = ["16k", "8k", "8k"], ["a", "a", "b"]
     how = GenerationSettings(max_new_tokens=tiny.NEW_TOKENS)
     groups = {"input_length": lengths, "category": kinds, "thinking": [""] * 3}
     texts = replace(written(), groups=groups)
     section, *_ = online.measure_online(tiny.base(), Habit(0.5), texts, how)
     assert [(name, one.count) for name, one in section.by_input_length.items()] == [
-        ("8k", 2), ("16k", 1),
+        ("16k", 1), ("8k", 2),
     ]  # fmt: skip
     assert section.by_thinking == {}
     names = [(labels["input_length"], labels["category"]) for labels, _ in section.subsets]
-    assert names == [("8k", "a"), ("8k", "b"), ("16k", "a")]
+    assert names == [("16k", "a"), ("8k", "a"), ("8k", "b")]
     rows = report.acceptance_csv("set", section).splitlines()
     assert rows[0].startswith("subset,input_length,category,thinking,prompts,tokens_per_forward,")
-    assert [row.split(",")[0] for row in rows[1:]] == ["set/8k/a", "set/8k/b", "set/16k/a"]
+    assert [row.split(",")[0] for row in rows[1:]] == ["set/16k/a", "set/8k/a", "set/8k/b"]
 
 
 def test_looping_texts_are_flagged_and_left_out_of_the_second_rate():
@@ -203,7 +200,6 @@ def test_contexts_equal_a_replay_at_each_length_and_are_paired():
         assert row.tokens_per_forward == alone.tokens_per_forward
         assert row.over_first.ratio == row.tokens_per_forward / rows[0].tokens_per_forward
         assert row.speed is not None
-        assert row.speed.new_tokens == 2 * 15
     assert rows[0].over_first.interval == (1.0, 1.0)
     assert rows[0].tokens_per_forward != rows[1].tokens_per_forward
 
@@ -249,7 +245,8 @@ def test_repetitions_alternate_the_order_and_warm_up_is_not_timed(monkeypatch):
 
     monkeypatch.setattr(speed, "time_generate", fake)
     how = GenerationSettings(max_new_tokens=9, batch_size=2)
-    section = speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), how, repetitions=3)
+    how = replace(how, repeats=3)
+    section = speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), how)
     arms = [drafted for drafted, _ in calls[2:]]
     assert arms == [False, True] * 2 + [True, False] * 2 + [False, True] * 2
     assert [size for _, size in calls[2:6]] == [2, 2, 1, 1]
@@ -288,15 +285,6 @@ HISTORY = [
 ]
 
 
-ALONE = Tried(
-    tree="none", num_nodes=1, depth=0, tokens_per_forward=1.0, step_overhead=1.0, speedup=1.0
-)
-TIMED = [
-    ALONE,
-    replace(ALONE, tree="chain", num_nodes=5, depth=4, tokens_per_forward=1.4, chosen=True),
-]
-
-
 @functools.cache
 def longer() -> list[PromptSet]:
     """Return the prompts after other tokens, at two lengths."""
@@ -310,15 +298,13 @@ def longer() -> list[PromptSet]:
 def sections(tree: policies.TreePolicy) -> dict[str, Any]:
     """Return the sections of a measured head."""
     head, texts = Habit(0.5), written(16)
-    how = GenerationSettings(max_new_tokens=16, tree=tree)
+    how = GenerationSettings(max_new_tokens=16, tree=tree, repeats=1, speed_prompts=2)
     names = "online", "lossless", "degenerate"
     found = zip(names, online.measure_online(tiny.base(), head, texts, how), strict=True)
     return dict(found) | {
         "offline": offline.measure_offline(tiny.base(), head, texts, how),
-        "speed": speed.measure_speed(tiny.base(), head, texts.prompts, how, repetitions=1),
-        "contexts": measure_contexts(
-            tiny.base(), head, longer(), how, repetitions=1, speed_prompts=2
-        ),
+        "speed": speed.measure_speed(tiny.base(), head, texts.prompts, how),
+        "contexts": measure_contexts(tiny.base(), head, longer(), how),
     }
 
 
@@ -327,7 +313,6 @@ def results() -> Results:
     return replace(
         bare(head={"kind": "<habit>", "depth": DEPTH, "parameters": 0}),
         **sections(TREE),
-        tree_candidates=TIMED,
         phases=[PhaseRate(phase="corpus", tokens_per_forward=1.25, interval=(1.0, 1.5))],
     )
 
@@ -354,14 +339,9 @@ def test_report_folder_is_complete_and_has_no_stale_files(tmp_path):
     (page.parent / "compare.json").unlink()
     names = {path.name for path in page.parent.iterdir()}
     assert names == {
-        *("report.html", "results.json", "acceptance.csv", "contexts.csv"),
+        *("report.html", "results.json", "acceptance.csv"),
         *(f"{plot}.png" for plot in ("acceptance", "contexts", "loss", "speed")),
     }
-    header, *rows = csv.reader((page.parent / "contexts.csv").read_text().splitlines())
-    assert [row[:2] for row in rows] == [
-        [str(one.context), str(one.tokens_per_forward)] for one in results().contexts
-    ]
-    assert {len(row) for row in rows} == {len(header)}
     assert '<figure id="plot-contexts">' in page.read_text()
     assert '<section id="by-context-length">' in page.read_text()
     assert json.loads((page.parent / "results.json").read_text()) == to_json(results())

@@ -15,8 +15,7 @@ from specheads.runs.directory import RunDirectory
 from tests.results import bare
 
 WHOLE = to_json(bare(speed={"base_tokens_per_second": 1.0, "tokens_per_second": 2.0, "speedup": 2.0,
-    "interval": [1.0, 3.0], "step_overhead": 1.0, "step_milliseconds": 1.0,
-    "base_step_milliseconds": 1.0, "new_tokens": 3, "forwards": 2}))  # fmt: skip
+    "interval": [1.0, 3.0], "step_overhead": 1.0}))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -35,17 +34,6 @@ def test_wrong_type_names_the_field(tmp_path: Path, section, name, value, told):
     with pytest.raises(InputError, match=told) as caught:
         read(Results, file)
     assert str(file) in str(caught.value)
-
-
-def test_integers_are_valid_floats_and_unknown_keys_are_ignored(tmp_path: Path):
-    file = tmp_path / "results.json"
-    changed = {"speed": WHOLE["speed"] | {"speedup": 2, "colour": "red"}, "weather": 1}
-    file.write_text(json.dumps(WHOLE | changed))
-    found = read(Results, file)
-    assert found is not None
-    assert found.speed is not None
-    assert found.speed.speedup == 2.0
-    assert read(Results, tmp_path / "none.json") is None
 
 
 BROKEN = {
@@ -94,8 +82,5 @@ def test_results_include_the_coverage_of_the_draft_vocabulary(tmp_path: Path):
     assert draft_vocabulary(head, run) == DraftVocabulary(**counted)
     assert counted["coverage"] == pytest.approx(0.9)
     assert draft_vocabulary(head, None) == DraftVocabulary(size=2, coverage=None)
-
-
-def test_a_full_vocabulary_covers_everything():
-    head = build({"kind": "medusa"}, width=4, vocab_size=6)
-    assert draft_vocabulary(head, None) == DraftVocabulary(size=6, coverage=1.0)
+    whole = build({"kind": "medusa"}, width=4, vocab_size=6)
+    assert draft_vocabulary(whole, None) == DraftVocabulary(size=6, coverage=1.0)

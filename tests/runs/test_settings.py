@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specheads.commands._library import read_run
+from specheads.commands._call import read_run
 from specheads.config import compose
 from specheads.config.commands import Train
 from specheads.core.errors import InputError
