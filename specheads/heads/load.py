@@ -215,9 +215,7 @@ def refuse_misfit(
     public heads have none.
     """
     for name, ours in zip(("width", "vocab_size"), reversed(embedding.shape), strict=True):
-        theirs = getattr(head, name)
-        # zero means unknown: a public checkpoint without the tensors that have this size
-        if theirs and ours != theirs:
+        if ours != (theirs := getattr(head, name)):
             raise InputError(
                 f"the head was made for a base of {name} {theirs}, this base has {ours}; "
                 "load the base it was trained on"
@@ -253,28 +251,22 @@ def choose_layers(head: Head, num_layers: int) -> None:
 
 
 def _fetch(path: str | Path, revision: str) -> Path:
-    """Return the folder; from the Hub, download the settings and the weights in one format."""
+    """Return the folder; from the Hub, download the settings and the weights."""
     folder = local_path(path)
     if folder.is_dir():
         return folder
-    for pattern in WEIGHT_FILES:
-        index = f"*{Path(pattern).suffix}{INDEX_SUFFIX}"
-        try:
-            found = snapshot_download(
-                str(path),
-                revision=revision,
-                allow_patterns=["config.json", tuned.FILE, index, pattern],
-                ignore_patterns="*/*",
+    patterns = ["config.json", tuned.FILE, f"*{INDEX_SUFFIX}", *WEIGHT_FILES]
+    try:
+        return Path(
+            snapshot_download(
+                str(path), revision=revision, allow_patterns=patterns, ignore_patterns="*/*"
             )
-        except (HTTPError, OSError, ValueError) as error:
-            raise InputError(
-                f"a head must be a folder or a reachable Hub id, got {str(path)!r}: "
-                f"{first_line(error)}; name another"
-            ) from error
-        folder = Path(found)
-        if any(folder.glob(pattern)):
-            break
-    return folder
+        )
+    except (HTTPError, OSError, ValueError) as error:
+        raise InputError(
+            f"a head must be a folder or a reachable Hub id, got {str(path)!r}: "
+            f"{first_line(error)}; name another"
+        ) from error
 
 
 TRAINING_BYTES = 16

@@ -233,6 +233,21 @@ def full_attention(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window": None, "use_sliding_window": False}
 
 
+def published_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of layers and the depth, if it is known, of a published config."""
+    proposal = settings.get("speculators_config", {}).get("proposal_methods", [settings])[0]
+    depth, drafted = proposal.get("speculative_tokens"), settings.get("draft_vocab_size") or 0
+    return {
+        **({"depth": depth} if depth else {}),
+        "attention_heads": settings["num_attention_heads"],
+        "key_value_heads": settings.get("num_key_value_heads") or 0,
+        "head_dim": settings.get("head_dim") or 0,
+        "inner_dim": settings["intermediate_size"],
+        "epsilon": settings["rms_norm_eps"],
+        "draft_tokens": drafted if drafted != settings["vocab_size"] else 0,
+    }
+
+
 class GatedMlp(nn.Module):
     """down(SiLU(gate x) * up x), with parameter names of Llama; see `inner_dim` for its width."""
 
