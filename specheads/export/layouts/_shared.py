@@ -52,9 +52,9 @@ class Layout:
 
     write: Callable[[Head, FrozenBase, Path], Folder]
     """Also takes the final path of the folder, for command lines."""
-    settings: AllowedSettings
+    settings: AllowedSettings | None
     """Settings of the kind's `Config`. A setting that is not named must have its default value, so
-    no option is dropped silently."""
+    no option is dropped silently. None allows all."""
     verified: str
     """"run": the engine itself ran. "layout": a test reads the folder as the engine's code does."""
     note: str
@@ -65,14 +65,6 @@ class Layout:
     """The only number of `aux_layers` that the engine can read; zero is any number."""
     objection: Callable[[Head, FrozenBase], str] | None = None
     """Returns why this head does not fit, when the settings alone do not decide."""
-    limits: tuple[str, ...] = ()
-    """The rules behind `objection`, for the documentation."""
-
-    def rules(self) -> list[str]:
-        """Return the rules for `aux_layers` and `objection`, for the documentation."""
-        count, low = self.num_aux or "", ", none of them 0" if self.lowest else ""
-        below = f"{count} aux_layers below the last layer{low}".strip()
-        return [*([below] if "aux_layers" in self.settings else []), *self.limits]
 
 
 def drafted_tokens(head: Head) -> int:
@@ -160,8 +152,6 @@ def tensors(head: Head) -> dict[str, Tensor]:
 EAGLE3_IDS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Settings that have the same name in the engines."""
-NETWORK = ("the paper's network only",)
-"""The limit of an engine with `EAGLE3_PLAIN`."""
 EAGLE3_PLAIN: AllowedSettings = {
     **all_of("aux_layers", "attention_heads", "key_value_heads", "head_dim"),
     **all_of("inner_dim", "rope_theta", "epsilon", "draft_tokens"),
