@@ -89,7 +89,12 @@ def read_summary(
     pin = "" if is_local or base_repo or revision == "main" else revision
     if commit and commit != revision:
         revision = f"{revision} (commit {commit})"
-    known = read_json(run.provenance)
+    known, results, file = read_json(run.provenance), None, run.report / "results.json"
+    if file.is_file():
+        # files of older versions hold absolute paths, and users can type them
+        found = from_json(Results, portable(read_json(file)), str(file))
+        kept = replace(found.provenance, command=[])
+        results = replace(found, base=replace(found.base, name=name), provenance=kept)
     return Summary(
         base_id,
         name,
@@ -98,20 +103,8 @@ def read_summary(
         bool(shown["base"]["adapter"]) or run.adapter.is_dir(),
         shown,
         portable({key: known[key] for key in PUBLIC_PROVENANCE if key in known}),
-        _results(run.report / "results.json", name),
+        results,
         read_metrics(run.metrics),
-    )
-
-
-def _results(file: Path, base_name: str) -> Results | None:
-    if not file.is_file():
-        return None
-    # files of older versions hold absolute paths, and users can type them
-    found = from_json(Results, portable(read_json(file)), str(file))
-    return replace(
-        found,
-        base=replace(found.base, name=base_name),
-        provenance=replace(found.provenance, command=[]),
     )
 
 

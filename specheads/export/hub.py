@@ -31,6 +31,7 @@ Contents = dict[str, bytes | Path]
 RESULTS = "results.json"
 SETTINGS = "training.json"
 """Every push contains this file, so it identifies a repository of specheads."""
+WEIGHTS = (".safetensors", ".bin", ".pt")
 SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|KEY", re.IGNORECASE)
 """Names of environment variables whose values must never be uploaded."""
 
@@ -127,7 +128,12 @@ def push(repo: str, files: Contents, *, private: bool | None = None) -> str:
         if private is not None:
             api.update_repo_settings(repo, private=private)
         present = api.list_repo_files(repo)
-        _refuse_another_model(repo, files, present)
+        own = files if SETTINGS in present else ()
+        weights = [name for name in present if "/" not in name and name.endswith(WEIGHTS)]
+        if others := [name for name in weights if name not in own]:
+            raise InputError(
+                f"a head needs a repository of its own, and {repo} holds {others[0]}; name another"
+            )
         # remove results of an earlier push, because they describe another head
         old = [name for name in (RESULTS, FILE) if name in present and name not in files]
         operations = [
@@ -141,20 +147,6 @@ def push(repo: str, files: Contents, *, private: bool | None = None) -> str:
     # huggingface_hub wraps errors of its upload threads, and refuses invalid card metadata
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
         raise InputError(_explain(repo, error)) from error
-
-
-def _refuse_another_model(repo: str, files: Contents, present: list[str]) -> None:
-    """Refuse a repository that holds the weights of another model."""
-    own = files if SETTINGS in present else ()
-    others = [
-        name
-        for name in present
-        if "/" not in name and name.endswith((".safetensors", ".bin", ".pt")) and name not in own
-    ]
-    if others:
-        raise InputError(
-            f"a head needs a repository of its own, and {repo} holds {others[0]}; name another"
-        )
 
 
 def _explain(repo: str, error: BaseException) -> str:

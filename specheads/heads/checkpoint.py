@@ -49,8 +49,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         pending += value if isinstance(value, list) else inner.values()
         if code := [name for name in CODE_KEYS if name in inner and inner[name] not in HARMLESS]:
             raise InputError(
-                f"a head's config.json may contain settings only, and {file} names code in "
-                f"{code[0]!r}; remove that if you trust the rest"
+                f"{file} may hold settings only, and names code in {code[0]!r}; remove it"
             )
     return settings
 
@@ -72,8 +71,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         # compared as names: a path may be too long for the file system
         if strange := sorted(names - {file.name for file in _files(folder, "*")}):
             raise InputError(
-                f"an index must name files of its folder, {index} names {strange[0]!r:.80}; "
-                "download it"
+                f"{index} must name files of its folder, got {strange[0]!r:.80}; download it again"
             )
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -107,10 +105,9 @@ def _read(file: Path) -> dict[str, Tensor]:
     # a damaged file can raise any error
     except Exception as error:
         pickled = isinstance(error, pickle.UnpicklingError)
+        reason = "it has other objects" if pickled else first_line(error)
         raise InputError(
-            f"{file} must hold complete tensors by name and nothing else: "
-            f"{'it has other objects' if pickled else first_line(error)}; download it again, or "
-            "convert it to safetensors if you trust it"
+            f"{file} must hold complete tensors by name and nothing else: {reason}; replace it"
         ) from error
     return found
 

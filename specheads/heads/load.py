@@ -217,15 +217,13 @@ def refuse_misfit(
     for name, ours in zip(("width", "vocab_size"), reversed(embedding.shape), strict=True):
         if ours != (theirs := getattr(head, name)):
             raise InputError(
-                f"the head was made for a base of {name} {theirs}, this base has {ours}; "
-                "load the base it was trained on"
+                f"the head is made for a base of {name} {theirs}, this base has {ours}; use its own"
             )
     if not head.is_of(fingerprint):
         made_for = head.base_fingerprint[: len(fingerprint)]
         raise InputError(
             f"a head fits the weights it was trained on: those are {made_for}, this base has "
-            f"{fingerprint}, perhaps after fine-tuning; load its own base, train it on this one "
-            "(init=), or override with force=true"
+            f"{fingerprint}; load its own base, train it further (init=), or set force=true"
         )
 
 
@@ -245,8 +243,8 @@ def choose_layers(head: Head, num_layers: int) -> None:
     head.choose_aux_layers(num_layers)
     if max(head.aux_layers, default=0) > num_layers:
         raise InputError(
-            f"the head reads the base after {max(head.aux_layers)} layers, this base has "
-            f"{num_layers}; load the base it was trained on, or set other aux_layers"
+            f"the head reads after {max(head.aux_layers)} layers, this base has {num_layers}; load "
+            "its own, or set other aux_layers"
         )
 
 
@@ -264,8 +262,7 @@ def _fetch(path: str | Path, revision: str) -> Path:
         )
     except (HTTPError, OSError, ValueError) as error:
         raise InputError(
-            f"a head must be a folder or a reachable Hub id, got {str(path)!r}: "
-            f"{first_line(error)}; name another"
+            f"{str(path)!r} must be a folder or a reachable Hub id: {first_line(error)}; fix it"
         ) from error
 
 
@@ -296,6 +293,5 @@ def refuse_too_large(head: Head, device: torch.device) -> None:
     if (needed := TRAINING_BYTES * parameters) > there:
         raise InputError(
             f"a head must fit in memory, and one with {parameters:,} parameters needs "
-            f"{needed / 2**30:,.1f} GiB of the {there / 2**30:,.1f} that {device} has; lower "
-            "depth, num_layers or the widths under head="
+            f"{needed / 2**30:,.1f} of {there / 2**30:,.1f} GiB; lower the sizes under head="
         )

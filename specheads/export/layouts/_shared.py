@@ -97,7 +97,14 @@ def layer_settings(head: Head, base: FrozenBase) -> dict[str, Any]:
     """Return the settings of a head's layers: Llama (EAGLE-3) or Qwen3 (block heads)."""
     assert isinstance(head, Eagle3 | BlockHead)
     settings, block, layer = head.config, isinstance(head, BlockHead), head.blocks()[0]
-    attention = layer.self_attn
+    attention, window = layer.self_attn, settings.sliding_window
+    windows: dict[str, Any] = {
+        "layer_types": ["sliding_attention"] * settings.num_layers,
+        "sliding_window": window,
+        "use_sliding_window": True,
+    }
+    if window is None:
+        windows = {"layer_types": ["full_attention"] * settings.num_layers} if block else {}
     return {
         "model_type": "qwen3" if block else "llama",
         "hidden_size": head.width,
@@ -113,21 +120,12 @@ def layer_settings(head: Head, base: FrozenBase) -> dict[str, Any]:
         "max_position_embeddings": base.max_length,
         "vocab_size": head.vocab_size,
         "attention_bias": False,
-        **_window_settings(head),
+        **windows,
         **({} if block else {"mlp_bias": False}),
         "tie_word_embeddings": False,
         "bos_token_id": base.config.bos_token_id,
         "eos_token_id": base.config.eos_token_id,
     }
-
-
-def _window_settings(head: Head) -> dict[str, Any]:
-    """Return the settings of a window, in the names of transformers."""
-    window, num_layers = head.config.sliding_window, head.config.num_layers
-    if window is not None:
-        sliding = ["sliding_attention"] * num_layers
-        return {"layer_types": sliding, "sliding_window": window, "use_sliding_window": True}
-    return {"layer_types": ["full_attention"] * num_layers} if isinstance(head, BlockHead) else {}
 
 
 def tensors(head: Head) -> dict[str, Tensor]:

@@ -34,8 +34,7 @@ def rope(theta: float, scaling: Mapping[str, Any]) -> Rope:
         return theta, ()
     if kind not in REQUIRED:
         raise InputError(
-            f"rope_scaling needs a rope_type of {', '.join(REQUIRED)}, got {kind!r:.80}; "
-            "choose one, or leave it empty"
+            f"rope_scaling needs a rope_type of {', '.join(REQUIRED)}, got {kind!r:.80}; set it"
         )
     numbers = {name: value for name, value in scaling.items() if name != "rope_type"}
     required, optional = REQUIRED[kind], YARN if kind == "yarn" else ()
