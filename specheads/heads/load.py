@@ -223,7 +223,7 @@ def refuse_misfit(
         made_for = head.base_fingerprint[: len(fingerprint)]
         raise InputError(
             f"a head fits the weights it was trained on: those are {made_for}, this base has "
-            f"{fingerprint}; load its own base, train it further (init=), or set force=true"
+            f"{fingerprint}; load its own, train it further (init=), or override with force=true"
         )
 
 
