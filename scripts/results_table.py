@@ -31,7 +31,6 @@ from matplotlib.figure import Figure
 from specheads.config import compose
 from specheads.core.files import from_json
 from specheads.export.layouts import engine_module, engines
-from specheads.export.layouts._shared import Layout
 from specheads.heads.load import kinds
 from specheads.measure.compare import ratios
 from specheads.measure.results import Comparison, Results, read
@@ -433,32 +432,20 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def matrix() -> str:
-    """Return every head on every engine, and what each layout holds and who verified it."""
+    """Return every head on every engine, and how each layout was verified."""
     known = engines()
     cells: Rows = []
     for kind in kinds():
         layouts = (engine_module(engine).LAYOUTS.get(kind) for engine in known)
         cells.append((kind, *("no" if one is None else one.verified for one in layouts)))
     details = [
-        (f"`{engine}`: {module.ABOUT}", kind, _limits(layout), f"{layout.verified}: {layout.note}")
+        (f"`{engine}`: {module.ABOUT}", kind, f"{layout.verified}: {layout.note}")
         for engine in known
         for module in [engine_module(engine)]
         for kind, layout in sorted(module.LAYOUTS.items())
     ]
-    header = ("engine", "head", "holds", "verified")
+    header = ("engine", "head", "verified")
     return f"{table(('head', *known), cells)}\n\n{table(header, details)}"
-
-
-def _limits(layout: Layout) -> str:
-    """Return the restrictions of a layout on a head's settings."""
-    bound = [
-        f"{name} {' or '.join(map(str, allowed))} only"
-        for name, allowed in layout.settings.items()
-        if allowed is not None
-    ]
-    if "draft_tokens" not in layout.settings:
-        bound.append("whole vocabulary only")
-    return "; ".join([*bound, *layout.rules()]) or "every setting"
 
 
 if __name__ == "__main__":

@@ -280,7 +280,7 @@ def _refuse_settings(adapter: str | Path) -> None:
     start = found.pop("init_lora_weights", True)
     changes = {} if start in STARTS else {"init_lora_weights": start}
     remedy = "merge it with the code that trained it, and name the merged folder as base.model"
-    refuse_unused("base.adapter", found, changes, used=HONOURED, harmless=TRAINING, remedy=remedy)
+    refuse_unused("base.adapter", found, changes, used=(*HONOURED, *TRAINING), remedy=remedy)
 
 
 def fingerprint(adapter: Path) -> str:

@@ -53,7 +53,6 @@ def refuse_unused(
     *sections: Mapping[str, Any],
     used: Collection[str],
     fixed: Mapping[str, Any] | None = None,
-    harmless: Collection[str] = (),
     remedy: str = REMEDY,
 ) -> None:
     """Refuse all settings of a config that a reader does not support, together and by name.
@@ -64,15 +63,14 @@ def refuse_unused(
     Args:
         what: Name of the reader.
         sections: Parts of the config, which may repeat a setting.
-        used: Settings that the reader uses, with any value.
+        used: Settings that the reader uses, or that do not change its result; with any value.
         fixed: Settings with the only value that the reader computes. In a list each item is one.
-        harmless: Settings without effect on the result, besides `BOOKKEEPING`.
         remedy: What the user can do.
 
     Raises:
         InputError: A setting would be dropped.
     """
-    fixed, known = fixed or {}, BOOKKEEPING.union(used, harmless)
+    fixed, known = fixed or {}, BOOKKEEPING.union(used)
     wrong: list[str] = []
     for name, value in (item for section in sections for item in section.items()):
         shown = f"{_shown(name):.60}={value!r:.60}"

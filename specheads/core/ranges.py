@@ -3,7 +3,7 @@
 Heads use them for their own settings too, so this module imports nothing heavy.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -124,8 +124,10 @@ def check_fields(
         value, name = getattr(settings, item.name), f"{where}.{item.name}".lstrip(".")
         default = item.default if item.default_factory is MISSING else item.default_factory()
         refuse(name, value, known[item.name], default)
-        for inner_name, section in _sections(name, value):
-            check_fields(section, inner_name, together)
+        parts = value.items() if isinstance(value, Mapping) else [("", value)]
+        for key, part in parts:
+            if is_dataclass(part):
+                check_fields(part, f"{name}.{key}".rstrip("."), together)
     together(settings, where)
 
 
@@ -174,7 +176,8 @@ def _holds_settings(hint: Any) -> bool:
 
 def words(hint: Any) -> str:
     """Return the type and range of a setting in words, such as `a whole number, at least 1`."""
-    plain, rules = _parts(hint)
+    is_ruled = get_origin(hint) is Annotated
+    plain, rules = (hint.__origin__, hint.__metadata__) if is_ruled else (hint, ())
     origin, inner = get_origin(plain), get_args(plain)
     if rules and plain in (str, Any):
         return rules[-1].words
@@ -201,16 +204,3 @@ def _described(rule: Any) -> str:
 def hints(kind: type) -> dict[str, Any]:
     """Return the type hint of each setting of a dataclass, with its rules."""
     return get_type_hints(kind, include_extras=True)
-
-
-def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the type and the rules of a hint."""
-    return (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
-
-
-def _sections(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the dataclasses in a setting, each with its full name."""
-    if is_dataclass(value):
-        yield name, value
-    elif isinstance(value, Mapping):
-        yield from ((f"{name}.{key}", one) for key, one in value.items() if is_dataclass(one))

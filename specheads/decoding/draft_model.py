@@ -75,9 +75,8 @@ def refuse_vocabulary(model: FrozenBase, base: FrozenBase) -> None:
         equal = model.tokenizer.get_vocab() == base.tokenizer.get_vocab()
     if not equal:
         raise InputError(
-            f"a draft model must share the base's vocabulary: {model.name!r} has "
-            f"{model.vocab_size} tokens, {base.name!r} has {base.vocab_size}, and they differ; "
-            "choose a smaller model of the same family"
+            f"a draft model needs the base's vocabulary: {model.name!r} has {model.vocab_size} "
+            f"tokens, {base.name!r} has {base.vocab_size}; choose one of the same family"
         )
 
 

@@ -19,17 +19,6 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import Tuned
 
 
-def refuse_elsewhere(head: Head, base: FrozenBase) -> None:
-    """Refuse a head whose device or dtype differs from its base's."""
-    parameter = next(head.parameters(), None)
-    if parameter is not None and (parameter.dtype, parameter.device) != (base.dtype, base.device):
-        raise InputError(
-            f"a head decodes in its base's dtype and on its device, got {parameter.dtype} on "
-            f"{parameter.device} for a base in {base.dtype} on {base.device}; load it with "
-            "load_head(path, base)"
-        )
-
-
 def default_tree(drafter: Drafter, base: FrozenBase) -> policies.TreePolicy:
     """Return the head's tuned trees if they were measured on the same device type, else a chain.
 
@@ -105,8 +94,12 @@ class Engine:
         coupled: bool = True,
         timed: bool = False,
     ) -> None:
-        if isinstance(drafter, Head):
-            refuse_elsewhere(drafter, base)
+        weight = next(drafter.parameters(), None) if isinstance(drafter, Head) else None
+        if weight is not None and (weight.dtype, weight.device) != (base.dtype, base.device):
+            raise InputError(
+                f"a head needs its base's dtype and device: {weight.dtype} on {weight.device} for "
+                f"a base in {base.dtype} on {base.device}; load it with load_head(path, base)"
+            )
         self.base, self.pool, self.timed = base, pool, timed
         self.max_batch = whole(max_batch, "max_batch", 1)
         self.acceptance = accept.acceptance_rule(acceptance)
@@ -137,10 +130,10 @@ class Engine:
 
     def submit(self, request: Request) -> Stream:
         """Append a request to the queue; raise a ValueError if it can never be decoded."""
-        length, size = len(request.prompt), len(self.base.embedding)
-        if (largest := max(request.prompt)) >= size:
+        length, vocab = len(request.prompt), len(self.base.embedding)
+        if (largest := max(request.prompt)) >= vocab:
             raise InputError(
-                f"token ids must be below {size}, got {largest}; use this base's own tokenizer"
+                f"token ids must be below {vocab}, got {largest}; use this base's own tokenizer"
             )
         if pictured := self.base.media_ids.keys() & {*request.prompt}:
             token = min(pictured)
@@ -157,24 +150,18 @@ class Engine:
                 f"stop strings need a base with a tokenizer, got {self.base.name!r}; name eos_ids"
             )
         limit = min(request.max_new_tokens, self.max_length - length)
-        needed = self._blocks(length + limit)
+        size, nodes, needed = length + limit, self.tree.num_nodes, 0
+        if self.pool is not None:
+            needed = self.pool.blocks_for(size + nodes)
+            if needed > self.pool.num_blocks:
+                raise InputError(
+                    f"a request must fit the pool: {size} tokens and a tree of {nodes} need "
+                    f"{needed} blocks of {self.pool.num_blocks}; ask for less or allocate more"
+                )
         stream = Stream(request, self, limit, needed)
         if stream.finish_reason is None:
             self.waiting.append(stream)
         return stream
-
-    def _blocks(self, length: int) -> int:
-        """Return the blocks for a text of this length and the tree of its last step."""
-        if self.pool is None:
-            return 0
-        needed = self.pool.blocks_for(length + self.tree.num_nodes)
-        if needed > self.pool.num_blocks:
-            raise InputError(
-                f"a request must fit the pool: {length} tokens and a tree of "
-                f"{self.tree.num_nodes} need {needed} blocks of {self.pool.num_blocks}; ask for "
-                "fewer tokens or allocate more blocks"
-            )
-        return needed
 
     def run(self) -> None:
         """Decode until all requests are done."""
@@ -284,14 +271,9 @@ class Engine:
             state.cache.keep_rows([])
             self._state, self.running = None, []
         elif len(kept) < len(self.running):
-            kept = _closed_up(kept)
+            # in the order that moves the fewest rows: the last ones fill the gaps
+            stay, last = {*kept}, iter([row for row in kept if row >= len(kept)])
+            kept = [row if row in stay else next(last) for row in range(len(kept))]
             with self._failing(self.running, state.cache):
                 state.keep(kept)
             self.running = [self.running[row] for row in kept]
-
-
-def _closed_up(rows: list[int]) -> list[int]:
-    """Return rows in an order that moves the fewest: the last rows fill the gaps."""
-    stay = set(rows)
-    last = iter([row for row in rows if row >= len(rows)])
-    return [place if place in stay else next(last) for place in range(len(rows))]

@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from specheads.base.cache import RowCache, upload
-from specheads.base.forward import Verification
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
@@ -122,7 +121,10 @@ def step(
     read = _read(grown, verdict)
     steps = _steps(read, grown, StepTimes(began, drafted, time.perf_counter()))
     state.cache.commit([taken.path for taken in steps])
-    state.committed = _committed(verified, verdict, steps)
+    width = max(len(taken.path) for taken in steps)
+    padded = [taken.tokens + taken.tokens[-1:] * (width - len(taken.tokens)) for taken in steps]
+    features = verified.features.at(verdict.path[:, :width])
+    state.committed = Committed(features, upload(padded, verdict.path.device), verdict.count)
     state.rows.advance(state.committed.next_tokens, state.cache.positions)
     for text, taken in zip(state.rows.texts, steps, strict=True):
         text.extend(taken.tokens)
@@ -152,14 +154,6 @@ def _steps(read: list[list[int]], tree: TokenTree, times: StepTimes) -> list[Dec
         tokens = [*(drafted[node] for node in path[1:]), bonus]
         steps.append(DecodingStep(tokens, path, drafted, parents, times, tree.num_copied))
     return steps
-
-
-def _committed(verified: Verification, verdict: Verdict, steps: list[DecodingStep]) -> Committed:
-    """Return the accepted positions of each row with the tokens after them."""
-    width = max(len(taken.path) for taken in steps)
-    padded = [taken.tokens + taken.tokens[-1:] * (width - len(taken.tokens)) for taken in steps]
-    features = verified.features.at(verdict.path[:, :width])
-    return Committed(features, upload(padded, verdict.path.device), verdict.count)
 
 
 @torch.inference_mode()

@@ -138,17 +138,14 @@ class Stream:
         """Append decoded tokens up to the end of the request."""
         for token in tokens:
             self._tokens.append(token)
-            self.finish_reason = self._reason(token)
+            if token in self._eos:
+                self.finish_reason = "eos"
+            elif self.request.stop and (text := self._read()) and text.is_over:
+                self.finish_reason = "stop"
+            elif len(self._tokens) == self._limit:
+                self.finish_reason = self._limit_reason
             if self.finish_reason is not None:
                 break
-
-    def _reason(self, newest: int) -> FinishReason | None:
-        """Return why the request ends with its newest token, or None."""
-        if newest in self._eos:
-            return "eos"
-        if self.request.stop and (text := self._read()) and text.is_over:
-            return "stop"
-        return self._limit_reason if len(self._tokens) == self._limit else None
 
     def _read(self) -> TextStream | None:
         """Return the text of all tokens except an end-of-text token."""

@@ -3,7 +3,7 @@
 `card.md.jinja` holds the text, and `read_summary` removes what identifies the machine.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,6 @@ from specheads.base.gguf import PACKAGE
 from specheads.base.model import FrozenBase
 from specheads.base.settings import auto_class
 from specheads.core.drafter import Head
-from specheads.core.errors import InputError
 from specheads.core.files import HUB_ID, from_json, read_json, write_atomic
 from specheads.data.prompts import ON_HUB
 from specheads.export.layouts import engine_module, engines, objection
@@ -28,8 +27,6 @@ from specheads.runs.trackers import read_metrics
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 KNOWN_LICENCES = {"python_stdlib": "PSF-2.0", "stdlib_instructions": "PSF-2.0"}
 """Licences of the corpora that are part of Python."""
-PICTURES = ("acceptance.png", "speed.png", "loss.png", "validation.png", "learning.png")
-"""Plots of the report, if present."""
 PUBLIC_SETTINGS = ("seed", "base", "head", "init", "data", "schedule", "tree", "evaluation")
 """Settings that describe training and measurement. The others describe the machine."""
 PUBLIC_PROVENANCE = ("start", "end", "base_fingerprint", "draft_vocabulary", "versions", "git")
@@ -76,8 +73,6 @@ def read_summary(
 
     `base_repo` is the Hub id of the base for readers; empty is the one that the run loaded.
     """
-    if base_repo and not HUB_ID.fullmatch(base_repo):
-        raise InputError(f"base_repo must be a Hub id as USER/NAME, got {base_repo!r}")
     source = str(settings["base"]["model"])
     is_local = Path(source).exists() or not HUB_ID.fullmatch(source)
     base_id = base_repo or ("" if is_local else source)
@@ -94,7 +89,12 @@ def read_summary(
     pin = "" if is_local or base_repo or revision == "main" else revision
     if commit and commit != revision:
         revision = f"{revision} (commit {commit})"
-    known = read_json(run.provenance)
+    known, results, file = read_json(run.provenance), None, run.report / "results.json"
+    if file.is_file():
+        # files of older versions hold absolute paths, and users can type them
+        found = from_json(Results, portable(read_json(file)), str(file))
+        kept = replace(found.provenance, command=[])
+        results = replace(found, base=replace(found.base, name=name), provenance=kept)
     return Summary(
         base_id,
         name,
@@ -103,20 +103,8 @@ def read_summary(
         bool(shown["base"]["adapter"]) or run.adapter.is_dir(),
         shown,
         portable({key: known[key] for key in PUBLIC_PROVENANCE if key in known}),
-        _results(run.report / "results.json", name),
+        results,
         read_metrics(run.metrics),
-    )
-
-
-def _results(file: Path, base_name: str) -> Results | None:
-    if not file.is_file():
-        return None
-    # files of older versions hold absolute paths, and users can type them
-    found = from_json(Results, portable(read_json(file)), str(file))
-    return replace(
-        found,
-        base=replace(found.base, name=base_name),
-        provenance=replace(found.provenance, command=[]),
     )
 
 
@@ -136,27 +124,33 @@ def model_card(
     repo: str = "",
     licence: str = "unknown",
     data_licence: str = "",
-    pictures: Sequence[str] = (),
 ) -> str:
     """Return README.md: the metadata for the Hub, and the card.
 
-    Missing information is called unknown or not measured.
-
-    Args:
-        about: Public part of the run.
-        head: Trained head.
-        base: Its base.
-        repo: Repository; empty before publication.
-        licence: Licence of the head.
-        data_licence: Licence of the corpus; empty is the one of `KNOWN_LICENCES`, or unknown.
-        pictures: Names of image files next to the card.
+    Missing information is called unknown or not measured. `repo` is empty before publication. An
+    empty `data_licence` is the one of `KNOWN_LICENCES`, or unknown.
     """
     place = repo or "path/to/head"
     name = repo.rpartition("/")[2] or f"{head.kind} for {about.base_name}"
-    results = about.results
-    table, commands = ([], []) if about.adapted else _engines(about, head, base, place)
+    results, data = about.results, about.settings["data"]
+    # metrics.jsonl counts tokens from the start of the training
+    ends = {row["phase"]: row["tokens"] for row in about.history}
+    phases = [phase for phase in about.settings["schedule"]["phases"] if phase in ends]
+    starts = [0, *(ends[phase] for phase in phases)]
+    metadata = ModelCardData(
+        base_model=about.base_id or None,
+        # the Hub's relation for weights used next to an unchanged base; its default is finetune
+        base_model_relation="adapter" if about.base_id else None,
+        datasets=data["path"] if data["source"] == "hub" else None,
+        license=licence,
+        library_name="specheads",
+        pipeline_tag="text-generation",
+        tags=["speculative-decoding", "speculator", head.kind],
+        model_name=name,
+        eval_results=list(_evaluations(about)) or None,
+    )
     card = ModelCard.from_template(
-        _metadata(about, head, name, licence),
+        metadata,
         str(TEMPLATE),
         about=about,
         name=name,
@@ -171,32 +165,13 @@ def model_card(
         else [],
         depths=depth_rows(results) if results else [],
         verdict=verdict(results) if results else "",
-        pictures=list(pictures),
-        data_licence=data_licence
-        or KNOWN_LICENCES.get(about.settings["data"]["source"], "unknown"),
-        tokens=_phase_tokens(about),
+        data_licence=data_licence or KNOWN_LICENCES.get(data["source"], "unknown"),
+        tokens={one: f"{ends[one] - start:,}" for one, start in zip(phases, starts, strict=False)},
         dtype=results.settings.dtype if results else "float32",
         auto=auto_class(base.model.config).__name__,
-        engines=table,
-        commands=commands,
+        engines=[] if about.adapted else list(_engines(about, head, base, place)),
     )
     return f"{card}\n"
-
-
-def _metadata(about: Summary, head: Head, name: str, licence: str) -> ModelCardData:
-    data = about.settings["data"]
-    return ModelCardData(
-        base_model=about.base_id or None,
-        # the Hub's relation for weights used next to an unchanged base; its default is finetune
-        base_model_relation="adapter" if about.base_id else None,
-        datasets=data["path"] if data["source"] == "hub" else None,
-        license=licence,
-        library_name="specheads",
-        pipeline_tag="text-generation",
-        tags=["speculative-decoding", "speculator", head.kind],
-        model_name=name,
-        eval_results=list(_evaluations(about)) or None,
-    )
 
 
 def _evaluations(about: Summary) -> Iterator[EvalResult]:
@@ -227,31 +202,19 @@ def _evaluations(about: Summary) -> Iterator[EvalResult]:
         )
 
 
-def _phase_tokens(about: Summary) -> dict[str, str]:
-    """Return the number of tokens that each phase read; metrics.jsonl counts from the start."""
-    ends = {row["phase"]: row["tokens"] for row in about.history}
-    names = [name for name in about.settings["schedule"]["phases"] if name in ends]
-    starts = [0, *(ends[name] for name in names)]
-    return {name: f"{ends[name] - start:,}" for name, start in zip(names, starts, strict=False)}
-
-
 def _engines(
     about: Summary, head: Head, base: FrozenBase, place: str
-) -> tuple[list[tuple[str, str, str]], list[tuple[str, list[str]]]]:
-    """Return the table of engines, and the commands that export for and serve with each of them."""
-    rows, commands, shown = [("engine", "", "serves this head")], [], copy(base)
+) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield each engine that serves the head, whether it was run, and the commands."""
+    shown = copy(base)
     shown.place, shown.revision = about.base_place, about.base_pin or "main"
     ours = about.our_base_place + (f" base.revision={about.base_pin}" if about.base_pin else "")
     # a copy of the base belongs in the base's repository
     for engine in (name for name in engines() if name != "base"):
         module = engine_module(engine)
         layout = module.LAYOUTS.get(head.kind)
-        reason = objection(head, base, layout)
-        if reason or not layout:
-            rows.append((f"`{engine}`", module.ABOUT, f"no: {reason}"))
-            continue
-        ran = "run: " if layout.verified == "run" else "not run here: "
-        rows.append((f"`{engine}`", module.ABOUT, f"yes; {ran}{layout.note}"))
-        export = f"specheads export head={place} base={ours} engine={engine} out=served"
-        commands.append((engine, [export, *layout.write(head, shown, Path("served")).serve]))
-    return rows, commands
+        if layout and not objection(head, base, layout):
+            ran = "run" if layout.verified == "run" else "not run here"
+            export = f"specheads export head={place} base={ours} engine={engine} out=served"
+            lines = [export, *layout.write(head, shown, Path("served")).serve]
+            yield module.ABOUT, f"{ran}: {layout.note}", lines

@@ -9,7 +9,6 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,8 +78,10 @@ def custom_generate(
         sampling = _sampling(logits_processor, bool(config.do_sample), padding)
         limit, eos_ids, criteria = _stops(stopping_criteria, input_ids.shape[1])
         streamer: BaseStreamer | None = given.get("streamer")
-        if len(input_ids) > 1:
-            _refuse_in_batch(criteria, streamer, eos_ids)
+        if len(input_ids) > 1 and (criteria or streamer):
+            raise InputError(
+                f"{type(streamer or criteria[0]).__name__} can follow one prompt; generate one"
+            )
         base = _base(model)
         if isinstance(head, Head):
             # at every call, because the model may have moved or be another one
@@ -91,22 +92,21 @@ def custom_generate(
         refuse_unfit(base, prompts, limit)
         most: Any = {"max_batch": len(prompts), "max_length": max(map(len, prompts)) + limit}
         engine = Engine(base, head, tree=tree, acceptance=acceptance, coupled=coupled, **most)
-        rows: list[_Row] = []
-        for place, one in enumerate(each_prompt(sampling, len(prompts))):
-            how: Any = {"max_new_tokens": limit, "sampling": one, "eos_ids": eos_ids}
-            stream = engine.submit(Request(prompt=prompts[place], **how))
-            rows.append(_Row(stream, input_ids[place], criteria, streamer))
-        more = True
-        while more:
-            more = engine.step()
-            for row in rows:
-                row.follow()
-        if streamer is not None:
-            streamer.end()
+        streams = [
+            engine.submit(
+                Request(prompt=prompt, max_new_tokens=limit, sampling=one, eos_ids=eos_ids)
+            )
+            for prompt, one in zip(prompts, each_prompt(sampling, len(prompts)), strict=True)
+        ]
+        if criteria or streamer:
+            new = [_followed(streams[0], input_ids, criteria, streamer)]
+        else:
+            engine.run()
+            new = [stream.tokens for stream in streams]
         # the default of transformers; without an end-of-text token no row ends early
         pad_id = next(iter(eos_ids), 0) if config.pad_token_id is None else config.pad_token_id
-        width = max(len(row.tokens) for row in rows)
-        padded = [row.tokens + [pad_id] * (width - len(row.tokens)) for row in rows]
+        width = max(map(len, new))
+        padded = [tokens + [pad_id] * (width - len(tokens)) for tokens in new]
         text = torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=1)
         output = GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, text))
         return output if config.return_dict_in_generate else text
@@ -125,34 +125,26 @@ def _base(model: PreTrainedModel) -> FrozenBase:
     return base
 
 
-@dataclass
-class _Row:
-    """The output of one row, with the stopping criteria applied after every token."""
-
-    stream: Stream
-    text: Int[Tensor, " time"]
-    """The prompt as transformers has it, with padding."""
-    criteria: StoppingCriteriaList
-    streamer: BaseStreamer | None
-    tokens: list[int] = field(default_factory=list)
-    ended: bool = False
-
-    def follow(self) -> None:
-        """Append the engine's new tokens."""
-        for token in self.stream.tokens[len(self.tokens) :]:
-            if self.ended:
-                return
-            self.tokens.append(token)
-            if self.streamer is not None:
-                self.streamer.put(torch.tensor([token]))
-            if self.criteria:
-                new = torch.tensor(self.tokens, device=self.text.device)
-                text = torch.cat([self.text, new])[None]
-                # transformers also passes None when scores are not recorded
-                over = self.criteria(text, None)  # pyright: ignore[reportArgumentType]
-                self.ended = bool(over.all())
-                if self.ended:
-                    self.stream.cancel()
+def _followed(
+    stream: Stream,
+    prompt: Int[Tensor, "1 time"],
+    criteria: StoppingCriteriaList,
+    streamer: BaseStreamer | None,
+) -> list[int]:
+    """Return the tokens of a stream up to the first at which a stopping criterion is met."""
+    tokens: list[int] = []
+    for token in (token for new, _ in stream for token in new):
+        tokens.append(token)
+        if streamer is not None:
+            streamer.put(torch.tensor([token]))
+        text = torch.cat([prompt, torch.tensor([tokens], device=prompt.device)], dim=1)
+        # transformers also passes None when scores are not recorded
+        if criteria and criteria(text, None).all():  # pyright: ignore[reportArgumentType]
+            stream.cancel()
+            break
+    if streamer is not None:
+        streamer.end()
+    return tokens
 
 
 # --- the arguments of a call -------------------------------------------------------------------
@@ -180,25 +172,6 @@ def _stops(
     others = [one for one in criteria if type(one) not in (eos, length)]
     eos_ids = tuple(token for ids in ends for token in ids.tolist())
     return max(min(lengths) - width, 1), eos_ids, StoppingCriteriaList(others)
-
-
-def _refuse_in_batch(
-    criteria: StoppingCriteriaList, streamer: BaseStreamer | None, eos_ids: tuple[int, ...]
-) -> None:
-    """Refuse what needs one prompt: the rows of a batch advance at different speeds."""
-    whole = [
-        one for one in criteria if type(one) not in (StopStringCriteria, stopping.MaxTimeCriteria)
-    ]
-    if whole or streamer is not None:
-        raise InputError(
-            f"{type((whole or [streamer])[0]).__name__} can follow one prompt at a time; generate "
-            "for each prompt alone"
-        )
-    if criteria and not eos_ids:
-        raise InputError(
-            f"{type(criteria[0]).__name__} can end a row of a batch, and its padding needs a "
-            "token; set eos_token_id, or generate for each prompt alone"
-        )
 
 
 def caller() -> dict[str, Any]:
@@ -229,9 +202,8 @@ def _refuse(config: GenerationConfig, given: dict[str, Any], model_kwargs: dict[
     }
     if asked := [name for name, is_asked in refused.items() if is_asked]:
         raise InputError(
-            "a head decodes from tokens alone, greedily or by sampling, in one process and with "
-            f"exact caches of its own, and {asked[0]} was given; leave it out, or leave out "
-            "custom_generate"
+            "a head decodes from tokens alone, greedily or by sampling, in one process, with "
+            f"caches of its own, and {asked[0]} was given; leave out that or custom_generate"
         )
 
 
@@ -250,9 +222,8 @@ def _padding(
     is_plain = is_plain and (mask.bool() == is_text).all() and given.ndim == 2
     if not is_plain or ((given != counted) & is_text).any():
         raise InputError(
-            "attention_mask may leave out padding on the left of a prompt, and nothing else, and "
-            "position_ids must count the other tokens one by one; set padding_side='left' in the "
-            "tokenizer, and leave a token in each prompt"
+            "attention_mask may leave out padding on the left only, position_ids must count the "
+            "other tokens; set padding_side='left', and leave a token in each prompt"
         )
     return padding
 
@@ -275,9 +246,8 @@ def _sampling(
         )
         if place <= last or not is_plain:
             raise InputError(
-                "a head can change logits by repetition_penalty, temperature, top_k, top_p and "
-                f"min_p only, each once, got {kind.__name__}; leave it out, or leave out "
-                "custom_generate"
+                "a head can change logits by repetition_penalty, temperature, top_k, top_p, min_p, "
+                f"each once, got {kind.__name__}; leave out that or custom_generate"
             )
         name, attribute = _PROCESSORS[kind]
         settings[name], last = getattr(processor, attribute), place
@@ -333,17 +303,8 @@ def hub_generate(
 ) -> Generated:
     """Decode for a repository's `custom_generate/generate.py`; pushed repositories call this.
 
-    Args:
-        model: The user's model.
-        inputs: As for `model.generate`.
-        code: Path of generate.py. Code of one commit loads the weights of the same commit.
-        repo: Repository that was pushed to. The name in the user's call has priority, because the
-            repository may be a folder, a copy or a fork.
-        revision: Revision of the head.
-        force: Accept a head that was trained on other weights.
-        stop_strings: As for `model.generate`.
-        stopping_criteria: As for `model.generate`.
-        **arguments: As for `model.generate`.
+    `code` is the path of generate.py: code of one commit loads the weights of the same commit. The
+    repository in the user's call has priority over `repo`, because it may be a copy or a fork.
     """
     commit = Path(code).parents[1].name
     same_commit = commit if re.fullmatch(r"[\da-f]{40}", commit) else "main"

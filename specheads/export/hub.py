@@ -21,10 +21,9 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError, causes, first_line, one_line
 from specheads.core.files import as_json, refuse_outside, to_json
 from specheads.decoding.trees.tuned import FILE
-from specheads.export.card import PICTURES, model_card, read_summary
+from specheads.export.card import model_card, read_summary
 from specheads.export.custom_generate import hub_files
 from specheads.heads.load import load_head
-from specheads.measure.results import Results, read
 from specheads.runs.directory import RunDirectory
 
 Contents = dict[str, bytes | Path]
@@ -32,7 +31,7 @@ Contents = dict[str, bytes | Path]
 RESULTS = "results.json"
 SETTINGS = "training.json"
 """Every push contains this file, so it identifies a repository of specheads."""
-MAX_PICTURE_BYTES = 2**20
+WEIGHTS = (".safetensors", ".bin", ".pt")
 SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|KEY", re.IGNORECASE)
 """Names of environment variables whose values must never be uploaded."""
 
@@ -62,15 +61,9 @@ def push_run(
 
     Files that contain a secret of the environment or a path of this machine are refused.
 
-    Args:
-        run: A finished run.
-        settings: The run's settings.
-        repo: USER/NAME.
-        private: Visibility; None keeps that of a repository and makes a new one public.
-        base_repo: Hub id of the base, if the run loaded it from elsewhere.
-        licence: Licence of the head.
-        data_licence: Licence of the corpus.
-        dry_run: Return the files and contact nothing.
+    `settings` are the run's. A visibility of None keeps that of a repository and makes a new one
+    public. `base_repo` is the Hub id of the base, if the run loaded it from elsewhere. A dry run
+    returns the files and contacts nothing.
     """
     for name, value in (("repo", repo), ("base_repo", base_repo)):
         try:
@@ -82,17 +75,14 @@ def push_run(
     run.refuse_unfinished("pushed")
     if run.adapter.is_dir() or settings["base"]["adapter"]:
         raise InputError(
-            f"a pushed head needs a base that others can load, and {run.path} also trained an "
-            "adapter of the base; merge the adapter into the base, publish that, and train on it: "
-            "base.model=USER/MERGED init=HEAD"
+            f"a pushed head needs a base that others can load, {run.path} trained an adapter; "
+            "merge the adapter, publish that, and train on it: base.model=USER/MERGED init=HEAD"
         )
-    base = _measured_base(run, settings["base"])
+    base = FrozenBase.load(**settings["base"])
+    # refuses a base that changed after the training
     head = load_head(run.head, base)
     about = read_summary(run, settings, base, base_repo)
-    found = [run.report / name for name in PICTURES if (run.report / name).is_file()]
-    pictures = {file.name: file for file in found if file.stat().st_size < MAX_PICTURE_BYTES}
-    shown = {"repo": repo, "licence": licence, "data_licence": data_licence}
-    card = model_card(about, head, base, pictures=list(pictures), **shown)
+    card = model_card(about, head, base, repo=repo, licence=licence, data_licence=data_licence)
     training = {"settings": about.settings, "provenance": about.provenance}
     files: Contents = {
         "README.md": card.encode(),
@@ -100,7 +90,6 @@ def push_run(
         "model.safetensors": run.head / "model.safetensors",
         SETTINGS: as_json(training).encode(),
         **{path: text.encode() for path, text in hub_files(repo).items()},
-        **pictures,
     }
     if head.tuned is not None:
         files[FILE] = run.head / FILE
@@ -124,21 +113,6 @@ def _checked(path: str, content: bytes | Path) -> int:
     return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
-def _measured_base(run: RunDirectory, settings: Mapping[str, Any]) -> FrozenBase:
-    """Load the run's base. If the run was evaluated, the base must be the one that was measured."""
-    file = run.report / RESULTS
-    measured = read(Results, file)
-    if measured is None:
-        return FrozenBase.load(**settings)
-    base = FrozenBase.load(**{**settings, "dtype": measured.settings.dtype})
-    if base.fingerprint != measured.base.fingerprint:
-        raise InputError(
-            f"a card shows measurements on the base it names, and {base.name} has changed since "
-            f"{file} was written; measure again with specheads evaluate run={run.path}"
-        )
-    return base
-
-
 def push(repo: str, files: Contents, *, private: bool | None = None) -> str:
     """Upload the files in one commit and return its address.
 
@@ -154,9 +128,14 @@ def push(repo: str, files: Contents, *, private: bool | None = None) -> str:
         if private is not None:
             api.update_repo_settings(repo, private=private)
         present = api.list_repo_files(repo)
-        _refuse_another_model(repo, files, present)
+        own = files if SETTINGS in present else ()
+        weights = [name for name in present if "/" not in name and name.endswith(WEIGHTS)]
+        if others := [name for name in weights if name not in own]:
+            raise InputError(
+                f"a head needs a repository of its own, and {repo} holds {others[0]}; name another"
+            )
         # remove results of an earlier push, because they describe another head
-        old = [name for name in (RESULTS, FILE, *PICTURES) if name in present and name not in files]
+        old = [name for name in (RESULTS, FILE) if name in present and name not in files]
         operations = [
             *(CommitOperationAdd(path, content) for path, content in files.items()),
             *(CommitOperationDelete(name) for name in old),
@@ -168,20 +147,6 @@ def push(repo: str, files: Contents, *, private: bool | None = None) -> str:
     # huggingface_hub wraps errors of its upload threads, and refuses invalid card metadata
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
         raise InputError(_explain(repo, error)) from error
-
-
-def _refuse_another_model(repo: str, files: Contents, present: list[str]) -> None:
-    """Refuse a repository that holds the weights of another model."""
-    own = files if SETTINGS in present else ()
-    others = [
-        name
-        for name in present
-        if "/" not in name and name.endswith((".safetensors", ".bin", ".pt")) and name not in own
-    ]
-    if others:
-        raise InputError(
-            f"a head needs a repository of its own, and {repo} holds {others[0]}; name another"
-        )
 
 
 def _explain(repo: str, error: BaseException) -> str:
@@ -216,6 +181,5 @@ def _refuse_secrets(path: str, data: bytes) -> None:
     for what, pattern in patterns.items():
         if re.search(pattern.encode(), data):
             raise InputError(
-                f"a push must not describe this machine, and {path} holds {what}; remove it from "
-                "the run's settings"
+                f"a push must not describe this machine, {path} holds {what}; change the settings"
             )

@@ -38,8 +38,6 @@ from specheads.runs.provenance import provenance
 
 RECORD = "specheads.json"
 """File in every export: the head, its base, and the result of the check. Engines ignore it."""
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-"""Files that the copy of a base does not store again."""
 MERGED_BASE = "base"
 """Subfolder for a base with a merged adapter, which exists nowhere else."""
 TOLERANCE = 1e-4
@@ -153,15 +151,10 @@ def _target(out: Path, base: FrozenBase) -> Path:
         )
     # the new folder is filled next to the old one and then takes its place
     writable_folder(out.parent)
-    in_use = {"your working folder": Path.cwd()}
-    if not base.adapter and Path(base.place).exists():
-        in_use["its base"] = Path(base.place).resolve()
-    reasons = [f"holds {what}" for what, place in in_use.items() if place.is_relative_to(out)]
-    if out.is_mount():
-        reasons = ["is a mount"]
-    if reasons:
+    in_use = [Path.cwd()] if base.adapter else [Path.cwd(), Path(base.place).resolve()]
+    if held := [place for place in in_use if place.is_relative_to(out)]:
         raise InputError(
-            f"out= is replaced as a whole, and {out} {reasons[0]}; name another folder"
+            f"out= is replaced as a whole, and {out} holds {held[0]}, which is in use; name another"
         )
     return out
 
@@ -182,30 +175,22 @@ def _save(folder: Folder, target: Path) -> None:
 
 
 def _copy(source: Path, target: Path, changed: Mapping[str, Tensor]) -> None:
-    """Copy a checkpoint with some tensors replaced; its other weight files become hard links."""
+    """Copy a checkpoint with some tensors replaced."""
     for file in source.rglob("*"):
         part = file.relative_to(source)
         if not file.is_file() or any(name.startswith(".") for name in part.parts):
             continue
         refuse_outside(file, source)
-        place, names, metadata = target / part, set[str](), None
+        place = target / part
         place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, place)
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as stored:
-                names, metadata = set(stored.keys()), stored.metadata()
-        if new := {name: changed[name] for name in names & changed.keys()}:
-            save_file(load_file(file) | new, place, metadata)
-        elif not (file.suffix in WEIGHTS and _linked(file, place)):
-            shutil.copyfile(file, place)
-
-
-def _linked(file: Path, place: Path) -> bool:
-    """Make a hard link and return True; return False on another file system."""
-    try:
-        place.hardlink_to(file.resolve())
-    except OSError:
-        return False
-    return True
+                names, metadata = changed.keys() & stored.keys(), stored.metadata()
+            if names:
+                save_file(
+                    load_file(file) | {name: changed[name] for name in names}, place, metadata
+                )
 
 
 # --- the check ---------------------------------------------------------------------------------
@@ -237,8 +222,7 @@ def load_export(folder: Path, head: Head, base: FrozenBase, *, copied: bool = Fa
         ours, theirs = getattr(head, name), getattr(loaded, name)
         if ours != theirs:
             raise InputError(
-                f"the export loads with {name}={theirs}, the run's head has {ours}; nothing was "
-                "written"
+                f"the export loads with {name}={theirs}, the head has {ours}; nothing was written"
             )
     if copied:
         return loaded
@@ -314,8 +298,7 @@ def _difference(ours: LevelDraft, theirs: LevelDraft, level: int) -> float:
     """
     if not torch.equal(ours.ids, theirs.ids):
         raise InputError(
-            f"the export drafts other tokens than the run at depth {level}: {len(theirs.ids)} and "
-            f"{len(ours.ids)} of them, or others; nothing was written"
+            f"the export drafts other tokens than the run at depth {level}; nothing was written"
         )
     known = len(ours.logits) - 2 - level
     pairs = [(ours.logits[:known], theirs.logits[:known])]

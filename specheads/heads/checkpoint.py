@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -50,8 +49,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         pending += value if isinstance(value, list) else inner.values()
         if code := [name for name in CODE_KEYS if name in inner and inner[name] not in HARMLESS]:
             raise InputError(
-                f"a head's config.json may contain settings only, and {file} names code in "
-                f"{code[0]!r}; remove that if you trust the rest"
+                f"{file} may hold settings only, and names code in {code[0]!r}; remove it"
             )
     return settings
 
@@ -68,11 +66,17 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             f"a head needs weights, as *.safetensors, *.bin or *.pt; {folder} has none"
         )
     for index in _files(folder, f"*{INDEX_SUFFIX}"):
-        _check_index(index)
+        shards = read_json(index).get("weight_map")
+        names = set(map(str, shards.values())) if isinstance(shards, dict) else {""}
+        # compared as names: a path may be too long for the file system
+        if strange := sorted(names - {file.name for file in _files(folder, "*")}):
+            raise InputError(
+                f"{index} must name files of its folder, got {strange[0]!r:.80}; download it again"
+            )
     tensors: dict[str, Tensor] = {}
     for file in files:
         refuse_outside(file)
-        found = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
+        found = _read(file)
         if twice := sorted(set(found) & set(tensors)):
             raise InputError(f"{twice[0]!r} is in two files of {folder}; keep one of them")
         tensors |= found
@@ -83,61 +87,29 @@ def _files(folder: Path, pattern: str) -> list[Path]:
     return sorted(file for file in folder.glob(pattern) if file.is_file())
 
 
-def _check_index(index: Path) -> None:
-    shards = read_json(index).get("weight_map")
-    names = set(map(str, shards.values())) if isinstance(shards, dict) else {""}
-    # compared as names: a path may be too long for the file system
-    existing = {file.name for file in index.parent.iterdir() if file.is_file()}
-    if strange := sorted(names - existing):
-        raise InputError(
-            f"an index must name files of its folder, {index} names {strange[0]!r:.80}; download it"
-        )
-
-
-def _read_safetensors(file: Path) -> dict[str, Tensor]:
+def _read(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file. A pickle is read without its other objects."""
     try:
-        return load_file(file)
-    except (SafetensorError, OSError, OverflowError, RuntimeError) as error:
-        raise InputError(
-            f"{file} is not a complete safetensors file: {first_line(error)}; download it again"
-        ) from error
-
-
-def _read_pickle(file: Path) -> dict[str, Tensor]:
-    _refuse_compressed(file)
-    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                size = sum(entry.file_size for entry in archive.infolist())
+            if size > file.stat().st_size:
+                raise ValueError(f"it unpacks to {size} bytes, and torch.save never compresses")
         found = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise InputError(
-            f"a pickled checkpoint may contain tensors only, and {file.name} contains other "
-            "objects; convert it to safetensors if you trust it"
-        ) from error
+        # a file without a dictionary has no names
+        for name, value in found.items() if isinstance(found, dict) else [(None, found)]:
+            if not isinstance(name, str) or not _is_whole(value):
+                raise ValueError(f"{name!r:.80} is not one")
+    # a damaged file can raise any error
     except Exception as error:
-        # a damaged pickle can raise any error
+        pickled = isinstance(error, pickle.UnpicklingError)
+        reason = "it has other objects" if pickled else first_line(error)
         raise InputError(
-            f"{file} is not a complete checkpoint: {first_line(error)}; download it again"
+            f"{file} must hold complete tensors by name and nothing else: {reason}; replace it"
         ) from error
-    # a file without a dictionary has no names
-    for name, value in found.items() if isinstance(found, dict) else [(None, found)]:
-        if not isinstance(name, str) or not _is_whole(value):
-            raise InputError(
-                f"{file} must contain complete tensors by name, and {name!r} is not one; convert "
-                "it to safetensors if you trust it"
-            )
     return found
-
-
-def _refuse_compressed(file: Path) -> None:
-    """Refuse a compressed archive: torch never compresses."""
-    if not zipfile.is_zipfile(file):
-        return
-    with zipfile.ZipFile(file) as archive:
-        held = sum(entry.file_size for entry in archive.infolist())
-    if held > file.stat().st_size:
-        raise InputError(
-            f"{file} unpacks to {held} bytes from {file.stat().st_size}, and torch.save never "
-            "compresses; download it again"
-        )
 
 
 def _is_whole(value: Any) -> bool:
@@ -165,7 +137,13 @@ def fill(head: Head, tensors: Mapping[str, Tensor]) -> None:
         raise InputError(
             f"the checkpoint is incomplete or of another kind: {reason:.200}; choose another"
         ) from error
-    _check_draft_ids(head, tensors.get("draft_ids"))
+    if (ids := tensors.get("draft_ids")) is None:
+        return
+    inside = ids[0] >= 0 and ids[-1] < head.vocab_size
+    if ids.is_floating_point() or not inside or (ids.diff() < 1).any():
+        raise InputError(
+            f"draft_ids must increase and be below {head.vocab_size}; repair the checkpoint"
+        )
 
 
 def take_maps(head: Head, named: dict[str, Tensor]) -> None:
@@ -183,13 +161,3 @@ def take_maps(head: Head, named: dict[str, Tensor]) -> None:
         raise InputError("d2t and t2d must name the same tokens, in order; repair the maps")
     if head.draft_ids is not None:
         named["draft_ids"] = ids
-
-
-def _check_draft_ids(head: Head, ids: Tensor | None) -> None:
-    if ids is None:
-        return
-    inside = ids[0] >= 0 and ids[-1] < head.vocab_size
-    if ids.is_floating_point() or not inside or (ids.diff() < 1).any():
-        raise InputError(
-            f"draft_ids must increase and be below {head.vocab_size}; repair the checkpoint"
-        )

@@ -215,19 +215,15 @@ def refuse_misfit(
     public heads have none.
     """
     for name, ours in zip(("width", "vocab_size"), reversed(embedding.shape), strict=True):
-        theirs = getattr(head, name)
-        # zero means unknown: a public checkpoint without the tensors that have this size
-        if theirs and ours != theirs:
+        if ours != (theirs := getattr(head, name)):
             raise InputError(
-                f"the head was made for a base of {name} {theirs}, this base has {ours}; "
-                "load the base it was trained on"
+                f"the head is made for a base of {name} {theirs}, this base has {ours}; use its own"
             )
     if not head.is_of(fingerprint):
         made_for = head.base_fingerprint[: len(fingerprint)]
         raise InputError(
             f"a head fits the weights it was trained on: those are {made_for}, this base has "
-            f"{fingerprint}, perhaps after fine-tuning; load its own base, train it on this one "
-            "(init=), or override with force=true"
+            f"{fingerprint}; load its own, train it further (init=), or override with force=true"
         )
 
 
@@ -247,34 +243,27 @@ def choose_layers(head: Head, num_layers: int) -> None:
     head.choose_aux_layers(num_layers)
     if max(head.aux_layers, default=0) > num_layers:
         raise InputError(
-            f"the head reads the base after {max(head.aux_layers)} layers, this base has "
-            f"{num_layers}; load the base it was trained on, or set other aux_layers"
+            f"the head reads after {max(head.aux_layers)} layers, this base has {num_layers}; load "
+            "its own, or set other aux_layers"
         )
 
 
 def _fetch(path: str | Path, revision: str) -> Path:
-    """Return the folder; from the Hub, download the settings and the weights in one format."""
+    """Return the folder; from the Hub, download the settings and the weights."""
     folder = local_path(path)
     if folder.is_dir():
         return folder
-    for pattern in WEIGHT_FILES:
-        index = f"*{Path(pattern).suffix}{INDEX_SUFFIX}"
-        try:
-            found = snapshot_download(
-                str(path),
-                revision=revision,
-                allow_patterns=["config.json", tuned.FILE, index, pattern],
-                ignore_patterns="*/*",
+    patterns = ["config.json", tuned.FILE, f"*{INDEX_SUFFIX}", *WEIGHT_FILES]
+    try:
+        return Path(
+            snapshot_download(
+                str(path), revision=revision, allow_patterns=patterns, ignore_patterns="*/*"
             )
-        except (HTTPError, OSError, ValueError) as error:
-            raise InputError(
-                f"a head must be a folder or a reachable Hub id, got {str(path)!r}: "
-                f"{first_line(error)}; name another"
-            ) from error
-        folder = Path(found)
-        if any(folder.glob(pattern)):
-            break
-    return folder
+        )
+    except (HTTPError, OSError, ValueError) as error:
+        raise InputError(
+            f"{str(path)!r} must be a folder or a reachable Hub id: {first_line(error)}; fix it"
+        ) from error
 
 
 TRAINING_BYTES = 16
@@ -304,6 +293,5 @@ def refuse_too_large(head: Head, device: torch.device) -> None:
     if (needed := TRAINING_BYTES * parameters) > there:
         raise InputError(
             f"a head must fit in memory, and one with {parameters:,} parameters needs "
-            f"{needed / 2**30:,.1f} GiB of the {there / 2**30:,.1f} that {device} has; lower "
-            "depth, num_layers or the widths under head="
+            f"{needed / 2**30:,.1f} of {there / 2**30:,.1f} GiB; lower the sizes under head="
         )

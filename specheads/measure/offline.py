@@ -20,9 +20,14 @@ from torch import Tensor
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
-from specheads.decoding.coupling import with_noise
 from specheads.decoding.prompt_lookup import LookupText, common_prefix_length
-from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, each_prompt
+from specheads.decoding.sampling import (
+    GREEDY,
+    Sampling,
+    SamplingState,
+    each_prompt,
+    with_noise,
+)
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.measure.counts import DepthCounts, rate, sections

@@ -1,6 +1,9 @@
 """Tensors of the original projects in tests/golden/, and features as their heads read them."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -14,6 +17,17 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 def expected(case: str) -> dict[str, Tensor]:
     """Return the inputs and outputs of a case."""
     return load_file(GOLDEN / case / "expected.safetensors")
+
+
+def changed(case: str, folder: Path, part: str = "", drop: str = "", **settings: Any) -> Path:
+    """Copy a public head, change settings in its config or in a part of that, and drop one."""
+    out = shutil.copytree(GOLDEN / case, folder / "head")
+    config = json.loads((out / "config.json").read_text())
+    config.pop(drop, None)
+    inner = config.setdefault(part, {}) if part else config
+    inner |= settings
+    (out / "config.json").write_text(json.dumps(config))
+    return out
 
 
 def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-9) -> None:

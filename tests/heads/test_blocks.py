@@ -1,8 +1,6 @@
 """DFlash and DSpark: the numbers of their projects, and drafts from anchors only."""
 
 import itertools
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from specheads.heads.kinds import dflash, dspark
 from specheads.heads.layers.block import BlockHead, block_mask
 from specheads.heads.load import build, load_head
 from tests import tiny
-from tests.heads.golden import GOLDEN, close, expected, features
+from tests.heads.golden import GOLDEN, changed, close, expected, features
 from tests.heads.test_heads import make
 
 DEEPSPEC = {"dflash_deepspec": dflash.Head, "dspark_deepspec": dspark.Head}
@@ -158,10 +156,8 @@ def test_aux_layers_are_evenly_spaced_and_exclude_the_last(
 
 @pytest.mark.parametrize("architecture", ["DSparkDraftModel", "LingDSparkModel"])
 def test_deepspec_s_network_is_read_by_sglang_s_names(architecture: str, tmp_path: Path):
-    shutil.copytree(GOLDEN / "dspark_deepspec", tmp_path / "out")
-    file = tmp_path / "out" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture]}))
-    head, same = load_head(tmp_path / "out"), load_head(GOLDEN / "dspark_deepspec")
+    folder = changed("dspark_deepspec", tmp_path, architectures=[architecture])
+    head, same = load_head(folder), load_head(GOLDEN / "dspark_deepspec")
     assert isinstance(head, dspark.Head)
     assert head.config == same.config
     assert head.config.sample_from_anchor

@@ -1,7 +1,5 @@
 """Settings of public heads: every one is used, without effect, or refused by name."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +7,8 @@ import pytest
 
 from specheads.core.errors import InputError
 from specheads.heads.load import load_head
+from tests.heads.golden import changed
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = (
     *("medusa_heads", "hydra_prefix_mlp", "mlp_speculator_tied_scaled", "redrafter_rnn"),
     *("eagle3_chain", "eagle3_speculators_ttt", "peagle", "mtp_mimo", "mtp_speculators"),
@@ -18,17 +16,6 @@ CASES = (
     "dspark_deepspec",
 )
 INNER, EAGLE, DFLASH = "transformer_layer_config", "eagle_config", "dflash_config"
-
-
-def changed(case: str, folder: Path, part: str = "", **settings: Any) -> Path:
-    """Copy a public head, and change settings in its config or in a part of that."""
-    out = shutil.copytree(GOLDEN / case, folder / "head")
-    file = out / "config.json"
-    config = json.loads(file.read_text())
-    inner = config.setdefault(part, {}) if part else config
-    inner |= settings
-    file.write_text(json.dumps(config))
-    return out
 
 
 def refusal(folder: Path) -> str:

@@ -406,6 +406,9 @@ def test_settings_a_head_does_not_have_are_refused_by_name(settings: dict, messa
 def test_a_head_for_another_base_is_refused(base: FrozenBase, tmp_path: Path):
     with pytest.raises(ValueError, match="made for a base of width 8, this base has 32"):
         load_head(_mlp(tmp_path), base)
+    build({"kind": "medusa"}, width=32, vocab_size=67).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="made for a base of vocab_size 67, this base has 61"):
+        load_head(tmp_path, base)
 
 
 def test_a_folder_without_a_known_layout_is_refused(tmp_path: Path):

@@ -102,7 +102,7 @@ def test_rows_of_a_baseline_are_kept_removed_and_joined(name: str):
 WRONG = {
     "join": lambda own, _: own,
     "keep": lambda own, rows: Slots(
-        own.kv_cache[: len(rows)], own.lengths[: len(rows)], own.extent
+        own.kv_cache[: len(rows)], own.lengths[: len(rows)], own.extent, own.dropped[: len(rows)]
     ),
 }
 """Memories that pass for one, and whose rows silently stay what they were."""

@@ -59,15 +59,6 @@ def test_a_window_as_long_as_the_text_sees_all_of_it(settings: dict):
         assert torch.equal(one, other)
 
 
-def test_a_head_without_a_window_writes_the_config_it_wrote_before():
-    new = {"sliding_window", "attention_sink", *ONLY_WITH_A_WINDOW}
-    for settings in CASES:
-        head = head_of(without(settings, "attention_sink"), None)
-        assert not new & head.settings().keys()
-        assert not [name for name in head.state_dict() if "sink" in name]
-        assert head_of(settings).settings()["sliding_window"] == WINDOW
-
-
 @pytest.mark.parametrize("how", ["slots", "paths", "documents"])
 def test_a_sink_is_one_more_logit_without_a_value(how: str):
     """The result and all gradients equal those of a softmax that is written out."""
@@ -213,7 +204,7 @@ def test_dflash_with_sinks_drafts_modelopt_s_blocks():
     head, golden = load_head(GOLDEN / "dflash_modelopt"), expected("dflash_modelopt")
     head.double().bind(golden["in.embedding"], golden["in.projection"])
     config = head.config
-    assert (config.sliding_window, config.window_counts_slots, config.causal) == (6, True, None)
+    assert (config.sliding_window, config.window_counts_slots, config.causal) == (6, True, False)
     assert config.attention_sink
     drafts_blocks(head, golden, golden["out.logits"])
 

@@ -49,12 +49,12 @@ def objection(head: Head, base: FrozenBase, layout: Layout | None) -> str:
     """Return why a layout cannot hold a head, or an empty string."""
     if layout is None:
         return "it does not load this kind"
+    known = layout.settings
     for item in dataclasses.fields(head.config):
-        value, allowed = getattr(head.config, item.name), layout.settings.get(item.name, ())
-        factory = item.default_factory
+        value, factory = getattr(head.config, item.name), item.default_factory
         default = item.default if factory is dataclasses.MISSING else factory()
-        is_default = item.name not in layout.settings and value == default
-        if not (allowed is None or value in allowed or is_default):
+        allowed = None if known is None else known.get(item.name, (default,))
+        if not (allowed is None or value in allowed):
             return f"it cannot hold {item.name}={value!r}"
     if layers := list(head.aux_layers):
         if layout.num_aux not in (0, len(layers)):

@@ -52,9 +52,9 @@ class Layout:
 
     write: Callable[[Head, FrozenBase, Path], Folder]
     """Also takes the final path of the folder, for command lines."""
-    settings: AllowedSettings
+    settings: AllowedSettings | None
     """Settings of the kind's `Config`. A setting that is not named must have its default value, so
-    no option is dropped silently."""
+    no option is dropped silently. None allows all."""
     verified: str
     """"run": the engine itself ran. "layout": a test reads the folder as the engine's code does."""
     note: str
@@ -65,14 +65,6 @@ class Layout:
     """The only number of `aux_layers` that the engine can read; zero is any number."""
     objection: Callable[[Head, FrozenBase], str] | None = None
     """Returns why this head does not fit, when the settings alone do not decide."""
-    limits: tuple[str, ...] = ()
-    """The rules behind `objection`, for the documentation."""
-
-    def rules(self) -> list[str]:
-        """Return the rules for `aux_layers` and `objection`, for the documentation."""
-        count, low = self.num_aux or "", ", none of them 0" if self.lowest else ""
-        below = f"{count} aux_layers below the last layer{low}".strip()
-        return [*([below] if "aux_layers" in self.settings else []), *self.limits]
 
 
 def drafted_tokens(head: Head) -> int:
@@ -105,7 +97,14 @@ def layer_settings(head: Head, base: FrozenBase) -> dict[str, Any]:
     """Return the settings of a head's layers: Llama (EAGLE-3) or Qwen3 (block heads)."""
     assert isinstance(head, Eagle3 | BlockHead)
     settings, block, layer = head.config, isinstance(head, BlockHead), head.blocks()[0]
-    attention = layer.self_attn
+    attention, window = layer.self_attn, settings.sliding_window
+    windows: dict[str, Any] = {
+        "layer_types": ["sliding_attention"] * settings.num_layers,
+        "sliding_window": window,
+        "use_sliding_window": True,
+    }
+    if window is None:
+        windows = {"layer_types": ["full_attention"] * settings.num_layers} if block else {}
     return {
         "model_type": "qwen3" if block else "llama",
         "hidden_size": head.width,
@@ -121,21 +120,12 @@ def layer_settings(head: Head, base: FrozenBase) -> dict[str, Any]:
         "max_position_embeddings": base.max_length,
         "vocab_size": head.vocab_size,
         "attention_bias": False,
-        **_window_settings(head),
+        **windows,
         **({} if block else {"mlp_bias": False}),
         "tie_word_embeddings": False,
         "bos_token_id": base.config.bos_token_id,
         "eos_token_id": base.config.eos_token_id,
     }
-
-
-def _window_settings(head: Head) -> dict[str, Any]:
-    """Return the settings of a window, in the names of transformers."""
-    window, num_layers = head.config.sliding_window, head.config.num_layers
-    if window is not None:
-        sliding = ["sliding_attention"] * num_layers
-        return {"layer_types": sliding, "sliding_window": window, "use_sliding_window": True}
-    return {"layer_types": ["full_attention"] * num_layers} if isinstance(head, BlockHead) else {}
 
 
 def tensors(head: Head) -> dict[str, Tensor]:
@@ -160,8 +150,6 @@ def tensors(head: Head) -> dict[str, Tensor]:
 EAGLE3_IDS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Settings that have the same name in the engines."""
-NETWORK = ("the paper's network only",)
-"""The limit of an engine with `EAGLE3_PLAIN`."""
 EAGLE3_PLAIN: AllowedSettings = {
     **all_of("aux_layers", "attention_heads", "key_value_heads", "head_dim"),
     **all_of("inner_dim", "rope_theta", "epsilon", "draft_tokens"),

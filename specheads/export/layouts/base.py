@@ -15,12 +15,17 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import first_line
 from specheads.export.layouts._shared import Folder, Layout, all_of, drafted_tokens
-from specheads.export.layouts.vllm import ATTENTION, MTP
 from specheads.heads.checkpoint import read_settings, read_tensors
 from specheads.heads.kinds.mtp import module_names, read_public
 from specheads.heads.load import copy_of
 
 ABOUT = "a copy of the base, for transformers, vLLM and all that draft with its own module"
+
+
+SETTINGS = (
+    *("attention_heads", "key_value_heads", "head_dim", "inner_dim", "rope_theta", "rope_scaling"),
+    *("hidden_first", "qk_norm", "attention_bias", "epsilon"),
+)
 
 
 def checkpoint(base: FrozenBase) -> Path:
@@ -66,10 +71,9 @@ def objection(head: Head, base: FrozenBase) -> str:
 LAYOUTS = {
     "mtp": Layout(
         write,
-        all_of(*ATTENTION, *MTP),
+        all_of(*SETTINGS),
         "run",
         "by transformers 5.23 and vLLM 0.32.0 on a CPU (`make vllm`)",
         objection=objection,
-        limits=("the architecture of the base's own module",),
     )
 }

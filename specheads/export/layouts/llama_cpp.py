@@ -55,13 +55,10 @@ def eagle3_objection(head: Head, _: FrozenBase) -> str:
 
 
 RUN = "by its server (0c1e5709) on a CPU in float32 (`make llama_cpp`)"
-LIMITS = ("yarn by factor and betas alone", "one layer")
 DFLASH: AllowedSettings = {**_shared.BLOCK, **_shared.DRAFT_VOCABULARY}
 DSPARK: AllowedSettings = {**_shared.DSPARK, **_shared.DRAFT_VOCABULARY}
 LAYOUTS = {
-    "eagle3": Layout(
-        write_eagle3, EAGLE3, "run", RUN, num_aux=3, objection=eagle3_objection, limits=LIMITS
-    ),
+    "eagle3": Layout(write_eagle3, EAGLE3, "run", RUN, num_aux=3, objection=eagle3_objection),
     "dflash": Layout(write_block, DFLASH, "run", RUN),
     "dspark": Layout(write_block, DSPARK, "run", RUN),
 }

@@ -41,15 +41,7 @@ def _serve(base: FrozenBase, out: Path, algorithm: str) -> str:
 READ = "as SGLang 0.5.23's sources read it"
 
 LAYOUTS = {
-    "eagle3": Layout(
-        write_eagle3,
-        _shared.EAGLE3_PLAIN,
-        "layout",
-        READ,
-        lowest=1,
-        num_aux=3,
-        limits=_shared.NETWORK,
-    ),
+    "eagle3": Layout(write_eagle3, _shared.EAGLE3_PLAIN, "layout", READ, lowest=1, num_aux=3),
     "dflash": Layout(write_blocks, _shared.DFLASH, "layout", READ, lowest=1),
     "dspark": Layout(write_blocks, _shared.DSPARK, "layout", READ, lowest=1),
 }

@@ -78,18 +78,12 @@ def eagle3_objection(head: Head, _: FrozenBase) -> str:
 RUN = "by vLLM 0.32.0 on a CPU (`make vllm`)"
 READ = "as vLLM 0.32.0's sources read it; it serves no DSpark on a CPU"
 EAGLE3_NOTE = f"{RUN}; of 0.33 the sources were read"
-LIMITS = ("parallel without fc_norm",)
 DFLASH: AllowedSettings = {**_shared.DFLASH, **_shared.DRAFT_VOCABULARY, **_shared.WINDOW}
 DSPARK: AllowedSettings = {**_shared.DSPARK, **_shared.DRAFT_VOCABULARY, **_shared.WINDOW}
 
 LAYOUTS = {
     "eagle3": Layout(
-        write_eagle3,
-        _shared.EAGLE3_ALL,
-        "run",
-        EAGLE3_NOTE,
-        objection=eagle3_objection,
-        limits=LIMITS,
+        write_eagle3, _shared.EAGLE3_ALL, "run", EAGLE3_NOTE, objection=eagle3_objection
     ),
     "dflash": Layout(write_blocks, DFLASH, "run", RUN),
     "dspark": Layout(write_blocks, DSPARK, "layout", READ),

@@ -32,8 +32,4 @@ def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
 
 
 READ = "as its sources (00679c66) read it"
-LAYOUTS = {
-    "eagle3": Layout(
-        write_eagle3, _shared.EAGLE3_PLAIN, "layout", READ, lowest=1, limits=_shared.NETWORK
-    )
-}
+LAYOUTS = {"eagle3": Layout(write_eagle3, _shared.EAGLE3_PLAIN, "layout", READ, lowest=1)}

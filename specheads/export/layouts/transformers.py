@@ -47,12 +47,6 @@ def objection(_: Head, base: FrozenBase) -> str:
 
 LAYOUTS = {
     "dflash": Layout(
-        write,
-        _shared.DFLASH,
-        "run",
-        "by transformers 5.23 on a CPU",
-        lowest=1,
-        objection=objection,
-        limits=("a base with a plain embedding",),
+        write, _shared.DFLASH, "run", "by transformers 5.23 on a CPU", lowest=1, objection=objection
     )
 }

@@ -14,7 +14,7 @@ from specheads.core.drafter import Head
 from specheads.core.files import dumps
 from specheads.decoding.trees import tuned
 from specheads.export.layouts import _shared
-from specheads.export.layouts._shared import Folder, Layout, all_of, drafted_tokens, named_base
+from specheads.export.layouts._shared import Folder, Layout, drafted_tokens, named_base
 from specheads.heads.layers.block import SINK
 
 ABOUT = "vLLM 0.32.0 (EAGLE-3 and DFlash natively, other kinds through the plug-in of specheads)"
@@ -75,18 +75,8 @@ def dflash_objection(head: Head, _: FrozenBase) -> str:
 
 
 NOTE = "in vLLM 0.32.0 on a CPU (`make vllm`); of 0.33 the sources were read"
-ATTENTION = ("attention_heads", "key_value_heads", "inner_dim", "rope_theta")
-OPTIONS = ("sliding_window", "attention_sink")
-MTP = ("head_dim", "hidden_first", "qk_norm", "attention_bias", "rope_scaling", "epsilon")
-PLUGIN = {
-    "medusa": ("num_layers", "projection", "rank"),
-    "mlp_speculator": ("aux_layers", "inner_dim", "state", "tie_weights", "scale_input"),
-    "hydra_heads": ("aux_layers", "num_layers", "prefix", *ATTENTION),
-    "mtp": ("aux_layers", *ATTENTION, *MTP),
-    "redrafter": ("aux_layers", "num_layers", "exit_dim", "rnn"),
-    "eagle_gru": ("aux_layers", *ATTENTION, "head_dim", "epsilon", *OPTIONS),
-}
-"""Kinds that the plug-in serves, and their settings, which may have any value."""
+PLUGIN = ("eagle_gru", "hydra_heads", "medusa", "mlp_speculator", "mtp", "redrafter")
+"""Kinds that the plug-in serves, with any settings."""
 LAYOUTS = {
     "eagle3": Layout(write_eagle3, _shared.EAGLE3_ALL, "run", f"natively, {NOTE}"),
     "dflash": Layout(
@@ -96,10 +86,6 @@ LAYOUTS = {
         "natively, as vLLM 0.32.0's sources read it",
         lowest=1,
         objection=dflash_objection,
-        limits=("window_counts_slots with a window",),
     ),
-    **{
-        kind: Layout(write_plugin, all_of("draft_tokens", *names), "run", f"plug-in, {NOTE}")
-        for kind, names in PLUGIN.items()
-    },
+    **{kind: Layout(write_plugin, None, "run", f"plug-in, {NOTE}") for kind in PLUGIN},
 }

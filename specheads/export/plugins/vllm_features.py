@@ -40,10 +40,7 @@ class HiddenStates(own.ExampleHiddenStatesConnector):
             slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()
             # a copy, because vLLM reuses the blocks as soon as this returns
             states = own.extract_from_kv_cache(self._kv_cache, slots, len(pending.token_ids))
-            tensors = {
-                "hidden_states": states.contiguous(),
-                "token_ids": pending.token_ids.clone(),
-            }
+            tensors = {"hidden_states": states.contiguous(), "token_ids": pending.token_ids.clone()}
             os.makedirs(os.path.dirname(pending.filename), exist_ok=True)  # noqa: PTH103, PTH120
             # vLLM created and locked the lock file when it scheduled the request
             lock = self._lock_fds.pop(pending.req_id, None)

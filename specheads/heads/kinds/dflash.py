@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specheads.heads.layers.block import BlockConfig, BlockHead, filled, flat_settings, own_settings
+from specheads.heads.layers.block import BlockConfig, BlockHead, read_block
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,8 +22,4 @@ class Head(BlockHead):
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead | None:
     """Read a folder of z-lab, of DeepSpec without a Markov head, or of speculators."""
-    settings = flat_settings(config)
-    if settings is None or settings.get("markov_rank"):
-        return None
-    own = Config(**own_settings(settings))
-    return filled(Head(own, settings["hidden_size"], settings["vocab_size"]), tensors)
+    return read_block(Head, Config, config, tensors, markov=False)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from specheads.core.drafter import Hidden, Nodes, Projection, State
 from specheads.core.ranges import Width
-from specheads.heads.layers.block import BlockConfig, BlockHead, filled, flat_settings, own_settings
+from specheads.heads.layers.block import BlockConfig, BlockHead, read_block
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,8 +73,4 @@ class Head(BlockHead):
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead | None:
     """Read a folder of DeepSpec or speculators with a Markov and a confidence head."""
-    settings = flat_settings(config)
-    if settings is None or not settings.get("markov_rank"):
-        return None
-    own = Config(markov_rank=settings["markov_rank"], **own_settings(settings))
-    return filled(Head(own, settings["hidden_size"], settings["vocab_size"]), tensors)
+    return read_block(Head, Config, config, tensors, markov=True)

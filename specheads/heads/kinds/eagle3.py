@@ -18,7 +18,13 @@ from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, PositiveInt
 from specheads.heads.checkpoint import fill, take_maps
-from specheads.heads.layers.attention import AttentionConfig, LlamaLayer, Slots, draft_window
+from specheads.heads.layers.attention import (
+    AttentionConfig,
+    LlamaLayer,
+    Slots,
+    draft_window,
+    published_sizes,
+)
 from specheads.heads.layers.common import LOW_MIDDLE_HIGH, RMSNorm
 from specheads.heads.layers.feedback import FeedbackHead
 from specheads.heads.layers.rotary import published
@@ -62,12 +68,10 @@ class Config(AttentionConfig):
     sliding_window: PositiveInt | None = None
     """Number of positions of the text that its layers see, up to the last one that the base has
     read. Drafted positions are always seen, and with `parallel` they count. Null is all."""
-    attention_sink: bool | None = None
-    """Whether each attention head learns a logit without a value, its sink. Null is no."""
+    attention_sink: bool = False
+    """Whether each attention head learns a logit without a value, its sink."""
 
     def __post_init__(self) -> None:
-        # one spelling of no
-        self.attention_sink = self.attention_sink or None
         # serving engines read the list as a sorted set
         if self.aux_layers != sorted(set(self.aux_layers)):
             raise InputError(
@@ -221,15 +225,15 @@ PLAIN = {
     "parallel_draft_step": 1,
 }
 """Settings of public checkpoints with the only supported value of each."""
-USED = (IDS, "eagle_config", "embed_requires_grad", "draft_vocab_size", "speculative_tokens")
-MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
-"""Names of P-EAGLE's mask token."""
-HARMLESS = (
+USED = (
+    *(IDS, "eagle_config", "embed_requires_grad", "draft_vocab_size", "speculative_tokens"),
+    # settings that describe the base or that the tensors decide: experts have other tensors
     *("num_aux_hidden_states", "parallel_draft_heads_num_layers", "has_lm_head"),
     *("num_local_experts", "experts_per_token", "num_experts_per_tok"),
     *("target_model_type", "modal_type"),
 )
-"""Settings that describe the base or that the tensors decide: experts have other tensors."""
+MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Names of P-EAGLE's mask token."""
 SAME = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Settings with the same name and meaning in public checkpoints and here."""
 
@@ -252,12 +256,21 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         nested,
         used=(*LAYERS, *SPECULATORS, *SAME, *MASKS, *USED),
         fixed=PLAIN | {"target_hidden_size": settings["hidden_size"]} | plain,
-        harmless=HARMLESS,
     )
-    own: dict[str, Any] = _own_settings(settings) | {"sliding_window": window}
+    own: dict[str, Any] = {
+        **published_sizes(settings),
+        **published(settings),
+        "aux_layers": sorted(set(settings.get(IDS) or ())),
+        "num_layers": settings.get("num_hidden_layers") or 1,
+        "sliding_window": window,
+        **{name: bool(settings.get(name)) for name in SAME},
+    }
     if (mask := named.get("mask_hidden")) is not None:
         named["mask_hidden"] = mask.flatten()
-        own |= {"parallel": True, "mask_token": _mask_token(settings)}
+        tokens = [settings[name] for name in MASKS if settings.get(name) is not None]
+        if not tokens:
+            raise InputError(f"mask_hidden needs one of {', '.join(MASKS)} in config.json; add it")
+        own |= {"parallel": True, "mask_token": tokens[0]}
     embedding = None
     if not settings.get("embed_requires_grad", kind == "peagle"):
         # a copy of the base's
@@ -285,31 +298,3 @@ def _streams_of(ids: list[int]) -> list[int]:
             f"are inputs, {outputs} if they are outputs"
         )
     return outputs
-
-
-def _own_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    # our own exports in other formats store it with the other settings
-    proposal = settings.get("speculators_config", {}).get("proposal_methods", [settings])[0]
-    drafted, depth = settings.get("draft_vocab_size") or 0, proposal.get("speculative_tokens")
-    return {
-        **({"depth": depth} if depth else {}),
-        **published(settings),
-        "aux_layers": sorted(set(settings.get(IDS) or ())),
-        "num_layers": settings.get("num_hidden_layers") or 1,
-        "attention_heads": settings["num_attention_heads"],
-        "key_value_heads": settings.get("num_key_value_heads") or 0,
-        "head_dim": settings.get("head_dim") or 0,
-        "inner_dim": settings["intermediate_size"],
-        "epsilon": settings["rms_norm_eps"],
-        "draft_tokens": drafted if drafted != settings["vocab_size"] else 0,
-        **{name: bool(settings.get(name)) for name in SAME},
-    }
-
-
-def _mask_token(settings: dict[str, Any]) -> int:
-    found = [settings[name] for name in MASKS if settings.get(name) is not None]
-    if not found:
-        raise InputError(
-            f"mask_hidden needs one of {', '.join(MASKS)} in config.json, got none; add it"
-        )
-    return found[0]

@@ -36,12 +36,8 @@ class Config(AttentionConfig):
     """Epsilon of the norms."""
     sliding_window: PositiveInt | None = None
     """Number of positions of the text that its layer sees. Null is all."""
-    attention_sink: bool | None = None
-    """Whether each attention head learns a logit without a value, its sink. Null is no."""
-
-    def __post_init__(self) -> None:
-        # one spelling of no
-        self.attention_sink = self.attention_sink or None
+    attention_sink: bool = False
+    """Whether each attention head learns a logit without a value, its sink."""
 
 
 class Head(FeedbackHead):

@@ -144,9 +144,8 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     refuse_unused(
         "hydra_heads",
         config,
-        used=("hydra_num_heads", "hydra_num_layers", *OPTIONS),
         # the tensors have the shape of its own layer
-        harmless=LAYERS,
+        used=("hydra_num_heads", "hydra_num_layers", *OPTIONS, *LAYERS),
     )
     found = [config.get(name) for name in ("hydra_head_arch", "grounded_heads")]
     if found not in (["mlp", True], ["prefix-mlp", True]) or config.get("hidden_state_offset"):
@@ -161,7 +160,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         prefix=prefix,
         **(_prefix_shape(tensors) if prefix else {}),
     )
-    embedding = _need(tensors, "input_embed_fn.weight")
+    embedding = tensors["input_embed_fn.weight"]
     head = Head(own, width=embedding.shape[1], vocab_size=embedding.shape[0])
     places = 2 if prefix else 1
     kept = [name for name in tensors if not name.endswith(BORROWED)]
@@ -170,16 +169,10 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     return head
 
 
-def _need(tensors: dict[str, Tensor], name: str) -> Tensor:
-    if name not in tensors:
-        raise InputError(f"a Hydra checkpoint needs {name!r}; download it again")
-    return tensors[name]
-
-
 def _prefix_shape(tensors: dict[str, Tensor]) -> dict[str, Any]:
     layer = "prefix_embeding_layer.layers.0."
     names = ("self_attn.rotary_emb.inv_freq", "self_attn.k_proj.weight", "mlp.gate_proj.weight")
-    frequencies, keys, gate = (_need(tensors, layer + name) for name in names)
+    frequencies, keys, gate = (tensors[layer + name] for name in names)
     num = len(frequencies)
     return {
         "attention_heads": keys.shape[1] // (2 * num),

@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, States, Tokens
-from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
 from specheads.core.ranges import Depth, DepthOrZero, NonNegativeInt, Width, one_of
@@ -69,14 +68,6 @@ class Head(BorrowingHead):
         for head in self.head:
             head.get_parameter("weight").data.copy_(projection)
 
-    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
-        """Borrow the base's vocabulary projection, unless the heads have their own."""
-        if not self.vocab_size:
-            # a public checkpoint without projections does not contain the vocabulary size
-            self.vocab_size = len(embedding if projection is None else projection)
-            self.drafted_size = self.vocab_size
-        super().bind(embedding, projection)
-
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield each head's state; no head reads a drafted token."""
         for level in range(self.depth):
@@ -113,35 +104,30 @@ class Head(BorrowingHead):
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
-    """Read FasterDecoding's layout: `{head}.{layer}.linear.*`, then `{head}.{layers}.weight`.
-
-    Legacy heads have no projections and no vocabulary size, and share the base's.
-    """
+    """Read FasterDecoding's layout: `{head}.{layer}.linear.*`, then `{head}.{layers}.weight`."""
     if "medusa_num_heads" not in config:
         return None
     refuse_unused(
         "medusa",
         config,
-        used=("medusa_num_heads", "medusa_num_layers"),
+        # the heads have no attention, and engines choose trees of their own
+        used=(
+            "medusa_num_heads",
+            "medusa_num_layers",
+            *LAYERS,
+            "max_paths",
+            "topk",
+            "medusa_choices",
+        ),
         fixed={"medusa_fc_bias": True, "original_lm_head": False, "logit_scale": 1}
         | {"truncated_vocab_size": config.get("vocab_size")},
-        # the heads have no attention, and engines choose trees of their own
-        harmless=(*LAYERS, "max_paths", "topk", "medusa_choices"),
     )
     num_layers = config.get("medusa_num_layers", 1)
     named = {name.removeprefix("medusa_heads."): value for name, value in tensors.items()}
     named = {_own_name(name, num_layers): value for name, value in named.items()}
-    is_legacy = num_layers > 0 and not any(name.startswith("head.") for name in named)
-    own = Config(
-        depth=config["medusa_num_heads"],
-        num_layers=num_layers,
-        projection="shared" if is_legacy else "own",
-    )
-    known = "blocks.0.0.linear.weight" if is_legacy else "head.0.weight"
-    if known not in named:
-        raise InputError(f"a Medusa checkpoint needs {known!r}; download it again")
-    rows, width = named[known].shape
-    head = Head(own, width=width, vocab_size=0 if is_legacy else rows)
+    rows, width = named["head.0.weight"].shape
+    own = Config(depth=config["medusa_num_heads"], num_layers=num_layers)
+    head = Head(own, width=width, vocab_size=rows)
     fill(head, named)
     return head
 

@@ -18,7 +18,12 @@ from specheads.core.features import Features
 from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, PositiveFloat
 from specheads.heads.checkpoint import fill
-from specheads.heads.layers.attention import AttentionConfig, LlamaLayer, full_attention
+from specheads.heads.layers.attention import (
+    AttentionConfig,
+    LlamaLayer,
+    full_attention,
+    published_sizes,
+)
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.feedback import FeedbackHead
 from specheads.heads.layers.rotary import published
@@ -97,18 +102,6 @@ class Head(FeedbackHead):
         return self.layer["eh_proj"](torch.cat(ordered, dim=-1))
 
 
-def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
-    """Read the MTP module of a base's checkpoint, or a folder of speculators."""
-    found = interpret(config, tensors)
-    if found is None:
-        return None
-    settings, named = found
-    width, vocab_size = settings.pop("width"), settings.pop("vocab_size")
-    head = Head(Config(**settings), width, vocab_size)
-    fill(head, named)
-    return head
-
-
 PROJECTION = re.compile(
     r"(model\.layers\.\d+\.|(?:model\.)?mtp_layers\.\d+\.|mtp\.)(?:eh_proj|input_proj|fc)\.weight"
 )
@@ -131,51 +124,12 @@ PLAIN = {
     "mtp_mlp_layer_types": "dense",
 }
 """Settings of public checkpoints with the only supported value of each."""
-EXPERTS = (
+UNREAD = (
+    *("text_config", "num_nextn_predict_layers", "vision_config", "language_model_only"),
     *("mlp_layer_types", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("norm_topk_prob", "router_aux_loss_coef"),
 )
-"""Settings of experts, which the base may have and the module has not."""
-FOREIGN = {
-    "experts": re.compile(r"mlp\.(shared_)?experts?\b|mlp\.gate\."),
-    "latent attention": re.compile(r"self_attn\.(q_a|q_b|kv_a|kv_b)_"),
-}
-"""Unsupported parts of modules, by their tensors."""
-
-
-def interpret(
-    config: dict[str, Any], tensors: dict[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """Convert the settings and tensors of a checkpoint; None for a folder without an MTP module.
-
-    The settings include the sizes `width` and `vocab_size`.
-
-    Raises:
-        ValueError: There are several modules, or one needs something that is not supported.
-    """
-    prefix, names = module_names(tensors)
-    if not names:
-        return None
-    named = {ours: tensors[theirs] for theirs, ours in names.items()}
-    parts = [
-        config,
-        *(config.get(name, {}) for name in ("text_config", "transformer_layer_config")),
-    ]
-    settings = {name: value for part in parts for name, value in part.items()}
-    rope = settings.get("rope_parameters") or {}
-    # some bases have one for each kind of attention
-    settings["rope_parameters"] = rope.get("full_attention", rope)
-    refuse_unused(
-        "mtp",
-        *parts,
-        config.get("speculators_config", {}),
-        used=(*LAYERS, *SPECULATORS, "text_config"),
-        fixed=PLAIN | full_attention(settings),
-        # the module applies one layer again and again, and experts have other tensors
-        harmless=("num_nextn_predict_layers", "vision_config", "language_model_only", *EXPERTS),
-        remedy="train head=mtp instead",
-    )
-    return _own_settings(settings, named, prefix), named
+"""A section, and settings without effect: one layer is applied again and again, without experts."""
 
 
 def module_names(names: Iterable[str]) -> tuple[str, dict[str, str]]:
@@ -184,7 +138,7 @@ def module_names(names: Iterable[str]) -> tuple[str, dict[str, str]]:
     Both are empty without a module. Copies of the base's tensors are left out.
 
     Raises:
-        ValueError: There are several modules, or this one has unsupported tensors.
+        ValueError: There are several modules.
     """
     known = list(names)
     prefixes = sorted(found[1] for found in map(PROJECTION.fullmatch, known) if found)
@@ -196,45 +150,48 @@ def module_names(names: Iterable[str]) -> tuple[str, dict[str, str]]:
             f"{len(prefixes)}: {', '.join(prefixes)[:80]}; choose another, or train head=mtp"
         )
     prefix = prefixes[0]
-    own = {name[len(prefix) :]: name for name in known if name.startswith(prefix)}
-    for what, pattern in FOREIGN.items():
-        if found := next(filter(pattern.search, sorted(own)), None):
-            raise InputError(
-                f"mtp reads modules of a dense Llama layer, this one has {what} "
-                f"({prefix}{found:.80}); train head=mtp instead"
-            )
-    plain = {whole: name.removeprefix("layers.0.") for name, whole in own.items()}
+    own = {
+        name: name[len(prefix) :].removeprefix("layers.0.")
+        for name in known
+        if name.startswith(prefix)
+    }
     return prefix, {
-        whole: OURS.get(name, f"layer.mtp_block.{name}")
-        for whole, name in plain.items()
+        theirs: OURS.get(name, f"layer.mtp_block.{name}")
+        for theirs, name in own.items()
         if name not in COPIES
     }
 
 
-def _own_settings(
-    settings: dict[str, Any], named: dict[str, Tensor], prefix: str
-) -> dict[str, Any]:
+def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
+    """Read the MTP module of a base's checkpoint, or a folder of speculators."""
+    prefix, names = module_names(tensors)
+    if not names:
+        return None
+    named = {ours: tensors[theirs] for theirs, ours in names.items()}
+    nested = (config.get(name, {}) for name in ("text_config", "transformer_layer_config"))
+    parts = [config, *nested]
+    settings = {name: value for part in parts for name, value in part.items()}
+    rope = settings.get("rope_parameters") or {}
+    # some bases have one for each kind of attention
+    settings["rope_parameters"] = rope.get("full_attention", rope)
+    refuse_unused(
+        "mtp",
+        *parts,
+        config.get("speculators_config", {}),
+        used=(*LAYERS, *SPECULATORS, *UNREAD),
+        fixed=PLAIN | full_attention(settings),
+        remedy="train head=mtp instead",
+    )
     attention = "layer.mtp_block.self_attn."
-    rows, columns = (named[f"{attention}{one}_proj.weight"].shape for one in "qo")
-    if rows[0] == 2 * columns[1]:
-        raise InputError(
-            f"mtp reads modules of a dense Llama layer, this one has gated attention "
-            f"({prefix}self_attn.q_proj); train head=mtp instead"
-        )
-    proposals = settings.get("speculators_config", {}).get("proposal_methods", [{}])
-    depth = proposals[0].get("speculative_tokens")
-    heads = settings["num_attention_heads"]
-    return {
-        "width": settings["hidden_size"],
-        "vocab_size": settings["vocab_size"],
-        **({"depth": depth} if depth else {}),
-        "attention_heads": heads,
-        "key_value_heads": settings.get("num_key_value_heads") or 0,
-        "head_dim": settings.get("head_dim") or rows[0] // heads,
-        "inner_dim": settings["intermediate_size"],
+    own: dict[str, Any] = {
+        **published_sizes(settings),
+        **published(settings),
         "hidden_first": prefix.startswith("model.mtp_layers."),
         "qk_norm": f"{attention}q_norm.weight" in named,
         "attention_bias": f"{attention}q_proj.bias" in named,
-        "epsilon": settings["rms_norm_eps"],
-        **published(settings),
     }
+    rows = len(named[f"{attention}q_proj.weight"])
+    own["head_dim"] = own["head_dim"] or rows // own["attention_heads"]
+    head = Head(Config(**own), settings["hidden_size"], settings["vocab_size"])
+    fill(head, named)
+    return head

@@ -111,9 +111,11 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     refuse_unused(
         "redrafter",
         config,
-        used=("num_draft_layers", "exit_dim", "rnn", "hidden_size", "vocab_size"),
-        # the number of tokens that training looks back
-        harmless=("num_lookback_tokens",),
+        used=(
+            *("num_draft_layers", "exit_dim", "rnn", "hidden_size", "vocab_size"),
+            # the number of tokens that training looks back
+            "num_lookback_tokens",
+        ),
     )
     own = Config(
         num_layers=config["num_draft_layers"], exit_dim=config["exit_dim"], rnn=config["rnn"]

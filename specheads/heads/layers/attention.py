@@ -233,6 +233,21 @@ def full_attention(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window": None, "use_sliding_window": False}
 
 
+def published_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of layers and the depth, if it is known, of a published config."""
+    proposal = settings.get("speculators_config", {}).get("proposal_methods", [settings])[0]
+    depth, drafted = proposal.get("speculative_tokens"), settings.get("draft_vocab_size") or 0
+    return {
+        **({"depth": depth} if depth else {}),
+        "attention_heads": settings["num_attention_heads"],
+        "key_value_heads": settings.get("num_key_value_heads") or 0,
+        "head_dim": settings.get("head_dim") or 0,
+        "inner_dim": settings["intermediate_size"],
+        "epsilon": settings["rms_norm_eps"],
+        "draft_tokens": drafted if drafted != settings["vocab_size"] else 0,
+    }
+
+
 class GatedMlp(nn.Module):
     """down(SiLU(gate x) * up x), with parameter names of Llama; see `inner_dim` for its width."""
 
@@ -278,9 +293,8 @@ class LlamaLayer(nn.Module):
             here, there = (each.get(name) for each in shapes)
             if here != there:
                 raise InputError(
-                    "head.init_from_base=true needs a base whose last layer has the tensors of the "
-                    f"head's, got {name} of {there} in the base and {here} in the head; set the "
-                    "sizes under head= to zero, or leave init_from_base out"
+                    f"head.init_from_base=true needs equal layers, got {name} of {there} in the "
+                    f"base and {here} in the head; set the sizes under head= to 0, or leave it out"
                 )
             own[name].copy_(tensors[name])
 
@@ -317,16 +331,16 @@ class Slots:
     """(batch, key head, 2, slot, head_dim): the slices of one layer are read without a copy."""
     lengths: Int[Tensor, " batch"]
     """Committed positions of each row."""
-    extent: int = 0
+    extent: int
     """Upper bound of the slots in use, known without synchronising."""
+    dropped: Int[Tensor, " batch"]
+    """Oldest positions of each row that are no longer here."""
     places: Int[Tensor, "batch slot"] | None = None
     """Slot of each position in the only row of `kv_cache`; None: each row has its own slots."""
     capacity: int = 0
     """Most positions of a row."""
     window: int | None = None
     """Number of positions to keep. None is all."""
-    dropped: Int[Tensor, " batch"] | None = None
-    """Oldest positions of each row that are no longer here; None without a window."""
 
     @classmethod
     def empty(
@@ -339,12 +353,11 @@ class Slots:
         attention = layers[0].self_attn
         weight, heads = attention.k_proj.weight, len(layers) * attention.num_key_value_heads
         lengths = torch.zeros(batch, dtype=torch.long).to(weight.device)
-        if window is None or window + SPARE_SLOTS >= capacity:
-            shape = (batch, heads, 2, capacity, attention.head_dim)
-            return cls(weight.new_zeros(shape), lengths)
-        shape = (batch, heads, 2, window + SPARE_SLOTS, attention.head_dim)
-        kept = {"capacity": capacity, "window": window, "dropped": lengths}
-        return cls(weight.new_zeros(shape), lengths, **kept)
+        if window is not None and window + SPARE_SLOTS >= capacity:
+            window = None
+        size = capacity if window is None else window + SPARE_SLOTS
+        cache = weight.new_zeros(batch, heads, 2, size, attention.head_dim)
+        return cls(cache, lengths, 0, lengths, capacity=capacity, window=window)
 
     def advance(self, time: int, count: Int[Tensor, " batch"]) -> Int[Tensor, "row time"]:
         """Return the next `time` positions of each row, and keep the first `count` of them."""
@@ -358,7 +371,6 @@ class Slots:
 
     def _cut(self, window: int, time: int) -> None:
         """Drop the positions before the window; make room for `time` more."""
-        assert self.dropped is not None
         kept = min(self.extent, window)
         excess = (self.lengths - self.dropped - kept).clamp(min=0)
         slots = excess[:, None] + torch.arange(kept, device=excess.device)
@@ -369,13 +381,12 @@ class Slots:
 
     def write(self, fresh: Tensor, positions: Int[Tensor, "row time"], layer: int = 0) -> None:
         """Write keys and values at these positions, for one layer or for all layers at once."""
-        rows, slots = torch.arange(len(fresh), device=positions.device)[:, None], positions
+        rows = torch.arange(len(fresh), device=positions.device)[:, None]
         if self.places is not None:
             rows, slots = 0 * rows, self.places.gather(1, positions)
         else:
-            slots = slots if self.dropped is None else slots - self.dropped[:, None]
             # padding of a row near its capacity may exceed it
-            slots = slots.clamp(max=self.kv_cache.shape[3] - 1)
+            slots = (positions - self.dropped[:, None]).clamp(max=self.kv_cache.shape[3] - 1)
         heads = fresh.shape[1]
         layer_cache = self.kv_cache[:, layer * heads : (layer + 1) * heads]
         layer_cache[rows, :, :, slots] = fresh.permute(0, 3, 1, 2, 4)
@@ -389,9 +400,7 @@ class Slots:
         """
         newest = self.lengths[:, None] - 1
         seen = newest if seen is None else seen
-        slots = torch.arange(self.extent, device=seen.device)
-        if self.dropped is not None:
-            slots = slots + self.dropped[:, None, None]
+        slots = torch.arange(self.extent, device=seen.device) + self.dropped[:, None, None]
         visible = slots <= seen.minimum(newest)[..., None]
         if window is not None:
             visible &= slots > seen[..., None] - window
@@ -404,26 +413,25 @@ class Slots:
         if self.window is not None:
             # the engine decides what it keeps
             self.kv_cache = _resized(self.kv_cache, self.capacity)
-            self.window = self.dropped = None
-        return Slots(self.kv_cache, lengths, places.shape[1], places)
+            self.window = None
+        return Slots(self.kv_cache, lengths, places.shape[1], torch.zeros_like(lengths), places)
 
     def keep(self, rows: Int[Tensor, " kept"]) -> "Slots":
         """Return these rows; this synchronises to read the number of slots in use."""
-        lengths = self.lengths[rows]
-        dropped = None if self.dropped is None else self.dropped[rows]
-        extent = int((lengths if dropped is None else lengths - dropped).max())
-        cache = self.kv_cache[rows]
+        cache, lengths, dropped = self.kv_cache[rows], self.lengths[rows], self.dropped[rows]
+        extent = int((lengths - dropped).max())
         return replace(self, kv_cache=cache, lengths=lengths, extent=extent, dropped=dropped)
 
     def join(self, other: "Slots") -> "Slots":
         """Return the rows of both; they must have the same capacity."""
         size = max(self.kv_cache.shape[3], other.kv_cache.shape[3])
-        rows: dict[str, Tensor] = {"lengths": torch.cat([self.lengths, other.lengths])}
-        if self.dropped is not None and other.dropped is not None:
-            rows["dropped"] = torch.cat([self.dropped, other.dropped])
-        caches = [_resized(one.kv_cache, size) for one in (self, other)]
-        extent = max(self.extent, other.extent)
-        return replace(self, kv_cache=torch.cat(caches), extent=extent, **rows)
+        return replace(
+            self,
+            kv_cache=torch.cat([_resized(one.kv_cache, size) for one in (self, other)]),
+            lengths=torch.cat([self.lengths, other.lengths]),
+            dropped=torch.cat([self.dropped, other.dropped]),
+            extent=max(self.extent, other.extent),
+        )
 
 
 def _resized(cache: Tensor, slots: int) -> Tensor:

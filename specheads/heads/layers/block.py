@@ -24,6 +24,7 @@ from specheads.heads.layers.attention import (
     draft_window,
     full_attention,
     near,
+    published_sizes,
 )
 from specheads.heads.layers.common import BorrowingHead, RMSNorm
 from specheads.heads.layers.rotary import published
@@ -54,20 +55,17 @@ class BlockConfig(AttentionConfig):
     """Number of positions per sequence from which a training step drafts, sampled at each step."""
     sliding_window: PositiveInt | None = None
     """Number of positions before the anchor that all slots of its block see. Null is all."""
-    causal: bool | None = None
+    causal: bool = False
     """Whether a slot sees only the slots of its block up to itself, as in speculators with a
-    window. Null is no."""
-    window_counts_slots: bool | None = None
+    window."""
+    window_counts_slots: bool = False
     """Whether the window of a slot ends at that slot, as in vLLM and ModelOpt: slot j sees j + 1
-    positions of the text fewer. Null is no, as in speculators."""
-    attention_sink: bool | None = None
-    """Whether each attention head learns a logit without a value, its sink. Null is no."""
+    positions of the text fewer."""
+    attention_sink: bool = False
+    """Whether each attention head learns a logit without a value, its sink."""
     qk_norm: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        # one spelling of no
-        self.causal, self.attention_sink = self.causal or None, self.attention_sink or None
-        self.window_counts_slots = self.window_counts_slots or None
         slots = self.depth + (not self.sample_from_anchor)
         for name, least in (("causal", 1), ("window_counts_slots", slots)):
             if getattr(self, name) and (self.sliding_window or 0) < least:
@@ -146,7 +144,7 @@ class BlockHead(BorrowingHead):
         if window and self.config.window_counts_slots:
             ends = (at[..., None] + 1 + self._slots()).flatten(1)[..., None]
             visible &= torch.arange(tokens.shape[1], device=tokens.device) > ends - window
-        visible = block_mask(visible, self.num_slots, causal=bool(self.config.causal))
+        visible = block_mask(visible, self.num_slots, causal=self.config.causal)
         pasts = (layer.self_attn.keys_values(fused, places) for layer in self.blocks())
         roots = tokens.roll(-1, 1)[rows, at]
         hidden = self._draft(roots, places[rows, at] + 1, pasts, visible)
@@ -171,7 +169,7 @@ class BlockHead(BorrowingHead):
         past, visible = memory.past(seen, self.config.sliding_window)
         if self.config.causal or counts:
             visible = visible.expand(-1, self.num_slots, -1)
-            visible = block_mask(visible, self.num_slots, causal=bool(self.config.causal))
+            visible = block_mask(visible, self.num_slots, causal=self.config.causal)
         else:
             visible = nn.functional.pad(visible, (0, self.num_slots), value=True)
         pasts = past.chunk(len(self.layers), dim=1)
@@ -263,51 +261,46 @@ SINK = ("attention_sink_bias", "add_swa_attention_sink_bias")
 USED = (
     *("block_size", "target_layer_ids", "aux_hidden_state_layer_ids", "mask_token_id"),
     *("sample_from_anchor", "draft_vocab_size", "dflash_config", "markov_rank"),
+    # the next ones describe the base or the training
+    *("num_target_layers", "num_anchors", "confidence_head_alpha"),
     # it is about layers with a window
     "sliding_window_non_causal",
     *SINK,
 )
 MODELOPT = ("use_swa", "swa_window_size", "causal")
 """Settings of a window in ModelOpt's folders."""
-HARMLESS = ("num_target_layers", "num_anchors", "confidence_head_alpha")
-"""Settings that describe the base or the training."""
 BY_DEEPSPEC = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel")
 """Class names of one network, DeepSpec's first."""
 BY_TRANSFORMERS = "muse_glimmer_assistant"
 """The `model_type` of transformers' only class of a DFlash head."""
-RENAMED = {
-    "encoder.fc.weight": "fc.weight",
-    "encoder.output_norm_enc.weight": "hidden_norm.weight",
-}
+RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 """Tensors of that class, and our names."""
 LENT = ("lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 """Copies of the base's tensors."""
 
 
-def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the flattened settings of a folder of z-lab, DeepSpec, speculators or transformers.
+def read_block(
+    head: type[BlockHead],
+    kind: type[BlockConfig],
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    *,
+    markov: bool,
+) -> BlockHead | None:
+    """Read a folder of z-lab, DeepSpec, speculators or transformers; None for another layout.
 
-    None for another layout; a setting with an unsupported value is refused.
+    `markov` tells DSpark from DFlash. A setting with an unsupported value is refused.
     """
-    kind = config.get("speculators_model_type", "")
-    named = config.get("architectures") or []
-    by_deepspec = not kind and any(name in named for name in BY_DEEPSPEC)
-    by_transformers = config.get("model_type") == BY_TRANSFORMERS
-    known = "dflash_config" in config or by_deepspec or by_transformers
-    if not (kind in ("dflash", "dspark") or known):
+    by_speculators, named = config.get("speculators_model_type", ""), config.get("architectures")
+    by_deepspec = not by_speculators and any(name in BY_DEEPSPEC for name in named or ())
+    by_others = "dflash_config" in config or config.get("model_type") == BY_TRANSFORMERS
+    known = by_speculators in ("dflash", "dspark") or by_deepspec or by_others
+    settings = config.get("transformer_layer_config", {}) | config.get("dflash_config", {}) | config
+    if not known or bool(settings.get("markov_rank")) != markov:
         return None
-    nested = config.get("transformer_layer_config", {}) | config.get("dflash_config", {})
-    settings = nested | config
-    rope = published(settings)
-    settings["rope_theta"] = rope.get("rope_theta")
-    # their ids count layer outputs from zero; here k is the residual stream after k layers
-    layers = [layer + 1 for layer in settings.get("target_layer_ids") or ()]
-    settings["aux_layers"] = settings.get("aux_hidden_state_layer_ids") or layers
-    settings.setdefault("sample_from_anchor", by_deepspec or kind == "dspark")
-    markov = bool(settings.get("markov_rank"))
     window, plain, causal = None, full_attention(settings), False
-    by_modelopt = not kind and bool(settings.get("use_swa"))
-    if kind:
+    by_modelopt = not by_speculators and bool(settings.get("use_swa"))
+    if by_speculators:
         window, plain = draft_window(settings, settings["num_hidden_layers"])
         causal = bool(window) and not settings.get("sliding_window_non_causal")
     elif by_modelopt:
@@ -316,54 +309,43 @@ def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
         window = window if allows(PositiveInt, window) else None
         # an explicit is_causal has priority, and must be false
         causal = bool(settings.get("causal")) and settings.get("is_causal") is None
-    settings |= {"sliding_window": window, "causal": causal, "window_counts_slots": by_modelopt}
-    settings["attention_sink"] = any(settings.get(name) for name in SINK)
+    rope, by_default = published(settings), by_deepspec or by_speculators == "dspark"
     refuse_unused(
         "dspark" if markov else "dflash",
         config,
         *(config.get(name, {}) for name in (*SECTIONS, "dflash_config")),
         {"rope_type": rope["rope_scaling"].get("rope_type")},
-        used=(*LAYERS, *SPECULATORS, *USED, *(MODELOPT if by_modelopt else ())),
+        used=(*LAYERS, *SPECULATORS, *USED, *PLAIN_MARKOV, *(MODELOPT if by_modelopt else ())),
         fixed=PLAIN_SETTINGS
         | (PLAIN_MARKOV if markov else {})
         | {"target_hidden_size": settings["hidden_size"]}
-        | {"projector_type": "dspark" if by_deepspec or kind == "dspark" else "dflash"}
+        | {"projector_type": "dspark" if by_default else "dflash"}
         | plain,
-        harmless=(*HARMLESS, *(() if markov else PLAIN_MARKOV)),
     )
-    # the other formats count the anchor's slot, which drafts nothing
-    settings["anchor_counts"] = not (by_deepspec or settings["sample_from_anchor"])
-    return settings
-
-
-def own_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that both kinds have, by the names of our `Config`."""
-    drafted = settings.get("draft_vocab_size") or 0
-    return {
-        "depth": settings["block_size"] - settings["anchor_counts"],
+    anchored = settings.get("sample_from_anchor", by_default)
+    # their ids count layer outputs from zero; here k is the residual stream after k layers
+    layers = [layer + 1 for layer in settings.get("target_layer_ids") or ()]
+    own = {
+        **published_sizes(settings),
+        # the other formats count the anchor's slot, which drafts nothing
+        "depth": settings["block_size"] - (not (by_deepspec or anchored)),
         "num_layers": settings["num_hidden_layers"],
-        "aux_layers": list(settings["aux_layers"]),
-        "attention_heads": settings["num_attention_heads"],
-        "key_value_heads": settings.get("num_key_value_heads") or 0,
-        "head_dim": settings.get("head_dim") or 0,
-        "inner_dim": settings["intermediate_size"],
-        "rope_theta": settings["rope_theta"],
-        "epsilon": settings["rms_norm_eps"],
+        "aux_layers": list(settings.get("aux_hidden_state_layer_ids") or layers),
+        "rope_theta": rope.get("rope_theta"),
         "mask_token": settings["mask_token_id"],
-        "sample_from_anchor": settings["sample_from_anchor"],
-        "draft_tokens": drafted if drafted != settings["vocab_size"] else 0,
-        **{name: settings[name] for name in ("sliding_window", "causal")},
-        **{name: settings[name] for name in ("window_counts_slots", "attention_sink")},
+        "sample_from_anchor": anchored,
+        "sliding_window": window,
+        "causal": causal,
+        "window_counts_slots": by_modelopt,
+        "attention_sink": any(settings.get(name) for name in SINK),
+        **({"markov_rank": settings["markov_rank"]} if markov else {}),
     }
-
-
-def filled(head: BlockHead, tensors: dict[str, Tensor]) -> BlockHead:
-    """Load the tensors of a published folder into a head, which borrows the base's tensors."""
-    named = {RENAMED.get(name, name): value for name, value in tensors.items()}
-    embedding = named.pop("embed_tokens.weight", None)
-    lent = [named.pop(name, None) for name in LENT]
-    take_maps(head, named)
-    fill(head, named)
+    made = head(kind(**own), settings["hidden_size"], settings["vocab_size"])
+    ours = {RENAMED.get(name, name): value for name, value in tensors.items()}
+    embedding = ours.pop("embed_tokens.weight", None)
+    lent = [ours.pop(name, None) for name in LENT]
+    take_maps(made, ours)
+    fill(made, ours)
     if embedding is not None and lent[0] is not None and len(lent[0]) == len(embedding):
-        head.bind(embedding, lent[0])
-    return head
+        made.bind(embedding, lent[0])
+    return made

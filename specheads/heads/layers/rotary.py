@@ -21,6 +21,8 @@ REQUIRED = {
 """Required parameters of each type of scaling."""
 YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
 """Optional parameters of yarn."""
+NAMES = ("rope_type", "type", "rope_theta")
+"""Entries of published settings that are no parameters of a scaling."""
 Rope = tuple[float, tuple[tuple[str, Any], ...]]
 """Base of the frequencies, and their scaling as sorted items; empty is no scaling."""
 
@@ -32,8 +34,7 @@ def rope(theta: float, scaling: Mapping[str, Any]) -> Rope:
         return theta, ()
     if kind not in REQUIRED:
         raise InputError(
-            f"rope_scaling needs a rope_type of {', '.join(REQUIRED)}, got {kind!r:.80}; "
-            "choose one, or leave it empty"
+            f"rope_scaling needs a rope_type of {', '.join(REQUIRED)}, got {kind!r:.80}; set it"
         )
     numbers = {name: value for name, value in scaling.items() if name != "rope_type"}
     required, optional = REQUIRED[kind], YARN if kind == "yarn" else ()
@@ -66,31 +67,19 @@ def published(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rope_theta`, if present, and `rope_scaling` of a Llama's config.json."""
     rope = {**(settings.get("rope_parameters") or {}), **(settings.get("rope_scaling") or {})}
     theta = settings.get("rope_theta") or rope.get("rope_theta")
-    scaling = _published_scaling(rope, settings.get("max_position_embeddings"))
-    return {**({"rope_theta": theta} if theta else {}), "rope_scaling": scaling}
-
-
-def _published_scaling(rope: dict[str, Any], length: int | None) -> dict[str, Any]:
-    """Return the scaling of positions; empty for no scaling."""
+    found = {"rope_theta": theta} if theta else {}
     kind = rope.get("rope_type", rope.get("type"))
     if kind in (None, "default"):
         refuse_unused(
             "a rotary embedding without scaling",
             rope,
             # texts have one position a token, so the sections of mrope do nothing
-            used=(
-                "rope_type",
-                "type",
-                "rope_theta",
-                ORIGINAL,
-                "mrope_section",
-                "mrope_interleaved",
-            ),
+            used=(*NAMES, ORIGINAL, "mrope_section", "mrope_interleaved"),
             fixed={"factor": 1, "partial_rotary_factor": 1},
         )
-        return {}
-    parameters = {name: value for name, value in rope.items() if name not in ("rope_theta", "type")}
-    if kind in ("llama3", "yarn") and length:
+        return found | {"rope_scaling": {}}
+    parameters = {name: value for name, value in rope.items() if name not in NAMES}
+    if kind in ("llama3", "yarn") and (length := settings.get("max_position_embeddings")):
         parameters.setdefault(ORIGINAL, length)
     elif kind == "linear":
         parameters.pop(ORIGINAL, None)
@@ -98,7 +87,7 @@ def _published_scaling(rope: dict[str, Any], length: int | None) -> dict[str, An
     kept = {name: value for name, value in parameters.items() if value or value is False}
     if kept.get("partial_rotary_factor") == 1:
         del kept["partial_rotary_factor"]
-    return kept | {"rope_type": kind}
+    return found | {"rope_scaling": kept | {"rope_type": kind}}
 
 
 @cache
