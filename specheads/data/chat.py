@@ -21,7 +21,7 @@ from specheads.core.errors import InputError, one_line
 from specheads.data.conversations import Message, first_answer, last_message
 from specheads.data.encode import encoding
 from specheads.data.files import located
-from specheads.data.masks import Answer, decoded, marked, says_all, squeezed, wrong_mask
+from specheads.data.masks import decoded, marked, says_all, squeezed, wrong_mask
 
 Messages = Sequence[Message]
 Tools = Sequence[dict[str, Any]] | None
@@ -290,47 +290,32 @@ class Template:
 
         The check decodes the tokens, and renders each answer again after another question.
         """
-        expected = [self._alone(one, tools) for one in answers]
+        expected = [self._turn([ASK, one], tools).answer for one in answers]
         for one, answer in zip(expected, answers, strict=True):
-            if not says_all(one.text, answer):
+            if not says_all(one, answer):
                 called = [call["function"]["name"] for call in answer.get("tool_calls", ())]
                 wanted = " and calls ".join([f"{answer['content']!r:.60}", *called])
                 raise InputError(
                     "the tokenizer's chat template must write all of an answer, inside its {% "
                     "generation %} markers if it has them (give the tokenizer one that does)",
                     sample.text,
-                    fault=f"has one of which it writes {one.text!r:.60}: {wanted}",
+                    fault=f"has one of which it writes {one!r:.60}: {wanted}",
                 )
-            if squeezed(answer.get("reasoning_content", "")) not in squeezed(one.text):
+            if squeezed(answer.get("reasoning_content", "")) not in squeezed(one):
                 warnings.warn(
                     "the tokenizer's chat template leaves out the reasoning of answers, which is "
                     "not learned; for a model that thinks, give it a template that writes "
                     "reasoning_content",
                     stacklevel=2,
                 )
-        is_next = self._ending.is_next
         read = self._tokenizer, sample.tokens, sample.loss_mask
-        if fault := wrong_mask(*read, expected, is_next=is_next):
+        if fault := wrong_mask(*read, expected, is_next=self._ending.is_next):
             raise InputError(
                 "the mask must count the assistant's answers and nothing else (or fix the "
                 "tokenizer's chat template; the text below has what is counted in brackets)",
                 marked(*read),
                 fault=f"has a text in which {fault}",
             )
-
-    def _alone(self, message: Message, tools: Tools) -> Answer:
-        """Return an answer as the template writes it after any question."""
-        turn = self._turn([ASK, message], tools)
-        after = turn.prompt.rpartition(ASKED)[2]
-        cut = _shared(after, self._asked)
-        # a token is not cut
-        pieces = (one.start() for one in self._pieces.finditer(after) if cut < one.end())
-        return Answer(after[min(cut, next(pieces, cut)) :] or after, turn.answer)
-
-    @cached_property
-    def _asked(self) -> str:
-        """What the template adds after a question."""
-        return self.text([ASK]).rpartition(ASKED)[2]
 
     @cached_property
     def _forms(self) -> list[re.Pattern[str]]:
