@@ -188,34 +188,36 @@ class Slab:
         are alike, so that one copy commits a step."""
         self.parts: dict[int, tuple[tuple[int, int], ...]] = {}
         """For the keys and the values of a layer: the number of the stack, and the index in it."""
-        self.views: dict[int, tuple[Tensor, ...]] = {}
-        """Keys and values of each layer (batch, heads, slot, width)."""
 
     @property
     def rows(self) -> int:
         """Number of rows that it has memory for."""
         return self.stacks[0].shape[1] if self.stacks else 0
 
-    def allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Allocate a layer's memory for keys and values like these."""
+    def states(self, layer: int, new: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """Return a layer's keys and values (batch, heads, slot, width), allocated like new ones."""
+        if layer not in self.parts:
+            self._allocate(layer, *new)
+        return [self.stacks[number][place] for number, place in self.parts[layer]]
+
+    def _allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
         rows, num_parts = self.rows or len(keys), 2 * len(self.layers)
 
-        def stack(parts: int, alike: Tensor) -> Tensor:
-            sizes = (parts, rows, alike.shape[1], self.capacity, alike.shape[-1])
+        def stack(parts: int, like: Tensor) -> Tensor:
+            sizes = (parts, rows, like.shape[1], self.capacity, like.shape[-1])
             # memory allocated in inference mode cannot be written to outside of it
             with torch.inference_mode(mode=False):
-                return alike.new_zeros(sizes)
+                return like.new_zeros(sizes)
 
-        if not self.stacks and _alike(keys, values):
+        if not self.stacks and _kind(keys) == _kind(values):
             self.stacks.append(stack(num_parts, keys))
-        joint = self.stacks[0] if self.stacks and len(self.stacks[0]) == num_parts else None
-        if joint is not None and _alike(joint, keys) and _alike(joint, values):
+        kinds = {_kind(self.stacks[0])} if self.stacks and len(self.stacks[0]) == num_parts else ()
+        if {_kind(keys), _kind(values)} == kinds:
             self.parts[layer] = (0, 2 * layer), (0, 2 * layer + 1)
         else:
             count = len(self.stacks)
             self.stacks += stack(1, keys), stack(1, values)
             self.parts[layer] = (count, 0), (count + 1, 0)
-        self._moved()
 
     def allocate_like(self, other: "Slab", rows: int) -> None:
         """Allocate memory for so many rows with the stacks of another slab."""
@@ -228,19 +230,13 @@ class Slab:
             for place, old in enumerate(self.stacks):
                 self.stacks[place] = old.new_zeros(len(old), rows, *old.shape[2:])
                 self.stacks[place][:, : old.shape[1], :, :end] = old[:, :, :, :end]
-        self._moved()
-
-    def _moved(self) -> None:
-        """Point the layers to the stacks, and discard the graphs of the memory before."""
-        for layer, parts in self.parts.items():
-            self.views[layer] = tuple(self.stacks[number][at] for number, at in parts)
+        # they were recorded over the memory before
         self.graphs.clear()
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """Return whether keys or values have the same dtype, number of heads and width."""
-    kinds = [(held.dtype, held.shape[-3], held.shape[-1]) for held in (one, other)]
-    return kinds[0] == kinds[1]
+def _kind(states: Tensor) -> tuple[Any, ...]:
+    """Return what keys and values of one stack have in common."""
+    return states.dtype, states.shape[-3], states.shape[-1]
 
 
 class KVCache(RowCache):
@@ -282,11 +278,9 @@ class KVCache(RowCache):
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's new positions into each row's scratch; return the slots in use."""
-        if layer not in self.slab.views:
-            self.slab.allocate(layer, keys, values)
         # memory of rows that have left is not read; rows that join reuse it
         rows, length = len(self.row_lengths), keys.shape[2]
-        held = [one[:rows] for one in self.slab.views[layer]]
+        held = [one[:rows] for one in self.slab.states(layer, (keys, values))]
         for own, new in zip(held, (keys, values), strict=True):
             if self.shared_length is not None:
                 own[:, :, self.shared_length : self.shared_length + length] = new

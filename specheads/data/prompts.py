@@ -6,7 +6,6 @@ import random
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,7 +23,7 @@ from specheads.data.encode import affixes, prompt_ids
 from specheads.data.files import JSONL, PARQUET, SHOWN, located, rows_of
 from specheads.data.settings import NO_PATH, Data, Source
 from specheads.data.sources import hub_rows, read
-from specheads.data.tokenise import EmptySplitError, tokenised
+from specheads.data.tokenise import tokenised
 
 T = TypeVar("T")
 
@@ -208,26 +207,24 @@ def held_out(
     talks, traces, texts = corpus.divided()
     if thinking and (traces or texts):
         raise InputError(UNASKED)
-    with suppress(EmptySplitError):
-        if traces:
-            documents, starts = tokenised(traces, split, tokenizer, seed), dict[Ids, int]()
-            for number in range(len(documents)):
-                ids = documents.tokens(number)[: documents.loss_mask(number).argmax()]
-                starts.setdefault(tuple(ids.tolist()), number)
-            starts.pop((), None)
-            found += [
-                Prompt([*ids], traces.source, str(tokenizer.decode([*ids])), f"trace {number}")
-                for ids, number in _some(list(starts.items()), num_prompts, seed)
-            ]
-    with suppress(EmptySplitError):
-        if texts:
-            documents = tokenised(texts, split, tokenizer, seed)
-            windows = cut_windows(documents, tokenizer, prompt_tokens, seed)
-            first = len(affixes(tokenizer)[0])
-            found += [
-                Prompt(ids, texts.source, str(tokenizer.decode(ids)), f"document {number}", first)
-                for number, ids in islice(windows, num_prompts)
-            ]
+    if traces:
+        documents, starts = tokenised(traces, split, tokenizer, seed), dict[Ids, int]()
+        for number in range(len(documents)):
+            ids = documents.tokens(number)[: documents.loss_mask(number).argmax()]
+            starts.setdefault(tuple(ids.tolist()), number)
+        starts.pop((), None)
+        found += [
+            Prompt([*ids], traces.source, str(tokenizer.decode([*ids])), f"trace {number}")
+            for ids, number in _some(list(starts.items()), num_prompts, seed)
+        ]
+    if texts:
+        documents = tokenised(texts, split, tokenizer, seed)
+        windows = cut_windows(documents, tokenizer, prompt_tokens, seed)
+        first = len(affixes(tokenizer)[0])
+        found += [
+            Prompt(ids, texts.source, str(tokenizer.decode(ids)), f"document {number}", first)
+            for number, ids in islice(windows, num_prompts)
+        ]
     if talks:
         for where, row in _some(list(read(talks, split, seed)), num_prompts, seed):
             # a greeting before the question is not an answer

@@ -47,10 +47,6 @@ class UnansweredError(InputError):
     """The conversations of a corpus have no answers yet, so there is nothing to learn from."""
 
 
-class EmptySplitError(InputError):
-    """A corpus has no document in the requested split."""
-
-
 def tokenised(
     corpus: Data,
     split: str,
@@ -73,18 +69,17 @@ def tokenised(
         bar: Progress bar, as from `runs.progress.progress`.
 
     Raises:
-        InputError: The corpus cannot be read, or the split is empty.
+        InputError: The corpus cannot be read, or a source has no document to train on.
     """
-    assert split in SPLITS
     weights = [getattr(source, "weight", 1.0) for source in corpus.parts]
     parts = [_documents(_cached(one, tokenizer, seed, bar), split) for one in corpus.parts]
-    empty = [one for one, documents in zip(corpus.parts, parts, strict=True) if not len(documents)]
-    # a small source of a mixture may have no held-out document
-    if empty and (split == "train" or len(empty) == len(parts)):
-        raise EmptySplitError(
-            f"a corpus needs at least one document in its {split} split, and {empty[0].source} "
-            f"{empty[0].path} has none there; give more documents"
-        )
+    for source, documents in zip(corpus.parts, parts, strict=True):
+        # a small source may have no held-out document
+        if split == "train" and not len(documents):
+            raise InputError(
+                f"a corpus needs at least one document in its train split, and {source.source} "
+                f"{source.path} has none there; give more documents"
+            )
     return _mixture(parts, weights, seed)
 
 
@@ -130,12 +125,10 @@ def _write(
     with atomic_folder(folder) as scratch:
         with pa.ipc.new_file(str(scratch / FILE), SCHEMA) as stream:
             while batch:
-                if source.source in TRACES:
-                    found = _traces(tokenizer, bad, batch)
-                elif template is None:
+                if template is None and source.source not in TRACES:
                     found = _texts(tokenizer, batch)
                 else:
-                    found = _conversations(template, bad, batch)
+                    found = _labelled(tokenizer, template, bad, batch)
                 if found:
                     stream.write_batch(pa.RecordBatch.from_arrays(_columns(found), schema=SCHEMA))
                 elif source.bad_rows == "stop":
@@ -163,32 +156,25 @@ def _texts(tokenizer: PreTrainedTokenizerBase, batch: list[Located]) -> list[Enc
     ]
 
 
-def _traces(
-    tokenizer: PreTrainedTokenizerBase, bad: BadRows, batch: list[Located]
+def _labelled(
+    tokenizer: PreTrainedTokenizerBase,
+    template: Template | None,
+    bad: BadRows,
+    batch: list[Located],
 ) -> list[Encoded]:
-    """Return the documents of traces; those with ids that the base lacks are added to `bad`."""
+    """Return the documents of conversations, or of traces; bad rows are added to `bad`."""
     found = list[Encoded]()
     for split, where, row in batch:
         try:
-            with located(where):
-                refuse_unknown_ids(row["input_ids"], len(tokenizer))
+            if template is None:
+                with located(where):
+                    refuse_unknown_ids(row["input_ids"], len(tokenizer))
+                found.append((split, row["input_ids"], row["loss_mask"]))
+            else:
+                samples = template.samples(row["messages"], row["tools"], where)
+                found += [(split, one.tokens, [*map(int, one.loss_mask)]) for one in samples]
         except InputError as error:
             bad.add(error)
-        else:
-            found.append((split, row["input_ids"], row["loss_mask"]))
-    return found
-
-
-def _conversations(template: Template, bad: BadRows, batch: list[Located]) -> list[Encoded]:
-    """Return the documents of conversations; those that the template refuses are added to `bad`."""
-    found = list[Encoded]()
-    for split, where, row in batch:
-        try:
-            samples = template.samples(row["messages"], row["tools"], where)
-        except InputError as error:
-            bad.add(error)
-        else:
-            found += [(split, one.tokens, [*map(int, one.loss_mask)]) for one in samples]
     return found
 
 
@@ -220,6 +206,8 @@ def _mixture(parts: list[Documents], weights: list[float], seed: int) -> Documen
     others, give or take one. `datasets.interleave_datasets` has fractions of rows, drawn at random.
     """
     some = [pair for pair in zip(parts, weights, strict=True) if len(pair[0])]
+    if not some:
+        return parts[0]
     total, whole = sum(int(one.lengths.sum()) for one, _ in some), sum(weight for _, weight in some)
     first, chosen = 0, []
     for number, (one, weight) in enumerate(some):
