@@ -59,17 +59,8 @@ def tokenised(
 
     In text every token is in the loss, and the end-of-text token ends each document. In
     conversations the assistant's tokens are in the loss, and traces have a mask of their own. One
-    process tokenises all splits of a source at once, and others wait for it.
-
-    Args:
-        corpus: What to read.
-        split: train, validation or prompts.
-        tokenizer: Tokenizer of the base; the cached tokens are its own.
-        seed: Chooses the documents of a limited source or of a mixture.
-        bar: Progress bar, as from `runs.progress.progress`.
-
-    Raises:
-        InputError: The corpus cannot be read, or a source has no document to train on.
+    process tokenises all splits of a source at once, and others wait for it. The seed chooses the
+    documents of a limited source or of a mixture.
     """
     weights = [getattr(source, "weight", 1.0) for source in corpus.parts]
     parts = [_documents(_cached(one, tokenizer, seed, bar), split) for one in corpus.parts]
@@ -116,7 +107,8 @@ def _write(
     batch = list(islice(rows, BATCH_ROWS))
     template = None
     if source.source in CONVERSATIONS:
-        if batch and not any(map(_is_answered, batch)):
+        talks = [row["messages"] for _, _, row in batch]
+        if batch and all(first_answer(talk) == len(talk) for talk in talks):
             raise UnansweredError(
                 f"a corpus phase learns answers, and {batch[0][1]} has no answer; have the base "
                 "answer it: a phase with text=distilled, or specheads distill"
@@ -130,7 +122,9 @@ def _write(
                 else:
                     found = _labelled(tokenizer, template, bad, batch)
                 if found:
-                    stream.write_batch(pa.RecordBatch.from_arrays(_columns(found), schema=SCHEMA))
+                    splits, *columns = zip(*found, strict=True)
+                    columns = [[SPLITS.index(split) for split in splits], *columns]
+                    stream.write_batch(pa.record_batch(columns, schema=SCHEMA))
                 elif source.bad_rows == "stop":
                     # a source whose every row is refused would take long
                     bad.report(name, "stop")
@@ -139,10 +133,6 @@ def _write(
                     bar.update(task, completed=done // 10**6, total=max(total, done) // 10**6 + 1)
                 batch = list(islice(rows, BATCH_ROWS))
         bad.report(name, source.bad_rows)
-
-
-def _is_answered(one: Located) -> bool:
-    return first_answer(one[2]["messages"]) < len(one[2]["messages"])
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, batch: list[Located]) -> list[Encoded]:
@@ -176,12 +166,6 @@ def _labelled(
         except InputError as error:
             bad.add(error)
     return found
-
-
-def _columns(rows: list[Encoded]) -> list[pa.Array]:
-    splits, tokens, masks = zip(*rows, strict=True)
-    columns = [SPLITS.index(split) for split in splits], tokens, masks
-    return [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
 
 
 def _documents(file: Path, split: str) -> Documents:
