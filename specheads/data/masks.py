@@ -43,7 +43,7 @@ def wrong_mask(
         # a token may begin in the prompt and contain the begin of the answer
         cut = answer.removesuffix(written)
         is_cut = bool(written) and cut != before and before.endswith(cut)
-        if not is_cut and written not in (answer, _normalised(tokenizer, answer)):
+        if not is_cut and written != answer and written != _normalised(tokenizer, answer):
             return f"it counts {written!r:.60} for the answer {answer!r:.60}"
     return ""
 
