@@ -6,7 +6,7 @@ See docs/tree_verification.md.
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,7 @@ from specheads.core.machine import to_device
 class RowCache(Cache, ABC):
     """Base class of the caches: rows of committed tokens, each followed by scratch slots.
 
-    A forward writes its tokens into the scratch after each row's own length, so rows of different
-    lengths need no padding. The mask hides slots beyond the length of a row. The order of calls is
-    `reserve`, one forward, `commit`; rows join and leave between steps.
+    The order of calls is `reserve`, one forward, `commit`; rows join and leave between steps.
     """
 
     static = False
@@ -34,14 +32,13 @@ class RowCache(Cache, ABC):
     room = 0
     """Minimum number of rows to allocate when other rows join."""
 
-    def __init__(self, layers: "list[RowLayer]", batch: int, device: torch.device | str) -> None:
+    def __init__(self, num_layers: int, batch: int, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self._set_lengths([0] * batch)
         self.end = 0
         """Number of slots that the reserved forward reads."""
-        for layer in layers:
-            layer.serve(self)
-        super().__init__(layers=cast(Any, layers))
+        layers: Any = [RowLayer(number, self) for number in range(num_layers)]
+        super().__init__(layers=layers)
 
     def _set_lengths(self, lengths: list[int]) -> None:
         # the copy on the host gives all shapes without synchronising
@@ -74,10 +71,7 @@ class RowCache(Cache, ABC):
 
     @abstractmethod
     def reserve(self, length: int, counts: list[int] | None = None) -> None:
-        """Make room for the next forward of `length` positions per row.
-
-        Row b can commit at most its first `counts[b]` positions, the rest is padding; None is all.
-        """
+        """Make room for a forward of `length` positions; row b can commit `counts[b]` of them."""
 
     @abstractmethod
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,10 +107,7 @@ class RowCache(Cache, ABC):
         return self
 
     def join(self, other: "RowCache") -> "RowCache":
-        """Append the rows of another cache, which is then empty; return this one.
-
-        A ValueError is raised if its rows have another capacity or another pool.
-        """
+        """Append the rows of a cache of the same capacity or pool, which is then empty."""
         self._set_lengths(self.row_lengths + other.row_lengths)
         other.keep_rows([])
         return self
@@ -136,14 +127,9 @@ def _whole(slots: int) -> int:
 class RowLayer(CacheLayerMixin):
     """One layer of a cache, in the form that transformers needs; the cache stores its values."""
 
-    is_croppable = False
-
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, cache: RowCache) -> None:
         super().__init__()
         self.number = number
-
-    def serve(self, cache: RowCache) -> None:
-        """Become a layer of this cache."""
         # a strong reference would make a cycle, and unused caches would wait for the collector
         self._cache = weakref.ref(cache)
 
@@ -178,8 +164,7 @@ class Slab:
     """The memory of a contiguous cache; the next static cache can reuse it with its CUDA graphs."""
 
     def __init__(self, num_layers: int, capacity: int) -> None:
-        self.capacity = capacity
-        self.layers = [RowLayer(number) for number in range(num_layers)]
+        self.num_layers, self.capacity = num_layers, capacity
         self.lengths: Tensor | None = None
         self.graphs: dict[Hashable, Any] = {}
         """CUDA graphs recorded over this memory: see `compile.CudaGraphs`."""
@@ -188,34 +173,36 @@ class Slab:
         are alike, so that one copy commits a step."""
         self.parts: dict[int, tuple[tuple[int, int], ...]] = {}
         """For the keys and the values of a layer: the number of the stack, and the index in it."""
-        self.views: dict[int, tuple[Tensor, ...]] = {}
-        """Keys and values of each layer (batch, heads, slot, width)."""
 
     @property
     def rows(self) -> int:
         """Number of rows that it has memory for."""
         return self.stacks[0].shape[1] if self.stacks else 0
 
-    def allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Allocate a layer's memory for keys and values like these."""
-        rows, num_parts = self.rows or len(keys), 2 * len(self.layers)
+    def states(self, layer: int, new: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """Return a layer's keys and values (batch, heads, slot, width), allocated like new ones."""
+        if layer not in self.parts:
+            self._allocate(layer, *new)
+        return [self.stacks[number][place] for number, place in self.parts[layer]]
 
-        def stack(parts: int, alike: Tensor) -> Tensor:
-            sizes = (parts, rows, alike.shape[1], self.capacity, alike.shape[-1])
+    def _allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        rows, num_parts = self.rows or len(keys), 2 * self.num_layers
+
+        def stack(parts: int, like: Tensor) -> Tensor:
+            sizes = (parts, rows, like.shape[1], self.capacity, like.shape[-1])
             # memory allocated in inference mode cannot be written to outside of it
             with torch.inference_mode(mode=False):
-                return alike.new_zeros(sizes)
+                return like.new_zeros(sizes)
 
-        if not self.stacks and _alike(keys, values):
+        if not self.stacks and _kind(keys) == _kind(values):
             self.stacks.append(stack(num_parts, keys))
-        joint = self.stacks[0] if self.stacks and len(self.stacks[0]) == num_parts else None
-        if joint is not None and _alike(joint, keys) and _alike(joint, values):
+        kinds = {_kind(self.stacks[0])} if self.stacks and len(self.stacks[0]) == num_parts else ()
+        if {_kind(keys), _kind(values)} == kinds:
             self.parts[layer] = (0, 2 * layer), (0, 2 * layer + 1)
         else:
             count = len(self.stacks)
             self.stacks += stack(1, keys), stack(1, values)
             self.parts[layer] = (count, 0), (count + 1, 0)
-        self._moved()
 
     def allocate_like(self, other: "Slab", rows: int) -> None:
         """Allocate memory for so many rows with the stacks of another slab."""
@@ -228,19 +215,13 @@ class Slab:
             for place, old in enumerate(self.stacks):
                 self.stacks[place] = old.new_zeros(len(old), rows, *old.shape[2:])
                 self.stacks[place][:, : old.shape[1], :, :end] = old[:, :, :, :end]
-        self._moved()
-
-    def _moved(self) -> None:
-        """Point the layers to the stacks, and discard the graphs of the memory before."""
-        for layer, parts in self.parts.items():
-            self.views[layer] = tuple(self.stacks[number][at] for number, at in parts)
+        # they were recorded over the memory before
         self.graphs.clear()
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """Return whether keys or values have the same dtype, number of heads and width."""
-    kinds = [(held.dtype, held.shape[-3], held.shape[-1]) for held in (one, other)]
-    return kinds[0] == kinds[1]
+def _kind(states: Tensor) -> tuple[Any, ...]:
+    """Return what keys and values of one stack have in common."""
+    return states.dtype, states.shape[-3], states.shape[-1]
 
 
 class KVCache(RowCache):
@@ -260,7 +241,7 @@ class KVCache(RowCache):
         self.slab = slab or Slab(num_layers, _whole(capacity) if static else capacity)
         self.capacity = self.slab.capacity
         self._places: tuple[Tensor, Tensor] | None = None
-        super().__init__(self.slab.layers, batch, device)
+        super().__init__(num_layers, batch, device)
 
     def _placed(self, lengths: Tensor) -> Tensor:
         if not self.static:
@@ -282,11 +263,9 @@ class KVCache(RowCache):
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's new positions into each row's scratch; return the slots in use."""
-        if layer not in self.slab.views:
-            self.slab.allocate(layer, keys, values)
         # memory of rows that have left is not read; rows that join reuse it
         rows, length = len(self.row_lengths), keys.shape[2]
-        held = [one[:rows] for one in self.slab.views[layer]]
+        held = [one[:rows] for one in self.slab.states(layer, (keys, values))]
         for own, new in zip(held, (keys, values), strict=True):
             if self.shared_length is not None:
                 own[:, :, self.shared_length : self.shared_length + length] = new
@@ -336,10 +315,8 @@ class KVCache(RowCache):
 
     def join(self, other: RowCache) -> RowCache:
         """Append another cache's rows, in free memory or in new tensors."""
-        if not isinstance(other, KVCache) or other.capacity != self.capacity:
-            raise InputError(
-                f"rows of {other.capacity} slots cannot join contiguous rows of {self.capacity}"
-            )
+        assert isinstance(other, KVCache)
+        assert other.capacity == self.capacity
         before, new = len(self.row_lengths), len(other.row_lengths)
         rows, end = max(before + new, self.room), other.longest
         if not self.slab.stacks:

@@ -111,7 +111,7 @@ class CudaGraphs:
 class CompiledLayers:
     """The layers of a model, which share their code and so are compiled once.
 
-    `tree_attention.deferred_attention` hides the cache from the compiler. A model runs uncompiled
+    `attention.deferred_attention` hides the cache from the compiler. A model runs uncompiled
     if transformers does not name its layers or if they are of several classes.
     """
 

@@ -23,33 +23,25 @@ def experts_of(model: nn.Module) -> list[Any]:
 def choose_experts(model: PreTrainedModel, modules: Sequence[Any]) -> None:
     """Use transformers' eager experts if torch has no grouped product for the weights of a base.
 
-    `modules` are those of `experts_of`. torch lacks the product in float64, and for rows that are
-    not a multiple of 16 bytes.
+    `modules` are those of `experts_of`, which are alike. torch lacks the product in float64, and
+    for rows that are not a multiple of 16 bytes.
     """
     config: Any = model.config.get_text_config()
-    if config._experts_implementation != GROUPED:
+    if not modules or config._experts_implementation != GROUPED:
         return
-    # one expert of each shape
-    shapes = {
-        ((1, *matrix.shape[1:]), matrix.dtype, matrix.device, experts.is_transposed)
-        for experts in modules
-        for matrix in experts.parameters(recurse=False)
+    for matrix in modules[0].parameters(recurse=False):
         # others are quantised, and have code of their own
-        if matrix.ndim == 3 and matrix.dtype in DTYPES
-    }
-    if not all(_computes_grouped(*shape) for shape in shapes):
-        config._experts_implementation = "eager"
+        if matrix.ndim == 3 and matrix.dtype in DTYPES:
+            expert = torch.zeros((1, *matrix.shape[1:]), dtype=matrix.dtype, device=matrix.device)
+            if not _computes_grouped(expert if modules[0].is_transposed else expert.mT):
+                config._experts_implementation = "eager"
 
 
-def _computes_grouped(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_transposed: bool
-) -> bool:
-    """Return whether torch computes a grouped product with one expert of this shape."""
-    matrix = torch.zeros(shape, dtype=dtype, device=device)
-    matrix = matrix if is_transposed else matrix.mT
-    ends = torch.ones(1, dtype=torch.int32, device=device)
+def _computes_grouped(expert: torch.Tensor) -> bool:
+    """Return whether torch computes a grouped product with one expert (1, input, output)."""
+    ends = torch.ones(1, dtype=torch.int32, device=expert.device)
     try:
-        F.grouped_mm(matrix.new_zeros(1, matrix.shape[1]), matrix, offs=ends)
+        F.grouped_mm(expert.new_zeros(1, expert.shape[1]), expert, offs=ends)
     except RuntimeError:
         return False
     return True

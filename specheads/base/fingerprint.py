@@ -39,10 +39,9 @@ def config_fingerprint(config: PreTrainedConfig) -> str:
 def base_fingerprint(model: nn.Module, embedding: Tensor, projection: Tensor) -> str:
     """Return a fingerprint that distinguishes a base from fine-tuned versions of it.
 
-    Samples are rounded to bfloat16, so loads of one checkpoint in another dtype agree (in float16
-    if the checkpoint has 16 bits), and a change is detected if it moves a sample to another
-    bfloat16 number. Names of tensors are ignored; the projection is the unscaled one. The result is
-    `tables_fingerprint`, a hyphen, and 16 hex digits of all parameters.
+    Samples are rounded to bfloat16, so loads of one checkpoint in another dtype agree. Names of
+    tensors are ignored; the projection is the unscaled one. The result is `tables_fingerprint`, a
+    hyphen, and 16 hex digits of all parameters.
     """
     found = {_sample(whole(value.detach()), WEIGHT_SAMPLES) for value in model.parameters()}
     weights = hashlib.sha256(b"".join(sorted(found))).hexdigest()[:16]

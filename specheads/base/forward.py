@@ -16,9 +16,9 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
 from specheads.base import lora
+from specheads.base.attention import DeferredCache, attending, attending_documents
 from specheads.base.cache import KVCache, RowCache, upload
 from specheads.base.compile import CompiledLayers, CudaGraphs
-from specheads.base.document_attention import attending_documents
 from specheads.base.exact_attention import ExactAttention
 from specheads.base.experts import experts_of, tokens_twice
 from specheads.base.masks import (
@@ -30,7 +30,6 @@ from specheads.base.masks import (
     tree_mask,
 )
 from specheads.base.projection import VocabularyProjection, vocabulary_projection
-from specheads.base.tree_attention import DeferredCache, attending
 from specheads.core.errors import InputError
 from specheads.core.features import Features, document_places, within_documents
 from specheads.core.tree import TokenTree
@@ -141,21 +140,18 @@ class Forwards:
     ) -> Features:
         """Return the features of whole sequences, with the residual streams of `aux_layers`.
 
-        `gradients` lets them flow to an adapter in training. Packed documents, numbered by
-        `document_ids` within each row, do not see each other; None: each row is one text.
+        `gradients` lets them flow to an adapter in training. Packed documents do not see each
+        other; without `document_ids` each row is one text.
         """
         self._refuse_unusable()
         inputs: dict[str, Any] = {"input_ids": tokens.to(self.device), "use_cache": False}
         attending = nullcontext()
         if document_ids is not None:
             document_ids = document_ids.to(self.device)
-            masks = {
-                window: document_mask(document_ids, window, self.dtype)
-                for window in set(self.windows.values())
-            }
-            inputs["attention_mask"] = self._by_kind(masks)
+            mask = partial(document_mask, document_ids, dtype=self.dtype)
+            inputs["attention_mask"] = self._by_kind(mask)
             inputs["position_ids"] = places = document_places(document_ids)
-            attending = attending_documents(self.config, places, list(masks))
+            attending = attending_documents(self.config, places, list(self.windows.values()))
         with torch.set_grad_enabled(gradients), attending as documents:
             features = self._features(inputs, aux_layers)
             return replace(features, document_ids=document_ids, documents=documents)
@@ -195,13 +191,14 @@ class Forwards:
         behind = positions.gather(1, at)[..., None] + steps
         positions = torch.cat([positions, behind.flatten(1)], dim=1)
         apart = positions[:, :, None] - positions[:, None]
-        masks = {
-            window: additive(visible if window is None else visible & (apart < window), self.dtype)
-            for window in set(self.windows.values())
-        }
+
+        def mask(window: int | None) -> Tensor:
+            near = visible if window is None else visible & (apart < window)
+            return additive(near, self.dtype)
+
         out = self.model.base_model(
             input_ids=torch.cat([tokens, nodes.flatten(1)], dim=1),
-            attention_mask=self._by_kind(masks),
+            attention_mask=self._by_kind(mask),
             position_ids=positions.clamp(max=self.max_length - 1),
             use_cache=False,
         )
@@ -211,8 +208,7 @@ class Forwards:
     def verify(self, tree: TokenTree, cache: RowCache, aux_layers: AuxLayers = ()) -> Verification:
         """Run all nodes of a tree in one forward; each sees the committed text and its path.
 
-        Keys and values stay in the scratch of the cache until `cache.commit`. Raises as
-        `cache.reserve` does, which leaves the cache unchanged.
+        Keys and values stay in the scratch of the cache until `cache.commit`.
         """
         self._refuse_unusable()
         if self.exact and tree.tokens.numel() == 1:
@@ -283,7 +279,6 @@ class Forwards:
 
         The prompt of row b is its first `counts[b]` tokens, at least one; the rest is padding.
         Returns the logits after the last token of each row, and the features of every position.
-        Errors are those of `verify`; earlier chunks stay committed.
         """
         self._refuse_unusable()
         pieces = []
@@ -306,21 +301,20 @@ class Forwards:
         self, tokens: Tensor, ancestors: Tensor, depths: Tensor, cache: RowCache
     ) -> dict[str, Any]:
         """Return the model's inputs: tokens, masks, positions and the cache."""
-        masks = {
-            window: tree_mask(ancestors, depths, cache, window, self.dtype)
-            for window in set(self.windows.values())
-        }
         return {
             "input_ids": tokens,
-            "attention_mask": self._by_kind(masks),
+            "attention_mask": self._by_kind(
+                partial(tree_mask, ancestors, depths, cache, dtype=self.dtype)
+            ),
             # the last levels of a tree may exceed the context; their nodes are never used
             "position_ids": (cache.positions[:, None] + depths).clamp(max=self.max_length - 1),
             "past_key_values": cache,
             "use_cache": True,
         }
 
-    def _by_kind(self, masks: dict[int | None, Any]) -> Any:
-        """Return the mask of each kind of layer, or the one mask of a model with one kind."""
+    def _by_kind(self, mask: Callable[[int | None], Tensor]) -> Any:
+        """Return the mask of each kind of layer by its window, or the one of the only kind."""
+        masks = {window: mask(window) for window in set(self.windows.values())}
         kinds = {kind: masks[window] for kind, window in self.windows.items()}
         return kinds if len(kinds) > 1 else next(iter(masks.values()))
 

@@ -53,11 +53,7 @@ def located(source: str) -> str:
     """Return the folder or Hub id that transformers can load for the name of a base.
 
     `FILE.gguf` and `package:NAME`, the one GGUF file in an installed Python package, are
-    dequantised into a folder of safetensors in the user's cache. This takes four bytes of disk and
-    memory per parameter. The folder is named after the content; a second process waits.
-
-    Raises:
-        ValueError: The file does not exist, is damaged or of an unknown kind, or memory is small.
+    dequantised into a folder of safetensors in the user's cache, which is named after the content.
     """
     file = file_of(source)
     return source if file is None else str(_dequantised(file, source))
@@ -97,8 +93,7 @@ def _dequantised(file: Path, source: str) -> Path:
     if folder.is_dir():
         return folder
     waiting = f"waiting for another process that dequantises {file.name}"
-    lock = f".{folder.name}.lock"
-    with sole_writer(folder.parent, lock, wait=lambda holder: _log(f"{waiting} ({holder})")):
+    with sole_writer(folder.parent, f".{folder.name}.lock", wait=lambda _: _log(waiting)):
         # the process that had the lock before may have written it
         if not folder.is_dir():
             sweep(folder.parent, folder.name)

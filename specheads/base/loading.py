@@ -46,10 +46,9 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model and its tokenizer; the tokenizer is None if the folder has no tokenizer files.
 
-    The source is what `gguf.located` takes. The dtype is one of `DTYPES` or "auto": bfloat16 if the
-    device computes it, else float32. The device "auto" is CUDA if available. With a `Sharding` the
-    model is loaded on the CPU first. `ends_only` reads no layer, only what is before and after
-    them; the config keeps the number of layers.
+    The dtype "auto" is bfloat16 if the device computes it, else float32. The device "auto" is CUDA
+    if available. With a `Sharding` the model is loaded on the CPU first. `ends_only` reads no
+    layer; the config keeps their number.
     """
     refuse_attention(attention)
     sharded = isinstance(device, Sharding)
@@ -93,11 +92,7 @@ def load_model(
 
 
 def load_config(source: str, *, revision: str) -> PreTrainedConfig:
-    """Load the config.json of a base's folder or Hub id.
-
-    Refuses a base that needs its own code, and a setting that transformers ignores and that
-    changes logits: see settings.py.
-    """
+    """Load the config.json of a base's folder or Hub id, whose settings must be honoured."""
     with reading("config.json", source):
         if Path(source).is_file():
             raise InputError(f"a base must be a folder, and {source!r} is a file; name its folder")
@@ -131,10 +126,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_tokenizer(source: str, *, revision: str) -> PreTrainedTokenizerBase | None:
-    """Load only the tokenizer of a base; None if the folder has no tokenizer files.
-
-    A setting of tokenizer_config.json that changes ids is honoured or refused: see settings.py.
-    """
+    """Load only the tokenizer of a base; None if the folder has no tokenizer files."""
     source = located(source)
     folder = Path(source)
     if folder.is_dir() and not any(any(folder.glob(name)) for name in TOKENIZER_FILES):
@@ -153,10 +145,9 @@ def load_tokenizer(source: str, *, revision: str) -> PreTrainedTokenizerBase | N
 
 def _has_class(tokenizer: object) -> bool:
     """Return whether transformers has a tokenizer class of this name."""
-    if not isinstance(tokenizer, str) or not tokenizer:
-        return False
-    names = (tokenizer, tokenizer.removesuffix("Fast"), f"{tokenizer}Fast")
-    return any(tokenizer_class_from_name(name) is not None for name in names)
+    name = tokenizer if isinstance(tokenizer, str) else ""
+    names = (name, name.removesuffix("Fast"), f"{name}Fast") if name else ()
+    return any(tokenizer_class_from_name(one) is not None for one in names)
 
 
 def _refuse_code(source: str, file: str, unknown: str) -> None:

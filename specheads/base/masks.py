@@ -112,13 +112,11 @@ def sources(classes: Iterable[type]) -> list[str]:
 
 
 def context_length(config: Any) -> int:
-    """Return the longest text in which the encoding of a position does not change.
-
-    LongRoPE uses other angles beyond its original context, and cached keys keep the old ones.
-    """
+    """Return the longest text in which the encoding of a position does not change."""
     limits = [config.max_position_embeddings]
     rope = getattr(config, "rope_parameters", None) or {}
     for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        # other angles are used beyond its original context, and cached keys keep the old ones
         if settings.get("rope_type") == "longrope":
             original = settings.get("original_max_position_embeddings")
             limits.append(original or config.original_max_position_embeddings)

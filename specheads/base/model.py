@@ -34,15 +34,9 @@ MEDIA = re.compile("(image|video|audio)_token_(id|index)")
 class FrozenBase(Forwards):
     """A causal language model of transformers, unmodified, in eval mode and without gradients.
 
-    Args:
-        model: Any causal LM whose attention takes a 4D mask and whose state is keys and values.
-        compile: Whether trees are verified by a compiled graph: see docs/bases.md.
-        exact: Whether every node of a tree gets bit for bit the result of decoding it alone: see
-            docs/losslessness.md. Needs a CPU and `attention="sdpa"`.
-        owned: Whether the model is frozen and checked first; it may have been before.
-
-    Raises:
-        ValueError: Trees cannot be verified with this model, or `exact` is not possible.
+    Its attention must take a 4D mask, and its state must be keys and values; a ValueError is raised
+    otherwise. docs/bases.md describes `compile`, docs/losslessness.md `exact`. `owned` freezes and
+    checks the model, which may have been done before.
     """
 
     def __init__(
@@ -98,9 +92,8 @@ class FrozenBase(Forwards):
         """Load a base from a folder, the Hub or a GGUF file; code of a checkpoint never runs.
 
         Arguments are those of `loading.load_model` and of the class. `adapter` is the folder or Hub
-        id of a LoRA adapter to merge. All processes of a `Sharding` call this together.
-        With `ends_only` no layer is loaded: training takes hidden states from a server then, and
-        nothing else can be done with the base.
+        id of a LoRA adapter to merge. All processes of a `Sharding` call this together. With
+        `ends_only` no layer is loaded, and training takes hidden states from a server.
         """
         if ends_only and (adapter or compile or exact):
             raise InputError(
@@ -119,12 +112,10 @@ class FrozenBase(Forwards):
             lora.merge(loaded, adapter)
         if isinstance(device, Sharding):
             device.apply(loaded)
-        if ends_only:
-            loaded.eval().requires_grad_(False)
-            base = cls(loaded, tokenizer, name=str(model), owned=False)
-            base.has_layers = False
-        else:
-            base = cls(loaded, tokenizer, name=str(model), compile=compile, exact=exact)
+        loaded.eval().requires_grad_(False)
+        how: Any = {"compile": compile, "exact": exact, "owned": not ends_only}
+        base = cls(loaded, tokenizer, name=str(model), **how)
+        base.has_layers = not ends_only
         base.place, base.adapter, base.revision = loaded.name_or_path, _placed(adapter), revision
         base.sharding = device if isinstance(device, Sharding) else None
         return base

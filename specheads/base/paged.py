@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads.base.cache import RowCache, RowLayer, upload
-from specheads.core.errors import InputError
-from specheads.core.machine import refuse_bytes
+from specheads.base.cache import RowCache, upload
 
 
 class PoolFullError(Exception):
@@ -29,8 +27,6 @@ class BlockPool:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.device = torch.device(device)
-        # the free list is a Python list on the host
-        refuse_bytes(64 * num_blocks, torch.device("cpu"), "a pool", "lower num_blocks")
         self.spare = num_blocks
         """Index of an extra block that stores padding and belongs to no row."""
         self.held: list[tuple[Tensor, ...]] = [()] * num_layers
@@ -87,8 +83,7 @@ class PagedKVCache(RowCache):
         self.pool = pool
         self.blocks: list[list[int]] = [[] for _ in range(batch)]
         """Each row's blocks, first slots first."""
-        layers = [RowLayer(number) for number in range(len(pool.held))]
-        super().__init__(layers, batch, pool.device)
+        super().__init__(len(pool.held), batch, pool.device)
         self.table = torch.empty(0, 0, dtype=torch.long)
         """(batch, blocks) of the reserved forward; shorter rows are padded with the spare block."""
         self.scratch_slots = self.table
@@ -150,10 +145,8 @@ class PagedKVCache(RowCache):
 
     def join(self, other: RowCache) -> RowCache:
         """Append another batch's rows, without copying."""
-        if not isinstance(other, PagedKVCache) or other.pool is not self.pool:
-            raise InputError(
-                "paged rows that join a batch must use its pool; use one pool for both"
-            )
+        assert isinstance(other, PagedKVCache)
+        assert other.pool is self.pool
         self._trim()
         other._trim()
         self.blocks += other.blocks

@@ -63,12 +63,13 @@ def refuse_mismatch(source: str, info: dict[str, Any], remedy: str = FIX_CONFIG)
         "unexpected": [name for name in unexpected if not MTP_MODULES.match(name)],
         "of another shape": sorted(shapes),
     }
-    if strange := {what: names for what, names in parts.items() if names}:
-        listed = "; ".join(
-            f"{what} {', '.join(names[:2])}{f' and {len(names) - 2} more' if names[2:] else ''}"
-            for what, names in strange.items()
-        )
+    listed = [
+        f"{what} {', '.join(names[:2])}{f' and {len(names) - 2} more' if names[2:] else ''}"
+        for what, names in parts.items()
+        if names
+    ]
+    if listed:
         raise InputError(
             f"the weights of a base must match its config.json, and those of {source!r} do not: "
-            f"{listed}; {remedy}"
+            f"{'; '.join(listed)}; {remedy}"
         )

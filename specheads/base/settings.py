@@ -87,8 +87,8 @@ def refuse_ignored(
 ) -> None:
     """Refuse settings that the class of a base ignores and that would change its logits, by name.
 
-    A setting passes if a known one with a similar name has the same value. `settings` are those of
-    config.json, `outer` is the config of the vision-language model around it, if any.
+    A setting passes if a known one with a similar name has the same value. `outer` is the config of
+    the vision-language model around it, if any.
     """
     code = _code(config, outer)
     known = {*re.findall(r"\w+", code)} | (

@@ -25,8 +25,7 @@ STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 class Sharding:
     """How the layers of a base are sharded; every process has a copy of everything else.
 
-    With FSDP2 a layer is gathered while it computes, and each process reads its own rows. With
-    tensor parallelism no matrix is ever gathered, and all processes read the same rows.
+    With FSDP2 each process reads its own rows, with tensor parallelism all read the same ones.
     """
 
     mesh: DeviceMesh

@@ -21,7 +21,7 @@ from specheads.core.errors import InputError, one_line
 from specheads.data.conversations import Message, first_answer, last_message
 from specheads.data.encode import encoding
 from specheads.data.files import located
-from specheads.data.masks import Answer, decoded, marked, says_all, squeezed, wrong_mask
+from specheads.data.masks import decoded, marked, says_all, squeezed, wrong_mask
 
 Messages = Sequence[Message]
 Tools = Sequence[dict[str, Any]] | None
@@ -63,27 +63,10 @@ class _Turn:
     """What the template adds after the end token."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    """How a template ends an answer."""
-
-    token: str
-    """The token with which the base ends its turn."""
-    closing: str = ""
-    """What the template adds after it at the end of a conversation, without outer whitespace."""
-    is_next: bool = False
-    """Whether the token opens the next turn, so the last answer of a conversation lacks it."""
-
-
 class Template:
     """The chat template of a tokenizer: renders messages, and tells answers from prompts.
 
-    Args:
-        tokenizer: The tokenizer.
-        thinking: Value of `enable_thinking`, which some templates read; None leaves it out.
-
-    Raises:
-        InputError: The tokenizer has no template, or gives no character offsets of its tokens.
+    `thinking` is the value of `enable_thinking`, which some templates read; None leaves it out.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> None:
@@ -91,11 +74,6 @@ class Template:
             raise InputError(
                 "messages need a tokenizer with a chat template, this one lacks it; copy "
                 "chat_template.jinja of the original model into its folder, or give rows of text"
-            )
-        if not tokenizer.is_fast:
-            raise InputError(
-                "conversations need a tokenizer that gives the characters of each token, "
-                f"{type(tokenizer).__name__} does not; save it with a tokenizer.json"
             )
         self._tokenizer = tokenizer
         # some templates have the shorter name
@@ -114,32 +92,31 @@ class Template:
     ) -> list[Sample]:
         """Return a conversation as texts in which every answer to the user is in the loss once.
 
-        There is one text if the template keeps earlier answers as they were. A template may change
-        them, for example remove earlier thoughts. Then such an answer has a text of its own, as
-        the base saw it when it wrote it. Messages after the last answer are left out.
-
-        Raises:
-            InputError: There is no answer, the template refuses the messages, or the template does
-                not show what the assistant wrote. `details` has the text with its loss mask.
+        An answer that the template changes later, for example by removing its thought, has a text
+        of its own, as the base saw it. Messages after the last answer are left out.
         """
         with located(where):
-            first = first_answer(messages)
-            if first == len(messages):
+            places = range(first_answer(messages), len(messages))
+            answers = [place for place in places if messages[place]["role"] == "assistant"]
+            if not answers:
                 raise InputError(
                     "training on a conversation needs an answer of the assistant (or have the base "
                     "answer it in a distilled phase)",
                     fault="lacks one",
                 )
             texts: list[tuple[str, list[_Turn]]] = []
-            for place in reversed(range(first, len(messages))):
-                if messages[place]["role"] != "assistant":
-                    continue
+            for place in reversed(answers):
                 turn = self._turn(messages[: place + 1], tools)
                 if not texts or not texts[-1][0].startswith(turn.prompt + turn.answer):
                     texts.append((turn.prompt + turn.answer + turn.rest, []))
                 texts[-1][1].insert(0, turn)
             samples = [self._sample(text, turns, tools) for text, turns in reversed(texts)]
-            _warn_of_left_out(texts[0][0], messages, tools)
+            asked = [one for one in messages[: answers[-1]] if one["role"] in ("system", "user")]
+            parts = [(one["role"], one["content"]) for one in asked]
+            parts += [
+                ("tools", str(one.get("function", one).get("name", ""))) for one in tools or ()
+            ]
+            _warn_of_left_out(texts[0][0], parts)
             return samples
 
     def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
@@ -163,10 +140,9 @@ class Template:
     ) -> list[int]:
         """Append the next messages to a prompt and the base's answer, `tokens`.
 
-        `messages` is the whole conversation, with the answer as `message` returns it. Where the
-        template keeps the answer, it keeps its ids, and its end becomes that of the template. If
-        the template changes the answer, for example removes its thought, the conversation is
-        rendered again and does not begin with `tokens`.
+        `messages` is the whole conversation, with the answer as `message` returns it. The answer
+        keeps its ids, and its end becomes that of the template. If the template changes the answer,
+        for example removes its thought, the conversation is rendered again.
         """
         last = last_message(messages, "assistant")
         probe = [*messages[:last], messages[last] | ANSWER, *messages[last + 1 :]]
@@ -184,7 +160,7 @@ class Template:
     def end_id(self) -> int:
         """Token id with which the base ends its turn."""
         reader: Any = self._tokenizer
-        return int(reader.convert_tokens_to_ids(self._ending.token))
+        return int(reader.convert_tokens_to_ids(self._end))
 
     def _turn(self, messages: Messages, tools: Tools) -> _Turn:
         """Find the text of the last message, which the assistant wrote, and its prompt."""
@@ -214,7 +190,7 @@ class Template:
         answer, rest = self._ended(messages[-1], whole[begin:])
         if not answer:
             raise InputError(
-                f"every answer must end with {self._ending.token} (or give the tokenizer another "
+                f"every answer must end with {self._end} (or give the tokenizer another "
                 "chat template)",
                 shown,
                 fault="has one that does not",
@@ -222,10 +198,7 @@ class Template:
         return _Turn(messages[-1], whole[:begin], answer, rest)
 
     def _begin(self, plain: str, prompt: str, whole: str) -> int | None:
-        """Return where an answer begins whose prompt opens a thought or a channel that it lacks.
-
-        It is None if the template begins the answer in another way.
-        """
+        """Return where an answer begins whose prompt opens a thought or a channel that it lacks."""
         header = _shared(plain, prompt)
         pieces = [one.span() for one in self._pieces.finditer(prompt, header)]
         places = sorted({place for span in pieces for place in span}, reverse=True)
@@ -251,18 +224,14 @@ class Template:
         return ""
 
     def _ended(self, message: Message, written: str) -> tuple[str, str]:
-        """Split what a template writes after a prompt: the answer with its end, and the rest.
-
-        The answer is empty if it has no end.
-        """
-        ending = self._ending
-        if ending.is_next:
+        """Split what follows a prompt: the answer, empty if it has no end, and the rest."""
+        if self._is_next:
             return written, ""
-        ended = written.rstrip().removesuffix(ending.closing).rstrip()
+        ended = written.rstrip().removesuffix(self._closing).rstrip()
         # calls may have an end of their own
-        ends = (ending.token, *(self._special if message.get("tool_calls") else ()))
+        ends = (self._end, *(self._special if message.get("tool_calls") else ()))
         if not ended.endswith(ends):
-            before, end, _ = written.rpartition(ending.token)
+            before, end, _ = written.rpartition(self._end)
             ended = before + end
         return ended, written[len(ended) :]
 
@@ -276,7 +245,7 @@ class Template:
         loss_mask = np.zeros(len(ids), bool)
         for turn in turns:
             begin, end = len(turn.prompt), len(turn.prompt) + len(turn.answer)
-            if self._ending.is_next and (header := self._headers.match(text, end)):
+            if self._is_next and (header := self._headers.match(text, end)):
                 end = header.end()
             # a token that begins in the prompt is not the base's; the end token may contain the
             # line break after it
@@ -286,51 +255,27 @@ class Template:
         return sample
 
     def refuse_wrong_mask(self, sample: Sample, answers: Messages, tools: Tools = None) -> None:
-        """Refuse a sample whose loss mask does not cover exactly these answers and their ends.
-
-        The check decodes the tokens, and renders each answer again after another question.
-        """
-        expected = [self._alone(one, tools) for one in answers]
+        """Refuse a sample whose loss mask does not cover exactly these answers and their ends."""
+        expected = [self._turn([ASK, one], tools).answer for one in answers]
         for one, answer in zip(expected, answers, strict=True):
-            if not says_all(one.text, answer):
+            if not says_all(one, answer):
                 called = [call["function"]["name"] for call in answer.get("tool_calls", ())]
                 wanted = " and calls ".join([f"{answer['content']!r:.60}", *called])
                 raise InputError(
                     "the tokenizer's chat template must write all of an answer, inside its {% "
                     "generation %} markers if it has them (give the tokenizer one that does)",
                     sample.text,
-                    fault=f"has one of which it writes {one.text!r:.60}: {wanted}",
+                    fault=f"has one of which it writes {one!r:.60}: {wanted}",
                 )
-            if squeezed(answer.get("reasoning_content", "")) not in squeezed(one.text):
-                warnings.warn(
-                    "the tokenizer's chat template leaves out the reasoning of answers, which is "
-                    "not learned; for a model that thinks, give it a template that writes "
-                    "reasoning_content",
-                    stacklevel=2,
-                )
-        is_next = self._ending.is_next
+            _warn_of_left_out(one, [("reasoning", answer.get("reasoning_content", ""))])
         read = self._tokenizer, sample.tokens, sample.loss_mask
-        if fault := wrong_mask(*read, expected, is_next=is_next):
+        if fault := wrong_mask(*read, expected, is_next=self._is_next):
             raise InputError(
                 "the mask must count the assistant's answers and nothing else (or fix the "
                 "tokenizer's chat template; the text below has what is counted in brackets)",
                 marked(*read),
                 fault=f"has a text in which {fault}",
             )
-
-    def _alone(self, message: Message, tools: Tools) -> Answer:
-        """Return an answer as the template writes it after any question."""
-        turn = self._turn([ASK, message], tools)
-        after = turn.prompt.rpartition(ASKED)[2]
-        cut = _shared(after, self._asked)
-        # a token is not cut
-        pieces = (one.start() for one in self._pieces.finditer(after) if cut < one.end())
-        return Answer(after[min(cut, next(pieces, cut)) :] or after, turn.answer)
-
-    @cached_property
-    def _asked(self) -> str:
-        """What the template adds after a question."""
-        return self.text([ASK]).rpartition(ASKED)[2]
 
     @cached_property
     def _forms(self) -> list[re.Pattern[str]]:
@@ -351,37 +296,45 @@ class Template:
         return forms
 
     @cached_property
-    def _ending(self) -> _Ending:
-        """How the template ends an answer: the same after the last answer and between turns."""
-        answered: Messages = [ASK, ANSWER]
-        whole = self.text(answered)
+    def _tail(self) -> str:
+        """What the template adds after the last answer of a conversation."""
+        whole = self.text([ASK, ANSWER])
         if ANSWERED not in whole:
             raise InputError(
                 "a chat template must write the assistant's messages, this tokenizer's leaves them "
                 "out; give the tokenizer another template",
                 whole,
             )
-        after = whole.rpartition(ANSWERED)[2]
-        between = self.text([*answered, ASK]).rpartition(ANSWERED)[2]
-        for text in (after[: _shared(after, between)], after):
-            ends = self._tokens.findall(text)
-            if ends:
+        return whole.rpartition(ANSWERED)[2]
+
+    @cached_property
+    def _end(self) -> str:
+        """The token with which the base ends its turn."""
+        between = self.text([ASK, ANSWER, ASK]).rpartition(ANSWERED)[2]
+        for text in (self._tail[: _shared(self._tail, between)], self._tail):
+            if ends := self._tokens.findall(text):
                 eos: Any = self._tokenizer.eos_token
-                end = eos if eos in ends else ends[-1]
-                return _Ending(end, after.rpartition(end)[2].strip())
+                return eos if eos in ends else ends[-1]
         header = self._headers.match(between)
+        asked = self.text([ASK], ask=True).rpartition(ASKED)[2]
         # a token that opens every turn does not end one
-        if (
-            not after.strip()
-            and header
-            and header[0].strip() not in self.text([ASK], ask=True).rpartition(ASKED)[2]
-        ):
-            return _Ending(header[0].strip(), is_next=True)
+        if not self._tail.strip() and header and header[0].strip() not in asked:
+            return header[0].strip()
         raise InputError(
             "a chat template must end an answer with a special token, which the base writes to end "
-            f"its turn, this tokenizer's adds {after[-40:]!r}; write {{{{ eos_token }}}} after "
-            "answers in the template, or add the text to the tokenizer as a special token"
+            f"its turn, this tokenizer's adds {self._tail[-40:]!r}; write {{{{ eos_token }}}} "
+            "after answers in the template, or add the text to the tokenizer as a special token"
         )
+
+    @property
+    def _is_next(self) -> bool:
+        """Whether the end token opens the next turn, so a last answer lacks it."""
+        return self._end not in self._tail
+
+    @property
+    def _closing(self) -> str:
+        """What the template adds after the end token of a last answer."""
+        return self._tail.rpartition(self._end)[2].strip()
 
     @cached_property
     def _header(self) -> str:
@@ -431,7 +384,7 @@ class Template:
             return_dict=True,
             tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
         )
-        first = _shared(plain.rstrip().removesuffix(self._ending.closing), whole)
+        first = _shared(plain.rstrip().removesuffix(self._closing), whole)
         begins = np.flatnonzero(np.diff(read["assistant_masks"], prepend=0) == 1)
         places = [read["offset_mapping"][begin][0] for begin in begins]
         # markers around a header do not show where the answer begins
@@ -493,20 +446,15 @@ class Template:
         return found["input_ids"], np.array(found["offset_mapping"], int).reshape(-1, 2)
 
 
-def _warn_of_left_out(text: str, messages: Messages, tools: Tools) -> None:
-    """Warn of questions, system prompts and tools that a template does not write."""
-    last = last_message(messages, "assistant")
-    parts = [(one["role"], one["content"]) for one in messages[:last]]
-    parts += [("tools", str(one.get("function", one).get("name", ""))) for one in tools or ()]
+def _warn_of_left_out(text: str, parts: Sequence[tuple[str, str]]) -> None:
+    """Warn of each kind of text that a template does not write; `parts` has kinds and texts."""
     whole = squeezed(text)
-    for role in ("system", "user", "tools"):
-        if not all(squeezed(content) in whole for name, content in parts if name == role):
-            warnings.warn(
-                f"the tokenizer's chat template leaves out text of a conversation ({role}), which "
-                "the base never sees then; give the tokenizer another template, or remove it from "
-                "the rows",
-                stacklevel=2,
-            )
+    for kind in sorted({kind for kind, part in parts if squeezed(part) not in whole}):
+        warnings.warn(
+            f"the tokenizer's chat template leaves out text of a conversation ({kind}), which is "
+            "not learned then; give the tokenizer another template, or remove it from the rows",
+            stacklevel=2,
+        )
 
 
 def _shared(one: str, other: str) -> int:
@@ -521,12 +469,10 @@ def _parts(content: str) -> list[dict[str, str]]:
 
 def _with_text(message: Message) -> Message:
     """Return a message whose tool calls have their arguments as JSON text."""
-    functions = [call["function"] for call in message.get("tool_calls", ())]
-    texts = [json.dumps(one["arguments"], ensure_ascii=False) for one in functions]
-    calls = [
-        call | {"function": one | {"arguments": text}}
-        for call, one, text in zip(message.get("tool_calls", ()), functions, texts, strict=True)
-    ]
+    calls = []
+    for call in message.get("tool_calls", ()):
+        text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append(call | {"function": call["function"] | {"arguments": text}})
     return message | ({"tool_calls": calls} if calls else {})
 
 

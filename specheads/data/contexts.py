@@ -18,14 +18,8 @@ def with_context(
     """Return the prompts at each of these lengths, filled with text in front of their questions.
 
     Every question has a stretch of the text of its own. A longer context adds text before the same
-    end of that stretch, so the prompts of two lengths are paired.
-
-    Args:
-        prompts: The prompts.
-        contexts: Numbers of tokens of each prompt, in ascending order.
-        source: "python_stdlib", of which files are used that are never trained on, or a file or
-            folder of text.
-        tokenizer: Tokenizer of the prompts.
+    end of that stretch, so the prompts of two lengths are paired. `contexts` ascend. `source` is a
+    file or folder of text, or "python_stdlib", of which files are used that are never trained on.
     """
     between = token_ids(tokenizer, "\n\n", add_special_tokens=False)
     needed = max(len(one.tokens) for one in prompts.prompts) + len(between)

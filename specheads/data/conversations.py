@@ -6,11 +6,10 @@ A row is used whole or refused: nothing that it says about its turns is dropped.
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from specheads.core.errors import InputError
-from specheads.data.files import located, names
+from specheads.data.files import Row, located, names
 
 Message = dict[str, Any]
 ROLES = {
@@ -62,35 +61,46 @@ NOT_ASKED = (
 """Columns of public prompt sets that a prompt must not hold."""
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Messages in the form that chat templates read."""
+def conversation(
+    row: Mapping[str, Any],
+    where: str = "a row",
+    ignore: Collection[str] = (),
+    *,
+    is_answered: bool = True,
+) -> Row:
+    """Convert a row of any common form into `messages` and `tools`; docs/data.md lists the forms.
 
-    messages: list[Message]
-    """`role` is one of system, user, assistant and tool; `content` is text. `reasoning_content` has
-    the assistant's thoughts, and `tool_calls` its calls."""
-    tools: list[dict[str, Any]] | None = None
-    """JSON schemas of the tools that the assistant may call."""
-
-
-def conversation(row: Mapping[str, Any], where: str, ignore: Collection[str] = ()) -> Conversation:
-    """Convert a row of any common form; docs/data.md lists the forms.
-
-    A null counts as absent, because tables fill missing keys with null. Columns, and keys of
-    messages, in `ignore` are not read.
+    A message has a `role` (system, user, assistant or tool) and a `content`, which is text, and
+    maybe `reasoning_content` and `tool_calls`. `tools` are JSON schemas, or None. A null counts as
+    absent. Columns, and keys of messages, in `ignore` are not read.
 
     Raises:
         InputError: The row has no known form, a bad message, or something that would not be used.
     """
     with located(where):
-        return _conversation(row, ignore, is_answered=True)
+        given = _present(row, ignore)
+        tools = next((name for name in TOOLS if name in given), "")
+        if form := next((name for name in FORMS if name in given), ""):
+            read, messages = {form}, _messages(given[form], ignore)
+        else:
+            read, messages = _pair(given, ignore, is_answered=is_answered)
+        if system := _one(given, SYSTEM):
+            if messages[0]["role"] != "system":
+                messages = [_message({"role": "system", "content": system}, ignore), *messages]
+            elif messages[0]["content"] != system:
+                raise InputError("a conversation has one system prompt", fault="has two")
+        if not any(message["role"] == "user" for message in messages):
+            roles = ", ".join(sorted({message["role"] for message in messages}))
+            raise InputError("a conversation needs a turn of the user", fault=f"has only {roles}")
+        refuse_unread(given, {*read, *SYSTEM, tools}, [one["content"] for one in messages])
+        return {"messages": messages, "tools": _tools(tools, given.get(tools))}
 
 
-def question(row: Mapping[str, Any]) -> Conversation:
+def question(row: Mapping[str, Any]) -> Row:
     """Convert a row as `conversation` does, without its last answer: a prompt."""
-    found = _conversation(row, NOT_ASKED, is_answered=False)
-    while found.messages[-1]["role"] == "assistant":
-        found.messages.pop()
+    found = conversation(row, ignore=NOT_ASKED, is_answered=False)
+    while found["messages"][-1]["role"] == "assistant":
+        found["messages"].pop()
     return found
 
 
@@ -107,27 +117,6 @@ def first_answer(messages: Sequence[Message]) -> int:
     roles = [message["role"] for message in messages]
     asked = roles.index("user") if "user" in roles else len(roles)
     return roles.index("assistant", asked) if "assistant" in roles[asked:] else len(roles)
-
-
-def _conversation(
-    row: Mapping[str, Any], ignore: Collection[str], *, is_answered: bool
-) -> Conversation:
-    given = _present(row, ignore)
-    tools = next((name for name in TOOLS if name in given), "")
-    if form := next((name for name in FORMS if name in given), ""):
-        read, messages = {form}, _messages(given[form], ignore)
-    else:
-        read, messages = _pair(given, ignore, is_answered=is_answered)
-    if system := _one(given, SYSTEM):
-        if messages[0]["role"] != "system":
-            messages = [_message({"role": "system", "content": system}, ignore), *messages]
-        elif messages[0]["content"] != system:
-            raise InputError("a conversation has one system prompt", fault="has two")
-    if not any(message["role"] == "user" for message in messages):
-        roles = ", ".join(sorted({message["role"] for message in messages}))
-        raise InputError("a conversation needs a turn of the user", fault=f"has only {roles}")
-    refuse_unread(given, {*read, *SYSTEM, tools}, [one["content"] for one in messages])
-    return Conversation(messages, _tools(tools, given.get(tools)))
 
 
 def _present(value: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
@@ -163,11 +152,9 @@ def _pair(
 
 def _messages(value: Any, ignore: Collection[str]) -> list[Message]:
     rule = "messages must be a list of objects with role and content, and not empty"
-    if not isinstance(value, list) or not value:
+    is_list = isinstance(value, list) and all(isinstance(one, Mapping) for one in value)
+    if not is_list or not value:
         raise InputError(rule, fault=f"has {value!r:.60}")
-    for one in value:
-        if not isinstance(one, Mapping):
-            raise InputError(rule, fault=f"has {one!r:.60} among them")
     return [_message(one, ignore) for one in value]
 
 

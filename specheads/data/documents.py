@@ -22,9 +22,9 @@ class Documents:
     `datasets.Dataset` needs 160 us for a document and this class 2 us; a batch has hundreds.
 
     Args:
-        table: One row a document: `tokens` (int32) and maybe `loss_mask` (uint8), lists of the same
-            length. Without a loss mask, or with null, every token is in the loss.
-        order: Row of each document. A row may come several times or never; None takes all rows.
+        table: `tokens` (int32) and maybe `loss_mask` (uint8) of each row. Without a loss mask, or
+            with null, every token is in the loss.
+        order: Row of each document; None takes all rows.
     """
 
     def __init__(self, table: pa.Table, order: np.ndarray | None = None) -> None:
@@ -68,11 +68,9 @@ class Documents:
         """Return the number of documents and tokens, and a sum of the corpus that they are from."""
         # of all splits: a row that is added to another split is a change too
         checksum = zlib.crc32(self._order.astype(np.int64).tobytes())
-        for chunk in chain(self._tokens.chunks, self._masks.chunks if self._masks else ()):
-            known = numbers(chunk.is_valid().cast("int8"))
-            lengths = np.where(known, np.diff(numbers(chunk.offsets)), -1)
-            checksum = zlib.crc32(lengths.tobytes(), checksum)
-            checksum = zlib.crc32(numbers(chunk.flatten()).tobytes(), checksum)
+        chunks = chain(self._tokens.chunks, self._masks.chunks if self._masks else ())
+        for buffer in chain.from_iterable(chunk.buffers() for chunk in chunks):
+            checksum = zlib.crc32(b"" if buffer is None else buffer, checksum)
         return f"{len(self):,} documents, {int(self.lengths.sum()):,} tokens, sum {checksum:08x}"
 
 

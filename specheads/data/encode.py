@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from functools import lru_cache
 from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -40,11 +39,7 @@ def affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
 
 
 def encoding(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **choices: Any) -> Any:
-    """Call a tokenizer on a text or a list of texts; `choices` are the tokenizer's own.
-
-    Raises:
-        InputError: The tokenizer fails on the text.
-    """
+    """Call a tokenizer on a text or a list of texts; `choices` are the tokenizer's own."""
     try:
         # verbose=False: no warning about texts longer than the context
         return tokenizer(text, return_attention_mask=False, verbose=False, **choices)
@@ -59,20 +54,13 @@ def encoding(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **choice
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return 32 hex digits that change if the tokenizer would read a text differently."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = json.dumps({"vocab": tokenizer.get_vocab()}) if backend is None else backend.to_str()
-    rest = {
+    rules = {"vocab": tokenizer.get_vocab()} if backend is None else json.loads(backend.to_str())
+    # these two depend on the last call, not on the tokenizer
+    kept = {name: rules[name] for name in rules if name not in ("truncation", "padding")}
+    whole = {
+        "rules": kept,
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "chat_template": tokenizer.chat_template,
     }
-    return _digest(rules, json.dumps(rest))
-
-
-@lru_cache(maxsize=4)
-def _digest(rules: str, rest: str) -> str:
-    """Return the digest of two JSON objects; for a large vocabulary it takes half a second."""
-    known = json.loads(rules)
-    # these two depend on the last call, not on the tokenizer
-    kept = {name: known[name] for name in known if name not in ("truncation", "padding")}
-    whole = {"rules": kept} | json.loads(rest)
     text = json.dumps(whole, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -7,11 +7,11 @@ import sysconfig
 import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -51,11 +51,6 @@ def located(where: str) -> Iterator[None]:
     except InputError as error:
         error.where = where
         raise
-
-
-def fail(error: InputError) -> NoReturn:
-    """Raise the error of a row at once."""
-    raise error
 
 
 class BadRows:
@@ -187,21 +182,16 @@ def _cut(stream: Any) -> Iterator[str]:
 # rows
 
 
-def rows_of(
-    files: Iterable[Path], refuse: Callable[[InputError], object] = fail, column: str = ""
-) -> Rows:
-    """Yield the rows of JSON lines and parquet files.
+def rows_of(files: Iterable[Path], bad: BadRows | None = None, column: str = "") -> Rows:
+    """Yield the rows of JSON lines and parquet files; `column` is the only one of a table to read.
 
-    Args:
-        files: What to read.
-        refuse: Called for each line that is no JSON object.
-        column: The only column to read of a table; empty reads all.
+    Lines that are no JSON object are added to `bad`.
     """
     for file in files:
         if file.name.endswith(PARQUET):
             yield from _table_rows(file, column)
         else:
-            yield from read_jsonl(file, refuse)
+            yield from read_jsonl(file, bad)
 
 
 def _table_rows(file: Path, column: str) -> Rows:
@@ -224,10 +214,9 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
-def read_jsonl(file: Path, refuse: Callable[[InputError], object] = fail) -> Rows:
+def read_jsonl(file: Path, bad: BadRows | None = None) -> Rows:
     """Yield the rows of a JSON lines file, or of a file with one JSON list of objects.
 
-    Gzip files are read too, and blank lines are skipped. Only one line is in memory at a time.
     `datasets` cannot replace this parser: it names no line, converts text such as dates, and adds
     null to objects in lists.
     """
@@ -253,7 +242,9 @@ def read_jsonl(file: Path, refuse: Callable[[InputError], object] = fail) -> Row
                             kind = type(row).__name__
                             raise InputError(ROW_RULE, fault=f"is a {kind}, {row!r:.40}")
                 except InputError as error:
-                    refuse(error)
+                    if bad is None:
+                        raise
+                    bad.add(error)
                 else:
                     yield f"{place} of {file}", row
 

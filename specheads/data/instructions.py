@@ -31,9 +31,8 @@ docstring), `start` (the first half) and `broken`. A module has only an `outline
 def instructions(files: Rows, split_of: Callable[[str], str]) -> Rows:
     """Yield conversations of one user message about Python files and their functions.
 
-    A row has its file's split, so that training text of `python_stdlib` is in no prompt. A function
-    in several files is used once, and not at all if the files are in different splits. Each message
-    comes once. `category` is the kind of instruction.
+    A row has its file's split. A function in several files is used once, and not at all if the
+    files are in different splits. Each message comes once. `category` is the kind of instruction.
     """
     found: dict[str, tuple[str, str, Texts]] = {}
     shared: set[str] = set()

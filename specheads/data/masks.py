@@ -4,14 +4,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-OPENING_TOKENS = 32
-"""Tokens before an answer that are decoded: no template opens an answer with more."""
 OPEN, CLOSE = "⟦", "⟧"
 """Brackets around tokens in the loss, for output without colour."""
 
@@ -22,53 +19,32 @@ def added_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {*known.all_special_ids, *known.added_tokens_decoder}
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer as a template writes it."""
-
-    opening: str
-    """Text of the generation prompt before it."""
-    text: str
-    """Includes the end token."""
-
-
 def wrong_mask(
     tokenizer: PreTrainedTokenizerBase,
     tokens: Sequence[int],
     loss_mask: Sequence[bool],
-    answers: Sequence[Answer],
+    answers: Sequence[str],
     *,
     is_next: bool,
 ) -> str:
-    """Return why a loss mask is wrong, as a phrase ("it counts nothing"); empty if it is right.
+    """Return why a loss mask is wrong, as a phrase ("it counts 'a'"); empty if it is right.
 
-    The mask must count exactly these answers in their order. With `is_next` an answer also has the
-    token that opens the next turn, if there is one. An answer follows its generation prompt, or an
-    added token that is not part of it, such as the one that closes a tool's result.
+    The mask must count exactly these answers with their end tokens, in their order. With `is_next`
+    an answer also has the token that opens the next turn, if there is one.
     """
     spans = list(_spans(loss_mask))
-    if not any(loss_mask):
-        return "it counts nothing"
-    if all(loss_mask):
-        return "it counts everything"
     if len(spans) != len(answers):
         return f"it counts {len(spans)} stretches, and there are {len(answers)} answers"
-    added = added_ids(tokenizer)
     for (begin, stop), answer in zip(spans, answers, strict=True):
         # some tokenizers decode the first token of a text in another way
-        first, is_open = max(0, begin - OPENING_TOKENS), is_next and stop < len(tokens)
-        before, last = (decoded(tokenizer, tokens[at:begin]) for at in (first, begin - 1))
-        written = decoded(tokenizer, tokens[first : stop - is_open]).removeprefix(before)
+        first, end = max(0, begin - 1), stop - (is_next and stop < len(tokens))
+        before = decoded(tokenizer, tokens[first:begin])
+        written = decoded(tokenizer, tokens[first:end]).removeprefix(before)
         # a token may begin in the prompt and contain the begin of the answer
-        cut = answer.text.removesuffix(written)
-        is_cut = bool(written) and cut != last and last.endswith(cut)
-        if not is_cut and written != answer.text and written != _read(tokenizer, answer):
-            return f"it counts {_cut(written)} for the answer {_cut(answer.text)}"
-        if is_open and tokens[stop - 1] not in added:
-            return f"it counts {_cut(written)}, and then what opens no turn"
-        is_added = tokens[begin - 1] in added and last not in answer.opening
-        if not is_added and not squeezed(before).endswith(squeezed(answer.opening)):
-            return f"it counts {_cut(written)}, which follows {_cut(before[-40:])}"
+        cut = answer.removesuffix(written)
+        is_cut = bool(written) and cut != before and before.endswith(cut)
+        if not is_cut and written != answer and written != _normalised(tokenizer, answer):
+            return f"it counts {written!r:.60} for the answer {answer!r:.60}"
     return ""
 
 
@@ -96,13 +72,10 @@ def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
 
-def _read(tokenizer: PreTrainedTokenizerBase, answer: Answer) -> str:
-    """Return an answer as the tokenizer reads it after its prompt; it may normalise text."""
-    before, whole = (
-        decoded(tokenizer, tokenizer.encode(text, add_special_tokens=False, verbose=False))
-        for text in (answer.opening, answer.opening + answer.text)
-    )
-    return whole.removeprefix(before)
+def _normalised(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Return a text as the tokenizer reads it."""
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return decoded(tokenizer, ids)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -133,10 +106,6 @@ def _spans(loss_mask: Sequence[bool]) -> Iterator[tuple[int, int]]:
         begin, place = place, place + len(list(run))
         if is_counted:
             yield begin, place
-
-
-def _cut(text: str) -> str:
-    return f"{text!r:.60}"
 
 
 def marked(

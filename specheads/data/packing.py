@@ -83,22 +83,12 @@ class BatchStream(Protocol):
 class PackedText:
     """An endless stream of batches from documents, with a new order in each epoch.
 
-    Rows are chosen by sample number: sample n is in epoch n // rows_per_epoch, and seed and epoch
-    decide its row. A batch has the same rows for any number of processes, and each process reads
-    its share. The cursor is the number of samples before the next batch.
+    Sample n is in epoch n // rows_per_epoch, and seed and epoch decide its row. A batch has the
+    same rows for any number of processes, and each process reads its share. The cursor is the
+    number of samples before the next batch.
 
-    Args:
-        documents: Text and its loss mask.
-        sequence_length: Tokens in a row. 0 takes the longest document's length.
-        batch_size: Rows of a batch over all processes.
-        packing: best_fit, stream or none: see docs/data.md.
-        padding_id: Token that fills rows; it is never in the loss.
-        seed: Seed of the orders.
-        rank: Number of this process.
-        world_size: Number of processes.
-
-    Raises:
-        InputError: The documents do not fill one batch.
+    `sequence_length` is in tokens, and 0 takes the longest document's length. `batch_size` is over
+    all processes. docs/data.md describes the values of `packing`.
     """
 
     def __init__(
@@ -126,9 +116,8 @@ class PackedText:
                 f"{self.rows_per_epoch}; give more text, or lower the batch size or the sequence "
                 "length"
             )
-        if not any(
-            self.batch(range(row, row + 1)).loss_mask.any() for row in range(len(self._rows))
-        ):
+        rows = range(self.rows_per_epoch)
+        if not any(self.batch(range(row, row + 1)).loss_mask.any() for row in rows):
             raise InputError(
                 f"training needs tokens in the loss, and {self.rows_per_epoch} rows of "
                 f"{self.length} tokens have none: every answer is cut off; raise the sequence "

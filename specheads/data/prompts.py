@@ -6,7 +6,6 @@ import random
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,13 +17,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.core.errors import InputError
 from specheads.core.files import local_path
 from specheads.data.chat import ASKED, Template, refuse_fixed_thinking
-from specheads.data.conversations import Conversation, first_answer, last_message, question
+from specheads.data.conversations import first_answer, last_message, question
 from specheads.data.documents import cut_windows
 from specheads.data.encode import affixes, prompt_ids
-from specheads.data.files import JSONL, PARQUET, SHOWN, located, rows_of
+from specheads.data.files import JSONL, PARQUET, SHOWN, Row, located, rows_of
 from specheads.data.settings import NO_PATH, Data, Source
 from specheads.data.sources import hub_rows, read
-from specheads.data.tokenise import EmptySplitError, tokenised
+from specheads.data.tokenise import tokenised
 
 T = TypeVar("T")
 
@@ -130,16 +129,11 @@ def load_prompts(
 ) -> PromptSet:
     """Load prompts by name or from a file, whole and tokenised.
 
-    A name is "python_stdlib", "stdlib_instructions", "held_out" (the prompts of `corpus`, none of
-    which is trained on), a named public set, a JSON lines or parquet file, or a folder of
-    SPEED-Bench. A row has `prompt` or `text` (to continue), `turns` (user turns), or any form of a
-    conversation, whose last answer is left out. Conversations and questions use the chat template;
-    a question also works without. A row with `turns` gives one prompt, its first turn. With
-    `all_turns` every turn becomes a prompt that follows the earlier turns, without answers between
-    them. With `thinking` every question is asked once for each value, which the chat template reads
-    as `enable_thinking`.
-    A larger set is sampled by the seed. Windows cut from text have `prompt_tokens` tokens; other
-    prompts are never cut. A row without a prompt is refused with its line.
+    docs/data.md describes names and rows. "held_out" has the prompts of `corpus`. With `all_turns`
+    every turn becomes a prompt that follows the earlier turns, without answers between them. With
+    `thinking` every question is asked once for each value, which the chat template reads as
+    `enable_thinking`. A larger set is sampled by the seed. Windows cut from text have
+    `prompt_tokens` tokens; other prompts are never cut.
     """
     if name in NO_PATH:
         corpus = Data(source=name)
@@ -162,11 +156,7 @@ def load_prompts(
 
 
 def fitting(prompts: PromptSet, room: int, too_long: str) -> PromptSet:
-    """Return the prompts of at most `room` tokens.
-
-    Longer ones are refused by row if `too_long` is "stop", and counted and left out if it is
-    "skip".
-    """
+    """Return the prompts of at most `room` tokens; `too_long` is "stop" or "skip" for others."""
     longer = [prompt for prompt in prompts.prompts if len(prompt.tokens) > room]
     if not longer:
         return prompts
@@ -198,36 +188,30 @@ def held_out(
     """Return prompts from one split of a corpus: questions, starts of traces, windows of text.
 
     A conversation gives its first question, once for each value of `thinking`, and a trace its
-    tokens before the first answer; a question may have several traces. Windows have
-    `prompt_tokens` tokens.
-
-    Raises:
-        InputError: The split has no prompt, or one that cannot ask for `thinking`.
+    tokens before the first answer; a question may have several traces.
     """
     found = list[Prompt]()
     talks, traces, texts = corpus.divided()
     if thinking and (traces or texts):
         raise InputError(UNASKED)
-    with suppress(EmptySplitError):
-        if traces:
-            documents, starts = tokenised(traces, split, tokenizer, seed), dict[Ids, int]()
-            for number in range(len(documents)):
-                ids = documents.tokens(number)[: documents.loss_mask(number).argmax()]
-                starts.setdefault(tuple(ids.tolist()), number)
-            starts.pop((), None)
-            found += [
-                Prompt([*ids], traces.source, str(tokenizer.decode([*ids])), f"trace {number}")
-                for ids, number in _some(list(starts.items()), num_prompts, seed)
-            ]
-    with suppress(EmptySplitError):
-        if texts:
-            documents = tokenised(texts, split, tokenizer, seed)
-            windows = cut_windows(documents, tokenizer, prompt_tokens, seed)
-            first = len(affixes(tokenizer)[0])
-            found += [
-                Prompt(ids, texts.source, str(tokenizer.decode(ids)), f"document {number}", first)
-                for number, ids in islice(windows, num_prompts)
-            ]
+    if traces:
+        documents, starts = tokenised(traces, split, tokenizer, seed), dict[Ids, int]()
+        for number in range(len(documents)):
+            ids = documents.tokens(number)[: documents.loss_mask(number).argmax()]
+            starts.setdefault(tuple(ids.tolist()), number)
+        starts.pop((), None)
+        found += [
+            Prompt([*ids], traces.source, str(tokenizer.decode([*ids])), f"trace {number}")
+            for ids, number in _some(list(starts.items()), num_prompts, seed)
+        ]
+    if texts:
+        documents = tokenised(texts, split, tokenizer, seed)
+        windows = cut_windows(documents, tokenizer, prompt_tokens, seed)
+        first = len(affixes(tokenizer)[0])
+        found += [
+            Prompt(ids, texts.source, str(tokenizer.decode(ids)), f"document {number}", first)
+            for number, ids in islice(windows, num_prompts)
+        ]
     if talks:
         for where, row in _some(list(read(talks, split, seed)), num_prompts, seed):
             # a greeting before the question is not an answer
@@ -258,7 +242,7 @@ def _some(items: list[T], most: int, seed: int) -> list[T]:
 
 
 Ids = tuple[int, ...]
-Question = tuple[Conversation, Mapping[str, Any], str]
+Question = tuple[Row, Mapping[str, Any], str]
 """A question, its row and the location of the row."""
 
 
@@ -295,8 +279,7 @@ def _resolved(row: dict[str, Any], where: str, input_length: str) -> dict[str, A
     ):
         turns = [one.get("content") for one in messages]
     with located(where):
-        found = turns if isinstance(turns, list) else []
-        if any(isinstance(turn, str) and UNRESOLVED in turn for turn in found):
+        if UNRESOLVED in str(turns):
             raise InputError(
                 "rows of SPEED-Bench must hold their prompts (write the folder with the prepare "
                 "script of NeMo-Skills or ModelOpt, which fetches them)",
@@ -335,15 +318,15 @@ UNASKED = (
 
 
 def _prompt(
-    asked: Conversation,
+    asked: Row,
     row: Mapping[str, Any],
     where: str,
     tokenizer: PreTrainedTokenizerBase,
     thinking: bool | None = None,
 ) -> Prompt:
     """Return a prompt: text to continue, or a question or messages in the chat template."""
-    text = asked.messages[0]["content"]
-    needs_template = len(asked.messages) > 1 or asked.tools
+    text = asked["messages"][0]["content"]
+    needs_template = len(asked["messages"]) > 1 or asked["tools"]
     continues = any(
         row.get(name) == text and not {*marks} & {*row} for name, marks in CONTINUED.items()
     )
@@ -371,9 +354,9 @@ def _prompt(
     )
 
 
-def _asked(template: Template, asked: Conversation) -> tuple[list[int], int]:
+def _asked(template: Template, asked: Row) -> tuple[list[int], int]:
     """Return the token ids of a prompt in the chat template, and where its last question begins."""
-    messages, tools = asked.messages, asked.tools
+    messages, tools = asked["messages"], asked["tools"]
     ids, places = template.read(template.text(messages, tools, ask=True))
     last = last_message(messages, "user")
     marked = messages[last] | {"content": ASKED + messages[last]["content"]}

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,7 @@ SHUFFLE_BUFFER = 1000
 
 
 def split_of(text: str) -> str:
-    """Return the split of a document: prompts 5 %, validation 2 %, train the rest.
-
-    It depends on the text alone. The same text is in one split of every source, and text in
-    prompts is never trained on.
-    """
+    """Return the split of a text: prompts 5 %, validation 2 %, train the rest."""
     place = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 100
     return "prompts" if place < 5 else "validation" if place < 7 else "train"
 
@@ -53,9 +49,8 @@ def read_all(
 ) -> Iterator[tuple[str, str, Row]]:
     """Yield (split, location, row) of a source that is not a mixture; skip blank rows.
 
-    A row has `text`, `messages` and maybe `tools`, or `input_ids` and `loss_mask`. With
-    `max_documents` the seed chooses the rows. Rows that cannot be used are reported together at
-    the end, or added to `bad`.
+    A row has `text`, `messages` and `tools`, or `input_ids` and `loss_mask`. Rows that cannot be
+    used are reported together at the end, or added to `bad`.
     """
     found = BadRows() if bad is None else bad
     for where, row in _sample(source, seed, found):
@@ -73,7 +68,7 @@ def read_all(
 
 def _document(source: Source, row: Row, where: str) -> Row:
     if source.source == "chat":
-        return asdict(conversation(row, where, source.ignore))
+        return conversation(row, where, source.ignore)
     if source.source == "traces":
         return trace(row, where, source.ignore)
     if source.source not in ("jsonl", "parquet", "hub"):
@@ -145,7 +140,7 @@ def _rows(source: Source, seed: int, bad: BadRows) -> Rows:
             return local.passages(files)
     if not files:
         return hub_rows(source, seed)
-    return local.rows_of(files, bad.add, "" if source.source in ROWS else source.column)
+    return local.rows_of(files, bad, "" if source.source in ROWS else source.column)
 
 
 def _sample(source: Source, seed: int, bad: BadRows) -> Rows:
@@ -164,10 +159,7 @@ def _sample(source: Source, seed: int, bad: BadRows) -> Rows:
 
 
 def hub_rows(source: Source, seed: int) -> Rows:
-    """Yield the rows of a data set's split; stream it if `max_documents` is set.
-
-    A stream is shuffled in a buffer by the seed. Every failure is an `InputError` of one line.
-    """
+    """Yield the rows of a data set's split; stream and shuffle it if `max_documents` is set."""
     # slow to import, and few commands need it
     import datasets
 

@@ -47,10 +47,6 @@ class UnansweredError(InputError):
     """The conversations of a corpus have no answers yet, so there is nothing to learn from."""
 
 
-class EmptySplitError(InputError):
-    """A corpus has no document in the requested split."""
-
-
 def tokenised(
     corpus: Data,
     split: str,
@@ -63,28 +59,18 @@ def tokenised(
 
     In text every token is in the loss, and the end-of-text token ends each document. In
     conversations the assistant's tokens are in the loss, and traces have a mask of their own. One
-    process tokenises all splits of a source at once, and others wait for it.
-
-    Args:
-        corpus: What to read.
-        split: train, validation or prompts.
-        tokenizer: Tokenizer of the base; the cached tokens are its own.
-        seed: Chooses the documents of a limited source or of a mixture.
-        bar: Progress bar, as from `runs.progress.progress`.
-
-    Raises:
-        InputError: The corpus cannot be read, or the split is empty.
+    process tokenises all splits of a source at once, and others wait for it. The seed chooses the
+    documents of a limited source or of a mixture.
     """
-    assert split in SPLITS
     weights = [getattr(source, "weight", 1.0) for source in corpus.parts]
     parts = [_documents(_cached(one, tokenizer, seed, bar), split) for one in corpus.parts]
-    empty = [one for one, documents in zip(corpus.parts, parts, strict=True) if not len(documents)]
-    # a small source of a mixture may have no held-out document
-    if empty and (split == "train" or len(empty) == len(parts)):
-        raise EmptySplitError(
-            f"a corpus needs at least one document in its {split} split, and {empty[0].source} "
-            f"{empty[0].path} has none there; give more documents"
-        )
+    for source, documents in zip(corpus.parts, parts, strict=True):
+        # a small source may have no held-out document
+        if split == "train" and not len(documents):
+            raise InputError(
+                f"a corpus needs at least one document in its train split, and {source.source} "
+                f"{source.path} has none there; give more documents"
+            )
     return _mixture(parts, weights, seed)
 
 
@@ -121,7 +107,8 @@ def _write(
     batch = list(islice(rows, BATCH_ROWS))
     template = None
     if source.source in CONVERSATIONS:
-        if batch and not any(map(_is_answered, batch)):
+        talks = [row["messages"] for _, _, row in batch]
+        if batch and all(first_answer(talk) == len(talk) for talk in talks):
             raise UnansweredError(
                 f"a corpus phase learns answers, and {batch[0][1]} has no answer; have the base "
                 "answer it: a phase with text=distilled, or specheads distill"
@@ -130,14 +117,14 @@ def _write(
     with atomic_folder(folder) as scratch:
         with pa.ipc.new_file(str(scratch / FILE), SCHEMA) as stream:
             while batch:
-                if source.source in TRACES:
-                    found = _traces(tokenizer, bad, batch)
-                elif template is None:
+                if template is None and source.source not in TRACES:
                     found = _texts(tokenizer, batch)
                 else:
-                    found = _conversations(template, bad, batch)
+                    found = _labelled(tokenizer, template, bad, batch)
                 if found:
-                    stream.write_batch(pa.RecordBatch.from_arrays(_columns(found), schema=SCHEMA))
+                    splits, *columns = zip(*found, strict=True)
+                    columns = [[SPLITS.index(split) for split in splits], *columns]
+                    stream.write_batch(pa.record_batch(columns, schema=SCHEMA))
                 elif source.bad_rows == "stop":
                     # a source whose every row is refused would take long
                     bad.report(name, "stop")
@@ -146,10 +133,6 @@ def _write(
                     bar.update(task, completed=done // 10**6, total=max(total, done) // 10**6 + 1)
                 batch = list(islice(rows, BATCH_ROWS))
         bad.report(name, source.bad_rows)
-
-
-def _is_answered(one: Located) -> bool:
-    return first_answer(one[2]["messages"]) < len(one[2]["messages"])
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, batch: list[Located]) -> list[Encoded]:
@@ -163,39 +146,26 @@ def _texts(tokenizer: PreTrainedTokenizerBase, batch: list[Located]) -> list[Enc
     ]
 
 
-def _traces(
-    tokenizer: PreTrainedTokenizerBase, bad: BadRows, batch: list[Located]
+def _labelled(
+    tokenizer: PreTrainedTokenizerBase,
+    template: Template | None,
+    bad: BadRows,
+    batch: list[Located],
 ) -> list[Encoded]:
-    """Return the documents of traces; those with ids that the base lacks are added to `bad`."""
+    """Return the documents of conversations, or of traces; bad rows are added to `bad`."""
     found = list[Encoded]()
     for split, where, row in batch:
         try:
-            with located(where):
-                refuse_unknown_ids(row["input_ids"], len(tokenizer))
+            if template is None:
+                with located(where):
+                    refuse_unknown_ids(row["input_ids"], len(tokenizer))
+                found.append((split, row["input_ids"], row["loss_mask"]))
+            else:
+                samples = template.samples(row["messages"], row["tools"], where)
+                found += [(split, one.tokens, [*map(int, one.loss_mask)]) for one in samples]
         except InputError as error:
             bad.add(error)
-        else:
-            found.append((split, row["input_ids"], row["loss_mask"]))
     return found
-
-
-def _conversations(template: Template, bad: BadRows, batch: list[Located]) -> list[Encoded]:
-    """Return the documents of conversations; those that the template refuses are added to `bad`."""
-    found = list[Encoded]()
-    for split, where, row in batch:
-        try:
-            samples = template.samples(row["messages"], row["tools"], where)
-        except InputError as error:
-            bad.add(error)
-        else:
-            found += [(split, one.tokens, [*map(int, one.loss_mask)]) for one in samples]
-    return found
-
-
-def _columns(rows: list[Encoded]) -> list[pa.Array]:
-    splits, tokens, masks = zip(*rows, strict=True)
-    columns = [SPLITS.index(split) for split in splits], tokens, masks
-    return [pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)]
 
 
 def _documents(file: Path, split: str) -> Documents:
@@ -220,6 +190,8 @@ def _mixture(parts: list[Documents], weights: list[float], seed: int) -> Documen
     others, give or take one. `datasets.interleave_datasets` has fractions of rows, drawn at random.
     """
     some = [pair for pair in zip(parts, weights, strict=True) if len(pair[0])]
+    if not some:
+        return parts[0]
     total, whole = sum(int(one.lengths.sum()) for one, _ in some), sum(weight for _, weight in some)
     first, chosen = 0, []
     for number, (one, weight) in enumerate(some):

@@ -16,12 +16,8 @@ SAME_TEXT = ("messages", "conversations", "conversation", "tools")
 def trace(row: Mapping[str, Any], where: str, ignore: Collection[str] = ()) -> dict[str, list[int]]:
     """Return `input_ids` and `loss_mask` of a row, both as lists of integers.
 
-    The row has these two columns, as speculators writes them from Verifiers, or a list of turns
-    with `role` and `token_ids`, as in NeMo RL. The assistant's turns are in the loss, unless a turn
-    has a `token_loss_mask`.
-
-    Raises:
-        InputError: The row is no such trace, or a column would not be used.
+    The row has these two columns, as speculators writes them, or a list of turns, as in NeMo RL,
+    of which those of the assistant are in the loss.
     """
     given = {name: one for name, one in row.items() if name not in ignore and one is not None}
     turns = next((name for name in TURNS if isinstance(given.get(name), list)), "")

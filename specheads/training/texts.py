@@ -162,7 +162,8 @@ class PhaseTexts:
         most = row_tokens(first, self.data, self.base.max_length)
         text = PackedText(
             documents,
-            sequence_length=first.sequence_length or min(int(documents.lengths.max()), most),
+            sequence_length=first.sequence_length
+            or min(int(documents.lengths.max(initial=1)), most),
             batch_size=1,
             padding_id=self._padding_id,
             seed=self.seed,

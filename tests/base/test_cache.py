@@ -43,7 +43,7 @@ def test_layers_of_any_shape_keep_the_same_slots(shapes, static: bool):
     assert {stack.shape[1] for stack in together.slab.stacks} == {4}
     together.keep_rows(order := [2, 0, 1])
     for layer in range(2):
-        for place, held in enumerate(together.slab.views[layer]):
+        for place, held in enumerate(together.slab.states(layer, (new[0], new[0]))):
             for row, old in enumerate(order):
                 wanted = kept[old][2 * layer + place]
                 assert torch.equal(held[row, :, : wanted.shape[1]], wanted)

@@ -66,11 +66,18 @@ class Recorder(CudaGraphs):
         self.base, self.recorded, self.replayed = base, 0, 0
         self.cache: KVCache | None = None
 
+    def __call__(self, graphs: Any, key: Any, forward: Any, inputs: Any) -> Any:
+        self.cache = forward.args[0]
+        try:
+            return super().__call__(graphs, key, forward, inputs)
+        finally:
+            self.cache = None
+
     def record(self, forward: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
         fixed = [one.clone() for one in inputs]
         self.recorded += 1
         cache, aux_layers = forward.args
-        before, slab = addresses(cache), cache.slab
+        before = addresses(cache)
         outputs = forward(*fixed)
         # a replay may not keep the cache alive, or its memory could not be reused
         del cache, forward
@@ -80,7 +87,8 @@ class Recorder(CudaGraphs):
             for own, one in zip(fixed, new, strict=True):
                 own.copy_(one)
             # the forward of the cache that uses this memory now
-            now = slab.layers[0].cache
+            now = self.cache
+            assert now is not None
             assert addresses(now) == before
             with torch.inference_mode(mode=False), torch.no_grad():
                 again = self.base._forward(now, aux_layers, *fixed)

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from specheads.base import document_attention
+from specheads.base import attention
 from tests import tiny
 from tests.packed import alone, packed, pieces, texts
 
@@ -49,7 +49,7 @@ def test_gradients_equal_those_of_masked_attention(monkeypatch: pytest.MonkeyPat
     weight.requires_grad_(True)
     try:
         found = []
-        for attending in (document_attention.attending_documents, lambda *_: nullcontext()):
+        for attending in (attention.attending_documents, lambda *_: nullcontext()):
             monkeypatch.setattr("specheads.base.forward.attending_documents", attending)
             read = base.read(batch.tokens, document_ids=batch.document_ids, gradients=True)
             found += torch.autograd.grad(read.hidden.pow(2).sum(), weight)

@@ -1,7 +1,6 @@
 """Vision-language bases: their text model is decoded and trained on, and pictures are refused."""
 
 import functools
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,8 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
-from specheads.runs.trackers import read_metrics
-from specheads.training.settings import Schedule
 from tests import tiny
 from tests.oracle import Oracle
-from tests.training.test_trainer import phase, run_training
 
 PICTURE = 5
 VISION: dict[str, Any] = {
@@ -117,15 +113,3 @@ def test_folder_of_a_vision_language_model_is_a_base_for_text(family: str, tmp_p
     assert out.tokens == [text]
     with pytest.raises(InputError, match=f"token {PICTURE} stands for a picture"):
         generate(base, None, [[9, PICTURE, 9]], max_new_tokens=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["redrafter", "eagle3", "dflash"])
-@pytest.mark.parametrize("family", ["llava", "gemma3", "qwen2_5_vl"])
-def test_head_of_a_vision_language_model_learns(family: str, kind: str, tmp_path: Path):
-    base = FrozenBase(deepcopy(model(family)).to(torch.float32))
-    run_training(tmp_path, Schedule(phases={"corpus": phase(steps=8)}), kind=kind, base=base)
-    # the stream after all layers
-    base.read(torch.tensor([PROMPT]), (1, base.num_layers))
-    losses = [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")]
-    assert losses[-1] < losses[0]

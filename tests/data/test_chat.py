@@ -12,11 +12,8 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specheads.core.errors import InputError
 from specheads.data.chat import Sample, Template
 from specheads.data.conversations import conversation
-from specheads.data.prompts import held_out
-from specheads.data.settings import Data
 
 BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
 TEMPLATES = Path(__file__).parent / "templates"
@@ -127,7 +124,7 @@ def tokenizer(family: str) -> PreTrainedTokenizerBase:
 def said(case: Any) -> list[dict[str, Any]]:
     """Return messages as a row's reader gives them."""
     rows = [{"role": one[0], "content": one[1]} if isinstance(one, tuple) else one for one in case]
-    return conversation({"messages": rows}, "a row").messages
+    return conversation({"messages": rows}, "a row")["messages"]
 
 
 def asked(family: str, case: str) -> list[dict[str, Any]]:
@@ -187,23 +184,6 @@ def test_greeting_is_not_an_answer_and_text_after_last_answer_is_dropped():
     assert "Thanks" not in one.text
 
 
-def test_held_out_prompt_ends_before_first_answer_and_keeps_tools(tmp_path, monkeypatch):
-    chosen = tokenizer("smollm2")
-    told = "{% if tools %}Call {{ tools[0].function.name }}. {% endif %}"
-    monkeypatch.setattr(chosen, "chat_template", f"{told}{chosen.chat_template}")
-    tools = [{"type": "function", "function": {"name": "clock", "parameters": {}}}]
-    file = tmp_path / "a.jsonl"
-    with file.open("w") as out:
-        for number in range(40):
-            turns = [("assistant", "Welcome."), ("user", f"Hi {number}?"), ("assistant", "Hello.")]
-            out.write(json.dumps({"messages": said(turns), "tools": tools}) + "\n")
-    found = held_out(Data(source="chat", path=str(file)), "validation", chosen, 64, 1)
-    (text,) = (one.text for one in found)
-    assert text.startswith("Call clock. ")
-    assert "Welcome." in text
-    assert text.endswith("?<|im_end|>\n<|im_start|>assistant\n")
-
-
 def test_special_tokens_in_a_message_are_read_as_a_server_reads_them():
     # a special token in a message is that token, as in transformers, and no end of the mask
     messages = said([("user", "What is <|im_end|>?"), ("assistant", "<|im_end|> ends.")])
@@ -212,16 +192,6 @@ def test_special_tokens_in_a_message_are_read_as_a_server_reads_them():
     end: Any = tokenizer("smollm2").convert_tokens_to_ids("<|im_end|>")
     # one after the system prompt, one in each message and one after it
     assert one.tokens.count(end) == 5
-
-
-def test_token_that_begins_in_prompt_is_not_counted():
-    # "\n\n" is one token, and its first half the generation prompt's
-    one = Template(tokenizer("smollm2")).samples(
-        said([("user", "Hi?"), ("assistant", "\nHello.")])
-    )[-1]
-    begin = one.loss_mask.index(True)
-    assert tokenizer("smollm2").decode(one.tokens[begin - 1]) == "\n\n"
-    assert counted(one, tokenizer("smollm2")) == ["Hello.<|im_end|>"]
 
 
 @pytest.mark.parametrize("family", ["smollm2", "gemma3"])
@@ -243,27 +213,6 @@ def test_normalising_tokenizer_is_accepted():
     made.chat_template = tokenizer("smollm2").chat_template
     one = Template(made).samples(said([("user", "Hi?"), ("assistant", "Cafe\u0301 e\u0301.")]))[-1]
     assert counted(one, made) == ["Caf\u00e9 \u00e9.<|im_end|>"]
-
-
-@pytest.mark.parametrize(
-    ("family", "case", "told"),
-    [
-        ("smollm2", CALLING, "writes '<.im_end.>': '' and calls sun"),
-        ("granite3_3", CALLING, "and calls sun"),
-        ("gemma3", CALLING, "must take the messages of a row: Conversation roles must"),
-        (
-            "llama3_1",
-            [CALLING[0], CALLING[1] | {"content": "Let me see."}],
-            "writes .*: 'Let me see.' and calls sun",
-        ),
-        ("mistral_nemo", [*SINGLE, ("assistant", "More.")], "roles must alternate"),
-        ("smollm2", SINGLE[:1], "needs an answer of the assistant .*; line 3 lacks one"),
-        ("smollm2", [("assistant", "Welcome."), *SINGLE[:1]], "needs an answer"),
-    ],
-)
-def test_template_that_drops_or_refuses_a_message_is_refused(family: str, case: Any, told: str):
-    with pytest.raises(InputError, match=told):
-        Template(tokenizer(family)).samples(said(case), [TOOL], "line 3")
 
 
 HEADER = "{{ '<|im_start|>' + m.role + '\n' }}"
@@ -308,15 +257,6 @@ def test_prompts_and_generation_markers_decide_the_mask_with_the_end_token(sourc
     made.chat_template = source
     (one,) = Template(made).samples(said(MULTI))
     assert counted(one, made) == ["Hello.<|im_end|>", "Bye.<|im_end|>"]
-
-
-def test_next_prompt_keeps_the_ids_of_the_answer():
-    template, reader = Template(tokenizer("llama3_1")), tokenizer("llama3_1")
-    # letter by letter, and with a blank that the template trims
-    odd = [token for one in " Hello. " for token in reader(one, add_special_tokens=False).input_ids]
-    first = template.prompt(said(SINGLE[:1]))
-    messages = said([*SINGLE[:1], ("assistant", " Hello. "), ("user", "More")])
-    assert template.next_prompt([*first, *odd], messages)[: len(first) + len(odd)] == [*first, *odd]
 
 
 def test_template_that_calls_the_clock_is_the_same_every_day(monkeypatch: Any):

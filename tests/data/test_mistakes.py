@@ -18,7 +18,7 @@ from specheads.core.errors import InputError
 from specheads.data.files import read_jsonl
 from specheads.data.prompts import load_prompts
 from specheads.data.settings import Data
-from specheads.data.sources import SPLITS, read, split_of
+from specheads.data.sources import split_of
 from specheads.data.tokenise import tokenised
 
 GOOD = "".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(40))
@@ -114,16 +114,6 @@ def test_corpus_without_text_is_refused(refused, tmp_path: Path, content: str, t
     file = tmp_path / "a.jsonl"
     file.write_text(content)
     refused(told, of=file, source="jsonl", path=str(file))
-
-
-def test_files_may_differ_in_columns_and_dates_stay_text(tmp_path: Path):
-    # datasets would take the dates for times, and refuse the second file for its column
-    dates = "".join(f'{{"text": "2020-01-{day:02}"}}\n' for day in range(1, 29))
-    (tmp_path / "a.jsonl").write_text(dates)
-    (tmp_path / "b.jsonl").write_text(GOOD.replace("}", ', "more": 1}'))
-    data = Data(source="jsonl", path=str(tmp_path))
-    found = {row["text"][:4] for split in SPLITS for _, row in read(data, split)}
-    assert found == {"2020", "docu"}
 
 
 @pytest.mark.parametrize("damage", ["truncated", "other", "empty", "numbers", "no text"])
@@ -261,13 +251,3 @@ def test_bad_rows_are_told_together_or_dropped(chat_tokenizer, tmp_path, bad, to
     with pytest.warns(UserWarning, match=f"{told}.*they are left out"):
         found = tokenised(replace(data, bad_rows="drop"), split_of('["Hi?"]'), chat_tokenizer)
     assert len(found) == 60 - len(bad)
-
-
-def test_bad_rows_of_text_are_told_together(refused, tokenizer, tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_text(GOOD + '{"text": 3}\n{"body": "a"}\n{\n{"text": 4}\n')
-    told = r"4 rows of .*\(3: line 41 .*has int, line 42, line 44\).*\(1: line 43 "
-    refused(told, of=file, source="jsonl", path=str(file))
-    with pytest.warns(UserWarning, match="4 rows of .* are left out"):
-        found = tokenised(Data(source="jsonl", path=str(file), bad_rows="drop"), "train", tokenizer)
-    assert len(found) > 30

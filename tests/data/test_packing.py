@@ -109,13 +109,6 @@ def test_epoch_has_every_token_once_with_its_loss_mask(packing: str):
     assert torch.equal(batch.loss_mask, real & (batch.tokens % 2 == 1))
 
 
-def test_document_ids_number_documents_and_padding_of_a_row():
-    batch = pack("best_fit", [5, 4, 3], sequence_length=13, batch_size=1).batch(range(1))
-    assert batch.document_ids is not None
-    assert batch.document_ids[0].tolist() == [0] * 5 + [1] * 4 + [2] * 3 + [3]
-    assert not batch.loss_mask[0, -1]
-
-
 @pytest.mark.parametrize(
     ("packing", "lengths"), [("best_fit", [16, 16, 9]), ("stream", LENGTHS), ("none", LENGTHS)]
 )

@@ -3,10 +3,8 @@
 import gzip
 import json
 import re
-from contextlib import nullcontext
 from pathlib import Path
 
-import datasets
 import pytest
 from datasets import Dataset
 from tokenizers.processors import (
@@ -16,17 +14,14 @@ from tokenizers.processors import (
     Sequence,
     TemplateProcessing,
 )
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
 from specheads.data import files, sources
-from specheads.data.chat import refuse_fixed_thinking
 from specheads.data.contexts import with_context
-from specheads.data.encode import tokenizer_fingerprint
 from specheads.data.prompts import PromptSet, fitting, load_prompts
-from tests.data.conftest import BASE, CATEGORIES, ENTROPIES, LENGTHS, speed_bench, write_jsonl
+from tests.data.conftest import CATEGORIES, ENTROPIES, LENGTHS, speed_bench, write_jsonl
 
-TEMPLATES = Path(__file__).parent / "templates"
 TEXTS = [f"document {number}: " + "word " * (number % 7 + 1) for number in range(120)]
 
 
@@ -75,13 +70,6 @@ def test_prompt_file_is_read_in_order(tokenizer, tmp_path, name):
     assert all(prompt.tokens == ids_of(prompt.text, tokenizer) for prompt in found.prompts)
 
 
-def test_all_turns_gives_a_prompt_for_each_turn(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", ROWS[1:2])
-    found = load_prompts(path, tokenizer, num_prompts=10, all_turns=True)
-    turns = ["first question", "first question\n\nsecond question"]
-    assert [prompt.text for prompt in found.prompts] == turns
-
-
 def test_chat_rows_use_the_template(chat_tokenizer, tokenizer, tmp_path):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}, {"turns": ["hi"]}])
@@ -121,12 +109,6 @@ def test_question_of_a_public_set_uses_the_template(row, chat_tokenizer, tokeniz
     assert asked.category == ("c" if "c" in row.values() else "")
     (plain,) = load_prompts(path, tokenizer, num_prompts=1).prompts
     assert (plain.text, plain.tokens) == ("how many?", ids_of("how many?", tokenizer))
-
-
-def test_text_to_continue_does_not_use_the_template(chat_tokenizer, tmp_path):
-    rows = [{"prompt": "def f(x):"}, {"text": "def f(x):"}]
-    found = load_prompts(write_jsonl(tmp_path / "a.jsonl", rows), chat_tokenizer, num_prompts=2)
-    assert [prompt.text for prompt in found.prompts] == ["def f(x):"] * 2
 
 
 def test_larger_set_is_sampled_by_the_seed(tokenizer, tmp_path):
@@ -250,23 +232,6 @@ def test_too_long_prompts_are_named_or_skipped_and_counted(tokenizer, tmp_path, 
             fitting(found, room, "skip")
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"turns": ["a", "word " * 40]},
-        {"messages": [{"role": "user", "content": "word " * 40}]},
-        {"system": "word " * 40, "question": "a"},
-        {"instruction": "a", "input": "word " * 40, "output": "b"},
-        {"messages": [ASK, SAY | {"content": "word " * 40}, MORE]},
-    ],
-)
-def test_long_prompt_of_every_form_is_named(chat_tokenizer, tmp_path, row):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}, row])
-    found = load_prompts(path, chat_tokenizer, num_prompts=9, all_turns=True)
-    with pytest.raises(InputError, match=r"1 of \d have more: \d+ in line 2 of .*a\.jsonl;"):
-        fitting(found, 40, "stop")
-
-
 def test_context_is_text_before_the_question_and_a_longer_one_adds_to_its_front(
     chat_tokenizer, tokenizer, tmp_path
 ):
@@ -288,27 +253,6 @@ def test_context_is_text_before_the_question_and_a_longer_one_adds_to_its_front(
                            ([40, 90000], "has .* tokens for 90000")):  # fmt: skip
         with pytest.raises(InputError, match=told):
             with_context(asked, contexts, str(tmp_path / "a.txt"), tokenizer)
-
-
-def test_named_set_reads_its_hub_column(tokenizer, monkeypatch):
-    def load(path, **choices):
-        assert (path, choices["split"]) == ("HuggingFaceH4/mt_bench_prompts", "train")
-        return Dataset.from_dict({"prompt": [["a b", "c d"]], "category": ["math"]})
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    found = load_prompts("mt_bench", tokenizer, num_prompts=5)
-    assert found.name == "mt_bench"
-    assert [(prompt.text, prompt.category) for prompt in found.prompts] == [("a b", "math")]
-
-
-def test_tokenizer_fingerprint_depends_on_tokens_and_template_only(chat_tokenizer):
-    first = tokenizer_fingerprint(AutoTokenizer.from_pretrained(BASE))
-    used = AutoTokenizer.from_pretrained(BASE)
-    used(["a", "a b c"], padding=True, truncation=True, max_length=2)
-    assert tokenizer_fingerprint(used) == first
-    assert tokenizer_fingerprint(chat_tokenizer) != first
-    used.add_tokens(["<new>"])
-    assert tokenizer_fingerprint(used) != first
 
 
 @pytest.mark.parametrize("layout", ["jsonl", "parquet"])
@@ -363,13 +307,3 @@ def test_thinking_asks_every_question_with_and_without(chat_tokenizer, tmp_path)
     for name in (plain, "python_stdlib"):
         with pytest.raises(InputError, match="thinking needs questions in the chat template"):
             load_prompts(name, chat_tokenizer, num_prompts=1, thinking=[True])
-
-
-@pytest.mark.parametrize(
-    ("name", "reads"),
-    [("qwen3", True), ("granite3_3", True), ("smollm2", False), ("mistral_nemo", False)],
-)
-def test_published_templates_that_read_thinking(tokenizer, name, reads):
-    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-    with nullcontext() if reads else pytest.raises(InputError, match="reads enable_thinking"):
-        refuse_fixed_thinking(tokenizer)

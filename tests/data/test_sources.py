@@ -1,6 +1,5 @@
 """Sources: which rows they have, and in which split."""
 
-import re
 from typing import Any
 
 import datasets
@@ -76,15 +75,6 @@ def test_max_documents_samples_by_the_seed(tmp_path, monkeypatch):
     assert taken == [text for text in TEXTS if text in set(taken)]
 
 
-@pytest.mark.parametrize(
-    ("source", "path"), [("jsonl", "no.jsonl"), ("files", "no"), ("chat", "no.json"), ("text", "*")]
-)
-def test_missing_path_is_refused(tmp_path, monkeypatch, source, path):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=rf"a source needs a file, .*'{re.escape(path)}' is not"):
-        load(source, path=path)
-
-
 def test_hub_data_set_with_max_documents_is_streamed(monkeypatch):
     asked = {}
 
@@ -140,20 +130,6 @@ def test_settings_of_the_hub_are_refused_for_local_files(tmp_path, source, name)
     data = Data(source=source, path=path, **named)
     with pytest.raises(InputError, match=rf"no {name}, got data.{name}='test' .*data.patterns="):
         next(read(data, "train"))
-
-
-def test_missing_config_of_a_hub_set_is_named(tmp_path, monkeypatch):
-    card = "---\nconfigs:\n"
-    for name in ("main", "other"):
-        (tmp_path / "set" / name).mkdir(parents=True)
-        Dataset.from_list([{"text": "a"}]).to_parquet(tmp_path / "set" / name / "test.parquet")
-        card += f"- config_name: {name}\n  data_files:\n  - split: test\n    path: {name}/*\n"
-    (tmp_path / "set" / "README.md").write_text(f"{card}---\n")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"\['main', 'other'\].*data.config="):
-        load("hub", path="./set")
-    with pytest.raises(InputError, match=r"one of \['test'\]"):
-        load("hub", path="./set", config="main")
 
 
 def test_loading_script_of_a_data_set_is_refused_and_not_run(tmp_path):

@@ -301,8 +301,8 @@ def samples(template: Template, messages: list[dict[str, Any]]) -> list[Sample]:
     read = conversation({"messages": messages}, "line 3")
     with warnings.catch_warnings():
         # some templates leave out thoughts
-        warnings.filterwarnings("ignore", ".*leaves out the reasoning")
-        return template.samples(read.messages, None, "line 3")
+        warnings.filterwarnings("ignore", ".*leaves out text of a conversation .reasoning")
+        return template.samples(read["messages"], None, "line 3")
 
 
 def stretches(one: Sample) -> Iterator[tuple[int, int]]:
@@ -318,7 +318,7 @@ def counted(one: Sample, reader: Any) -> list[str]:
 
 def written(family: str, case: str, sizes: list[int]) -> list[str]:
     """Return what the model writes in a conversation, whose texts have so many answers."""
-    messages, out = conversation({"messages": CASES[case]}, "a row").messages, []
+    messages, out = conversation({"messages": CASES[case]}, "a row")["messages"], []
     ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
     for place, one in enumerate(messages):
         if one["role"] == "assistant":
@@ -328,10 +328,6 @@ def written(family: str, case: str, sizes: list[int]) -> list[str]:
             wrote = Wrote(one["content"], one.get("reasoning_content", ""), called, after)
             out.append(FAMILIES[family].said(wrote))
     return out
-
-
-def test_the_table_has_the_55_templates_of_trl():
-    assert len(FAMILIES) == sum(len(one.families) for one in SHAPES) == 55
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -354,7 +350,7 @@ def test_answers_and_their_ends_are_counted_or_the_row_is_refused(family: str, c
     texts = [counted(one, tokenizer) for one in found]
     assert list(chain(*texts)) == written(family, case, list(map(len, texts)))
     # each text is the conversation up to an answer, as transformers renders it
-    read = conversation({"messages": CASES[case]}, "a row").messages
+    read = conversation({"messages": CASES[case]}, "a row")["messages"]
     places = [place for place, one in enumerate(read, 1) if one["role"] == "assistant"]
     for one, size in zip(found, accumulate(map(len, texts)), strict=True):
         assert one.text == template.text(read[: places[size - 1]])
@@ -363,7 +359,10 @@ def test_answers_and_their_ends_are_counted_or_the_row_is_refused(family: str, c
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", [one.families[-1] for one in SHAPES])
 def test_wrong_mask_is_refused_with_its_text(family: str, case: str):
-    template, messages = template_of(family), conversation({"messages": CASES[case]}, "").messages
+    template, messages = (
+        template_of(family),
+        conversation({"messages": CASES[case]}, "")["messages"],
+    )
     if case in FAMILIES[family].refused:
         return
     one = samples(template, CASES[case])[-1]
@@ -458,7 +457,9 @@ def test_text_that_a_template_leaves_out_is_told(role: str, other: str, left_out
     messages = [said("system", " Count.\n")] * (role == "system") + MULTI
     tools = [{"type": "function", "function": {"name": "sun"}}] if role == "tools" else None
     with warnings.catch_warnings(record=True, action="always") as caught:
-        Template(reader(source)).samples(conversation({"messages": messages}, "").messages, tools)
+        Template(reader(source)).samples(
+            conversation({"messages": messages}, "")["messages"], tools
+        )
     assert [f"({role})" in str(one.message) for one in caught] == [True] * left_out
 
 
@@ -506,46 +507,6 @@ def test_second_turn_keeps_the_ids_of_the_answer_or_is_what_the_template_makes(
         # the template removes a thought, or an empty one
         assert found == template.prompt(history)
         assert thought or "th" in tokenizer.decode(prompt).partition("two?")[2] + wrote
-
-
-@pytest.mark.parametrize(
-    ("family", "wrote"),
-    [
-        *(("phi3", end) for end in ("", "<|end|>", "<|eos|>")),
-        *(("glm4moe", end) for end in ("", "<|user|>")),
-        *(("cohere2", end) for end in ("", "<|/text|>", "<|/text|><|end|>")),
-    ],
-)
-def test_next_prompt_ends_an_answer_as_the_template_does(family: str, wrote: str):
-    template, tokenizer = template_of(family), tokenizer_of(family)
-    messages = conversation({"messages": MULTI[:3]}, "a row").messages
-    text = "\n<think></think>\nFour." if family == "glm4moe" else "Four."
-    ids = tokenizer.encode(text + wrote)
-    message = template.message(ids)
-    assert message == answer("Four.")
-    found = template.next_prompt(
-        template.prompt(messages[:1]) + ids, [messages[0], message, messages[2]]
-    )
-    assert found == template.prompt(messages)
-
-
-ANALYSIS = "<|channel|>analysis<|message|>2 + 2<|end|>"
-
-
-@pytest.mark.parametrize(
-    ("wrote", "content", "thought"),
-    [
-        ("<|channel|>final<|message|>Four.<|eos|>", "Four.", ""),
-        (f"{ANALYSIS}<|turn|>assistant<|channel|>final<|message|>Four.", "Four.", "2 + 2"),
-        # no answer in the form of the template
-        ("<|channel|>commentary<|message|>{}<|calls|>", "commentary{}", ""),
-    ],
-)
-def test_channels_of_an_answer_become_its_thought_and_content(
-    wrote: str, content: str, thought: str
-):
-    ids = tokenizer_of("gptoss").encode(wrote)
-    assert template_of("gptoss").message(ids) == answer(content, thought)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
 from specheads.core.errors import InputError
 from specheads.data import sources, tokenise
-from specheads.data.documents import Documents
 from specheads.data.prompts import held_out
 from specheads.data.settings import Data, WeightedSource
 from specheads.data.sources import SPLITS, read, split_of
@@ -117,14 +115,6 @@ def test_changed_documents_have_another_identity(tokenizer, tmp_path):
     found = [identity(one) for one in [texts, *changed, texts]]
     assert found[0] == found[-1]
     assert len(set(found)) == len(changed) + 1
-
-
-def test_documents_with_another_mask_have_another_identity():
-    def identity(*masks: list[int] | None) -> str:
-        return Documents(pa.table({"tokens": [[1, 2], [3, 4]], "loss_mask": [*masks]})).identity()
-
-    masks = ([0, 1], [1, 0]), ([0, 1], [1, 1]), ([0, 1], None), (None, [0, 1])
-    assert len({identity(*one) for one in masks}) == len(masks)
 
 
 def _stall(data: Data) -> None:

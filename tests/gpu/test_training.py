@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from specheads.base import document_attention
+from specheads.base import attention
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.data.packing import BatchStream, PackedText
@@ -153,7 +153,7 @@ def test_packed_documents_are_read_as_under_a_mask(device, monkeypatch):
     batch, found = packed(texts()), []
     # the sum of squares behind a norm would have no gradient but rounding
     direction = torch.randn(2, 40, base.width).to(device)
-    for attending in (document_attention.attending_documents, lambda *_: nullcontext()):
+    for attending in (attention.attending_documents, lambda *_: nullcontext()):
         monkeypatch.setattr("specheads.base.forward.attending_documents", attending)
         hidden = base.read(
             batch.tokens, document_ids=batch.document_ids, gradients=True

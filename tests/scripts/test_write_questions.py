@@ -37,7 +37,7 @@ def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, *more: s
     monkeypatch.setattr(sys, "argv", argv)
     script.main()
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    said = [conversation(row, "a row").messages for row in rows]
+    said = [conversation(row, "a row")["messages"] for row in rows]
     assert all(len(messages) == 1 and messages[0]["role"] == "user" for messages in said)
     return [messages[0]["content"] for messages in said]
 
