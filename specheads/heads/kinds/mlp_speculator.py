@@ -5,6 +5,7 @@ state: `ArcticLSTMSpeculator` of snowflakedb/ArcticInference.
 """
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -160,28 +161,74 @@ def _of(modules: nn.ModuleList | list[Tensor], level: int) -> Any:
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
-    """Read an IBM accelerator. Tied tensors are stored once per level; the copies must be equal."""
+    """Read an IBM accelerator, or one of Snowflake's Arctic speculators, which have a method.
+
+    Tied tensors are stored once per level, and the copies must be equal.
+    """
     if config.get("model_type") != "mlp_speculator":
         return None
+    method = config.get("method")
     refuse_unused(
         "mlp_speculator",
         config,
         used=(
             *("n_predict", "vocab_size", "emb_dim", "inner_dim", "tie_weights", "scale_input"),
+            *(("method", "input_hidden_dim", "proj_dim", "tie_lstm_embs") if method else ()),
             # engines choose trees of their own
-            *("n_candidates", "top_k_tokens_per_head"),
+            *("n_candidates", "top_k_tokens_per_head", "hidden_size", "base_model_archs"),
         ),
     )
+    width = config["input_hidden_dim" if method else "emb_dim"]
     own = Config(
         depth=config["n_predict"],
-        inner_dim=config.get("inner_dim") or config["emb_dim"],
+        inner_dim=_arctic_width(config) if method else config.get("inner_dim") or width,
+        state="gated" if method == "sum_lstm" else "mlp",
         tie_weights=config.get("tie_weights", False),
         scale_input=config.get("scale_input", False),
     )
-    head = Head(own, width=config["emb_dim"], vocab_size=config["vocab_size"])
+    head = Head(own, width=width, vocab_size=config["vocab_size"])
     named = {name.removeprefix("speculator."): value for name, value in tensors.items()}
-    fill(head, _untie(named, set(head.state_dict())) if own.tie_weights else named)
+    if head.gated:
+        named = _join_gates(named)
+    elif method:
+        # there, each module is the only one of a sequence
+        named = {re.sub(r"^(emb|proj|ln)\.(\d+)\.0\.", r"\1.\2.", n): t for n, t in named.items()}
+    if own.tie_weights:
+        named = _untie(named, set(head.state_dict()))
+    fill(head, named)
     return head
+
+
+def _arctic_width(config: dict[str, Any]) -> int:
+    """Return the width of an Arctic speculator; refuse several widths and unsupported methods."""
+    widths = {str(config[name]) for name in ("inner_dim", "emb_dim", "proj_dim")}
+    tied = config.get("tie_weights") and config.get("tie_lstm_embs")
+    known = config["method"] == "sum_rnn" or (config["method"] == "sum_lstm" and tied)
+    width = max(widths)
+    if not known or len(widths) > 1 or not width.isdigit():
+        raise InputError(
+            "an Arctic speculator must have one width and be sum_rnn, or sum_lstm with tied "
+            f"weights and embeddings; this one is {config['method']!r} of widths {sorted(widths)}; "
+            "choose another"
+        )
+    return int(width)
+
+
+def _join_gates(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Stack the gates, which Arctic stores separately; all gates share one embedding."""
+    named = {name.replace("cell_ln.", "ln."): value for name, value in named.items()}
+    for part in ("emb", "proj"):
+        for level in ("0", "1"):
+            found = [named.pop(f"{gate}_{part}.{level}.weight", None) for gate in GATES]
+            gates = [gate for gate in found if gate is not None]
+            if len(gates) < len(found):
+                continue
+            if part == "emb" and not all(torch.equal(gates[0], gate) for gate in gates):
+                raise InputError(
+                    "with tie_lstm_embs the gates' embeddings must be equal; download it again"
+                )
+            named[f"{part}.{level}.weight"] = gates[0] if part == "emb" else torch.cat(gates)
+    return named
 
 
 def _untie(named: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
