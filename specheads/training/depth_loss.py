@@ -360,7 +360,9 @@ class _Sums:
         weight, bias = self._places(level)
         # scale rows of the states' width, which are shorter than the vocabulary
         if (sums := self.gradients[self.place[level]]) is not None:
-            sums[rows] += (slopes @ self.cast[weight]).mul_(scale[:, None])
+            projection = self.cast[weight]
+            assert projection is not None
+            sums[rows] += (slopes @ projection).mul_(scale[:, None])
         if (sums := self.gradients[weight]) is not None:
             _add_product(sums, slopes, state * scale[:, None])
         if (sums := self.gradients[bias]) is not None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -75,7 +74,7 @@ class FeatureCache(FeatureSource):
 
     The key of a batch is its tokens and documents. The key of a folder is everything else that
     affects the features: weights, dtype, device type, attention and layers. Features are the same
-    bit for bit. Files are written atomically; a damaged file is reported and recomputed.
+    bit for bit. A file begins with the hash of the rest; a damaged one is reported and recomputed.
     """
 
     def __init__(
@@ -95,42 +94,28 @@ class FeatureCache(FeatureSource):
 
     def features(self, batch: TokenBatch) -> Features:
         """Return the features of a batch, from disk if they are there."""
-        file = self.folder / f"{_name(batch)}.safetensors"
+        key = hashlib.sha256(json.dumps(list(batch.tokens.shape)).encode())
+        for part in (batch.tokens, batch.document_ids):
+            key.update(b"" if part is None else part.cpu().numpy().tobytes())
+        file = self.folder / f"{key.hexdigest()[:32]}.safetensors"
         found = self._load(file) if file.is_file() else None
         if found is None:
             features = self.base.read(batch.tokens, self.aux_layers, batch.document_ids)
             found = {"hidden": features.hidden}
             if features.aux is not None:
                 found["aux"] = features.aux
-            kept = {name: value.detach().cpu().contiguous() for name, value in found.items()}
-            write_atomic(file, _seal(save(kept)))
+            kept = save({name: one.detach().cpu().contiguous() for name, one in found.items()})
+            write_atomic(file, hashlib.sha256(kept).digest() + kept)
         here = {name: value.to(self.base.device) for name, value in found.items()}
         return Features(here["hidden"], here.get("aux"), batch.tokens, batch.document_ids)
 
     def _load(self, file: Path) -> dict[str, Tensor] | None:
         content = file.read_bytes()
-        try:
-            if _seal(content[_SEAL:]) == content:
-                return load(content[_SEAL:])
-        except SafetensorError:
-            pass
+        size = hashlib.sha256().digest_size
+        if hashlib.sha256(content[size:]).digest() == content[:size]:
+            return load(content[size:])
         self.announce(f"{file} is damaged and will be recomputed")
         return None
-
-
-_SEAL = hashlib.sha256().digest_size
-
-
-def _seal(content: bytes) -> bytes:
-    """Prepend the hash of a file's content."""
-    return hashlib.sha256(content).digest() + content
-
-
-def _name(batch: TokenBatch) -> str:
-    digest = hashlib.sha256(json.dumps(list(batch.tokens.shape)).encode())
-    for part in (batch.tokens, batch.document_ids):
-        digest.update(b"" if part is None else part.cpu().numpy().tobytes())
-    return digest.hexdigest()[:32]
 
 
 def feature_cache(
@@ -142,12 +127,7 @@ def feature_cache(
     aux_layers: tuple[int, ...],
     announce: Callable[[str], object],
 ) -> FeatureCache | None:
-    """Return the feature cache of a run, None without one.
-
-    Raises:
-        ValueError: It may exceed `settings.gib`, or a phase trains the base, whose features then
-            change in each step.
-    """
+    """Return the feature cache of a run, None without one; refuse one that may exceed its size."""
     if not settings.gib:
         return None
     if joint := [name for name, phase in phases.items() if phase.joint]:
@@ -192,11 +172,8 @@ def server_layers(head: Head, num_layers: int) -> list[int]:
     """Return the layers whose states a server gives for a head, in vLLM's numbers.
 
     k is the state after k layers: 0 is the embedding, by which each answer is checked, and
-    `num_layers` is the last state before the final norm. The list is sorted and has no repeats.
-
-    Args:
-        head: The head; it chooses its `aux_layers` if its settings leave them open.
-        num_layers: Number of layers of the base.
+    `num_layers` is the last state before the final norm. A head that leaves its `aux_layers` open
+    chooses them.
     """
     head.choose_aux_layers(num_layers)
     return sorted({0, *head.aux_layers, num_layers})

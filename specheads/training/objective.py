@@ -61,19 +61,20 @@ class Objective(nn.Module):
         # `early_enough` excludes the labels whose position would wrap around
         ahead = [2] if chains else range(2, depth + 2)
         anchors = torch.stack([loss_mask.roll(-places, dims=1) for places in ahead]).any(0)
-        hidden, drafts = features.hidden.detach(), None
-        if own is not None:
+        hidden, guesses = features.hidden.detach(), None
+        if own is None:
+            every = self.head.states(features, tokens, anchors)
+        else:
             texts = early_enough(own.batch.loss_mask, features.document_ids, 1)
             with record_function("head"):
-                drafts = draft(self.head, features, own, texts)
-            loss_mask &= drafts.visited | ~own.chosen
+                every, guesses, visited = draft(self.head, features, own, texts)
+            loss_mask &= visited | ~own.chosen
         # the number of rows is a shape: this synchronises with a GPU once a step
         rows, labels = loss_mask.nonzero(as_tuple=True)
         count, rows, labels = len(rows), _filled(rows), _filled(labels)
         at = [labels + level if chains else labels for level in range(depth)]
         with record_function("head"):
             states = []
-            every = drafts.states if drafts else self.head.states(features, tokens, anchors)
             for level, state in enumerate(every):
                 state = state[rows, at[level] - 2 - level]
                 # to autocast's dtype: a norm may have returned float32
@@ -81,8 +82,8 @@ class Objective(nn.Module):
         is_filling = torch.arange(len(rows), device=rows.device) >= count
         tokens_at = [drafted[rows, place].masked_fill(is_filling, -1) for place in at]
         before = [hidden[rows, place - 1] for place in at[: depth if chains else 1]]
-        if own is not None and drafts is not None:
-            given = drafts.guesses, hidden, rows[:count], labels[:count]
+        if own is not None and guesses is not None:
+            given = guesses, hidden, rows[:count], labels[:count]
             some, expected, known = follow(own, self.head, *given)
             tokens_at = [one.index_copy(0, some, expected[k]) for k, one in enumerate(tokens_at)]
             before = [one.index_copy(0, some, known[k]) for k, one in enumerate(before)]

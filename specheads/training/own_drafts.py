@@ -5,7 +5,6 @@ See docs/train.md. Source of the idea: Lei et al. 2026, Draft-OPD, arXiv:2605.29
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,21 +30,17 @@ class OwnDrafts:
     """First labels of the chains that read the head's drafts."""
 
 
-class Drafted(NamedTuple):
-    """A head's states of every position, some of which have read its own drafts."""
-
-    states: list[Float[Tensor, "batch time width"]]
-    """Of each depth."""
-    guesses: Int[Tensor, "batch time depth"]
-    """Drafts of the positions before chosen labels."""
-    visited: Bool[Tensor, "batch time"]
-    """First labels of the chains that decoding would draft."""
-
-
 def draft(
     head: Head, features: Features, own: OwnDrafts, labels: Bool[Tensor, "batch time"]
-) -> Drafted:
+) -> tuple[
+    list[Float[Tensor, "batch time width"]],
+    Int[Tensor, "batch time depth"],
+    Bool[Tensor, "batch time"],
+]:
     """Draft from every position; those of chosen labels read their own drafts, others the text.
+
+    Return the states of each depth, the drafts of the positions before chosen labels, and the first
+    labels of the chains that decoding would draft.
 
     Each position drafts up to its first error, so the positions at which decoding would draft
     follow as in measure/offline.py. `labels` is the loss mask without the first two tokens of each
@@ -67,7 +62,7 @@ def draft(
         guesses.append(guess)
         read = torch.where(chosen, guess, text)
     visited = _visited(accepted.roll(2, 1), labels)
-    return Drafted(states, torch.stack(guesses, dim=-1), visited)
+    return states, torch.stack(guesses, dim=-1), visited
 
 
 @torch.no_grad()

@@ -59,8 +59,7 @@ from specheads.training.schedule import (
     text_tokens,
 )
 from specheads.training.settings import Distill, FeatureSettings, Phase, Schedule
-from specheads.training.step import Stepper, flop_counter
-from specheads.training.teacher import Step, Teacher
+from specheads.training.step import Step, Stepper, Teacher, flop_counter
 from specheads.training.trainer import AHEAD
 
 LEARNED_BYTES = 4

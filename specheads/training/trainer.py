@@ -29,8 +29,7 @@ from specheads.training.features import FeatureSource
 from specheads.training.log import PhaseLog
 from specheads.training.schedule import PlacedPhase, Progressed, adapter_settings, placed
 from specheads.training.settings import Schedule
-from specheads.training.step import Stepper
-from specheads.training.teacher import Teacher
+from specheads.training.step import Stepper, Teacher
 from specheads.training.validation import HeldOut, Watch
 
 
@@ -52,18 +51,16 @@ def train(
     """Train a head through every phase; resume from the newest checkpoint.
 
     The head is trained in place and saved in the run directory after each phase. The base's weights
-    never change: joint phases train an adapter, which is saved next to the head and removed from
-    the base at the end.
+    never change: joint phases train an adapter, which is saved next to the head.
 
-    `open_text` returns the text of a phase when the phase starts, and may generate it first. Its
-    last argument is a function that all processes call together from time to time, and that raises
-    KeyboardInterrupt after an interrupt. `tracker` is None on all processes except the main one.
-    `checkpoint_every` zero writes checkpoints at the end of phases only. The features of a frozen
-    base come from `source`; None is the base itself.
+    `open_text` returns the text of a phase when the phase starts. Its last argument is a function
+    that all processes call together, and that raises KeyboardInterrupt after an interrupt.
+    `tracker` is None on all processes except the main one. `checkpoint_every` zero writes
+    checkpoints at the end of phases only. The features of a frozen base come from `source`; None is
+    the base itself.
 
     The first interrupt (SIGINT or SIGTERM) of any process finishes the current step, writes a
-    checkpoint and raises KeyboardInterrupt on all processes. With several processes they finish one
-    more step. A second interrupt has its default effect.
+    checkpoint and raises KeyboardInterrupt on all processes. A second one has its default effect.
     """
     teacher = Teacher(base, head, adapter_settings(schedule), seed, source)
     try:
@@ -103,8 +100,6 @@ class _Trainer:
         self.stepper, self.run, self.accelerator = stepper, run, stepper.accelerator
         self.head, self.teacher, self.at = stepper.head, stepper.teacher, Progressed()
         self.stop = False
-        self.stops_before = torch.zeros((), device=self.accelerator.device)
-        """Number of processes with a stop request at the end of the previous step."""
 
     def run_phase(
         self,
@@ -201,9 +196,8 @@ class _Trainer:
         """Turn the first SIGINT or SIGTERM inside the context into a stop request."""
         # only the main thread receives signals
         is_main = threading.current_thread() is threading.main_thread()
-        numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
         # read both handlers first: an interrupt may come after the first replacement
-        before = {number: signal.getsignal(number) for number in numbers}
+        before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM) if is_main}
 
         def restore() -> None:
             for number, handler in before.items():
@@ -222,23 +216,15 @@ class _Trainer:
 
     def halt(self) -> None:
         """Raise KeyboardInterrupt on all processes if any of them has a stop request."""
-        if self._stop_requests() > 0:
+        if self._stops():
             raise KeyboardInterrupt
 
     def _stops(self) -> bool:
-        """Return whether any process has a stop request.
-
-        With several processes the answer is that of the previous call, which is already there:
-        reading the current one would synchronise with the device.
-        """
+        """Return whether any process has a stop request. With several this synchronises."""
         if self.accelerator.num_processes == 1:
             return self.stop
-        before, self.stops_before = self.stops_before, self._stop_requests()
-        return bool(before > 0)
-
-    def _stop_requests(self) -> Tensor:
-        """All-reduce the stop flag. Reading the result synchronises."""
-        return self.stepper.total(torch.full_like(self.stops_before, self.stop))
+        request = torch.tensor(float(self.stop), device=self.accelerator.device)
+        return bool(self.stepper.total(request) > 0)
 
 
 Item = TypeVar("Item")

@@ -20,8 +20,7 @@ from specheads.training.depth_loss import DepthLoss
 from specheads.training.objective import drawn_labels, label_counts
 from specheads.training.schedule import PlacedPhase, Progressed
 from specheads.training.settings import Phase
-from specheads.training.step import Stepper
-from specheads.training.teacher import Teacher
+from specheads.training.step import Stepper, Teacher
 
 SCORE = "validation/tokens_per_forward"
 

@@ -25,9 +25,9 @@ from specheads.heads.load import build_for, kinds, load_head
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
-from specheads.training import teacher as teachers
+from specheads.training import step as teachers
 from specheads.training.settings import Joint, Phase, Schedule
-from specheads.training.teacher import Teacher
+from specheads.training.step import Teacher
 from tests import tiny
 from tests.training import test_trainer
 from tests.training.test_trainer import assert_equal, power_cut

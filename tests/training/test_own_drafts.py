@@ -19,7 +19,7 @@ from specheads.training.objective import (
     label_counts,
     whole_chains,
 )
-from specheads.training.own_drafts import Drafted, OwnDrafts, draft, follow
+from specheads.training.own_drafts import OwnDrafts, draft, follow
 from specheads.training.schedule import refuse_unread
 from specheads.training.settings import Phase
 from tests import tiny
@@ -45,7 +45,7 @@ def everywhere(batch: TokenBatch, base: FrozenBase) -> OwnDrafts:
     return OwnDrafts(base, batch, torch.ones_like(batch.loss_mask))
 
 
-def _drafted(head: Head, batch: TokenBatch, base: FrozenBase) -> tuple[Drafted, torch.Tensor]:
+def _drafted(head: Head, batch: TokenBatch, base: FrozenBase) -> tuple[Any, torch.Tensor]:
     features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
     labels = early_enough(batch.loss_mask, batch.document_ids, 1)
     return draft(head, features, everywhere(batch, base), labels), features.hidden
@@ -79,7 +79,7 @@ def test_visited_positions_are_those_of_a_replay(head: Head):
     tokens = torch.tensor([prompt + text])
     batch = TokenBatch(tokens, torch.arange(tokens.shape[1])[None] >= len(prompt))
     drafts, _ = _drafted(head, batch, base)
-    found = drafts.visited[0].nonzero()[:, 0]
+    found = drafts[2][0].nonzero()[:, 0]
     assert found.tolist() == wanted
     assert len(wanted) < len(accepted)
 
@@ -88,9 +88,7 @@ def test_deeper_depths_read_the_drafts_of_decoding(head: Head):
     base, batch = tiny.base(), packed(texts())
     drafts, _ = _drafted(head, batch, base)
     for row, label in ((0, 4), (0, 14), (0, 20), (1, 5), (1, 31)):
-        assert drafts.guesses[row, label - 2].tolist() == drafted(
-            head, base, _before(batch, row, label)
-        )
+        assert drafts[1][row, label - 2].tolist() == drafted(head, base, _before(batch, row, label))
 
 
 def _before(batch: TokenBatch, row: int, label: int) -> list[int]:
@@ -181,11 +179,11 @@ def test_only_visited_and_reached_depths_learn_from_own_drafts(head: Head):
     found = Objective(head)(
         features, batch.tokens, loss_mask, base.logits_of, settings, counts, everywhere(batch, base)
     )
-    left = early_enough(loss_mask, batch.document_ids, DEPTH) & drafts.visited
+    left = early_enough(loss_mask, batch.document_ids, DEPTH) & drafts[2]
     rows, first = left.nonzero(as_tuple=True)
     own, wanted = everywhere(batch, base), torch.zeros((), dtype=torch.double)
-    _, labels, _ = follow(own, head, drafts.guesses, hidden, rows, first)
-    for level, state in enumerate(drafts.states):
+    _, labels, _ = follow(own, head, drafts[1], hidden, rows, first)
+    for level, state in enumerate(drafts[0]):
         logits = head.logits(state[rows, first - 2], level)
         sums = F.cross_entropy(logits, labels[level], ignore_index=-1, reduction="sum")
         wanted = wanted + sums / counts[level]

@@ -15,7 +15,7 @@ from specheads.measure.offline import offline_logits
 from specheads.training.depth_loss import DepthLoss
 from specheads.training.objective import Objective, drawn_labels, whole_chains
 from specheads.training.settings import LOSSES, Joint, Phase
-from specheads.training.teacher import Teacher
+from specheads.training.step import Teacher
 from tests import tiny
 from tests.packed import alone, packed, pieces, texts
 

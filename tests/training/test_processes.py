@@ -47,7 +47,7 @@ def test_signal_to_one_process_stops_all_at_one_checkpoint(rank: int, tmp_path: 
     found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), f"stop-{rank}")
     assert found.returncode == 1
     assert "KeyboardInterrupt" in found.stderr
-    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-4"]
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-3"]
 
 
 @pytest.mark.parametrize("words", [["kill-0"], ["kill-1"], ["kill-1", "fsdp2"]])

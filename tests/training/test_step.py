@@ -19,8 +19,7 @@ from specheads.training import processes
 from specheads.training.objective import Objective, label_counts
 from specheads.training.schedule import PlacedPhase, placed
 from specheads.training.settings import Phase, Schedule
-from specheads.training.step import Stepper, flop_counter
-from specheads.training.teacher import Step, Teacher
+from specheads.training.step import Step, Stepper, Teacher, flop_counter
 from tests import tiny
 from tests.meta import META, Waits
 from tests.packed import alone, texts

@@ -27,8 +27,7 @@ from specheads.runs.trackers import read_metrics
 from specheads.training import log, trainer, validation
 from specheads.training.objective import Objective
 from specheads.training.settings import Joint, Phase, Schedule
-from specheads.training.step import Stepper
-from specheads.training.teacher import Teacher
+from specheads.training.step import Stepper, Teacher
 from specheads.training.texts import PhaseTexts
 from specheads.training.validation import HeldOut, validate
 from tests import tiny

@@ -10,7 +10,7 @@ import os
 from collections.abc import Generator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from json import JSONDecodeError
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from anyio.from_thread import start_blocking_portal
@@ -40,6 +40,9 @@ class Completions:
 
     If an answer has text only, the base's tokenizer gives the token ids, which may differ from
     those that the server sampled.
+
+    Raises:
+        ValueError: The URL is invalid, or the key is not printable ASCII.
     """
 
     def __init__(self, settings: Distill, base: FrozenBase) -> None:
@@ -69,11 +72,9 @@ class Completions:
             )
             try:
                 while True:
-                    while (
-                        failure is None
-                        and len(pending) < self.settings.batch_size
-                        and (request := pull()) is not None
-                    ):
+                    while failure is None and len(pending) < self.settings.batch_size:
+                        if (request := pull()) is None:
+                            break
                         pending.add(portal.start_task_soon(self._answer, client, request))
                     if not pending:
                         break
@@ -124,11 +125,13 @@ class Completions:
             if isinstance(error, APIStatusError):
                 status = error.status_code
                 what = f"status {status}, {error.response.text}"
-            raise InputError(
-                f"a server must answer each request, but {self.shown} did not: "
-                f"{quoted(what, self._key)}; {REMEDIES.get(status, RESUME)}"
-            ) from None
+            self._refuse("must answer each request", what, REMEDIES.get(status, RESUME))
         return self._read(request, reply)
+
+    def _refuse(self, rule: str, what: str, remedy: str) -> NoReturn:
+        raise InputError(
+            f"a server {rule}, but {self.shown} did not: {quoted(what, self._key)}; {remedy}"
+        ) from None
 
     def _read(self, request: GenerationRequest, reply: Any) -> Answer:
         """Return the answer in a reply."""
@@ -138,40 +141,30 @@ class Completions:
             is_complete, is_cut = (choice.finish_reason == one for one in ("stop", "length"))
             if not (is_complete or is_cut) or any(token < 0 for token in tokens or ()):
                 raise ValueError
-            if (read := getattr(choice, "prompt_token_ids", None)) is None:
-                length = getattr(reply.usage, "prompt_tokens", len(request.tokens))
-            else:
-                length = len(read)
+            read = getattr(choice, "prompt_token_ids", None)
+            length = getattr(reply.usage, "prompt_tokens", None) if read is None else len(read)
         except (AttributeError, TypeError, ValueError):
-            raise InputError(
-                f"a server must return one complete answer, but {self.shown} returned "
-                f"{quoted(str(reply), self._key)}; use a server with /v1/completions"
-            ) from None
-        if length != len(request.tokens) or read not in (None, request.tokens):
-            raise InputError(
-                f"a server must use the prompt's token ids, but {self.shown} read {length} "
-                f"in place of the {len(request.tokens)} of text {request.number}; use a server "
-                "that takes token ids as prompt and does not change them"
+            remedy = "use a server with /v1/completions"
+            self._refuse("must return one complete answer", str(reply), remedy)
+        if length not in (None, len(request.tokens)) or read not in (None, request.tokens):
+            what = (
+                f"it read {length} in place of the {len(request.tokens)} of text {request.number}"
             )
+            self._refuse("must use the prompt's token ids", what, "use one that takes token ids")
         if tokens is None:
             what = f"{self.shown} returns text without token ids, which"
             tokens = self.base.tokenizer_for(what)(text, add_special_tokens=False)["input_ids"]
         if (largest := max(tokens, default=0)) >= self.base.vocab_size:
-            raise InputError(
-                f"a server must serve the base, but {self.shown} returned token {largest} of a "
-                f"vocabulary of {self.base.vocab_size}; serve {self.base.name!r}"
-            )
-        if is_complete:
-            tokens = self._ended(tokens, choice)
-        finish = "eos" if is_complete and len(tokens) <= request.new_tokens else "length"
-        return Answer(request.number, tokens[: request.new_tokens], finish)
-
-    def _ended(self, tokens: list[int], choice: Any) -> list[int]:
-        """Append the end token if it is missing, as it always is in text."""
-        # vLLM reports it if it is not the model's first one, SGLang always
+            what = f"it returned token {largest} of a vocabulary of {self.base.vocab_size}"
+            self._refuse("must serve the base", what, f"serve {self.base.name!r}")
+        # the end token is missing in text; vLLM names it if it is not the model's first one, SGLang
+        # always
         named = getattr(choice, "stop_reason", None) or getattr(choice, "matched_stop", None)
         ends = [named] if isinstance(named, int) else self._ends
-        return tokens if not ends or tokens[-1:] in [[end] for end in ends] else [*tokens, ends[0]]
+        if is_complete and ends and tokens[-1:] not in [[end] for end in ends]:
+            tokens = [*tokens, ends[0]]
+        finish = "eos" if is_complete and len(tokens) <= request.new_tokens else "length"
+        return Answer(request.number, tokens[: request.new_tokens], finish)
 
 
 def quoted(text: str, key: str) -> str:
