@@ -35,13 +35,7 @@ from specheads.core.files import read_json, writable_folder, write_atomic
 from specheads.core.machine import to_device
 from specheads.data.packing import TokenBatch
 from specheads.runs.directory import RunDirectory
-from specheads.training.distill.openai import (
-    KEY_VARIABLE,
-    REMEDIES,
-    key_in,
-    quoted,
-    shown_url,
-)
+from specheads.training.distill.openai import KEY_VARIABLE, REMEDIES, key_in, quoted, shown_url
 from specheads.training.features import (
     FeatureSource,
     features_of,

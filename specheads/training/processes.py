@@ -1,7 +1,6 @@
 """Processes of a run: accelerate's configuration, sharding, collective calls, and equal bits."""
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -154,17 +153,12 @@ def _precision(dtype: str) -> str:
 
 
 def fix_workspace() -> None:
-    """Set the size of cuBLAS's workspace unless it is set; torch reads it at its first product."""
-    if WORKSPACE in os.environ:
-        return
-    if torch.cuda.is_initialized():
-        warnings.warn(
-            "a resumed run may differ in its last bits: torch used the GPU before "
-            f"{WORKSPACE} was set; set it to :4096:8 before Python starts",
-            stacklevel=2,
-        )
-    else:
-        os.environ[WORKSPACE] = ":4096:8"
+    """Set the size of cuBLAS's workspace unless it is set; torch reads it at its first product.
+
+    Without it a resumed run may differ in its last bits.
+    """
+    if not torch.cuda.is_initialized():
+        os.environ.setdefault(WORKSPACE, ":4096:8")
 
 
 @contextmanager
@@ -172,12 +166,10 @@ def repeatable(device: torch.device) -> Iterator[None]:
     """Use torch's deterministic algorithms for a backward pass on a GPU; restore settings after it.
 
     A resumed run needs the same bits as an uninterrupted one. One kernel of a training step adds in
-    an order that differs from run to run: the backward pass of torch's fused attention. The
-    deterministic variant is less parallel; all other kernels stay the same. Forward passes are
-    repeatable without the setting, and the setting would refuse the kernel that counts the tokens
+    an order that differs from run to run: the backward pass of torch's fused attention. Forward
+    passes are repeatable without the setting, which would refuse the kernel that counts the tokens
     of each expert in some bases. torch also fills uninitialised memory by default; that is switched
-    off. Without the size of cuBLAS's workspace torch would refuse its products: see
-    `fix_workspace`.
+    off. Without the size of cuBLAS's workspace torch would refuse its products.
     """
     if device.type != "cuda" or WORKSPACE not in os.environ:
         yield

@@ -13,12 +13,7 @@ from specheads.core.features import Committed
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build, build_for, kinds
 from specheads.measure.offline import guess_ranks
-from specheads.training.objective import (
-    Objective,
-    early_enough,
-    label_counts,
-    whole_chains,
-)
+from specheads.training.objective import Objective, early_enough, label_counts, whole_chains
 from specheads.training.own_drafts import OwnDrafts, draft, follow
 from specheads.training.schedule import refuse_unread
 from specheads.training.settings import Phase

@@ -1,14 +1,23 @@
-"""The planned peak of memory equals the measured peak."""
+"""The planned peak of memory equals the measured peak.
+
+As a script it prints one of both: `planned` or `measured`, and overrides.
+"""
 
 import importlib.util
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from specheads.commands._dry_run import setup_of
+from specheads.commands.train import train
+from specheads.config import compose
 from specheads.heads.load import kinds
+from specheads.training.plan import plan
+from specheads.training.processes import accelerator_of_environment
 
 STATUS = Path("/proc/self/status")
 TINY = ("recipe=tiny_code", "schedule.phases.corpus.steps=4")
@@ -27,7 +36,7 @@ pytestmark = [
 
 def peak(what: str, overrides: tuple[str, ...]) -> int:
     """Return a peak in bytes, from a separate process."""
-    call = [sys.executable, "-m", "tests.training.measured_peak", what, *overrides]
+    call = [sys.executable, "-m", "tests.training.test_peaks", what, *overrides]
     done = subprocess.run(call, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -45,3 +54,22 @@ def test_planned_peak_is_within_15_percent_of_the_measured_one(kind: str, phases
 )
 def test_planned_peak_of_eagle3_on_smollm2():
     assert peak("planned", SMOLLM2) == pytest.approx(peak("measured", SMOLLM2), rel=0.15)
+
+
+def main(what: str, *overrides: str) -> None:
+    words = [*overrides, "evaluate_after=false", "validation.rows=0"]
+    settings = compose.settings_of("train", words)
+    if what == "planned":
+        found = plan(setup_of(settings), accelerator_of_environment(settings.base.dtype))
+        peak = found["peak_bytes"]
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            settings.run_dir = f"{folder}/run"
+            train(settings=settings)
+        lines = STATUS.read_text(encoding="ascii").splitlines()
+        peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    sys.stdout.write(f"{json.dumps(peak)}\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

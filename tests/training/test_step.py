@@ -80,22 +80,17 @@ def test_training_step_synchronises_once(kind, weighting, monkeypatch):
     assert waits.found == {"nonzero": 1}
 
 
-deterministic: Any = torch.utils.deterministic
-
-
-def settings() -> tuple[bool, bool, bool]:
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        deterministic.fill_uninitialized_memory,
-    )
-
-
 @pytest.mark.parametrize("before", [(False, False), (True, True), (True, False)])
 def test_gpu_backward_is_deterministic_and_settings_are_restored(before, monkeypatch):
     monkeypatch.setenv(processes.WORKSPACE, ":4096:8")
-    plain = settings()
-    enabled, warn_only = before
+    deterministic: Any = torch.utils.deterministic
+
+    def settings() -> tuple[bool, bool, bool]:
+        enabled = torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        return enabled, warn_only, deterministic.fill_uninitialized_memory
+
+    plain, (enabled, warn_only) = settings(), before
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
     try:
         as_set = settings()

@@ -17,7 +17,7 @@ from specheads.base.fingerprint import config_fingerprint
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.files import sole_writer, sweep, write_atomic
+from specheads.core.files import as_json, sole_writer, sweep, write_atomic
 from specheads.core.texts import derive_seed, loops
 from specheads.data.encode import tokenizer_fingerprint
 from specheads.data.settings import Data
@@ -26,8 +26,8 @@ from specheads.heads.load import drafter_of
 from specheads.training.distill.engines import Answer, GenerationRequest, TextEngine, build
 from specheads.training.distill.prompts import PromptSource, decoder, prompt_source
 from specheads.training.distill.shards import (
+    MARK,
     as_markdown,
-    claim_folder,
     missing_blocks,
     refuse_other_text,
     report_of,
@@ -141,9 +141,11 @@ def job_of(
     )
 
 
-def generated_text(
-    number: int, job: Job
-) -> Generator[GenerationRequest, Answer, list[dict[str, Any]]]:
+TextInProgress = Generator[GenerationRequest, Answer | None, list[dict[str, Any]]]
+"""Yields requests, is sent their answers, and returns the rows of a shard."""
+
+
+def generated_text(number: int, job: Job) -> TextInProgress:
     """Yield the requests of one text, each after the answer to the one before; return its rows.
 
     There is one row, unless the chat template changes earlier turns (for example by removing
@@ -167,6 +169,7 @@ def generated_text(
             break
         seeded = replace(sampling, seed=derive_seed(own_seed, len(answers)))
         answer = yield GenerationRequest(number, tokens, min(job.settings.new_tokens, room), seeded)
+        assert answer
         if fault := fault_of(answer, job.drop, base.eos_ids, decoder(base)):
             break
         answers.append(answer.tokens)
@@ -225,7 +228,8 @@ def write_text(
         if job.rank == 0:
             sweep(job.folder)
         yield 0, 0, 0, 0.0
-        claim_folder(job.folder, claim)
+        # the processes of a run write the same
+        write_atomic(job.folder / MARK, as_json(claim))
         writer, engine = _Writer(job, mine), make(job)
         began = told = time.monotonic()
         with closing(engine(writer.pull)) as answers:
@@ -244,7 +248,7 @@ class _Writer:
         self._job, self._numbers = job, chain.from_iterable(blocks.values())
         self._missing = {block: len(numbers) for block, numbers in blocks.items()}
         self._rows: dict[int, list[dict[str, Any]]] = {block: [] for block in blocks}
-        self._texts: dict[int, Generator[GenerationRequest, Answer, list[dict[str, Any]]]] = {}
+        self._texts: dict[int, TextInProgress] = {}
         self._ready: deque[GenerationRequest] = deque()
         self.finished = self.dropped = self.new_tokens = 0
 
@@ -253,18 +257,18 @@ class _Writer:
         while not self._ready:
             if (number := next(self._numbers, None)) is None:
                 return None
-            self._texts[number] = text = generated_text(number, self._job)
-            self._advance(number, partial(next, text))
+            self._texts[number] = generated_text(number, self._job)
+            self._advance(number, None)
         return self._ready.popleft()
 
     def take(self, answer: Answer) -> None:
         """Add an answer to its text, and prepare the next turn."""
         self.new_tokens += len(answer.tokens)
-        self._advance(answer.number, partial(self._texts[answer.number].send, answer))
+        self._advance(answer.number, answer)
 
-    def _advance(self, number: int, resume: Callable[[], GenerationRequest]) -> None:
+    def _advance(self, number: int, answer: Answer | None) -> None:
         try:
-            self._ready.append(resume())
+            self._ready.append(self._texts[number].send(answer))
         except StopIteration as end:
             del self._texts[number]
             self.finished += 1

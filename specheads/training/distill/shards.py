@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from specheads.core.errors import InputError, printable
-from specheads.core.files import as_json, write_atomic
+from specheads.core.files import write_atomic
 from specheads.data.documents import Documents
 
 MARK = "fingerprint.json"
@@ -50,11 +50,6 @@ def refuse_other_text(folder: Path, claim: dict[str, Any]) -> None:
                 f"{folder} was generated with {name} {before.get(name)}, got {value}; use the "
                 "same settings, or choose another folder"
             )
-
-
-def claim_folder(folder: Path, claim: dict[str, Any]) -> None:
-    """Write what determines the text of a folder; processes of one run write the same."""
-    write_atomic(folder / MARK, as_json(claim))
 
 
 def missing_blocks(folder: Path, size: int, total: int) -> dict[int, range]:

@@ -27,6 +27,12 @@ from tests.training.distill.completions_server import PASSING, Completions, cont
 
 TINY_CODE = Path(__file__).parents[3] / "recipes" / "tiny_code" / "base"
 KEY = "sk-secret-0123"
+DEFINITION = [315, 290, 456, 1466]
+"""`def f(x):` in the tokens of tiny_code."""
+INVALID = (
+    *("", "127.0.0.1:8000/v1", "ftp://a:hunter2@x?hunter2"),
+    *("http://", "http://[::1", "http://x:99999"),
+)
 
 
 def write(engine: TextEngine, asks: Iterable[GenerationRequest]) -> dict[int, Answer]:
@@ -87,26 +93,21 @@ def test_transformers_samples_as_the_local_engine(batch_size):
     assert [answers[number].tokens for number in range(6)] == wanted
 
 
-def test_transformers_keeps_the_end_token():
+def test_transformers_keeps_the_end_token_and_ignores_the_generation_config():
     said = tiny.continuations()
     model = copy.deepcopy(tiny.base().model)
-    model.generation_config = GenerationConfig(eos_token_id=[said[0][9], tiny.VOCAB - 1])
-    base = FrozenBase(model)
+    own = GenerationConfig(
+        eos_token_id=[said[0][9], tiny.VOCAB - 1],
+        **{"do_sample": True, "top_k": 1, "repetition_penalty": 5.0, "suppress_tokens": [3, 4]},
+    )
+    model.generation_config = own
+    base, state = FrozenBase(model), torch.random.get_rng_state()
     answers = write(build(settings(engine="transformers"), base), ragged())
     for number, text in enumerate(said):
         end = next((at for at, token in enumerate(text) if token in base.eos_ids), None)
         cut = text if end is None else text[: end + 1]
         assert answers[number] == Answer(number, cut, "length" if end is None else "eos")
     assert answers[0].finish == "eos"
-
-
-def test_transformers_ignores_the_models_generation_config():
-    model = copy.deepcopy(tiny.base().model)
-    own = GenerationConfig(do_sample=True, top_k=1, repetition_penalty=5.0, suppress_tokens=[3, 4])
-    model.generation_config = own
-    state = torch.random.get_rng_state()
-    answers = write(build(settings(engine="transformers"), FrozenBase(model)), ragged())
-    assert [answers[number].tokens for number in range(3)] == tiny.continuations()
     assert model.generation_config is own
     assert torch.equal(torch.random.get_rng_state(), state)
 
@@ -171,37 +172,21 @@ def test_request_has_all_sampling_parameters(service):
     sampling = Sampling(
         temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, repetition_penalty=1.1, seed=2**62 + 1
     )
-    write(
-        asking(service),
-        [GenerationRequest(4, [1, 2], 9, sampling), GenerationRequest(5, [1, 3], 9, Sampling())],
-    )
-    first, second = sorted(service.requests, key=lambda request: request["prompt"])
-    assert first == {
-        "model": "served",
-        "prompt": [1, 2],
-        "max_tokens": 9,
-        "n": 1,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 7,
-        "min_p": 0.1,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.1,
-        "repeat_penalty": 1.1,
-        "repeat_last_n": -1,
-        "seed": 2**62 + 1,
-        "stop_token_ids": [],
-        "add_special_tokens": False,
-        "skip_special_tokens": False,
-        "return_token_ids": True,
-    }
-    assert (second["temperature"], second["top_k"], second["top_p"]) == (0.0, -1, 1.0)
+    write(asking(service), [GenerationRequest(4, [1, 2], 9, sampling)])
+    write(asking(service), [GenerationRequest(5, [1, 3], 9, Sampling())])
+    drawn, greedy = service.requests
+    wanted = {"model": "served", "prompt": [1, 2], "max_tokens": 9, "temperature": 0.5}
+    wanted |= {"top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1}
+    wanted |= {"repeat_penalty": 1.1, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    wanted |= {"seed": 2**62 + 1, "return_token_ids": True}
+    assert drawn.items() >= wanted.items()
+    assert (greedy["temperature"], greedy["top_k"], greedy["top_p"]) == (0.0, -1, 1.0)
 
 
 @pytest.mark.parametrize(
     ("status", "remedy"),
     [
+        ("garbage", "must answer each request"),
         ("400", "lower prompt_tokens or new_tokens"),
         ("401", "environment variable OPENAI_API_KEY"),
         ("403", "environment variable OPENAI_API_KEY"),
@@ -216,7 +201,7 @@ def test_refusal_is_one_line_without_the_key(service, monkeypatch, status, remed
         write(asking(service), asks(1))
     assert service.keys == [f"Bearer {KEY}"]
     message = str(error.value)
-    assert f"status {status}, no, not with Bearer *** and not now" in message
+    assert status == "garbage" or f"status {status}, no, not with Bearer *** and not now" in message
     assert KEY not in message
     assert "\n" not in message
 
@@ -237,36 +222,23 @@ def test_server_without_answer_is_one_line_after_other_answers(service, fault, m
     assert KEY not in str(error.value)
 
 
-def test_missing_server_is_named_without_secrets(monkeypatch):
-    monkeypatch.setattr(openai, "RETRIES", 1)
-    address = "http://ada:hunter2@127.0.0.1:9/v1?token=hunter2"
-    with pytest.raises(InputError, match=r"http://127\.0\.0\.1:9/v1 did not") as error:
-        write(build(settings(engine="openai", url=address), tiny.base()), asks(1))
-    assert "hunter2" not in str(error.value)
-
-
-def test_invalid_key_is_refused_by_variable_name(monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\nX-Evil: 1")
-    asked = settings(engine="openai", url="http://127.0.0.1:9/v1")
-    with pytest.raises(InputError, match="the one in OPENAI_API_KEY") as error:
-        build(asked, tiny.base())
-    assert KEY not in str(error.value)
-
-
 @pytest.mark.parametrize(
-    "url",
+    ("url", "key", "line"),
     [
-        "",
-        "127.0.0.1:8000/v1",
-        "ftp://a:hunter2@x?hunter2",
-        "http://",
-        "http://[::1",
-        "http://x:99999",
+        *((url, "", "a server's url must begin") for url in INVALID),
+        (
+            "http://ada:hunter2@127.0.0.1:9/v1?token=hunter2",
+            "",
+            r"http://127\.0\.0\.1:9/v1 did not",
+        ),
+        ("http://127.0.0.1:9/v1", "hunter2\nX-Evil: 1", "the one in OPENAI_API_KEY"),
     ],
 )
-def test_invalid_url_is_refused_first(url):
-    with pytest.raises(InputError, match="a server's url must begin") as error:
-        build(settings(engine="openai", url=url), tiny.base())
+def test_unusable_address_or_key_is_refused_without_secrets(url, key, line, monkeypatch):
+    monkeypatch.setattr(openai, "RETRIES", 1)
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(InputError, match=line) as error:
+        write(build(settings(engine="openai", url=url), tiny.base()), asks(1))
     assert "hunter2" not in str(error.value)
 
 
@@ -294,19 +266,6 @@ def spoken(**choice: Any) -> dict[str, Any]:
     return {"choices": [{"text": "def f(x):", "finish_reason": "stop"} | choice]}
 
 
-def test_text_without_token_ids_is_tokenised_once(service):
-    tokenizer = tiny_code().tokenizer
-    assert tokenizer is not None
-    ids, (end,) = tokenizer("def f(x):", add_special_tokens=False)["input_ids"], tiny_code().eos_ids
-    service.reply = lambda request: spoken(
-        finish_reason="stop" if request["prompt"][0] == 1 else "length"
-    )
-    engine = asking(service, tiny_code())
-    answers = write(engine, asks(2, new_tokens=20))
-    assert answers[0] == Answer(0, [*ids, end], "eos")
-    assert answers[1] == Answer(1, ids, "length")
-
-
 @pytest.mark.parametrize(
     ("choice", "tokens", "finish"),
     [
@@ -323,6 +282,9 @@ def test_text_without_token_ids_is_tokenised_once(service):
         # no space for the end token
         ({"token_ids": [5] * 6}, [5] * 6, "length"),
         ({"text": ""}, [0], "eos"),
+        # text without token ids is tokenised
+        ({}, [*DEFINITION, 0], "eos"),
+        ({"finish_reason": "length"}, DEFINITION, "length"),
     ],
 )
 def test_answer_has_one_end_token(service, choice, tokens, finish):
@@ -355,12 +317,6 @@ ONE = "must return one complete answer"
 def test_invalid_reply_is_refused_in_one_line(service, reply, told):
     service.reply = lambda _request: reply
     with pytest.raises(InputError, match=told):
-        write(asking(service), asks(1))
-
-
-def test_reply_that_is_not_json_is_refused(service):
-    service.fault = lambda _prompt, _attempt: "garbage"
-    with pytest.raises(InputError, match="must answer each request"):
         write(asking(service), asks(1))
 
 
