@@ -81,16 +81,12 @@ def depth_loss(
 ) -> DepthLoss:
     """Return the loss of all depths without materialising all logits.
 
-    Args:
-        states: Hidden states per depth; row r belongs to label r.
-        projections: One per depth; tied depths repeat them.
-        targets: One for all depths, or one per depth.
-        kind: Name of the loss, one of `LOSSES`.
-        decay: Weight of each depth relative to the previous one.
-        depth_weights: Weight per depth, in place of `decay`.
-        weighting: geometric, or one of `CHAIN_WEIGHTS` that also multiplies each row; row r of
-            every depth must then come from the same position, which needs targets per depth.
-        chunk_rows: Rows whose logits are in memory at once; None selects them for the device.
+    Row r of the states of each depth belongs to label r. Tied depths repeat a projection. `kind` is
+    one of `LOSSES`. `decay` is the weight of each depth relative to the previous one;
+    `depth_weights` replaces it. `weighting` is geometric, or one of `CHAIN_WEIGHTS` that also
+    multiplies each row; row r of every depth must then come from the same position, which needs
+    targets per depth. `chunk_rows` rows have their logits in memory at once; None selects them for
+    the device.
     """
     depth, weight = len(states), projections[0][0]
     each = [targets] * depth if isinstance(targets, Targets) else list(targets)

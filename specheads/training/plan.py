@@ -64,8 +64,6 @@ from specheads.training.trainer import AHEAD
 
 LEARNED_BYTES = 4
 """Bytes of a trained number, its gradient, and each moment: all are float32."""
-TOKEN_BYTES = 5
-"""Bytes of a token of text: an int32 and its loss mask."""
 DOCUMENTS = 3
 """Assumed documents per row of best-fit packing."""
 MARGIN = 0.2
@@ -122,9 +120,6 @@ def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
 
     Memory (bytes of one process) and FLOPs are computed from shapes. If this machine has the device
     and the base, and the run fits, a few real steps give hours and the measured peak.
-
-    Raises:
-        ValueError: A phase does not fit the base, the head or the processes.
     """
     device = _device_of(setup.base, accelerator)
     on_cpu = device.type == "cpu"
@@ -309,7 +304,8 @@ def _disk(shapes: "Shapes") -> Parts:
     return {
         f"checkpoints ({KEPT}, and one in progress)": (KEPT + 1) * (head + shapes.moments),
         "heads (after each phase, the best, and the last)": (len(phases) + 2) * head,
-        "generated text": tokens * TOKEN_BYTES,
+        # an int32 and its loss mask
+        "generated text": tokens * 5,
     }
 
 
@@ -580,13 +576,9 @@ class FusedKernels(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and args[0].is_meta:
             func = _fused
         if getattr(func, "__name__", "") == "_grouped_mm" and args[0].is_meta:
-            func = _grouped
+            # all rows by one expert's matrix have the shapes of the grouped product
+            return args[0] @ args[1][0]
         return func(*args, **(kwargs or {}))
-
-
-def _grouped(rows: Tensor, matrices: Tensor, **_: Any) -> Tensor:
-    """Multiply all rows by one expert's matrix: the shapes are those of the grouped product."""
-    return rows @ matrices[0]
 
 
 def _fused(

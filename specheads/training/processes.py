@@ -33,9 +33,6 @@ def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
     Sharding applies to the base: see `load_base`. Each process has the whole head. The launcher's
     mixed precision applies unless it is "no", which is also its default: then the head trains in
     bfloat16 if the machine supports it and the base's `dtype` is not float32 or float64.
-
-    Raises:
-        ValueError: The configuration names an engine or a precision that is not supported.
     """
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     other = _is_set("ACCELERATE_USE_DEEPSPEED") or _is_set("ACCELERATE_USE_MEGATRON_LM")
@@ -67,9 +64,6 @@ def load_base(choices: Mapping[str, Any], accelerator: Accelerator) -> FrozenBas
     """Load a base onto this process's device, or this process's shard of it.
 
     `choices` are the arguments of `FrozenBase.load`. A base without layers is never sharded.
-
-    Raises:
-        ValueError: As `FrozenBase.load`, or the sharding does not fit the processes.
     """
     device = choices.get("device", "auto")
     if device == "auto":
@@ -90,11 +84,7 @@ def readers(sharding: Sharding | None, accelerator: Accelerator) -> dict[str, in
 
 
 def sharding_of(accelerator: Accelerator, device: str) -> Sharding | None:
-    """Return the sharding of a base; None if each process has all of it.
-
-    Raises:
-        ValueError: The sharding does not fit the processes.
-    """
+    """Return the sharding of a base; None if each process has all of it."""
     if device != "auto":
         return None
     try:

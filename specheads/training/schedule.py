@@ -13,8 +13,6 @@ from specheads.core.errors import InputError
 from specheads.data.settings import CONVERSATIONS, Data
 from specheads.training.settings import Distill, Joint, Phase, Schedule
 
-MOST_WARMUP_STEPS = 2000
-
 
 @dataclass(slots=True)
 class Progressed:
@@ -81,7 +79,7 @@ def learning_rate_share(step: int, phase: Phase) -> float:
 
     Source: Wertheimer et al. 2024, arXiv:2404.19124; fms-fsdp, speculator/train_speculator.py.
     """
-    warmup = min(MOST_WARMUP_STEPS, round(phase.steps * phase.warmup_share))
+    warmup = min(2000, round(phase.steps * phase.warmup_share))
     rising = 1.0 - (1.0 - min(step, warmup) / warmup) ** 2 if warmup else 1.0
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(step / phase.steps, 1.0)))
     return min(rising, phase.final_share + (1.0 - phase.final_share) * cosine)

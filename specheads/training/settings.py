@@ -230,11 +230,7 @@ class Schedule:
 
 
 def distilled(schedule: Schedule) -> Distill:
-    """Return the settings of the first distilled phase.
-
-    Raises:
-        InputError: No phase is distilled.
-    """
+    """Return the settings of the first distilled phase."""
     found = (phase.distill for phase in schedule.phases.values() if phase.distill)
     if first := next(found, None):
         return first

@@ -42,15 +42,8 @@ class PhaseTexts:
     It packs every phase's corpus once at the start: a corpus that is too short raises before
     anything is written.
 
-    Args:
-        phases: The phases by name.
-        data: The corpus.
-        base: The base, which generates text, with its tokenizer.
-        folder: Folder of generated text, unless a phase has its own.
-        accelerator: The processes of the run.
-        announce: Called with lines for people.
-        seed: Seed of the text.
-        stage: Begins a stage by its name and returns a line for people.
+    `base` generates text, into `folder` unless a phase has its own. `announce` is called with lines
+    for people. `stage` begins a stage by its name and returns a line for people.
     """
 
     def __init__(
@@ -129,9 +122,6 @@ class PhaseTexts:
         """Return this process's share of the validation split: rows for the loss, and prompts.
 
         If the split is too short for one of them, that one is skipped with a message.
-
-        Raises:
-            ValueError: The best head is wanted, but the split has too little text for prompts.
         """
         batches, prompts, identity = None, None, ""
         if settings.rows:

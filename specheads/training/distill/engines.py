@@ -79,9 +79,6 @@ def build(
 
     `head` drafts for the local engine. `max_length` is the maximum of tokens of prompt and answer;
     zero if only the context limits them.
-
-    Raises:
-        ValueError: The engine is not installed, cannot load the base, or its address is invalid.
     """
     if settings.engine == "openai":
         # loads the client of servers

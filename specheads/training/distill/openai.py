@@ -40,9 +40,6 @@ class Completions:
 
     If an answer has text only, the base's tokenizer gives the token ids, which may differ from
     those that the server sampled.
-
-    Raises:
-        ValueError: The URL is invalid, or the key is not printable ASCII.
     """
 
     def __init__(self, settings: Distill, base: FrozenBase) -> None:
@@ -53,12 +50,7 @@ class Completions:
         self._ends = sorted(base.eos_ids, key=lambda end: end != own)
 
     def answers(self, pull: Pull) -> Generator[Answer, None, None]:
-        """Yield answers, as `TextEngine`.
-
-        Raises:
-            ValueError: The server refuses a request, or all attempts failed. The answers to the
-                other requests sent so far are yielded first.
-        """
+        """Yield answers, as `TextEngine`."""
         pending: set[Future[Answer]] = set()
         failure: BaseException | None = None
         # requests continue in a thread while the caller is busy

@@ -38,10 +38,9 @@ class PromptSource:
     def following(
         self, number: int, tokens: list[int], answers: list[list[int]]
     ) -> list[int] | None:
-        """Return the text so far followed by the next prompt, None after the last turn.
+        """Return the text so far, with the last answer, and the next prompt; None at its end.
 
-        The text ends with the last answer. If the chat template changes earlier turns, the result
-        does not start with the text.
+        If the chat template changes earlier turns, the result does not start with the text.
         """
         del number, tokens, answers
         return None
@@ -53,9 +52,6 @@ class Continuations(PromptSource):
     A window has the length of prompt and continuation, so prompts spread over a long document. A
     document shorter than a prompt is one window. After all windows, the next round shifts them by
     the prompt length.
-
-    Raises:
-        ValueError: No document has two tokens.
     """
 
     def __init__(
@@ -63,7 +59,10 @@ class Continuations(PromptSource):
     ) -> None:
         self._documents, self._prompt_tokens, self._seed = documents, prompt_tokens, seed
         self.longest = prompt_tokens + new_tokens
-        self.fingerprint = _digest(documents)
+        digest = hashlib.sha256(documents.lengths.astype(np.int64).tobytes())
+        for number in range(len(documents)):
+            digest.update(documents.tokens(number).tobytes())
+        self.fingerprint = digest.hexdigest()[:32]
         # the last token ends a document, so it is not part of a prompt
         room = documents.lengths.astype(np.int64) - 1
         windows = np.where(room > 0, np.maximum(room - prompt_tokens, 0) // self.longest + 1, 0)
@@ -93,11 +92,8 @@ class Conversations(PromptSource):
     The answers in the rows are not used; messages between two of them form one turn. A conversation
     ends before a tool message, because the base may not have called the tool.
 
-    Args:
-        rows: Conversations as JSON, which takes a tenth of the memory of Python objects: `messages`
-            and optional `tools`.
-        template: Chat template of the base.
-        seed: Seed of the order.
+    `rows` are conversations as JSON, which takes a tenth of the memory of Python objects:
+    `messages` and optional `tools`.
     """
 
     conversations = True
@@ -145,14 +141,6 @@ def _has_user(messages: list[Any]) -> bool:
     return any(message["role"] == "user" for message in messages)
 
 
-def _digest(documents: Documents) -> str:
-    """Return a hash of 32 hex digits of all tokens in their order."""
-    digest = hashlib.sha256(documents.lengths.astype(np.int64).tobytes())
-    for number in range(len(documents)):
-        digest.update(documents.tokens(number).tobytes())
-    return digest.hexdigest()[:32]
-
-
 @lru_cache(maxsize=4)
 def _order(seed: int, lap: int, count: int) -> np.ndarray:
     """Return a permutation of `count` items, another one each lap."""
@@ -163,9 +151,6 @@ def prompt_source(data: Data, base: FrozenBase, settings: Distill, seed: int) ->
     """Return the prompts of the training split.
 
     If it has conversations, only these are used, not its plain text. Traces are never used.
-
-    Raises:
-        ValueError: There are no prompts, or the tokenizer has no chat template for conversations.
     """
     tokenizer = base.tokenizer_for("self-distilled text")
     talks, traces, texts = data.divided()

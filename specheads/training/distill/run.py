@@ -114,11 +114,7 @@ def job_of(
     seed: int,
     head: Head | None = None,
 ) -> Job:
-    """Return a phase's texts to generate; each process generates its own part.
-
-    Raises:
-        ValueError: There are no prompts, or the tokenizer has no chat template for conversations.
-    """
+    """Return a phase's texts to generate; each process generates its own part."""
     prompts = prompt_source(data, base, settings, seed)
     identity = {
         "base": base.fingerprint,
@@ -212,10 +208,6 @@ def write_text(
     The first yield comes before anything is written. Several processes must wait for each other
     there, because the first one removes incomplete files until then. `make` builds the engine, only
     if texts are missing.
-
-    Raises:
-        ValueError: The folder has text of other settings or damaged text, is locked by another run,
-            or is not writable.
     """
     size, claim = job.settings.shard_size, job.claim()
     refuse_other_text(job.folder, claim)

@@ -76,11 +76,7 @@ def write_shard(folder: Path, block: int, rows: list[dict[str, Any]]) -> None:
 
 
 def read_shards(folder: Path, num_samples: int) -> pa.Table:
-    """Return the rows of the texts with numbers below `num_samples`, including dropped texts.
-
-    Raises:
-        ValueError: Texts are missing or damaged.
-    """
+    """Return the rows of the texts with numbers below `num_samples`, including dropped texts."""
     files = sorted(folder.glob("shard-*.parquet"), key=lambda file: int(file.stem[6:]))
     table = pa.concat_tables([SCHEMA.empty_table(), *map(_read, files)])
     table = table.filter(pc.field("number") < num_samples)
@@ -93,11 +89,7 @@ def read_shards(folder: Path, num_samples: int) -> pa.Table:
 
 
 def read_text(folder: Path, num_samples: int) -> Documents:
-    """Return the texts of a folder with numbers below `num_samples`, except dropped ones.
-
-    Raises:
-        ValueError: Texts are missing or damaged, or all were dropped.
-    """
+    """Return the texts of a folder with numbers below `num_samples`, except dropped ones."""
     table = read_shards(folder, num_samples).filter(pc.field("turns") > 0)
     if not table.num_rows:
         raise InputError(
