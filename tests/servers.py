@@ -1,12 +1,16 @@
-"""Servers in processes of their own."""
+"""Servers in processes of their own, and a small HTTP server in a thread."""
 
+import json
 import os
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 VLLM = {
     "HF_HUB_OFFLINE": "1",
@@ -47,3 +51,52 @@ def served(
     finally:
         server.terminate()
         server.wait()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Gives the JSON of a request to `get` or `post`, and prints nothing."""
+
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1
+    get: Any
+    post: Any
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""
+        del format, args
+
+    def do_GET(self) -> None:
+        self.get()
+
+    def do_POST(self) -> None:
+        self.post(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def reply(self, status: int, content: bytes | dict[str, Any], missing: int = 0) -> None:
+        """Reply with some content; `missing` bytes of it never come."""
+        content = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content) + missing))
+        # no connection outlives the server
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(content)
+        self.wfile.flush()
+
+
+class Listener(ThreadingHTTPServer):
+    """Serves in a thread until `stop`."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, port: int, **methods: Any) -> None:
+        super().__init__(("127.0.0.1", port), type("Bound", (Handler,), methods))
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing about clients that are gone."""
+
+    def stop(self) -> None:
+        self.shutdown()
+        self.server_close()

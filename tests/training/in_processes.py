@@ -1,7 +1,6 @@
 """Trains a tiny head in several processes: forked by tests, or started by torchrun as a module.
 
-Arguments of the module: a folder, and what happens: `stop-RANK` or `kill-RANK` (SIGTERM or SIGKILL
-in the third step, which the others do not get); and, maybe, how the base is shared out.
+Arguments of the module: a folder, and the rank that gets SIGTERM in the third step.
 """
 
 import functools
@@ -192,13 +191,11 @@ def at_step(number: int, act: Callable[[], object]) -> None:
     whole.step = acting
 
 
-def main(folder: Path, what: str, shared_out: str = "") -> None:
-    rank = os.environ.get("RANK", "0")
-    for word, number in (("stop", signal.SIGTERM), ("kill", signal.SIGKILL)):
-        if what == f"{word}-{rank}":
-            at_step(2, partial(os.kill, os.getpid(), number))
-    train(folder, shared_out=shared_out)
+def main(folder: Path, stopped_rank: str) -> None:
+    if stopped_rank == os.environ.get("RANK", "0"):
+        at_step(2, partial(os.kill, os.getpid(), signal.SIGTERM))
+    train(folder)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2])

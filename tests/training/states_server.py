@@ -4,13 +4,11 @@
 """
 
 import fcntl
-import json
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
+from tests.servers import Listener
 
 ONE = threading.Lock()
 """Held while a base computes: servers of one test share it."""
@@ -48,48 +47,19 @@ class StatesServer:
 
     def start(self) -> None:
         """Listen, again on the same port after `stop`."""
-        owner = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            wbufsize = -1
-
-            def log_message(self, format: str, *args: Any) -> None:
-                """Print nothing."""
-                del format, args
-
-            def do_GET(self) -> None:
-                model = {"id": owner.name, "object": "model", "max_model_len": owner.context}
-                self.reply(200, {"object": "list", "data": [model]})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                owner.answer(self, body)
-
-            def reply(self, status: int, value: dict[str, Any]) -> None:
-                content = json.dumps(value).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(content)))
-                # no connection outlives `stop`
-                self.send_header("Connection", "close")
-                self.end_headers()
-                self.wfile.write(content)
-                self.wfile.flush()
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, request: Any, client_address: Any) -> None:
-                """Say nothing about clients that are gone."""
-
-        self.http = Server(("127.0.0.1", self.port), Handler)
+        methods = {
+            "get": lambda handler: handler.reply(200, self.models()),
+            "post": lambda handler, body: self.answer(handler, body),
+        }
+        self.http = Listener(self.port, **methods)
         self.port = self.http.server_port
-        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def models(self) -> dict[str, Any]:
+        model = {"id": self.name, "object": "model", "max_model_len": self.context}
+        return {"object": "list", "data": [model]}
 
     def stop(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
+        self.http.stop()
 
     def answer(self, handler: Any, body: dict[str, Any]) -> None:
         with ONE:

@@ -63,13 +63,7 @@ def test_adapter_dropout_does_not_depend_on_processes(target: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 5])
-def test_validation_with_unequal_shares_is_the_same(rows: int, tmp_path: Path):
-    same_losses(tmp_path, (1, 1), (2, 1), (4, 1), steps=4, drafted=40, held_out=rows)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("held_out", [0, 5])
+@pytest.mark.parametrize("held_out", [0, 1, 5])
 def test_best_head_does_not_depend_on_processes(held_out: int, tmp_path: Path):
     """Three prompts: the last of four processes gets no prompt."""
     of, watched = ["mlp_speculator", "eagle3"], {"every": 1}

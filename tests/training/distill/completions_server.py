@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
+
+from tests.servers import Handler, Listener
 
 VOCAB = 61
 PASSING = ("stall", "429", "500", "half", "reset")
@@ -44,81 +45,51 @@ class Completions:
     lock: Any = field(default_factory=Lock)
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    state: Completions
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        state, request = self.state, json.loads(body)
+def answer(state: Completions, handler: Handler, request: dict[str, Any]) -> None:
+    with state.lock:
+        attempt = state.asked[tuple(request["prompt"])]
+        state.asked[tuple(request["prompt"])] += 1
+        state.requests.append(request)
+        state.keys.append(handler.headers.get("Authorization"))
+        state.now += 1
+        state.peak = max(state.peak, state.now)
+    try:
+        time.sleep(state.seconds)
+        _answer(state, handler, request, state.fault(request["prompt"], attempt))
+    finally:
         with state.lock:
-            attempt = state.asked[tuple(request["prompt"])]
-            state.asked[tuple(request["prompt"])] += 1
-            state.requests.append(request)
-            state.keys.append(self.headers.get("Authorization"))
-            state.now += 1
-            state.peak = max(state.peak, state.now)
-        try:
-            time.sleep(state.seconds)
-            self.answer(request, state.fault(request["prompt"], attempt))
-        finally:
-            with state.lock:
-                state.now -= 1
-
-    def answer(self, request: dict[str, Any], fault: str | None) -> None:
-        whole = json.dumps(self.state.reply(request)).encode()
-        if fault is None:
-            self.send(200, whole)
-        elif fault == "garbage":
-            self.send(200, b"{]" + whole)
-        elif fault.isdigit():
-            said = f"no, not with {self.headers.get('Authorization')}\nand not now"
-            self.send(int(fault), said.encode())
-        else:
-            self.break_off(whole, fault)
-
-    def send(self, status: int, body: bytes, missing: int = 0) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body) + missing))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def break_off(self, whole: bytes, fault: str) -> None:
-        self.close_connection = True
-        if fault == "stall":
-            # until the client closes the connection
-            with suppress(OSError):
-                self.connection.recv(1)
-        elif fault == "reset":
-            # closing then sends a reset
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
-        else:
-            self.send(200, whole, missing=9)
-
-    def log_message(self, format: str, *_: Any) -> None:
-        """Be quiet."""
+            state.now -= 1
 
 
-class Listener(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 64
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Connections that break are what this is for."""
+def _answer(state: Completions, handler: Handler, request: Any, fault: str | None) -> None:
+    whole = json.dumps(state.reply(request)).encode()
+    if fault is None:
+        handler.reply(200, whole)
+    elif fault == "garbage":
+        handler.reply(200, b"{]" + whole)
+    elif fault.isdigit():
+        said = f"no, not with {handler.headers.get('Authorization')}\nand not now"
+        handler.reply(int(fault), said.encode())
+    elif fault == "half":
+        handler.reply(200, whole, missing=9)
+    elif fault == "stall":
+        # until the client closes the connection
+        with suppress(OSError):
+            handler.connection.recv(1)
+    else:
+        # closing then sends a reset
+        linger = struct.pack("ii", 1, 0)
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        handler.connection.close()
+    handler.close_connection = True
 
 
 @contextmanager
 def serving(state: Completions) -> Iterator[Completions]:
     """Serve until the block ends."""
-    server = Listener(("127.0.0.1", 0), type("Bound", (Handler,), {"state": state}))
-    thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
+    server = Listener(0, post=lambda handler, body: answer(state, handler, body))
     state.url = f"http://127.0.0.1:{server.server_port}/v1"
     try:
         yield state
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        server.stop()
