@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from specheads.base.gguf import located
-from specheads.base.loading import load_config
+from specheads.base.loading import device_of, load_config
 from specheads.base.model import FrozenBase
 from specheads.base.settings import attention_of, auto_class
 from specheads.core import machine
@@ -316,7 +316,7 @@ def automatic(schedule: Schedule) -> list[str]:
 
 def largest_batches(setup: Setup, accelerator: Accelerator) -> dict[str, int]:
     """Return the batch size, over all processes, of each phase with `auto`."""
-    device = _device_of(setup.base, accelerator)
+    device = device_of(str(_device_of(setup.base, accelerator)))
     sharding = sharding_of(accelerator, setup.base["device"])
     shapes, names = Shapes(setup, device), automatic(setup.schedule)
     room, shares = (1 - MARGIN) * room_of(device), readers(sharding, accelerator)["world_size"]

@@ -7,12 +7,12 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from rich.progress import Progress
-from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
@@ -64,13 +64,13 @@ def train(
     """
     teacher = Teacher(base, head, adapter_settings(schedule), seed, source)
     try:
-        trainer = _Trainer(Stepper(teacher, schedule, accelerator, seed), run)
+        trainer = _Trainer(Stepper(teacher, schedule, accelerator, seed), run, checkpoint_every)
         teacher.source.halted = lambda: trainer.stop
         with progress(shown=accelerator.is_main_process) as display, trainer.on_interrupt():
             trainer.resume(lambda line: display.console.print(line, markup=False, soft_wrap=True))
             if tracker is not None:
                 tracker.resume(trainer.at.step)
-            watch = Watch(held_out, trainer.stepper, run, trainer.at)
+            watch = Watch(held_out, trainer.stepper, run, trainer.at) if held_out else None
             for phase in placed(schedule):
                 if trainer.at.step >= phase.end:
                     continue
@@ -81,7 +81,7 @@ def train(
                 release_freed()
                 log = PhaseLog(phase, trainer.stepper, trainer.at, tracker, display, log_every)
                 try:
-                    trainer.run_phase(phase, text, log, checkpoint_every, watch)
+                    trainer.run_phase(phase, text, log, watch)
                 except InputError:
                     # an interrupted run does not wait for a lost server
                     if trainer.stop:
@@ -96,36 +96,39 @@ def train(
 class _Trainer:
     """State of the training loop."""
 
-    def __init__(self, stepper: Stepper, run: RunDirectory) -> None:
+    def __init__(self, stepper: Stepper, run: RunDirectory, checkpoint_every: int) -> None:
         self.stepper, self.run, self.accelerator = stepper, run, stepper.accelerator
         self.head, self.teacher, self.at = stepper.head, stepper.teacher, Progressed()
-        self.stop = False
+        self.checkpoint_every, self.stop = checkpoint_every, False
 
     def run_phase(
-        self,
-        phase: PlacedPhase,
-        text: BatchStream,
-        log: PhaseLog,
-        checkpoint_every: int,
-        watch: Watch,
+        self, phase: PlacedPhase, text: BatchStream, log: PhaseLog, watch: Watch | None
     ) -> None:
         """Train from the current step to the end of the phase."""
         self.teacher.begin(phase)
         with closing(prefetched(self._batches(text))) as batches:
             for batch, cursor in log.waiting(batches):
-                step, can_fail = self.at.step, self.teacher.source.can_fail
-                if step and can_fail and watch.is_due(phase, step + 1):
+                step = self.at.step
+                due = watch if watch and watch.is_due(phase, step + 1) else None
+                if due and step and self.teacher.source.can_fail:
                     # a failed validation is repeated together with its step
                     self.save()
-                values, self.at.cursor = self._step(batch, phase), cursor
+                try:
+                    values = self.stepper.step(batch, phase, step)
+                except InputError:
+                    # its features cannot be had, and nothing has changed since the step before;
+                    # with more processes the others would wait
+                    if step and self.accelerator.num_processes == 1:
+                        self.save()
+                    raise
                 tokens = phase.settings.batch_size * batch.tokens.shape[1]
-                self.at.step += 1
-                self.at.tokens += tokens
-                log.step(values, tokens, watch.due(phase))
+                self.at.step, self.at.tokens = step + 1, self.at.tokens + tokens
+                self.at.cursor = cursor
+                log.step(values, tokens, partial(due.measure, phase) if due else None)
                 if self.at.step == phase.end:
                     break
                 stop = self._stops()
-                if stop or (checkpoint_every and self.at.step % checkpoint_every == 0):
+                if stop or (self.checkpoint_every and self.at.step % self.checkpoint_every == 0):
                     self.save()
                 if stop:
                     raise KeyboardInterrupt
@@ -140,16 +143,6 @@ class _Trainer:
                     self.teacher.adapter.save(folder)
         self.save()
         self.halt()
-
-    def _step(self, batch: TokenBatch, phase: PlacedPhase) -> dict[str, Tensor]:
-        """Take a step; if its features cannot be had, save the steps before it."""
-        try:
-            return self.stepper.step(batch, phase, self.at.step)
-        except InputError:
-            # nothing has changed since the step before; with more processes the others would wait
-            if self.at.step and self.accelerator.num_processes == 1:
-                self.save()
-            raise
 
     def _batches(self, text: BatchStream) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield the remaining batches of a text, in pinned memory for a GPU; fetch features."""

@@ -6,7 +6,6 @@ See docs/train.md.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -81,7 +80,7 @@ class Watch:
     """
 
     def __init__(
-        self, held_out: HeldOut | None, stepper: Stepper, run: RunDirectory, at: Progressed
+        self, held_out: HeldOut, stepper: Stepper, run: RunDirectory, at: Progressed
     ) -> None:
         self.held_out, self.run, self.at = held_out, run, at
         self.teacher, self.total = stepper.teacher, stepper.total
@@ -89,7 +88,7 @@ class Watch:
         # DDP's wrapper synchronises at each batch, and processes may have different numbers of them
         self.objective = stepper.accelerator.unwrap_model(stepper.objective)
         self.best = 0.0
-        if held_out and run.best_score.is_file():
+        if run.best_score.is_file():
             # its step may be later than the checkpoint's: a resumed run repeats those steps exactly
             saved = read_json(run.best_score)
             score = saved.get("tokens_per_forward")
@@ -99,19 +98,12 @@ class Watch:
 
     def is_due(self, phase: PlacedPhase, step: int) -> bool:
         """Return whether a validation follows this step."""
-        if self.held_out is None:
-            return False
         every = self.held_out.every
         return step == phase.end or bool(every and step % every == 0)
 
-    def due(self, phase: PlacedPhase) -> Callable[[], dict[str, float]] | None:
-        """Return the validation to run after the last step, or None."""
-        if self.held_out is None or not self.is_due(phase, self.at.step):
-            return None
-        return partial(self._measure, self.held_out, phase)
-
-    def _measure(self, held_out: HeldOut, phase: PlacedPhase) -> dict[str, float]:
-        at, values, score = self.at, {}, None
+    def measure(self, phase: PlacedPhase) -> dict[str, float]:
+        """Validate after the last step; save the head if it is the best one."""
+        held_out, at, values, score = self.held_out, self.at, {}, None
         # without dropout and gradients of the adapter
         self.teacher.begin()
         if held_out.batches is not None:
