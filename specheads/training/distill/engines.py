@@ -28,7 +28,6 @@ from specheads.decoding import accept
 from specheads.decoding.engine import Engine
 from specheads.decoding.request import Request, Stream
 from specheads.decoding.sampling import Sampling, SamplingState
-from specheads.training.settings import Distill
 
 REFILL = 8
 """With engine=local new texts wait until an eighth of the batch is free, because a joint prefill is
@@ -72,30 +71,10 @@ TextEngine = Callable[[Pull], Generator[Answer, None, None]]
 generator cancels the requests in flight."""
 
 
-def build(
-    settings: Distill, base: FrozenBase, head: Head | None = None, max_length: int = 0
-) -> TextEngine:
-    """Build the engine of the settings.
-
-    `head` drafts for the local engine. `max_length` is the maximum of tokens of prompt and answer;
-    zero if only the context limits them.
-    """
-    if settings.engine == "openai":
-        # loads the client of servers
-        from specheads.training.distill.openai import Completions
-
-        return Completions(settings, base).answers
-    if settings.engine == "vllm":
-        return _vllm(settings.batch_size, base, max_length)
-    if settings.engine == "transformers":
-        return partial(_transformers_answers, settings.batch_size, base)
-    return partial(_local_answers, settings.batch_size, base, head, max_length)
-
-
 # --- this package: continuous batching, with an optional drafter -------------------------------
 
 
-def _local_answers(
+def local(
     batch_size: int, base: FrozenBase, head: Head | None, max_length: int, pull: Pull
 ) -> Generator[Answer, None, None]:
     """Yield answers, which depend on their requests only, up to ties in rounding.
@@ -136,9 +115,7 @@ def _local_answers(
 # --- transformers' `generate`, one batch at a time: the reference engine -------------------------
 
 
-def _transformers_answers(
-    batch_size: int, base: FrozenBase, pull: Pull
-) -> Generator[Answer, None, None]:
+def transformers(batch_size: int, base: FrozenBase, pull: Pull) -> Generator[Answer, None, None]:
     """Yield answers; the next batch starts when the longest text of the batch has ended.
 
     Sampling is that of the local engine with a seed per text, so the text does not depend on the
@@ -213,7 +190,7 @@ class _Chosen(LogitsProcessor):
 # --- vLLM in this process, with its own copy of the base -----------------------------------------
 
 
-def _vllm(batch_size: int, base: FrozenBase, max_length: int) -> TextEngine:
+def vllm(batch_size: int, base: FrozenBase, max_length: int) -> TextEngine:
     """Load the model into vLLM, in addition to the base that is already loaded here.
 
     vLLM's environment variables control its memory and devices; see docs/distill.md.

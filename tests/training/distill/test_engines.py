@@ -20,7 +20,8 @@ from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
 from specheads.training.distill import openai
-from specheads.training.distill.engines import Answer, GenerationRequest, TextEngine, build
+from specheads.training.distill.engines import Answer, GenerationRequest, TextEngine
+from specheads.training.distill.run import build
 from specheads.training.settings import Distill
 from tests import tiny
 from tests.training.distill.completions_server import PASSING, Completions, continuation, serving

@@ -17,7 +17,7 @@ from specheads.heads.load import build_for
 from specheads.runs.progress import progress
 from specheads.training.distill import engines
 from specheads.training.distill.engines import GenerationRequest
-from specheads.training.distill.run import write_folder, write_text
+from specheads.training.distill.run import build, write_folder, write_text
 from specheads.training.processes import on_all_processes
 from specheads.training.settings import Distill
 from tests import tiny
@@ -42,7 +42,7 @@ class Uneven(Talks):
 def write(folder: Path, batch_size: int = 4, head=None, max_length: int = 0, **changes) -> None:
     settings = replace(SETTINGS, num_samples=8, **changes)
     asked = job(folder, settings=settings, prompts=Uneven())
-    engine = engines.build(replace(settings, batch_size=batch_size), tiny.base(), head, max_length)
+    engine = build(replace(settings, batch_size=batch_size), tiny.base(), head, max_length)
     for _ in write_text(asked, lambda _: engine):
         pass
 
@@ -63,7 +63,7 @@ def test_text_does_not_depend_on_batch_head_and_memory(temperature, tmp_path, mo
 def test_answer_equals_generate_with_the_same_seed():
     request = GenerationRequest(5, [3, 4, 5], 12, Sampling(temperature=0.9, seed=7))
     waiting = [request]
-    engine = engines.build(SETTINGS, tiny.base())
+    engine = build(SETTINGS, tiny.base())
     (answer,) = engine(lambda: waiting.pop() if waiting else None)
     said = generate(
         tiny.base(), None, [request.tokens], max_new_tokens=12, sampling=[request.sampling]
