@@ -35,7 +35,14 @@ from specheads.core.files import read_json, writable_folder, write_atomic
 from specheads.core.machine import to_device
 from specheads.data.packing import TokenBatch
 from specheads.runs.directory import RunDirectory
-from specheads.training.distill.openai import KEY_VARIABLE, REMEDIES, key_in, quoted, shown_url
+from specheads.training.distill.openai import (
+    KEY_VARIABLE,
+    REMEDIES,
+    key_in,
+    quoted,
+    refuse,
+    shown_url,
+)
 from specheads.training.features import (
     FeatureSource,
     features_of,
@@ -226,10 +233,9 @@ class VllmServer(FeatureSource):
                 patience = self.settings.patience_seconds
                 over = self._closing.is_set() or self.halted()
                 if over or time.monotonic() - began > patience:
-                    raise InputError(
-                        f"a server must answer within features.patience_seconds={patience:g}, but "
-                        f"{server.failure}; start it again, and run the same command to resume"
-                    ) from None
+                    rule = f"answer within features.patience_seconds={patience:g}"
+                    again = "start it again, and run the same command to resume"
+                    refuse(rule, server.failure, again)
                 self._sweep()
                 self._closing.wait(min(FIRST_PAUSE * 2 ** min(attempt, 9), LONGEST_PAUSE))
         raise AssertionError
@@ -271,10 +277,7 @@ class VllmServer(FeatureSource):
                 (written,), file = choice.token_ids, reply.kv_transfer_params["hidden_states_path"]
                 file = self.folder / Path(file).name
             except (AttributeError, KeyError, TypeError, ValueError):
-                raise InputError(
-                    f"a server must write hidden states into a file, but {server.shown} wrote "
-                    f"none; {SERVE}"
-                ) from None
+                refuse("write hidden states into a file", f"{server.shown} wrote none", SERVE)
             # a file that is not whole stays until a sweep finds its lock free
             found = self._load(server, file)
             _remove(file)
@@ -293,7 +296,7 @@ class VllmServer(FeatureSource):
             if status >= 500 or status in TRANSIENT:
                 raise ConnectionError(what) from None
             remedy = REMEDIES[status] if status in (401, 403) else SERVE
-            raise InputError(f"a server must answer each request, but {what}; {remedy}") from None
+            refuse("answer each request", what, remedy)
 
     def _load(self, server: _Server, file: Path) -> dict[str, Tensor]:
         """Return the content of a file as soon as its lock is free."""
@@ -319,28 +322,22 @@ class VllmServer(FeatureSource):
     def _checked(self, server: _Server, tokens: list[int], found: dict[str, Tensor]) -> Tensor:
         """Return the states in a file; refuse those of other tokens, layers or another model."""
         if not {"hidden_states", "token_ids"} <= found.keys():
-            raise InputError(
-                f"a server must write hidden_states and token_ids, but {server.shown} wrote "
-                f"{', '.join(found)}; {SERVE}"
-            )
+            what = f"{server.shown} wrote {', '.join(found)}"
+            refuse("write hidden_states and token_ids", what, SERVE)
         states, read = found["hidden_states"], found["token_ids"].tolist()
         ids = found["layer_ids"].tolist() if "layer_ids" in found else self.layers
         shape = (len(tokens), len(self.layers), self.base.width)
         if read != tokens or ids != self.layers or states.shape != shape:
-            raise InputError(
-                f"this head needs the layers {self.layers} in states of {shape} numbers, but "
-                f"{server.shown} gives {ids} in states of {tuple(states.shape)}, or read other "
-                f"tokens; {SERVE}"
-            )
+            given = f"{ids} in states of {tuple(states.shape)}, or read other tokens"
+            rule = f"give this head's layers {self.layers} in states of {shape} numbers"
+            refuse(rule, f"{server.shown} gives {given}", SERVE)
         first = states[:, 0].to(self.base.device, self.base.dtype)
         with self._ends:
             embedded = self.base.embedded(torch.tensor([tokens]))[0]
         if not ((first - embedded).abs() <= TOLERANCE * embedded.abs() + 1e-6).all():
-            raise InputError(
-                "the first layer of a server must be the base's embedding of the same token, but "
-                f"that of {server.shown} is not: its model is not {self.base.name}, or its states "
-                f"belong to other positions; {SERVE}"
-            )
+            why = f"its model is not {self.base.name}, or its states belong to other positions"
+            rule = "give the embedding of the same token as layer 0"
+            refuse(rule, f"{server.shown} does not: {why}", SERVE)
         return states
 
     def _refuse_unusable(self, server: _Server) -> None:
@@ -360,24 +357,18 @@ class VllmServer(FeatureSource):
         except ConnectionError as error:
             if not is_start:
                 raise
-            raise InputError(
-                f"a server must be ready, but {error}; {SERVE}, and give its address up to /v1"
-            ) from None
+            refuse("be ready", str(error), f"{SERVE}, and give its address up to /v1")
         if context is not None and context < self.longest:
-            raise InputError(
-                f"a server must read {self.longest} tokens, the longest row, but {server.shown} "
-                f"has a context of {context}; lower sequence_length, or start it with "
-                f"--max-model-len {self.longest}"
-            )
+            what = f"{server.shown} has a context of {context}"
+            remedy = f"lower sequence_length, or start it with --max-model-len {self.longest}"
+            refuse(f"read {self.longest} tokens, the longest row", what, remedy)
         states = states.to(self.base.device, self.base.dtype)
         with self._ends, torch.no_grad():
             logits = self.base.projection(self.base.final_norm(states[-1:, -1]))[0].float()
         if not logits.max() - logits[written] <= TOLERANCE * logits.abs().max():
-            raise InputError(
-                f"norm and projection of the last state must give the server's own token, but "
-                f"{server.shown} writes {written}, and {self.base.name} {int(logits.argmax())}: "
-                f"it runs other weights, or its last layer is not {self.layers[-1]}; {SERVE}"
-            )
+            what = f"{server.shown} writes {written}, and {self.base.name} {int(logits.argmax())}"
+            why = f"it runs other weights, or its last layer is not {self.layers[-1]}"
+            refuse("write the token of the base's last state", f"{what}: {why}", SERVE)
         if self._reference is None:
             self._reference = states
         self._refuse_other_states(self._reference, states, server.shown)
@@ -388,10 +379,9 @@ class VllmServer(FeatureSource):
             change = (now - before).float().norm(dim=-1) / before.float().norm(dim=-1)
             if change.mean(0).max() <= 4 * TOLERANCE:
                 return
-        raise InputError(
-            f"servers must have the weights and layers of the start of this run, but {shown} gives "
-            "other states; start it as before, and run the same command to resume"
-        )
+        rule = "have the weights and layers of the start of this run"
+        again = "start it as before, and run the same command to resume"
+        refuse(rule, f"{shown} gives other states", again)
 
     def _sweep(self) -> bool:
         """Remove files of abandoned requests; return whether a server still writes one."""

@@ -89,7 +89,10 @@ def test_losses_equal_those_of_a_local_base(kind: str, tmp_path: Path, capsys: A
             # the server has the layers of another head
             wrong = training(tmp_path / "wrong", *HEADS["redrafter"], *here)
             assert wrong.wait() == 2
-            assert "error: this head needs the layers" in (tmp_path / "wrong.log").read_text()
+            assert (
+                "error: a server must give this head's layers"
+                in (tmp_path / "wrong.log").read_text()
+            )
         assert not list(folder.iterdir())
     assert len(local) == len(remote) == STEPS
     worst = 0.0

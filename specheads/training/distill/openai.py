@@ -117,13 +117,11 @@ class Completions:
             if isinstance(error, APIStatusError):
                 status = error.status_code
                 what = f"status {status}, {error.response.text}"
-            self._refuse("must answer each request", what, REMEDIES.get(status, RESUME))
+            self._refuse("answer each request", what, REMEDIES.get(status, RESUME))
         return self._read(request, reply)
 
     def _refuse(self, rule: str, what: str, remedy: str) -> NoReturn:
-        raise InputError(
-            f"a server {rule}, but {self.shown} did not: {quoted(what, self._key)}; {remedy}"
-        ) from None
+        refuse(rule, f"{self.shown} did not: {quoted(what, self._key)}", remedy)
 
     def _read(self, request: GenerationRequest, reply: Any) -> Answer:
         """Return the answer in a reply."""
@@ -137,18 +135,18 @@ class Completions:
             length = getattr(reply.usage, "prompt_tokens", None) if read is None else len(read)
         except (AttributeError, TypeError, ValueError):
             remedy = "use a server with /v1/completions"
-            self._refuse("must return one complete answer", str(reply), remedy)
+            self._refuse("return one complete answer", str(reply), remedy)
         if length not in (None, len(request.tokens)) or read not in (None, request.tokens):
             what = (
                 f"it read {length} in place of the {len(request.tokens)} of text {request.number}"
             )
-            self._refuse("must use the prompt's token ids", what, "use one that takes token ids")
+            self._refuse("use the prompt's token ids", what, "use one that takes token ids")
         if tokens is None:
             what = f"{self.shown} returns text without token ids, which"
             tokens = self.base.tokenizer_for(what)(text, add_special_tokens=False)["input_ids"]
         if (largest := max(tokens, default=0)) >= self.base.vocab_size:
             what = f"it returned token {largest} of a vocabulary of {self.base.vocab_size}"
-            self._refuse("must serve the base", what, f"serve {self.base.name!r}")
+            self._refuse("serve the base", what, f"serve {self.base.name!r}")
         # the end token is missing in text; vLLM names it if it is not the model's first one, SGLang
         # always
         named = getattr(choice, "stop_reason", None) or getattr(choice, "matched_stop", None)
@@ -157,6 +155,11 @@ class Completions:
             tokens = [*tokens, ends[0]]
         finish = "eos" if is_complete and len(tokens) <= request.new_tokens else "length"
         return Answer(request.number, tokens[: request.new_tokens], finish)
+
+
+def refuse(rule: str, what: str, remedy: str) -> NoReturn:
+    """Raise an error about a server: what it must do, what happened, and the remedy."""
+    raise InputError(f"a server must {rule}, but {what}; {remedy}") from None
 
 
 def quoted(text: str, key: str) -> str:
