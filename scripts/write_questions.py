@@ -24,8 +24,8 @@ from specheads.data.chat import ASK, ASKED, Template
 from specheads.data.masks import added_ids
 from specheads.decoding.sampling import Sampling
 from specheads.runs.progress import progress
+from specheads.training.distill import build
 from specheads.training.distill.engines import GenerationRequest
-from specheads.training.distill.run import build
 from specheads.training.settings import Distill
 
 FEWEST_WORDS = 3

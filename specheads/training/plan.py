@@ -154,7 +154,7 @@ def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
         hours, real = _measure(setup, accelerator, phases, rows)
         note = "hours and the peak are measured in a few steps; hours of text are without drafts"
         if server:
-            note += "; hours are for a server that never lets the trainer wait"
+            note = "hours are measured, for a server that never lets the trainer wait"
         else:
             peak = real
     return {

@@ -1,1 +1,28 @@
-"""Self-distilled text: prompts, text engines, filters and shards."""
+"""Text that the base of a head generates, for its distilled phases."""
+
+from functools import partial
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
+from specheads.training.distill import engines
+from specheads.training.settings import Distill
+
+
+def build(
+    settings: Distill, base: FrozenBase, head: Head | None = None, max_length: int = 0
+) -> engines.TextEngine:
+    """Build the engine of the settings.
+
+    `head` drafts for the local engine. `max_length` is the maximum of tokens of prompt and answer;
+    zero if only the context limits them.
+    """
+    if settings.engine == "openai":
+        # loads the client of servers
+        from specheads.training.distill.openai import Completions
+
+        return Completions(settings, base).answers
+    if settings.engine == "vllm":
+        return engines.vllm(settings.batch_size, base, max_length)
+    if settings.engine == "transformers":
+        return partial(engines.transformers, settings.batch_size, base)
+    return partial(engines.local, settings.batch_size, base, head, max_length)

@@ -23,7 +23,7 @@ from specheads.data.encode import tokenizer_fingerprint
 from specheads.data.settings import Data
 from specheads.decoding.sampling import Sampling
 from specheads.heads.load import drafter_of
-from specheads.training.distill import engines
+from specheads.training.distill import build
 from specheads.training.distill.engines import Answer, GenerationRequest, TextEngine
 from specheads.training.distill.prompts import PromptSource, decoder, prompt_source
 from specheads.training.distill.shards import (
@@ -179,26 +179,6 @@ def generated_text(number: int, job: Job) -> TextInProgress:
     rows = rows or [{"tokens": [], "loss_mask": [], "turns": 0}]
     rows[-1]["fault"] = fault
     return [{"number": number} | row for row in rows]
-
-
-def build(
-    settings: Distill, base: FrozenBase, head: Head | None = None, max_length: int = 0
-) -> TextEngine:
-    """Build the engine of the settings.
-
-    `head` drafts for the local engine. `max_length` is the maximum of tokens of prompt and answer;
-    zero if only the context limits them.
-    """
-    if settings.engine == "openai":
-        # loads the client of servers
-        from specheads.training.distill.openai import Completions
-
-        return Completions(settings, base).answers
-    if settings.engine == "vllm":
-        return engines.vllm(settings.batch_size, base, max_length)
-    if settings.engine == "transformers":
-        return partial(engines.transformers, settings.batch_size, base)
-    return partial(engines.local, settings.batch_size, base, head, max_length)
 
 
 def engine_for(job: Job) -> TextEngine:

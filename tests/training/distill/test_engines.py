@@ -19,9 +19,8 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
-from specheads.training.distill import openai
+from specheads.training.distill import build, openai
 from specheads.training.distill.engines import Answer, GenerationRequest, TextEngine
-from specheads.training.distill.run import build
 from specheads.training.settings import Distill
 from tests import tiny
 from tests.training.distill.completions_server import PASSING, Completions, continuation, serving

@@ -15,9 +15,9 @@ from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
 from specheads.heads.load import build_for
 from specheads.runs.progress import progress
-from specheads.training.distill import engines
+from specheads.training.distill import build, engines
 from specheads.training.distill.engines import GenerationRequest
-from specheads.training.distill.run import build, write_folder, write_text
+from specheads.training.distill.run import write_folder, write_text
 from specheads.training.processes import on_all_processes
 from specheads.training.settings import Distill
 from tests import tiny

@@ -15,8 +15,8 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
+from specheads.training.distill import build
 from specheads.training.distill.engines import GenerationRequest, TextEngine
-from specheads.training.distill.run import build
 from specheads.training.settings import Distill
 from tests.servers import VLLM, free_port, served
 
