@@ -3,6 +3,7 @@
 Text that differs from the base's own is a tie in rounding, or wrong.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
@@ -111,13 +112,19 @@ def online_sections(
 
 
 def _grouped(counts: Sequence[DepthCounts], labels: Sequence[T]) -> dict[T, CategoryRate]:
-    """Return the rate of the prompts of each label, if they had a forward."""
+    """Return the rate of the prompts of each label, if they had a forward; 8k is before 16k."""
     rates: dict[T, CategoryRate] = {}
-    for label in dict.fromkeys(labels):
+    for label in sorted({*labels}, key=_natural):
         own = [one for one, other in zip(counts, labels, strict=True) if other == label]
         if any(one.forwards for one in own):
             rates[label] = group_rate(own)
     return rates
+
+
+def _natural(label: Any) -> list[list[str | int]]:
+    names = [label] if isinstance(label, str) else label
+    parts = [re.split(r"(\d+)", name) for name in names]
+    return [[int(one) if one.isdecimal() else one for one in each] for each in parts]
 
 
 def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> Degenerate:

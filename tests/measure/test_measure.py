@@ -159,21 +159,21 @@ def test_names_of_vllm_follow_its_formulas(tree):
     assert shares[0] == section.conditional_acceptance[0].rate
 
 
-def test_each_prompt_is_in_one_subset():
+def test_groups_are_ordered_by_length_and_each_prompt_is_in_one_subset():
     lengths, kinds = ["16k", "8k", "8k"], ["a", "a", "b"]
     how = GenerationSettings(max_new_tokens=tiny.NEW_TOKENS)
     groups = {"input_length": lengths, "category": kinds, "thinking": [""] * 3}
     texts = replace(written(), groups=groups)
     section, *_ = online.measure_online(tiny.base(), Habit(0.5), texts, how)
     assert [(name, one.count) for name, one in section.by_input_length.items()] == [
-        ("16k", 1), ("8k", 2),
+        ("8k", 2), ("16k", 1),
     ]  # fmt: skip
     assert section.by_thinking == {}
     names = [(labels["input_length"], labels["category"]) for labels, _ in section.subsets]
-    assert names == [("16k", "a"), ("8k", "a"), ("8k", "b")]
+    assert names == [("8k", "a"), ("8k", "b"), ("16k", "a")]
     rows = report.acceptance_csv("set", section).splitlines()
     assert rows[0].startswith("subset,input_length,category,thinking,prompts,tokens_per_forward,")
-    assert [row.split(",")[0] for row in rows[1:]] == ["set/16k/a", "set/8k/a", "set/8k/b"]
+    assert [row.split(",")[0] for row in rows[1:]] == ["set/8k/a", "set/8k/b", "set/16k/a"]
 
 
 def test_looping_texts_are_flagged_and_left_out_of_the_second_rate():
