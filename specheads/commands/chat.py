@@ -49,7 +49,7 @@ def run(settings: Chat) -> None:
     if settings.side_by_side:
         make_exact(base)
     tree = fixed_policy(head_depth=head.depth, **asdict(settings.tree))
-    dialogue = Dialogue(tokenizer)
+    dialogue = Dialogue(tokenizer, settings.system)
     console = Console(highlight=False, markup=False)
     limit, sampling = settings.max_new_tokens, Sampling.of(settings, settings.seed)
     if console.is_terminal:
@@ -77,14 +77,20 @@ def run(settings: Chat) -> None:
 class Dialogue:
     """The messages so far. A base without a chat template continues each line by itself."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str = "") -> None:
         self._tokenizer = tokenizer
         self._template = Template(tokenizer) if tokenizer.chat_template else None
+        if system and not self._template:
+            raise InputError(
+                f"system needs a base with a chat template, got {system[:40]!r}; leave it out"
+            )
+        self._system: list[Message] = [{"role": "system", "content": system}] if system else []
         self.clear()
 
     def clear(self) -> None:
-        """Forget all messages."""
-        self._messages, self._open, self._tokens = list[Message](), list[Message](), list[int]()
+        """Forget all messages but the system prompt."""
+        self._messages = self._open = self._system
+        self._tokens: list[int] = []
 
     def ask(self, text: str) -> list[int]:
         """Return the prompt for an answer; an earlier question without an answer is forgotten."""

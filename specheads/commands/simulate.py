@@ -56,6 +56,7 @@ def simulate(
         Goodput(cost, settings.acceptance or measured),
         _loads(settings, cost),
         times=MEASURED if is_measured else f"computed for {hardware.name}",
+        depths=settings.depths,
         max_batch=settings.max_batch,
         seed=settings.seed,
     )

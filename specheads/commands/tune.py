@@ -49,6 +49,11 @@ def run(settings: Tune) -> None:
         return
     Console().print(table(tune(settings=settings)))
     sys.stdout.write(f"tuned: {head_folder(settings) / FILE}\n")
+    if settings.run:
+        sys.stdout.write(
+            f"next: specheads evaluate run={settings.run}, or specheads export run={settings.run} "
+            "engine=ENGINE out=FOLDER\n"
+        )
 
 
 def tune(

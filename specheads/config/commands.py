@@ -17,6 +17,7 @@ from specheads.config.parts import (
 )
 from specheads.core.ranges import (
     AtLeastTwo,
+    DepthOrZero,
     FolderName,
     NonEmpty,
     NonNegativeInt,
@@ -115,6 +116,8 @@ class Chat(HasSeed, Sampling, HeadOnBase):
     """`specheads chat`. tree=tuned uses the tree that was tuned for the head, or a chain."""
 
     tree: Tree
+    system: PrintableText = ""
+    """System prompt. Empty is none."""
     max_new_tokens: PositiveInt = 512
     """Largest number of tokens of an answer."""
     side_by_side: bool = False
@@ -223,3 +226,6 @@ class Simulate(HasSeed, HasOut, HasRun):
     """New tokens of each request, unless the load was recorded."""
     max_batch: PositiveInt = 16
     """Largest batch size."""
+    depths: list[DepthOrZero] = field(default_factory=list)
+    """Fixed draft depths to simulate next to goodput. Empty is zero, the base alone, and the
+    head's depth."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 from specheads.core.files import local_path
 from specheads.core.ranges import NonNegativeFloat, PositiveInt, hints, refuse
 from specheads.data.files import read_jsonl
@@ -189,6 +190,8 @@ class LoadRow:
     """none, a fixed depth, or goodput."""
     latency: dict[str, float]
     """Seconds from a request's arrival to its last token."""
+    first_token: dict[str, float]
+    """Seconds from a request's arrival to its first token."""
     tokens_per_second: float
     """New tokens of all requests over the time from the first arrival to the last token."""
     mean_depth: float
@@ -217,6 +220,7 @@ def summarise(load: str, draft: str, served: Sequence[Served], steps: Sequence[S
         load=load,
         draft=draft,
         latency=distribution([one.finished - one.arrival.seconds for one in served]),
+        first_token=distribution([one.first - one.arrival.seconds for one in served]),
         tokens_per_second=sum(one.tokens for one in served) / seconds,
         mean_depth=sum(batch * depth for *_, batch, depth in steps) / max(rows, 1),
     )
@@ -224,12 +228,12 @@ def summarise(load: str, draft: str, served: Sequence[Served], steps: Sequence[S
 
 def table(load: LoadResults) -> ConsoleTable:
     """Return the rows as a table for the console."""
-    columns = "load", "draft", "mean", "p50", "p90", "p99", "tokens/s", "depth"
+    columns = "load", "draft", "mean", "p50", "p90", "p99", "first token", "tokens/s", "depth"
     lines = []
     for row in load.rows:
+        times = *row.latency.values(), row.first_token["mean"]
         rates = f"{row.tokens_per_second:.4g}", f"{row.mean_depth:.2f}"
-        times = [f"{value:.3g}" for value in row.latency.values()]
-        lines.append((row.load, row.draft, *times, *rates))
+        lines.append((row.load, row.draft, *(f"{value:.3g}" for value in times), *rates))
     title = f"seconds of requests by load (requests/s), simulated; times {load.times}"
     return ConsoleTable(title, lines, columns)
 
@@ -239,21 +243,29 @@ def simulate_loads(
     loads: Mapping[str, Sequence[Arrival]],
     *,
     times: str,
+    depths: Sequence[int] = (),
     max_batch: int = 16,
     seed: int = 0,
 ) -> LoadResults:
-    """Simulate the base alone, the deepest chain and goodput, without copied text, by load.
+    """Simulate the base alone, fixed depths and goodput, without copied text, under each load.
 
-    `times` names the source of the step times.
+    `times` names the source of the step times. `depths` are the fixed ones; zero is the base alone,
+    and empty is zero and the deepest chain.
     """
-    rates, rows = list(policy.rates), []
-    ways = {"none": 0, f"depth {len(rates)}": len(rates), "goodput": None}
+    rates = list(policy.rates)
+    depths = list(dict.fromkeys(depths or [0, len(rates)]))
+    if max(depths) > len(rates):
+        raise InputError(
+            f"depths can be at most {len(rates)}, as acceptance is known of, got {max(depths)}"
+        )
+    ways = {f"depth {one}" if one else "none": one for one in depths}
+    rows = []
     for load, arrivals in loads.items():
         right = [
             sampled_lengths(rates, (seed, number), one.new_tokens)
             for number, one in enumerate(arrivals)
         ]
-        for draft, depth in ways.items():
+        for draft, depth in {**ways, "goodput": None}.items():
             found = simulate(policy, arrivals, right, max_batch=max_batch, depth=depth)
             rows.append(summarise(load, draft, *found))
     return LoadResults(times=times, rates=rates, max_batch=max_batch, seed=seed, rows=rows)

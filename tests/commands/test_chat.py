@@ -14,6 +14,7 @@ from specheads.commands import chat
 from specheads.commands._call import call
 from specheads.commands.chat import Answer, Dialogue
 from specheads.config import data_dir
+from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.loop import BASE_ORIGIN, Origin
 from specheads.decoding.sampling import GREEDY
@@ -74,12 +75,12 @@ def test_base_alone_generates_every_token(base: FrozenBase):
     assert answer.summary().startswith("1.00 tokens per forward, ")
 
 
-def test_dialogue_uses_the_chat_template_and_keeps_earlier_tokens():
+def test_dialogue_uses_the_chat_template_and_keeps_earlier_tokens(base: FrozenBase):
     tokenizer: Any = FrozenBase.load(BASE_FOLDER, device="cpu").tokenizer
     tokenizer.chat_template, end = CHAT, tokenizer.eos_token
-    dialogue = Dialogue(tokenizer)
+    dialogue = Dialogue(tokenizer, "be brief")
     first = dialogue.ask("one?")
-    assert tokenizer.decode(first) == f"<user>one?{end}<assistant>"
+    assert tokenizer.decode(first) == f"<system>be brief{end}<user>one?{end}<assistant>"
     answer = tokenizer("two").input_ids
     dialogue.answered(first, answer)
     dialogue.ask("too long to be answered?")
@@ -88,6 +89,8 @@ def test_dialogue_uses_the_chat_template_and_keeps_earlier_tokens():
     assert tokenizer.decode(second).endswith(f"two{end}<user>three?{end}<assistant>")
     dialogue.clear()
     assert dialogue.ask("one?") == first
+    with pytest.raises(InputError, match="system needs a base with a chat template"):
+        Dialogue(tokenizer_of(base), "be brief")
 
 
 def test_piped_lines_are_answered_in_plain_text(

@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_loads_are_simulated_printed_and_written(run: Path, capsys: Any):
-    call("simulate", [f"run={run}", "rates=[1,20.25,20.26,1]", *SMALL])
+    call("simulate", [f"run={run}", "rates=[1,20.25,20.26,1]", "depths=[0,2,0]", *SMALL])
     shown = capsys.readouterr().out
     assert "goodput" in shown
     assert "measured" in shown
@@ -68,7 +68,9 @@ def test_computed_times_are_marked_as_computed(tmp_path: Path, capsys: Any):
     base = specheads.FrozenBase.load(settings.base.model, device="cpu")
     build_for(settings.head, base).save_pretrained(tmp_path / "head")
     call("simulate", [f"run={tmp_path}", "hardware=h100", "acceptance=[0.8,0.7]", *SMALL])
-    assert "times computed for H100" in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "times computed for H100" in shown
+    assert "not measured" in shown
     load = read(LoadResults, tmp_path / "report" / "load.json")
     assert load is not None
     assert load.times == "computed for H100"
@@ -79,6 +81,7 @@ def test_computed_times_are_marked_as_computed(tmp_path: Path, capsys: Any):
     [
         ([], "name whose requests to simulate"),
         (["run=nowhere"], "run specheads tune first"),
+        (["run={run}", "depths=[3]"], "depths can be at most 2"),
         (["run={run}", "arrivals=nowhere.jsonl"], "nowhere.jsonl"),
         (["run={run}", "hardware=h100"], "needs a config.yaml"),
         (["run={run}", "hardware.name=mine"], "computed times need hardware.bandwidth"),
