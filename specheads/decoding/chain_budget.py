@@ -14,13 +14,13 @@ from specheads.decoding.calibration import Curve
 from specheads.decoding.cost import FollowedCost, StepCost
 from specheads.decoding.prompt_lookup import common_prefix_length
 
-RETRY = 16
+RETRY = 32
 """Steps without a draft after which the first level is drafted again."""
 WEIGHT, SLOW = 0.05, 0.02
 """Weights of a new observation in moving averages of a request, and of all requests' rates."""
 PRIOR = 4.0
 """Accepted drafts that the start of a request's correction counts as."""
-MARGIN = 1.01
+MARGIN = 1.05
 """Least gain in expected tokens per second for which a step begins to draft."""
 MOST = 0.999
 """Largest probability of acceptance."""
