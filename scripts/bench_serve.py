@@ -291,7 +291,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for batch in [0] * bool(options.load) + options.batch:
         for name, found in sets.items():
             prompts = [prompt.tokens for prompt in found.prompts]
-            arms = _measure(engines, prompts, batch, f"{name}, batch {batch}", options)
+            label = f"{name}, batch {batch}" if batch else f"{name}, load"
+            arms = _measure(engines, prompts, batch, label, options)
             made = rows(ranks, name, batch, prompts, arms)
             print(*map(line, made), sep="\n", flush=True)
             served["rows"] += made
