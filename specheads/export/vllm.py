@@ -237,7 +237,8 @@ class Proposer:
             self._decodes = bool(all(texts) and offset == sum(drafted) + len(texts))
             if self._ended and self._decodes:
                 positions = sum(row.start + row.count for row in self._rows)
-                self.budget.verify.note(offset, positions, time.perf_counter() - self._ended)
+                seconds = time.perf_counter() - self._ended
+                self.budget.follow(len(texts), offset, positions, seconds)
 
     @torch.inference_mode()
     def propose(
