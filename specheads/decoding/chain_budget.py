@@ -11,13 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from specheads.decoding.calibration import Curve
-from specheads.decoding.cost import STALL, FollowedCost, StepCost
+from specheads.decoding.cost import FollowedCost, StepCost
 from specheads.decoding.prompt_lookup import common_prefix_length
 
 RETRY = 32
 """Steps without a draft after which the first level is drafted again."""
-EVERY = 64
-"""One of so many steps does not draft although drafts pay, to see how long such a step takes."""
 WEIGHT, SLOW = 0.05, 0.02
 """Weights of a new observation in moving averages of a request, and of all requests' rates."""
 PRIOR = 4.0
@@ -95,11 +93,6 @@ class ChainBudget:
         self._gains: dict[int, float] = {}
         """Moving average of the tokens per second with drafts over those without, by the number of
         binary digits of the batch size."""
-        self._bare: dict[int, float] = {}
-        """Moving average of the real over the measured cost of steps without drafts, by the same
-        sizes: such steps are cheaper than the line through the others says."""
-        self._begun: Counter[int] = Counter()
-        """Number of steps for which drafts paid, by the same sizes."""
         self._idle = 0
         self._chances: list[list[float]]
         """Conditional probabilities of each row by level. A level that is not drafted has a usual
@@ -128,22 +121,9 @@ class ChainBudget:
 
     def starts(self, num_rows: int) -> bool:
         """Return whether to draft in this step; every `RETRY` steps the first level is drafted."""
-        size = num_rows.bit_length()
-        pays = self._gains.get(size, MARGIN) >= MARGIN
-        self._begun[size] += pays
-        if pays and self._begun[size] % EVERY == EVERY // 8:
-            return False
+        pays = self._gains.get(num_rows.bit_length(), MARGIN) >= MARGIN
         self._idle = 0 if pays or self._idle == RETRY else self._idle + 1
         return not self._idle
-
-    def follow(self, num_rows: int, tokens: int, positions: int, seconds: float) -> None:
-        """Follow the time of a step over so many rows and tokens, roots included."""
-        if tokens > num_rows:
-            self.verify.note(tokens, positions, seconds)
-            return
-        share = min(seconds / self.verify.measured.seconds(num_rows, positions), 2 * STALL)
-        known = self._bare.get(num_rows.bit_length(), share)
-        self._bare[num_rows.bit_length()] = known + 4 * WEIGHT * (share - known)
 
     def note(self, rows: list[int], level: int, logits: Float[Tensor, "row 1 vocab"]) -> None:
         """Replace the probabilities of a level by those of the tokens that were drafted."""
@@ -170,12 +150,8 @@ class ChainBudget:
             chances[len(chain) :] = [0.0] * (len(chances) - len(chain))
         survivals = self._survivals(rows, levels, levels)
         count, goodput = self._best(survivals, positions)
+        gain = goodput * self.verify.now.seconds(len(rows), positions) / len(rows)
         size = len(rows).bit_length()
-        if size in self._bare:
-            bare = self._bare[size] * self.verify.measured.seconds(len(rows), positions)
-        else:
-            bare = self.verify.now.seconds(len(rows), positions)
-        gain = goodput * bare / len(rows)
         self._gains[size] = gain + (1 - WEIGHT) * (self._gains.get(size, gain) - gain)
         nodes = [(-one, row) for row, path in zip(rows, survivals, strict=True) for one in path]
         kept = Counter(row for _, row in sorted(nodes)[:count])

@@ -237,8 +237,7 @@ class Proposer:
             self._decodes = bool(all(texts) and offset == sum(drafted) + len(texts))
             if self._ended and self._decodes:
                 positions = sum(row.start + row.count for row in self._rows)
-                seconds = time.perf_counter() - self._ended
-                self.budget.follow(len(texts), offset, positions, seconds)
+                self.budget.verify.note(offset, positions, time.perf_counter() - self._ended)
 
     @torch.inference_mode()
     def propose(
