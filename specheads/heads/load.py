@@ -217,13 +217,15 @@ def refuse_misfit(
     for name, ours in zip(("width", "vocab_size"), reversed(embedding.shape), strict=True):
         if ours != (theirs := getattr(head, name)):
             raise InputError(
-                f"the head is made for a base of {name} {theirs}, this base has {ours}; use its own"
+                f"the head was made for a base of {name} {theirs}, this base has {ours}; "
+                "load the base it was trained on"
             )
     if not head.is_of(fingerprint):
         made_for = head.base_fingerprint[: len(fingerprint)]
         raise InputError(
             f"a head fits the weights it was trained on: those are {made_for}, this base has "
-            f"{fingerprint}; load its own, train it further (init=), or override with force=true"
+            f"{fingerprint}; load its own base, train it on this one (init=), or override with "
+            "force=true"
         )
 
 
@@ -243,8 +245,8 @@ def choose_layers(head: Head, num_layers: int) -> None:
     head.choose_aux_layers(num_layers)
     if max(head.aux_layers, default=0) > num_layers:
         raise InputError(
-            f"the head reads after {max(head.aux_layers)} layers, this base has {num_layers}; load "
-            "its own, or set other aux_layers"
+            f"the head reads the base after {max(head.aux_layers)} layers, this base has "
+            f"{num_layers}; load the base it was trained on, or set other aux_layers"
         )
 
 

@@ -241,7 +241,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"inputs": BATCH, "streamer": Listener()}, "Listener can follow one prompt"),
     ({"inputs": BATCH, "stopping_criteria": stops("a")}, "can follow one prompt"),
     ({"tree": policies.chain(5)}, "choose a shallower tree"),
-    ({"head": OTHER_BASE}, "this base has .*; use its own"),
+    ({"head": OTHER_BASE}, "this base has .*; load the base it was trained on"),
 ]
 
 
