@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.check:
             file.write_text(wanted[file], encoding="utf-8")
             if file.name == "load.md":
-                plot(_json(options.root / "recipes" / PUBLISHED / LOAD), file.with_suffix(".png"))
+                plot(in_vllm(options.root / "recipes"), file.with_suffix(".png"))
     return int(options.check and bool(stale))
 
 
@@ -256,9 +256,17 @@ def served(measured: Mapping[str, Any]) -> str:
     return f"{versions}, {length}; {_machine(made)}.\n\n{table(header, rows)}"
 
 
+def in_vllm(recipes: Path) -> dict[str, Any]:
+    """Return load.json of the published head, with the rows of its methods at batch 1."""
+    measured, served = (_json(recipes / PUBLISHED / name) for name in (LOAD, "serve.json"))
+    methods = {row["depth"] for row in measured["rows"]}
+    single = [row for row in served["rows"] if row["batch"] == 1 and row["depth"] in methods]
+    return measured | {"rows": [*single, *measured["rows"]]}
+
+
 def load(recipes: Path) -> str:
     """Return the tables of the published head in vLLM by batch, and on a load."""
-    measured = _json(recipes / PUBLISHED / LOAD)
+    measured = in_vllm(recipes)
     methods = list(dict.fromkeys(row["depth"] for row in measured["rows"]))
     found = {(row["prompts"], row["batch"], row["depth"]): row for row in measured["rows"]}
     cells, requests = list[tuple[str, ...]](), list[tuple[str, ...]]()
@@ -283,7 +291,7 @@ def load(recipes: Path) -> str:
 
 
 def _method(depth: int | str) -> str:
-    return depth if isinstance(depth, str) else f"{depth} drafts"
+    return depth if isinstance(depth, str) else f"chain of {depth}"
 
 
 def plot(measured: Mapping[str, Any], file: Path) -> None:

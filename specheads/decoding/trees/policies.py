@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -13,8 +13,9 @@ from specheads.core.errors import InputError, whole
 from specheads.core.features import Committed
 from specheads.core.tree import Drawn, TokenTree, from_paths, level_sizes, refuse_nodes
 from specheads.decoding import noise
+from specheads.decoding.coupling import Coupled, over_vocabulary
 from specheads.decoding.noise import likeliest
-from specheads.decoding.sampling import Coupled, SamplingState, Scores, over_vocabulary
+from specheads.decoding.sampling import SamplingState, Scores
 from specheads.decoding.trees.early_stop import Estimate, chances
 
 
@@ -68,13 +69,45 @@ class TreePolicy:
 Path = tuple[int, ...]
 
 
-Level = tuple[Tensor, Tensor, Tensor, Tensor, int]
-"""One level of a static tree; the drafter reads only nodes with children. Each node's parent, as an
-index into the nodes of the level above that were read; the index of each node into the guesses of
-all parents; the nodes that are read; their parents; and the number of guesses after each parent."""
+class Level(NamedTuple):
+    """One level of a static tree; the drafter reads only nodes with children."""
+
+    parents: Int[Tensor, " node"]
+    """Each node's parent, as an index into the nodes of the level above that were read."""
+    guesses: Int[Tensor, " node"]
+    """Index of each node into the guesses of all parents."""
+    inner: Int[Tensor, " node"]
+    """The nodes that are read."""
+    inner_parents: Int[Tensor, " node"]
+    """Parents of the nodes that are read."""
+    width: int
+    """Guesses taken after each parent."""
+
+
 Shape = tuple[Int[Tensor, " node"], Bool[Tensor, "1 node node"], list[Level]]
 """A static tree on one device: the parents and the ancestors of its nodes, as in `TokenTree`, and
 its levels. A step then uploads nothing."""
+
+
+def static_shape(paths: Sequence[Path], device: torch.device) -> Shape:
+    """Return the shape of rank paths that are sorted by length and closed under prefixes."""
+    known = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}
+    parents = torch.tensor([-1] + [known[path[:-1]] for path in paths])
+    has_children = {path[:-1] for path in paths}
+    levels: list[Level] = []
+    above: dict[Path, int] = {(): 0}
+    for _, each in itertools.groupby(paths, len):
+        here = list(each)
+        inner = [place for place, path in enumerate(here) if path in has_children]
+        width = 1 + max(path[-1] for path in here)
+        places = [above[path[:-1]] for path in here]
+        guesses = [place * width + path[-1] for place, path in zip(places, here, strict=True)]
+        rows = places, guesses, inner, [places[node] for node in inner]
+        held = [torch.tensor(row, dtype=torch.long).to(device) for row in rows]
+        levels.append(Level(held[0], held[1], held[2], held[3], width))
+        above = {here[node]: place for place, node in enumerate(inner)}
+    reach = TokenTree(parents[None], parents[None]).ancestors()
+    return parents.to(device), reach.to(device), levels
 
 
 class Static(TreePolicy):
@@ -114,25 +147,8 @@ class Static(TreePolicy):
 
     def shape(self, device: torch.device) -> Shape:
         """Return the shape on a device; it is copied there once."""
-        if device in self._shapes:
-            return self._shapes[device]
-        known = {(): 0} | {path: node for node, path in enumerate(self.paths, start=1)}
-        parents = torch.tensor([-1] + [known[path[:-1]] for path in self.paths])
-        has_children = {path[:-1] for path in self.paths}
-        levels: list[Level] = []
-        above: dict[Path, int] = {(): 0}
-        for _, each in itertools.groupby(self.paths, len):
-            here = list(each)
-            inner = [place for place, path in enumerate(here) if path in has_children]
-            width = 1 + max(path[-1] for path in here)
-            places = [above[path[:-1]] for path in here]
-            guesses = [place * width + path[-1] for place, path in zip(places, here, strict=True)]
-            rows = places, guesses, inner, [places[node] for node in inner]
-            held = [torch.tensor(row, dtype=torch.long).to(device) for row in rows]
-            levels.append((held[0], held[1], held[2], held[3], width))
-            above = {here[node]: place for place, node in enumerate(inner)}
-        reach = TokenTree(parents[None], parents[None]).ancestors()
-        self._shapes[device] = parents.to(device), reach.to(device), levels
+        if device not in self._shapes:
+            self._shapes[device] = static_shape(self.paths, device)
         return self._shapes[device]
 
     def draft(self, drafter: Drafter, root: Tensor, logits: Tensor, state: State) -> TokenTree:
@@ -142,18 +158,18 @@ class Static(TreePolicy):
         # nodes whose path has not stopped
         present = [torch.ones_like(root, dtype=torch.bool)]
         alive = present[0]
-        for index, (above, guesses, inner, inner_parents, width) in enumerate(levels):
-            best = _best(logits, width).flatten(1).index_select(1, guesses)
+        for index, level in enumerate(levels):
+            best = _best(logits, level.width).flatten(1).index_select(1, level.guesses)
             drafted.append(drafter.to_tokens(best))
             if self.confidence:
-                present.append(alive[:, above])
-                found = chances(drafter, self.estimate, logits, state, best, above, index)
-                alive = (present[-1] & (found >= self.confidence)).index_select(1, inner)
+                present.append(alive[:, level.parents])
+                found = chances(drafter, self.estimate, logits, state, best, level.parents, index)
+                alive = (present[-1] & (found >= self.confidence)).index_select(1, level.inner)
             # reading whether any path continues synchronises
             if index + 1 == self.depth or (self.confidence and not alive.any()):
                 break
-            read = drafted[-1].index_select(1, inner)
-            logits, state = drafter.extend(state, read, inner_parents.expand(batch, -1))
+            inner = drafted[-1].index_select(1, level.inner)
+            logits, state = drafter.extend(state, inner, level.inner_parents.expand(batch, -1))
         tokens = torch.cat(drafted, dim=1)
         # fewer nodes if all paths have stopped
         size = tokens.shape[1]
