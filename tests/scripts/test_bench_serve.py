@@ -1,11 +1,16 @@
 """bench_serve.py without vLLM: tests/export/test_vllm.py and test_llama_cpp.py run the engines."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -18,6 +23,7 @@ from tests.export.trained import taught
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "recipes" / "tiny_code" / "base"
+SLEEP = "import time; time.sleep(600)"
 SAID = ("import os\n\n\ndef walk(", "class Tree:\n    def", "for name in", "def test_that(")
 
 
@@ -55,6 +61,24 @@ def test_plain_prompts_are_said_by_a_user_and_mt_bench_is_eight_categories(scrip
     ]
     assert len(script.first_turns(base, "other", str(file), options).prompts) == 3
     assert tokenizer.chat_template
+
+
+def test_an_engine_runs_while_it_is_awake_and_ends_when_it_is_stopped(script):
+    server = object.__new__(script.Server)
+    server.process = subprocess.Popen([sys.executable, "-c", SLEEP], start_new_session=True)
+    engine = psutil.Process(server.process.pid)
+    try:
+        with server.awake():
+            assert engine.status() != psutil.STATUS_STOPPED
+        # a stop takes effect a little later
+        os.waitpid(engine.pid, os.WUNTRACED)
+        assert engine.status() == psutil.STATUS_STOPPED
+        with server.awake():
+            os.waitpid(engine.pid, os.WCONTINUED)
+            assert engine.status() != psutil.STATUS_STOPPED
+    finally:
+        script._end(server.process)
+    assert server.process.returncode == -signal.SIGTERM
 
 
 def test_counters_are_those_of_the_turn_and_drafts_beyond_the_end_do_not_count(script):
