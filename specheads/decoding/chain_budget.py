@@ -134,9 +134,9 @@ class ChainBudget:
     def continues(self, rows: list[int], levels: int, positions: int) -> bool:
         """Return whether to draft another level for these rows, after so many."""
         # one level ahead is enough: levels cost the same and survival falls
+        ahead = self._survivals(rows, levels, levels + 1)
         now, then = (
-            self._best(self._survivals(rows, levels, levels + more), positions)[1]
-            for more in (0, 1)
+            self._best(paths, positions)[1] for paths in ([one[:-1] for one in ahead], ahead)
         )
         # values that differ by rounding only are equal
         return then > now * (1 + 1e-9)

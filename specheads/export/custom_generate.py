@@ -137,11 +137,12 @@ def _followed(
         tokens.append(token)
         if streamer is not None:
             streamer.put(torch.tensor([token]))
-        text = torch.cat([prompt, torch.tensor([tokens], device=prompt.device)], dim=1)
-        # transformers also passes None when scores are not recorded
-        if criteria and criteria(text, None).all():  # pyright: ignore[reportArgumentType]
-            stream.cancel()
-            break
+        if criteria:
+            text = torch.cat([prompt, torch.tensor([tokens], device=prompt.device)], dim=1)
+            # transformers also passes None when scores are not recorded
+            if criteria(text, None).all():  # pyright: ignore[reportArgumentType]
+                stream.cancel()
+                break
     if streamer is not None:
         streamer.end()
     return tokens

@@ -13,9 +13,8 @@ from specheads.core.errors import InputError, whole
 from specheads.core.features import Committed
 from specheads.core.tree import Drawn, TokenTree, from_paths, level_sizes, refuse_nodes
 from specheads.decoding import noise
-from specheads.decoding.coupling import Coupled, over_vocabulary
 from specheads.decoding.noise import likeliest
-from specheads.decoding.sampling import SamplingState, Scores
+from specheads.decoding.sampling import Coupled, SamplingState, Scores, over_vocabulary
 from specheads.decoding.trees.early_stop import Estimate, chances
 
 
