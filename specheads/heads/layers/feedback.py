@@ -111,16 +111,25 @@ class FeedbackHead(BorrowingHead):
         hidden = self.first(committed.features)
         return self._answer(self.commit(hidden, committed.next_tokens, committed, memory))
 
+    @torch.no_grad()
+    def read(self, committed: Committed, memory: Slots) -> None:
+        """Store the keys and values of all positions; the last layer's output is not computed."""
+        hidden = self.first(committed.features)
+        self.commit(hidden, committed.next_tokens, committed, memory, drafts=False)
+
     def commit(
         self,
         hidden: Float[Tensor, "batch read width"],
         tokens: Int[Tensor, "batch read"],
         committed: Committed,
         memory: Slots,
+        *,
+        drafts: bool = True,
     ) -> Branch:
         """Store the committed positions; return the first round at the last one of each row.
 
-        Further positions of `hidden` follow each row's last one and are computed with it.
+        Further positions of `hidden` follow each row's last one and are computed with it. Without
+        `drafts` the result is not used, and the last layer only stores its keys and values.
         """
         layers, time = self.blocks(), committed.next_tokens.shape[1]
         read = memory.advance(time, committed.counts)
@@ -140,6 +149,8 @@ class FeedbackHead(BorrowingHead):
             stream, inputs, fresh = layer.read(hidden, positions, embedded)
             memory.write(fresh[:, :, :, :time], read, place)
             if place + 1 == len(layers):
+                if not drafts:
+                    break
                 stream, inputs, positions, seen = last(stream), last(inputs), at, at
             past, visible = memory.past(seen, self.window(0))
             past = past.chunk(len(layers), dim=1)[place]
