@@ -10,8 +10,8 @@ vLLM calls a proposer class (`custom_class`) with token ids and without hidden s
 - `initialize_kv_cache` passes the number of slots in vLLM's own cache.
 
 The head's KV cache uses the same slots as vLLM's: vLLM alone handles chunked prompts, shared
-prefixes and preemption. The plug-in keeps only the acceptance rates of each request, if it has a
-`ChainBudget`. See docs/vllm.md and docs/load.md.
+prefixes and preemption. With a `ChainBudget` the plug-in also keeps the acceptance rates of each
+request, and the positions that the head reads later. See docs/vllm.md and docs/load.md.
 """
 
 import functools
@@ -20,7 +20,8 @@ import inspect
 import logging
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,18 +116,27 @@ def _prepare_runner() -> None:
 
 @dataclass(frozen=True, slots=True)
 class RequestSpan:
-    """The positions of one request in one forward, without rejected drafts."""
+    """Positions of one request that the head reads, without rejected drafts."""
 
     index: int
     """Row of the request in vLLM's batch."""
-    offset: int
-    """Index of its first position in the forward's hidden states."""
+    request: str
     start: int
-    """Number of positions of its text that earlier forwards read."""
-    count: int
-    """Number of positions that this forward read, including accepted drafts."""
+    """Number of positions of its text before these."""
+    places: Sequence[int]
+    """Where `Proposer` has the hidden state of each position."""
     drafts: bool
     """Whether to draft: false until the whole prompt is read."""
+
+    @property
+    def count(self) -> int:
+        """Number of positions."""
+        return len(self.places)
+
+    @property
+    def end(self) -> int:
+        """Number of positions of its text up to the last of these."""
+        return self.start + self.count
 
 
 class Proposer:
@@ -144,7 +154,11 @@ class Proposer:
         self.budget: ChainBudget | None = None
         """None drafts `depth` tokens for every request."""
         self._memory: Memory | None = None
-        self._group, self._ended = 0, 0.0
+        self._group, self._block_size, self._ended = 0, 0, 0.0
+        self._states: list[list[Tensor]] = []
+        """Hidden states, then auxiliary ones, of unread positions and of the last forward's."""
+        self._unread: dict[str, RequestSpan] = {}
+        """Positions of requests that earlier forwards read and the head did not."""
 
     def load_model(self, target_model: Any) -> None:
         """Load the head and bind it to the base's tensors."""
@@ -210,8 +224,8 @@ class Proposer:
                 "transferred or split among devices; use another kind of head"
             )
         self._group = groups.index(True)
-        block_size = cache.kv_cache_groups[self._group].kv_cache_spec.block_size
-        self._memory = self.head.memory(1, cache.num_blocks * block_size)
+        self._block_size = cache.kv_cache_groups[self._group].kv_cache_spec.block_size
+        self._memory = self.head.memory(1, cache.num_blocks * self._block_size)
 
     def watch(self, batch: Any, given: dict[str, Any]) -> None:
         """Store the positions and hidden states of the forward, for the `propose` that follows.
@@ -219,25 +233,32 @@ class Proposer:
         `batch` is the runner's `input_batch`; `given` are the arguments of its
         `propose_draft_token_ids`.
         """
-        scheduled = given["scheduler_output"].num_scheduled_tokens
+        output = given["scheduler_output"]
+        scheduled = output.num_scheduled_tokens
         metadata, texts = given["spec_decode_metadata"], given["sampled_token_ids"]
         drafted = [0] * len(texts) if metadata is None else metadata.num_draft_tokens
-        self._rows, offset = [], 0
+        self._rows, offset = [], sum(len(states[0]) for states in self._states)
+        first = offset
         for index, (request, sampled) in enumerate(zip(batch.req_ids, texts, strict=True)):
             # the sampled tokens are the accepted drafts and one new token, which is not read yet
             rejected = drafted[index] - max(len(sampled) - 1, 0)
             start, length = int(batch.num_computed_tokens_cpu[index]), scheduled[request]
-            self._rows.append(RequestSpan(index, offset, start, length - rejected, bool(sampled)))
+            places = range(offset, offset + length - rejected)
+            self._rows.append(RequestSpan(index, request, start, places, bool(sampled)))
             offset += length
-        self._hidden, self._table = given["hidden_states"], batch.block_table[self._group]
-        self._aux: list[Tensor] = given["aux_hidden_states"] if self.head.aux_layers else []
+        self._table = batch.block_table[self._group]
+        aux = given["aux_hidden_states"] if self.head.aux_layers else []
+        self._states.append([given["hidden_states"], *aux])
+        for request in output.finished_req_ids:
+            self._unread.pop(request, None)
         if self.budget:
             self.budget.observe(batch.req_ids, texts)
             # steps that also read prompts take longer, and their cost is not followed
-            self._decodes = bool(all(texts) and offset == sum(drafted) + len(texts))
+            tokens = offset - first
+            self._decodes = bool(all(texts) and tokens == sum(drafted) + len(texts))
             if self._ended and self._decodes:
-                positions = sum(row.start + row.count for row in self._rows)
-                self.budget.verify.note(offset, positions, time.perf_counter() - self._ended)
+                positions = sum(row.end for row in self._rows)
+                self.budget.verify.note(tokens, positions, time.perf_counter() - self._ended)
 
     @torch.inference_mode()
     def propose(
@@ -256,15 +277,19 @@ class Proposer:
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         texts = torch.from_numpy(token_ids_cpu)
         drafting = [row for row in self._rows if row.drafts]
-        positions = sum(row.start + row.count for row in drafting)
+        positions = sum(row.end for row in drafting)
         starts = bool(drafting and self.depth)
         if self.budget and starts:
             starts = self.budget.starts(len(drafting))
         began = time.perf_counter()
-        for rows in self._batches(starts):
+        batches = self._batches(starts)
+        if batches and len(self._states) > 1:
+            self._states = [[torch.cat(parts) for parts in zip(*self._states, strict=True)]]
+        for rows in batches:
             chains = self._draft(rows, texts, starts and rows[0].drafts)
             for row, chain in zip(rows, chains, strict=True):
                 drafts[row.index] = chain
+        self._leave_unread({row.request for rows in batches for row in rows})
         if self.budget and starts:
             if self._decodes:
                 seconds = (time.perf_counter() - began) / max(map(len, drafts))
@@ -278,56 +303,83 @@ class Proposer:
         drafting = [row for row in self._rows if row.drafts]
         if self._memory is None:
             # such a head reads only the last position
-            ends = [
-                RequestSpan(
-                    row.index, row.offset + row.count - 1, row.start + row.count - 1, 1, True
-                )
-                for row in drafting
-            ]
+            ends = [replace(row, start=row.end - 1, places=row.places[-1:]) for row in drafting]
             return [ends] if ends and starts else []
         # each prompt is a batch of its own: shorter rows would be mostly padding
         most = self.depth + 1
         short = [row for row in drafting if row.count <= most]
         long = [[row] for row in self._rows if row.count > most or not row.drafts]
-        return [*long, short] if short else long
+        if self.budget and not starts:
+            # many positions at once take little longer; other requests may share a full block
+            size = self._block_size
+            short = [row for row in short if row.end // size > row.start // size]
+        return [[self._with_unread(row) for row in rows] for rows in [*long, short] if rows]
+
+    def _with_unread(self, row: RequestSpan) -> RequestSpan:
+        """Return a row with the unread positions before it."""
+        unread = self._unread.get(row.request)
+        # a request that was preempted starts at an earlier position
+        if unread is None or unread.end != row.start:
+            return row
+        return replace(row, start=unread.start, places=[*unread.places, *row.places])
+
+    def _leave_unread(self, read: set[str]) -> None:
+        """Keep the states of positions of other requests, if the head has a memory."""
+        rows = self._rows if self._memory is not None else []
+        left = {row.request: self._with_unread(row) for row in rows if row.request not in read}
+        here = {row.request for row in self._rows}
+        left |= {name: row for name, row in self._unread.items() if name not in here}
+        if read and left:
+            places, end = [one for row in left.values() for one in row.places], 0
+            for name, row in left.items():
+                left[name] = replace(row, places=range(end, end + row.count))
+                end += row.count
+            (states,) = self._states
+            self._states = [[one[torch.tensor(places).to(one.device)] for one in states]]
+        elif left:
+            # the engine may write the next states to the same memory
+            self._states[-1] = [one.clone() for one in self._states[-1]]
+        else:
+            self._states = []
+        self._unread = left
 
     def _draft(
         self, rows: list[RequestSpan], texts: Int[Tensor, "row slot"], starts: bool
     ) -> list[list[int]]:
         """Update the head's KV cache with these rows, and draft if `starts`."""
-        numbers = torch.tensor([(row.index, row.offset, row.start, row.count) for row in rows]).T
-        index, offset, start, count = numbers
+        numbers = torch.tensor([(row.index, row.start, row.count) for row in rows]).T
+        index, start, count = numbers
         # padding repeats a row's last position
         steps = torch.minimum(torch.arange(int(count.max())), count[:, None] - 1)
-        device, extent = self._hidden.device, int(start.max()) + steps.shape[1]
+        (states,) = self._states
+        device, extent = states[0].device, int(start.max()) + steps.shape[1]
         tokens = texts[index[:, None], start[:, None] + steps + 1].long().to(device)
-        read = (offset[:, None] + steps).to(device)
-        aux = torch.cat([one[read] for one in self._aux], dim=-1) if self._aux else None
-        features = Features(self._hidden[read], aux)
-        index, _, start, count = numbers.to(device)
+        places = [torch.tensor(row.places)[step] for row, step in zip(rows, steps, strict=True)]
+        hidden, *aux = (one[torch.stack(places).to(device)] for one in states)
+        features = Features(hidden, torch.cat(aux, dim=-1) if aux else None)
+        index, start, count = numbers.to(device)
         memory = self._memory
         if memory is not None:
-            places = self._places(index, start + count, extent)
-            memory = memory.scatter(places, start)
+            memory = memory.scatter(self._slots(index, start + count, extent), start)
         committed = Committed(features, tokens, count)
         if not starts:
             self.head.read(committed, memory)
             return [[] for _ in rows]
         logits, state = self.head.begin(committed, memory)
-        positions = sum(row.start + row.count for row in rows)
-        places, guesses = [row.index for row in rows], list[Tensor]()
+        positions = sum(row.end for row in rows)
+        drafting, guesses = [row.index for row in rows], list[Tensor]()
         while True:
             guesses.append(likeliest(logits))
             if self.budget:
-                self.budget.note(places, len(guesses) - 1, logits)
+                self.budget.note(drafting, len(guesses) - 1, logits)
             if len(guesses) == self.depth or (
-                self.budget and not self.budget.continues(places, len(guesses), positions)
+                self.budget and not self.budget.continues(drafting, len(guesses), positions)
             ):
                 return self.head.to_tokens(torch.cat(guesses, dim=1)).tolist()
             tokens = self.head.to_tokens(guesses[-1])
             logits, state = self.head.extend(state, tokens, torch.zeros_like(tokens))
 
-    def _places(self, index: Tensor, lengths: Tensor, extent: int) -> Tensor:
+    def _slots(self, index: Tensor, lengths: Tensor, extent: int) -> Tensor:
         """Return the slots of each row's first `extent` positions; `NULL_SLOT` after its end."""
         blocks = self._table.get_device_tensor(len(self._rows))[index].long()
         positions = torch.arange(extent, device=index.device)

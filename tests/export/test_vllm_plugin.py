@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -185,7 +185,12 @@ def drafted(head: Head, text: list[int]) -> list[int]:
     return tree.tokens[0, 1:].tolist()
 
 
-def forward(runner: Runner, texts: list[list[int]], plan: list[tuple[int, int, int, int]]) -> Any:
+def forward(
+    runner: Runner,
+    texts: list[list[int]],
+    plan: list[tuple[int, int, int, int]],
+    finished: Collection[str] = (),
+) -> Any:
     """Run one forward; `plan` has (start, positions, drafts, known tokens) for each text."""
     batch, sampled, hidden, aux = runner.input_batch, [], [], []
     layers = runner.drafter.head.aux_layers
@@ -202,9 +207,9 @@ def forward(runner: Runner, texts: list[list[int]], plan: list[tuple[int, int, i
         if features.aux is not None:
             aux.append(features.aux[0, start:])
         sampled.append(text[start + length - drafts : known])
-    counts = {name: length for name, (_, length, *_) in zip("ab", plan, strict=True)}
+    counts = {name: length for name, (_, length, *_) in zip(batch.req_ids, plan, strict=True)}
     return runner.propose_draft_token_ids(
-        SimpleNamespace(num_scheduled_tokens=counts),
+        SimpleNamespace(num_scheduled_tokens=counts, finished_req_ids={*finished}),
         sampled,
         torch.cat(hidden),
         [*torch.cat(aux).chunk(len(layers), dim=-1)] if aux else None,
@@ -425,20 +430,75 @@ def test_drafting_stops_below_a_token_that_is_seldom_accepted(prepared, tmp_path
     assert len(read) == 1
 
 
-@pytest.mark.parametrize("kind", ["hydra_heads", "eagle_gru"])
-def test_memory_is_kept_while_nothing_is_drafted(kind, prepared, tmp_path, monkeypatch):
-    told = cost(0.0, 1.0), [SURE] * DEPTH
-    runner, head = budgeted(prepared, tmp_path, monkeypatch, *told, kind=kind)
-    assert forward(runner, TEXTS, [(0, 4, 0, 5), (0, 5, 0, 6)]) == [[], []]
-    assert forward(runner, TEXTS, [(4, 1, 0, 6), (5, 1, 0, 7)]) == [[], []]
+def make_faster(runner: Runner) -> None:
+    """Let drafts pay from now on."""
     assert runner.drafter.budget is not None
-    # as if the machine became faster
     faster = cost(1.0, 0.0)
     runner.drafter.budget.verify = FollowedCost(faster.verify)
     runner.drafter.budget.draft = FollowedCost(faster.draft)
     runner.drafter.budget._gains.clear()
-    drafts = forward(runner, TEXTS, [(5, 1, 0, 7), (6, 1, 0, 8)])
-    assert drafts == [drafted(head, TEXTS[0][:7]), drafted(head, TEXTS[1][:8])]
+
+
+@pytest.mark.parametrize("kind", ["hydra_heads", "eagle_gru", "eagle3", "mtp"])
+def test_positions_are_read_once_a_block_is_full_while_nothing_is_drafted(
+    kind, prepared, tmp_path, monkeypatch
+):
+    told = cost(0.0, 1.0), [SURE] * DEPTH
+    runner, head = budgeted(prepared, tmp_path, monkeypatch, *told, kind=kind)
+    assert forward(runner, TEXTS, [(0, 4, 0, 5), (0, 5, 0, 6)]) == [[], []]
+    served, counts = runner.drafter.head, list[list[int]]()
+    read = served.read
+
+    def watched(committed: Committed, memory: Any) -> None:
+        counts.append(committed.counts.tolist())
+        read(committed, memory)
+
+    monkeypatch.setattr(served, "read", watched)
+    for step in range(3):
+        plan = [(4 + step, 1, 0, 6 + step), (5 + step, 1, 0, 7 + step)]
+        assert forward(runner, TEXTS, plan) == [[], []]
+    # the eighth position of the second text fills its second block
+    assert counts == [[3]]
+    make_faster(runner)
+    drafts = forward(runner, TEXTS, [(7, 1, 0, 9), (8, 1, 0, 10)])
+    assert drafts == [drafted(head, TEXTS[0][:9]), drafted(head, TEXTS[1][:10])]
+    assert not runner.drafter._unread
+
+
+def test_unread_positions_of_preempted_and_finished_requests_are_dropped(
+    prepared, tmp_path, monkeypatch
+):
+    told = cost(0.0, 1.0), [SURE] * DEPTH
+    runner, head = budgeted(prepared, tmp_path, monkeypatch, *told, kind="eagle_gru")
+    forward(runner, TEXTS, [(0, 4, 0, 5), (0, 5, 0, 6)])
+    forward(runner, TEXTS, [(4, 1, 0, 6), (5, 1, 0, 7)])
+    assert set(runner.drafter._unread) == {"a", "b"}
+    # b left, and a new request has its row
+    runner.input_batch.req_ids[1] = "c"
+    new = [TEXTS[0], TEXTS[1][::-1]]
+    make_faster(runner)
+    drafts = forward(runner, new, [(0, 6, 0, 7), (0, 5, 0, 6)], finished=["b"])
+    assert drafts == [drafted(head, new[0][:7]), drafted(head, new[1][:6])]
+    assert not runner.drafter._unread
+
+
+def test_a_request_that_waits_for_its_turn_keeps_its_unread_positions(
+    prepared, tmp_path, monkeypatch
+):
+    told = cost(0.0, 1.0), [SURE] * DEPTH
+    runner, head = budgeted(prepared, tmp_path, monkeypatch, *told, kind="eagle_gru")
+    forward(runner, TEXTS, [(0, 4, 0, 5), (0, 5, 0, 6)])
+    forward(runner, TEXTS, [(4, 1, 0, 6), (5, 1, 0, 7)])
+    # the engine runs only the second request, which has the second row of the block table
+    batch, table = runner.input_batch, runner.input_batch.block_table[0].get_device_tensor(2)
+    batch.req_ids, kept = ["b"], table.clone()
+    table[0] = kept[1]
+    forward(runner, TEXTS[1:], [(6, 1, 0, 8)])
+    batch.req_ids = ["a", "b"]
+    table[:] = kept
+    make_faster(runner)
+    drafts = forward(runner, TEXTS, [(5, 1, 0, 7), (7, 1, 0, 9)])
+    assert drafts == [drafted(head, TEXTS[0][:7]), drafted(head, TEXTS[1][:9])]
 
 
 def test_times_of_steps_without_prompts_are_followed(prepared, tmp_path, monkeypatch):
