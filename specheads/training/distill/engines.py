@@ -34,8 +34,8 @@ REFILL = 8
 cheaper."""
 COMMON_TOKENS = 1024
 """Tokens reserved for each text of unknown length, in a pool that all texts share."""
-CHUNK = 8
-"""Batches of texts that one call of vLLM generates, so that few texts run alone at its end."""
+IN_FLIGHT = 2
+"""Batches of texts that vLLM has at once, so that a text that ends is replaced without a gap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,22 +218,24 @@ def vllm(batch_size: int, base: FrozenBase, max_length: int) -> TextEngine:
             f"engine=vllm needs a model that vLLM can load, but it refused {base.name!r}: "
             f"{first_line(error)}; see its output above, or choose another engine"
         ) from error
-    answers = partial(_vllm_answers, llm, CHUNK * batch_size, list(base.eos_ids))
+    engine = llm.llm_engine
+    answers = partial(_vllm_answers, engine, IN_FLIGHT * batch_size, list(base.eos_ids))
     # otherwise vLLM's engine process would keep its memory
-    finalize(answers, llm.llm_engine.engine_core.shutdown)
+    finalize(answers, engine.engine_core.shutdown)
     return answers
 
 
 def _vllm_answers(
-    llm: Any, chunk: int, ends: list[int], pull: Pull
+    engine: Any, in_flight: int, ends: list[int], pull: Pull
 ) -> Generator[Answer, None, None]:
     """Yield answers; `ends` are end tokens in addition to those of the model's configuration."""
-    vllm = import_module("vllm")
-    while requests := list(islice(iter(pull, None), chunk)):
-        try:
-            # all parameters, because vLLM takes defaults from the model
-            parameters = [
-                vllm.SamplingParams(
+    vllm, waiting = import_module("vllm"), dict[str, GenerationRequest]()
+    final = import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY
+    try:
+        while True:
+            while len(waiting) < in_flight and (request := pull()) is not None:
+                # all parameters, because vLLM takes defaults from the model
+                parameters = vllm.SamplingParams(
                     n=1,
                     max_tokens=request.new_tokens,
                     temperature=request.sampling.temperature,
@@ -245,17 +247,22 @@ def _vllm_answers(
                     seed=request.sampling.seed if request.sampling.temperature else None,
                     stop_token_ids=ends,
                     detokenize=False,
+                    output_kind=final,
                 )
-                for request in requests
-            ]
-            prompts = [{"prompt_token_ids": request.tokens} for request in requests]
-            outputs = llm.generate(prompts, parameters, use_tqdm=False)
-        except (ValueError, import_module("vllm.exceptions").VLLMError) as error:
-            raise InputError(
-                f"vLLM must accept each request, but it refused one: {first_line(error)}; change "
-                "the sampling, or choose another engine"
-            ) from error
-        for request, output in zip(requests, outputs, strict=True):
-            (completion,) = output.outputs
-            finish = "eos" if completion.finish_reason == "stop" else "length"
-            yield Answer(request.number, list(completion.token_ids), finish)
+                name = str(request.number)
+                engine.add_request(name, {"prompt_token_ids": request.tokens}, parameters)
+                waiting[name] = request
+            if not waiting:
+                return
+            for output in engine.step():
+                (completion,) = output.outputs
+                finish = "eos" if completion.finish_reason == "stop" else "length"
+                number = waiting.pop(output.request_id).number
+                yield Answer(number, list(completion.token_ids), finish)
+    except (ValueError, import_module("vllm.exceptions").VLLMError) as error:
+        raise InputError(
+            f"vLLM must accept each request, but it refused one: {first_line(error)}; change "
+            "the sampling, or choose another engine"
+        ) from error
+    finally:
+        engine.abort_request([*waiting])
