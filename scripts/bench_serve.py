@@ -6,15 +6,18 @@ r"""Serve with a real engine, with a head and without, and compare its counts wi
 
 `make vllm` and `make llama_cpp` install the engines. This script exports the head and starts the
 servers with the command lines that the export prints: the base alone and the chains of --depths,
-one server each. They take turns on the same prompts, one batch at a time, in rotating order, and
-only one of them runs: an idle vLLM polls, which costs the others up to a seventh of their speed.
+one server each. They take turns on the same prompts, in rotating order, and only one of them runs:
+an idle vLLM polls, which costs the others up to a seventh of their speed. A batch is a number of
+requests in flight: a request that ends is replaced at once, as under a steady load.
 --cost names the vllm.json of `specheads tune engine=vllm` and adds a server that drafts by it.
 With --load requests arrive at random (Poisson) at a rate that rises and falls between two values.
 Every prompt is a user message in the base's chat template, decoding is greedy, and a text ends at
-the base's end tokens. The prefix cache is off. Speed covers whole requests, prompts included.
+the base's end tokens. The prefix cache is off. Times are those of whole requests, prompts included.
+The speed-up is the time of all requests alone over their time with drafts: the wall-clock time of a
+turn would be that of its slowest text.
 
-Intervals are 95 % bootstraps over batches (prompts at batch 1), paired by batch. A forward of vLLM
-is one that verified a draft. The replay is our own, with the same head and chain on the texts that
+Intervals are 95 % bootstraps: over requests for speed, over turns for counts. A forward of vLLM is
+one that verified a draft. The replay is our own, with the same head and chain on the texts that
 the engine generated, so in float32 its forwards are those of vLLM. llama.cpp serves the GGUF file
 of the base; the replay uses its dequantised weights.
 """
@@ -71,6 +74,8 @@ MT_BENCH = (
 )
 """Categories of MT-Bench: Spec-Bench's file has others too."""
 
+ROUNDS = 2
+"""Prompts of a turn for each request in flight."""
 WARM_UP = 16
 """New tokens of each warm-up text."""
 ALONE, BUDGET = 0, -1
@@ -133,25 +138,32 @@ class Server:
         output = self.log.read_text(encoding="utf-8", errors="replace")[-2000:]
         raise SystemExit(f"error: the server did not start; {self.log} ends with {output}")
 
-    def ask(self, prompts: Any, limit: int, ignore_eos: bool = False, arrivals: Any = ()) -> Any:
-        """Send all prompts at once; the server needs as many slots.
+    def ask(
+        self,
+        prompts: Sequence[list[int]],
+        limit: int,
+        *,
+        in_flight: int = 0,
+        ignore_eos: bool = False,
+        arrivals: Sequence[float] = (),
+    ) -> Any:
+        """Send prompts, at most `in_flight` at once; zero is all of them.
 
-        Returns `seconds`, `tokens` and `latencies` of each text, and `counters` of drafts since the
-        server's start. With `arrivals` each prompt is sent so many seconds after the start.
+        Returns `tokens` and `latencies` of each text, and `counters` of drafts since the server's
+        start. With `arrivals` each prompt is sent so many seconds after the start.
         """
         start = time.perf_counter()
 
         def one(ids: list[int], arrival: float) -> tuple[list[int], float]:
             time.sleep(max(start + arrival - time.perf_counter(), 0.0))
+            sent = time.perf_counter()
             tokens = self.complete(ids, limit, ignore_eos)
-            return tokens, time.perf_counter() - start - arrival
+            return tokens, time.perf_counter() - sent
 
-        with ThreadPoolExecutor(len(prompts)) as pool:
+        with ThreadPoolExecutor(in_flight or len(prompts)) as pool:
             found = pool.map(one, prompts, arrivals or [0.0] * len(prompts))
             tokens, latencies = map(list, zip(*found, strict=True))
-        seconds = time.perf_counter() - start
-        told = {"tokens": tokens, "latencies": latencies, "counters": self.counters()}
-        return {"seconds": seconds, **told}
+        return {"tokens": tokens, "latencies": latencies, "counters": self.counters()}
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -248,17 +260,16 @@ def convert(
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Output of one engine for one batch."""
+    """Output of one engine for the prompts of one turn."""
 
-    seconds: float
     tokens: list[list[int]]
     """New tokens of each prompt."""
+    latencies: list[float]
+    """Seconds of each request until its last token."""
     forwards: int = 0
     """Forwards that verified drafts, counted by the engine."""
     accepted: list[int] = field(default_factory=list)
     """Drafts that the engine accepted at each depth."""
-    latencies: list[float] = field(default_factory=list)
-    """Seconds of each request from its arrival to its last token."""
 
     @property
     def new_tokens(self) -> int:
@@ -442,7 +453,7 @@ def about(base: FrozenBase, head: Head, sets: Any, versions: Any, options: Any) 
     subject |= {"head": nearby(options.head), "kind": head.kind, "depth": head.depth}
     made = {"instructions": instructions(), "provenance": to_json(provenance())}
     rest = {"prompts": prompts, "engine": versions, **made, "rows": []}
-    return {"schema": 2, **subject, **told, **rest}
+    return {"schema": 3, **subject, **told, **rest}
 
 
 def rising(rates: Sequence[float], count: int, seed: int) -> list[float]:
@@ -453,21 +464,23 @@ def rising(rates: Sequence[float], count: int, seed: int) -> list[float]:
 
 
 def _measure(engines: Any, prompts: list[list[int]], batch: int, label: str, options: Any) -> Arms:
-    """Run every batch of a prompt set, or every period of the load, on the engines in turns."""
-    size = batch or len(prompts) // options.periods
-    # the remaining prompts fill no batch and are left out
-    batches = [prompts[at : at + size] for at in range(0, len(prompts) - size + 1, size)]
+    """Run a prompt set, or every period of the load, on the engines in turns."""
+    size = ROUNDS * batch or len(prompts) // options.periods
+    # the remaining prompts fill no turn and are left out
+    parts = [prompts[at : at + size] for at in range(0, len(prompts) - size + 1, size)]
     seen = {}
     for depth, engine in engines.items():
         with engine.awake():
             seen[depth] = engine.ask(prompts[:8], WARM_UP)["counters"]
     turns: Arms = {depth: [] for depth in engines}
     order = deque(engines)
-    for place, some in enumerate(bar(batches, label, shown=True)):
+    for place, some in enumerate(bar(parts, label, shown=True)):
         arrivals = [] if batch else rising(options.load, size, place)
         for depth in order:
             with engines[depth].awake():
-                answer = engines[depth].ask(some, options.new_tokens, arrivals=arrivals)
+                answer = engines[depth].ask(
+                    some, options.new_tokens, in_flight=batch, arrivals=arrivals
+                )
             turns[depth].append(turn(answer, seen[depth]))
             seen[depth] = answer["counters"]
         order.rotate(-1)
@@ -476,15 +489,14 @@ def _measure(engines: Any, prompts: list[list[int]], batch: int, label: str, opt
 
 def turn(answer: Mapping[str, Any], before: Mapping[str, Any]) -> Turn:
     """Return an answer as a turn, with the increase of its counters."""
-    seconds, tokens, now = answer["seconds"], answer["tokens"], answer["counters"]
-    latencies = answer.get("latencies", [])
+    tokens, latencies, now = answer["tokens"], answer["latencies"], answer["counters"]
     if not now:
-        return Turn(seconds, tokens, latencies=latencies)
+        return Turn(tokens, latencies)
     pairs = zip(*(one["accepted_tokens_per_pos"] for one in (now, before)), strict=True)
     # the last token of a text takes llama.cpp a forward without drafts
     count = "forwards" if "forwards" in now else "drafts"
     accepted = [int(new - old) for new, old in pairs]
-    return Turn(seconds, tokens, int(now[count] - before[count]), accepted, latencies)
+    return Turn(tokens, latencies, int(now[count] - before[count]), accepted)
 
 
 def rows(
@@ -508,16 +520,17 @@ def rows(
             "count": len(texts),
             "identical": sum(one == other for one, other in zip(texts, theirs, strict=True)),
             "speedup": gain,
-            "alone_tokens_per_second": _rate(alone),
-            "tokens_per_second": _rate(drafted),
-            "requests": latencies(drafted, alone),
-            "requests_alone": latencies(alone, alone),
+            # of all requests in flight; on a load of one request
+            "alone_tokens_per_second": (batch or 1) * _rate(alone),
+            "tokens_per_second": (batch or 1) * _rate(drafted),
+            "requests": latencies(drafted),
+            "requests_alone": latencies(alone),
             # time of a forward with the head over that of a token of the base alone
             "forward_overhead": counted["tokens_per_forward"] / gain["ratio"],
             "served": counted,
         }
         if depth != BUDGET:
-            # prompts outside full batches have no text
+            # prompts outside full turns have no text
             pairs = zip(prompts, texts, strict=False)
             known = [ranks(tuple(prompt), tuple(text)) for prompt, text in pairs]
             counts = [replay(one[:, :depth], chain(depth)) for one in known]
@@ -528,29 +541,33 @@ def rows(
     return found
 
 
-def latencies(turns: Sequence[Turn], alone: Sequence[Turn]) -> dict[str, Any]:
-    """Return seconds of requests, and the mean latency alone divided by the mean of these turns."""
+def latencies(turns: Sequence[Turn]) -> dict[str, float]:
+    """Return seconds of requests, and of their tokens."""
     every = sorted(one for turn in turns for one in turn.latencies)
-    texts = [one for turn in turns for one in zip(turn.latencies, turn.tokens, strict=True)]
-    top, under = ([statistics.fmean(turn.latencies) for turn in arm] for arm in (alone, turns))
     return {
         "mean": statistics.fmean(every),
         "p50": every[len(every) // 2],
         "p95": every[len(every) * 95 // 100],
-        "per_token": statistics.fmean(seconds / len(tokens) for seconds, tokens in texts),
-        "quicker": {"ratio": sum(top) / sum(under), "interval": bootstrap_interval(top, under)},
+        "per_token": statistics.fmean(seconds / length for seconds, length in _requests(turns)),
     }
 
 
+def _requests(turns: Sequence[Turn]) -> list[tuple[float, int]]:
+    """Return the latency and the number of tokens of each request."""
+    pairs = (zip(turn.latencies, turn.tokens, strict=True) for turn in turns)
+    return [(seconds, len(tokens)) for each in pairs for seconds, tokens in each]
+
+
 def _rate(turns: Sequence[Turn]) -> float:
-    return sum(turn.new_tokens for turn in turns) / sum(turn.seconds for turn in turns)
+    seconds, tokens = map(sum, zip(*_requests(turns), strict=True))
+    return tokens / seconds
 
 
 def speedup(alone: Sequence[Turn], drafted: Sequence[Turn]) -> dict[str, Any]:
-    """Return the ratio of the time alone to the time with drafts for as many tokens."""
-    pairs = list(zip(alone, drafted, strict=True))
-    top = [one.seconds for one, _ in pairs]
-    under = [other.seconds * one.new_tokens / other.new_tokens for one, other in pairs]
+    """Return the time of all requests alone over that with drafts, for as many tokens."""
+    pairs = list(zip(_requests(alone), _requests(drafted), strict=True))
+    top = [seconds for (seconds, _), _ in pairs]
+    under = [seconds * length / other for (_, length), (seconds, other) in pairs]
     return {"ratio": sum(top) / sum(under), "interval": bootstrap_interval(top, under)}
 
 
@@ -569,13 +586,12 @@ def _counted(turns: Sequence[Turn]) -> dict[str, Any]:
 
 def line(row: Mapping[str, Any]) -> str:
     """Return a row in words."""
-    gain, quicker = row["speedup"], row["requests"]["quicker"]
-    faster, sooner = (with_interval(one["ratio"], one["interval"]) for one in (gain, quicker))
-    engine = f"{row['served']['tokens_per_forward']:.2f}"
+    gain, engine = row["speedup"], f"{row['served']['tokens_per_forward']:.2f}"
     return (
-        f"{row['prompts']}, batch {row['batch']}, chain of {row['depth']}: {faster} of the engine "
-        f"alone ({row['alone_tokens_per_second']:.1f} tokens/s), latency {sooner}; {engine} tokens "
-        f"per forward; {row['identical']} of {row['count']} texts identical"
+        f"{row['prompts']}, batch {row['batch']}, chain of {row['depth']}: "
+        f"{with_interval(gain['ratio'], gain['interval'])} of the engine alone "
+        f"({row['alone_tokens_per_second']:.1f} tokens/s); {engine} tokens per forward; "
+        f"{row['identical']} of {row['count']} texts identical"
     )
 
 

@@ -10,7 +10,7 @@ Only the text between `<!-- NAME -->` and `<!-- /NAME -->` is written:
                         contexts (contexts*.json of `specheads evaluate contexts=[...]`)
     recipes/README.md   results (of every recipe), heads (heads.json of bench_heads.py)
     recipes/gpu         gpu (*.json of gpu.py)
-    docs/load.md        load (load.json of the published head, by bench_serve.py)
+    docs/load.md        load (serve.json of the published head)
     docs/export_matrix  matrix (the layouts of specheads/export/layouts/)
     README.md           results: the quickstart, the published head, and the same head in vLLM
 """
@@ -44,7 +44,6 @@ QUICKSTART, PUBLISHED = "smollm2", "smollm2_long"
 """Recipes of the quickstart, and of the head that is part of this repository."""
 SETS = {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mt_bench": "MT-Bench"}
 """Names of the public prompt sets that the published head was measured on."""
-LOAD = "load.json"
 """Output of scripts/bench_serve.py --cost for the published head."""
 GPU_STAGES = ("tests", "decode", "train", "smollm2", "engine")
 NOT_YET, NOT_MEASURED = "not yet run", "not measured"
@@ -68,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.check:
             file.write_text(wanted[file], encoding="utf-8")
             if file.name == "load.md":
-                plot(in_vllm(options.root / "recipes"), file.with_suffix(".png"))
+                plot(_served(options.root / "recipes"), file.with_suffix(".png"))
     return int(options.check and bool(stale))
 
 
@@ -245,6 +244,7 @@ def served(measured: Mapping[str, Any]) -> str:
             f"{row['identical']} of {row['count']}",
         )
         for row in measured["rows"]
+        if row["batch"] != "load"
     ]
     made, engine = from_json(Provenance, measured["provenance"]), measured["engine"]
     versions = ", ".join(f"{name} {engine[name]}" for name in engine).replace("vllm", "vLLM")
@@ -256,17 +256,13 @@ def served(measured: Mapping[str, Any]) -> str:
     return f"{versions}, {length}; {_machine(made)}.\n\n{table(header, rows)}"
 
 
-def in_vllm(recipes: Path) -> dict[str, Any]:
-    """Return load.json of the published head, with the rows of its methods at batch 1."""
-    measured, served = (_json(recipes / PUBLISHED / name) for name in (LOAD, "serve.json"))
-    methods = {row["depth"] for row in measured["rows"]}
-    single = [row for row in served["rows"] if row["batch"] == 1 and row["depth"] in methods]
-    return measured | {"rows": [*single, *measured["rows"]]}
+def _served(recipes: Path) -> dict[str, Any]:
+    return _json(recipes / PUBLISHED / "serve.json")
 
 
 def load(recipes: Path) -> str:
     """Return the tables of the published head in vLLM by batch, and on a load."""
-    measured = in_vllm(recipes)
+    measured = _served(recipes)
     methods = list(dict.fromkeys(row["depth"] for row in measured["rows"]))
     found = {(row["prompts"], row["batch"], row["depth"]): row for row in measured["rows"]}
     cells, requests = list[tuple[str, ...]](), list[tuple[str, ...]]()
@@ -277,7 +273,8 @@ def load(recipes: Path) -> str:
             continue
         alone = each[0]["requests_alone"], "vLLM alone", ""
         pairs = [(row["requests"], _method(row["depth"])) for row in each]
-        drafted = [(*pair, figure(pair[0]["quicker"])) for pair in pairs]
+        gains = [figure(row["speedup"]) for row in each]
+        drafted = [(*pair, gain) for pair, gain in zip(pairs, gains, strict=True)]
         for times, method, gain in (alone, *drafted):
             shown = (f"{times[part]:.2f} s" for part in ("mean", "p50", "p95"))
             requests.append((name, method, *shown, f"{1e3 * times['per_token']:.1f} ms", gain))
@@ -285,7 +282,7 @@ def load(recipes: Path) -> str:
     about = f"vLLM {engine['vllm']}, {measured['dtype']}, {measured['new_tokens']} new tokens, T=0"
     tables = [table(("set", "batch", *map(_method, methods)), cells)] if cells else []
     if requests:
-        times = ("mean latency", "p50", "p95", "per token", "alone / this, mean latency")
+        times = ("mean latency", "p50", "p95", "per token", "speed-up over vLLM alone")
         tables.append(table(("set", "method", *times), requests))
     return "\n\n".join([f"{about}; {_machine(made)}.", *tables])
 
@@ -299,7 +296,7 @@ def plot(measured: Mapping[str, Any], file: Path) -> None:
     rows = [row for row in measured["rows"] if row["batch"] != "load"]
     batches = sorted({row["batch"] for row in rows})
     figure = Figure(figsize=(6.0, 3.2), layout="constrained")
-    axes = figure.add_subplot(xlabel="requests at once", ylabel="speed-up over vLLM alone")
+    axes = figure.add_subplot(xlabel="requests in flight", ylabel="speed-up over vLLM alone")
     for depth in dict.fromkeys(row["depth"] for row in rows):
         ratios = [
             [row["speedup"]["ratio"] for row in rows if (row["depth"], row["batch"]) == place]

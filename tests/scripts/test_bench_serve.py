@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,19 +85,39 @@ def test_an_engine_runs_while_it_is_awake_and_ends_when_it_is_stopped(script):
 def test_counters_are_those_of_the_turn_and_drafts_beyond_the_end_do_not_count(script):
     before = {"drafts": 10, "accepted_tokens_per_pos": [5, 2]}
     now = {"drafts": 12, "accepted_tokens_per_pos": [7, 3]}
-    answer = {"seconds": 1.0, "tokens": [[1, 2, 3, 4]], "counters": now}
+    answer = {"tokens": [[1, 2, 3, 4]], "latencies": [1.0], "counters": now}
     turn = script.turn(answer, before)
     assert (turn.forwards, turn.accepted) == (2, [2, 1])
     # three tokens after the first one; vLLM accepted a fourth, which was cut off
     assert script._counted([turn])["tokens_per_forward"] == 1.5
 
 
-def test_speed_is_paired_and_for_as_many_tokens(script):
-    alone = [script.Turn(1.0, [[0] * 10]), script.Turn(9.0, [[0] * 30])]
+def test_speed_is_paired_by_request_and_for_as_many_tokens(script):
+    alone = [script.Turn([[0] * 10], [1.0]), script.Turn([[0] * 30, [0] * 9], [9.0, 2.0])]
     # half as long a text in a quarter of the time is twice as fast
-    drafted = [script.Turn(0.25, [[0] * 5]), script.Turn(4.5, [[0] * 30])]
+    drafted = [script.Turn([[0] * 5], [0.25]), script.Turn([[0] * 30, [0] * 9], [4.5, 1.0])]
     gain = script.speedup(alone, drafted)
     assert gain == {"ratio": 2, "interval": (2, 2)}
+
+
+def test_a_request_that_ends_is_replaced_at_once(script):
+    server, running, most = object.__new__(script.Server), set[int](), list[int]()
+
+    def complete(prompt: list[int], limit: int, ignore_eos: bool) -> list[int]:
+        del limit, ignore_eos
+        running.add(prompt[0])
+        most.append(len(running))
+        # the first text takes longer than all others together
+        time.sleep(0.5 if prompt[0] == 0 else 0.05)
+        running.remove(prompt[0])
+        return prompt
+
+    server.complete, server.counters = complete, dict
+    answer = server.ask([[number] for number in range(8)], 1, in_flight=2)
+    assert max(most) == 2
+    assert answer["tokens"] == [[number] for number in range(8)]
+    # seconds of a request do not include those that it waited for a place
+    assert answer["latencies"][0] > 2 * max(answer["latencies"][1:])
 
 
 def test_counters_of_vllm_are_read_by_the_same_names(script):
@@ -121,19 +142,17 @@ def test_load_rises_and_falls_at_random(script):
     assert script.rising([1.0, 10.0], 600, 1) != arrivals.tolist()
 
 
-def test_latencies_are_compared_turn_by_turn(script):
-    alone = [script.Turn(9.0, [[0] * 10, [0] * 20], latencies=[2.0, 8.0])]
-    quick = [script.Turn(9.0, [[0] * 10, [0] * 20], latencies=[1.0, 4.0])]
-    found = script.latencies(quick, alone)
+def test_latencies_are_those_of_requests(script):
+    turns = [script.Turn([[0] * 10], [1.0]), script.Turn([[0] * 20], [4.0])]
+    found = script.latencies(turns)
     assert (found["mean"], found["p50"], found["p95"]) == (2.5, 4.0, 4.0)
     assert found["per_token"] == pytest.approx(0.15)
-    assert found["quicker"]["ratio"] == 2.0
 
 
 def test_budget_row_counts_forwards_without_drafts(script):
-    alone = [script.Turn(1.0, [[0] * 10], latencies=[1.0])]
+    alone = [script.Turn([[0] * 10], [1.0])]
     # nine tokens after the first one, of which three were drafts
-    drafted = [script.Turn(0.5, [[0] * 10], 2, [2, 1], [0.5])]
+    drafted = [script.Turn([[0] * 10], [0.5], 2, [2, 1])]
     arms = {script.ALONE: alone, script.BUDGET: drafted}
     (row,) = script.rows(None, "gsm8k", 1, [[1]], arms)
     assert (row["depth"], row["speedup"]["ratio"]) == ("budget", 2.0)
