@@ -76,6 +76,8 @@ MT_BENCH = (
 
 ROUNDS = 2
 """Prompts of a turn for each request in flight."""
+SETTLE_SECONDS = 0.2
+"""Seconds from an engine's last answer until it is stopped."""
 WARM_UP = 16
 """New tokens of each warm-up text."""
 ALONE, BUDGET = 0, -1
@@ -172,6 +174,8 @@ class Server:
         try:
             yield
         finally:
+            # a stop while its processes still signal each other once cost a request 50 seconds
+            time.sleep(SETTLE_SECONDS)
             os.killpg(self.process.pid, signal.SIGSTOP)
 
     def complete(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> list[int]:
@@ -284,6 +288,8 @@ Arms = dict[int, list[Turn]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve, count, time and replay set after set; return the exit code."""
     options = _parse(arguments)
+    # an ended script ends its servers too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     torch.set_num_threads(options.threads)
     base = FrozenBase.load(options.base, dtype=options.dtype, device="cpu")
     head = load_head(options.head, base)

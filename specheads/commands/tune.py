@@ -27,7 +27,7 @@ from specheads.decoding.trees.tuned import FILE, Machine, Tuned
 from specheads.export.layouts.vllm import HEAD_VARIABLE
 from specheads.export.vllm import COST_FILE, ServingCost
 from specheads.heads.load import load_head
-from specheads.measure.tune import CONTEXTS, fit_server, table, tune_head
+from specheads.measure.tune import CONTEXTS, fit_ragged, fit_server, table, tune_head
 from specheads.runs.directory import RunDirectory
 from specheads.training.plan import server_dtype
 
@@ -127,6 +127,7 @@ def tune_vllm(settings: Tune) -> ServingCost:
         machine=from_json(Machine, answer["machine"]),
         cost=cost,
         cost_error=error,
+        ragged=fit_ragged(answer["steps"], answer["ragged"], cost),
     )
     write_atomic(folder / COST_FILE, dumps(served))
     return served

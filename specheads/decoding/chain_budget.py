@@ -78,15 +78,22 @@ class ChainBudget:
 
     Tokens are taken in the order of the probability that they are accepted, as long as the expected
     tokens per second of the whole batch rise. That of a drafted token is the head's own, calibrated
-    and corrected by what the request accepted lately. A step drafts at all if drafts paid lately in
+    and corrected by what the request accepted lately. Where chains of unequal length cost `ragged`
+    further seconds, equal ones are an alternative. A step drafts at all if drafts paid lately in
     batches of this size. Rows are those of the engine's batch, and `positions` counts the committed
     tokens of all rows that draft.
 
     Source: Liu et al. 2024, arXiv:2406.14066 (SmartSpec), token by token.
     """
 
-    def __init__(self, cost: StepCost, rates: Sequence[float], curves: Sequence[Curve]) -> None:
-        self.rates, self.curves = [*rates], curves
+    def __init__(
+        self,
+        cost: StepCost,
+        rates: Sequence[float],
+        curves: Sequence[Curve],
+        ragged: float = 0.0,
+    ) -> None:
+        self.rates, self.curves, self.ragged = [*rates], curves, ragged
         self.verify, self.draft = FollowedCost(cost.verify), FollowedCost(cost.draft)
         self._requests: dict[str, RequestDrafts] = {}
         self._all = RequestDrafts()
@@ -149,13 +156,12 @@ class ChainBudget:
             one.chain, one.chances = chain, chances[: len(chain)]
             chances[len(chain) :] = [0.0] * (len(chances) - len(chain))
         survivals = self._survivals(rows, levels, levels)
-        count, goodput = self._best(survivals, positions)
+        lengths, goodput = self._best(survivals, positions)
         gain = goodput * self.verify.now.seconds(len(rows), positions) / len(rows)
         size = len(rows).bit_length()
         self._gains[size] = gain + (1 - WEIGHT) * (self._gains.get(size, gain) - gain)
-        nodes = [(-one, row) for row, path in zip(rows, survivals, strict=True) for one in path]
-        kept = Counter(row for _, row in sorted(nodes)[:count])
-        return [chain[: kept[row]] for row, chain in enumerate(drafts)]
+        kept = dict(zip(rows, lengths, strict=True))
+        return [chain[: kept.get(row, 0)] for row, chain in enumerate(drafts)]
 
     def _survivals(self, rows: list[int], drafted: int, levels: int) -> list[list[float]]:
         """Return the probability of each row that so many levels are accepted.
@@ -169,11 +175,27 @@ class ChainBudget:
             paths.append([*accumulate([*corrected, *chances[drafted:levels]], mul)])
         return paths
 
-    def _best(self, survivals: list[list[float]], positions: int) -> tuple[int, float]:
-        """Return the number of tokens to verify, and the goodput in tokens per second."""
+    def _best(self, survivals: list[list[float]], positions: int) -> tuple[list[int], float]:
+        """Return how many tokens of each chain to verify, and the goodput in tokens per second."""
         rows, levels = len(survivals), len(survivals[0])
         drafting = levels * self.draft.now.seconds(rows, positions)
-        nodes = sorted((one for path in survivals for one in path), reverse=True)
-        return num_verified(
-            nodes, rows, lambda tokens: self.verify.now.seconds(tokens, positions) + drafting
+        tokens, equal, best = float(rows), 0, 0.0
+        for level in range(levels + 1):
+            tokens += sum(path[level - 1] for path in survivals) if level else 0.0
+            seconds = self.verify.now.seconds(rows * (1 + level), positions) + drafting
+            # values that differ by rounding only are equal
+            if tokens / seconds > best * (1 + 1e-9):
+                equal, best = level, tokens / seconds
+        nodes = sorted(
+            ((one, row) for row, path in enumerate(survivals) for one in path), reverse=True
         )
+        dearer = drafting + self.ragged
+        count, goodput = num_verified(
+            [one for one, _ in nodes],
+            rows,
+            lambda tokens: self.verify.now.seconds(tokens, positions) + dearer,
+        )
+        if goodput <= best * (1 + 1e-9):
+            return [equal] * rows, best
+        kept = Counter(row for _, row in nodes[:count])
+        return [kept[row] for row in range(rows)], goodput

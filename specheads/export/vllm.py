@@ -36,6 +36,7 @@ from specheads.core.drafter import Head, Memory
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.files import from_json, read_json
+from specheads.core.ranges import NonNegativeFloat
 from specheads.core.weight_layout import for_few_rows
 from specheads.decoding.chain_budget import ChainBudget
 from specheads.decoding.cost import StepCost
@@ -65,6 +66,8 @@ class ServingCost:
     cost: StepCost
     cost_error: dict[str, float | int]
     """As in `Tuned`."""
+    ragged: NonNegativeFloat = 0.0
+    """Further seconds of a step in which requests verify unequal numbers of drafts."""
 
 
 def register() -> None:
@@ -206,7 +209,7 @@ class Proposer:
             )
             return None
         rates = tuned.acceptance.per_depth[: self.depth]
-        return ChainBudget(served.cost, rates, tuned.acceptance.curves)
+        return ChainBudget(served.cost, rates, tuned.acceptance.curves, served.ragged)
 
     def allocate(self, cache: Any) -> None:
         """Allocate the head's KV cache with as many slots as vLLM's cache.
@@ -258,7 +261,9 @@ class Proposer:
             self._decodes = bool(all(texts) and tokens == sum(drafted) + len(texts))
             if self._ended and self._decodes:
                 positions = sum(row.end for row in self._rows)
-                self.budget.verify.note(tokens, positions, time.perf_counter() - self._ended)
+                seconds = time.perf_counter() - self._ended
+                ragged = self.budget.ragged if len(set(drafted)) > 1 else 0.0
+                self.budget.verify.note(tokens, positions, max(seconds - ragged, 0.0))
 
     @torch.inference_mode()
     def propose(

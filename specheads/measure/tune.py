@@ -448,6 +448,26 @@ def fit_server(steps: Sequence[Sequence[Any]]) -> tuple[StepCost, dict[str, floa
     return fit(points)
 
 
+def fit_ragged(
+    steps: Sequence[Sequence[Any]], ragged: Sequence[Sequence[Any]], cost: StepCost
+) -> float:
+    """Return the further seconds of steps in which requests verify unequal numbers of drafts.
+
+    `steps` are those of `fit_server`. Each of `ragged` has its requests, their mean context, its
+    tokens and its seconds, and is compared with steps of as many requests that verify one draft.
+    """
+    equal = defaultdict[tuple[int, int], list[float]](list)
+    for batch, context, depth, seconds, _ in steps:
+        if depth == 1:
+            equal[batch, round(context / BUCKET)].append(seconds)
+    over = [
+        seconds - statistics.median(equal[place]) - cost.verify.token * (tokens - 2 * batch)
+        for batch, context, tokens, seconds in ragged
+        if (place := (batch, round(context / BUCKET))) in equal
+    ]
+    return max(statistics.median(over), 0.0) if over else 0.0
+
+
 def _least_squares(
     work: Sequence[tuple[int | float, ...]], seconds: Sequence[float]
 ) -> ForwardCost:

@@ -36,8 +36,10 @@ def step(one: ChainBudget, sampled: list[int], prob: float, drafted: int = 2) ->
     return one.cut([[drafted]], 0)[0]
 
 
-def test_the_chains_that_survive_best_are_verified():
+@pytest.mark.parametrize(("ragged", "equal"), [(0.0, False), (0.05, False), (1.0, True)])
+def test_the_chains_that_survive_best_are_verified(ragged, equal):
     one = budget(token=0.25)
+    one.ragged = ragged
     one.observe(["a", "b", "c"], [[1], [1], [1]])
     for level, probs in enumerate([(0.9, 0.55, 0.8), (0.5, 0.9, 0.9), (0.99, 0.5, 0.9)]):
         one.note([0, 1, 2], level, logits(*probs))
@@ -48,10 +50,10 @@ def test_the_chains_that_survive_best_are_verified():
 
     def goodput(cut: tuple[int, ...]) -> float:
         tokens = 3 + sum(row[:count].sum() for row, count in zip(survivals, cut, strict=True))
-        return tokens / (1 + 0.25 * (3 + sum(cut)))
+        return tokens / (1 + 0.25 * (3 + sum(cut)) + ragged * (len({*cut}) > 1))
 
     assert tuple(counts) == max(cuts, key=goodput)
-    assert len(set(counts)) > 1
+    assert (len({*counts}) == 1) == equal
 
 
 def test_drafts_that_are_never_right_are_no_longer_verified_and_tried_again():

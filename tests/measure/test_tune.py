@@ -27,7 +27,7 @@ from specheads.measure import tune as tuning
 from specheads.measure import tune_trees
 from specheads.measure.generation import GenerationSettings
 from specheads.measure.offline import guess_ranks
-from specheads.measure.tune import Point, fit, fit_server
+from specheads.measure.tune import Point, fit, fit_ragged, fit_server
 from specheads.measure.tune_trees import (
     Trace,
     TuningText,
@@ -94,6 +94,21 @@ def test_cost_of_a_server_is_recovered_from_its_steps():
     cost, error = fit_server(steps)
     assert error["points"] == 18
     assert coefficients(cost) == pytest.approx(coefficients(PLANTED), rel=0.02)
+
+
+def test_further_seconds_of_unequal_drafts_are_recovered():
+    steps, ragged = [], []
+    for batch, more in product((2, 4, 16), range(9)):
+        place = batch, 128 + more
+        for depth in (0, 1, 2):
+            steps.append((*place, depth, PLANTED.seconds(*place, 1 + depth, 0), 0.0))
+        # one step stalled
+        seconds = PLANTED.seconds(*place, 2, 0) + 0.0017 + (more == 4)
+        ragged.append((*place, 2 * batch, seconds))
+    assert fit_ragged(steps, ragged, PLANTED) == pytest.approx(0.0017, rel=0.05)
+    # without such steps, and if they are quicker
+    assert fit_ragged(steps, [], PLANTED) == 0.0
+    assert fit_ragged(steps, [(2, 128, 4, 0.0)], PLANTED) == 0.0
 
 
 def texts(rates: tuple[float, ...], places: int = 400) -> list[torch.Tensor]:
