@@ -78,8 +78,8 @@ class ChainBudget:
 
     Tokens are taken in the order of the probability that they are accepted, as long as the expected
     tokens per second of the whole batch rise. That of a drafted token is the head's own, calibrated
-    and corrected by what the request accepted lately. Where chains of unequal length cost `ragged`
-    further seconds, equal ones are an alternative. A step drafts at all if drafts paid lately in
+    and corrected by what the request accepted lately. Where chains of unequal length cost
+    `ragged` further seconds per row, equal ones are an alternative. A step drafts at all if drafts paid lately in
     batches of this size. Rows are those of the engine's batch, and `positions` counts the committed
     tokens of all rows that draft.
 
@@ -189,7 +189,7 @@ class ChainBudget:
         nodes = sorted(
             ((one, row) for row, path in enumerate(survivals) for one in path), reverse=True
         )
-        dearer = drafting + self.ragged
+        dearer = drafting + self.ragged * rows
         count, goodput = num_verified(
             [one for one, _ in nodes],
             rows,

@@ -67,7 +67,7 @@ class ServingCost:
     cost_error: dict[str, float | int]
     """As in `Tuned`."""
     ragged: NonNegativeFloat = 0.0
-    """Further seconds of a step in which requests verify unequal numbers of drafts."""
+    """Further seconds per request of a step that verifies unequal numbers of drafts."""
 
 
 def register() -> None:
@@ -262,8 +262,9 @@ class Proposer:
             if self._ended and self._decodes:
                 positions = sum(row.end for row in self._rows)
                 seconds = time.perf_counter() - self._ended
-                ragged = self.budget.ragged if len(set(drafted)) > 1 else 0.0
-                self.budget.verify.note(tokens, positions, max(seconds - ragged, 0.0))
+                if len(set(drafted)) > 1:
+                    seconds = max(seconds - self.budget.ragged * len(drafted), 0.0)
+                self.budget.verify.note(tokens, positions, seconds)
 
     @torch.inference_mode()
     def propose(

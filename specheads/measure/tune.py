@@ -451,7 +451,7 @@ def fit_server(steps: Sequence[Sequence[Any]]) -> tuple[StepCost, dict[str, floa
 def fit_ragged(
     steps: Sequence[Sequence[Any]], ragged: Sequence[Sequence[Any]], cost: StepCost
 ) -> float:
-    """Return the further seconds of steps in which requests verify unequal numbers of drafts.
+    """Return the further seconds per request where requests verify unequal numbers of drafts.
 
     `steps` are those of `fit_server`. Each of `ragged` has its requests, their mean context, its
     tokens and its seconds, and is compared with steps of as many requests that verify one draft.
@@ -461,7 +461,8 @@ def fit_ragged(
         if depth == 1:
             equal[batch, round(context / BUCKET)].append(seconds)
     over = [
-        seconds - statistics.median(equal[place]) - cost.verify.token * (tokens - 2 * batch)
+        (seconds - statistics.median(equal[place]) - cost.verify.token * (tokens - 2 * batch))
+        / batch
         for batch, context, tokens, seconds in ragged
         if (place := (batch, round(context / BUCKET))) in equal
     ]

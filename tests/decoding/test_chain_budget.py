@@ -39,7 +39,7 @@ def step(one: ChainBudget, sampled: list[int], prob: float, drafted: int = 2) ->
 @pytest.mark.parametrize(("ragged", "equal"), [(0.0, False), (0.05, False), (1.0, True)])
 def test_the_chains_that_survive_best_are_verified(ragged, equal):
     one = budget(token=0.25)
-    one.ragged = ragged
+    one.ragged = ragged / 3
     one.observe(["a", "b", "c"], [[1], [1], [1]])
     for level, probs in enumerate([(0.9, 0.55, 0.8), (0.5, 0.9, 0.9), (0.99, 0.5, 0.9)]):
         one.note([0, 1, 2], level, logits(*probs))
