@@ -243,8 +243,7 @@ def served(measured: Mapping[str, Any]) -> str:
             figure(row["speedup"]),
             f"{row['identical']} of {row['count']}",
         )
-        for row in measured["rows"]
-        if row["batch"] != "load"
+        for row in _by_batch(measured)
     ]
     made, engine = from_json(Provenance, measured["provenance"]), measured["engine"]
     versions = ", ".join(f"{name} {engine[name]}" for name in engine).replace("vllm", "vLLM")
@@ -256,6 +255,12 @@ def served(measured: Mapping[str, Any]) -> str:
     return f"{versions}, {length}; {_machine(made)}.\n\n{table(header, rows)}"
 
 
+def _by_batch(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of batches, smaller ones first."""
+    rows = [row for row in measured["rows"] if row["batch"] != "load"]
+    return sorted(rows, key=lambda row: row["batch"])
+
+
 def _served(recipes: Path) -> dict[str, Any]:
     return _json(recipes / PUBLISHED / "serve.json")
 
@@ -264,7 +269,8 @@ def load(recipes: Path) -> str:
     """Return the tables of the published head in vLLM by batch, and on a load."""
     measured = _served(recipes)
     methods = list(dict.fromkeys(row["depth"] for row in measured["rows"]))
-    found = {(row["prompts"], row["batch"], row["depth"]): row for row in measured["rows"]}
+    rows = _by_batch(measured) + [row for row in measured["rows"] if row["batch"] == "load"]
+    found = {(row["prompts"], row["batch"], row["depth"]): row for row in rows}
     cells, requests = list[tuple[str, ...]](), list[tuple[str, ...]]()
     for name, batch in dict.fromkeys(place[:2] for place in found):
         each = [found[name, batch, method] for method in methods]
@@ -293,7 +299,7 @@ def _method(depth: int | str) -> str:
 
 def plot(measured: Mapping[str, Any], file: Path) -> None:
     """Draw the speed-up over batch size: geometric means over the prompt sets."""
-    rows = [row for row in measured["rows"] if row["batch"] != "load"]
+    rows = _by_batch(measured)
     batches = sorted({row["batch"] for row in rows})
     figure = Figure(figsize=(6.0, 3.2), layout="constrained")
     axes = figure.add_subplot(xlabel="requests in flight", ylabel="speed-up over vLLM alone")

@@ -78,10 +78,10 @@ class ChainBudget:
 
     Tokens are taken in the order of the probability that they are accepted, as long as the expected
     tokens per second of the whole batch rise. That of a drafted token is the head's own, calibrated
-    and corrected by what the request accepted lately. Where chains of unequal length cost
-    `ragged` further seconds per row, equal ones are an alternative. A step drafts at all if drafts paid lately in
-    batches of this size. Rows are those of the engine's batch, and `positions` counts the committed
-    tokens of all rows that draft.
+    and corrected by what the request accepted lately. Where chains of unequal length cost `ragged`
+    further seconds per row, equal ones are an alternative. A step drafts at all if drafts paid
+    lately in batches of this size. Rows are those of the engine's batch, and `positions` counts the
+    committed tokens of all rows that draft.
 
     Source: Liu et al. 2024, arXiv:2406.14066 (SmartSpec), token by token.
     """

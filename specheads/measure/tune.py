@@ -460,12 +460,11 @@ def fit_ragged(
     for batch, context, depth, seconds, _ in steps:
         if depth == 1:
             equal[batch, round(context / BUCKET)].append(seconds)
-    over = [
-        (seconds - statistics.median(equal[place]) - cost.verify.token * (tokens - 2 * batch))
-        / batch
-        for batch, context, tokens, seconds in ragged
-        if (place := (batch, round(context / BUCKET))) in equal
-    ]
+    over = list[float]()
+    for batch, context, tokens, seconds in ragged:
+        if times := equal.get((batch, round(context / BUCKET))):
+            further = seconds - statistics.median(times) - cost.verify.token * (tokens - 2 * batch)
+            over.append(further / batch)
     return max(statistics.median(over), 0.0) if over else 0.0
 
 
