@@ -472,8 +472,9 @@ def rising(rates: Sequence[float], count: int, seed: int) -> list[float]:
 def _measure(engines: Any, prompts: list[list[int]], batch: int, label: str, options: Any) -> Arms:
     """Run a prompt set, or every period of the load, on the engines in turns."""
     size = ROUNDS * batch or len(prompts) // options.periods
-    # the remaining prompts fill no turn and are left out
-    parts = [prompts[at : at + size] for at in range(0, len(prompts) - size + 1, size)]
+    # prompts that fill no period of the load are left out
+    count = len(prompts) if batch else size * options.periods
+    parts = [prompts[at : at + size] for at in range(0, count, size)]
     seen = {}
     for depth, engine in engines.items():
         with engine.awake():
@@ -536,7 +537,7 @@ def rows(
             "served": counted,
         }
         if depth != BUDGET:
-            # prompts outside full turns have no text
+            # prompts outside the load's periods have no text
             pairs = zip(prompts, texts, strict=False)
             known = [ranks(tuple(prompt), tuple(text)) for prompt, text in pairs]
             counts = [replay(one[:, :depth], chain(depth)) for one in known]
