@@ -272,6 +272,8 @@ def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
         # a tree that no measurement here would choose shows who takes it
         one = found["trees"][0]
         one |= {"kind": "static", "paths": [[0], [5]], "num_nodes": 3, "depth": 1, "copied": 4}
+        # a tree that stops where the head is unsure is not replayed
+        one |= {"confidence": 0.0, "stop": None}
         (folder / "tuned.json").write_text(json.dumps(found))
         base = specheads.FrozenBase.load(ROOT / "recipes/tiny_code/base")
         head = specheads.load_head(folder, base)
