@@ -42,7 +42,7 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -75,7 +75,7 @@ MT_BENCH = (
 """Categories of MT-Bench: Spec-Bench's file has others too."""
 
 ROUNDS = 2
-"""Prompts of a turn for each request in flight."""
+"""Prompts of a turn for each request in flight, at least."""
 SETTLE_SECONDS = 0.2
 """Seconds from an engine's last answer until it is stopped."""
 WARM_UP = 16
@@ -288,8 +288,6 @@ Arms = dict[int, list[Turn]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve, count, time and replay set after set; return the exit code."""
     options = _parse(arguments)
-    # an ended script ends its servers too
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     torch.set_num_threads(options.threads)
     base = FrozenBase.load(options.base, dtype=options.dtype, device="cpu")
     head = load_head(options.head, base)
@@ -471,10 +469,12 @@ def rising(rates: Sequence[float], count: int, seed: int) -> list[float]:
 
 def _measure(engines: Any, prompts: list[list[int]], batch: int, label: str, options: Any) -> Arms:
     """Run a prompt set, or every period of the load, on the engines in turns."""
-    size = ROUNDS * batch or len(prompts) // options.periods
-    # prompts that fill no period of the load are left out
-    count = len(prompts) if batch else size * options.periods
-    parts = [prompts[at : at + size] for at in range(0, count, size)]
+    # equal turns: a short one would have fewer requests in flight
+    count = (
+        max(len(prompts) // (ROUNDS * batch), 1) if batch else min(options.periods, len(prompts))
+    )
+    ends = [len(prompts) * number // count for number in range(count + 1)]
+    parts = [prompts[start:end] for start, end in pairwise(ends)]
     seen = {}
     for depth, engine in engines.items():
         with engine.awake():
@@ -482,7 +482,7 @@ def _measure(engines: Any, prompts: list[list[int]], batch: int, label: str, opt
     turns: Arms = {depth: [] for depth in engines}
     order = deque(engines)
     for place, some in enumerate(bar(parts, label, shown=True)):
-        arrivals = [] if batch else rising(options.load, size, place)
+        arrivals = [] if batch else rising(options.load, len(some), place)
         for depth in order:
             with engines[depth].awake():
                 answer = engines[depth].ask(
@@ -537,8 +537,7 @@ def rows(
             "served": counted,
         }
         if depth != BUDGET:
-            # prompts outside the load's periods have no text
-            pairs = zip(prompts, texts, strict=False)
+            pairs = zip(prompts, texts, strict=True)
             known = [ranks(tuple(prompt), tuple(text)) for prompt, text in pairs]
             counts = [replay(one[:, :depth], chain(depth)) for one in known]
             total = DepthCounts.total(counts, depth)
@@ -550,12 +549,13 @@ def rows(
 
 def latencies(turns: Sequence[Turn]) -> dict[str, float]:
     """Return seconds of requests, and of their tokens."""
-    every = sorted(one for turn in turns for one in turn.latencies)
+    requests = _requests(turns)
+    every = sorted(seconds for seconds, _ in requests)
     return {
         "mean": statistics.fmean(every),
         "p50": every[len(every) // 2],
         "p95": every[len(every) * 95 // 100],
-        "per_token": statistics.fmean(seconds / length for seconds, length in _requests(turns)),
+        "per_token": statistics.fmean(seconds / length for seconds, length in requests),
     }
 
 
@@ -584,7 +584,8 @@ def _counted(turns: Sequence[Turn]) -> dict[str, Any]:
     forwards = [turn.forwards for turn in turns]
     return {
         "tokens_per_forward": sum(gained) / sum(forwards),
-        "interval": bootstrap_interval(gained, forwards),
+        # one turn has no spread
+        "interval": bootstrap_interval(gained, forwards) if len(turns) > 1 else (),
         "forwards": sum(forwards),
         # engines include drafts accepted after the end of a text
         "accepted": [sum(level) for level in zip(*(turn.accepted for turn in turns), strict=True)],
@@ -603,4 +604,6 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    # a script that is ended ends its servers too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     raise SystemExit(main())

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +119,32 @@ def test_a_request_that_ends_is_replaced_at_once(script):
     assert answer["tokens"] == [[number] for number in range(8)]
     # seconds of a request do not include those that it waited for a place
     assert answer["latencies"][0] > 2 * max(answer["latencies"][1:])
+
+
+@pytest.mark.parametrize(
+    ("batch", "sizes"), [(16, [40]), (8, [20, 20]), (1, [2] * 20), (32, [40]), (0, [13, 13, 14])]
+)
+def test_turns_are_equal_and_use_all_prompts(script, batch, sizes):
+    asked = []
+
+    def ask(prompts: Any, limit: int, **how: Any) -> dict[str, Any]:
+        if limit != script.WARM_UP:
+            asked.append((len(prompts), how["in_flight"], len(how["arrivals"])))
+        texts = [[0] for _ in prompts]
+        return {"tokens": texts, "latencies": [1.0] * len(prompts), "counters": {}}
+
+    engine = SimpleNamespace(ask=ask, awake=nullcontext)
+    options = SimpleNamespace(periods=3, load=[1.0, 2.0], new_tokens=64)
+    prompts = [[number] for number in range(40)]
+    arms = script._measure({script.ALONE: engine}, prompts, batch, "set", options)
+    assert asked == [(size, batch, 0 if batch else size) for size in sizes]
+    assert sum(len(turn.tokens) for turn in arms[script.ALONE]) == 40
+
+
+def test_one_turn_has_no_interval(script):
+    turn = script.Turn([[0] * 7], [1.0], 3, [2, 1])
+    assert script._counted([turn])["interval"] == ()
+    assert len(script._counted([turn, turn])["interval"]) == 2
 
 
 def test_counters_of_vllm_are_read_by_the_same_names(script):
