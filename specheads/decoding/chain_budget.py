@@ -179,23 +179,21 @@ class ChainBudget:
         """Return how many tokens of each chain to verify, and the goodput in tokens per second."""
         rows, levels = len(survivals), len(survivals[0])
         drafting = levels * self.draft.now.seconds(rows, positions)
-        tokens, equal, best = float(rows), 0, 0.0
-        for level in range(levels + 1):
-            tokens += sum(path[level - 1] for path in survivals) if level else 0.0
-            seconds = self.verify.now.seconds(rows * (1 + level), positions) + drafting
-            # values that differ by rounding only are equal
-            if tokens / seconds > best * (1 + 1e-9):
-                equal, best = level, tokens / seconds
-        nodes = sorted(
-            ((one, row) for row, path in enumerate(survivals) for one in path), reverse=True
-        )
-        dearer = drafting + self.ragged * rows
+
+        def seconds(drafts: float) -> float:
+            return self.verify.now.seconds(rows + drafts, positions) + drafting
+
+        # whole levels of all rows
+        totals = [sum(level) for level in zip(*survivals, strict=True)]
+        level, best = num_verified(totals, rows, lambda tokens: seconds(rows * (tokens - rows)))
+        nodes = [(one, row) for row, path in enumerate(survivals) for one in path]
+        nodes.sort(reverse=True)
+        further = self.ragged * rows
         count, goodput = num_verified(
-            [one for one, _ in nodes],
-            rows,
-            lambda tokens: self.verify.now.seconds(tokens, positions) + dearer,
+            [one for one, _ in nodes], rows, lambda tokens: seconds(tokens - rows) + further
         )
+        # values that differ by rounding only are equal
         if goodput <= best * (1 + 1e-9):
-            return [equal] * rows, best
+            return [level] * rows, best
         kept = Counter(row for _, row in nodes[:count])
         return [kept[row] for row in range(rows)], goodput
