@@ -21,10 +21,8 @@ from specheads.decoding.goodput import Goodput
 from specheads.decoding.trees.tuned import FILE, Tuned
 from specheads.heads.load import load_head
 from specheads.measure import simulate as simulation
-from specheads.measure.simulate import Arrival, LoadResults, poisson, read_arrivals
+from specheads.measure.simulate import MEASURED, Arrival, LoadResults, poisson, read_arrivals
 from specheads.runs.directory import RunDirectory
-
-MEASURED = "measured"
 
 
 def run(settings: Simulate) -> None:

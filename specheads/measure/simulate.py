@@ -24,6 +24,8 @@ from specheads.decoding.request import alike
 from specheads.heads.layers.block import BlockHead
 from specheads.measure.tables import ConsoleTable
 
+MEASURED = "measured"
+"""Source of step times that `specheads tune` timed, in place of a machine's name."""
 SHARES = 0.25, 0.5, 0.75, 0.95, 1.2
 """Default loads, relative to the highest load that the base alone can serve."""
 WEIGHT_BYTES = 2
@@ -235,6 +237,7 @@ def table(load: LoadResults) -> ConsoleTable:
         rates = f"{row.tokens_per_second:.4g}", f"{row.mean_depth:.2f}"
         lines.append((row.load, row.draft, *(f"{value:.3g}" for value in times), *rates))
     title = f"seconds of requests by load (requests/s), simulated; times {load.times}"
+    title += ", not measured" * (load.times != MEASURED)
     return ConsoleTable(title, lines, columns)
 
 

@@ -70,6 +70,7 @@ def test_computed_times_are_marked_as_computed(tmp_path: Path, capsys: Any):
     call("simulate", [f"run={tmp_path}", "hardware=h100", "acceptance=[0.8,0.7]", *SMALL])
     shown = " ".join(capsys.readouterr().out.split())
     assert "times computed for H100" in shown
+    assert "not measured" in shown
     load = read(LoadResults, tmp_path / "report" / "load.json")
     assert load is not None
     assert load.times == "computed for H100"
