@@ -439,6 +439,16 @@ def make_faster(runner: Runner) -> None:
     runner.drafter.budget._gains.clear()
 
 
+def with_unread(prepared: type[Runner], folder: Any, monkeypatch: Any) -> tuple[Runner, Head]:
+    """Serve both texts without drafts; the head has not read the last position of either."""
+    told = cost(0.0, 1.0), [SURE] * DEPTH
+    runner, head = budgeted(prepared, folder, monkeypatch, *told, kind="eagle_gru")
+    forward(runner, TEXTS, [(0, 4, 0, 5), (0, 5, 0, 6)])
+    forward(runner, TEXTS, [(4, 1, 0, 6), (5, 1, 0, 7)])
+    assert set(runner.drafter._unread) == {"a", "b"}
+    return runner, head
+
+
 @pytest.mark.parametrize("kind", ["hydra_heads", "eagle_gru", "eagle3", "mtp"])
 def test_positions_are_read_once_a_block_is_full_while_nothing_is_drafted(
     kind, prepared, tmp_path, monkeypatch
@@ -468,11 +478,7 @@ def test_positions_are_read_once_a_block_is_full_while_nothing_is_drafted(
 def test_unread_positions_of_preempted_and_finished_requests_are_dropped(
     prepared, tmp_path, monkeypatch
 ):
-    told = cost(0.0, 1.0), [SURE] * DEPTH
-    runner, head = budgeted(prepared, tmp_path, monkeypatch, *told, kind="eagle_gru")
-    forward(runner, TEXTS, [(0, 4, 0, 5), (0, 5, 0, 6)])
-    forward(runner, TEXTS, [(4, 1, 0, 6), (5, 1, 0, 7)])
-    assert set(runner.drafter._unread) == {"a", "b"}
+    runner, head = with_unread(prepared, tmp_path, monkeypatch)
     # b left, and a new request has its row
     runner.input_batch.req_ids[1] = "c"
     new = [TEXTS[0], TEXTS[1][::-1]]
@@ -485,10 +491,7 @@ def test_unread_positions_of_preempted_and_finished_requests_are_dropped(
 def test_a_request_that_waits_for_its_turn_keeps_its_unread_positions(
     prepared, tmp_path, monkeypatch
 ):
-    told = cost(0.0, 1.0), [SURE] * DEPTH
-    runner, head = budgeted(prepared, tmp_path, monkeypatch, *told, kind="eagle_gru")
-    forward(runner, TEXTS, [(0, 4, 0, 5), (0, 5, 0, 6)])
-    forward(runner, TEXTS, [(4, 1, 0, 6), (5, 1, 0, 7)])
+    runner, head = with_unread(prepared, tmp_path, monkeypatch)
     # the engine runs only the second request, which has the second row of the block table
     batch, table = runner.input_batch, runner.input_batch.block_table[0].get_device_tensor(2)
     batch.req_ids, kept = ["b"], table.clone()
