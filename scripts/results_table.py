@@ -44,7 +44,6 @@ QUICKSTART, PUBLISHED = "smollm2", "smollm2_long"
 """Recipes of the quickstart, and of the head that is part of this repository."""
 SETS = {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mt_bench": "MT-Bench"}
 """Names of the public prompt sets that the published head was measured on."""
-"""Output of scripts/bench_serve.py --cost for the published head."""
 GPU_STAGES = ("tests", "decode", "train", "smollm2", "engine")
 NOT_YET, NOT_MEASURED = "not yet run", "not measured"
 Rows = list[tuple[str, ...]]
@@ -278,9 +277,7 @@ def load(recipes: Path) -> str:
             cells.append((name, str(batch), *(figure(row["speedup"]) for row in each)))
             continue
         alone = each[0]["requests_alone"], "vLLM alone", ""
-        pairs = [(row["requests"], _method(row["depth"])) for row in each]
-        gains = [figure(row["speedup"]) for row in each]
-        drafted = [(*pair, gain) for pair, gain in zip(pairs, gains, strict=True)]
+        drafted = [(row["requests"], _method(row["depth"]), figure(row["speedup"])) for row in each]
         for times, method, gain in (alone, *drafted):
             shown = (f"{times[part]:.2f} s" for part in ("mean", "p50", "p95"))
             requests.append((name, method, *shown, f"{1e3 * times['per_token']:.1f} ms", gain))

@@ -111,7 +111,7 @@ def _sized_as(base: FrozenBase, settings: Mapping[str, Any]) -> dict[str, Any]:
     if not base.has_layers or not hasattr(base.model.base_model, "layers"):
         raise InputError(
             "head.init_from_base=true needs the layers of a base like Llama in this process, and "
-            f"{base.name} has none; leave it out"
+            f"{base.name} does not have them; leave it out"
         )
     config = base.config.to_dict()
     names = {

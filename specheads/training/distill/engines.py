@@ -35,7 +35,7 @@ cheaper."""
 COMMON_TOKENS = 1024
 """Tokens reserved for each text of unknown length, in a pool that all texts share."""
 IN_FLIGHT = 2
-"""Batches of texts that vLLM has at once, so that a text that ends is replaced without a gap."""
+"""Batches of requests that vLLM's engine holds: while one batch runs, the next one waits there."""
 
 
 @dataclass(frozen=True, slots=True)
