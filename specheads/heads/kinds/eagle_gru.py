@@ -1,24 +1,31 @@
-"""EAGLE-GRU: MTP's attention for the first level, and a gated recurrent cell for the others.
+"""EAGLE-GRU: MTP's layer for the first level, a gated cell for the others, and one more attention.
 
-The first level reads EAGLE-3's layers of the base and attends to the whole text. Each further level
-is one cell, which costs less than a layer: it reads one more drafted token and starts from the
-state of the first level. No paper describes it; recipes/LOG.md has the comparison with EAGLE-3 and
-ReDrafter.
+The first level reads EAGLE-3's layers of the base and attends to the whole text. At each further
+level a gated cell reads one more drafted token. After both, attention reads the keys and values
+that the layer has stored, so that every level looks up the text. That costs less than a layer. No
+paper describes it; recipes/LOG.md has the comparison with EAGLE-3, MTP and ReDrafter.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, States, Tokens
 from specheads.core.features import Committed, Features
 from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt
-from specheads.heads.layers.attention import AttentionConfig, LlamaLayer, Slots
+from specheads.heads.layers.attention import (
+    Attention,
+    AttentionConfig,
+    LlamaLayer,
+    Slots,
+    near,
+)
 from specheads.heads.layers.common import RMSNorm, pick_parents
-from specheads.heads.layers.feedback import FeedbackHead
+from specheads.heads.layers.feedback import FeedbackHead, no_path
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,13 +42,29 @@ class Config(AttentionConfig):
     epsilon: PositiveFloat = 1e-5
     """Epsilon of the norms."""
     sliding_window: PositiveInt | None = None
-    """Number of positions of the text that its layer sees. Null is all."""
+    """Number of positions of the text that each level sees. Null is all."""
     attention_sink: bool = False
     """Whether each attention head learns a logit without a value, its sink."""
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """State of a draft: the states of a level's nodes, and the text that each level reads."""
+
+    state: Float[Tensor, "batch node width"]
+    level: int
+    """Number of drafted tokens that the states have read."""
+    newest: Int[Tensor, "batch 1"]
+    """Position of the last committed token of each row."""
+    text: tuple[Tensor, Tensor]
+    """Keys and values of committed positions, and a mask of the visible ones: see `Slots.past`."""
+
+
 class Head(FeedbackHead):
-    """state_0 = norm(layer(W [root, hidden + fused aux])); state_k = GRU(state_k-1, token k)."""
+    """read_0 = norm(layer(W [root, hidden + fused aux])), read_k = GRU(state_k-1, token k).
+
+    Both become states by one attention: state_k = read_k + attention(norm(read_k)).
+    """
 
     feeds_normed = True
 
@@ -55,6 +78,10 @@ class Head(FeedbackHead):
         self.read_token = nn.Linear(width, 3 * width)
         self.gate = nn.Linear(width, 2 * width, bias=False)
         self.candidate = nn.Linear(width, width, bias=False)
+        self.text_norm = RMSNorm(width, config.epsilon)
+        self.text_attention = Attention(config, width, only_reads=True)
+        # starts as a cell without attention
+        nn.init.zeros_(self.text_attention.o_proj.weight)
         self.lm_head = nn.Linear(width, self.drafted_size, bias=False)
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
@@ -76,12 +103,18 @@ class Head(FeedbackHead):
 
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield the states that read one token after each position, then two, and so on."""
-        state = next(super().states(features, tokens, anchors))
-        sent = yield state
+        hidden, places, window = self.first(features), features.places(), self.window(0)
+        visible, documents = self.attended(features, hidden)
+        visible = visible if visible is None else near(visible, window)
         read = self._token(tokens)
+        stream = self.enter(hidden, self.embedded(tokens).roll(-1, 1))
+        stream, inputs, past = self.layer.read(stream, places)
+        seen = past, visible, no_path(past), documents, window
+        state = self._attend(self.norm(self.layer(stream, inputs, places, *seen)), places, *seen)
+        sent = yield state
         for level in range(1, self.depth):
             last = read.roll(-1 - level, 1) if sent is None else self._token(sent)
-            state = self._read(state, last)
+            state = self._attend(self._read(state, last), places + level, *seen)
             sent = yield state
 
     def projection(self, level: int) -> Projection:
@@ -91,21 +124,33 @@ class Head(FeedbackHead):
     @torch.no_grad()
     def begin(self, committed: Committed, memory: Slots) -> Guesses:
         """Store keys and values of the committed positions; return the logits after the root."""
-        logits, branch = super().begin(committed, memory)
-        return logits, branch.hidden
+        hidden = self.first(committed.features)
+        branch = self.commit(hidden, committed.next_tokens, committed, memory)
+        newest, text = memory.lengths[:, None] - 1, memory.past(window=self.window(0))
+        return self._finish(Draft(self.norm(branch.hidden), 0, newest, text))
 
     @torch.no_grad()
     def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's state."""
-        below = self._read(pick_parents(state, parents), self._token(tokens))
-        return self.logits(below, 1), below
+        below = self._read(pick_parents(state.state, parents), self._token(tokens))
+        return self._finish(replace(state, state=below, level=state.level + 1))
+
+    def _finish(self, read: Draft) -> Guesses:
+        """Return the logits of a level, and its states, which have attended to the text."""
+        positions = (read.newest + read.level).expand(read.state.shape[:2])
+        state = self._attend(read.state, positions, *read.text)
+        return self.logits(state, read.level), replace(read, state=state)
+
+    def _attend(self, read: Tensor, positions: Tensor, *text: Any) -> Tensor:
+        """Return the states after attention; `text` are further arguments of `Attention`."""
+        return read + self.text_attention(self.text_norm(read), positions, *text)
 
     def _token(self, tokens: Tensor) -> Tensor:
         """Return what the cell reads of tokens: both gates and the candidate."""
         return self.read_token(self.token_norm(self.embedded(tokens)))
 
     def _read(self, state: Tensor, read: Tensor) -> Tensor:
-        """Return the state after one more token."""
+        """Return what the cell makes of a state and of one more token."""
         normed = self.state_norm(state)
         gates, new = read.split([2 * self.width, self.width], dim=-1)
         reset, keep = (gates + self.gate(normed)).sigmoid().chunk(2, dim=-1)

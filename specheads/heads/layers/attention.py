@@ -45,10 +45,13 @@ class Attention(nn.Module):
 
     `config` has the settings of `AttentionConfig`, `rope_theta` and, for some kinds,
     `rope_scaling`, `attention_bias` (as in Qwen2), `qk_norm` (as in Qwen3) and `attention_sink` (as
-    in gpt-oss). An `input_width` of zero is the width of the output.
+    in gpt-oss). An `input_width` of zero is the width of the output. With `only_reads`, keys and
+    values are those of another module of the same sizes.
     """
 
-    def __init__(self, config: Any, width: int, input_width: int = 0) -> None:
+    def __init__(
+        self, config: Any, width: int, input_width: int = 0, *, only_reads: bool = False
+    ) -> None:
         super().__init__()
         num_heads = config.attention_heads or max(1, width // 64)
         shared = self.num_key_value_heads = config.key_value_heads or num_heads
@@ -64,6 +67,8 @@ class Attention(nn.Module):
             nn.Linear(input_width or width, heads * size, bias=bias)
             for heads in (num_heads, shared, shared)
         )
+        if only_reads:
+            del self.k_proj, self.v_proj
         self.o_proj = nn.Linear(num_heads * size, width, bias=False)
         normed = getattr(config, "qk_norm", False)
         self.q_norm, self.k_norm = (

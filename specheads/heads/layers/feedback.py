@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from specheads.core.drafter import Anchors, Guesses, Nodes, State, States, Tokens
@@ -78,13 +78,7 @@ class FeedbackHead(BorrowingHead):
         """Yield each round's state, of every position at once."""
         layers, places = self.blocks(), features.places()
         hidden, pasts, paths = self.first(features), list[Tensor](), list[Tensor]()
-        visible, documents, sent = None, features.documents, None
-        head_dim = layers[0].self_attn.kernel_dim
-        if hidden.device.type != "cpu" and not flash_takes(product_dtype(hidden), head_dim):
-            # no kernel for documents exists for this dtype or width
-            visible, documents = features.visible(), None
-        elif documents is None:
-            documents = Documents.of(places.expand(len(hidden), -1))
+        (visible, documents), sent = self.attended(features, hidden), None
         for level, embedded in enumerate(self.embeddings(tokens)):
             embedded = embedded if sent is None else self.embedded(sent)
             hidden, at = self.feed_back(hidden) if level else hidden, places + level
@@ -96,10 +90,24 @@ class FeedbackHead(BorrowingHead):
                     paths[place] = torch.cat([paths[place], fresh[..., None, :]], dim=4)
                 else:
                     pasts.append(fresh)
-                    paths.append(_no_path(fresh))
+                    paths.append(no_path(fresh))
                 own = pasts[place], seen, paths[place], documents, window
                 hidden = layer(stream, inputs, at, *own)
             sent = yield self.norm(hidden)
+
+    def attended(
+        self, features: Features, hidden: Tensor
+    ) -> tuple[Bool[Tensor, "row time time"] | None, Documents | None]:
+        """Return what positions see in training: a mask of pairs, or the documents of each row.
+
+        The kernel for documents depends on the device and dtype of `hidden`, and on the width.
+        """
+        head_dim = self.blocks()[0].self_attn.kernel_dim
+        if hidden.device.type != "cpu" and not flash_takes(product_dtype(hidden), head_dim):
+            # no kernel for documents exists for this dtype or width
+            return features.visible(), None
+        places = features.places().expand(len(hidden), -1)
+        return None, features.documents or Documents.of(places)
 
     def memory(self, batch: int, capacity: int) -> Slots:
         """Return empty slots for the keys and values of committed positions."""
@@ -157,7 +165,7 @@ class FeedbackHead(BorrowingHead):
             if behind:
                 past = torch.cat([past, fresh[:, :, :, time:]], dim=3)
                 visible = torch.cat([visible, at[:, None, 1:] <= positions[..., None]], dim=2)
-            paths.append(_no_path(fresh[:, :, :, :1]))
+            paths.append(no_path(fresh[:, :, :, :1]))
             hidden = layer(stream, inputs, positions, past, visible)
         return Branch(hidden, tuple(paths), memory)
 
@@ -185,5 +193,6 @@ class FeedbackHead(BorrowingHead):
         return self.logits(normed, output.paths[0].shape[4]), state
 
 
-def _no_path(fresh: Tensor) -> Tensor:
+def no_path(fresh: Tensor) -> Tensor:
+    """Return paths without drafted tokens, given keys and values of the positions."""
     return fresh[..., None, :][..., :0, :]
