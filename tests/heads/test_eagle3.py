@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from specheads.core.features import Committed
 from specheads.decoding.trees import policies
@@ -134,6 +135,15 @@ def test_a_scaled_rotary_embedding_drafts_its_project_s_chain():
     along = golden["in.following"][:, : golden["in.aux"].shape[1] + wanted.shape[1] - 1]
     drafted = chain(head, golden["in.aux"], along)
     torch.testing.assert_close(drafted, wanted, rtol=0, atol=1e-9)
+
+
+def test_rope_theta_beside_the_parameters_of_the_embedding_counts_for_less():
+    # a class writes its own default at the top level
+    settings = {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    config = json.loads((CHAIN / "config.json").read_text()) | settings
+    head = eagle3.read_public(config, load_file(CHAIN / "model.safetensors"))
+    assert head is not None
+    assert head.config.rope_theta == LlamaConfig(**settings).rope_parameters["rope_theta"] == 1e6
 
 
 @pytest.mark.parametrize(
