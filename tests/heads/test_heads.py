@@ -348,6 +348,30 @@ def test_init_from_base_refuses_a_layer_of_another_shape(
         build_for({**settings, "init_from_base": True}, tiny.base(architecture))
 
 
+def test_a_base_with_fewer_logits_than_embeddings_is_refused():
+    base = tiny.own_base()
+    base.model.lm_head.weight.data = base.model.lm_head.weight[:50].clone()
+    with pytest.raises(ValueError, match="'llama' has 50 logits for 61 rows"):
+        build_for({"kind": "medusa"}, FrozenBase(base.model))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("granite", {}),
+        ("smollm3", {"no_rope_layers": [1, 1, 0]}),
+        ("llama", {"hidden_act": "gelu"}),
+    ],
+)
+def test_init_from_base_refuses_a_layer_that_computes_something_else(
+    architecture: str, changes: dict, kind: str
+):
+    base = tiny.own_base(architecture, **changes)
+    with pytest.raises(ValueError, match="computes what a Llama layer does"):
+        build_for({"kind": kind, "init_from_base": True}, base)
+
+
 @pytest.mark.parametrize("settings", CASES, ids=told)
 def test_a_saved_head_is_loaded_unchanged(settings: dict, base: FrozenBase, tmp_path: Path):
     head = make(settings, base).float()
