@@ -5,6 +5,7 @@ See docs/serve.md.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from specheads.base.cache import RowCache
 from specheads.base.model import FrozenBase
@@ -149,7 +150,15 @@ class Engine:
             raise InputError(
                 f"stop strings need a base with a tokenizer, got {self.base.name!r}; name eos_ids"
             )
+        if request.stop:
+            _refuse_special(request.stop, self.base.tokenizer)
         limit = min(request.max_new_tokens, self.max_length - length)
+        drafted = self.drafter.max_length if self.drafter else None
+        if drafted is not None and length + limit > drafted:
+            raise InputError(
+                f"prompt and new tokens must fit the context of the draft model: {length} + "
+                f"{limit} exceed {drafted}; choose another draft model, or ask for less"
+            )
         size, nodes, needed = length + limit, self.tree.num_nodes, 0
         if self.pool is not None:
             needed = self.pool.blocks_for(size + nodes)
@@ -277,3 +286,14 @@ class Engine:
             with self._failing(self.running, state.cache):
                 state.keep(kept)
             self.running = [self.running[row] for row in kept]
+
+
+def _refuse_special(stop: tuple[str, ...], tokenizer: Any) -> None:
+    """Refuse stop strings with a special token, which the decoded text does not have."""
+    added = tokenizer.added_tokens_decoder.values()
+    special = {*tokenizer.all_special_tokens, *(one.content for one in added if one.special)}
+    if unread := [one for one in stop if any(token in one for token in special)]:
+        raise InputError(
+            f"stop strings must not have special tokens, which the text leaves out, got "
+            f"{unread[0]!r:.80}; name the token's id in eos_ids, with the base's own"
+        )

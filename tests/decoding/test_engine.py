@@ -2,6 +2,7 @@
 
 import functools
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -348,6 +349,12 @@ def test_a_stop_string_ends_the_text_right_before_it(depth, stop, base):
     other = ask(engine, max_new_tokens=30, stop=(stop[:-1] + "?never",))
     assert joined(list(other)) == (said[:30], text.text)
     assert other.finish_reason == "length"
+
+
+def test_a_stop_string_with_a_special_token_is_refused(base):
+    special = base.tokenizer.eos_token
+    with pytest.raises(ValueError, match=f"{re.escape(special)}.*name the token's id in eos_ids"):
+        ask(Engine(base), max_new_tokens=3, stop=("fine", f"a{special}"))
 
 
 def test_a_head_in_another_dtype_is_refused_before_torch_fails():
