@@ -347,7 +347,13 @@ UNSUPPORTED = [
         for one in ("sglang", "llama_cpp", "tensorrt_llm")
     ),
     ("dflash", "sglang", {"sliding_window": 64}, "hold sliding_window=64; .*: speculators$"),
-    ("dspark", "llama_cpp", {"sliding_window": 64}, "hold sliding_window=64; .*: speculators$"),
+    (
+        "dspark",
+        "llama_cpp",
+        {"sliding_window": 64, "causal": True},
+        "hold sliding_window=64; .*: speculators$",
+    ),
+    ("dspark", "speculators", {"sliding_window": 64}, "window causal, those of .*: none$"),
     ("dflash", "vllm", {"sliding_window": 64}, "its window counts slots, .*: speculators$"),
     (
         "dflash",
