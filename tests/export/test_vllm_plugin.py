@@ -336,6 +336,17 @@ def test_unsupported_head_is_refused(made, num_drafted, message, tmp_path, monke
 
 
 @pytest.mark.usefixtures("prepared")
+def test_model_whose_states_lack_the_final_norm_is_refused(tmp_path, monkeypatch):
+    build("medusa").save_pretrained(tmp_path)
+    monkeypatch.setenv(HEAD_VARIABLE, str(tmp_path))
+    vllm.register()
+    model = target()
+    model.__class__ = type("MiMoForCausalLM", (Target,), {})
+    with pytest.raises(ValueError, match="before it for MiMoForCausalLM; serve another base"):
+        vllm.Proposer(config()).load_model(model)
+
+
+@pytest.mark.usefixtures("prepared")
 def test_base_with_other_weights_is_refused_unless_forced(tmp_path, monkeypatch):
     base = tiny.base()
     head = load.build_for({"kind": "mlp_speculator", "depth": DEPTH}, base)

@@ -21,7 +21,8 @@ from tests import tiny
 from tests.packed import packed, texts
 
 DEPTH = 3
-KINDS = ("eagle3", "eagle_gru", "hydra_heads", "mlp_speculator", "mtp", "redrafter")
+SMALL = {"width": 16, "vocab_size": 16}
+KINDS = [kind for kind in kinds() if build({"kind": kind}, **SMALL).reads_drafts]
 PARALLEL = {"kind": "eagle3", "parallel": True}
 
 
@@ -186,11 +187,27 @@ def test_only_visited_and_reached_depths_learn_from_own_drafts(head: Head):
     torch.testing.assert_close(found.total, wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("kind", kinds())
+def test_reads_drafts_tells_whether_states_read_the_tokens_that_are_sent(kind: str):
+    base = tiny.base()
+    torch.manual_seed(1)
+    head = build_for({"kind": kind, "depth": 2}, base).double()
+    for parameter in head.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    tokens = torch.randint(base.vocab_size, (1, 12))
+    features, found = base.read(tokens, head.aux_layers), []
+    for sent in (tokens.roll(-2, 1), (tokens.roll(-2, 1) + 1) % base.vocab_size):
+        states = head.states(features, tokens)
+        next(states)
+        found.append(states.send(sent)[:, :8])
+    assert torch.equal(*found) != head.reads_drafts
+
+
 @pytest.mark.parametrize("settings", [{"kind": kind} for kind in kinds()] + [PARALLEL], ids=str)
 def test_heads_that_do_not_read_drafts_are_refused(settings: dict[str, Any]):
-    head = build({"depth": 2, **settings}, width=16, vocab_size=16)
+    head = build({"depth": 2, **settings}, **SMALL)
     phase = Phase(text="corpus", steps=1, batch_size=1, sequence_length=16, own_drafts=0.5)
-    if head.kind in KINDS and settings != PARALLEL:
+    if head.reads_drafts:
         refuse_unread({"corpus": phase}, head)
         return
     with pytest.raises(InputError, match=f"drafted tokens in training, got {head.kind} with"):
