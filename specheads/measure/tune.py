@@ -301,7 +301,7 @@ def table(found: Tuned) -> ConsoleTable:
         )
         for one in found.tried
     ]
-    columns = ("batch", "context", "tree (* chosen)", "nodes", "tokens per forward", "step")
+    columns = ("batch", "context", "tree (* chosen)", "nodes", "tokens per forward", "step time")
     error = found.cost_error
     title = (
         f"ways to draft, timed; costs fitted to {error['points']:.0f} times are off by "
