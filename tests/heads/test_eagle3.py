@@ -175,7 +175,7 @@ def test_invalid_settings_are_refused(settings: dict, message: str):
 
 
 def test_a_base_too_shallow_for_three_layers_is_refused():
-    with pytest.raises(ValueError, match=r"got \[0, 1, 1\]; set head.aux_layers"):
+    with pytest.raises(ValueError, match=r"this one has 2; set head\.aux_layers=\[0, 1\]"):
         build({"kind": "eagle3"}, width=16, vocab_size=11).choose_aux_layers(2)
 
 
