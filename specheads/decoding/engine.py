@@ -5,7 +5,6 @@ See docs/serve.md.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from specheads.base.cache import RowCache
 from specheads.base.model import FrozenBase
@@ -15,7 +14,7 @@ from specheads.core.errors import InputError, whole
 from specheads.core.machine import device_bytes
 from specheads.decoding import accept
 from specheads.decoding.loop import DecodingState, start, step
-from specheads.decoding.request import Request, Stream, alike
+from specheads.decoding.request import Request, Stream, alike, refuse_mixed
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import Tuned
 
@@ -150,8 +149,7 @@ class Engine:
             raise InputError(
                 f"stop strings need a base with a tokenizer, got {self.base.name!r}; name eos_ids"
             )
-        if request.stop:
-            _refuse_special(request.stop, self.base.tokenizer)
+        refuse_mixed(request.stop, self.base.tokenizer)
         limit = min(request.max_new_tokens, self.max_length - length)
         drafted = self.drafter.max_length if self.drafter else None
         if drafted is not None and length + limit > drafted:
@@ -286,14 +284,3 @@ class Engine:
             with self._failing(self.running, state.cache):
                 state.keep(kept)
             self.running = [self.running[row] for row in kept]
-
-
-def _refuse_special(stop: tuple[str, ...], tokenizer: Any) -> None:
-    """Refuse stop strings with a special token, which the decoded text does not have."""
-    added = tokenizer.added_tokens_decoder.values()
-    special = {*tokenizer.all_special_tokens, *(one.content for one in added if one.special)}
-    if unread := [one for one in stop if any(token in one for token in special)]:
-        raise InputError(
-            f"stop strings must not have special tokens, which the text leaves out, got "
-            f"{unread[0]!r:.80}; name the token's id in eos_ids, with the base's own"
-        )

@@ -351,9 +351,19 @@ def test_a_stop_string_ends_the_text_right_before_it(depth, stop, base):
     assert other.finish_reason == "length"
 
 
-def test_a_stop_string_with_a_special_token_is_refused(base):
+def test_a_stop_string_that_is_a_special_token_ends_the_text_at_it(base):
+    special, number = base.tokenizer.eos_token, base.tokenizer.eos_token_id
+    said = tiny.continuations()[0][:3]
+    for stop, kept in ((special, [*said, number]), ("never said", [*said, number, *said])):
+        stream = ask(Engine(base), max_new_tokens=7, eos_ids=(), stop=("never", stop))
+        stream.take([*said, number, *said])
+        assert stream.tokens == kept
+        assert stream.finish_reason == ("eos" if stop == special else "length")
+
+
+def test_a_stop_string_with_a_special_token_among_others_is_refused(base):
     special = base.tokenizer.eos_token
-    with pytest.raises(ValueError, match=f"{re.escape(special)}.*name the token's id in eos_ids"):
+    with pytest.raises(ValueError, match=f"got 'a{re.escape(special)}'; name the token alone"):
         ask(Engine(base), max_new_tokens=3, stop=("fine", f"a{special}"))
 
 
