@@ -420,7 +420,10 @@ def test_whole_chains_are_drafted_if_verification_is_free(prepared, tmp_path, mo
     assert drafts == [drafted(head, text[:7]) for text in TEXTS]
 
 
-def test_drafting_stops_below_a_token_that_is_seldom_accepted(prepared, tmp_path, monkeypatch):
+@pytest.mark.parametrize("first", [(0, 6, 0, 7), (0, 4, 0, 4)], ids=["drafts", "reads its prompt"])
+def test_drafting_stops_below_a_token_that_is_seldom_accepted(
+    first, prepared, tmp_path, monkeypatch
+):
     # after the second token nothing more pays
     told = cost(1.0, 0.3, 0.01), [SURE, UNSURE, SURE], [0.9] * DEPTH
     runner, head = budgeted(prepared, tmp_path, monkeypatch, *told)
@@ -429,8 +432,9 @@ def test_drafting_stops_below_a_token_that_is_seldom_accepted(prepared, tmp_path
     monkeypatch.setattr(
         runner.drafter.head, "extend", lambda *given: read.append(given) or extend(*given)
     )
-    drafts = forward(runner, TEXTS, [(0, 6, 0, 7), (0, 6, 0, 7)])
-    assert drafts == [drafted(head, text[:7])[:1] for text in TEXTS]
+    drafts = forward(runner, TEXTS, [first, (0, 6, 0, 7)])
+    wanted = [drafted(head, text[:7])[:1] for text in TEXTS]
+    assert drafts == [wanted[0] if first[1] == 6 else [], wanted[1]]
     assert len(read) == 1
 
 

@@ -26,6 +26,7 @@ def test_a_forward_offers_every_depth_up_to_the_first_rejection():
     assert counts.offered == [4, 2, 2]
     assert counts.accepted == [3, 2, 1]
     assert counts.per_depth()[2] == Depth(offered=2, accepted=1)
+    assert counts.levels() == [3 / 4, 2 / 3, 1 / 2]
 
 
 def test_prompts_of_one_source_are_resampled_together():

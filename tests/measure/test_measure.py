@@ -234,6 +234,12 @@ def test_speed_and_verdict_tell_head_and_prompt_lookup_apart(inner, monkeypatch)
     assert speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), plain).head_alone is None
 
 
+def test_steps_are_timed_from_the_end_of_the_first_one():
+    how = GenerationSettings(max_new_tokens=9)
+    found = speed.time_generate(tiny.base(), None, tiny.prompts()[:1], how)
+    assert (found.new_tokens, found.forwards, found.num_steps) == (9, 8, 7)
+
+
 def test_repetitions_alternate_the_order_and_warm_up_is_not_timed(monkeypatch):
     calls = []
 

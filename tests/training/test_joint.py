@@ -164,9 +164,10 @@ def test_tied_projection_gets_no_adapter_and_stays_tied(tmp_path: Path):
 
 def test_log_has_head_weight_and_both_learning_rates(tmp_path: Path):
     settings = joint(ramp="sine", head_weight=0.3, learning_rate=5e-3)
-    phases = {"joint": phase(steps=5, final_share=1.0, joint=settings)}
+    both = phase(steps=5, final_share=1.0, joint=settings)
+    phases = {"heads": phase(), "joint": both}
     _, run = run_training(tmp_path, fresh_base(dtype=torch.float32), phases)
-    rows = read_metrics(run.metrics)
+    rows = [row for row in read_metrics(run.metrics) if row["phase"] == "joint"]
     weights = [row["head_weight"] for row in rows]
     assert weights[::2] == pytest.approx([0.0, 0.3 * math.sqrt(0.5), 0.3])
     assert {row["learning_rate"] for row in rows} == {1e-2}
