@@ -215,8 +215,8 @@ class Proposer:
                 *(file, served.machine, self.machine, self.depth),
             )
             return None
-        rates = tuned.acceptance.per_depth[: self.depth]
-        return ChainBudget(served.cost, rates, tuned.acceptance.curves, served.ragged)
+        known = tuned.acceptance
+        return ChainBudget(served.cost, known.per_depth, known.curves, served.ragged)
 
     def allocate(self, cache: Any) -> None:
         """Allocate the head's KV cache with as many slots as vLLM's cache.

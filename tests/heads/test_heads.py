@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
@@ -277,13 +278,20 @@ def test_an_untrained_head_gives_the_logits_of_the_base(settings: dict, architec
 @pytest.mark.parametrize("kind", ["hydra_heads", "mlp_speculator", "mtp", "redrafter"])
 def test_a_head_with_aux_layers_starts_as_the_head_without_them(kind: str, base: FrozenBase):
     plain = build_for({"kind": kind}, base).double()
-    head = build_for({"kind": kind, "aux_layers": []}, base).double()
+    head: Any = build_for({"kind": kind, "aux_layers": []}, base).double()
     assert head.aux_layers == (0, 1, 2)
     missing = head.load_state_dict(plain.state_dict(), strict=False)
     assert missing == (["fc.weight"], [])
     features, tokens = read(base, head.aux_layers)
     pairs = zip(*(offline_logits(one, features, tokens) for one in (plain, head)), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
+    # a trained one reads each stream divided by its RMS
+    nn.init.eye_(head.fc.weight.data[:, base.width :])
+    assert features.aux is not None
+    stream = features.aux[..., base.width : 2 * base.width]
+    normed = stream / stream.square().mean(-1, keepdim=True).sqrt()
+    fused = head.fused(features).hidden - features.hidden
+    torch.testing.assert_close(fused, normed, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
