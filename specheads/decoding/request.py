@@ -42,8 +42,8 @@ class Request:
     """Limit of new tokens; zero ends at once."""
     sampling: Sampling = GREEDY
     stop: tuple[str, ...] = ()
-    """Stop strings: the text ends before the first complete one. One that is a special token acts as
-    one of `eos_ids`."""
+    """Stop strings: the text ends before the first complete one. A special token acts as one of
+    `eos_ids`."""
     eos_ids: tuple[int, ...] | None = None
     """Tokens that end the text and are its last token; None uses the base's."""
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,7 +144,8 @@ def test_rope_theta_beside_the_parameters_of_the_embedding_counts_for_less():
     config = json.loads((CHAIN / "config.json").read_text()) | settings
     head = eagle3.read_public(config, load_file(CHAIN / "model.safetensors"))
     assert head is not None
-    assert head.config.rope_theta == LlamaConfig(**settings).rope_parameters["rope_theta"] == 1e6
+    rope: Any = LlamaConfig(**settings).rope_parameters
+    assert head.config.rope_theta == rope["rope_theta"] == 1e6
 
 
 @pytest.mark.parametrize(
