@@ -266,8 +266,26 @@ def merge(model: PreTrainedModel, adapter: str | Path) -> None:
             "base.adapter must be a LoRA adapter that peft can load onto this base, got "
             f"{str(adapter)!r:.200} ({reason(error)}); name a run's adapter/"
         ) from error
+    _untie(model)
     wrapped.merge_and_unload(safe_merge=True)
     model.eval().requires_grad_(False)
+
+
+def _untie(model: PreTrainedModel) -> None:
+    """Give the projection a matrix of its own if an adapter changes it or the tied embedding.
+
+    The adapter changes the output of one of them, and peft would merge it into the matrix of both.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    head: Any = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    adapted = isinstance(head, LoraLayer) or isinstance(embedding, LoraLayer)
+    if adapted and head.weight is embedding.weight:
+        plain = head.get_base_layer() if isinstance(head, LoraLayer) else head
+        plain.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def _refuse_settings(adapter: str | Path) -> None:

@@ -123,10 +123,13 @@ def settings_of(command: str, overrides: Sequence[str]) -> Any:
             # Hydra names the override, and only the wrapped error gives the reason
             text = f"{text.removeprefix('Error merging override ')}: {error.__cause__}"
         if override := getattr(error, "override", None):
-            text = (
-                "an override must be NAME=VALUE, and text in a list or a group with one of "
-                f"= # ( ) [ ] {{ }} in quotes, as path:'a=b.jsonl', got {override!r:.200}"
-            )
+            rule = "an override must be NAME=VALUE"
+            if "=" in override:
+                rule += (
+                    ", and text in a list or a group with one of = # ( ) [ ] { } in quotes, "
+                    "as path:'a=b.jsonl'"
+                )
+            text = f"{rule}, got {override!r:.200}"
         raise InputError(f"{_rule(text)}; --help lists the settings") from error
     check(settings)
     return settings
@@ -151,7 +154,10 @@ def lengthen(command: str, overrides: Sequence[str]) -> list[str]:
             out.append(f"{group[1]}={{{group[2]}:{{}}}}")
         value = HOME.sub(lambda _: str(Path.home()), equals + value).removeprefix("=")
         if equals and (kind := _text_kind(command, key.lstrip("+"))):
-            value = _quoted(value) if kind == "text" else _quoted_list(value)
+            if kind == "list":
+                value = value if re.match(r"\[|\$|null$", value) else f"[{value}]"
+            else:
+                value = _quoted(value) if kind == "text" else _quoted_list(value)
         out.append(f"{key}{equals}{value}")
     return out
 
@@ -174,9 +180,9 @@ def _quoted_list(value: str) -> str:
 
 
 def _text_kind(command: str, name: str) -> str:
-    """Return "text" or "texts" (a list) for a setting whose texts stay as they are, else nothing.
+    """Return "text", "texts" (a list of them) or "list" for such a setting, and nothing for others.
 
-    `name=1e5` is no number.
+    Texts stay as they are: `name=1e5` is no number.
     """
     hint: Any = SCHEMAS[command]
     for part in name.split("."):
@@ -188,7 +194,9 @@ def _text_kind(command: str, name: str) -> str:
     # no schema has the choice of a recipe
     if hint is str or name == "recipe":
         return "text"
-    return "texts" if get_origin(hint) is list and _bare(get_args(hint)[0]) is str else ""
+    if get_origin(hint) is not list:
+        return ""
+    return "texts" if _bare(get_args(hint)[0]) is str else "list"
 
 
 def _bare(hint: Any) -> Any:

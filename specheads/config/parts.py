@@ -87,7 +87,7 @@ class Evaluation(Sampling):
     prompt_tokens: PositiveInt = 64
     """Tokens of a prompt that is cut from plain text. Questions keep their own length."""
     prompts: PathOrId = "python_stdlib"
-    """Name of a prompt set, or a .jsonl file."""
+    """Name of a prompt set, or a .jsonl or .parquet file; docs/data.md lists the sets."""
     num_prompts: PositiveInt = 40
     """Prompts to decode."""
     all_turns: bool = False

@@ -85,6 +85,8 @@ class Drafter(ABC):
     """Number of columns of its logits; zero if unknown."""
     aux_layers: tuple[int, ...] = ()
     """Base layers whose residual stream it reads: k is the stream after k layers."""
+    max_length: int | None = None
+    """Length of the longest text it can draft for; None is any."""
     most_unread: int = 32
     """Most committed positions that steps without a draft may leave unread."""
 

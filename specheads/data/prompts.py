@@ -257,7 +257,7 @@ def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if not files:
         raise InputError(
             f"prompts must be {', '.join(NAMES)}, a folder of SPEED-Bench with qualitative.jsonl "
-            f"or throughput_1k.jsonl, or a .jsonl file that exists; got {name!r}"
+            f"or throughput_1k.jsonl, or a .jsonl or .parquet file that exists; got {name!r}"
         )
     for file in files:
         part = _part(file)

@@ -30,7 +30,7 @@ class DraftModel(Drafter):
         self, model: FrozenBase, depth: int, base: FrozenBase, *, max_nodes: int = 128
     ) -> None:
         refuse_vocabulary(model, base)
-        self.model, self.depth = model, depth
+        self.model, self.depth, self.max_length = model, depth, model.max_length
         self.max_nodes, self.chunk = max_nodes, 512
         # both projections may have padding rows without a token
         self.drafted_size = min(model.vocab_size, base.vocab_size)

@@ -42,7 +42,8 @@ class Request:
     """Limit of new tokens; zero ends at once."""
     sampling: Sampling = GREEDY
     stop: tuple[str, ...] = ()
-    """Stop strings: the text ends before the first complete one."""
+    """Stop strings: the text ends before the first complete one. A special token acts as one of
+    `eos_ids`."""
     eos_ids: tuple[int, ...] | None = None
     """Tokens that end the text and are its last token; None uses the base's."""
 
@@ -76,8 +77,11 @@ class Stream:
         self.finish_reason: FinishReason | None = None
         """None while it is not done."""
         self._limit, base = limit, engine.base
-        self._eos = base.eos_ids if request.eos_ids is None else request.eos_ids
         self._tokenizer = base.tokenizer
+        special = special_tokens(base.tokenizer) if request.stop else {}
+        self._stop = tuple(one for one in request.stop if one not in special)
+        ends = base.eos_ids if request.eos_ids is None else request.eos_ids
+        self._eos = {*ends, *(special[one] for one in request.stop if one in special)}
         self._text: TextStream | None = None
         self._tokens: list[int] = []
         self._yielded = 0, 0
@@ -91,7 +95,7 @@ class Stream:
     def tokens(self) -> list[int]:
         """Final new tokens, with an end-of-text token and without any part of a stop string."""
         # only a stop string can remove tokens
-        text = self._read() if self.request.stop else None
+        text = self._read() if self._stop else None
         if text is None or self.finish_reason not in (None, "stop"):
             return self._tokens.copy()
         return self._tokens[: text.settled()[0]]
@@ -140,7 +144,7 @@ class Stream:
             self._tokens.append(token)
             if token in self._eos:
                 self.finish_reason = "eos"
-            elif self.request.stop and (text := self._read()) and text.is_over:
+            elif self._stop and (text := self._read()) and text.is_over:
                 self.finish_reason = "stop"
             elif len(self._tokens) == self._limit:
                 self.finish_reason = self._limit_reason
@@ -152,13 +156,30 @@ class Stream:
         if self._tokenizer is None:
             return None
         if self._text is None:
-            self._text = TextStream(self._tokenizer, self.request.prompt, self.request.stop)
+            self._text = TextStream(self._tokenizer, self.request.prompt, self._stop)
         end = len(self._tokens) - (self.finish_reason == "eos")
         for token in self._tokens[self._text.num_tokens : end]:
             self._text.push(token)
         if self.finish_reason is not None:
             self._text.close()
         return self._text
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the ids of the tokens that decoded text leaves out, by their text."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {str(token): number for number, token in added if token.special}
+
+
+def refuse_mixed(stop: tuple[str, ...], tokenizer: Any) -> None:
+    """Refuse stop strings with a special token among other characters: text never has them."""
+    special = special_tokens(tokenizer) if stop else {}
+    for one in stop:
+        if one not in special and any(token in one for token in special):
+            raise InputError(
+                "a stop string must be a special token or have none, because text leaves them out, "
+                f"got {one!r:.80}; name the token alone"
+            )
 
 
 def alike(lengths: list[int]) -> list[list[int]]:

@@ -52,6 +52,8 @@ EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 PARALLEL = "vllm.distributed"
 NULL_SLOT = 0
 """A slot that belongs to no request: vLLM reserves block 0."""
+UNNORMED = ("MiMoForCausalLM", "Step3p5ForCausalLM")
+"""Models of vLLM that apply their final norm with the projection, after their hidden states."""
 COST_FILE = "vllm.json"
 """Its name in an exported folder."""
 
@@ -172,6 +174,11 @@ class Proposer:
                 f"the plug-in serves heads that draft token by token, and {head.kind} drafts "
                 "blocks; export it with engine=speculators, which vLLM loads itself"
             )
+        if type(target_model).__name__ in UNNORMED:
+            raise InputError(
+                "a head reads states after the base's final norm, and vLLM gives those before it "
+                f"for {type(target_model).__name__}; serve another base"
+            )
         if head.aux_layers:
             if not hasattr(target_model, "set_aux_hidden_state_layers"):
                 raise InputError(
@@ -208,8 +215,8 @@ class Proposer:
                 *(file, served.machine, self.machine, self.depth),
             )
             return None
-        rates = tuned.acceptance.per_depth[: self.depth]
-        return ChainBudget(served.cost, rates, tuned.acceptance.curves, served.ragged)
+        known = tuned.acceptance
+        return ChainBudget(served.cost, known.per_depth, known.curves, served.ragged)
 
     def allocate(self, cache: Any) -> None:
         """Allocate the head's KV cache with as many slots as vLLM's cache.

@@ -40,7 +40,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's config.json; refuse one that is missing, no JSON, or names code."""
     file = folder / "config.json"
     if not file.is_file():
-        raise InputError(f"a head needs a config.json; {folder} has none")
+        raise InputError(
+            f"a head needs a config.json, and {folder} has none; name its folder, such as RUN/head"
+        )
     settings = read_json(file)
     pending: list[Any] = [settings]
     # grows by the nested values; deep settings would exceed the limit of recursion

@@ -34,8 +34,14 @@ from specheads.core.ranges import hints, refuse
 from specheads.core.weight_layout import for_few_rows
 from specheads.decoding.trees import tuned
 from specheads.heads.checkpoint import INDEX_SUFFIX, WEIGHT_FILES, fill, read_settings, read_tensors
+from specheads.heads.layers.attention import LlamaLayer
 from specheads.heads.layers.feedback import FeedbackHead
 from specheads.heads.layers.rotary import published
+
+FEW_TOKENS = 8
+"""Tokens with which a copy of a base's layer is compared with it: fewer than any window."""
+UNLIKE = 0.05
+"""Largest mean difference between the updates of both layers, relative to the update's mean."""
 
 
 def kinds() -> list[str]:
@@ -83,6 +89,11 @@ def build_for(settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | No
     None selects the first tokens. A head that is too large to train is refused.
     """
     sizes = {"width": base.width, "vocab_size": base.vocab_size}
+    if (rows := len(base.embedding)) != base.vocab_size:
+        raise InputError(
+            f"a head needs a base with logits for every token, and {base.config.model_type!r} has "
+            f"{base.vocab_size} logits for {rows} rows of its embedding; choose another base"
+        )
     from_base = settings.get("init_from_base")
     settings = _sized_as(base, settings) if from_base else settings
     with planning("head settings"):
@@ -99,6 +110,7 @@ def build_for(settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | No
         assert isinstance(head, FeedbackHead)
         layers: Any = base.model.base_model.layers
         tensors = dict(layers[-1].named_parameters())
+        _refuse_unlike(head.blocks()[0], tensors, base)
         head.initialise_layer(tensors, base.final_norm.get_parameter("weight"))
         head.config = dataclasses.replace(head.config, init_from_base=False)
     _lend(head, base)
@@ -122,6 +134,33 @@ def _sized_as(base: FrozenBase, settings: Mapping[str, Any]) -> dict[str, Any]:
     }
     sizes = {ours: settings.get(ours) or config.get(name) or 0 for ours, name in names.items()}
     return {**settings, **sizes, **published(config)}
+
+
+@torch.no_grad()
+def _refuse_unlike(layer: LlamaLayer, tensors: Mapping[str, Tensor], base: FrozenBase) -> None:
+    """Refuse a base whose last layer computes something else than a Llama layer of its tensors.
+
+    Gemma's norms, Granite's multipliers, interleaved rotary embeddings and layers without one have
+    the same tensors.
+    """
+    layer = deepcopy(layer)
+    # a base has none of both
+    layer.norm_before_residual, layer.self_attn.attention_sink_bias = False, None
+    layer.copy(tensors)
+    tokens = torch.arange(FEW_TOKENS, device=base.device)[None] % base.vocab_size
+    streams = base.read(tokens, (base.num_layers - 1, base.num_layers)).aux
+    assert streams is not None
+    before, after = streams.float().chunk(2, dim=-1)
+    places = torch.arange(FEW_TOKENS, device=base.device)[None]
+    stream, inputs, past = layer.read(before, places, torch.zeros_like(before))
+    visible = torch.ones(1, FEW_TOKENS, FEW_TOKENS, dtype=torch.bool, device=base.device).tril()
+    wrong = (layer(stream, inputs, places, past, visible) - after).abs().mean()
+    rounding = 4 * torch.finfo(base.dtype).eps * after.abs().mean()
+    if not wrong <= UNLIKE * (after - before).abs().mean() + rounding:
+        raise InputError(
+            "head.init_from_base=true needs a base whose last layer computes what a Llama layer "
+            f"does, and that of {base.config.model_type!r} does not; leave it out"
+        )
 
 
 def resume_head(path: str | Path, base: FrozenBase, kind: str) -> Head:

@@ -24,8 +24,11 @@ class ConsoleTable:
         columns = [*zip(*filter(None, [self.header, *self.rows]), strict=True)]
         for place, column in enumerate(columns, start=1):
             # only the last column may be broken, between words
-            width = None if place == len(columns) else max(map(cell_len, column))
-            table.add_column(Text(column[0]) if self.header else "", min_width=width)
+            is_last = place == len(columns)
+            width = None if is_last else max(map(cell_len, column))
+            name = Text(column[0]) if self.header else ""
+            # rich narrows a column that may wrap, even below its minimum, and cuts the table's edge
+            table.add_column(name, min_width=width, no_wrap=not is_last)
         for row in self.rows:
             # Text does not parse a name in brackets as a style
             table.add_row(*map(Text, row))

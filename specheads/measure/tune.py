@@ -301,10 +301,10 @@ def table(found: Tuned) -> ConsoleTable:
         )
         for one in found.tried
     ]
-    columns = ("batch", "context", "tree (* chosen)", "nodes", "tokens per forward", "step")
+    columns = ("batch", "context", "tree (* chosen)", "nodes", "tokens per forward", "step time")
     error = found.cost_error
     title = (
-        f"ways to draft, timed; costs fitted to {error['points']:.0f} times are off by "
+        f"ways to draft, timed; costs fitted to {error['points']:.0f} step times are off by "
         f"{error['median']:.1%} (median), {error['largest']:.1%} (largest)"
     )
     return ConsoleTable(title, rows, (*columns, "speed-up"))

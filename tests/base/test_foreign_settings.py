@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specheads.base import lora
 from specheads.base.loading import load_config, load_tokenizer
@@ -131,6 +131,31 @@ def test_biases_of_an_adapter_are_merged(tmp_path: Path):
     lora.merge(base, tmp_path)
     wanted = wrapped(input_ids=TOKENS).logits
     torch.testing.assert_close(base(input_ids=TOKENS).logits, wanted, rtol=0, atol=1e-9)
+
+
+@QUIET
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["lm_head", "q_proj"]},
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]},
+    ],
+    ids=str,
+)
+def test_an_adapter_on_a_tied_matrix_changes_only_its_own_layer(settings: dict, tmp_path: Path):
+    base = copy.deepcopy(tiny.base(tie_word_embeddings=True).model)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **settings)
+    wrapped = get_peft_model(copy.deepcopy(base), config).double()
+    wrapped.save_pretrained(str(tmp_path / "adapter"))
+    wanted = wrapped(input_ids=TOKENS).logits
+    lora.merge(base, tmp_path / "adapter")
+    torch.testing.assert_close(base(input_ids=TOKENS).logits, wanted, rtol=0, atol=1e-9)
+    base.save_pretrained(tmp_path / "merged")
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    torch.testing.assert_close(stored(input_ids=TOKENS).logits, wanted, rtol=0, atol=1e-9)
 
 
 @QUIET

@@ -135,11 +135,22 @@ def test_lists_of_texts_are_read_as_the_shell_gives_them(given: str, found: list
     assert compose.settings_of("train", names).data.patterns == found
 
 
+@pytest.mark.parametrize(("given", "found"), [("8", [8]), ("1,8", [1, 8]), ("[1,8]", [1, 8])])
+def test_lists_of_numbers_need_no_brackets(given: str, found: list[int]):
+    names = ["run=runs/mine", f"batch_sizes={given}"]
+    assert compose.settings_of("tune", names).batch_sizes == found
+
+
 @pytest.mark.parametrize("given", ["{a:{source:jsonl,path:a=b.jsonl}}", "{a", "[", "(x"])
 def test_override_that_hydra_cannot_read_is_named(given: str):
     with pytest.raises(InputError, match=r"must be NAME=VALUE.*path:'a=b\.jsonl', got ") as caught:
         compose.settings_of("train", ["recipe=smoke", "data=mixture", f"data.sources={given}"])
     assert f"data.sources={given}" in str(caught.value)
+
+
+def test_word_without_a_value_is_not_told_about_quotes():
+    with pytest.raises(InputError, match=r"must be NAME=VALUE, got 'preview'; --help lists"):
+        compose.settings_of("train", ["recipe=smoke", "preview", "3"])
 
 
 def test_text_in_quotes_and_references_are_hydras():

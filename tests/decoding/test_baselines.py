@@ -140,6 +140,14 @@ def test_a_draft_model_of_another_vocabulary_is_refused_in_one_line():
 # --- streaming ---------------------------------------------------------------------------------
 
 
+def test_a_text_beyond_the_context_of_the_draft_model_is_refused():
+    base, short = tiny.base(), tiny.own_base(max_position_embeddings=24)
+    chosen: dict[str, Any] = {"head": DraftModel(short, 2, base), "tree": policies.chain(2)}
+    assert len(generate(base, prompts=[[1, 2, 3]], max_new_tokens=21, **chosen).tokens[0]) == 21
+    with pytest.raises(ValueError, match=r"draft model: 3 \+ 22 exceed 24; choose another"):
+        generate(base, prompts=[[1, 2, 3]], max_new_tokens=22, **chosen)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral", "gemma3"])
 def test_a_window_decodes_as_if_it_had_read_sinks_and_recent_text_at_their_places(architecture):
     base, sinks, window = tiny.base(architecture), 2, 8

@@ -93,8 +93,31 @@ def test_unsure_drafts_are_not_begun_in_large_batches_only():
 def test_tokens_that_were_cut_are_observed(token, is_right):
     one = budget(token=10.0)
     assert step(one, [1], 0.6) == []
-    one.observe(["a"], [[token]])
-    assert (one._factors[0] > 1.0) == is_right
+    one.observe(["a", "b"], [[token], [1]])
+    factors = one._factors
+    assert (factors[0] > 1.0) == is_right
+    # a new request has the usual rates
+    assert one._chances[1] == one.rates
+    # a draft is observed once
+    one.observe(["a", "b"], [[token], [1]])
+    assert one._factors == factors
+
+
+def test_rates_follow_the_tokens_up_to_the_first_wrong_one():
+    one = budget()
+    one.observe(["a"], [[1]])
+    one.cut([[2, 3, 4]], 0)
+    one.observe(["a"], [[2, 9, 4]])
+    assert one.rates[0] > 0.5 > one.rates[1]
+    assert one.rates[2] == 0.5
+
+
+def test_levels_that_a_chain_lacks_are_not_expected():
+    one = budget()
+    one.observe(["a", "b"], [[1], [1]])
+    assert one.cut([[2], [3, 4, 5]], 0) == [[2], [3, 4, 5]]
+    # verification is free: the gain is that of the expected tokens
+    assert one._gains[2] == pytest.approx((2 + 0.5 + 0.5 + 0.25 + 0.125) / 2)
 
 
 @pytest.mark.parametrize(("prob", "pays"), [(0.9, True), (0.5, False)])

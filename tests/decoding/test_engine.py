@@ -2,6 +2,7 @@
 
 import functools
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -348,6 +349,22 @@ def test_a_stop_string_ends_the_text_right_before_it(depth, stop, base):
     other = ask(engine, max_new_tokens=30, stop=(stop[:-1] + "?never",))
     assert joined(list(other)) == (said[:30], text.text)
     assert other.finish_reason == "length"
+
+
+def test_a_stop_string_that_is_a_special_token_ends_the_text_at_it(base):
+    special, number = base.tokenizer.eos_token, base.tokenizer.eos_token_id
+    said = tiny.continuations()[0][:3]
+    for stop, kept in ((special, [*said, number]), ("never said", [*said, number, *said])):
+        stream = ask(Engine(base), max_new_tokens=7, eos_ids=(), stop=("never", stop))
+        stream.take([*said, number, *said])
+        assert stream.tokens == kept
+        assert stream.finish_reason == ("eos" if stop == special else "length")
+
+
+def test_a_stop_string_with_a_special_token_among_others_is_refused(base):
+    special = base.tokenizer.eos_token
+    with pytest.raises(ValueError, match=f"got 'a{re.escape(special)}'; name the token alone"):
+        ask(Engine(base), max_new_tokens=3, stop=("fine", f"a{special}"))
 
 
 def test_a_head_in_another_dtype_is_refused_before_torch_fails():

@@ -200,3 +200,8 @@ def test_an_estimate_takes_the_place_of_the_drafters_own_probability():
     learned = Estimate(bias=0.0, log_prob=1.0, entropy=-1.0, level=-0.5)
     chances = learned(logs, entropies, 2)
     torch.testing.assert_close(chances, torch.sigmoid(logs - entropies - 1.0))
+    # drafting stops below the first level whose estimate is too low: sigmoid(15 - 10 * 2)
+    falling = Estimate(bias=15.0, log_prob=0.0, entropy=0.0, level=-10.0)
+    policy = policies.Static([(0,) * length for length in range(1, 6)], "", 0.5, falling)
+    out = generate(tiny.base(), tiny.oracle(5), tiny.prompts(), max_new_tokens=9, tree=policy)
+    assert {len(step.drafted) for steps in out.steps for step in steps} == {1 + 3}

@@ -21,6 +21,7 @@ from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.export.layouts import engine_module, engines, find_layout, objection
 from specheads.export.layouts._shared import Folder
+from specheads.export.layouts.vllm import PLUGIN
 from specheads.export.write import (
     RECORD,
     LevelDraft,
@@ -50,8 +51,6 @@ OTHERS = [engine for engine in engines() if engine != "base"]
 PAIRS = [(kind, engine) for engine in OTHERS for kind in sorted(engine_module(engine).LAYOUTS)]
 EVERY_KIND = ("sglang", "vllm")
 """Two engines that together serve every kind; the other engines are slow tests."""
-OWN_LAYOUT = ("eagle_gru", "hydra_heads", "medusa", "mlp_speculator", "mtp", "redrafter")
-"""Kinds that our plug-in for vLLM reads from our own layout, with the heads themselves."""
 ORIGINAL = "original_max_position_embeddings"
 STRETCHED = {
     "linear": {"rope_type": "linear", "factor": 3.0},
@@ -149,7 +148,7 @@ def variants(kind: str, engine: str, base: FrozenBase, depth: int = 3) -> Iterat
 
 def oracles_of(kind: str, engine: str) -> list[DraftOracle]:
     """Return the readers of a folder: vLLM 0.32 reads TGI's Medusa folder, too."""
-    if engine == "vllm" and kind in OWN_LAYOUT:
+    if engine == "vllm" and kind in PLUGIN:
         return []
     both = (kind, engine) == ("medusa", "tgi")
     return [ORACLES[kind, engine], *([medusa.vllm_0_32] if both else [])]
@@ -181,7 +180,7 @@ def compare(
 def test_export_drafts_as_the_head_does_here_and_by_the_oracle(
     kind, engine, base, texts, lent, tmp_path
 ):
-    assert {*PAIRS} == {*ORACLES} | {(kind, "vllm") for kind in OWN_LAYOUT}
+    assert {*PAIRS} == {*ORACLES} | {(kind, "vllm") for kind in PLUGIN}
     heads = list(variants(kind, engine, base))
     assert heads
     for number, head in enumerate(heads):
@@ -233,7 +232,7 @@ def test_gate_refuses_a_mutation_of_any_tensor(kind, engine, base, texts, lent, 
                     others[f"{name}_" if how == "renamed" else name] = changed.contiguous()
                 save_file(others, file)
                 try:
-                    if how != "deleted" or name not in OPTIONAL or kind in OWN_LAYOUT:
+                    if how != "deleted" or name not in OPTIONAL or kind in PLUGIN:
                         loaded = load_export(folder, head, base)
                         pairs = zip(wanted, by_head(loaded, base, one, lent), strict=True)
                         largest_difference(pairs)
@@ -348,7 +347,13 @@ UNSUPPORTED = [
         for one in ("sglang", "llama_cpp", "tensorrt_llm")
     ),
     ("dflash", "sglang", {"sliding_window": 64}, "hold sliding_window=64; .*: speculators$"),
-    ("dspark", "llama_cpp", {"sliding_window": 64}, "hold sliding_window=64; .*: speculators$"),
+    (
+        "dspark",
+        "llama_cpp",
+        {"sliding_window": 64, "causal": True},
+        "hold sliding_window=64; .*: speculators$",
+    ),
+    ("dspark", "speculators", {"sliding_window": 64}, "window causal, those of .*: none$"),
     ("dflash", "vllm", {"sliding_window": 64}, "its window counts slots, .*: speculators$"),
     (
         "dflash",

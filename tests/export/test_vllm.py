@@ -26,7 +26,7 @@ from specheads.decoding.calibration import Curve
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import FILE, Machine
-from specheads.export.layouts.vllm import HEAD_VARIABLE, PROPOSER
+from specheads.export.layouts.vllm import HEAD_VARIABLE, PLUGIN, PROPOSER
 from specheads.export.vllm import COST_FILE, ServingCost
 from specheads.export.write import export_head
 from specheads.heads.load import build_for
@@ -53,7 +53,6 @@ from tests.servers import VLLM
 
 pytestmark = pytest.mark.vllm
 
-PLUGGED = ("medusa", "hydra_heads", "mlp_speculator", "mtp", "redrafter", "eagle_gru")
 SETTINGS: dict[str, dict[str, Any]] = {
     # vLLM 0.32 cannot load Medusa heads with a draft vocabulary
     "medusa": {"num_layers": 1},
@@ -93,7 +92,7 @@ main()
 @cache
 def head(kind: str) -> Head:
     """Return a head that was trained on half of the texts."""
-    return trained({"kind": kind, **SETTINGS[kind]}, STEPS.get(kind, 15))
+    return trained({"kind": kind, **SETTINGS.get(kind, {})}, STEPS.get(kind, 15))
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +192,7 @@ def test_vllm_without_a_head_generates_the_text_of_the_base():
     assert alone() == [text[:NEW_TOKENS] for text in said()]
 
 
-@pytest.mark.parametrize("kind", PLUGGED)
+@pytest.mark.parametrize("kind", PLUGIN)
 def test_plugin_is_lossless_and_counters_equal_the_replay(kind, export):
     engine, environment = plugged(export(kind, "vllm"))
     check(serve(engine, environment), kind)

@@ -201,20 +201,24 @@ def forward(
         batch.token_ids_cpu[row, :whole] = text[:whole]
         # the forward also reads rejected drafts, which are other tokens
         rejected = start + length - (known - 1) if known > start + length - drafts else 0
-        read = text[: start + length - rejected] + [0] * rejected
-        features = tiny.base().read(torch.tensor([read]), layers)
+        fed = text[: start + length - rejected] + [0] * rejected
+        features = tiny.base().read(torch.tensor([fed]), layers)
         hidden.append(features.hidden[0, start:])
         if features.aux is not None:
             aux.append(features.aux[0, start:])
         sampled.append(text[start + length - drafts : known])
     counts = {name: length for name, (_, length, *_) in zip(batch.req_ids, plan, strict=True)}
-    return runner.propose_draft_token_ids(
+    read = torch.cat(hidden), [*torch.cat(aux).chunk(len(layers), dim=-1)] if aux else None
+    drafts = runner.propose_draft_token_ids(
         SimpleNamespace(num_scheduled_tokens=counts, finished_req_ids={*finished}),
         sampled,
-        torch.cat(hidden),
-        [*torch.cat(aux).chunk(len(layers), dim=-1)] if aux else None,
+        *read,
         SimpleNamespace(num_draft_tokens=[drafts for _, _, drafts, _ in plan]),
     )
+    # the engine writes the next states to the same memory
+    for states in (read[0], *(read[1] or ())):
+        states.fill_(9.0)
+    return drafts
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -336,6 +340,17 @@ def test_unsupported_head_is_refused(made, num_drafted, message, tmp_path, monke
 
 
 @pytest.mark.usefixtures("prepared")
+def test_model_whose_states_lack_the_final_norm_is_refused(tmp_path, monkeypatch):
+    build("medusa").save_pretrained(tmp_path)
+    monkeypatch.setenv(HEAD_VARIABLE, str(tmp_path))
+    vllm.register()
+    model = target()
+    model.__class__ = type("MiMoForCausalLM", (Target,), {})
+    with pytest.raises(ValueError, match="before it for MiMoForCausalLM; serve another base"):
+        vllm.Proposer(config()).load_model(model)
+
+
+@pytest.mark.usefixtures("prepared")
 def test_base_with_other_weights_is_refused_unless_forced(tmp_path, monkeypatch):
     base = tiny.base()
     head = load.build_for({"kind": "mlp_speculator", "depth": DEPTH}, base)
@@ -416,7 +431,10 @@ def test_whole_chains_are_drafted_if_verification_is_free(prepared, tmp_path, mo
     assert drafts == [drafted(head, text[:7]) for text in TEXTS]
 
 
-def test_drafting_stops_below_a_token_that_is_seldom_accepted(prepared, tmp_path, monkeypatch):
+@pytest.mark.parametrize("first", [(0, 6, 0, 7), (0, 4, 0, 4)], ids=["drafts", "reads its prompt"])
+def test_drafting_stops_below_a_token_that_is_seldom_accepted(
+    first, prepared, tmp_path, monkeypatch
+):
     # after the second token nothing more pays
     told = cost(1.0, 0.3, 0.01), [SURE, UNSURE, SURE], [0.9] * DEPTH
     runner, head = budgeted(prepared, tmp_path, monkeypatch, *told)
@@ -425,8 +443,9 @@ def test_drafting_stops_below_a_token_that_is_seldom_accepted(prepared, tmp_path
     monkeypatch.setattr(
         runner.drafter.head, "extend", lambda *given: read.append(given) or extend(*given)
     )
-    drafts = forward(runner, TEXTS, [(0, 6, 0, 7), (0, 6, 0, 7)])
-    assert drafts == [drafted(head, text[:7])[:1] for text in TEXTS]
+    drafts = forward(runner, TEXTS, [first, (0, 6, 0, 7)])
+    wanted = [drafted(head, text[:7])[:1] for text in TEXTS]
+    assert drafts == [wanted[0] if first[1] == 6 else [], wanted[1]]
     assert len(read) == 1
 
 
@@ -507,20 +526,26 @@ def test_a_request_that_waits_for_its_turn_keeps_its_unread_positions(
 def test_times_of_steps_without_prompts_are_followed(prepared, tmp_path, monkeypatch):
     told = cost(1.0, 0.0), [SURE] * DEPTH
     runner, _ = budgeted(prepared, tmp_path, monkeypatch, *told)
-    budget, noted = runner.drafter.budget, []
+    budget, noted, drafting = runner.drafter.budget, [], []
     assert budget is not None
     clock = iter(range(100))
     monkeypatch.setattr(vllm.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(budget.verify, "note", lambda *given: noted.append(given))
+    monkeypatch.setattr(budget.draft, "note", lambda *given: drafting.append(given))
+    asked = set[tuple[int, int]]()
+    monkeypatch.setattr(budget, "continues", lambda _, *given: asked.add(given) is None)
     drafts = forward(runner, TEXTS, [(0, 6, 0, 7), (0, 6, 0, 7)])
     assert noted == []
     # one accepted draft of each request, and one new token
     forward(runner, TEXTS, [(6, 1 + DEPTH, DEPTH, 9), (6, 1 + DEPTH, DEPTH, 9)])
     assert len(drafts[0]) == DEPTH
     assert noted == [(2 * (1 + DEPTH), 2 * 8, 1)]
+    # one level takes its share
+    assert drafting == [(2, 2 * 8, 1 / DEPTH)]
+    assert asked == {(level, 2 * end) for level in range(1, DEPTH) for end in (6, 8)}
     # the second request reads a prompt
-    forward(runner, TEXTS, [(8, 1, 0, 10), (0, 3, 0, 0)])
-    assert len(noted) == 1
+    forward(runner, TEXTS, [(8, 1, 0, 10), (0, 3, 0, 4)])
+    assert len(noted) == len(drafting) == 1
 
 
 @pytest.mark.parametrize("absent", [FILE, vllm.COST_FILE])

@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from specheads.core.features import Committed
 from specheads.decoding.trees import policies
@@ -136,6 +138,16 @@ def test_a_scaled_rotary_embedding_drafts_its_project_s_chain():
     torch.testing.assert_close(drafted, wanted, rtol=0, atol=1e-9)
 
 
+def test_rope_theta_beside_the_parameters_of_the_embedding_counts_for_less():
+    # a class writes its own default at the top level
+    settings = {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    config = json.loads((CHAIN / "config.json").read_text()) | settings
+    head = eagle3.read_public(config, load_file(CHAIN / "model.safetensors"))
+    assert head is not None
+    rope: Any = LlamaConfig(**settings).rope_parameters
+    assert head.config.rope_theta == rope["rope_theta"] == 1e6
+
+
 @pytest.mark.parametrize(
     ("num_layers", "aux_layers"),
     [(32, (2, 16, 29)), (7, (2, 3, 4)), (6, (1, 3, 5)), (4, (1, 2, 3)), (3, (0, 1, 2))],
@@ -165,7 +177,7 @@ def test_invalid_settings_are_refused(settings: dict, message: str):
 
 
 def test_a_base_too_shallow_for_three_layers_is_refused():
-    with pytest.raises(ValueError, match=r"got \[0, 1, 1\]; set head.aux_layers"):
+    with pytest.raises(ValueError, match=r"this one has 2; set head\.aux_layers=\[0, 1\]"):
         build({"kind": "eagle3"}, width=16, vocab_size=11).choose_aux_layers(2)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
@@ -277,13 +278,20 @@ def test_an_untrained_head_gives_the_logits_of_the_base(settings: dict, architec
 @pytest.mark.parametrize("kind", ["hydra_heads", "mlp_speculator", "mtp", "redrafter"])
 def test_a_head_with_aux_layers_starts_as_the_head_without_them(kind: str, base: FrozenBase):
     plain = build_for({"kind": kind}, base).double()
-    head = build_for({"kind": kind, "aux_layers": []}, base).double()
+    head: Any = build_for({"kind": kind, "aux_layers": []}, base).double()
     assert head.aux_layers == (0, 1, 2)
     missing = head.load_state_dict(plain.state_dict(), strict=False)
     assert missing == (["fc.weight"], [])
     features, tokens = read(base, head.aux_layers)
     pairs = zip(*(offline_logits(one, features, tokens) for one in (plain, head)), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
+    # a trained one reads each stream divided by its RMS
+    nn.init.eye_(head.fc.weight.data[:, base.width :])
+    assert features.aux is not None
+    stream = features.aux[..., base.width : 2 * base.width]
+    normed = stream / stream.square().mean(-1, keepdim=True).sqrt()
+    fused = head.fused(features).hidden - features.hidden
+    torch.testing.assert_close(fused, normed, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
@@ -346,6 +354,30 @@ def test_init_from_base_refuses_a_layer_of_another_shape(
 ):
     with pytest.raises(ValueError, match=message):
         build_for({**settings, "init_from_base": True}, tiny.base(architecture))
+
+
+def test_a_base_with_fewer_logits_than_embeddings_is_refused():
+    base = tiny.own_base()
+    base.model.lm_head.weight.data = base.model.lm_head.weight[:50].clone()
+    with pytest.raises(ValueError, match="'llama' has 50 logits for 61 rows"):
+        build_for({"kind": "medusa"}, FrozenBase(base.model))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("granite", {}),
+        ("smollm3", {"no_rope_layers": [1, 1, 0]}),
+        ("llama", {"hidden_act": "gelu"}),
+    ],
+)
+def test_init_from_base_refuses_a_layer_that_computes_something_else(
+    architecture: str, changes: dict, kind: str
+):
+    base = tiny.own_base(architecture, **changes)
+    with pytest.raises(ValueError, match="computes what a Llama layer does"):
+        build_for({"kind": kind, "init_from_base": True}, base)
 
 
 @pytest.mark.parametrize("settings", CASES, ids=told)

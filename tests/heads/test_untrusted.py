@@ -343,3 +343,8 @@ def test_layer_ids_have_the_meaning_of_their_project(
 def test_layer_ids_in_eagle_config_that_may_be_inputs_are_refused(tmp_path: Path, given: list[int]):
     with pytest.raises(InputError, match="can be inputs or outputs; add"):
         load_head(changed("eagle3_chain", tmp_path, drop=IDS, eagle_config={IDS: given}))
+
+
+def test_folder_without_a_head_names_where_a_run_has_one(tmp_path: Path):
+    with pytest.raises(InputError, match=r"needs a config\.json, and .* has none; .*RUN/head"):
+        load_head(tmp_path)

@@ -26,6 +26,7 @@ def test_a_forward_offers_every_depth_up_to_the_first_rejection():
     assert counts.offered == [4, 2, 2]
     assert counts.accepted == [3, 2, 1]
     assert counts.per_depth()[2] == Depth(offered=2, accepted=1)
+    assert counts.levels() == [3 / 4, 2 / 3, 1 / 2]
 
 
 def test_prompts_of_one_source_are_resampled_together():
@@ -55,6 +56,8 @@ def test_interval_has_its_nominal_coverage():
         low, high = bootstrap_interval(tokens.tolist(), [10.0] * 40)
         hits += low <= 1.5 <= high
     assert 180 <= hits <= 198
+    # 50 of 100: 1.96 standard errors of 0.05 on both sides
+    assert bootstrap_interval([0, 1] * 50, [1] * 100) == pytest.approx((0.4, 0.6), abs=0.011)
 
 
 def test_prompts_without_a_forward_are_skipped():

@@ -234,14 +234,22 @@ def test_speed_and_verdict_tell_head_and_prompt_lookup_apart(inner, monkeypatch)
     assert speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), plain).head_alone is None
 
 
+def test_steps_are_timed_from_the_end_of_the_first_one():
+    how = GenerationSettings(max_new_tokens=9)
+    found = speed.time_generate(tiny.base(), None, tiny.prompts()[:1], how)
+    assert (found.new_tokens, found.forwards, found.num_steps) == (9, 8, 7)
+
+
 def test_repetitions_alternate_the_order_and_warm_up_is_not_timed(monkeypatch):
     calls = []
 
     def fake(base, drafter, unit, generation):
         del base, generation
         calls.append((drafter is not None, len(unit)))
-        seconds = 50.0 if len(calls) <= 2 else 1.0 if drafter else 2.0
-        return speed.Timing(seconds, seconds, 10, 10 * len(unit), 11)
+        # the base alone writes half as many tokens in the same time
+        seconds = 50.0 if len(calls) <= 2 else 1.0
+        factor = 1 if drafter else 2
+        return speed.Timing(seconds, factor * seconds, 10, 10 * len(unit) // factor, 11)
 
     monkeypatch.setattr(speed, "time_generate", fake)
     how = GenerationSettings(max_new_tokens=9, batch_size=2)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from specheads.core.errors import InputError
 from specheads.decoding.cost import ForwardCost, StepCost
-from specheads.decoding.goodput import Goodput
+from specheads.decoding.goodput import Goodput, MovingRates, RequestRates
 from specheads.heads.load import build_for
 from specheads.measure.simulate import (
     Arrival,
@@ -82,6 +83,16 @@ def test_right_drafts_are_replayed_by_position():
     assert len(run(linear(1.0), arrivals, right, depth=0)[1]) == 7
 
 
+def test_a_draft_that_is_right_to_its_end_says_nothing_of_deeper_levels():
+    served = Served(Arrival(0.0, 1, 9), [2] * 9, RequestRates(MovingRates(RATES)), tokens=1)
+    served.take(2, observed=True)
+    assert served.tokens == 4
+    found = served.rates.own.rates
+    assert found[0] > RATES[0]
+    assert found[1] > RATES[1]
+    assert found[2:] == RATES[2:]
+
+
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2))]
 )
@@ -127,6 +138,13 @@ def test_sizes_count_own_parameters_once(kind: str):
     lent = tiny.VOCAB * base.width
     whole = {"medusa": own // 3}.get(kind, own + lent)
     assert (found["draft_parameters"], found["levels"]) == (whole, 1 if kind == "medusa" else 3)
+
+
+def test_a_block_is_drafted_whole_for_a_chain_of_any_depth():
+    cost = replace(linear(2.0, token=0.1), levels=4)
+    whole = [cost.seconds(3, 0, depth + 1, depth) for depth in range(5)]
+    verified = [cost.verify.seconds(3 * (depth + 1), 0) for depth in range(5)]
+    assert whole == [verified[0], *(one + cost.draft.seconds(3 * 4, 0) for one in verified[1:])]
 
 
 def test_forward_reads_weights_and_context_and_computes_tokens():

@@ -46,7 +46,7 @@ class _BlockSettings:
 def dflash(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """Each mask drafts the token at its own position; attention is bidirectional."""
     config = read_config(folder)
-    # in vLLM False or a missing value makes the layers causal
+    # in vLLM False makes the layers causal
     need(config, speculators_model_type="dflash", sliding_window_non_causal=True)
     need(config, sample_from_anchor=False, block_size=depth + 1)
     _need_method(config, depth)

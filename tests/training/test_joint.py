@@ -26,8 +26,10 @@ from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from specheads.training import step as teachers
+from specheads.training.objective import Objective, label_counts
+from specheads.training.schedule import PlacedPhase
 from specheads.training.settings import Joint, Phase, Schedule
-from specheads.training.step import Teacher
+from specheads.training.step import Step, Teacher
 from tests import tiny
 from tests.training import test_trainer
 from tests.training.test_trainer import assert_equal, power_cut
@@ -162,9 +164,10 @@ def test_tied_projection_gets_no_adapter_and_stays_tied(tmp_path: Path):
 
 def test_log_has_head_weight_and_both_learning_rates(tmp_path: Path):
     settings = joint(ramp="sine", head_weight=0.3, learning_rate=5e-3)
-    phases = {"joint": phase(steps=5, final_share=1.0, joint=settings)}
+    both = phase(steps=5, final_share=1.0, joint=settings)
+    phases = {"heads": phase(), "joint": both}
     _, run = run_training(tmp_path, fresh_base(dtype=torch.float32), phases)
-    rows = read_metrics(run.metrics)
+    rows = [row for row in read_metrics(run.metrics) if row["phase"] == "joint"]
     weights = [row["head_weight"] for row in rows]
     assert weights[::2] == pytest.approx([0.0, 0.3 * math.sqrt(0.5), 0.3])
     assert {row["learning_rate"] for row in rows} == {1e-2}
@@ -204,6 +207,15 @@ def test_phase_without_joint_does_not_change_the_adapter(tmp_path: Path):
     assert_equal(*weights)
 
 
+def test_gradients_of_head_and_adapter_are_clipped_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(teachers, "CLIP_NORM", 0.0)
+    base = fresh_base(dtype=torch.float32)
+    _, run = run_training(tmp_path, base, {"joint": phase(joint=joint())})
+    found = checkpoint.newest(run.checkpoints)
+    assert found is not None
+    assert_equal(found.adapter, Adapter(base.model, rank=2).weights())
+
+
 @pytest.mark.parametrize("target", ["text", "base"])
 def test_resumed_training_equals_uninterrupted_training(target: str, tmp_path: Path):
     """Bitwise, with random dropout and label masks in each step."""
@@ -222,11 +234,41 @@ def test_resumed_training_equals_uninterrupted_training(target: str, tmp_path: P
     assert (stopped.adapter / file).read_bytes() == (undisturbed.adapter / file).read_bytes()
 
 
-def joint_teacher(base: FrozenBase) -> tuple[Teacher, Adapter]:
-    head = build_for({"kind": "medusa", "depth": 2}, base)
-    teacher = Teacher(base, head, joint(dropout=0.0), seed=0)
+def joint_teacher(
+    base: FrozenBase, kind: str = "medusa", dropout: float = 0.0
+) -> tuple[Teacher, Adapter]:
+    head = build_for({"kind": kind, "depth": 2}, base).to(base.dtype)
+    teacher = Teacher(base, head, joint(dropout=dropout), seed=0)
     assert teacher.adapter
     return teacher, teacher.adapter
+
+
+def test_head_borrows_the_projection_of_the_current_adapter():
+    base, settings = fresh_base(), phase(joint=joint(dropout=0.0))
+    teacher, adapter = joint_teacher(base, "mtp")
+    place, loss_mask = PlacedPhase("joint", settings, 0), torch.ones_like(TEXT, dtype=torch.bool)
+    teacher.begin(place)
+    before = teacher.head.get_buffer("borrowed").clone()
+    # as an optimizer step does
+    randomise(adapter)
+    counts = label_counts(teacher.head, TEXT, None, loss_mask, settings)
+    step = Step(place, 1, 0, TokenBatch(TEXT, loss_mask), loss_mask, counts)
+    teacher.losses(step, Objective(teacher.head))
+    after = teacher.head.get_buffer("borrowed")
+    assert torch.equal(after, base.projection.scaled_weight)
+    assert not torch.equal(after, before)
+
+
+def test_dropout_is_drawn_again_in_each_step():
+    teacher, adapter = joint_teacher(fresh_base(), dropout=0.5)
+    randomise(adapter)
+    adapter.learn(True)
+    batch = TokenBatch(TEXT, torch.ones_like(TEXT, dtype=torch.bool))
+    first, again, other = (
+        teacher.learn(batch, batch.loss_mask, joint(dropout=0.5), seed)[1].item()
+        for seed in (1, 1, 2)
+    )
+    assert first == again != other
 
 
 @pytest.mark.parametrize("architecture", ["llama", "granite", "gpt2"])

@@ -150,8 +150,11 @@ def test_value_and_gradients_equal_the_dense_loss(kind, chunk_rows, monkeypatch)
     # several blocks in a chunk
     monkeypatch.setitem(BLOCK_LOGITS, "cpu", 4 * VOCAB)
     problem, _, leaves = problem_of()
-    fused = depth_loss(*problem, kind=kind, decay=0.8, chunk_rows=chunk_rows)
-    _assert_same(fused.total, dense_loss(kind, problem, (1.0, 0.8, 0.64)), leaves)
+    own = (0.3, 0.0, 2.0)
+    cases: list[Any] = [((1.0, 0.8, 0.64), {"decay": 0.8}), (own, {"depth_weights": own})]
+    for weights, given in cases:
+        fused = depth_loss(*problem, kind=kind, chunk_rows=chunk_rows, **given)
+        _assert_same(fused.total, dense_loss(kind, problem, weights), leaves)
 
 
 @pytest.mark.parametrize(("kind", "weighting"), CHAINED)

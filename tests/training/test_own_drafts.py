@@ -1,5 +1,6 @@
 """Training on a head's own drafts: anchors, targets and refusals."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,14 @@ from specheads.core.features import Committed
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build, build_for, kinds
 from specheads.measure.offline import guess_ranks
-from specheads.training.objective import Objective, early_enough, label_counts, whole_chains
+from specheads.training.objective import (
+    Objective,
+    drawn_labels,
+    early_enough,
+    label_counts,
+    own_chains,
+    whole_chains,
+)
 from specheads.training.own_drafts import OwnDrafts, draft, follow
 from specheads.training.schedule import refuse_unread
 from specheads.training.settings import Phase
@@ -21,7 +29,8 @@ from tests import tiny
 from tests.packed import packed, texts
 
 DEPTH = 3
-KINDS = ("eagle3", "eagle_gru", "hydra_heads", "mlp_speculator", "mtp", "redrafter")
+SMALL = {"width": 16, "vocab_size": 16}
+KINDS = [kind for kind in kinds() if build({"kind": kind}, **SMALL).reads_drafts]
 PARALLEL = {"kind": "eagle3", "parallel": True}
 
 
@@ -148,6 +157,16 @@ def test_states_read_the_tokens_that_are_sent(head: Head):
             torch.testing.assert_close(ours[:, place], theirs[:, place], rtol=0, atol=1e-12)
 
 
+def test_chains_are_chosen_independently_of_the_drawn_labels():
+    head = build({"kind": "redrafter", "depth": 1}, width=16, vocab_size=16)
+    batch = TokenBatch(torch.zeros(2, 2000, dtype=torch.long), torch.ones(2, 2000).bool())
+    settings = Phase(scored_share=0.5, own_drafts=0.5)
+    labels = drawn_labels(batch, head, settings, seed=3)
+    chosen = own_chains(batch, settings, seed=3)
+    for drawn in (labels, ~labels):
+        assert chosen[drawn].double().mean().item() == pytest.approx(0.5, abs=0.05)
+
+
 @pytest.mark.parametrize("weighting", ["geometric", "first_error"])
 def test_a_batch_without_chosen_chains_has_the_loss_of_the_text(head: Head, weighting: str):
     base, batch = tiny.base(), packed(texts())
@@ -166,6 +185,8 @@ def test_a_batch_without_chosen_chains_has_the_loss_of_the_text(head: Head, weig
 def test_only_visited_and_reached_depths_learn_from_own_drafts(head: Head):
     """The loss equals that of the rows which a replay and the base's verification leave."""
     base, batch = tiny.base(), packed(texts())
+    # one run of labels, from whose first tokens no chain can start
+    batch = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
     drafts, hidden = _drafted(head, batch, base)
     settings = Phase(loss="cross_entropy", own_drafts=1.0)
     features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
@@ -186,11 +207,27 @@ def test_only_visited_and_reached_depths_learn_from_own_drafts(head: Head):
     torch.testing.assert_close(found.total, wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("kind", kinds())
+def test_reads_drafts_tells_whether_states_read_the_tokens_that_are_sent(kind: str):
+    base = tiny.base()
+    torch.manual_seed(1)
+    head = build_for({"kind": kind, "depth": 2}, base).double()
+    for parameter in head.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    tokens = torch.randint(base.vocab_size, (1, 12))
+    features, found = base.read(tokens, head.aux_layers), []
+    for sent in (tokens.roll(-2, 1), (tokens.roll(-2, 1) + 1) % base.vocab_size):
+        states = head.states(features, tokens)
+        next(states)
+        found.append(states.send(sent)[:, :8])
+    assert torch.equal(*found) != head.reads_drafts
+
+
 @pytest.mark.parametrize("settings", [{"kind": kind} for kind in kinds()] + [PARALLEL], ids=str)
 def test_heads_that_do_not_read_drafts_are_refused(settings: dict[str, Any]):
-    head = build({"depth": 2, **settings}, width=16, vocab_size=16)
+    head = build({"depth": 2, **settings}, **SMALL)
     phase = Phase(text="corpus", steps=1, batch_size=1, sequence_length=16, own_drafts=0.5)
-    if head.kind in KINDS and settings != PARALLEL:
+    if head.reads_drafts:
         refuse_unread({"corpus": phase}, head)
         return
     with pytest.raises(InputError, match=f"drafted tokens in training, got {head.kind} with"):

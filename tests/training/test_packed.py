@@ -29,10 +29,6 @@ def head_of(kind: str) -> Head:
     return head
 
 
-ATTENDING = ["dflash", "dspark", "eagle3", "eagle_gru", "hydra_heads", "mtp"]
-"""Kinds with attention of their own; a new one that is missing here fails the control below."""
-
-
 @pytest.mark.parametrize("kind", kinds())
 def test_packed_states_equal_those_of_each_document_alone(kind: str):
     head, documents = head_of(kind), texts()
@@ -53,7 +49,8 @@ def test_packed_states_equal_those_of_each_document_alone(kind: str):
             known = len(text) - 1 - level
             torch.testing.assert_close(one[:known], other[:known], rtol=1e-10, atol=1e-10)
             apart = max(apart, (unmasked[:known] - other[:known]).abs().max().item())
-    assert (apart > 1e-3) == (kind in ATTENDING)
+    # a head whose states depend on other positions stores them when it drafts
+    assert (apart > 1e-3) == (head.memory(1, 8) is not None)
 
 
 def phase(**changes: object) -> Phase:
@@ -131,7 +128,8 @@ CHAIN, TIME, MOST = 3, 24, 4
 def anchored(kind: str, **settings):
     torch.manual_seed(1)
     how = {"depth": CHAIN, "num_layers": 1, "num_anchors": MOST}
-    head = build_for({"kind": kind, **how, **settings}, tiny.base()).double()
+    frequencies = torch.arange(tiny.VOCAB) % 7
+    head = build_for({"kind": kind, **how, **settings}, tiny.base(), frequencies).double()
     for parameter in head.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     return head
@@ -158,8 +156,10 @@ def test_anchors_per_row_do_not_depend_on_parts():
     assert torch.equal(drawn_labels(batch, head, settings), drawn_labels(batch, head, settings))
 
 
-def test_loss_covers_drawn_drafts_with_weights():
-    base, head, batch = tiny.base(), anchored("dflash"), batch_of()
+@pytest.mark.parametrize("draft_tokens", [0, 40])
+def test_loss_covers_drawn_drafts_with_weights(draft_tokens: int):
+    base, batch = tiny.base(), batch_of()
+    head = anchored("dflash", draft_tokens=draft_tokens)
     settings = phase(loss="cross_entropy", decay=0.7788)
     features = base.read(batch.tokens, head.aux_layers)
     loss_mask = drawn_labels(batch, head, settings, seed=5)
@@ -167,14 +167,26 @@ def test_loss_covers_drawn_drafts_with_weights():
     # the first labels of a text count if every depth can draft them
     rows, first = (loss_mask & (torch.arange(TIME) > CHAIN)).nonzero(as_tuple=True)
     assert len(rows) > 8
-    logits = offline_logits(head, features, batch.tokens)
+    logits, labels = offline_logits(head, features, batch.tokens), head.to_drafted(batch.tokens)
     each = [
-        F.cross_entropy(one[rows, first - 2], batch.tokens[rows, first + level])
+        F.cross_entropy(one[rows, first - 2], labels[rows, first + level], ignore_index=-1)
         for level, one in enumerate(logits)
     ]
     torch.testing.assert_close(loss.by_depth, torch.stack(each).detach())
     wanted = sum(0.7788**level * one for level, one in enumerate(each))
     torch.testing.assert_close(loss.total, wanted)
+
+
+def test_each_depth_learns_the_distribution_that_the_base_has_of_the_label():
+    base, head, batch = tiny.base(), head_of("eagle3"), alone(texts())
+    features = base.read(batch.tokens, head.aux_layers)
+    call = features, batch.tokens, batch.loss_mask.clone(), base.logits_of, phase()
+    found = Objective(head)(*call)
+    rows, labels = (batch.loss_mask & (torch.arange(40) > DEPTH)).nonzero(as_tuple=True)
+    theirs = base.logits_of(features.hidden[rows, labels - 1]).softmax(-1)
+    for level, logits in enumerate(offline_logits(head, features, batch.tokens)):
+        wanted = F.cross_entropy(logits[rows, labels - 2 - level], theirs)
+        torch.testing.assert_close(found.by_depth[level], wanted.detach())
 
 
 def test_dspark_loss_includes_the_confidence_loss():

@@ -27,7 +27,7 @@ from specheads.training import trainer
 from specheads.training.objective import Objective
 from specheads.training.optimizers import Muon, optimizers
 from specheads.training.processes import accelerator_of_environment
-from specheads.training.schedule import PlacedPhase, learning_rate_share, refuse_misfit
+from specheads.training.schedule import PlacedPhase, refuse_misfit
 from specheads.training.settings import Distill, Phase, Schedule
 from specheads.training.step import Stepper
 from specheads.training.trainer import prefetched
@@ -123,9 +123,9 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("step", "share"), [(0, 0.0), (375, 0.75), (750, 0.994460), (7500, 0.55), (15000, 0.1)]
 )
-def test_first_phase_has_ibms_learning_rates(step: int, share: float):
-    corpus = phase(steps=15000, final_share=0.1)
-    assert learning_rate_share(step, corpus) == pytest.approx(share, abs=1e-5)
+def test_every_phase_has_ibms_learning_rates(step: int, share: float):
+    later = PlacedPhase("distilled", phase(steps=15000, final_share=0.1, learning_rate=1.0), 400)
+    assert later.rates(400 + step)["head"] == pytest.approx(share, abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -208,6 +208,19 @@ def test_interrupt_leaves_a_checkpoint_to_resume(at, tmp_path, monkeypatch):
     assert last_step(run) == 12
 
 
+def test_each_phase_reads_its_text_from_the_beginning(tmp_path: Path):
+    starts = []
+
+    class Watched(Counting):
+        def batches(self, cursor: dict[str, Any] | None = None) -> Any:
+            starts.append(cursor)
+            return super().batches(cursor)
+
+    phases = {"corpus": phase(steps=2), "distilled": phase(steps=2)}
+    run_training(tmp_path, Schedule(phases=phases), text=Watched(tiny.VOCAB))
+    assert starts == [None, None]
+
+
 def test_infinite_loss_stops_training_with_remedy(tmp_path: Path):
     with pytest.raises(ValueError, match="lower learning_rate"):
         run_training(tmp_path, Schedule(phases={"corpus": phase(learning_rate=1e30)}))
@@ -284,6 +297,8 @@ def test_states_outside_anchors_do_not_matter(kind, weighting, tmp_path, monkeyp
     monkeypatch.setattr(type(whole), "states", partial)
     part = run_training(tmp_path / "part", schedule, kind=kind)
     assert min(left_out) > 2
+    # other labels are drawn in each step
+    assert len({*left_out}) > 1
     assert_equal(whole.state_dict(), part.state_dict())
     rows = [read_metrics(tmp_path / name / "metrics.jsonl")[-1] for name in ("whole", "part")]
     assert rows[0]["loss"] == rows[1]["loss"]

@@ -58,8 +58,10 @@ def objection(head: Head, base: FrozenBase, layout: Layout | None) -> str:
             return f"it cannot hold {item.name}={value!r}"
     if layers := list(head.aux_layers):
         if layout.num_aux not in (0, len(layers)):
-            return f"it reads {layout.num_aux} layers, aux_layers are {layers}"
+            return f"the engine reads {layout.num_aux} layers, head.aux_layers are {layers}"
         if not layout.lowest <= min(layers) <= max(layers) < base.num_layers:
             outputs = f"{layout.lowest} to {base.num_layers - 1}"
-            return f"it reads the streams after layers {outputs}, aux_layers are {layers}"
+            return (
+                f"the engine reads the streams after layers {outputs}, head.aux_layers are {layers}"
+            )
     return layout.objection(head, base) if layout.objection else ""

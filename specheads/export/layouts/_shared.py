@@ -234,7 +234,7 @@ def block_config(head: Head, base: FrozenBase) -> dict[str, Any]:
         "block_size": head.depth + (not anchored),
         "aux_hidden_state_layer_ids": list(head.aux_layers),
         "mask_token_id": head.mask_token,
-        # without this vLLM makes all layers causal
+        # the default is True in vLLM and False in speculators
         "sliding_window_non_causal": not head.config.causal,
         "sample_from_anchor": anchored,
         **markov_config(head),

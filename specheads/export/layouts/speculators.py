@@ -75,6 +75,13 @@ def eagle3_objection(head: Head, _: FrozenBase) -> str:
     return "vLLM does not read fc_norm of a folder of P-EAGLE, this head has both" if unread else ""
 
 
+def dspark_objection(head: Head, _: FrozenBase) -> str:
+    """Object to a window over blocks that are not causal: vLLM reads no setting of this."""
+    if not head.config.sliding_window or head.config.causal:
+        return ""
+    return "vLLM makes blocks of DSpark with a window causal, those of this head are not"
+
+
 RUN = "by vLLM 0.32.0 on a CPU (`make vllm`)"
 READ = "as vLLM 0.32.0's sources read it; it serves no DSpark on a CPU"
 EAGLE3_NOTE = f"{RUN}; of 0.33 the sources were read"
@@ -86,5 +93,5 @@ LAYOUTS = {
         write_eagle3, _shared.EAGLE3_ALL, "run", EAGLE3_NOTE, objection=eagle3_objection
     ),
     "dflash": Layout(write_blocks, DFLASH, "run", RUN),
-    "dspark": Layout(write_blocks, DSPARK, "layout", READ),
+    "dspark": Layout(write_blocks, DSPARK, "layout", READ, objection=dspark_objection),
 }

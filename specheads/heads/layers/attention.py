@@ -415,10 +415,8 @@ class Slots:
 
     def scatter(self, places: Tensor, lengths: Tensor) -> "Slots":
         """Return rows with slots anywhere in the only row of this: see `Memory.scatter`."""
-        if self.window is not None:
-            # the engine decides what it keeps
-            self.kv_cache = _resized(self.kv_cache, self.capacity)
-            self.window = None
+        # the engine decides what it keeps
+        self.kv_cache = _resized(self.kv_cache, self.capacity)
         return Slots(self.kv_cache, lengths, places.shape[1], torch.zeros_like(lengths), places)
 
     def keep(self, rows: Int[Tensor, " kept"]) -> "Slots":

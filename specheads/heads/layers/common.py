@@ -94,6 +94,11 @@ class BorrowingHead(Head):
     def choose_aux_layers(self, num_layers: int) -> None:
         """Choose the layers of EAGLE-3, or three evenly spaced ones in a shallow base."""
         if getattr(self.config, "aux_layers", None) == []:
+            if num_layers < LOW_MIDDLE_HIGH:
+                raise InputError(
+                    f"a base needs {LOW_MIDDLE_HIGH} layers if aux_layers is empty, this one has "
+                    f"{num_layers}; set head.aux_layers={[*range(num_layers)]}"
+                )
             first, end = (2, 3) if num_layers >= 7 else (int(num_layers > 3), 1)
             self.choose([first, num_layers // 2, num_layers - end])
 

@@ -66,7 +66,8 @@ def rotate(
 def published(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rope_theta`, if present, and `rope_scaling` of a Llama's config.json."""
     rope = {**(settings.get("rope_parameters") or {}), **(settings.get("rope_scaling") or {})}
-    theta = settings.get("rope_theta") or rope.get("rope_theta")
+    # the outer one may be the default of an older class; transformers prefers the inner one too
+    theta = rope.get("rope_theta") or settings.get("rope_theta")
     found = {"rope_theta": theta} if theta else {}
     kind = rope.get("rope_type", rope.get("type"))
     if kind in (None, "default"):
