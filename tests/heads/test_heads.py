@@ -45,7 +45,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"parallel": True, "num_layers": 2, "sliding_window": 7, "attention_sink": True},
         {"num_layers": 2, "attention_sink": True},
     ],
-    "eagle_gru": [{"attention_heads": 4, "key_value_heads": 2}, {"sliding_window": 3}],
+    "eagle_gru": [
+        {"attention_heads": 4, "key_value_heads": 2},
+        {"sliding_window": 3, "text_attention": True},
+        {"attention_sink": True, "text_attention": True},
+    ],
     "hydra_heads": [
         {"prefix": False, "num_layers": 1, "aux_layers": []},
         {"aux_layers": [0, 3]},

@@ -1,9 +1,10 @@
-"""EAGLE-GRU: MTP's layer for the first level, a gated cell for the others, and one more attention.
+"""EAGLE-GRU: MTP's attention for the first level, and a gated recurrent cell for the others.
 
-The first level reads EAGLE-3's layers of the base and attends to the whole text. At each further
-level a gated cell reads one more drafted token. After both, attention reads the keys and values
-that the layer has stored, so that every level looks up the text. That costs less than a layer. No
-paper describes it; recipes/LOG.md has the comparison with EAGLE-3, MTP and ReDrafter.
+The first level reads EAGLE-3's layers of the base and attends to the whole text. Each further level
+is one cell, which costs less than a layer: it reads one more drafted token and starts from the
+state of the first level. With `text_attention` every level also attends to the keys and values that
+the first one has stored. No paper describes it; recipes/LOG.md has the comparison with EAGLE-3, MTP
+and ReDrafter.
 """
 
 from dataclasses import dataclass, field, replace
@@ -42,9 +43,12 @@ class Config(AttentionConfig):
     epsilon: PositiveFloat = 1e-5
     """Epsilon of the norms."""
     sliding_window: PositiveInt | None = None
-    """Number of positions of the text that each level sees. Null is all."""
+    """Number of positions of the text that it sees. Null is all."""
     attention_sink: bool = False
     """Whether each attention head learns a logit without a value, its sink."""
+    text_attention: bool = False
+    """Whether all levels attend to the text, for text that repeats itself, such as code. False is
+    only the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +60,15 @@ class Draft:
     """Number of drafted tokens that the states have read."""
     newest: Int[Tensor, "batch 1"]
     """Position of the last committed token of each row."""
-    text: tuple[Tensor, Tensor]
-    """Keys and values of committed positions, and a mask of the visible ones: see `Slots.past`."""
+    text: tuple[Tensor, ...]
+    """Keys and values of committed positions and a mask of the visible ones, if they are read: see
+    `Slots.past`."""
 
 
 class Head(FeedbackHead):
     """read_0 = norm(layer(W [root, hidden + fused aux])), read_k = GRU(state_k-1, token k).
 
-    Both become states by one attention: state_k = read_k + attention(norm(read_k)).
+    They are the states; with `text_attention`, state_k = read_k + attention(norm(read_k)).
     """
 
     feeds_normed = True
@@ -78,10 +83,12 @@ class Head(FeedbackHead):
         self.read_token = nn.Linear(width, 3 * width)
         self.gate = nn.Linear(width, 2 * width, bias=False)
         self.candidate = nn.Linear(width, width, bias=False)
-        self.text_norm = RMSNorm(width, config.epsilon)
-        self.text_attention = Attention(config, width, only_reads=True)
-        # starts as a cell without attention
-        nn.init.zeros_(self.text_attention.o_proj.weight)
+        self.text_attention = None
+        if config.text_attention:
+            self.text_norm = RMSNorm(width, config.epsilon)
+            self.text_attention = Attention(config, width, only_reads=True)
+            # starts as a head without it
+            nn.init.zeros_(self.text_attention.o_proj.weight)
         self.lm_head = nn.Linear(width, self.drafted_size, bias=False)
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
@@ -126,7 +133,9 @@ class Head(FeedbackHead):
         """Store keys and values of the committed positions; return the logits after the root."""
         hidden = self.first(committed.features)
         branch = self.commit(hidden, committed.next_tokens, committed, memory)
-        newest, text = memory.lengths[:, None] - 1, memory.past(window=self.window(0))
+        newest, text = memory.lengths[:, None] - 1, ()
+        if self.text_attention is not None:
+            text = memory.past(window=self.window(0))
         return self._finish(Draft(self.norm(branch.hidden), 0, newest, text))
 
     @torch.no_grad()
@@ -136,13 +145,15 @@ class Head(FeedbackHead):
         return self._finish(replace(state, state=below, level=state.level + 1))
 
     def _finish(self, read: Draft) -> Guesses:
-        """Return the logits of a level, and its states, which have attended to the text."""
+        """Return the logits of a level, given what it has read, and its states."""
         positions = (read.newest + read.level).expand(read.state.shape[:2])
         state = self._attend(read.state, positions, *read.text)
         return self.logits(state, read.level), replace(read, state=state)
 
     def _attend(self, read: Tensor, positions: Tensor, *text: Any) -> Tensor:
-        """Return the states after attention; `text` are further arguments of `Attention`."""
+        """Return the states of a level; `text` are further arguments of `Attention`."""
+        if self.text_attention is None:
+            return read
         return read + self.text_attention(self.text_norm(read), positions, *text)
 
     def _token(self, tokens: Tensor) -> Tensor:
