@@ -370,7 +370,7 @@ UNSUPPORTED = [
     ("dflash", "speculators", {"sample_from_anchor": True}, "=True; .*: llama_cpp$"),
     ("dflash", "sglang", {"draft_tokens": 20}, "draft_tokens=20; .*: llama_cpp, speculators$"),
     ("dflash", "sglang", {"sample_from_anchor": True}, "sample_from_anchor=True; .*: llama_cpp$"),
-    ("dflash", "transformers", {"aux_layers": [0, 3]}, "streams after layers 1 to 6, aux_layers"),
+    ("dflash", "transformers", {"aux_layers": [0, 3]}, "streams after layers 1 to 6, head.aux"),
     ("mtp", "base", {"draft_tokens": 20}, "cannot hold draft_tokens=20; engines that can: vllm$"),
     ("mlp_speculator", "tgi", {"aux_layers": []}, r"hold aux_layers=\[.*; engines that can: vllm$"),
     ("mtp", "vllm", {"aux_layers": [7]}, "streams after layers 0 to 6.*: none$"),
