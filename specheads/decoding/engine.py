@@ -14,7 +14,7 @@ from specheads.core.errors import InputError, whole
 from specheads.core.machine import device_bytes
 from specheads.decoding import accept
 from specheads.decoding.loop import DecodingState, start, step
-from specheads.decoding.request import Request, Stream, alike, refuse_mixed
+from specheads.decoding.request import Request, Stream, alike
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import Tuned
 
@@ -149,7 +149,6 @@ class Engine:
             raise InputError(
                 f"stop strings need a base with a tokenizer, got {self.base.name!r}; name eos_ids"
             )
-        refuse_mixed(request.stop, self.base.tokenizer)
         limit = min(request.max_new_tokens, self.max_length - length)
         drafted = self.drafter.max_length if self.drafter else None
         if drafted is not None and length + limit > drafted:

@@ -78,10 +78,8 @@ class Stream:
         """None while it is not done."""
         self._limit, base = limit, engine.base
         self._tokenizer = base.tokenizer
-        special = special_tokens(base.tokenizer) if request.stop else {}
-        self._stop = tuple(one for one in request.stop if one not in special)
-        ends = base.eos_ids if request.eos_ids is None else request.eos_ids
-        self._eos = {*ends, *(special[one] for one in request.stop if one in special)}
+        self._stop, special = split_stop(request.stop, base.tokenizer)
+        self._eos = {*(base.eos_ids if request.eos_ids is None else request.eos_ids), *special}
         self._text: TextStream | None = None
         self._tokens: list[int] = []
         self._yielded = 0, 0
@@ -165,21 +163,25 @@ class Stream:
         return self._text
 
 
-def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the ids of the tokens that decoded text leaves out, by their text."""
+def split_stop(stop: tuple[str, ...], tokenizer: Any) -> tuple[tuple[str, ...], list[int]]:
+    """Return the stop strings that text can have, and the ids of those that are special tokens.
+
+    Raises:
+        InputError: One has a special token among other characters, which text leaves out.
+    """
+    if not stop:
+        return (), []
     added = tokenizer.added_tokens_decoder.items()
-    return {str(token): number for number, token in added if token.special}
-
-
-def refuse_mixed(stop: tuple[str, ...], tokenizer: Any) -> None:
-    """Refuse stop strings with a special token among other characters: text never has them."""
-    special = special_tokens(tokenizer) if stop else {}
-    for one in stop:
-        if one not in special and any(token in one for token in special):
+    special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    special |= {str(token): number for number, token in added if token.special}
+    plain = tuple(one for one in stop if one not in special)
+    for one in plain:
+        if any(token in one for token in special):
             raise InputError(
                 "a stop string must be a special token or have none, because text leaves them out, "
                 f"got {one!r:.80}; name the token alone"
             )
+    return plain, [special[one] for one in stop if one in special]
 
 
 def alike(lengths: list[int]) -> list[list[int]]:
