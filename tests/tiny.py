@@ -166,6 +166,19 @@ def own_base(
     return FrozenBase(model, name=f"tiny-{architecture}", compile=compile)
 
 
+@functools.cache
+def biased() -> FrozenBase:
+    """Return a base whose lm_head has a bias, as those of Phi and GPT-J."""
+    settings = _COMMON | {"intermediate_size": 48}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(
+            transformers.PhiConfig(**settings), dtype=torch.float64
+        )
+        torch.nn.init.normal_(model.lm_head.bias)
+    return FrozenBase(model, name="tiny-phi")
+
+
 def saved(folder: Path, architecture: str = "llama", **changes: Any) -> Path:
     """Save a random base in float32, with the tokenizer of recipes/tiny_code; return its folder."""
     author = data_dir("recipes") / "tiny_code" / "base"

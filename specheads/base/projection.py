@@ -49,6 +49,12 @@ class VocabularyProjection:
         """The matrix that turns a hidden state into uncapped logits; heads borrow it."""
         return self.weight if self.scale == 1.0 else self.weight / self.scale
 
+    @property
+    @torch.no_grad()
+    def scaled_bias(self) -> Float[Tensor, " drafted"] | None:
+        """The bias of uncapped logits; heads borrow it with the matrix."""
+        return self.bias if self.bias is None or self.scale == 1.0 else self.bias / self.scale
+
 
 def projection_of(config: Any, weight: Tensor, bias: Tensor | None = None) -> VocabularyProjection:
     """Return the projection of a base from its matrix, its bias and its text config."""

@@ -248,8 +248,10 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         None if the head has no confidence output. `confidence` returns it during a draft.
         """
 
-    def projection_rows(self, projection: Weight) -> Float[Tensor, "drafted width"]:
-        """Return the rows of the base's projection for the draft vocabulary."""
+    def projection_rows(
+        self, projection: Float[Tensor, "vocab ..."]
+    ) -> Float[Tensor, "drafted ..."]:
+        """Return the rows of the base's projection, or of its bias, for the draft vocabulary."""
         return projection if self.draft_ids is None else projection[self.draft_ids]
 
     def choose_aux_layers(self, num_layers: int) -> None:
@@ -262,10 +264,12 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         the draft vocabulary.
         """
 
-    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
+    def bind(
+        self, embedding: Tensor, projection: Tensor | None = None, bias: Tensor | None = None
+    ) -> None:
         """Set the base's tensors that a head borrows; they are never trained or saved.
 
-        A projection of None is the input embedding (vocab, width).
+        A projection of None is the input embedding (vocab, width). `bias` is the projection's.
         """
 
     def logits(self, state: Hidden, level: int) -> Float[Tensor, "*batch vocab"]:

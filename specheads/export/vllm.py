@@ -168,7 +168,7 @@ class Proposer:
     def load_model(self, target_model: Any) -> None:
         """Load the head and bind it to the base's tensors."""
         head = load_head(os.environ[HEAD_VARIABLE])
-        embedding, projection = _borrowed(target_model)
+        embedding, projection, bias = _borrowed(target_model)
         if head.num_anchors:
             raise InputError(
                 f"the plug-in serves heads that draft token by token, and {head.kind} drafts "
@@ -196,8 +196,8 @@ class Proposer:
         refuse_misfit(head, embedding, "" if forced else tables_fingerprint(embedding, projection))
         head.to(embedding.device, self.config.model_config.dtype)
         for_few_rows(head)
-        own = projection_of(self.config.model_config.hf_text_config, projection)
-        head.bind(embedding, own.scaled_weight)
+        own = projection_of(self.config.model_config.hf_text_config, projection, bias)
+        head.bind(embedding, own.scaled_weight, own.scaled_bias)
         self.head = head
         self.machine = Machine.of(embedding.device, self.config.model_config.dtype)
         self.budget = self._budget()
@@ -402,8 +402,8 @@ class Proposer:
         return slots.where(positions < lengths[:, None], NULL_SLOT)
 
 
-def _borrowed(target: torch.nn.Module) -> tuple[Tensor, Tensor]:
-    """Gather the base's input embedding and vocabulary projection from all devices."""
+def _borrowed(target: torch.nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gather the input embedding, the vocabulary projection and its bias from all devices."""
     layers = importlib.import_module(EMBEDDING)
     gather = importlib.import_module(PARALLEL).tensor_model_parallel_all_gather
     tables = [one for one in target.modules() if isinstance(one, layers.VocabParallelEmbedding)]
@@ -415,7 +415,9 @@ def _borrowed(target: torch.nn.Module) -> tuple[Tensor, Tensor]:
         )
     # a base with tied embeddings has no ParallelLMHead
     outputs = [one for one in tables if one not in inputs] or inputs
-    inputs, outputs = (
+    embedding, projection = (
         gather(layer.weight.data, 0)[: layer.org_vocab_size] for layer in (inputs[0], outputs[0])
     )
-    return inputs, outputs
+    if (bias := getattr(outputs[0], "bias", None)) is not None:
+        bias = gather(bias.data, 0)[: len(projection)]
+    return embedding, projection, bias

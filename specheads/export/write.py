@@ -46,6 +46,8 @@ NEW_TOKENS = 64
 """Tokens that the base generates after each prompt of the check."""
 GateText = tuple[list[int], list[int]]
 """A prompt and its greedy continuation by the base."""
+Lent = tuple[Tensor, Tensor, Tensor | None]
+"""The base's embedding, and the matrix and bias of its vocabulary projection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,16 +278,18 @@ def largest_difference(pairs: Iterable[tuple[list[LevelDraft], list[LevelDraft]]
     return worst.max().item()
 
 
-def tables(base: FrozenBase) -> tuple[Tensor, Tensor]:
-    """Return the base's embedding and vocabulary projection in float64 on the CPU."""
-    return _wide(base.embedding), _wide(base.projection.scaled_weight)
+def tables(base: FrozenBase) -> Lent:
+    """Return the tensors that a base lends, in float64 on the CPU."""
+    own = base.projection
+    bias = None if own.scaled_bias is None else _wide(own.scaled_bias)
+    return _wide(base.embedding), _wide(own.scaled_weight), bias
 
 
 def _wide(values: Tensor) -> Tensor:
     return values.detach().cpu().double()
 
 
-def widened(head: Head, lent: tuple[Tensor, Tensor]) -> Head:
+def widened(head: Head, lent: Lent) -> Head:
     """Move a head to float64 on the CPU and bind it to the base's tensors."""
     head.cpu().bind(*lent)
     return head.double().eval()

@@ -276,7 +276,8 @@ def _fingerprint(base: FrozenBase) -> str:
 def _lend(head: Head, base: FrozenBase) -> None:
     """Bind a head to its base: choose the layers that it reads and set borrowed tensors."""
     choose_layers(head, base.num_layers)
-    head.bind(base.embedding, base.projection.scaled_weight)
+    projection = base.projection
+    head.bind(base.embedding, projection.scaled_weight, projection.scaled_bias)
 
 
 def choose_layers(head: Head, num_layers: int) -> None:

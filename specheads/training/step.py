@@ -112,7 +112,7 @@ class Teacher:
         """Bind the head to the base's current embedding and projection."""
         projection = self.base.projection
         self.logits_of = projection.rows(self.head.draft_ids)
-        self.head.bind(self.base.embedding, projection.scaled_weight)
+        self.head.bind(self.base.embedding, projection.scaled_weight, projection.scaled_bias)
 
     def losses(self, step: Step, head_loss: HeadLoss) -> tuple[Tensor, dict[str, Tensor]]:
         """Read the batch; return the loss and the metrics to log.

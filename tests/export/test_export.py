@@ -24,6 +24,7 @@ from specheads.export.layouts._shared import Folder
 from specheads.export.layouts.vllm import PLUGIN
 from specheads.export.write import (
     RECORD,
+    Lent,
     LevelDraft,
     drafts,
     export_head,
@@ -122,7 +123,7 @@ def texts(base: FrozenBase) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def lent(base: FrozenBase) -> tuple[Tensor, Tensor]:
+def lent(base: FrozenBase) -> Lent:
     return tables(base)
 
 
@@ -387,6 +388,14 @@ def test_unsupported_head_is_refused_with_engines_that_support_it(
     with pytest.raises(ValueError, match=message):
         export_head(head, base, engine, tmp_path / "out", texts)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llama_cpp", "speculators", "transformers"])
+def test_a_block_head_is_refused_for_a_base_with_a_bias_of_its_lm_head(engine):
+    base = tiny.biased()
+    head = build_for({"kind": "dflash", "attention_heads": 4, "aux_layers": [1, 2]}, base)
+    with pytest.raises(ValueError, match=r"lm_head .* without its bias; engines that can: none$"):
+        find_layout(head, base, engine)
 
 
 @pytest.mark.parametrize(

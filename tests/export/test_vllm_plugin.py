@@ -304,6 +304,16 @@ def test_projection_has_the_logit_scale_of_the_base(prepared, tmp_path, monkeypa
     torch.testing.assert_close(served.logits(state, 0), head.logits(state, 0))
 
 
+def test_projection_has_the_bias_of_the_base(prepared, tmp_path, monkeypatch):
+    head, bias = build("medusa", projection="shared"), torch.randn(tiny.VOCAB).double()
+    runner, model = serve(prepared, head, tmp_path, monkeypatch), target()
+    model[1].bias = nn.Parameter(torch.cat([bias, torch.zeros(3)]))
+    runner.drafter.load_model(model)
+    state = torch.randn(1, 32, dtype=torch.float64)
+    served = runner.drafter.head.logits(state, 0)
+    torch.testing.assert_close(served, head.logits(state, 0) + bias)
+
+
 @pytest.mark.parametrize(
     ("changes", "specs", "message"),
     [

@@ -279,6 +279,47 @@ def test_an_untrained_head_gives_the_logits_of_the_base(settings: dict, architec
         torch.testing.assert_close(logits, own[:, : TIME - 2 - level], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("projection", ["shared", "low_rank"])
+def test_an_untrained_head_has_the_bias_of_the_projection_it_borrows(projection: str):
+    base = tiny.biased()
+    head = build_for({"kind": "medusa", "projection": projection}, base).double()
+    features, tokens = read(base)
+    own = base.logits_of(features.hidden)
+    for level, logits in enumerate(offline_logits(head, features, tokens)):
+        torch.testing.assert_close(logits, own[:, : TIME - 2 - level], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(
+            {"kind": kind, "draft_tokens": size}
+            for kind in ("dflash", "dspark")
+            for size in (0, 20)
+        ),
+        *({"kind": "medusa", "projection": one} for one in ("shared", "low_rank")),
+        {"kind": "mtp"},
+    ],
+    ids=told,
+)
+def test_a_borrowed_bias_counts_in_the_loss_and_in_drafts(settings: dict):
+    base = tiny.biased()
+    head = make(
+        {"attention_heads": 4, **settings} if settings["kind"] != "medusa" else settings, base
+    )
+    bias = base.projection.bias
+    assert bias is not None
+    bias = bias if head.draft_ids is None else bias[head.draft_ids]
+    features, tokens = read(base, head.aux_layers)
+    with torch.no_grad():
+        state = next(head.states(features, tokens))
+    weight, added = head.projection(0)
+    assert added is not None
+    assert torch.equal(added, bias)
+    torch.testing.assert_close(head.logits(state, 0), state @ weight.T + bias)
+    assert not [name for name in head.state_dict() if "borrowed" in name]
+
+
 @pytest.mark.parametrize("kind", ["hydra_heads", "mlp_speculator", "mtp", "redrafter"])
 def test_a_head_with_aux_layers_starts_as_the_head_without_them(kind: str, base: FrozenBase):
     plain = build_for({"kind": kind}, base).double()

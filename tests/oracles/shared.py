@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
-from specheads.export.write import GateText, LevelDraft
+from specheads.export.write import GateText, Lent, LevelDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ DraftOracle = Callable[[Path, BaseView, int], Iterator[LevelDraft]]
 
 
 @torch.no_grad()
-def view_base(base: FrozenBase, text: GateText, lent: tuple[Tensor, Tensor]) -> BaseView:
-    """Run the base on a text; `lent` is its embedding and projection."""
+def view_base(base: FrozenBase, text: GateText, lent: Lent) -> BaseView:
+    """Run the base on a text; `lent` are tensors of the base."""
     tokens = torch.tensor([text[0] + text[1]])
     read = base.read(tokens.to(base.device), tuple(range(base.num_layers + 1)))
     assert read.aux is not None
     streams = read.aux[0].detach().cpu().double().split(base.width, dim=-1)
-    return BaseView(streams, read.hidden[0].detach().cpu().double(), tokens[0], *lent)
+    return BaseView(streams, read.hidden[0].detach().cpu().double(), tokens[0], *lent[:2])
 
 
 class Stored:

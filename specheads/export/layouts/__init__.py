@@ -13,6 +13,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.export.layouts._shared import Layout
+from specheads.heads.layers.block import BlockHead
 
 
 def engines() -> list[str]:
@@ -49,6 +50,8 @@ def objection(head: Head, base: FrozenBase, layout: Layout | None) -> str:
     """Return why a layout cannot hold a head, or an empty string."""
     if layout is None:
         return "it does not load this kind"
+    if isinstance(head, BlockHead) and base.projection.bias is not None:
+        return "it applies the base's lm_head to such heads without its bias"
     known = layout.settings
     for item in dataclasses.fields(head.config):
         value, factory = getattr(head.config, item.name), item.default_factory

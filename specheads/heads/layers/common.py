@@ -24,6 +24,7 @@ class BorrowingHead(Head):
 
     embedding: Tensor | None
     borrowed: Tensor | None
+    borrowed_bias: Tensor | None
     fc: Any
     """Matrix that fuses the residual streams of `aux_layers`, or None without any."""
     borrows_embedding = True
@@ -49,15 +50,19 @@ class BorrowingHead(Head):
             nn.init.zeros_(self.fc.weight)
         self.register_buffer("embedding", None, persistent=False)
         self.register_buffer("borrowed", None, persistent=False)
+        self.register_buffer("borrowed_bias", None, persistent=False)
         self.register_buffer("stream_scale", None)
 
-    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
+    def bind(
+        self, embedding: Tensor, projection: Tensor | None = None, bias: Tensor | None = None
+    ) -> None:
         """Borrow the base's tensors, detached, because they are no parameters of this head."""
         if self.borrows_embedding:
             self.embedding = embedding.detach()
         if self.borrows_projection:
             projection = embedding if projection is None else projection
             self.borrowed = self.projection_rows(projection.detach())
+            self.borrowed_bias = None if bias is None else self.projection_rows(bias.detach())
 
     def embed(self, tokens: Int[Tensor, "*any"], like: Tensor) -> Float[Tensor, "*any width"]:
         """Return the embeddings of tokens in the dtype of `like`, for a head bound to a base."""
@@ -75,7 +80,7 @@ class BorrowingHead(Head):
 
     def projection(self, level: int) -> Projection:
         """Return the projection, the same at every level."""
-        return self.lent(), None
+        return self.lent(), self.borrowed_bias
 
     def fused(self, features: Features) -> Features:
         """Return features with the fused streams added to the final hidden state."""
@@ -151,14 +156,14 @@ class BorrowingHead(Head):
         folded._save_pretrained(save_directory)
 
     def corrected(self, correction: nn.Module) -> Projection:
-        """Return [W, C]: the base's projection W next to the matrix C of a layer."""
+        """Return [W, C]: the base's projection W next to the matrix C of a layer; and W's bias."""
         weight = correction.get_parameter("weight")
-        return torch.cat([self.lent().to(weight.dtype), weight], dim=1), None
+        return torch.cat([self.lent().to(weight.dtype), weight], dim=1), self.borrowed_bias
 
     def corrected_logits(self, state: Tensor, correction: nn.Module) -> Tensor:
-        """Return W h + C e of states [h, e], without the concatenation of `corrected`."""
+        """Return W h + b + C e of states [h, e], without the concatenation of `corrected`."""
         hidden, more = state.split([self.width, state.shape[-1] - self.width], dim=-1)
-        return product(hidden, self.lent()) + correction(more)
+        return product(hidden, self.lent(), self.borrowed_bias) + correction(more)
 
 
 class RMSNorm(nn.RMSNorm):
