@@ -182,6 +182,7 @@ def _lines(console: Console, dialogue: Dialogue) -> Iterator[str]:
         try:
             line = console.input("\n> ")
         except EOFError:
+            console.print()
             return
         if not sys.stdin.isatty():
             console.print(printable(line), soft_wrap=True)

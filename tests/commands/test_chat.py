@@ -112,6 +112,14 @@ def test_piped_lines_are_answered_in_plain_text(
     assert "never" not in told
 
 
+def test_end_of_a_pipe_ends_the_line(
+    head: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    call("chat", [f"head={head}", f"base={BASE_FOLDER}", "base.device=cpu"])
+    assert capsys.readouterr().out.endswith("> \n")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_two_answers_in_bfloat16_are_decoded_exactly(dtype: str, monkeypatch: pytest.MonkeyPatch):
     base = FrozenBase.load(BASE_FOLDER, device="cpu", dtype=dtype)
