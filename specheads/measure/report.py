@@ -26,6 +26,7 @@ from specheads.measure.summary import (
     group_rows,
     pays,
     summary,
+    tree_words,
     verdict,
 )
 
@@ -96,6 +97,7 @@ def render(results: Results, pictures: Mapping[str, bytes]) -> str:
     return _template().render(
         title=f"{results.head.kind} on {results.base.name}",
         results=results,
+        tree=tree_words(results.settings),
         mood="no" if not pays(results) else "yes" if is_sure else "maybe",
         verdict=verdict(results),
         headlines=headlines(results),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specheads.measure.results import IDENTICAL, WRONG, Lossless, Results
+from specheads.measure.results import IDENTICAL, WRONG, EvaluationSettings, Lossless, Results
 from specheads.measure.tables import ConsoleTable, with_interval
 
 SummaryRows = list[tuple[str, str]]
@@ -85,7 +85,7 @@ def _subject(results: Results) -> Iterator[tuple[str, str]]:
     yield "head", f"{head.kind}, depth {head.depth}, {head.parameters:,} parameters"
     yield "base", f"{base.name}{adapter}, {base.parameters:,} parameters"
     yield "prompts", f"{results.prompts.count} of {results.prompts.name}"
-    yield "tree", f"{settings.tree}, {settings.num_nodes} nodes"
+    yield "tree", tree_words(settings)
     if settings.temperature:
         kept = "lossless" if settings.lossless else "LOSSY: not the base's own distribution"
         rule = f"acceptance {settings.acceptance} ({kept})"
@@ -93,6 +93,13 @@ def _subject(results: Results) -> Iterator[tuple[str, str]]:
     if (drafted := results.draft_vocabulary) and (share := drafted.coverage) != 1.0:
         known = "" if share is None else f", {share:.1%} of the training text"
         yield "draft vocabulary", f"{drafted.size:,} tokens{known}"
+
+
+def tree_words(settings: EvaluationSettings) -> str:
+    """Return the name of the tree and its size, if anything is drafted."""
+    if settings.num_nodes == 1:
+        return "none, nothing is drafted"
+    return f"{settings.tree}, {settings.num_nodes} nodes"
 
 
 def _acceptance(results: Results) -> Iterator[tuple[str, str]]:

@@ -374,6 +374,13 @@ def test_verdict_states_whether_speculation_pays(speedup, low, high, word):
     assert summary.pays(with_speed(speedup, low, high)) == (speedup > 1)
 
 
+def test_empty_tree_is_named_as_such(tmp_path: Path):
+    empty = replace(results().settings, tree="none", num_nodes=1)
+    made = replace(results(), settings=empty)
+    assert dict(summary.summary(made))["tree"] == "none, nothing is drafted"
+    assert "none, nothing is drafted" in report.write_report(tmp_path, made, []).read_text()
+
+
 def test_wrong_decoding_comes_first_in_the_verdict(tmp_path: Path):
     parted = Lossless(compared=3, identical=1, first_divergence_logit_gap=3.2, verdict="wrong")
     made = replace(with_speed(1.4, 1.3, 1.5), lossless=parted)
