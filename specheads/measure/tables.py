@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from textwrap import fill
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
@@ -21,14 +23,16 @@ class ConsoleTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
         """Yield what the console prints."""
         table = Table(title=self.title, title_justify="left", show_header=bool(self.header))
-        columns = [*zip(*filter(None, [self.header, *self.rows]), strict=True)]
-        for place, column in enumerate(columns, start=1):
+        columns = [*zip(*self.rows, strict=True)]
+        for place, (cells, name) in enumerate(zip_longest(columns, self.header, fillvalue="")):
+            # a name takes several lines before it widens its column
+            width = max(1, *map(cell_len, [*cells, *name.split()]))
             # only the last column may be broken, between words
-            is_last = place == len(columns)
-            width = None if is_last else max(map(cell_len, column))
-            name = Text(column[0]) if self.header else ""
+            is_last = place == len(columns) - 1
             # rich narrows a column that may wrap, even below its minimum, and cuts the table's edge
-            table.add_column(name, min_width=width, no_wrap=not is_last)
+            table.add_column(
+                Text(fill(name, width)), min_width=None if is_last else width, no_wrap=not is_last
+            )
         for row in self.rows:
             # Text does not parse a name in brackets as a style
             table.add_row(*map(Text, row))

@@ -291,8 +291,7 @@ def table(found: Tuned) -> ConsoleTable:
     """Return the timed trees as a table for the console."""
     rows = [
         (
-            str(one.batch),
-            str(one.context),
+            f"{one.batch}, {one.context}",
             one.tree + (" *" if one.chosen else ""),
             str(one.num_nodes),
             f"{one.tokens_per_forward:.2f}",
@@ -301,7 +300,7 @@ def table(found: Tuned) -> ConsoleTable:
         )
         for one in found.tried
     ]
-    columns = ("batch", "context", "tree (* chosen)", "nodes", "tokens per forward", "step time")
+    columns = "batch, context", "tree (* chosen)", "nodes", "tokens per forward", "step time"
     error = found.cost_error
     title = (
         f"ways to draft, timed; costs fitted to {error['points']:.0f} step times are off by "
