@@ -18,8 +18,6 @@ from torch import Tensor
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
 
-PACKINGS = ("best_fit", "stream", "none")
-
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
