@@ -1,5 +1,6 @@
 """One call of a command: compose its settings, run it, and report errors and interrupts."""
 
+import logging
 import os
 import signal
 import sys
@@ -36,6 +37,8 @@ NEEDS = (
 """Rules of the machine, words of the libraries' messages about them, and remedies."""
 MAX_DETAILS = 8000
 """Characters printed below the line of an error."""
+HUB_REQUESTS = "huggingface_hub.utils._http"
+"""Logger of the Hub client's requests."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = 130
 
@@ -47,6 +50,7 @@ def call(name: str, arguments: Sequence[str]) -> None:
     with 130. A bug prints one line with exit code 1; the line names a file with the traceback.
     """
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    logging.getLogger(HUB_REQUESTS).addFilter(_is_rate_limit)
     try:
         if {"-h", "--help"} & set(arguments):
             sys.stdout.write(_help.settings(name))
@@ -94,6 +98,11 @@ def run_of(settings: Any) -> str:
 def read_run(path: Path, schema: type) -> Any:
     """Return the typed settings of a run's config.yaml."""
     return compose.from_values(schema, read_settings(path), path)
+
+
+def _is_rate_limit(record: logging.LogRecord) -> bool:
+    """Leave out each retry of the Hub client: the last one raises, and we report its error."""
+    return "Rate limited" in record.getMessage()
 
 
 def _mistake(error: Exception) -> str:

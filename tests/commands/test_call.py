@@ -14,8 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2
 import pytest
 import torch
+from huggingface_hub.utils import http_backoff
 from safetensors import SafetensorError
 
 from specheads import __main__ as cli
@@ -95,6 +97,25 @@ def test_bug_is_one_line_that_names_the_traceback_file(
     (written,) = tmp_path.iterdir()
     assert str(written) in said
     assert "in body" in written.read_text(encoding="utf-8")
+
+
+def test_retries_of_the_hub_client_are_not_printed_but_its_rate_limit_is(
+    raising: Called, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    answers = iter([503, 429, 200])
+
+    def answer(_: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(next(answers), headers={"Retry-After": "300"})
+
+    client = httpx2.Client(transport=httpx2.MockTransport(answer))
+    monkeypatch.setattr("huggingface_hub.utils._http.get_session", lambda: client)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    raising(None)
+    with caplog.at_level("WARNING"):
+        http_backoff("HEAD", "https://huggingface.co/x")
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.partition(".")[0] for line in said] == ["Rate limited"] * 2
+    assert "301" in said[0]
 
 
 def test_interrupt_exits_with_130_and_success_prints_nothing(raising: Called):
