@@ -26,7 +26,7 @@ NEEDS = (
     (
         "a disk must have room for the output",
         ("No space left on device", "PytorchStreamWriter failed writing", "Disk quota exceeded"),
-        "free some space and run the same command to resume",
+        "free some space and run the same command again",
     ),
     (
         "memory must hold the work",
@@ -37,6 +37,11 @@ NEEDS = (
 """Rules of the machine, words of the libraries' messages about them, and remedies."""
 MAX_DETAILS = 8000
 """Characters printed below the line of an error."""
+RESUMES = {
+    "train": "; run the same command to resume, or specheads evaluate run=DIR for a finished run",
+    "distill": "; run the same command to resume",
+}
+"""Remedies of the commands that keep their work; the others start again."""
 HUB_REQUESTS = "huggingface_hub.utils._http"
 """Logger of the Hub client's requests."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -60,10 +65,7 @@ def call(name: str, arguments: Sequence[str]) -> None:
         with interruptible():
             run(settings)
     except KeyboardInterrupt:
-        sys.stderr.write(
-            "interrupted; run the same command to resume, or specheads evaluate run=DIR for a "
-            "finished run\n"
-        )
+        sys.stderr.write(f"interrupted{RESUMES.get(name, '')}\n")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # the reader of our output closed it; Python would complain again when it flushes
