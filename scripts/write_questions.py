@@ -5,15 +5,16 @@
 
 The model reads its chat template up to where a user speaks, and goes on from there: what comes is
 drawn from what it was tuned on. Kept is what ends as a turn does, has three words and came once.
+A stopped script continues with the same command: OUT.part has what it wrote.
 Source: Xu et al., Magpie, arXiv:2406.08464.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from itertools import count
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -32,6 +33,9 @@ FEWEST_WORDS = 3
 
 ATTEMPTS = 10
 """Texts for each wanted question, after which the script gives up."""
+
+FREE = ("out", "num", "batch")
+"""Options that may change when a stopped script continues."""
 
 
 def main() -> None:
@@ -54,17 +58,34 @@ def main() -> None:
         if options.out.is_dir():
             raise InputError(f"--out must be a file, and {options.out} is a folder; name another")
         base = FrozenBase.load(options.base, dtype=options.dtype)
-        found = list(questions(base, options))
+        found = questions(base, options)
     except InputError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; run the same command to resume\n")
+        sys.exit(130)
     lines = ({"messages": [{"role": "user", "content": one}]} for one in found)
     write_atomic(options.out, "".join(f"{json.dumps(line)}\n" for line in lines))
+    part_of(options).unlink(missing_ok=True)
     Console().print(f"{len(found)} questions are in {options.out}")
 
 
-def questions(base: FrozenBase, options: argparse.Namespace) -> Iterator[str]:
-    """Yield this many different questions; seed and batch size determine them.
+def part_of(options: argparse.Namespace) -> Path:
+    """Return the file with the questions of an unfinished script."""
+    return options.out.with_name(f"{options.out.name}.part")
+
+
+def unfinished(part: Path, options: dict[str, Any]) -> tuple[list[str], set[int]]:
+    """Return the questions of a script stopped with these options, and its requests so far."""
+    before = json.loads(part.read_bytes()) if part.is_file() else {}
+    if before.get("options") != options:
+        return [], set()
+    return before["questions"], {*before["done"]}
+
+
+def questions(base: FrozenBase, options: argparse.Namespace) -> list[str]:
+    """Return this many different questions; without a stop, seed and batch size determine them.
 
     Raises:
         InputError: The base has no chat template, or writes hardly any question.
@@ -74,31 +95,46 @@ def questions(base: FrozenBase, options: argparse.Namespace) -> Iterator[str]:
             f"questions need a tokenizer with a chat template, {options.base} lacks one"
         )
     opening, room = user_opening(base), options.new_tokens
-    special, numbers = added_ids(base.tokenizer), count()
+    special = added_ids(base.tokenizer)
+    part = part_of(options)
+    own = {name: value for name, value in vars(options).items() if name not in FREE}
+    found, done = unfinished(part, own)
+    found, seen = found[: options.num], {*found}
+    numbers = (number for number in range(ATTEMPTS * options.num) if number not in done)
+
+    def save() -> None:
+        write_atomic(part, json.dumps({"options": own, "questions": found, "done": [*done]}))
 
     def pull() -> GenerationRequest | None:
-        if (number := next(numbers)) >= ATTEMPTS * options.num:
+        if (number := next(numbers, None)) is None:
             return None
         how = {"temperature": options.temperature, "top_p": options.top_p}
         sampling = Sampling(**how, seed=options.seed + number)
         return GenerationRequest(number, opening, room, sampling)
 
-    seen: set[str] = set()
+    if len(found) == options.num:
+        return found
     settings = Distill(num_samples=options.num, batch_size=options.batch, engine=options.engine)
-    answers = build(settings, base, max_length=len(opening) + room)
-    with progress(shown=True) as bar:
-        task = bar.add_task("questions", total=options.num, numbers="")
-        for answer in answers(pull):
-            written = answer.tokens[:-1]
-            text = str(base.tokenizer.decode(written)).strip()
-            is_whole = answer.finish == "eos" and not special.intersection(written)
-            if not is_whole or len(text.split()) < FEWEST_WORDS or text in seen:
-                continue
-            seen.add(text)
-            bar.advance(task)
-            yield text
-            if len(seen) == options.num:
-                return
+    answers = build(settings, base, max_length=len(opening) + room)(pull)
+    with progress(shown=True) as bar, closing(answers):
+        task = bar.add_task("questions", total=options.num, completed=len(found), numbers="")
+        try:
+            for answer in answers:
+                if len(done) % options.batch == 0:
+                    save()
+                done.add(answer.number)
+                written = answer.tokens[:-1]
+                text = str(base.tokenizer.decode(written)).strip()
+                is_whole = answer.finish == "eos" and not special.intersection(written)
+                if not is_whole or len(text.split()) < FEWEST_WORDS or text in seen:
+                    continue
+                seen.add(text)
+                found.append(text)
+                bar.advance(task)
+                if len(found) == options.num:
+                    return found
+        finally:
+            save()
     raise InputError(
         f"a base must write whole questions, {options.base} wrote {len(seen)} different ones in "
         f"{ATTEMPTS * options.num} texts, asked for {options.num}; raise --new-tokens, or ask for "

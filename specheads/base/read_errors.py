@@ -36,7 +36,8 @@ def reading(part: str, source: str, remedy: str = REWRITE) -> Iterator[None]:
         if isinstance(error, OSError) and not os.path.exists(source):  # noqa: PTH110
             raise InputError(
                 f"a base must be a folder, a Hub id or a GGUF file, got {source!r:.200}: there is "
-                f"no such folder, and the Hub gives {reason(error)}; correct its name"
+                f"no such folder, and the Hub gives {reason(error)}; correct its name, or "
+                "check the network"
             ) from error
         # a damaged file can raise any error in transformers, and a bare Exception in tokenizers
         raise InputError(

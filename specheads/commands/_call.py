@@ -1,5 +1,6 @@
 """One call of a command: compose its settings, run it, and report errors and interrupts."""
 
+import logging
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ NEEDS = (
     (
         "a disk must have room for the output",
         ("No space left on device", "PytorchStreamWriter failed writing", "Disk quota exceeded"),
-        "free some space and run the same command to resume",
+        "free some space and run the same command again",
     ),
     (
         "memory must hold the work",
@@ -36,6 +37,13 @@ NEEDS = (
 """Rules of the machine, words of the libraries' messages about them, and remedies."""
 MAX_DETAILS = 8000
 """Characters printed below the line of an error."""
+RESUMES = {
+    "train": "; run the same command to resume, or specheads evaluate run=DIR for a finished run",
+    "distill": "; run the same command to resume",
+}
+"""Remedies of the commands that keep their work; the others start again."""
+HUB_REQUESTS = "huggingface_hub.utils._http"
+"""Logger of the Hub client's requests."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = 130
 
@@ -47,6 +55,7 @@ def call(name: str, arguments: Sequence[str]) -> None:
     with 130. A bug prints one line with exit code 1; the line names a file with the traceback.
     """
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    logging.getLogger(HUB_REQUESTS).addFilter(_is_rate_limit)
     try:
         if {"-h", "--help"} & set(arguments):
             sys.stdout.write(_help.settings(name))
@@ -56,10 +65,7 @@ def call(name: str, arguments: Sequence[str]) -> None:
         with interruptible():
             run(settings)
     except KeyboardInterrupt:
-        sys.stderr.write(
-            "interrupted; run the same command to resume, or specheads evaluate run=DIR for a "
-            "finished run\n"
-        )
+        sys.stderr.write(f"interrupted{RESUMES.get(name, '')}\n")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # the reader of our output closed it; Python would complain again when it flushes
@@ -94,6 +100,11 @@ def run_of(settings: Any) -> str:
 def read_run(path: Path, schema: type) -> Any:
     """Return the typed settings of a run's config.yaml."""
     return compose.from_values(schema, read_settings(path), path)
+
+
+def _is_rate_limit(record: logging.LogRecord) -> bool:
+    """Leave out each retry of the Hub client: the last one raises, and we report its error."""
+    return "Rate limited" in record.getMessage()
 
 
 def _mistake(error: Exception) -> str:

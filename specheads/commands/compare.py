@@ -15,7 +15,12 @@ from rich.console import Console
 from specheads.base.model import FrozenBase
 from specheads.commands._call import run_of, settings_for
 from specheads.commands._library import head_of, load_base
-from specheads.commands.evaluate import generation_settings, tree_for, usable_prompts
+from specheads.commands.evaluate import (
+    generation_settings,
+    note_of_few,
+    tree_for,
+    usable_prompts,
+)
 from specheads.config.commands import DRAFTERS, OF_DRAFT_MODEL, Compare
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -34,7 +39,9 @@ from specheads.runs.provenance import nearby
 
 def run(settings: Compare) -> None:
     """Compare heads of one base with each other and with the baselines."""
-    Console().print(*tables(compare(settings=settings)))
+    comparison = compare(settings=settings)
+    Console().print(*tables(comparison))
+    sys.stdout.write(note_of_few(comparison.prompts, settings))
     sys.stdout.write(f"comparison: {output_folder(settings) / 'compare.json'}\n")
 
 

@@ -5,6 +5,7 @@ specheads evaluate run=runs/smollm2 tree=best_first max_new_tokens=256 out=again
 specheads evaluate head=HEAD base=MODEL prompts=prompts.jsonl out=measured
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from specheads.heads.load import load_head
 from specheads.measure.evaluation import draft_vocabulary, evaluate_head
 from specheads.measure.generation import GenerationSettings
 from specheads.measure.quality import compare_quality, measure_quality, quality_windows
-from specheads.measure.results import Results
+from specheads.measure.results import PromptSummary, Results
 from specheads.measure.summary import show
 from specheads.measure.tune import choose_tree
 from specheads.runs.directory import RunDirectory
@@ -42,6 +43,7 @@ def run(settings: Evaluate) -> None:
     results = evaluate(settings=settings)
     folder = Path(settings.out) if settings.out else RunDirectory(Path(settings.run)).report
     show(results, page=folder / "report.html")
+    sys.stdout.write(note_of_few(results.prompts, settings))
 
 
 def evaluate(
@@ -149,6 +151,15 @@ def usable_prompts(
         corpus=settings.data,
     )
     return fitting(prompts, base.max_length - evaluation.max_new_tokens, evaluation.too_long)
+
+
+def note_of_few(found: PromptSummary, settings: SettingsWithEvaluation) -> str:
+    """Return a line if there were fewer prompts than the settings want, else nothing."""
+    wanted, values = settings.evaluation.num_prompts, {*settings.evaluation.thinking}
+    usable = found.count // max(1, len(values))
+    if usable >= wanted:
+        return ""
+    return f"{found.name} has {usable} usable prompts, fewer than num_prompts={wanted}\n"
 
 
 def longer_prompts(

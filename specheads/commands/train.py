@@ -21,7 +21,7 @@ from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
 from specheads.commands._call import settings_for
 from specheads.commands._library import base_of_training
-from specheads.commands.evaluate import longer_prompts, measure_run, usable_prompts
+from specheads.commands.evaluate import longer_prompts, measure_run, note_of_few, usable_prompts
 from specheads.config import compose
 from specheads.config.commands import Train
 from specheads.core.drafter import Head
@@ -69,6 +69,7 @@ def run(settings: Train) -> None:
     results = read(Results, made.report / "results.json")
     if settings.evaluate_after and results and PartialState().is_main_process:
         show(results, page=made.report / "report.html")
+        sys.stdout.write(note_of_few(results.prompts, settings))
         sys.stdout.write(f"next: specheads tune run={made.path}, specheads chat run={made.path}\n")
     leave_processes()
 

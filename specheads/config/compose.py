@@ -1,8 +1,9 @@
 """The one place that knows Hydra: schemas, recipes, overrides, and its errors in one line."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, cast, get_args, get_origin
@@ -17,7 +18,7 @@ from specheads.config import commands, data_dir, recipe_dirs
 from specheads.config.parts import Evaluation
 from specheads.config.validation import check
 from specheads.core.errors import InputError
-from specheads.core.ranges import hints, unknown
+from specheads.core.ranges import UnknownSettingError, hints
 from specheads.training.settings import Distill
 
 
@@ -68,6 +69,8 @@ CHOICES = re.compile(
     r"(?:You must specify '(\w+)'.*|Could not find '(\w+)/(.*)') Available options.*?: ?(.*)"
 )
 """Hydra's messages about a choice: its group, and the choices."""
+MOST_SIMILAR = 4
+"""Names of settings that the message for an unknown one suggests."""
 HOW_MEASURED = ("base.compile", "base.exact", "base.device", "base.dtype")
 """Settings of the base that a command may change for a run."""
 
@@ -105,9 +108,17 @@ def settings_of(command: str, overrides: Sequence[str]) -> Any:
     Hydra composes only: if it ran the command, it would print lines and create folders.
     """
     register()
+    with hydra.initialize_config_dir(str(data_dir("configs")), version_base="1.3"):
+        try:
+            return _settings_of(command, overrides)
+        except UnknownSettingError as error:
+            similar = _similar(command, overrides, error.name)
+            raise UnknownSettingError(error.name, similar) from error
+
+
+def _settings_of(command: str, overrides: Sequence[str]) -> Any:
     try:
-        with hydra.initialize_config_dir(str(data_dir("configs")), version_base="1.3"):
-            composed = hydra.compose(command, lengthen(command, overrides))
+        composed = hydra.compose(command, lengthen(command, overrides))
         if missing := sorted(map(str, OmegaConf.missing_keys(composed))):
             raise InputError(f"a setting without a default must be given; add {missing[0]}=")
         settings = OmegaConf.to_object(composed)
@@ -117,8 +128,8 @@ def settings_of(command: str, overrides: Sequence[str]) -> Any:
     except Exception as error:
         text = str(error)
         # Hydra advises a plus before an unknown name, which would be refused too
-        if found := re.match(r"Could not override '(.*?)'\.", text):
-            raise InputError(unknown(found[1])) from error
+        if found := re.match(r"Could not (?:override|delete from config\.) '(.*?)'", text):
+            raise UnknownSettingError(found[1]) from error
         if text.startswith("Error merging override") and error.__cause__:
             # Hydra names the override, and only the wrapped error gives the reason
             text = f"{text.removeprefix('Error merging override ')}: {error.__cause__}"
@@ -135,6 +146,37 @@ def settings_of(command: str, overrides: Sequence[str]) -> Any:
     return settings
 
 
+def _similar(command: str, overrides: Sequence[str], name: str) -> list[str]:
+    """Return the names of settings that are like `name`: of its own group, else of any group.
+
+    Phases and the settings of a head depend on the recipe and on other choices.
+    """
+    keys = [(one.partition("=")[0], one) for one in overrides]
+    groups = {"recipe", *(path.name for path in data_dir("configs").iterdir() if path.is_dir())}
+    chosen = lengthen(command, [one for key, one in keys if key in groups])
+    try:
+        composed = OmegaConf.to_container(hydra.compose(command, chosen))
+    # a choice that Hydra refuses
+    except Exception:
+        return []
+    short = {full: one for one, full in SHORT.get(command, {}).items()}
+    names: dict[str, list[str]] = {}
+    for full in _names(composed):
+        names.setdefault(full.rpartition(".")[2], []).append(short.get(full, full))
+    group, _, last = name.lstrip("-").replace("-", "_").rpartition(".")
+    like = get_close_matches(last, names, cutoff=0.75)
+    found = [one for part in like for one in names[part]]
+    own = [one for one in found if one.rpartition(".")[0] == group]
+    return own[:1] or get_close_matches(name, found and names[like[0]], n=MOST_SIMILAR, cutoff=0)
+
+
+def _names(values: Any, where: str = "") -> Iterator[str]:
+    """Yield the full names of all groups and settings."""
+    for name, value in values.items() if isinstance(values, Mapping) else ():
+        yield f"{where}{name}"
+        yield from _names(value, f"{where}{name}.")
+
+
 def lengthen(command: str, overrides: Sequence[str]) -> list[str]:
     """Return the overrides of a command as Hydra reads them, with full names.
 
@@ -147,7 +189,7 @@ def lengthen(command: str, overrides: Sequence[str]) -> list[str]:
         key, equals, value = override.partition("=")
         # Hydra would ignore its own settings
         if key.lstrip("+~").startswith(("-", "hydra")):
-            raise InputError(unknown(key))
+            raise UnknownSettingError(key)
         if not data_dir("configs").joinpath(key, f"{value}.yaml").is_file():
             key = short.get(key, key)
         if group := OPTIONAL.match(f"{key}={value}"):

@@ -3,7 +3,7 @@
 Heads use them for their own settings too, so this module imports nothing heavy.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -119,7 +119,7 @@ def check_fields(
     # Hydra's +name=value adds an attribute
     for name in getattr(settings, "__dict__", {}):
         if name not in known:
-            raise InputError(unknown(f"{where}.{name}".lstrip(".")))
+            raise UnknownSettingError(f"{where}.{name}".lstrip("."))
     for item in fields(settings):
         value, name = getattr(settings, item.name), f"{where}.{item.name}".lstrip(".")
         default = item.default if item.default_factory is MISSING else item.default_factory()
@@ -131,11 +131,14 @@ def check_fields(
     together(settings, where)
 
 
-def unknown(name: str) -> str:
-    """Return the message for a setting that does not exist."""
-    return (
-        f"a setting must be one that --help lists, got {name!r}; correct its name or leave it out"
-    )
+class UnknownSettingError(InputError):
+    """A setting does not exist; `similar` are names that the user may have meant."""
+
+    def __init__(self, name: str, similar: Sequence[str] = ()) -> None:
+        meant = f"did you mean {' or '.join(similar)}?"
+        remedy = meant if similar else "correct its name or leave it out"
+        super().__init__(f"a setting must be one that --help lists, got {name!r}; {remedy}")
+        self.name = name
 
 
 def refuse(name: str, value: Any, hint: Any, default: Any = MISSING) -> None:

@@ -35,11 +35,17 @@ SETTINGS = (
     "tree.kind=chain tree.depth=1000000", "-m", "--cfg", "++hydra.mode=MULTIRUN",
 )  # fmt: skip
 
-UNKNOWN = "must be one that --help lists, got '{}'; correct its name or leave it out"
+UNKNOWN = "must be one that --help lists, got '{}'; {}\n"
+STEPS = f"did you mean {PHASES}.corpus.steps or {PHASES}.distilled.steps?"
 MISTAKES = [
-    ("stepz=3", UNKNOWN.format("stepz")),
-    ("+stepz=3", UNKNOWN.format("stepz")),
-    (f"{PHASES}.corpus.stepz=3", UNKNOWN.format(f"{PHASES}.corpus.stepz")),
+    ("stepz=3", UNKNOWN.format("stepz", STEPS)),
+    ("+stepz=3", UNKNOWN.format("stepz", STEPS)),
+    ("--steps=3", UNKNOWN.format("--steps", STEPS)),
+    ("~steps", UNKNOWN.format("steps", STEPS)),
+    (f"{PHASES}.corpus.stepz=3", f"did you mean {PHASES}.corpus.steps?\n"),
+    ("data.paths=x", "did you mean data.path?\n"),
+    ("head=medusa num-layers=3", "did you mean head.num_layers?\n"),
+    ("nothing.like.this=3", "correct its name or leave it out\n"),
     ("head.kind=os.system", "head kind must be one of"),
     ("head=medusa +head.inner_dim=3", "inner_dim"),
     ("base.model=no/such/folder", "no/such/folder"),
@@ -82,6 +88,10 @@ def test_invalid_setting_is_refused_by_name(overrides: str, refused: Any):
     said = refused(*overrides.split())
     name = overrides.split()[-1].partition("=")[0]
     assert name.rpartition(".")[2] in said or "static" in said or "paths" in said
+
+
+def test_unknown_setting_of_a_command_suggests_its_short_name(refusal: Any):
+    assert "did you mean num_prompts?\n" in refusal("evaluate", "run=x", "numprompts=3")
 
 
 # base= takes a path or a Hub id too

@@ -8,23 +8,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2
 import pytest
 import torch
+from huggingface_hub.utils import http_backoff
 from safetensors import SafetensorError
 
 from specheads import __main__ as cli
 from specheads.commands import _call, _help, commands
 from specheads.commands._call import INTERRUPTED, SIGNALS, call, interruptible
 from specheads.config import compose
+from specheads.config.commands import Train
 from specheads.core.errors import InputError
 
-Called = Callable[[BaseException | None], tuple[int, str]]
+Called = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
@@ -32,7 +35,9 @@ def raising(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> Cal
     """Return a function that calls a command with this error, and returns exit code and stderr."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
-    def run(error: BaseException | None) -> tuple[int, str]:
+    def run(
+        error: BaseException | None, words: Sequence[str] = ("push", "run=x", "repo=a/b")
+    ) -> tuple[int, str]:
         def body(*_: Any) -> None:
             if error is not None:
                 raise error
@@ -40,7 +45,7 @@ def raising(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> Cal
         module = SimpleNamespace(run=body)
         monkeypatch.setattr(_call, "import_module", lambda _: module)
         try:
-            call("push", ["run=x", "repo=a/b"])
+            call(words[0], words[1:])
             code = 0
         except SystemExit as left:
             code = int(left.code or 0)
@@ -97,6 +102,25 @@ def test_bug_is_one_line_that_names_the_traceback_file(
     assert "in body" in written.read_text(encoding="utf-8")
 
 
+def test_retries_of_the_hub_client_are_not_printed_but_its_rate_limit_is(
+    raising: Called, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    answers = iter([503, 429, 200])
+
+    def answer(_: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(next(answers), headers={"Retry-After": "300"})
+
+    client = httpx2.Client(transport=httpx2.MockTransport(answer))
+    monkeypatch.setattr("huggingface_hub.utils._http.get_session", lambda: client)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    raising(None)
+    with caplog.at_level("WARNING"):
+        http_backoff("HEAD", "https://huggingface.co/x")
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.partition(".")[0] for line in said] == ["Rate limited"] * 2
+    assert "301" in said[0]
+
+
 def test_interrupt_exits_with_130_and_success_prints_nothing(raising: Called):
     assert raising(KeyboardInterrupt())[0] == 130
     assert raising(None) == (0, "")
@@ -137,6 +161,14 @@ def test_help_and_mistakes_do_not_load_torch(arguments: str):
 
 
 FORK = multiprocessing.get_context("fork")
+
+
+@pytest.mark.parametrize("command", sorted(compose.SCHEMAS))
+def test_interrupt_promises_to_resume_only_where_the_work_is_kept(raising: Called, command: str):
+    recipe = ["recipe=smoke"] if issubclass(compose.SCHEMAS[command], Train) else []
+    code, said = raising(KeyboardInterrupt(), [command, *recipe])
+    assert (code, len(said.splitlines())) == (130, 1)
+    assert ("resume" in said) == (command in ("train", "distill"))
 
 
 def test_sigterm_interrupts_and_its_handler_is_restored():

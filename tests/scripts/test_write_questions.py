@@ -18,6 +18,8 @@ CHAT = (
     "<sys>be brief\n{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+STOP = "<stop>"
+"""Where the user stops the script."""
 OPENING = "<sys>be brief\n<user>"
 
 
@@ -51,6 +53,8 @@ def plan(
 
     def planned(pull: Any) -> Any:
         for text in texts:
+            if text == STOP:
+                raise KeyboardInterrupt
             if (ask := pull()) is None:
                 return
             asked.append(ask)
@@ -92,3 +96,30 @@ def test_only_whole_questions_are_kept_and_each_once(
     assert {str(base.tokenizer.decode(ask.tokens)) for ask in asked} == {OPENING}
     assert [ask.sampling.seed for ask in asked] == [7, 8, 9, 10, 11]
     assert {(ask.sampling.temperature, ask.sampling.top_p) for ask in asked} == {(0.5, 0.8)}
+
+
+def test_stopped_script_continues_with_the_same_command(
+    script: ModuleType, base: FrozenBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    out = tmp_path / "a.jsonl"
+    asked = plan(monkeypatch, script, base, ["How are you?\n", "Hi\n", STOP])
+    with pytest.raises(SystemExit) as left:
+        run(script, monkeypatch, out, "--num", "2")
+    assert left.value.code == 130
+    assert not out.exists()
+    texts = ["How are you?\n", "Who is there now?\n"]
+    again = plan(monkeypatch, script, base, texts)
+    assert run(script, monkeypatch, out, "--num", "2") == ["How are you?", "Who is there now?"]
+    assert [ask.number for ask in asked + again] == [0, 1, 2, 3]
+    assert [*tmp_path.iterdir()] == [out]
+
+
+def test_questions_of_other_options_are_not_continued(
+    script: ModuleType, base: FrozenBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    out = tmp_path / "a.jsonl"
+    plan(monkeypatch, script, base, ["How are you?\n", STOP])
+    with pytest.raises(SystemExit):
+        run(script, monkeypatch, out, "--num", "2")
+    plan(monkeypatch, script, base, ["Who is there now?\n"])
+    assert run(script, monkeypatch, out, "--num", "1", "--seed", "5") == ["Who is there now?"]
