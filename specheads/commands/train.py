@@ -63,6 +63,8 @@ def run(settings: Train) -> None:
         _dry_run.show_plan(settings)
         return
     if settings.preview:
+        if not settings.init:
+            configure(settings.head)
         _dry_run.show_examples(settings)
         return
     made = train(settings=settings, announce=Console(markup=False).print)
