@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from specheads.base.model import FrozenBase
 from specheads.config import data_dir
@@ -169,12 +175,10 @@ def own_base(
 @functools.cache
 def biased() -> FrozenBase:
     """Return a base whose lm_head has a bias, as those of Phi and GPT-J."""
-    settings = _COMMON | {"intermediate_size": 48}
+    config = AutoConfig.for_model("phi", **_COMMON, intermediate_size=48)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(
-            transformers.PhiConfig(**settings), dtype=torch.float64
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
         torch.nn.init.normal_(model.lm_head.bias)
     return FrozenBase(model, name="tiny-phi")
 

@@ -153,13 +153,15 @@ class Head(FeedbackHead):
         # speculators counts P-EAGLE's masks, and not what EAGLE-3 has drafted
         return window - level if window and parallel else window
 
-    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
+    def bind(
+        self, embedding: Tensor, projection: Tensor | None = None, bias: Tensor | None = None
+    ) -> None:
         """Borrow the base's embedding; one of its checkpoint that differs becomes its own."""
         copy, self.has_copy = self.embedding if self.has_copy else None, False
         if copy is not None and not torch.equal(copy.to(embedding.dtype), embedding):
             self.embed_tokens = nn.Embedding.from_pretrained(copy, freeze=False)
             self.config = replace(self.config, own_embedding=True)
-        super().bind(embedding, projection)
+        super().bind(embedding, projection, bias)
 
     def embed(self, tokens: Int[Tensor, "*any"], like: Tensor) -> Float[Tensor, "*any width"]:
         """Return embeddings from its own table, if it has one, or from the base's."""
