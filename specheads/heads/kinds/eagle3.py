@@ -5,7 +5,7 @@ arXiv:2602.01469.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -96,6 +96,8 @@ class Head(FeedbackHead):
     """
 
     fuses_alone = True
+    has_copy = False
+    """Whether `embedding` is of its checkpoint, where it is most often a copy of the base's."""
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
@@ -150,6 +152,14 @@ class Head(FeedbackHead):
         window, parallel = self.config.sliding_window, self.config.parallel
         # speculators counts P-EAGLE's masks, and not what EAGLE-3 has drafted
         return window - level if window and parallel else window
+
+    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
+        """Borrow the base's embedding; one of its checkpoint that differs becomes its own."""
+        copy, self.has_copy = self.embedding if self.has_copy else None, False
+        if copy is not None and not torch.equal(copy.to(embedding.dtype), embedding):
+            self.embed_tokens = nn.Embedding.from_pretrained(copy, freeze=False)
+            self.config = replace(self.config, own_embedding=True)
+        super().bind(embedding, projection)
 
     def embed(self, tokens: Int[Tensor, "*any"], like: Tensor) -> Float[Tensor, "*any width"]:
         """Return embeddings from its own table, if it has one, or from the base's."""
@@ -273,7 +283,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         own |= {"parallel": True, "mask_token": tokens[0]}
     embedding = None
     if not settings.get("embed_requires_grad", kind == "peagle"):
-        # a copy of the base's
+        # a copy of the base's, unless `bind` finds another one
         embedding = named.pop("embed_tokens.weight", None)
     own["own_embedding"] = "embed_tokens.weight" in named
     head = Head(Config(**own), settings["hidden_size"], settings["vocab_size"])
@@ -281,6 +291,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     fill(head, named)
     if embedding is not None:
         head.bind(embedding)
+        head.has_copy = True
     return head
 
 
