@@ -50,6 +50,18 @@ def alone(documents: Sequence[Tensor]) -> TokenBatch:
     return TokenBatch(found.tokens, found.loss_mask)
 
 
+def chains_of(batch: TokenBatch, rows: Tensor, first: Tensor, depth: int) -> Tensor:
+    """Return the labels of chains, token by token; -100 after the loss mask or document ends."""
+    found = torch.full((len(rows), depth), -100)
+    ids = torch.zeros_like(batch.tokens) if batch.document_ids is None else batch.document_ids
+    for chain, (row, start) in enumerate(zip(rows.tolist(), first.tolist(), strict=True)):
+        for place in range(start, min(start + depth, batch.tokens.shape[1])):
+            if not batch.loss_mask[row, place] or ids[row, place] != ids[row, start]:
+                break
+            found[chain, place - start] = batch.tokens[row, place]
+    return found
+
+
 def pieces(values: Tensor, batch: TokenBatch) -> list[Tensor]:
     """Split values of a packed batch into those of each document, without the padding."""
     assert batch.document_ids is not None

@@ -18,7 +18,10 @@ from torch.nn import functional as F  # noqa: N812
 from specheads.training.losses import LABELS_ONLY, LOSSES, BaseRows, best_of, read_base
 
 SMOOTHING = 0.5
-"""Smoothing of the acceptances towards one in D-PACE."""
+"""Smoothing of the acceptances towards one in D-PACE, so that rejected drafts still learn.
+
+Source: Wu et al. 2026, arXiv:2605.18810.
+"""
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 """Logits of a chunk: small compared with the weights, and enough for a fast matrix product.
 
@@ -34,6 +37,8 @@ TILE = 128
 """Rows of a chunk or block on a GPU are a multiple of this, the tile of matrix products."""
 WEIGHT_ROWS = 2**10
 """Rows of a weight whose gradient a CPU computes at once: the size of a core's cache."""
+ABSENT = -2
+"""Label of a level at which a chain has ended."""
 Projection = tuple[Tensor, Tensor | None]
 """Weight (vocab, width) and bias."""
 
@@ -43,7 +48,7 @@ class Targets:
     """Targets of one depth or of several, one row per label."""
 
     labels: Int[Tensor, " row"]
-    """The token of the text; -1 excludes the row."""
+    """The token of the text. -1 excludes the row and rejects its draft, `ABSENT` only excludes."""
     base_hidden: Float[Tensor, "row width"]
     """The base's final hidden state one position before the label."""
     project: Callable[[Tensor], Tensor]
@@ -130,21 +135,13 @@ def length_weights(acceptances: Chain) -> Chain:
     return acceptances.cumprod(0).flip(0).cumsum(0).flip(0)
 
 
-def dpace_weights(acceptances: Chain) -> Chain:
-    """Return `length_weights` of smoothed acceptances, so that rejected drafts still learn.
-
-    Source: Wu et al. 2026, arXiv:2605.18810, with smoothing 0.5.
-    """
-    return length_weights(SMOOTHING + (1 - SMOOTHING) * acceptances)
-
-
 def first_error_weights(acceptances: Chain) -> Chain:
     """Return the probability that all drafts before each level are accepted."""
     return torch.cat([torch.ones_like(acceptances[:1]), acceptances[:-1]]).cumprod(0)
 
 
 CHAIN_WEIGHTS: dict[str, Callable[[Chain], Chain]] = {
-    "dpace": dpace_weights,
+    "dpace": length_weights,
     "first_error": first_error_weights,
     "accepted_length": length_weights,
 }
@@ -321,7 +318,8 @@ class _Sums:
             found.append((LOSSES[self.kind](log_draft, base), confidence, agreed))
             block.copy_(log_draft)
         losses, accepted, agreed = (torch.cat(column) for column in zip(*found, strict=True))
-        drafted = self.targets[level].labels[rows] >= 0
+        labels = self.targets[level].labels[rows]
+        drafted = labels >= 0
         losses = losses.where(drafted, 0.0)
         self.by_depth[level] += losses.sum() * self.shares[level]
         self.agreement[level] += (agreed & drafted).sum() * self.shares[level]
@@ -330,7 +328,10 @@ class _Sums:
             accepted = torch.exp(-losses)
         elif self.weighting != "dpace" and self.kind == "total_variation":
             accepted = 1.0 - losses
-        self.pending.append((level, slopes, losses, accepted * drafted, drafted))
+        accepted = accepted * drafted
+        if self.weighting == "dpace":
+            accepted = (SMOOTHING + (1 - SMOOTHING) * accepted).where(labels != ABSENT, 0.0)
+        self.pending.append((level, slopes, losses, accepted, drafted))
 
     def _flush(self, rows: slice) -> None:
         """Weight the stored slopes and add their gradients."""

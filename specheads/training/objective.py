@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.profiler import record_function
@@ -15,6 +15,7 @@ from specheads.core.machine import to_device
 from specheads.core.texts import derive_seed
 from specheads.data.packing import TokenBatch
 from specheads.training.depth_loss import (
+    ABSENT,
     DepthLoss,
     Targets,
     confidence_loss,
@@ -39,14 +40,14 @@ class Objective(nn.Module):
     def forward(
         self,
         features: Features,
-        tokens: Tensor,
+        batch: TokenBatch,
         loss_mask: Bool[Tensor, "batch time"],
         logits_of: Callable[[Tensor], Tensor],
         phase: Phase,
-        counts: Int[Tensor, " level"] | None = None,
+        counts: Int[Tensor, " count"] | None = None,
         own: OwnDrafts | None = None,
     ) -> DepthLoss:
-        """Return the loss of every depth over the labels in `loss_mask`.
+        """Return the loss of every depth over the labels in `loss_mask`, a part of the batch's.
 
         With `in_chains`, `loss_mask` marks the first label of each chain. `counts` (see
         `label_counts`) are the denominators of the means; None counts the labels of this batch.
@@ -54,47 +55,51 @@ class Objective(nn.Module):
         """
         depth, chains = self.head.depth, in_chains(self.head, phase)
         if counts is None:
-            counts = label_counts(self.head, tokens, features.document_ids, loss_mask, phase)
-        loss_mask = early_enough(loss_mask, features.document_ids, depth)
-        drafted = self.head.to_drafted(tokens)
-        loss_mask &= chains | (drafted >= 0)
-        # `early_enough` excludes the labels whose position would wrap around
+            counts = label_counts(self.head, batch, loss_mask, phase)
+        labels = depth_labels(self.head, batch, loss_mask, phase)
+        learns = (labels >= 0).any(-1)
+        # `depth_labels` excludes the labels whose position would wrap around
         ahead = [2] if chains else range(2, depth + 2)
-        anchors = torch.stack([loss_mask.roll(-places, dims=1) for places in ahead]).any(0)
+        anchors = torch.stack([learns.roll(-places, dims=1) for places in ahead]).any(0)
         hidden, guesses = features.hidden.detach(), None
         if own is None:
-            every = self.head.states(features, tokens, anchors)
+            every = self.head.states(features, batch.tokens, anchors)
         else:
-            texts = early_enough(own.batch.loss_mask, features.document_ids, 1)
+            texts = early_enough(batch.loss_mask, batch.document_ids, 1)
             with record_function("head"):
                 every, guesses, visited = draft(self.head, features, own, texts)
-            loss_mask &= visited | ~own.chosen
+            learns &= visited | ~own.chosen
         # the number of rows is a shape: this synchronises with a GPU once a step
-        rows, labels = loss_mask.nonzero(as_tuple=True)
-        count, rows, labels = len(rows), _filled(rows), _filled(labels)
-        at = [labels + level if chains else labels for level in range(depth)]
+        rows, first = learns.nonzero(as_tuple=True)
+        count, rows, first = len(rows), _filled(rows), _filled(first)
         with record_function("head"):
             states = []
             for level, state in enumerate(every):
-                state = state[rows, at[level] - 2 - level]
+                state = state[rows, first - 2 - (0 if chains else level)]
                 # to autocast's dtype: a norm may have returned float32
                 states.append(state.to(product_dtype(state)))
         is_filling = torch.arange(len(rows), device=rows.device) >= count
-        tokens_at = [drafted[rows, place].masked_fill(is_filling, -1) for place in at]
-        before = [hidden[rows, place - 1] for place in at[: depth if chains else 1]]
+        aims = labels[rows, first].masked_fill(is_filling[:, None], ABSENT)
+        # a level behind the end of the row has no label, and any hidden state
+        last = hidden.shape[1] - 1
+        before = [
+            hidden[rows, (first + level - 1).clamp(max=last)]
+            for level in range(depth if chains else 1)
+        ]
         if own is not None and guesses is not None:
-            given = guesses, hidden, rows[:count], labels[:count]
+            given = guesses, hidden, rows[:count], first[:count]
             some, expected, known = follow(own, self.head, *given)
-            tokens_at = [one.index_copy(0, some, expected[k]) for k, one in enumerate(tokens_at)]
+            expected = expected.T.where(aims[some] != ABSENT, ABSENT)
+            aims = aims.index_copy(0, some, expected)
             before = [one.index_copy(0, some, known[k]) for k, one in enumerate(before)]
         targets = [
-            Targets(tokens_at[level], one, logits_of, counts[level])
+            Targets(aims[:, level], one, logits_of, counts[level])
             for level, one in enumerate(before)
         ]
         with record_function("loss"):
             loss = self._loss(states, targets if chains else targets * depth, phase)
         # a label outside the draft vocabulary counts as rejected
-        share = counts[:depth] / counts[depth].clamp(min=1)
+        share = counts[:depth] / counts[depth:-1].clamp(min=1)
         return loss._replace(agreement=loss.agreement * share)
 
     def _loss(self, states: list[Tensor], targets: list[Targets], phase: Phase) -> DepthLoss:
@@ -142,8 +147,6 @@ def drawn_labels(
     each time, because its cost grows with them.
     """
     loss_mask, most = batch.loss_mask, head.num_anchors
-    if in_chains(head, phase):
-        loss_mask = whole_chains(loss_mask, head.depth, batch.document_ids)
     share = 1.0 if seed is None else phase.scored_share
     is_limited = 0 < most < loss_mask.shape[1]
     if share == 1.0 and not is_limited:
@@ -177,38 +180,43 @@ def in_chains(head: Head, phase: Phase) -> bool:
 
 
 def label_counts(
-    head: Head,
-    tokens: Int[Tensor, "batch time"],
-    document_ids: Int[Tensor, "batch time"] | None,
-    loss_mask: Bool[Tensor, "batch time"],
-    phase: Phase,
-) -> Int[Tensor, " level"]:
-    """Return the number of labels per depth, the number of labels, and that of the base's own loss.
+    head: Head, batch: TokenBatch, loss_mask: Bool[Tensor, "batch time"], phase: Phase
+) -> Int[Tensor, " count"]:
+    """Return the labels per depth that can be drafted, all per depth, and the base's own.
 
-    They are the denominators of the depth losses, of the agreement and of the base's own loss.
+    They are the denominators of the depth losses, of the agreements and of the base's own loss.
     """
-    labels = early_enough(loss_mask, document_ids, head.depth)
-    drafted = head.to_drafted(tokens) >= 0
-    # chains are complete, so values that wrap around the end are not used
-    ahead = range(head.depth) if in_chains(head, phase) else [0] * head.depth
-    of_depths = [(labels & drafted.roll(-places, dims=1)).sum() for places in ahead]
-    return torch.stack([*of_depths, labels.sum(), own_labels(loss_mask, document_ids).sum()])
+    labels = depth_labels(head, batch, loss_mask, phase)
+    sums = [(labels >= 0).sum((0, 1)), (labels != ABSENT).sum((0, 1))]
+    return torch.cat([*sums, own_labels(loss_mask, batch.document_ids).sum()[None]])
 
 
-def whole_chains(
-    loss_mask: Bool[Tensor, "batch time"],
-    depth: int,
-    document_ids: Int[Tensor, "batch time"] | None = None,
-) -> Bool[Tensor, "batch time"]:
-    """Return the labels that start a chain of `depth` labels in one document.
+def depth_labels(
+    head: Head, batch: TokenBatch, loss_mask: Bool[Tensor, "batch time"], phase: Phase
+) -> Int[Tensor, "batch time depth"]:
+    """Return the label of each depth: a column of the head's logits, -1 or `ABSENT`.
 
-    `document_ids` None: each row is one document.
+    -1 is a token that the head cannot draft. With `in_chains`, a chain starts at each label of
+    `loss_mask` and ends with the batch's loss mask or the document; else all depths have one label.
     """
-    whole = F.pad(loss_mask, (0, depth - 1)).unfold(-1, depth, 1).all(-1)
-    if document_ids is None:
-        return whole
-    last = document_ids.new_full((len(document_ids), depth - 1), -1)
-    return whole & (document_ids == torch.cat([document_ids, last], dim=1)[:, depth - 1 :])
+    depth, ids, nearest = head.depth, batch.document_ids, head.depth
+    labels = head.to_drafted(batch.tokens)
+    if in_chains(head, phase):
+        # all depths draft from one position
+        nearest = 1
+        labels = _chains(labels, depth)
+        inside = _chains(batch.loss_mask, depth).cumprod(-1).bool()
+        if ids is not None:
+            inside &= _chains(ids, depth) == ids[..., None]
+        labels = labels.where(inside, ABSENT)
+    else:
+        labels = labels[..., None].expand(-1, -1, depth)
+    return labels.where(early_enough(loss_mask, ids, nearest)[..., None], ABSENT)
+
+
+def _chains(values: Shaped[Tensor, "batch time"], depth: int) -> Shaped[Tensor, "batch time depth"]:
+    """Return the values from each position on; zeros follow the row."""
+    return F.pad(values, (0, depth - 1)).unfold(-1, depth, 1)
 
 
 def early_enough(
@@ -216,7 +224,7 @@ def early_enough(
     document_ids: Int[Tensor, "batch time"] | None,
     depth: int,
 ) -> Bool[Tensor, "batch time"]:
-    """Exclude the first labels of a text, which the deepest level has no position for."""
+    """Exclude the first labels of a text, for which there is no position `depth` + 1 before."""
     if document_ids is None:
         return loss_mask & (torch.arange(loss_mask.shape[1], device=loss_mask.device) > depth)
     return loss_mask & (document_places(document_ids) > depth)

@@ -89,7 +89,9 @@ def follow(
         tokens, own.batch.document_ids, rows, first - 1, guesses[:, :-1]
     )
     hidden = torch.cat([hidden[rows, first - 1, None], branches], dim=1)
-    text = tokens[rows[:, None], first[:, None] + torch.arange(head.depth, device=first.device)]
+    places = first[:, None] + torch.arange(head.depth, device=first.device)
+    # no label counts behind the end of the row
+    text = tokens[rows[:, None], places.clamp(max=tokens.shape[1] - 1)]
     best = _best(own.base.projection, hidden.flatten(0, 1), own.base.vocab_size).view_as(text)
     labels = torch.where(_all_before(guesses == text), text, best)
     given = _all_before((guesses == labels) | (guesses == best))

@@ -453,9 +453,7 @@ class Shapes:
         runs = min(parts, 2)
         with FusedKernels(), PeakMemory(counted) as memory, flop_counter() as counter:
             for _ in range(runs):
-                counts = label_counts(
-                    self.head, batch.tokens, batch.document_ids, loss_mask, settings
-                )
+                counts = label_counts(self.head, batch, loss_mask, settings)
                 step = Step(phase, phase.first, 0, batch, loss_mask, counts)
                 self.teacher.losses(step, self.objective)[0].backward()
         self.row_flops[phase.name] = counter.get_total_flops() / (runs * rows)

@@ -66,7 +66,7 @@ class Step:
     """On the base's device."""
     loss_mask: Bool[Tensor, "batch time"]
     """Labels that count in the losses."""
-    counts: Int[Tensor, " level"]
+    counts: Int[Tensor, " count"]
     """Number of labels of each mean, over all processes and parts: see `objective.label_counts`."""
 
 
@@ -128,7 +128,7 @@ class Teacher:
             features, own = self.learn(step.batch, step.loss_mask, settings.joint, step.seed)
             own = own / step.counts[-1].clamp(min=1)
             self._bind()
-        given, drafts = (features, step.batch.tokens, step.loss_mask), None
+        given, drafts = (features, step.batch, step.loss_mask), None
         if settings.own_drafts:
             chosen = to_device(own_chains(step.batch, settings, step.seed), step.loss_mask.device)
             drafts = OwnDrafts(self.base, step.batch, chosen & step.loss_mask)
@@ -263,10 +263,7 @@ class Stepper:
             (part.to(device), to_device(drawn_labels(part, head, settings, seed), device))
             for part in batch.parts(settings.accumulation_steps)
         ]
-        counts = [
-            label_counts(head, part.tokens, part.document_ids, loss_mask, settings)
-            for part, loss_mask in parts
-        ]
+        counts = [label_counts(head, part, loss_mask, settings) for part, loss_mask in parts]
         counts = self.total(torch.stack(counts).sum(0))
         return [Step(phase, number, seed, part, loss_mask, counts) for part, loss_mask in parts]
 

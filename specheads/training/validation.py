@@ -56,19 +56,20 @@ def validate(
     """
     head, device = teacher.head, teacher.base.device
     depth, rows = head.depth, []
-    counts = torch.zeros(depth + 2, dtype=torch.long, device=device)
+    counts = torch.zeros(2 * depth + 1, dtype=torch.long, device=device)
     for batch in held_out.batches or []:
         batch = batch.to(device)
         loss_mask = drawn_labels(batch, head, phase)
-        counts += label_counts(head, batch.tokens, batch.document_ids, loss_mask, phase)
+        counts += label_counts(head, batch, loss_mask, phase)
         rows.append((batch, loss_mask))
     precision = torch.promote_types(teacher.base.dtype, torch.float32)
     counts, sums = total(counts), torch.zeros(2 * depth + 1, dtype=precision, device=device)
     for batch, loss_mask in rows:
-        seen = teacher.source.features(batch), batch.tokens, loss_mask
+        seen = teacher.source.features(batch), batch, loss_mask
         loss = objective(*seen, teacher.logits_of, phase, counts)
         sums += torch.cat([loss.total[None], loss.by_depth, loss.agreement])
-    values = total(sums).where(counts[depth] > 0, math.nan).tolist()
+    labels = counts[depth:-1] > 0
+    values = total(sums).where(torch.cat([labels[:1], labels, labels]), math.nan).tolist()
     names = [f"{what}/depth_{level}" for what in ("loss", "accept") for level in range(depth)]
     return dict(zip([f"validation/{name}" for name in ("loss", *names)], values, strict=True))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
@@ -396,6 +396,38 @@ def test_a_block_head_is_refused_for_a_base_with_a_bias_of_its_lm_head(engine):
     head = build_for({"kind": "dflash", "attention_heads": 4, "aux_layers": [1, 2]}, base)
     with pytest.raises(ValueError, match=r"lm_head .* without its bias; engines that can: none$"):
         find_layout(head, base, engine)
+
+
+@pytest.mark.parametrize(
+    ("kind", "aux_layers", "is_right"),
+    [
+        ("deepseek_v3", [2, 3, 5], True),
+        ("deepseek_v3", [3, 4, 5], False),
+        ("llama", [3, 4, 5], True),
+    ],
+)
+def test_layers_of_a_base_that_sglang_would_misread_are_refused(kind, aux_layers, is_right):
+    sizes = {"q_lora_rank": 8, "kv_lora_rank": 8, "moe_intermediate_size": 16, "n_group": 1}
+    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "topk_group": 1}
+    config = AutoConfig.for_model(
+        kind,
+        **(sizes if kind == "deepseek_v3" else {}),
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_hidden_layers=7,
+        vocab_size=61,
+    )
+    base = FrozenBase(AutoModelForCausalLM.from_config(config, dtype=torch.float32), name=kind)
+    head = make("eagle3", base, aux_layers=aux_layers)
+    if is_right:
+        find_layout(head, base, "sglang")
+    else:
+        with pytest.raises(
+            ValueError, match=r"begin with 2, here with 3; engines that can: .*vllm$"
+        ):
+            find_layout(head, base, "sglang")
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,21 @@ def test_training_time_test_gives_speculators_logits():
         torch.testing.assert_close(logits, wanted[level], rtol=1e-4, atol=1e-4)
 
 
+def test_stored_embedding_is_borrowed_if_equal_to_the_bases_and_kept_if_not(tmp_path: Path):
+    equal, other = loaded(TTT), loaded(TTT)
+    stored = equal.embedding
+    assert stored is not None
+    equal.bind(stored.double())
+    assert not equal.config.own_embedding
+    assert "embed_tokens.weight" not in equal.state_dict()
+    other.bind(stored + 1)
+    other.save_pretrained(tmp_path)
+    kept = loaded(tmp_path)
+    kept.bind(stored + 1)
+    tokens = torch.arange(len(stored))
+    assert torch.equal(kept.embed(tokens, stored), stored)
+
+
 @pytest.mark.parametrize("case", ["eagle3_layers", "eagle3_yarn", "eagle3_linear"])
 def test_each_option_trains_on_speculators_logits(case: str):
     """Three layers with llama 3's rotary embedding, both norms of EAGLE-3.1, yarn, and linear."""

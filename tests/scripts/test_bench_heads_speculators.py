@@ -114,7 +114,7 @@ def test_a_step_descends_the_loss_that_ours_has_of_the_same_labels(
     features = source.base.read(batch.tokens, head.aux_layers, batch.document_ids)
     phase = replace(source.settings.schedule.phases["distilled"], loss="kl", decay=1.0)
     logits_of = source.base.projection
-    ours = Objective(head)(features, batch.tokens, labels, logits_of, phase)
+    ours = Objective(head)(features, batch, labels, logits_of, phase)
     logged = script.step(trainer, script.collated(source, batch, labels), int(labels.sum()))
     assert chosen["loss"]["loss_fn"] == "kl_div"
     assert logged["loss"] == pytest.approx(float(ours.total), rel=1e-4)

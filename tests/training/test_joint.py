@@ -251,8 +251,9 @@ def test_head_borrows_the_projection_of_the_current_adapter():
     before = teacher.head.get_buffer("borrowed").clone()
     # as an optimizer step does
     randomise(adapter)
-    counts = label_counts(teacher.head, TEXT, None, loss_mask, settings)
-    step = Step(place, 1, 0, TokenBatch(TEXT, loss_mask), loss_mask, counts)
+    batch = TokenBatch(TEXT, loss_mask)
+    counts = label_counts(teacher.head, batch, loss_mask, settings)
+    step = Step(place, 1, 0, batch, loss_mask, counts)
     teacher.losses(step, Objective(teacher.head))
     after = teacher.head.get_buffer("borrowed")
     assert torch.equal(after, base.projection.scaled_weight)

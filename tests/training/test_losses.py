@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.training.depth_loss import BLOCK_LOGITS, CHAIN_WEIGHTS, Targets, depth_loss
+from specheads.training.depth_loss import (
+    ABSENT,
+    BLOCK_LOGITS,
+    CHAIN_WEIGHTS,
+    Targets,
+    depth_loss,
+)
 from specheads.training.losses import LOSSES
 from specheads.training.settings import LENGTH_LOSSES, WEIGHTINGS
 from tests import tiny
@@ -166,6 +172,29 @@ def test_chain_weightings_equal_autograd_of_the_dense_loss(
     problem, each, leaves = problem_of()
     fused = depth_loss(*problem[:2], each, kind=kind, weighting=weighting, chunk_rows=chunk_rows)
     _assert_same(fused.total, dense_loss(kind, problem, targets=each, weighting=weighting), leaves)
+
+
+@pytest.mark.parametrize(("kind", "weighting"), CHAINED)
+@pytest.mark.parametrize("chunk_rows", [7, None])
+def test_chains_that_end_early_equal_shallower_chains(kind: str, weighting: str, chunk_rows):
+    (states, projections, _), each, leaves = problem_of()
+    lengths = torch.arange(len(states[0])) % DEPTH + 1
+    counts = [((one.labels >= 0) & (lengths > k)).sum() for k, one in enumerate(each)]
+    ended = [
+        dataclasses.replace(one, labels=one.labels.where(lengths > k, ABSENT))
+        for k, one in enumerate(each)
+    ]
+    how = {"kind": kind, "weighting": weighting, "chunk_rows": chunk_rows}
+    whole, parts = depth_loss(states, projections, ended, **how), torch.zeros(())
+    for depth in range(1, DEPTH + 1):
+        rows = lengths == depth
+        own = [
+            Targets(one.labels[rows], one.base_hidden[rows], one.project, count)
+            for one, count in zip(each[:depth], counts, strict=False)
+        ]
+        shallow = [state[rows] for state in states[:depth]]
+        parts = parts + depth_loss(shallow, projections[:depth], own, **how).total
+    _assert_same(whole.total, parts, leaves)
 
 
 @pytest.mark.parametrize("fault", ["labels shifted by one", "weights of the wrong level"])

@@ -20,13 +20,12 @@ from specheads.training.objective import (
     early_enough,
     label_counts,
     own_chains,
-    whole_chains,
 )
 from specheads.training.own_drafts import OwnDrafts, draft, follow
 from specheads.training.schedule import refuse_unread
 from specheads.training.settings import Phase
 from tests import tiny
-from tests.packed import packed, texts
+from tests.packed import chains_of, packed, texts
 
 DEPTH = 3
 SMALL = {"width": 16, "vocab_size": 16}
@@ -174,9 +173,7 @@ def test_a_batch_without_chosen_chains_has_the_loss_of_the_text(head: Head, weig
     features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
     none = OwnDrafts(base, batch, torch.zeros_like(batch.loss_mask))
     losses = [
-        Objective(head)(
-            features, batch.tokens, batch.loss_mask.clone(), base.logits_of, settings, None, own
-        ).total
+        Objective(head)(features, batch, batch.loss_mask, base.logits_of, settings, None, own).total
         for own in (None, none)
     ]
     torch.testing.assert_close(*losses, rtol=1e-12, atol=1e-12)
@@ -190,20 +187,21 @@ def test_only_visited_and_reached_depths_learn_from_own_drafts(head: Head):
     drafts, hidden = _drafted(head, batch, base)
     settings = Phase(loss="cross_entropy", own_drafts=1.0)
     features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
-    loss_mask = whole_chains(batch.loss_mask, DEPTH, batch.document_ids)
-    counts = label_counts(head, batch.tokens, batch.document_ids, loss_mask, settings)
+    counts = label_counts(head, batch, batch.loss_mask, settings)
     found = Objective(head)(
-        features, batch.tokens, loss_mask, base.logits_of, settings, counts, everywhere(batch, base)
+        features, batch, batch.loss_mask, base.logits_of, settings, counts, everywhere(batch, base)
     )
-    left = early_enough(loss_mask, batch.document_ids, DEPTH) & drafts[2]
+    left = early_enough(batch.loss_mask, batch.document_ids, 1) & drafts[2]
     rows, first = left.nonzero(as_tuple=True)
     own, wanted = everywhere(batch, base), torch.zeros((), dtype=torch.double)
     _, labels, _ = follow(own, head, drafts[1], hidden, rows, first)
+    labels = labels.where(chains_of(batch, rows, first, DEPTH).T >= 0, -1)
+    assert (labels[0] >= 0).all()
     for level, state in enumerate(drafts[0]):
         logits = head.logits(state[rows, first - 2], level)
         sums = F.cross_entropy(logits, labels[level], ignore_index=-1, reduction="sum")
         wanted = wanted + sums / counts[level]
-    assert 0 < len(rows) < loss_mask.sum()
+    assert 0 < len(rows) < batch.loss_mask.sum()
     torch.testing.assert_close(found.total, wanted, rtol=1e-9, atol=1e-9)
 
 

@@ -13,11 +13,11 @@ from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds
 from specheads.measure.offline import offline_logits
 from specheads.training.depth_loss import DepthLoss
-from specheads.training.objective import Objective, drawn_labels, whole_chains
+from specheads.training.objective import Objective, drawn_labels
 from specheads.training.settings import LOSSES, Joint, Phase
 from specheads.training.step import Teacher
 from tests import tiny
-from tests.packed import alone, packed, pieces, texts
+from tests.packed import alone, chains_of, packed, pieces, texts
 
 DEPTH = 2
 
@@ -63,7 +63,7 @@ def loss_of(head: Head, batch: TokenBatch, settings: Phase) -> tuple[DepthLoss, 
     base = tiny.base()
     features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
     loss_mask = drawn_labels(batch, head, settings)
-    loss = Objective(head)(features, batch.tokens, loss_mask, base.logits_of, settings)
+    loss = Objective(head)(features, batch, loss_mask, base.logits_of, settings)
     learned = [value for value in head.parameters() if value.requires_grad]
     found = torch.autograd.grad(loss.total, learned, allow_unused=True)
     return loss, [value for value in found if value is not None]
@@ -127,7 +127,9 @@ CHAIN, TIME, MOST = 3, 24, 4
 
 def anchored(kind: str, **settings):
     torch.manual_seed(1)
-    how = {"depth": CHAIN, "num_layers": 1, "num_anchors": MOST}
+    how = {"depth": CHAIN, "num_layers": 1}
+    if kind != "eagle3":
+        how["num_anchors"] = MOST
     frequencies = torch.arange(tiny.VOCAB) % 7
     head = build_for({"kind": kind, **how, **settings}, tiny.base(), frequencies).double()
     for parameter in head.parameters():
@@ -149,7 +151,7 @@ def test_anchors_per_row_do_not_depend_on_parts():
     batch, settings = batch_of(), phase()
     drawn = drawn_labels(batch, head, settings, seed=5)
     assert drawn.sum(1).tolist() == [MOST] * 3
-    assert not (drawn & ~whole_chains(batch.loss_mask, CHAIN)).any()
+    assert not (drawn & ~batch.loss_mask).any()
     assert torch.equal(drawn_labels(batch_of(1, 2), head, settings, seed=5), drawn[1:])
     assert not torch.equal(drawn_labels(batch, head, settings, seed=6), drawn)
     # validation uses the same anchors each time
@@ -163,24 +165,70 @@ def test_loss_covers_drawn_drafts_with_weights(draft_tokens: int):
     settings = phase(loss="cross_entropy", decay=0.7788)
     features = base.read(batch.tokens, head.aux_layers)
     loss_mask = drawn_labels(batch, head, settings, seed=5)
-    loss = Objective(head)(features, batch.tokens, loss_mask, base.logits_of, settings)
-    # the first labels of a text count if every depth can draft them
-    rows, first = (loss_mask & (torch.arange(TIME) > CHAIN)).nonzero(as_tuple=True)
+    loss = Objective(head)(features, batch, loss_mask, base.logits_of, settings)
+    # a draft needs a position two before its first label
+    rows, first = (loss_mask & (torch.arange(TIME) > 1)).nonzero(as_tuple=True)
     assert len(rows) > 8
-    logits, labels = offline_logits(head, features, batch.tokens), head.to_drafted(batch.tokens)
-    each = [
-        F.cross_entropy(one[rows, first - 2], labels[rows, first + level], ignore_index=-1)
-        for level, one in enumerate(logits)
-    ]
+    labels = chains_of(batch, rows, first, CHAIN)
+    labels = head.to_drafted(labels).where(labels >= 0, -1)
+    assert (labels[:, 2] < 0).any()
+    each = []
+    for level, one in enumerate(offline_logits(head, features, batch.tokens)):
+        known = labels[:, level] >= 0
+        each.append(F.cross_entropy(one[rows[known], first[known] - 2], labels[known, level]))
     torch.testing.assert_close(loss.by_depth, torch.stack(each).detach())
     wanted = sum(0.7788**level * one for level, one in enumerate(each))
     torch.testing.assert_close(loss.total, wanted)
 
 
+CHAINED = [("dflash", "geometric"), ("dspark", "dpace"), ("eagle3", "accepted_length")]
+
+
+@pytest.mark.parametrize(("kind", "weighting"), CHAINED)
+@pytest.mark.parametrize("labels", [range(10, 20), range(2, 24), range(10, 12)], ids=str)
+def test_each_depth_learns_the_answer_to_its_last_token(kind: str, weighting: str, labels: range):
+    """An answer may be shorter than the head is deep, and may end with the row."""
+    base, batch, depth = tiny.base(), batch_of(rows=1), 7
+    head = anchored(kind, depth=depth, **({} if kind == "eagle3" else {"num_anchors": TIME}))
+    batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+    batch.loss_mask[:, labels.start : labels.stop] = True
+    loss, _ = loss_of(head, batch, phase(loss="cross_entropy", weighting=weighting))
+    features = base.read(batch.tokens, head.aux_layers)
+    for level, logits in enumerate(offline_logits(head, features, batch.tokens)):
+        first = torch.arange(labels.start, max(labels.start, labels.stop - level))
+        draft, text = logits[0, first - 2], batch.tokens[0, first + level]
+        wanted = F.cross_entropy(draft, text, reduction="sum") / max(1, len(first))
+        torch.testing.assert_close(loss.by_depth[level], wanted.detach())
+        agreed = (draft.argmax(-1) == text).sum() / max(1, len(first))
+        torch.testing.assert_close(loss.agreement[level], agreed.double())
+    assert loss.by_depth[: len(labels)].all()
+
+
+@pytest.mark.parametrize(("kind", "weighting"), CHAINED)
+def test_loss_of_a_document_does_not_depend_on_the_next_one(kind: str, weighting: str):
+    base, batch = tiny.base(), batch_of(rows=1)
+    head = anchored(kind)
+    ids = (torch.arange(TIME)[None] > 13).long()
+    drawn = (torch.arange(TIME)[None] > 9) & (ids == 0)
+    found = []
+    for added in (0, 1):
+        tokens = (batch.tokens + added * ids) % tiny.VOCAB
+        row = TokenBatch(tokens, torch.ones_like(batch.loss_mask), ids)
+        features = base.read(tokens, head.aux_layers, ids)
+        settings = phase(loss="lk", weighting=weighting)
+        loss = Objective(head)(features, row, drawn, base.logits_of, settings)
+        learned = [value for value in head.parameters() if value.requires_grad]
+        slopes = torch.autograd.grad(loss.total, learned, allow_unused=True)
+        found.append((*loss, *(value for value in slopes if value is not None)))
+    # all depths learn the last token of the first document
+    assert found[0][1].all()
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
 def test_each_depth_learns_the_distribution_that_the_base_has_of_the_label():
     base, head, batch = tiny.base(), head_of("eagle3"), alone(texts())
     features = base.read(batch.tokens, head.aux_layers)
-    call = features, batch.tokens, batch.loss_mask.clone(), base.logits_of, phase()
+    call = features, batch, batch.loss_mask, base.logits_of, phase()
     found = Objective(head)(*call)
     rows, labels = (batch.loss_mask & (torch.arange(40) > DEPTH)).nonzero(as_tuple=True)
     theirs = base.logits_of(features.hidden[rows, labels - 1]).softmax(-1)
@@ -194,11 +242,15 @@ def test_dspark_loss_includes_the_confidence_loss():
     settings = phase(loss="cross_entropy_l1", decay=0.7788)
     features = base.read(batch.tokens, head.aux_layers)
     loss_mask = drawn_labels(batch, head, settings, seed=5)
-    call = features, batch.tokens, loss_mask, base.logits_of, settings
+    call = features, batch, loss_mask, base.logits_of, settings
     loss = Objective(head)(*call)
-    rows, first = (loss_mask & (torch.arange(TIME) > CHAIN)).nonzero(as_tuple=True)
+    every_row, every_first = (loss_mask & (torch.arange(TIME) > 1)).nonzero(as_tuple=True)
+    labels = chains_of(batch, every_row, every_first, CHAIN)
+    assert (labels[:, 2] < 0).any()
     wanted = torch.zeros(())
     for level, state in enumerate(head.states(features, batch.tokens)):
+        has_label = labels[:, level] >= 0
+        rows, first = every_row[has_label], every_first[has_label]
         state = state[rows, first - 2]
         draft = head.logits(state, level).softmax(-1)
         theirs = base.logits_of(features.hidden[rows, first + level - 1]).softmax(-1)

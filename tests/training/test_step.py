@@ -72,8 +72,8 @@ def test_training_step_synchronises_once(kind, weighting, monkeypatch):
     # without document ids transformers checks whether rows are packed
     documents = torch.zeros_like(tokens)
     with Waits() as waits:
-        counts = label_counts(head, tokens, documents, counted, settings)
         batch = TokenBatch(tokens, counted, documents)
+        counts = label_counts(head, batch, counted, settings)
         step = Step(phase, 0, 0, batch, counted, counts)
         loss, _ = teacher.losses(step, Objective(head))
         loss.backward()

@@ -271,8 +271,9 @@ def test_label_outside_the_draft_vocabulary_counts_as_rejected():
     learner = Objective(head)
     features = base.read(tokens)
     logits_of = base.projection.rows(head.draft_ids)
-    whole = learner(features, tokens, loss_mask, logits_of, phase())
-    part = learner(features, tokens, loss_mask & (tokens % 2 == 1), logits_of, phase())
+    batch = TokenBatch(tokens, loss_mask)
+    whole = learner(features, batch, loss_mask, logits_of, phase())
+    part = learner(features, batch, loss_mask & (tokens % 2 == 1), logits_of, phase())
     assert torch.equal(whole.total, part.total)
     assert torch.equal(whole.agreement, part.agreement / 2)
 

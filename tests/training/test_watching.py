@@ -251,19 +251,27 @@ def measured(batches: list[TokenBatch], settings: Phase, kind: str = "eagle3") -
     return validate(HeldOut(batches, 0), teacher, Objective(head), settings, lambda values: values)
 
 
-@pytest.mark.parametrize("weighting", ["geometric", "dpace"])
-def test_validation_does_not_depend_on_batches_and_packing(weighting: str):
+@pytest.mark.parametrize(
+    ("kind", "weighting"),
+    [
+        ("eagle3", "geometric"),
+        ("eagle3", "dpace"),
+        ("eagle3", "first_error"),
+        ("dspark", "geometric"),
+    ],
+)
+def test_validation_does_not_depend_on_batches_and_packing(kind: str, weighting: str):
     settings = phase(weighting=weighting, scored_share=0.1)
     documents = texts()
-    whole = measured([packed(documents)], settings)
+    whole = measured([packed(documents)], settings, kind)
     assert set(whole) == {
         "validation/loss", "validation/loss/depth_0", "validation/loss/depth_1",
         "validation/accept/depth_0", "validation/accept/depth_1",
     }  # fmt: skip
     for batch in (packed(documents), alone(documents)):
-        found = measured(list(batch.parts(2)), settings)
-        assert found == pytest.approx(whole, rel=1e-5, nan_ok=weighting == "dpace")
-    assert measured([packed(documents)], settings) == whole
+        found = measured(list(batch.parts(2)), settings, kind)
+        assert found == pytest.approx(whole, rel=1e-5)
+    assert measured([packed(documents)], settings, kind) == whole
 
 
 def held_out() -> HeldOut:

@@ -39,9 +39,31 @@ def _serve(base: FrozenBase, out: Path, algorithm: str) -> str:
 
 
 READ = "as SGLang 0.5.23's sources read it"
+BY_INPUTS = (
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"),
+    *("Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM"),
+)
+"""Bases with which SGLang takes ids that do not begin with 1 for inputs of layers."""
+
+
+def eagle3_objection(head: Head, base: FrozenBase) -> str:
+    """Object to layers in place of which SGLang would read others."""
+    kind, first = type(base.model).__name__, head.aux_layers[0]
+    if kind not in BY_INPUTS or first == 2:
+        return ""
+    return f"it reads other layers of {kind} unless aux_layers begin with 2, here with {first}"
+
 
 LAYOUTS = {
-    "eagle3": Layout(write_eagle3, _shared.EAGLE3_PLAIN, "layout", READ, lowest=1, num_aux=3),
+    "eagle3": Layout(
+        write_eagle3,
+        _shared.EAGLE3_PLAIN,
+        "layout",
+        READ,
+        lowest=1,
+        num_aux=3,
+        objection=eagle3_objection,
+    ),
     "dflash": Layout(write_blocks, _shared.DFLASH, "layout", READ, lowest=1),
     "dspark": Layout(write_blocks, _shared.DSPARK, "layout", READ, lowest=1),
 }

@@ -132,8 +132,8 @@ class BlockHead(BorrowingHead):
         """Draft one block from each anchor; other states are zero."""
         marks = torch.ones_like(tokens, dtype=torch.bool) if anchors is None else anchors
         # rows with fewer anchors also draft from other positions, whose states are ignored
-        # the meta device has no counts: take the positions from which a whole block fits
-        fitting = min(self.num_anchors, marks.shape[1] - self.depth)
+        # the meta device has no counts: take the positions before a label
+        fitting = min(self.num_anchors, marks.shape[1] - 2)
         most = fitting if marks.is_meta else int(marks.sum(1).max())
         at = marks.int().argsort(dim=1, descending=True, stable=True)[:, :most].sort(1).values
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
