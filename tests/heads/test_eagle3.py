@@ -105,6 +105,10 @@ def test_stored_embedding_is_borrowed_if_equal_to_the_bases_and_kept_if_not(tmp_
     equal.bind(stored.double())
     assert not equal.config.own_embedding
     assert "embed_tokens.weight" not in equal.state_dict()
+    planned = loaded(TTT).to("meta")
+    planned.bind(stored.to("meta"))
+    assert planned.embedding is not None
+    assert planned.embedding.is_meta
     other.bind(stored + 1)
     other.save_pretrained(tmp_path)
     kept = loaded(tmp_path)

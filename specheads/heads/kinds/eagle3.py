@@ -158,7 +158,8 @@ class Head(FeedbackHead):
     ) -> None:
         """Borrow the base's embedding; one of its checkpoint that differs becomes its own."""
         copy, self.has_copy = self.embedding if self.has_copy else None, False
-        if copy is not None and not torch.equal(copy.to(embedding.dtype), embedding):
+        # a plan has shapes only
+        if copy is not None and not copy.is_meta and not torch.equal(copy.to(embedding), embedding):
             self.embed_tokens = nn.Embedding.from_pretrained(copy, freeze=False)
             self.config = replace(self.config, own_embedding=True)
         super().bind(embedding, projection, bias)
