@@ -67,7 +67,7 @@ class Objective(nn.Module):
         else:
             texts = early_enough(batch.loss_mask, batch.document_ids, 1)
             with record_function("head"):
-                every, guesses, visited = draft(self.head, features, own, texts)
+                every, guesses, visited = draft(self.head, features, batch, own, texts)
             learns &= visited | ~own.chosen
         # the number of rows is a shape: this synchronises with a GPU once a step
         rows, first = learns.nonzero(as_tuple=True)
@@ -80,7 +80,7 @@ class Objective(nn.Module):
                 states.append(state.to(product_dtype(state)))
         is_filling = torch.arange(len(rows), device=rows.device) >= count
         aims = labels[rows, first].masked_fill(is_filling[:, None], ABSENT)
-        # a level behind the end of the row has no label, and any hidden state
+        # a level past the end of the row has no label, and any hidden state
         last = hidden.shape[1] - 1
         before = [
             hidden[rows, (first + level - 1).clamp(max=last)]
@@ -88,7 +88,7 @@ class Objective(nn.Module):
         ]
         if own is not None and guesses is not None:
             given = guesses, hidden, rows[:count], first[:count]
-            some, expected, known = follow(own, self.head, *given)
+            some, expected, known = follow(own, self.head, batch, *given)
             expected = expected.T.where(aims[some] != ABSENT, ABSENT)
             aims = aims.index_copy(0, some, expected)
             before = [one.index_copy(0, some, known[k]) for k, one in enumerate(before)]

@@ -24,14 +24,16 @@ class OwnDrafts:
     """What a step needs to train on drafts of the head itself."""
 
     base: FrozenBase
-    batch: TokenBatch
-    """With the whole loss mask: the text that decoding would write."""
     chosen: Bool[Tensor, "batch time"]
     """First labels of the chains that read the head's drafts."""
 
 
 def draft(
-    head: Head, features: Features, own: OwnDrafts, labels: Bool[Tensor, "batch time"]
+    head: Head,
+    features: Features,
+    batch: TokenBatch,
+    own: OwnDrafts,
+    labels: Bool[Tensor, "batch time"],
 ) -> tuple[
     list[Float[Tensor, "batch time width"]],
     Int[Tensor, "batch time depth"],
@@ -46,7 +48,7 @@ def draft(
     follow as in measure/offline.py. `labels` is the loss mask without the first two tokens of each
     document, before which no chain can start.
     """
-    tokens = own.batch.tokens
+    tokens = batch.tokens
     # a label's chain starts two positions before it
     chosen, right = own.chosen.roll(-2, 1), labels.roll(-2, 1)
     accepted, states, guesses, read = torch.zeros_like(tokens), [], [], None
@@ -69,6 +71,7 @@ def draft(
 def follow(
     own: OwnDrafts,
     head: Head,
+    batch: TokenBatch,
     guesses: Int[Tensor, "batch time depth"],
     hidden: Float[Tensor, "batch time width"],
     rows: Int[Tensor, " row"],
@@ -81,16 +84,14 @@ def follow(
     it, else the base's best token. Depths behind a draft that is neither get -1: the base would
     reject it.
     """
-    tokens = own.batch.tokens
+    tokens = batch.tokens
     (chains,) = own.chosen[rows, first].nonzero(as_tuple=True)
     rows, first = rows[chains], first[chains]
     guesses = guesses[rows, first - 2]
-    branches = own.base.read_branches(
-        tokens, own.batch.document_ids, rows, first - 1, guesses[:, :-1]
-    )
+    branches = own.base.read_branches(tokens, batch.document_ids, rows, first - 1, guesses[:, :-1])
     hidden = torch.cat([hidden[rows, first - 1, None], branches], dim=1)
     places = first[:, None] + torch.arange(head.depth, device=first.device)
-    # no label counts behind the end of the row
+    # no label counts past the end of the row
     text = tokens[rows[:, None], places.clamp(max=tokens.shape[1] - 1)]
     best = _best(own.base.projection, hidden.flatten(0, 1), own.base.vocab_size).view_as(text)
     labels = torch.where(_all_before(guesses == text), text, best)

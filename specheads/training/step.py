@@ -131,7 +131,7 @@ class Teacher:
         given, drafts = (features, step.batch, step.loss_mask), None
         if settings.own_drafts:
             chosen = to_device(own_chains(step.batch, settings, step.seed), step.loss_mask.device)
-            drafts = OwnDrafts(self.base, step.batch, chosen & step.loss_mask)
+            drafts = OwnDrafts(self.base, chosen & step.loss_mask)
         loss = head_loss(*given, self.logits_of, settings, step.counts, drafts)
         found = figures(loss)
         if own is None:

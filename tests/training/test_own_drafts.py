@@ -45,13 +45,13 @@ def head(request: pytest.FixtureRequest) -> Head:
 
 def everywhere(batch: TokenBatch, base: FrozenBase) -> OwnDrafts:
     """Choose every label from the fourth position of a row or document on."""
-    return OwnDrafts(base, batch, torch.ones_like(batch.loss_mask))
+    return OwnDrafts(base, torch.ones_like(batch.loss_mask))
 
 
 def _drafted(head: Head, batch: TokenBatch, base: FrozenBase) -> tuple[Any, torch.Tensor]:
     features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
     labels = early_enough(batch.loss_mask, batch.document_ids, 1)
-    return draft(head, features, everywhere(batch, base), labels), features.hidden
+    return draft(head, features, batch, everywhere(batch, base), labels), features.hidden
 
 
 def drafted(head: Head, base: FrozenBase, known: list[int]) -> list[int]:
@@ -134,7 +134,9 @@ def test_targets_are_those_of_the_base_on_each_drafted_path():
     rows, first = torch.tensor(places).unbind(1)
     read = base.read(batch.tokens, document_ids=batch.document_ids).hidden
     head = build_for({"kind": "redrafter", "depth": DEPTH}, base)
-    chains, expected, states = follow(everywhere(batch, base), head, guesses, read, rows, first)
+    chains, expected, states = follow(
+        everywhere(batch, base), head, batch, guesses, read, rows, first
+    )
     assert chains.tolist() == [0, 1, 2, 3, 4]
     assert torch.equal(expected.T, labels)
     torch.testing.assert_close(
@@ -171,7 +173,7 @@ def test_a_batch_without_chosen_chains_has_the_loss_of_the_text(head: Head, weig
     base, batch = tiny.base(), packed(texts())
     settings = Phase(loss="kl", weighting=weighting, own_drafts=0.5)
     features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
-    none = OwnDrafts(base, batch, torch.zeros_like(batch.loss_mask))
+    none = OwnDrafts(base, torch.zeros_like(batch.loss_mask))
     losses = [
         Objective(head)(features, batch, batch.loss_mask, base.logits_of, settings, None, own).total
         for own in (None, none)
@@ -194,7 +196,7 @@ def test_only_visited_and_reached_depths_learn_from_own_drafts(head: Head):
     left = early_enough(batch.loss_mask, batch.document_ids, 1) & drafts[2]
     rows, first = left.nonzero(as_tuple=True)
     own, wanted = everywhere(batch, base), torch.zeros((), dtype=torch.double)
-    _, labels, _ = follow(own, head, drafts[1], hidden, rows, first)
+    _, labels, _ = follow(own, head, batch, drafts[1], hidden, rows, first)
     labels = labels.where(chains_of(batch, rows, first, DEPTH).T >= 0, -1)
     assert (labels[0] >= 0).all()
     for level, state in enumerate(drafts[0]):
