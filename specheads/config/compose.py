@@ -147,13 +147,12 @@ def _settings_of(command: str, overrides: Sequence[str]) -> Any:
 
 
 def _similar(command: str, overrides: Sequence[str], name: str) -> list[str]:
-    """Return the names of settings that are like `name`: of its own group, else of any group.
+    """Return the names of settings that are like `name`, from its own group or else from any.
 
     Phases and the settings of a head depend on the recipe and on other choices.
     """
-    keys = [(one.partition("=")[0], one) for one in overrides]
     groups = {"recipe", *(path.name for path in data_dir("configs").iterdir() if path.is_dir())}
-    chosen = lengthen(command, [one for key, one in keys if key in groups])
+    chosen = lengthen(command, [one for one in overrides if one.partition("=")[0] in groups])
     try:
         composed = OmegaConf.to_container(hydra.compose(command, chosen))
     # a choice that Hydra refuses
@@ -165,9 +164,10 @@ def _similar(command: str, overrides: Sequence[str], name: str) -> list[str]:
         names.setdefault(full.rpartition(".")[2], []).append(short.get(full, full))
     group, _, last = name.lstrip("-").replace("-", "_").rpartition(".")
     like = get_close_matches(last, names, cutoff=0.75)
-    found = [one for part in like for one in names[part]]
-    own = [one for one in found if one.rpartition(".")[0] == group]
-    return own[:1] or get_close_matches(name, found and names[like[0]], n=MOST_SIMILAR, cutoff=0)
+    if not like:
+        return []
+    own = [one for part in like for one in names[part] if one.rpartition(".")[0] == group]
+    return own[:1] or get_close_matches(name, names[like[0]], n=MOST_SIMILAR, cutoff=0)
 
 
 def _names(values: Any, where: str = "") -> Iterator[str]:

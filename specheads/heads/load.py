@@ -144,7 +144,7 @@ def _refuse_unlike(layer: LlamaLayer, tensors: Mapping[str, Tensor], base: Froze
     the same tensors.
     """
     layer = deepcopy(layer)
-    # a base has none of both
+    # a base has neither
     layer.norm_before_residual, layer.self_attn.attention_sink_bias = False, None
     layer.copy(tensors)
     tokens = torch.arange(FEW_TOKENS, device=base.device)[None] % base.vocab_size
