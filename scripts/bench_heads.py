@@ -6,13 +6,15 @@
 
     make speculators                                     an environment with that library
     .venv-speculators/bin/python scripts/bench_heads.py --speculators runs/smollm2 --out runs/theirs
+    .venv-speculators/bin/python scripts/bench_heads.py recipes/smollm2_long/equal_data.yaml
 
 A file has `recipe`; `train`, overrides of all trainings; `variants`, the overrides of each by name;
 `compare`, overrides of `specheads compare` by the name of a comparison; and maybe `heads`, folders
-of heads that were trained elsewhere. {out} and {text} stand for --out and --text, the generated
-text that the variants share. Finished parts are not repeated. OUT/FILE.json has the variants, what
-each training took, and all comparisons; --record copies it into the recipe's folder and updates the
-tables. Training speed is read from the logs, so nothing else should run at the same time.
+of heads that were trained elsewhere, and `speculators`, the variant on whose text speculators' head
+is trained too. {out} and {text} stand for --out and --text, the generated text that the variants
+share. Finished parts are not repeated. OUT/FILE.json has the variants, what each training took, and
+all comparisons; --record copies it into the recipe's folder and updates the tables. Training speed
+is read from the logs, so nothing else should run at the same time.
 
 --speculators trains the EAGLE-3 of the speculators library on the training text of a run: its
 model, loss, optimizers and document layout, with the defaults of its command line (--set changes
@@ -100,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         if options.speculators:
-            sys.stdout.write(train_speculators(options))
+            sys.stdout.write(train_speculators(options.speculators, options.out, options.set))
             return 0
         return bench(read_plan(options), options)
     except InputError as error:
@@ -136,6 +138,14 @@ def read_plan(options: argparse.Namespace) -> dict[str, Any]:
         known = ", ".join(plan["variants"])
         raise InputError(f"--only must be among {known}, got {unknown[0]}; correct its name")
     chosen = options.only or [*plan["variants"]]
+    taught = plan.get("speculators")
+    if taught is not None:
+        if taught not in chosen:
+            raise InputError(
+                f"speculators must be among {', '.join(chosen)}, got {taught}; name a variant "
+                "that is trained"
+            )
+        refuse_without_speculators()
     return plan | {"variants": {name: plan["variants"][name] for name in chosen}}
 
 
@@ -146,9 +156,14 @@ def bench(plan: Mapping[str, Any], options: argparse.Namespace) -> int:
         if code := _train(run, training_of(plan, name, options)):
             return code
     training = {name: trained(run) for name, run in runs.items()}
+    compared = [*runs.values(), *plan.get("heads", [])]
+    if "speculators" in plan:
+        compared.append(options.out / "speculators")
+        if not compared[-1].exists():
+            print(train_speculators(runs[plan["speculators"]], compared[-1], []), end="")
     table: dict[str, Any] = {"schema": 3, **plan, "training": training}
     out = options.out / f"{options.file.stem}.json"
-    heads = f"heads=[{','.join(map(str, [*runs.values(), *plan.get('heads', [])]))}]"
+    heads = f"heads=[{','.join(map(str, compared))}]"
     for name, asked in plan["compare"].items():
         folder = options.out / f"{options.file.stem}-{name}"
         words = [heads, f"out={folder}", "drafters=[head]", *asked, *options.measure]
@@ -208,14 +223,19 @@ def trained(run: Path) -> dict[str, Any]:
     }
 
 
-def train_speculators(options: argparse.Namespace) -> str:
-    """Train the speculators model on the text of the run, save it, and return a summary."""
+def refuse_without_speculators() -> None:
+    """Refuse an environment without the library."""
     if find_spec("speculators") is None:
         raise InputError("speculators must be installed where this runs; make speculators does it")
-    if options.out.exists():
-        raise InputError(f"--out must be a new folder, and {options.out} exists; remove it")
-    source = opened(options.speculators)
-    trainer, chosen = made(source, options.set)
+
+
+def train_speculators(run: Path, out: Path, words: Sequence[str]) -> str:
+    """Train the speculators model on the text of a run, save it, and return a summary."""
+    refuse_without_speculators()
+    if out.exists():
+        raise InputError(f"--out must be a new folder, and {out} exists; remove it")
+    source = opened(run)
+    trainer, chosen = made(source, words)
     rows: list[dict[str, float]] = []
     with progress(shown=True) as bar:
         task = bar.add_task("speculators", total=trainer.config.max_steps, numbers="")
@@ -228,15 +248,15 @@ def train_speculators(options: argparse.Namespace) -> str:
             rows.append(said | sizes | {"seconds": time.perf_counter() - began})
             bar.update(task, advance=1, numbers=f"loss {said['loss']:.3f}")
     told = summary(rows, source.settings.log_every) | {
-        "run": nearby(str(options.speculators)),
+        "run": nearby(str(run)),
         "base": source.base.fingerprint,
         "speculators": {"version": metadata.version("speculators")} | chosen,
         "provenance": asdict(provenance()),
     }
-    with atomic_folder(options.out) as folder:
+    with atomic_folder(out) as folder:
         trainer.model.save_pretrained(folder)
         (folder / "training.json").write_text(as_json(told), encoding="utf-8")
-    return f"wrote {options.out} after {len(rows)} steps, at a loss of {rows[-1]['loss']:.3f}\n"
+    return f"wrote {out} after {len(rows)} steps, at a loss of {rows[-1]['loss']:.3f}\n"
 
 
 def opened(place: Path) -> Source:

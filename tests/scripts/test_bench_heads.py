@@ -16,6 +16,7 @@ from specheads.config import compose
 
 ROOT = Path(__file__).parents[2]
 ABLATIONS = ROOT / "recipes" / "smollm2" / "ablations.yaml"
+FILES = sorted(set(ROOT.glob("recipes/*/*.yaml")) - set(ROOT.glob("recipes/*/recipe.yaml")))
 PHASE = "schedule.phases.distilled"
 
 
@@ -57,6 +58,20 @@ def test_an_ablation_is_the_recipe_but_for_what_it_names(script: ModuleType, tmp
     assert settings("corpus_first")["init"] == str(tmp_path / "corpus_alone" / "head")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES, ids=[f"{one.parent.name}/{one.stem}" for one in FILES])
+def test_every_file_of_variants_asks_for_settings_that_exist(
+    script: ModuleType, monkeypatch: Any, file: Path
+):
+    monkeypatch.setattr(script, "find_spec", lambda _: file)
+    options = script._parse([str(file)])
+    plan = script.read_plan(options)
+    for name in plan["variants"]:
+        compose.settings_of("train", script.training_of(plan, name, options))
+    for words in plan["compare"].values():
+        compose.settings_of("compare", ["heads=[a,b]", *words])
+
+
 @pytest.mark.parametrize(
     ("text", "more", "told"),
     [
@@ -64,9 +79,14 @@ def test_an_ablation_is_the_recipe_but_for_what_it_names(script: ModuleType, tmp
         ("a: [", [], "must be YAML"),
         ("recipe: smoke", [], "must have recipe, variants and compare"),
         ("{recipe: a, variants: {b: []}, compare: {}}", ["--only", "c"], "among b, got c"),
+        ("{recipe: a, variants: {b: []}, compare: {}, speculators: c}", [], "among b, got c"),
+        ("{recipe: a, variants: {b: []}, compare: {}, speculators: b}", [], "must be installed"),
     ],
 )
-def test_a_mistake_is_one_line(script: ModuleType, tmp_path: Path, capsys: Any, text, more, told):
+def test_a_mistake_is_one_line(
+    script: ModuleType, tmp_path: Path, capsys: Any, monkeypatch: Any, text, more, told
+):
+    monkeypatch.setattr(script, "find_spec", lambda _: None)
     file = tmp_path / "plan.yaml"
     if text is not None:
         file.write_text(text)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -143,6 +144,32 @@ def test_it_trains_on_a_run_s_own_text_and_its_folder_drafts_here(
     alone = generate(source.base, None, prompts, max_new_tokens=12, stop_at_eos=False)
     drafted = generate(source.base, head, prompts, max_new_tokens=12, stop_at_eos=False)
     assert drafted.tokens == alone.tokens
+
+
+@with_speculators
+@pytest.mark.slow
+def test_a_file_of_variants_compares_it_too(script: ModuleType, tmp_path: Path):
+    plan = {
+        "recipe": "smoke",
+        "train": [
+            f"base.model={Path(__file__).parents[2] / 'recipes' / 'tiny_code' / 'base'}",
+            "~schedule.phases.corpus",
+            "schedule.phases.distilled.distill.folder={text}",
+            "schedule.phases.distilled.steps=4",
+        ],
+        "variants": {"mine": ["head=medusa"]},
+        "speculators": "mine",
+        "compare": {"chain": ["tree=chain", "temperatures=[0]"]},
+    }
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    short = ("num_prompts=2", "max_new_tokens=8", "speed_prompts=1")
+    words = [str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "out"), "--measure"]
+    assert script.main([*words, *(f"evaluation.{one}" for one in short)]) == 0
+    table = json.loads((tmp_path / "out" / "plan.json").read_text())
+    (condition,) = table["chain"]["conditions"]
+    assert [*condition["drafters"]] == ["mine", "speculators"]
+    told = json.loads((tmp_path / "out" / "speculators" / "training.json").read_text())
+    assert told["tokens"] == table["training"]["mine"]["tokens"]
 
 
 @with_speculators
