@@ -1,23 +1,25 @@
 """One call of a command: compose its settings, run it, and report errors and interrupts."""
 
 import logging
+import math
 import os
 import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from specheads.commands import _help
 from specheads.config import compose
 from specheads.config.commands import Train
-from specheads.core.errors import InputError, causes, first_line, printable
+from specheads.core.errors import ONE_STOP, InputError, causes, first_line, printable
 from specheads.runs.settings import read_settings
 
 T = TypeVar("T")
@@ -143,8 +145,8 @@ def _bug(error: Exception) -> str:
 def interruptible() -> Iterator[None]:
     """Raise KeyboardInterrupt at SIGTERM too, unless another handler takes the first signal.
 
-    A second signal ends the process at once. A thread reads it, because Python runs no handler
-    while the main thread waits for another process. A run survives a kill at any moment.
+    A second request to stop ends the process at once. A thread reads it, because Python runs no
+    handler while the main thread waits for another process. A run survives a kill at any moment.
     """
     # only the main thread receives signals
     if threading.current_thread() is not threading.main_thread():
@@ -153,31 +155,42 @@ def interruptible() -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     threading.Thread(target=_watch, args=(reader,), daemon=True).start()
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = [signal.signal(number, _interrupt) for number in SIGNALS]
     descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield
     finally:
         signal.set_wakeup_fd(descriptor)
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
         os.close(writer)
 
 
+def _interrupt(*_: object) -> NoReturn:
+    """Raise KeyboardInterrupt once: a second one would break what cleans up after the first."""
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: None)
+    raise KeyboardInterrupt
+
+
 def _watch(reader: int) -> None:
-    """Count the signals whose numbers arrive in a pipe, and exit at the second one."""
-    count = 0
+    """Read the numbers of signals from a pipe, and exit at the second request to stop."""
+    first = math.inf
     with open(reader, "rb", buffering=0) as numbers:
         while number := numbers.read(1):
-            count += number[0] in SIGNALS
-            if count > 1:
-                os.write(2, b"interrupted again: stopped at once\n")
-                os._exit(INTERRUPTED)
+            if number[0] in SIGNALS:
+                now = time.monotonic()
+                if now - first > ONE_STOP:
+                    os.write(2, b"interrupted again: stopped at once\n")
+                    os._exit(INTERRUPTED)
+                first = min(first, now)
 
 
 def _forget() -> None:
     """Restore signals in a forked process: a pool ends its workers by SIGTERM."""
-    if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGTERM) is _interrupt:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.set_wakeup_fd(-1)
 
 

@@ -4,6 +4,10 @@ from collections.abc import Iterator
 from operator import index
 from typing import Any
 
+ONE_STOP = 0.5
+"""Seconds in which several signals are one request to stop: timeout(1) signals a process and its
+group."""
+
 
 class InputError(ValueError):
     """A setting, file or argument is refused, in one line with rule, value and remedy.

@@ -1,7 +1,9 @@
 """The training loop over all phases of a schedule."""
 
+import math
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,7 @@ from rich.progress import Progress
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.core.errors import InputError
+from specheads.core.errors import ONE_STOP, InputError
 from specheads.core.files import atomic_folder
 from specheads.core.machine import release_freed
 from specheads.data.packing import BatchStream, TokenBatch
@@ -186,7 +188,10 @@ class _Trainer:
 
     @contextmanager
     def on_interrupt(self) -> Iterator[None]:
-        """Turn the first SIGINT or SIGTERM inside the context into a stop request."""
+        """Turn the first SIGINT or SIGTERM inside the context into a stop request.
+
+        A later one interrupts, unless it comes in the same moment.
+        """
         # only the main thread receives signals
         is_main = threading.current_thread() is threading.main_thread()
         # read both handlers first: an interrupt may come after the first replacement
@@ -196,9 +201,15 @@ class _Trainer:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+        first = math.inf
+
         def request_stop(*_: Any) -> None:
-            self.stop = True
-            restore()
+            nonlocal first
+            now = time.monotonic()
+            if now - first > ONE_STOP:
+                restore()
+                raise KeyboardInterrupt
+            self.stop, first = True, min(first, now)
 
         try:
             for number in before:

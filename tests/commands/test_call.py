@@ -25,7 +25,7 @@ from specheads.commands import _call, _help, commands
 from specheads.commands._call import INTERRUPTED, SIGNALS, call, interruptible
 from specheads.config import compose
 from specheads.config.commands import Train
-from specheads.core.errors import InputError
+from specheads.core.errors import ONE_STOP, InputError
 
 Called = Callable[..., tuple[int, str]]
 
@@ -197,12 +197,38 @@ def test_second_signal_ends_a_process_that_ignores_signals(numbers: tuple[signal
     ready.wait()
     assert process.pid is not None
     for number in numbers:
-        # the kernel merges two pending signals of one number
-        time.sleep(0.2)
+        time.sleep(ONE_STOP + 0.1)
         assert process.is_alive()
         os.kill(process.pid, number)
     process.join()
     assert process.exitcode == INTERRUPTED
+
+
+def clean_up(ready: Event, done: Any) -> None:
+    """Take a while to save the work after an interrupt."""
+    with interruptible():
+        try:
+            ready.set()
+            time.sleep(600)
+        except KeyboardInterrupt:
+            time.sleep(0.3)
+            done.set()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signals_of_one_moment_are_one_interrupt(number: signal.Signals):
+    # timeout(1) signals the process and then its group
+    ready, done = FORK.Event(), FORK.Event()
+    process = FORK.Process(target=clean_up, args=(ready, done))
+    process.start()
+    ready.wait()
+    assert process.pid is not None
+    for _ in range(3):
+        os.kill(process.pid, number)
+        # the kernel merges two pending signals of one number
+        time.sleep(0.05)
+    process.join()
+    assert (process.exitcode, done.is_set()) == (0, True)
 
 
 def wait(ready: Event) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.core.errors import InputError
+from specheads.core.errors import ONE_STOP, InputError
 from specheads.core.machine import computes_bfloat16
 from specheads.data.packing import BatchStream, TokenBatch
 from specheads.heads.load import build, build_for, kinds
@@ -193,7 +194,9 @@ def test_interrupt_leaves_a_checkpoint_to_resume(at, tmp_path, monkeypatch):
 
     def interrupted(self, batch, phase, number):
         if number == at:
-            os.kill(os.getpid(), signal.SIGTERM)
+            # timeout(1) signals the process and then its group
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
         return step(self, batch, phase, number)
 
     monkeypatch.setattr(Stepper, "step", interrupted)
@@ -206,6 +209,19 @@ def test_interrupt_leaves_a_checkpoint_to_resume(at, tmp_path, monkeypatch):
     monkeypatch.undo()
     run_training(tmp_path, schedule)
     assert last_step(run) == 12
+
+
+def test_second_interrupt_does_not_wait_for_the_step(tmp_path: Path, monkeypatch: Any):
+    def interrupted(*_: Any) -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(ONE_STOP + 0.1)
+        pytest.fail("it went on")
+
+    monkeypatch.setattr(Stepper, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_training(tmp_path, Schedule(phases={"corpus": phase()}))
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_each_phase_reads_its_text_from_the_beginning(tmp_path: Path):
