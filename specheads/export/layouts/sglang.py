@@ -64,6 +64,10 @@ LAYOUTS = {
         num_aux=3,
         objection=eagle3_objection,
     ),
-    "dflash": Layout(write_blocks, _shared.DFLASH, "layout", READ, lowest=1),
-    "dspark": Layout(write_blocks, _shared.DSPARK, "layout", READ, lowest=1),
+    "dflash": Layout(
+        write_blocks, _shared.DFLASH, "layout", READ, lowest=1, objection=_shared.scaled_embedding
+    ),
+    "dspark": Layout(
+        write_blocks, _shared.DSPARK, "layout", READ, lowest=1, objection=_shared.scaled_embedding
+    ),
 }
