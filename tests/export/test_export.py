@@ -398,6 +398,14 @@ def test_a_block_head_is_refused_for_a_base_with_a_bias_of_its_lm_head(engine):
         find_layout(head, base, engine)
 
 
+def test_gemma_3_is_refused_for_eagle3_in_sglang():
+    layers = {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
+    base = tiny.own_base("gemma3", **layers)
+    head = make("eagle3", base, aux_layers=[1, 2, 3])
+    with pytest.raises(ValueError, match=r"without their residual stream; .*: llama_cpp, .*vllm$"):
+        find_layout(head, base, "sglang")
+
+
 @pytest.mark.parametrize("engine", ["sglang", "llama_cpp", "speculators"])
 def test_dspark_is_refused_for_a_base_that_scales_its_logits(engine):
     base = tiny.base("granite")
