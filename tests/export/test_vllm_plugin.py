@@ -366,7 +366,7 @@ def test_a_base_with_a_quantised_lm_head_is_refused(packed, tmp_path, monkeypatc
     build("medusa").save_pretrained(tmp_path)
     monkeypatch.setenv(HEAD_VARIABLE, str(tmp_path))
     vllm.register()
-    model = target()
+    model: Any = target()
     if packed:
         # GPTQ has a qweight instead
         del model[1].weight
