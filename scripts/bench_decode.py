@@ -171,11 +171,12 @@ def bare_forward(
     """Return what takes a plain forward of the model, and what takes it back."""
     cache = DynamicCache(config=base.config)
     read = torch.tensor([prompt], device=base.device)
-    base.model(input_ids=read, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    given: Any = {base.cache_argument: cache, "use_cache": True}
+    base.model(input_ids=read, logits_to_keep=1, **given)
     tokens = torch.zeros(1, nodes, dtype=torch.long, device=base.device)
 
     def forward() -> None:
-        base.model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        base.model(input_ids=tokens, **given)
 
     return forward, lambda: cache.crop(-nodes)
 

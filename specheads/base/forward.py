@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -258,7 +259,7 @@ class Forwards:
         self, inputs: dict[str, Any], cache: RowCache, aux_layers: AuxLayers
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         assert self._layers is not None
-        inputs["past_key_values"] = DeferredCache()
+        inputs[self.cache_argument] = DeferredCache()
         compiled, unnormed = self._layers.active(), self._last_stream(aux_layers)
         with attending(self.config, cache, deferred=True), compiled as streams, unnormed as last:
             logits, out = answer(self.model, self.projection, **inputs)
@@ -308,9 +309,15 @@ class Forwards:
             ),
             # the last levels of a tree may exceed the context; their nodes are never used
             "position_ids": (cache.positions[:, None] + depths).clamp(max=self.max_length - 1),
-            "past_key_values": cache,
+            self.cache_argument: cache,
             "use_cache": True,
         }
+
+    @cached_property
+    def cache_argument(self) -> str:
+        """Name of the model's argument for its cache, which transformers 5.24 renamed."""
+        names = signature(self.model.base_model.forward).parameters
+        return "cache" if "cache" in names else "past_key_values"
 
     def _by_kind(self, mask: Callable[[int | None], Tensor]) -> Any:
         """Return the mask of each kind of layer by its window, or the one of the only kind."""

@@ -158,7 +158,11 @@ _PROCESSORS: dict[type, tuple[str, str]] = {
     processors.MinPLogitsWarper: ("min_p", "min_p"),
 }
 """Supported processors in `Sampling`'s order: the setting, and the processor's attribute."""
-_HARMLESS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_HARMLESS = {
+    *("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"),
+    # the name of past_key_values since transformers 5.24
+    "cache",
+}
 """Arguments of the model that are checked here or do not change tokens."""
 _RECORDS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
@@ -190,7 +194,7 @@ def caller() -> dict[str, Any]:
 def _refuse(config: GenerationConfig, given: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
     """Refuse arguments that a head cannot follow."""
     mode = config.get_generation_mode(given.get("assistant_model"))
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     has_cache = getattr(cache, "_is_user_defined", False) or (cache and cache.get_seq_length())
     others = {name for name, value in model_kwargs.items() if value is not None} - _HARMLESS
     refused = {

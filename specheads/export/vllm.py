@@ -404,10 +404,10 @@ class Proposer:
 
 def _borrowed(target: torch.nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gather the input embedding, the vocabulary projection and its bias from all devices."""
-    layers = importlib.import_module(EMBEDDING)
+    kinds = importlib.import_module(EMBEDDING)
     gather = importlib.import_module(PARALLEL).tensor_model_parallel_all_gather
-    tables = [one for one in target.modules() if isinstance(one, layers.VocabParallelEmbedding)]
-    inputs = [one for one in tables if not isinstance(one, layers.ParallelLMHead)]
+    tables = [one for one in target.modules() if isinstance(one, kinds.VocabParallelEmbedding)]
+    inputs = [one for one in tables if not isinstance(one, kinds.ParallelLMHead)]
     if not inputs:
         raise InputError(
             "a head needs its base's input embedding on the device that samples; serve without "
@@ -415,8 +415,16 @@ def _borrowed(target: torch.nn.Module) -> tuple[Tensor, Tensor, Tensor | None]:
         )
     # a base with tied embeddings has no ParallelLMHead
     outputs = [one for one in tables if one not in inputs] or inputs
+    layers = inputs[0], outputs[0]
+    stored = [getattr(layer, "weight", torch.empty(0, dtype=torch.uint8)) for layer in layers]
+    if any(weight.dtype.itemsize < 2 for weight in stored):
+        raise InputError(
+            "a head needs its base's embedding and lm_head in 16 or 32 bits, and this base has a "
+            "quantised one; serve a base that keeps both"
+        )
     embedding, projection = (
-        gather(layer.weight.data, 0)[: layer.org_vocab_size] for layer in (inputs[0], outputs[0])
+        gather(weight.data, 0)[: layer.org_vocab_size]
+        for weight, layer in zip(stored, layers, strict=True)
     )
     if (bias := getattr(outputs[0], "bias", None)) is not None:
         bias = gather(bias.data, 0)[: len(projection)]

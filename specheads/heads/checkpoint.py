@@ -28,6 +28,8 @@ WEIGHT_FILES = (
 )
 """Weight files; the first pattern with a match is used. Pickles are read with weights_only."""
 INDEX_SUFFIX = ".index.json"
+MASK_EMBEDDING = "mask_embedding.pt"
+"""File of some DFlash heads, whose masks SGLang and vLLM then embed by it."""
 CODE_KEYS = ("_target_", "auto_map", "custom_pipelines")
 """Settings that name code. They are refused instead of ignored."""
 SAVED_BY = ("Eagle3", "PEagle", "DFlash", "DSpark", "MTP")
@@ -62,6 +64,11 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     A ValueError is raised if a file is missing, damaged, outside the folder, has other objects than
     tensors, or repeats a name.
     """
+    if (folder / MASK_EMBEDDING).is_file():
+        raise InputError(
+            f"masks of a head are embedded by the base's row of mask_token_id, and {folder} has an "
+            f"embedding of its own in {MASK_EMBEDDING}; choose another checkpoint"
+        )
     files = next(filter(None, (_files(folder, pattern) for pattern in WEIGHT_FILES)), None)
     if files is None:
         raise InputError(

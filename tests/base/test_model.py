@@ -1,5 +1,7 @@
 import copy
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +61,22 @@ def test_golden_numbers_are_reproduced(case, dtype, attention):
     assert_golden(base.projection(features.hidden)[0, positions], io["out.logits.0"])
 
     assert generate(base, None, prompts, max_new_tokens=len(said[0])).tokens == said
+
+
+def test_a_model_may_take_its_cache_by_its_name_of_transformers_5_24():
+    model, prompts = tiny.own_base("llama").model, tiny.prompts()
+    alone = generate(FrozenBase(model), None, prompts, max_new_tokens=8).tokens
+    forward = model.base_model.forward
+
+    names = signature(forward).parameters
+
+    def renamed(cache: Any = None, **given: Any) -> Any:
+        assert given.pop("past_key_values", None) is None
+        old = {"past_key_values": cache} if "past_key_values" in names else {"cache": cache}
+        return forward(**old, **given)
+
+    model.base_model.forward = renamed
+    assert generate(FrozenBase(model), None, prompts, max_new_tokens=8).tokens == alone
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)

@@ -101,6 +101,16 @@ def test_greedy_output_equals_generate_for_every_head(kind: str, inputs: dict[st
     assert torch.equal(speculated(inputs, small_head(kind), TREE, **ends), plain(inputs, **ends))
 
 
+def test_the_cache_may_have_its_name_of_transformers_5_24():
+    decode = specheads.custom_generate(tiny.oracle(3))
+
+    def renamed(*args: Any, **given: Any) -> Any:
+        cache = given.pop("past_key_values", None)
+        return decode(*args, **{"cache": cache} | given)
+
+    assert torch.equal(model().generate(**ALONE, **settings(), custom_generate=renamed), plain())
+
+
 @pytest.mark.parametrize("architecture", [name for name in tiny.ARCHITECTURES if name != "llama"])
 def test_greedy_output_equals_generate_on_every_architecture(architecture: str):
     base: Any = tiny.base(architecture).model

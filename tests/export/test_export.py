@@ -398,6 +398,26 @@ def test_a_block_head_is_refused_for_a_base_with_a_bias_of_its_lm_head(engine):
         find_layout(head, base, engine)
 
 
+def test_gemma_3_is_refused_for_eagle3_in_sglang():
+    layers = {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
+    base = tiny.own_base("gemma3", **layers)
+    head = make("eagle3", base, aux_layers=[1, 2, 3])
+    with pytest.raises(ValueError, match=r"without their residual stream; .*: llama_cpp, .*vllm$"):
+        find_layout(head, base, "sglang")
+
+
+@pytest.mark.parametrize("engine", ["sglang", "llama_cpp", "speculators"])
+def test_dspark_is_refused_for_a_base_that_scales_its_logits(engine):
+    base = tiny.base("granite")
+    head = make("dspark", base, num_layers=1, markov_rank=5)
+    with pytest.raises(ValueError, match="logits that the engine does not scale"):
+        find_layout(head, base, engine)
+    # the logits of other blocks keep their order, and a draft vocabulary has scaled rows
+    find_layout(make("dflash", base, num_layers=1), base, engine)
+    if engine != "sglang":
+        find_layout(make("dspark", base, num_layers=1, draft_tokens=20), base, engine)
+
+
 @pytest.mark.parametrize(
     ("kind", "aux_layers", "is_right"),
     [

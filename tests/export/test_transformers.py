@@ -239,8 +239,11 @@ def test_a_base_in_the_cache_of_the_hub_is_copied_without_its_links(tmp_path, mo
     assert stored(folder).keys() == stored(tmp_path / "out").keys()
 
 
-def test_dflash_needs_a_base_with_a_plain_embedding(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "engine"), [("dflash", "transformers"), ("dflash", "sglang"), ("dspark", "sglang")]
+)
+def test_a_block_head_needs_a_base_with_a_plain_embedding(kind, engine, tmp_path):
     base = tiny.base("gemma3")
-    head = build_for({"kind": "dflash", "depth": 2, "num_layers": 1}, base)
-    with pytest.raises(InputError, match=r"embeds tokens by Gemma3TextScaled.*: llama_cpp, sglang"):
-        export_head(head, base, "transformers", tmp_path / "out", [])
+    head = build_for({"kind": kind, "depth": 2, "num_layers": 1}, base)
+    with pytest.raises(InputError, match=r"embeds tokens by Gemma3TextScaled.*: llama_cpp, specu"):
+        export_head(head, base, engine, tmp_path / "out", [])

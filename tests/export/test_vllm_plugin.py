@@ -361,6 +361,22 @@ def test_model_whose_states_lack_the_final_norm_is_refused(tmp_path, monkeypatch
 
 
 @pytest.mark.usefixtures("prepared")
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_base_with_a_quantised_lm_head_is_refused(packed, tmp_path, monkeypatch):
+    build("medusa").save_pretrained(tmp_path)
+    monkeypatch.setenv(HEAD_VARIABLE, str(tmp_path))
+    vllm.register()
+    model: Any = target()
+    if packed:
+        # GPTQ has a qweight instead
+        del model[1].weight
+    else:
+        model[1].weight = nn.Parameter(model[1].weight.to(torch.float8_e4m3fn), False)
+    with pytest.raises(ValueError, match="this base has a quantised one"):
+        vllm.Proposer(config()).load_model(model)
+
+
+@pytest.mark.usefixtures("prepared")
 def test_base_with_other_weights_is_refused_unless_forced(tmp_path, monkeypatch):
     base = tiny.base()
     head = load.build_for({"kind": "mlp_speculator", "depth": DEPTH}, base)

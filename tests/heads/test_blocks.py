@@ -177,3 +177,10 @@ def test_unsupported_checkpoints_are_refused(change: dict, message: str):
     config = {"architectures": ["Qwen3DSparkModel"], "hidden_size": 32, "markov_rank": 5} | change
     with pytest.raises(ValueError, match=message):
         dspark.read_public(config, {})
+
+
+def test_a_trained_embedding_of_the_mask_is_refused(tmp_path: Path):
+    folder = changed("dflash_z_lab", tmp_path)
+    torch.save({"embedding": torch.ones(32), "mask_token_id": 60}, folder / "mask_embedding.pt")
+    with pytest.raises(ValueError, match=r"an embedding of its own in mask_embedding\.pt"):
+        load_head(folder)

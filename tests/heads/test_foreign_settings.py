@@ -68,6 +68,8 @@ MIXED = WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
         ("mtp_deepseek", "", {"scoring_func": "softmax"}, {"n_shared_experts": None}),
         ("peagle", "speculators_config", {"planted_setting": 3}, {"algorithm": "peagle"}),
         ("mtp_speculators", INNER, {"final_logit_softcapping": 30.0}, {"num_labels": None}),
+        ("eagle3_chain", "", {"rope_is_neox_style": False}, {"rope_is_neox_style": True}),
+        ("dflash_z_lab", "", {"is_neox_style": False}, {"is_neox_style": True}),
         ("dflash_z_lab", "", WINDOW, {"num_target_layers": 9}),
         ("dflash_z_lab", DFLASH, {"projector_type": "domino"}, {"projector_type": "dflash"}),
         ("dflash_z_lab", DFLASH, {"causal": True}, {"causal": False}),

@@ -52,6 +52,8 @@ def objection(head: Head, base: FrozenBase, layout: Layout | None) -> str:
         return "it does not load this kind"
     if isinstance(head, BlockHead) and base.projection.bias is not None:
         return "it applies the base's lm_head to such heads without its bias"
+    if head.kind == "dspark" and base.projection.scale != 1.0 and head.draft_ids is None:
+        return "its Markov head adds to logits that the engine does not scale as the base does"
     known = layout.settings
     for item in dataclasses.fields(head.config):
         value, factory = getattr(head.config, item.name), item.default_factory

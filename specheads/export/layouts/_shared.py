@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
@@ -260,6 +260,12 @@ def authors_config(head: Head, base: FrozenBase) -> dict[str, Any]:
         **markov_config(head),
         "torch_dtype": stored_dtype(head),
     }
+
+
+def scaled_embedding(_: Head, base: FrozenBase) -> str:
+    """Object to a base that scales its embedding, for engines whose drafts read it scaled."""
+    embedding = type(base.model.get_input_embeddings())
+    return "" if embedding is nn.Embedding else f"the base embeds tokens by {embedding.__name__}"
 
 
 def markov_config(head: Head) -> dict[str, Any]:

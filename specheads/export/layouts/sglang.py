@@ -49,6 +49,9 @@ BY_INPUTS = (
 def eagle3_objection(head: Head, base: FrozenBase) -> str:
     """Object to layers in place of which SGLang would read others."""
     kind, first = type(base.model).__name__, head.aux_layers[0]
+    # sgl-project/sglang#39286
+    if kind in ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"):
+        return "it reads the layers of Gemma 3 without their residual stream"
     if kind not in BY_INPUTS or first == 2:
         return ""
     return f"it reads other layers of {kind} unless aux_layers begin with 2, here with {first}"
@@ -64,6 +67,10 @@ LAYOUTS = {
         num_aux=3,
         objection=eagle3_objection,
     ),
-    "dflash": Layout(write_blocks, _shared.DFLASH, "layout", READ, lowest=1),
-    "dspark": Layout(write_blocks, _shared.DSPARK, "layout", READ, lowest=1),
+    "dflash": Layout(
+        write_blocks, _shared.DFLASH, "layout", READ, lowest=1, objection=_shared.scaled_embedding
+    ),
+    "dspark": Layout(
+        write_blocks, _shared.DSPARK, "layout", READ, lowest=1, objection=_shared.scaled_embedding
+    ),
 }

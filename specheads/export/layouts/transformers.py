@@ -6,8 +6,6 @@ MuseGlimmerAssistantModel: Qwen3 layers behind a fusion of the base's layers, as
 
 from pathlib import Path
 
-from torch import nn
-
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.export.layouts import _shared
@@ -39,14 +37,13 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
     return Folder(config, tensors, (line,))
 
 
-def objection(_: Head, base: FrozenBase) -> str:
-    """Object to a base that scales its embedding, because the drafts would read it scaled."""
-    embedding = type(base.model.get_input_embeddings())
-    return "" if embedding is nn.Embedding else f"the base embeds tokens by {embedding.__name__}"
-
-
 LAYOUTS = {
     "dflash": Layout(
-        write, _shared.DFLASH, "run", "by transformers 5.23 on a CPU", lowest=1, objection=objection
+        write,
+        _shared.DFLASH,
+        "run",
+        "by transformers 5.23 on a CPU",
+        lowest=1,
+        objection=_shared.scaled_embedding,
     )
 }

@@ -27,7 +27,7 @@ from specheads.heads.layers.attention import (
 )
 from specheads.heads.layers.common import LOW_MIDDLE_HIGH, RMSNorm
 from specheads.heads.layers.feedback import FeedbackHead
-from specheads.heads.layers.rotary import published
+from specheads.heads.layers.rotary import HALVES, published
 
 
 @dataclass(kw_only=True, slots=True)
@@ -236,6 +236,7 @@ PLAIN = {
     "use_mtp_layernorm": False,
     "next_layer_regular": True,
     "parallel_draft_step": 1,
+    **HALVES,
 }
 """Settings of public checkpoints with the only supported value of each."""
 USED = (

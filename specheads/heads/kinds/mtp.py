@@ -26,7 +26,7 @@ from specheads.heads.layers.attention import (
 )
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.feedback import FeedbackHead
-from specheads.heads.layers.rotary import published
+from specheads.heads.layers.rotary import HALVES, published
 
 
 @dataclass(kw_only=True, slots=True)
@@ -122,6 +122,7 @@ PLAIN = {
     "partial_rotary_factor": 1,
     "mtp_layer_types": "full_attention",
     "mtp_mlp_layer_types": "dense",
+    **HALVES,
 }
 """Settings of public checkpoints with the only supported value of each."""
 UNREAD = (

@@ -27,7 +27,7 @@ from specheads.heads.layers.attention import (
     published_sizes,
 )
 from specheads.heads.layers.common import BorrowingHead, RMSNorm
-from specheads.heads.layers.rotary import published
+from specheads.heads.layers.rotary import HALVES, published
 
 
 @dataclass(kw_only=True, slots=True)
@@ -248,6 +248,7 @@ PLAIN_SETTINGS = {
     "attention_mode": "gqa",
     "logit_scale": 1,
     "output_multiplier": 1,
+    **HALVES,
 }
 """Settings of public checkpoints with the only supported value of each."""
 PLAIN_MARKOV = {

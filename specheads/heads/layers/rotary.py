@@ -23,6 +23,8 @@ YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"
 """Optional parameters of yarn."""
 NAMES = ("rope_type", "type", "rope_theta")
 """Entries of published settings that are no parameters of a scaling."""
+HALVES = {"rope_is_neox_style": True, "is_neox_style": True}
+"""Published settings of `rotate`, which pairs the halves of a head and not its neighbours."""
 Rope = tuple[float, tuple[tuple[str, Any], ...]]
 """Base of the frequencies, and their scaling as sorted items; empty is no scaling."""
 
