@@ -360,7 +360,12 @@ class Forwards:
         if self.config.num_hidden_layers not in aux_layers:
             yield found
             return
-        hook = self.final_norm.register_forward_pre_hook(lambda _, given: found.append(given[0]))
+
+        def keep(_: Any, given: tuple[Tensor, ...]) -> None:
+            # NanoChat norms its embedding with the same module
+            found[:] = given[:1]
+
+        hook = self.final_norm.register_forward_pre_hook(keep)
         try:
             yield found
         finally:
@@ -371,4 +376,9 @@ def _features(out: Any, tokens: Tensor, aux_layers: AuxLayers, last: list[Tensor
     # numbered as in transformers: the input of each layer; then the stream after all layers
     streams = [*(out.hidden_states or ())[:-1], *last]
     streams = [streams[layer] for layer in aux_layers]
+    if any(one.shape != out.last_hidden_state.shape for one in streams):
+        raise InputError(
+            f"aux_layers need a base with one residual stream of {out.last_hidden_state.shape[-1]} "
+            f"channels, got layers of shape {[*streams[0].shape]}; take a head without aux_layers"
+        )
     return Features(out.last_hidden_state, torch.cat(streams, -1) if streams else None, tokens)

@@ -45,6 +45,8 @@ class DraftModel(Drafter):
         assert read is not None
         # the root of the last draft has been read; only a new row starts at its first token
         text = torch.cat([read[:, :1], tokens], dim=1)
+        # the base may have more padding rows, and can emit their tokens
+        text = text.clamp(max=len(self.model.embedding) - 1)
         is_new = [length == 0 for length in cache.row_lengths]
         first = 1 - upload(is_new, tokens.device)
         places = first[:, None] + torch.arange(text.shape[1], device=tokens.device)

@@ -82,18 +82,29 @@ def build(settings: Mapping[str, Any], *, width: int, vocab_size: int) -> Head:
     return _module(settings["kind"]).Head(config, width=width, vocab_size=vocab_size)
 
 
+def head_sizes(base: FrozenBase) -> dict[str, int]:
+    """Return the sizes of a base that `build` needs; refuse a base that no head fits."""
+    if (rows := len(base.embedding)) != base.vocab_size:
+        raise InputError(
+            f"a head needs a base with logits for every token, and {base.config.model_type!r} has "
+            f"{base.vocab_size} logits for {rows} rows of its embedding; choose another base"
+        )
+    if (columns := base.projection.weight.shape[1]) != base.width:
+        raise InputError(
+            f"a head needs a base whose final hidden state has the width of its layers, and that "
+            f"of {base.config.model_type!r} has {columns} of {base.width} channels; choose another "
+            "base"
+        )
+    return {"width": base.width, "vocab_size": base.vocab_size}
+
+
 def build_for(settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | None = None) -> Head:
     """Make an untrained head, initialised from the base's tensors, on the base's device.
 
     `counts` are the occurrences of each token in the training text, for a reduced draft vocabulary;
     None selects the first tokens. A head that is too large to train is refused.
     """
-    sizes = {"width": base.width, "vocab_size": base.vocab_size}
-    if (rows := len(base.embedding)) != base.vocab_size:
-        raise InputError(
-            f"a head needs a base with logits for every token, and {base.config.model_type!r} has "
-            f"{base.vocab_size} logits for {rows} rows of its embedding; choose another base"
-        )
+    sizes = head_sizes(base)
     from_base = settings.get("init_from_base")
     settings = _sized_as(base, settings) if from_base else settings
     with planning("head settings"):

@@ -36,7 +36,14 @@ from specheads.core.ranges import AUTO
 from specheads.data.packing import TokenBatch
 from specheads.data.settings import Data
 from specheads.decoding.generate import generate
-from specheads.heads.load import build, build_for, choose_layers, load_head, resume_head
+from specheads.heads.load import (
+    build,
+    build_for,
+    choose_layers,
+    head_sizes,
+    load_head,
+    resume_head,
+)
 from specheads.runs.checkpoint import KEPT
 from specheads.training.distill.engines import REFILL
 from specheads.training.features import (
@@ -388,8 +395,7 @@ def shaped_head(setup: Setup, base: FrozenBase) -> Head:
     """Return the head of a training on the meta device."""
     init = load_head(setup.init) if setup.init else None
     with torch.device("meta"):
-        sizes = {"width": base.width, "vocab_size": base.vocab_size}
-        head = build(setup.head, **sizes) if init is None else init.to("meta")
+        head = build(setup.head, **head_sizes(base)) if init is None else init.to("meta")
     choose_layers(head, base.num_layers)
     return head
 

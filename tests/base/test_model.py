@@ -8,11 +8,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specheads.base.forward import FINAL_NORMS
 from specheads.base.model import FrozenBase
 from specheads.base.projection import projection_of
+from specheads.core.errors import InputError
 from specheads.core.tree import chain
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
@@ -91,6 +92,45 @@ def test_verify_and_read_give_the_same_features(architecture):
     torch.testing.assert_close(seen.features.hidden, read.hidden[:, -4:])
     torch.testing.assert_close(seen.features.aux, None if read.aux is None else read.aux[:, -4:])
     torch.testing.assert_close(seen.logits, base.projection(read.hidden[:, -4:]))
+
+
+def _small(kind: str, **settings: object) -> FrozenBase:
+    """Return a random base of two layers with the names of Llama's sizes."""
+    sizes = {"hidden_size": 32, "vocab_size": 61, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(kind, **sizes, **settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return FrozenBase(AutoModelForCausalLM.from_config(config, dtype=torch.float64))
+
+
+def test_the_last_stream_of_a_base_that_norms_its_embedding_too_is_that_of_its_layers():
+    # NanoChat norms its embedding and its last stream with one module
+    base = _small("nanochat", intermediate_size=48, num_key_value_heads=2)
+    out: list[Tensor] = []
+    layer = base.model.base_model.layers[-1]
+    hook = layer.register_forward_hook(lambda *given: out.append(given[-1]))
+    features = base.read(torch.arange(3, 12)[None], aux_layers=(2,))
+    hook.remove()
+    assert features.aux is not None
+    torch.testing.assert_close(features.aux, out[0])
+
+
+def test_layers_of_a_base_with_several_residual_streams_are_refused():
+    base = _small(
+        "gemma3n_text",
+        intermediate_size=48,
+        head_dim=8,
+        num_key_value_heads=2,
+        layer_types=["sliding_attention", "full_attention"],
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=61,
+        activation_sparsity_pattern=[0.5, 0.0],
+        laurel_rank=4,
+    )
+    for layers in (1,), (1, 2):
+        with pytest.raises(InputError, match=r"one residual stream of 32 channels.*without"):
+            base.read(torch.arange(3, 12)[None], layers)
 
 
 @pytest.mark.parametrize(

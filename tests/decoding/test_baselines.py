@@ -137,6 +137,16 @@ def test_a_draft_model_of_another_vocabulary_is_refused_in_one_line():
         DraftModel(other, 2, tiny.base())
 
 
+def test_a_draft_model_with_fewer_padding_rows_reads_every_token_of_the_base(monkeypatch):
+    base, small = tiny.base(), tiny.own_base(vocab_size=tiny.VOCAB - 20)
+    # as if both had the tokenizer of the first tokens
+    monkeypatch.setattr("specheads.decoding.draft_model.refuse_vocabulary", lambda *_: None)
+    alone = generate(base, None, tiny.prompts(), max_new_tokens=20).tokens
+    assert max(map(max, alone)) >= small.vocab_size
+    drafter = DraftModel(small, 2, base)
+    assert generate(base, drafter, tiny.prompts(), max_new_tokens=20).tokens == alone
+
+
 # --- streaming ---------------------------------------------------------------------------------
 
 

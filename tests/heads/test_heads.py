@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
@@ -406,6 +407,16 @@ def test_a_base_with_fewer_logits_than_embeddings_is_refused():
     base.model.lm_head.weight.data = base.model.lm_head.weight[:50].clone()
     with pytest.raises(ValueError, match="'llama' has 50 logits for 61 rows"):
         build_for({"kind": "medusa"}, FrozenBase(base.model))
+
+
+def test_a_base_whose_final_states_are_narrower_than_its_layers_is_refused():
+    # OPT-350m has layers of 1024 channels, and projects the last stream to 512
+    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("opt", **sizes, vocab_size=61, word_embed_proj_dim=16)
+    with torch.random.fork_rng(devices=[]):
+        base = FrozenBase(AutoModelForCausalLM.from_config(config, dtype=torch.float64))
+    with pytest.raises(ValueError, match="'opt' has 16 of 32 channels"):
+        build_for({"kind": "medusa"}, base)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
