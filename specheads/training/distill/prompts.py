@@ -16,6 +16,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.data.chat import Template
 from specheads.data.documents import Documents
+from specheads.data.encode import affixes
 from specheads.data.settings import Data, Source
 from specheads.data.sources import read_all
 from specheads.data.tokenise import tokenised
@@ -52,15 +53,22 @@ class Continuations(PromptSource):
 
     A window has the length of prompt and continuation, so prompts spread over a long document. A
     document shorter than a prompt is one window. After all windows, the next round shifts them by
-    the prompt length.
+    the prompt length. Every prompt begins with `opening`, the tokens before every text.
     """
 
     def __init__(
-        self, documents: Documents, prompt_tokens: int, new_tokens: int, seed: int = 0
+        self,
+        documents: Documents,
+        prompt_tokens: int,
+        new_tokens: int,
+        seed: int = 0,
+        opening: Sequence[int] = (),
     ) -> None:
         self._documents, self._prompt_tokens, self._seed = documents, prompt_tokens, seed
+        self._opening = [*opening]
         self.longest = prompt_tokens + new_tokens
         digest = hashlib.sha256(documents.lengths.astype(np.int64).tobytes())
+        digest.update(np.array(self._opening, np.int64).tobytes())
         for number in range(len(documents)):
             digest.update(documents.tokens(number).tobytes())
         self.fingerprint = digest.hexdigest()[:32]
@@ -84,7 +92,9 @@ class Continuations(PromptSource):
         shift = lap * self._prompt_tokens % self.longest
         if start + shift + self._prompt_tokens <= len(tokens):
             start += shift
-        return tokens[start : start + self._prompt_tokens].tolist()
+        prompt = tokens[start : start + self._prompt_tokens].tolist()
+        # the documents begin with the same tokens
+        return [*self._opening, *prompt[len(self._opening) :]] if start else prompt
 
 
 class Conversations(PromptSource):
@@ -163,7 +173,8 @@ def prompt_source(data: Data, base: FrozenBase, settings: Distill, seed: int) ->
     if rows := _conversations(data, seed):
         return Conversations(rows, Template(tokenizer), seed)
     documents = tokenised(texts or data, "train", tokenizer, seed)
-    return Continuations(documents, settings.prompt_tokens, settings.new_tokens, seed)
+    lengths, (opening, _) = (settings.prompt_tokens, settings.new_tokens), affixes(tokenizer)
+    return Continuations(documents, *lengths, seed, opening)
 
 
 def _conversations(data: Data, seed: int) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
@@ -32,6 +33,29 @@ def test_prompts_spread_over_a_document_without_its_end():
     # a second lap shifts by the prompt length, if there is space
     assert sorted(asked.first(number) for number in range(2, 4)) == [[3, 4], [8, 9]]
     assert asked.following(0, [1, 2, 3], [[3]]) is None
+
+
+def test_every_prompt_begins_with_the_tokens_before_every_text():
+    text = documents([50, *range(1, 10), END])
+    asked = Continuations(text, prompt_tokens=3, new_tokens=2, opening=[50])
+    #  windows of 3 + 2: 50 1 2, then 5 6 7, whose first token makes room
+    assert sorted(asked.first(number) for number in range(2)) == [[50, 1, 2], [50, 6, 7]]
+    assert asked.fingerprint != Continuations(text, prompt_tokens=3, new_tokens=2).fingerprint
+
+
+def test_windows_of_a_document_begin_as_the_tokenizer_begins_a_text(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("".join(f"line {number}\n" for number in range(200)))
+    base = FrozenBase.load(BASE, dtype="float32", device="cpu")
+    tokenizer: Any = base.tokenizer
+    first = [(tokenizer.eos_token, tokenizer.eos_token_id)]
+    pieces = {"single": f"{tokenizer.eos_token} $A", "special_tokens": first}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(**pieces)
+    settings = Distill(num_samples=20, prompt_tokens=8, new_tokens=8)
+    asked = prompt_source(Data(source="files", path=str(tmp_path)), base, settings, 0)
+    prompts = [asked.first(number) for number in range(20)]
+    assert all(len(one) == 8 and one.count(tokenizer.eos_token_id) == 1 for one in prompts)
+    assert {one[0] for one in prompts} == {tokenizer.eos_token_id}
+    assert len({*map(tuple, prompts)}) == 20
 
 
 def test_short_document_is_one_prompt_and_an_empty_one_none():
