@@ -103,12 +103,12 @@ class PhaseTexts:
     def count_tokens(self, begin: Callable[[], object]) -> Tensor:
         """Return how often each token of the vocabulary is a label in a sample of the text.
 
-        If the corpus has prompts only, the base generates its answers now; `begin` opens the run
-        directory for that.
+        Without a corpus phase the base generates the text of the first phase now; `begin` opens the
+        run directory for that.
         """
-        try:
+        if len(self._jobs) < len(self.phases):
             text = self.documents
-        except UnansweredError:
+        else:
             begin()
             with progress(shown=self.accelerator.is_main_process) as bar:
                 text = self._generated(next(iter(self._jobs)), bar, lambda: None)
