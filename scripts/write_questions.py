@@ -26,7 +26,7 @@ from specheads.data.masks import added_ids
 from specheads.decoding.sampling import Sampling
 from specheads.runs.progress import progress
 from specheads.training.distill import build
-from specheads.training.distill.engines import GenerationRequest
+from specheads.training.distill.engines import Answer, GenerationRequest
 from specheads.training.settings import Distill
 
 FEWEST_WORDS = 3
@@ -119,7 +119,7 @@ def questions(base: FrozenBase, options: argparse.Namespace) -> list[str]:
     with progress(shown=True) as bar, closing(answers):
         task = bar.add_task("questions", total=options.num, completed=len(found), numbers="")
         try:
-            for answer in answers:
+            for answer in (one for one in answers if isinstance(one, Answer)):
                 if len(done) % options.batch == 0:
                     save()
                 done.add(answer.number)

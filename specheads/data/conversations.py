@@ -81,7 +81,7 @@ def conversation(
         given = _present(row, ignore)
         tools = next((name for name in TOOLS if name in given), "")
         if form := next((name for name in FORMS if name in given), ""):
-            read, messages = {form}, _messages(given[form], ignore)
+            read, messages = {form}, _messages(_parsed(given[form]), ignore)
         else:
             read, messages = _pair(given, ignore, is_answered=is_answered)
         if system := _one(given, SYSTEM):

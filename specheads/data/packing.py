@@ -5,7 +5,7 @@ See docs/data.md.
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
@@ -86,7 +86,8 @@ class PackedText:
     number of samples before the next batch.
 
     `sequence_length` is in tokens, and 0 takes the longest document's length. `batch_size` is over
-    all processes. docs/data.md describes the values of `packing`.
+    all processes. docs/data.md describes the values of `packing`. A later piece of a document that
+    begins with `opening` begins with it too, in place of its own first tokens.
     """
 
     def __init__(
@@ -97,11 +98,13 @@ class PackedText:
         batch_size: int,
         packing: str = "best_fit",
         padding_id: int = 0,
+        opening: Sequence[int] = (),
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         self._documents, self._packing, self._padding_id = documents, packing, padding_id
+        self._opening = np.array(opening, np.int64)
         self.length = sequence_length or int(documents.lengths.max(initial=1))
         self._batch_size, self._seed = batch_size, seed
         self._rank, self._world_size = rank, world_size
@@ -159,12 +162,20 @@ class PackedText:
                 tokens[row, begin:end] = self._documents.tokens(document)[start:stop]
                 loss_mask[row, begin:end] = self._documents.loss_mask(document)[start:stop]
                 numbers[row, begin:end] = number
+                if start and len(self._opening):
+                    self._open(document, tokens[row, begin:end], loss_mask[row, begin:end])
             numbers[row, end:] = number + 1
             most = max(most, number + 1)
         alone = self._packing != "best_fit" or most == 1
         document_ids = None if alone else torch.from_numpy(numbers)
         rows = torch.from_numpy(tokens), torch.from_numpy(loss_mask)
         return TokenBatch(*rows, document_ids, samples.start)
+
+    def _open(self, document: int, tokens: np.ndarray, loss_mask: np.ndarray) -> None:
+        """Begin a later piece of a document as the document begins; no label is there."""
+        size = len(self._opening)
+        if len(tokens) > size and (self._documents.tokens(document)[:size] == self._opening).all():
+            tokens[:size], loss_mask[:size] = self._opening, False
 
     def _pieces(self, sample: int) -> Iterator[tuple[int, int, int]]:
         epoch, place = divmod(sample, self.rows_per_epoch)

@@ -188,7 +188,7 @@ def held_out(
     """Return prompts from one split of a corpus: questions, starts of traces, windows of text.
 
     A conversation gives its first question, once for each value of `thinking`, and a trace its
-    tokens before the first answer; a question may have several traces.
+    tokens before the first answer. Several conversations or traces of one question give one prompt.
     """
     found = list[Prompt]()
     talks, traces, texts = corpus.divided()
@@ -213,9 +213,12 @@ def held_out(
             for number, ids in islice(windows, num_prompts)
         ]
     if talks:
-        for where, row in _some(list(read(talks, split, seed)), num_prompts, seed):
+        rows = dict[str, tuple[Row, str]]()
+        for where, row in read(talks, split, seed):
             # a greeting before the question is not an answer
             asked = {**row, "messages": row["messages"][: first_answer(row["messages"])]}
+            rows.setdefault(json.dumps(asked, sort_keys=True), (asked, where))
+        for asked, where in _some(list(rows.values()), num_prompts, seed):
             found += [
                 _prompt(*one, tokenizer, value)
                 for one in _questions(asked, where)

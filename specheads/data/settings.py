@@ -50,7 +50,8 @@ class WeightedSource(Source):
     """One source of a mixture."""
 
     weight: Weight = 1.0
-    """Share of the mixture's tokens, relative to the other sources. Zero leaves the source out."""
+    """Share of the mixture's tokens, relative to the other sources; in a distilled phase, how often
+    each of its conversations is asked. Zero leaves the source out."""
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 from specheads.core.errors import InputError, one_line
 from specheads.core.files import HUB_ID, local_path
 from specheads.data import files as local
-from specheads.data.conversations import conversation
+from specheads.data.conversations import conversation, first_answer
 from specheads.data.files import BadRows, Row, Rows, located, names, without_nulls
 from specheads.data.instructions import instructions
 from specheads.data.settings import NO_PATH, Data, Source
@@ -82,13 +82,17 @@ def _document(source: Source, row: Row, where: str) -> Row:
 
 
 def _split_key(row: Row) -> str:
-    """Return the text that decides a row's split: in conversations and traces, the question."""
+    """Return the text that decides a row's split: in conversations and traces, the first question.
+
+    A held-out prompt is a first question, so no conversation that begins with it may be learned.
+    """
     if "text" in row:
         return row["text"]
     if "input_ids" in row:
         # the same question may have several traces
         return json.dumps(row["input_ids"][: row["loss_mask"].index(1)] or row["input_ids"])
-    turns = [message["content"] for message in row["messages"] if message["role"] == "user"]
+    asked = row["messages"][: first_answer(row["messages"])]
+    turns = [message["content"] for message in asked if message["role"] == "user"]
     return json.dumps(turns, ensure_ascii=False, sort_keys=True)
 
 

@@ -21,7 +21,7 @@ from specheads.data.settings import CONVERSATIONS, TRACES, Data, Source
 from specheads.data.sources import SPLITS, identity, read_all
 from specheads.data.traces import refuse_unknown_ids
 
-FORMAT = 6
+FORMAT = 7
 """Increased when the same text would become other documents; older files are not found then."""
 FILE = "documents.arrow"
 """All documents of a corpus, of every split."""

@@ -19,6 +19,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
+from specheads.data.encode import affixes
 from specheads.data.packing import BatchStream, PackedText, TokenBatch, share
 from specheads.data.prompts import PromptSet
 from specheads.data.prompts import held_out as prompts_of_split
@@ -103,12 +104,12 @@ class PhaseTexts:
     def count_tokens(self, begin: Callable[[], object]) -> Tensor:
         """Return how often each token of the vocabulary is a label in a sample of the text.
 
-        If the corpus has prompts only, the base generates its answers now; `begin` opens the run
-        directory for that.
+        Without a corpus phase the base generates the text of the first phase now; `begin` opens the
+        run directory for that.
         """
-        try:
+        if len(self._jobs) < len(self.phases):
             text = self.documents
-        except UnansweredError:
+        else:
             begin()
             with progress(shown=self.accelerator.is_main_process) as bar:
                 text = self._generated(next(iter(self._jobs)), bar, lambda: None)
@@ -166,6 +167,7 @@ class PhaseTexts:
             or min(int(documents.lengths.max(initial=1)), most),
             batch_size=1,
             padding_id=self._padding_id,
+            opening=affixes(self.tokenizer)[0],
             seed=self.seed,
         )
         rank, world_size = self.share.values()
@@ -228,6 +230,7 @@ class PhaseTexts:
             batch_size=phase.batch_size,
             packing=phase.packing,
             padding_id=self._padding_id,
+            opening=affixes(self.tokenizer)[0],
             seed=self.seed,
             **self.share,
         )

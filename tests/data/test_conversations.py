@@ -34,6 +34,7 @@ def read(*messages: dict[str, Any], **columns: Any) -> list[dict[str, Any]]:
     [
         {"messages": [HI, HELLO]},
         {"messages": [HI | {"name": None}, HELLO | {"tool_calls": None}], "output": None},
+        {"messages": json.dumps([HI, HELLO])},
         {"conversations": [HUMAN, GPT]},
         {"conversations": [HUMAN | {"weight": 0.0}, GPT | {"weight": 1.0}], "source": "x"},
         {"conversations": [HI, HELLO], "id": "x", "num_turns": 2, "verified": True},

@@ -110,6 +110,27 @@ def test_epoch_has_every_token_once_with_its_loss_mask(packing: str):
     assert torch.equal(batch.loss_mask, real & (batch.tokens % 2 == 1))
 
 
+@pytest.mark.parametrize("packing", ["best_fit", "stream"])
+def test_each_piece_of_a_document_begins_as_the_document(packing: str):
+    """Many bases have read every text after <bos>."""
+    opened = [90, *range(1, 11)]
+    text = documents([opened, list(range(20, 31))], [None, None])
+    sizes: dict[str, Any] = {"sequence_length": 4, "batch_size": 1, "opening": [90]}
+    batch = epoch(PackedText(text, packing=packing, **sizes))
+    rows = batch.tokens.tolist()
+    later = [
+        mask
+        for row, mask in zip(rows, batch.loss_mask.tolist(), strict=True)
+        if row[1] > 1 and row[0] == 90
+    ]
+    assert later
+    assert all(mask[:2] == [False, True] for mask in later)
+    if packing == "best_fit":
+        # the second document has no opening
+        pieces = [[90, 1, 2, 3], [90, 5, 6, 7], [90, 9, 10], [20, 21, 22, 23], [24, 25, 26, 27]]
+        assert all(piece in [row[: len(piece)] for row in rows] for piece in pieces)
+
+
 @pytest.mark.parametrize(
     ("packing", "lengths"), [("best_fit", [16, 16, 9]), ("stream", LENGTHS), ("none", LENGTHS)]
 )

@@ -242,6 +242,24 @@ def test_answers_are_in_the_loss_and_a_question_is_in_one_split(tokenizer, tmp_p
 
 
 @pytest.mark.usefixtures("chat")
+def test_no_conversation_that_is_learned_begins_with_a_held_out_question(tokenizer, tmp_path):
+    """Some data sets have a row for every prefix of a conversation."""
+    file = tmp_path / "a.jsonl"
+    rows = []
+    for number in range(100):
+        messages = talk(number)["messages"]
+        more = [*messages, {"role": "user", "content": f"why {number}?"}, messages[1]]
+        rows += [{"messages": messages}, {"messages": more}]
+    write_jsonl(file, rows)
+    data = Data(source="chat", path=str(file))
+    prompts = [one.text for one in held_out(data, "prompts", tokenizer, 8, 1000)]
+    learned = tokenised(data, "train", tokenizer)
+    texts = [str(tokenizer.decode(learned.tokens(number))) for number in range(len(learned))]
+    assert len(prompts) == len({*prompts}) > 1
+    assert not any(text.startswith(prompt) for prompt in prompts for text in texts)
+
+
+@pytest.mark.usefixtures("chat")
 def test_mixture_has_conversations_and_text(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "split_of", lambda _: "prompts")
     file = tmp_path / "talk.jsonl"

@@ -4,12 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from accelerate import Accelerator
 
 from specheads.base.model import FrozenBase
 from specheads.config import compose, data_dir
 from specheads.core.errors import InputError
+from specheads.data.documents import Documents
 from specheads.data.settings import Data, WeightedSource
 from specheads.training.schedule import row_tokens
 from specheads.training.settings import Distill, Phase
@@ -57,6 +59,22 @@ def test_folder_of_other_text_is_refused_before_the_first_phase(
     phase = distilled(distill=replace(DISTILL, folder=str(tmp_path)))
     with pytest.raises(InputError, match=r"was generated with \w+ .*; use the same settings"):
         texts(base, data, distilled(), phase)
+
+
+@pytest.mark.parametrize("corpus", [False, True])
+def test_tokens_are_counted_in_the_text_of_the_phases(corpus: bool, base: FrozenBase, data: Data):
+    """The base's answers have other tokens than the corpus, which no phase may read."""
+    wanted = Documents(pa.table({"tokens": pa.array([[7, 7, 9]], pa.list_(pa.int32()))}))
+    phases = [distilled(), *([Phase(text="corpus", batch_size=2, sequence_length=64)] * corpus)]
+    made, begun = texts(base, data, *phases), []
+    made._generated = lambda *_: wanted  # pyright: ignore[reportAttributeAccessIssue]
+    counts = made.count_tokens(lambda: begun.append(None))
+    if corpus:
+        assert not begun
+        assert counts[7] + counts[9] < counts.sum()
+    else:
+        assert begun
+        assert (counts[7], counts[9], counts.sum()) == (2, 1, 3)
 
 
 CHAT = WeightedSource(source="chat", path="x")

@@ -66,9 +66,10 @@ class Answer:
 Pull = Callable[[], GenerationRequest | None]
 """Returns the next request, or None if no request is ready: it may depend on an answer that is
 yielded first."""
-TextEngine = Callable[[Pull], Generator[Answer, None, None]]
+TextEngine = Callable[[Pull], Generator[Answer | int, None, None]]
 """Yields answers in any order, until no request is left and none is in flight. Closing the
-generator cancels the requests in flight."""
+generator cancels the requests in flight. A number is the count of tokens so far of all answers that
+are not yet yielded; only the local engine yields it, after every step."""
 
 
 # --- this package: continuous batching, with an optional drafter -------------------------------
@@ -76,7 +77,7 @@ generator cancels the requests in flight."""
 
 def local(
     batch_size: int, base: FrozenBase, head: Head | None, max_length: int, pull: Pull
-) -> Generator[Answer, None, None]:
+) -> Generator[Answer | int, None, None]:
     """Yield answers, which depend on their requests only, up to ties in rounding.
 
     Acceptance is `match`, so an answer does not depend on batch and head.
@@ -103,6 +104,7 @@ def local(
             if not running:
                 return
             engine.step()
+            yield sum(stream.length - len(stream.request.prompt) for stream in running)
             for stream in [one for one in running if one.finish_reason is not None]:
                 number = running.pop(stream).number
                 finish = "eos" if stream.finish_reason == "eos" else "length"

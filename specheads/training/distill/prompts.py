@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.data.chat import Template
 from specheads.data.documents import Documents
-from specheads.data.settings import Data
-from specheads.data.sources import read
+from specheads.data.encode import affixes
+from specheads.data.settings import Data, Source
+from specheads.data.sources import read_all
 from specheads.data.tokenise import tokenised
 from specheads.training.settings import Distill
 
@@ -51,15 +53,22 @@ class Continuations(PromptSource):
 
     A window has the length of prompt and continuation, so prompts spread over a long document. A
     document shorter than a prompt is one window. After all windows, the next round shifts them by
-    the prompt length.
+    the prompt length. Every prompt begins with `opening`, the tokens before every text.
     """
 
     def __init__(
-        self, documents: Documents, prompt_tokens: int, new_tokens: int, seed: int = 0
+        self,
+        documents: Documents,
+        prompt_tokens: int,
+        new_tokens: int,
+        seed: int = 0,
+        opening: Sequence[int] = (),
     ) -> None:
         self._documents, self._prompt_tokens, self._seed = documents, prompt_tokens, seed
+        self._opening = [*opening]
         self.longest = prompt_tokens + new_tokens
         digest = hashlib.sha256(documents.lengths.astype(np.int64).tobytes())
+        digest.update(np.array(self._opening, np.int64).tobytes())
         for number in range(len(documents)):
             digest.update(documents.tokens(number).tobytes())
         self.fingerprint = digest.hexdigest()[:32]
@@ -83,7 +92,9 @@ class Continuations(PromptSource):
         shift = lap * self._prompt_tokens % self.longest
         if start + shift + self._prompt_tokens <= len(tokens):
             start += shift
-        return tokens[start : start + self._prompt_tokens].tolist()
+        prompt = tokens[start : start + self._prompt_tokens].tolist()
+        # the documents begin with the same tokens
+        return [*self._opening, *prompt[len(self._opening) :]] if start else prompt
 
 
 class Conversations(PromptSource):
@@ -159,21 +170,41 @@ def prompt_source(data: Data, base: FrozenBase, settings: Distill, seed: int) ->
             "a distilled phase needs questions or text, and traces hold what the base wrote "
             "already; train on them in a corpus phase alone (~schedule.phases.distilled)"
         )
-    if rows := list(_conversations(data, seed)):
+    if rows := _conversations(data, seed):
         return Conversations(rows, Template(tokenizer), seed)
     documents = tokenised(texts or data, "train", tokenizer, seed)
-    return Continuations(documents, settings.prompt_tokens, settings.new_tokens, seed)
+    lengths, (opening, _) = (settings.prompt_tokens, settings.new_tokens), affixes(tokenizer)
+    return Continuations(documents, *lengths, seed, opening)
 
 
-def _conversations(data: Data, seed: int) -> Iterator[str]:
-    """Yield the conversations of the training split as JSON."""
-    for _, row in read(data, "train", seed):
-        if "messages" in row:
-            kept = {"messages": row["messages"], "tools": row.get("tools")}
-            yield json.dumps(kept, ensure_ascii=False, sort_keys=True)
-        elif data.source != "mixture":
+def _conversations(data: Data, seed: int) -> list[str]:
+    """Return the conversations of the training split as JSON, as often as weights require.
+
+    With equal weights each conversation is there once.
+    """
+    parts = [(list(_rows(one, seed)), getattr(one, "weight", 1.0)) for one in data.parts]
+    parts = [(rows, weight) for rows, weight in parts if rows]
+    if len({weight for _, weight in parts}) < 2:
+        return [row for rows, _ in parts for row in rows]
+    scale = sum(len(rows) for rows, _ in parts) / sum(len(rows) * one for rows, one in parts)
+    found: list[str] = []
+    for number, (rows, weight) in enumerate(parts):
+        whole, rest = divmod(weight * scale, 1)
+        order = np.random.default_rng((seed, number)).permutation(len(rows))
+        times = (int(whole) + (order < round(rest * len(rows)))).tolist()
+        found += chain.from_iterable(map(repeat, rows, times))
+    return found
+
+
+def _rows(source: Source, seed: int) -> Iterator[str]:
+    """Yield the conversations of the training split of a source as JSON."""
+    for split, _, row in read_all(source, seed):
+        if "messages" not in row:
             # all rows of a source have the same columns
             return
+        if split == "train":
+            kept = {"messages": row["messages"], "tools": row.get("tools")}
+            yield json.dumps(kept, ensure_ascii=False, sort_keys=True)
 
 
 def decoder(base: FrozenBase) -> Callable[[list[int]], str]:

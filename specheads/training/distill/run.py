@@ -46,8 +46,8 @@ NEUTRAL_SETTINGS = {
 """Settings that do not change the text: each answer has its own seed."""
 LONG_PERIOD, LONG_WINDOW = 64, 192
 """A paragraph repeated three times is a loop too; three repeated short words are not."""
-TICK_SECONDS = 0.25
-"""Interval of progress updates."""
+TICK_SECONDS = 1.0
+"""Interval of progress updates, at which processes wait for each other."""
 Done = tuple[int, int, int, float]
 """Progress of one process in this call: finished texts, dropped ones among them, generated tokens,
 and seconds since the engine was ready."""
@@ -227,9 +227,13 @@ def write_text(
         began = told = time.monotonic()
         with closing(engine(writer.pull)) as answers:
             for answer in answers:
-                writer.take(answer)
+                if isinstance(answer, int):
+                    writer.pending_tokens = answer
+                else:
+                    writer.take(answer)
                 if (now := time.monotonic()) - told >= TICK_SECONDS:
-                    yield writer.finished, writer.dropped, writer.new_tokens, now - began
+                    tokens = writer.new_tokens + writer.pending_tokens
+                    yield writer.finished, writer.dropped, tokens, now - began
                     told = now
         yield writer.finished, writer.dropped, writer.new_tokens, time.monotonic() - began
 
@@ -243,7 +247,7 @@ class _Writer:
         self._rows: dict[int, list[dict[str, Any]]] = {block: [] for block in blocks}
         self._texts: dict[int, TextInProgress] = {}
         self._ready: deque[GenerationRequest] = deque()
-        self.finished = self.dropped = self.new_tokens = 0
+        self.finished = self.dropped = self.new_tokens = self.pending_tokens = 0
 
     def pull(self) -> GenerationRequest | None:
         """Return the next request; None if it depends on a pending answer."""
@@ -257,6 +261,8 @@ class _Writer:
     def take(self, answer: Answer) -> None:
         """Add an answer to its text, and prepare the next turn."""
         self.new_tokens += len(answer.tokens)
+        # other engines than the local one do not count them
+        self.pending_tokens = max(0, self.pending_tokens - len(answer.tokens))
         self._advance(answer.number, answer)
 
     def _advance(self, number: int, answer: Answer | None) -> None:

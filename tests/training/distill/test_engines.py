@@ -38,7 +38,8 @@ INVALID = (
 def write(engine: TextEngine, asks: Iterable[GenerationRequest]) -> dict[int, Answer]:
     """Answer all requests; return the answers by number, each once."""
     waiting = iter(asks)
-    answers = list(engine(lambda: next(waiting, None)))
+    told = engine(lambda: next(waiting, None))
+    answers = [one for one in told if isinstance(one, Answer)]
     assert len({answer.number for answer in answers}) == len(answers)
     return {answer.number: answer for answer in answers}
 
@@ -137,6 +138,8 @@ def test_next_request_may_depend_on_an_answer(name, service):
     engine = build(settings(engine=name, batch_size=2, url=service.url), tiny.base())
     ready, answers = asks(5, new_tokens=2), 0
     for answer in engine(lambda: ready.pop() if ready else None):
+        if isinstance(answer, int):
+            continue
         answers += 1
         if answer.number < 10:
             tokens = [*answer.tokens, 5]
@@ -214,8 +217,8 @@ def test_server_without_answer_is_one_line_after_other_answers(service, fault, m
     monkeypatch.setattr(openai, "RETRIES", 2)
     engine = asking(service, timeout_seconds=0.5, batch_size=3)
     waiting = iter(asks(3))
-    answers = engine(lambda: next(waiting, None))
-    assert {next(answers).number, next(answers).number} == {0, 1}
+    answers = (getattr(one, "number", None) for one in engine(lambda: next(waiting, None)))
+    assert {next(answers), next(answers)} == {0, 1}
     with pytest.raises(InputError, match="run the command again to resume") as error:
         next(answers)
     assert service.asked[tuple(bad.tokens)] == 3
@@ -247,7 +250,7 @@ def test_closing_cancels_requests_in_flight(service):
     before = threading.active_count()
     engine, waiting = asking(service, batch_size=4, timeout_seconds=600.0), iter(asks(9))
     answers = engine(lambda: next(waiting, None))
-    assert next(answers).number == 0
+    assert getattr(next(answers), "number", None) == 0
     while service.now < 3:
         time.sleep(0.01)
     answers.close()

@@ -15,8 +15,8 @@ from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
 from specheads.heads.load import build_for
 from specheads.runs.progress import progress
-from specheads.training.distill import build, engines
-from specheads.training.distill.engines import GenerationRequest
+from specheads.training.distill import build, engines, run
+from specheads.training.distill.engines import Answer, GenerationRequest
 from specheads.training.distill.run import write_folder, write_text
 from specheads.training.processes import on_all_processes
 from specheads.training.settings import Distill
@@ -37,6 +37,13 @@ class Uneven(Talks):
 
     def first(self, number: int) -> list[int]:
         return super().first(number) * (1 + number % 3)
+
+
+class Turnless(Talks):
+    """The same with one turn in each text."""
+
+    def following(self, number: int, tokens: list[int], answers: list[list[int]]) -> None:
+        del number, tokens, answers
 
 
 def write(folder: Path, batch_size: int = 4, head=None, max_length: int = 0, **changes) -> None:
@@ -64,11 +71,23 @@ def test_answer_equals_generate_with_the_same_seed():
     request = GenerationRequest(5, [3, 4, 5], 12, Sampling(temperature=0.9, seed=7))
     waiting = [request]
     engine = build(SETTINGS, tiny.base())
-    (answer,) = engine(lambda: waiting.pop() if waiting else None)
+    *_, answer = engine(lambda: waiting.pop() if waiting else None)
+    assert isinstance(answer, Answer)
     said = generate(
         tiny.base(), None, [request.tokens], max_new_tokens=12, sampling=[request.sampling]
     )
     assert answer.tokens == said.tokens[0]
+
+
+def test_progress_counts_tokens_of_answers_in_flight(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "TICK_SECONDS", 0.0)
+    asked = job(tmp_path, settings=replace(SETTINGS, num_samples=4), prompts=Turnless())
+    told = [(texts, tokens) for texts, _, tokens, _ in write_text(asked)]
+    counts = [tokens for texts, tokens in told if not texts]
+    assert counts == sorted(counts)
+    # the first step reads the prompts and gives two tokens of each text, later ones one
+    assert [*dict.fromkeys(counts)] == [0, *range(8, 49, 4)]
+    assert {tokens for texts, tokens in told if texts} == {48}
 
 
 def write_all(folder: Path) -> None:

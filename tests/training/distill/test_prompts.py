@@ -1,14 +1,23 @@
 """Prompts by number: windows of documents, turns of conversations."""
 
 import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
+from tokenizers.processors import TemplateProcessing
 
+from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
+from specheads.data import sources
 from specheads.data.chat import Template
 from specheads.data.documents import Documents
-from specheads.training.distill.prompts import Continuations, Conversations
+from specheads.data.settings import Data, WeightedSource
+from specheads.training.distill.prompts import Continuations, Conversations, prompt_source
+from specheads.training.settings import Distill
+from tests.export.trained import BASE
 
 END = 0
 
@@ -24,6 +33,29 @@ def test_prompts_spread_over_a_document_without_its_end():
     # a second lap shifts by the prompt length, if there is space
     assert sorted(asked.first(number) for number in range(2, 4)) == [[3, 4], [8, 9]]
     assert asked.following(0, [1, 2, 3], [[3]]) is None
+
+
+def test_every_prompt_begins_with_the_tokens_before_every_text():
+    text = documents([50, *range(1, 10), END])
+    asked = Continuations(text, prompt_tokens=3, new_tokens=2, opening=[50])
+    #  windows of 3 + 2: 50 1 2, then 5 6 7, whose first token makes room
+    assert sorted(asked.first(number) for number in range(2)) == [[50, 1, 2], [50, 6, 7]]
+    assert asked.fingerprint != Continuations(text, prompt_tokens=3, new_tokens=2).fingerprint
+
+
+def test_windows_of_a_document_begin_as_the_tokenizer_begins_a_text(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("".join(f"line {number}\n" for number in range(200)))
+    base = FrozenBase.load(BASE, dtype="float32", device="cpu")
+    tokenizer: Any = base.tokenizer
+    first = [(tokenizer.eos_token, tokenizer.eos_token_id)]
+    pieces = {"single": f"{tokenizer.eos_token} $A", "special_tokens": first}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(**pieces)
+    settings = Distill(num_samples=20, prompt_tokens=8, new_tokens=8)
+    asked = prompt_source(Data(source="files", path=str(tmp_path)), base, settings, 0)
+    prompts = [asked.first(number) for number in range(20)]
+    assert all(len(one) == 8 and one.count(tokenizer.eos_token_id) == 1 for one in prompts)
+    assert {one[0] for one in prompts} == {tokenizer.eos_token_id}
+    assert len({*map(tuple, prompts)}) == 20
 
 
 def test_short_document_is_one_prompt_and_an_empty_one_none():
@@ -96,3 +128,36 @@ THEIRS = say("assistant", "theirs")
 def test_user_turns_follow_the_bases_own_answers(messages, prompts):
     assert spoken(messages, 9)[: len(prompts)] == prompts
     assert len(spoken(messages, 9)) == len(prompts)
+
+
+@pytest.mark.parametrize(
+    ("weights", "counts"),
+    [((1, 1), (40, 20)), ((7, 7), (40, 20)), ((1, 2), (30, 30)), ((3, 1), (51, 9))],
+)
+def test_weights_of_a_mixture_decide_how_often_its_questions_are_asked(
+    weights: tuple[int, int],
+    counts: tuple[int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(sources, "split_of", lambda _: "train")
+    parts = {}
+    for name, size, weight in zip("ab", (40, 20), weights, strict=True):
+        file = tmp_path / f"{name}.jsonl"
+        rows = ({"messages": [say("user", f"{name} {number}")]} for number in range(size))
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        parts[name] = WeightedSource(source="chat", path=str(file), weight=float(weight))
+    base = FrozenBase.load(BASE, dtype="float32", device="cpu")
+    tokenizer: Any = base.tokenizer
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    data, settings = Data(source="mixture", sources=parts), Distill(num_samples=60)
+    asked = prompt_source(data, base, settings, 0)
+    texts = Counter(str(tokenizer.decode(asked.first(number))) for number in range(60))
+    found = Counter(text[0] for text in texts.elements())
+    assert (found["a"], found["b"]) == counts
+    # a source's questions are asked equally often, up to one
+    for name in "ab":
+        times = [texts[one] for one in texts if one[0] == name]
+        size = 40 if name == "a" else 20
+        times += [0] * (size - len(times))
+        assert max(times) - min(times) <= 1

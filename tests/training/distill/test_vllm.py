@@ -16,7 +16,7 @@ from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
 from specheads.training.distill import build
-from specheads.training.distill.engines import GenerationRequest, TextEngine
+from specheads.training.distill.engines import Answer, GenerationRequest, TextEngine
 from specheads.training.settings import Distill
 from tests.servers import VLLM, free_port, served
 
@@ -58,7 +58,9 @@ def asks(sampling: Sampling, new_tokens: int = NEW_TOKENS) -> list[GenerationReq
 def write(engine: TextEngine, asked: list[GenerationRequest]) -> list[dict[str, Any]]:
     """Return the expected answers by number, each once."""
     waiting = iter(asked)
-    answers = sorted(engine(lambda: next(waiting, None)), key=lambda answer: answer.number)
+    told = engine(lambda: next(waiting, None))
+    answers = [one for one in told if isinstance(one, Answer)]
+    answers.sort(key=lambda answer: answer.number)
     assert [answer.number for answer in answers] == [ask.number for ask in asked]
     return [{"tokens": answer.tokens, "finish": answer.finish} for answer in answers]
 
