@@ -114,6 +114,7 @@ def test_head_of_other_weights_needs_force(
         (lambda: specheads.evaluate("nowhere"), "needs a config.yaml, got nowhere"),
         (lambda: specheads.evaluate(), "name a run as run=DIR, or a head as head=PATH and base"),
         (lambda: specheads.evaluate("a", ["head=b"]), "got run=a, head=b; drop one"),
+        (lambda: specheads.export("", "vllm", "x", ["head=b"]), "got none; add base=PATH"),
         (lambda: specheads.tune(overrides=["head=b"]), "or head=FOLDER and base=PATH; got head='b"),
         (lambda: specheads.compare(), "name what to compare"),
         (lambda: specheads.export("", "oven", "out"), "engine must be one of"),
