@@ -57,7 +57,7 @@ def call(name: str, arguments: Sequence[str]) -> None:
     with 130. A bug prints one line with exit code 1; the line names a file with the traceback.
     """
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    logging.getLogger(HUB_REQUESTS).addFilter(_is_rate_limit)
+    logging.getLogger(HUB_REQUESTS).addFilter(_is_told)
     try:
         if {"-h", "--help"} & set(arguments):
             sys.stdout.write(_help.settings(name))
@@ -104,9 +104,16 @@ def read_run(path: Path, schema: type) -> Any:
     return compose.from_values(schema, read_settings(path), path)
 
 
-def _is_rate_limit(record: logging.LogRecord) -> bool:
-    """Leave out each retry of the Hub client: the last one raises, and we report its error."""
-    return "Rate limited" in record.getMessage()
+def _is_told(record: logging.LogRecord) -> bool:
+    """Print one line for all retries of a request to the Hub: the last one raises, and we say why.
+
+    A wait for its rate limit is printed as it is, because it can take minutes.
+    """
+    text = record.getMessage()
+    if "[Retry 1/" in text and "Rate limited" not in text:
+        record.msg, record.args = "the Hub does not answer; trying again for about 30 seconds", ()
+        return True
+    return " thrown while requesting " not in text and "Retrying in " not in text
 
 
 def _mistake(error: Exception) -> str:

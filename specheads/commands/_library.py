@@ -23,6 +23,11 @@ def base_of_training(settings: Train) -> dict[str, Any]:
 
 def load_base(settings: SettingsWithBase) -> FrozenBase:
     """Return the base of the settings."""
+    if not settings.base.model:
+        raise InputError(
+            "a head needs the base that it was trained on, got none; add base=PATH, because the "
+            "head's folder does not name it"
+        )
     return FrozenBase.load(**asdict(settings.base))
 
 

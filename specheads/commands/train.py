@@ -246,10 +246,11 @@ def _checked_base(
     base = base or load_base(base_of_training(settings), accelerator)
     processes = readers(base.sharding, accelerator)["world_size"]
     if base.tokenizer is None or len(base.tokenizer) > base.vocab_size:
+        got = "no tokenizer" if base.tokenizer is None else f"{len(base.tokenizer)} tokens"
         raise InputError(
             "training needs the tokenizer that the base was trained with, and its vocabulary of "
-            f"{base.vocab_size} tokens, got {base.tokenizer and len(base.tokenizer)} for "
-            f"{base.name}; add its files"
+            f"{base.vocab_size} tokens, got {got} in {base.name}; add its files, such as "
+            "tokenizer.json"
         )
     joint, phases = adapter_settings(settings.schedule), settings.schedule.phases
     for name, phase in phases.items():

@@ -69,6 +69,11 @@ CHOICES = re.compile(
     r"(?:You must specify '(\w+)'.*|Could not find '(\w+)/(.*)') Available options.*?: ?(.*)"
 )
 """Hydra's messages about a choice: its group, and the choices."""
+GROUP = re.compile(
+    r"([\w.]+)=(.*?): (?:Invalid type assigned: |Cannot assign \w+ to Dict|Cannot merge Dict)",
+    re.DOTALL,
+)
+"""OmegaConf's messages about one value for a group, after the override."""
 MOST_SIMILAR = 4
 """Names of settings that the message for an unknown one suggests."""
 HOW_MEASURED = ("base.compile", "base.exact", "base.device", "base.dtype")
@@ -133,6 +138,11 @@ def _settings_of(command: str, overrides: Sequence[str]) -> Any:
         if text.startswith("Error merging override") and error.__cause__:
             # Hydra names the override, and only the wrapped error gives the reason
             text = f"{text.removeprefix('Error merging override ')}: {error.__cause__}"
+        if found := GROUP.match(text):
+            text = (
+                f"{found[1]} is a group of settings, got {found[2]!r:.200}; set one by its name, "
+                f"as {found[1]}.NAME=VALUE"
+            )
         if override := getattr(error, "override", None):
             rule = "an override must be NAME=VALUE"
             if "=" in override:

@@ -234,11 +234,16 @@ def table(load: LoadResults) -> ConsoleTable:
     lines = []
     for row in load.rows:
         times = *row.latency.values(), row.first_token["mean"]
-        rates = f"{row.tokens_per_second:.4g}", f"{row.mean_depth:.2f}"
-        lines.append((row.load, row.draft, *(f"{value:.3g}" for value in times), *rates))
+        figures = map(_figure, (*times, row.tokens_per_second))
+        lines.append((row.load, row.draft, *figures, f"{row.mean_depth:.2f}"))
     title = f"seconds of requests by load (requests/s), simulated; times {load.times}"
     title += ", not measured" * (load.times != MEASURED)
-    return ConsoleTable(title, lines, columns)
+    return ConsoleTable(title, lines, columns, num_names=2)
+
+
+def _figure(value: float) -> str:
+    """Return three digits, or all digits of a large number: no exponent."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def simulate_loads(

@@ -14,14 +14,39 @@ from rich.text import Text
 
 @dataclass(frozen=True, slots=True)
 class ConsoleTable:
-    """A table if it fits the console; in a narrower console a list, row by row."""
+    """A table if it fits the console, else several with some of its columns each, else a list."""
 
     title: str
     rows: Sequence[Sequence[str]]
     header: Sequence[str] = ()
+    num_names: int = 1
+    """The first columns, which name a row: every part of the table has them."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
         """Yield what the console prints."""
+        parts = self._parts(console, options)
+        yield from parts or [Text("\n".join([self.title, *self._listed()]))]
+
+    def _parts(self, console: Console, options: ConsoleOptions) -> list[Table]:
+        """Return the table, or its halves and theirs; empty if the narrowest part does not fit."""
+        table = self._table()
+        needed = Measurement.get(console, options.update(width=10_000), table).minimum
+        if needed <= options.max_width:
+            return [table]
+        names, rest = self.header[: self.num_names], self.header[self.num_names :]
+        if len(rest) < 2:
+            return []
+        half = self.num_names + (len(rest) + 1) // 2
+        left = [row[:half] for row in self.rows]
+        right = [[*row[: self.num_names], *row[half:]] for row in self.rows]
+        parts = (
+            ConsoleTable(self.title, left, self.header[:half], self.num_names),
+            ConsoleTable(self.title, right, [*names, *self.header[half:]], self.num_names),
+        )
+        first, second = (part._parts(console, options) for part in parts)
+        return [*first, *second] if first and second else []
+
+    def _table(self) -> Table:
         table = Table(title=self.title, title_justify="left", show_header=bool(self.header))
         columns = [*zip(*self.rows, strict=True)]
         for place, (cells, name) in enumerate(zip_longest(columns, self.header, fillvalue="")):
@@ -36,9 +61,7 @@ class ConsoleTable:
         for row in self.rows:
             # Text does not parse a name in brackets as a style
             table.add_row(*map(Text, row))
-        needed = Measurement.get(console, options.update(width=10_000), table).minimum
-        fits = needed <= options.max_width
-        yield table if fits else Text("\n".join([self.title, *self._listed()]))
+        return table
 
     def _listed(self) -> Iterator[str]:
         for first, *rest in self.rows:

@@ -306,7 +306,7 @@ def table(found: Tuned) -> ConsoleTable:
         f"ways to draft, timed; costs fitted to {error['points']:.0f} step times are off by "
         f"{error['median']:.1%} (median), {error['largest']:.1%} (largest)"
     )
-    return ConsoleTable(title, rows, (*columns, "speed-up"))
+    return ConsoleTable(title, rows, (*columns, "speed-up"), num_names=2)
 
 
 # --- step times --------------------------------------------------------------------------------

@@ -210,7 +210,11 @@ class PhaseTexts:
     def _generated(self, name: str, bar: Progress, halt: Callable[[], None]) -> Documents:
         job = replace(self._jobs[name], head=self.head)
         self._begin(f"text of {name}", bar)
-        write_folder(job, bar, halt)
+        report = write_folder(job, bar, halt)
+        if report and (dropped := report["dropped"]):
+            why = ", ".join(f"{fault}: {count:,}" for fault, count in dropped.items())
+            number = f"{sum(dropped.values()):,} of {job.settings.num_samples:,}"
+            self._show(f"{number} texts were dropped ({why}), see {job.folder}/report.md", bar)
         return read_text(job.folder, job.settings.num_samples)
 
     def _begin(self, name: str, bar: Progress) -> None:

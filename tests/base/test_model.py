@@ -107,7 +107,8 @@ def test_the_last_stream_of_a_base_that_norms_its_embedding_too_is_that_of_its_l
     # NanoChat norms its embedding and its last stream with one module
     base = _small("nanochat", intermediate_size=48, num_key_value_heads=2)
     out: list[Tensor] = []
-    layer = base.model.base_model.layers[-1]
+    model: Any = base.model.base_model
+    layer = model.layers[-1]
     hook = layer.register_forward_hook(lambda *given: out.append(given[-1]))
     features = base.read(torch.arange(3, 12)[None], aux_layers=(2,))
     hook.remove()

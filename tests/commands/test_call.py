@@ -102,13 +102,14 @@ def test_bug_is_one_line_that_names_the_traceback_file(
     assert "in body" in written.read_text(encoding="utf-8")
 
 
-def test_retries_of_the_hub_client_are_not_printed_but_its_rate_limit_is(
+def test_retries_of_the_hub_client_are_one_line_and_its_rate_limit_is_printed(
     raising: Called, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    answers = iter([503, 429, 200])
+    answers = iter([503, 503, 429, 200])
 
     def answer(_: httpx2.Request) -> httpx2.Response:
-        return httpx2.Response(next(answers), headers={"Retry-After": "300"})
+        status = next(answers)
+        return httpx2.Response(status, headers={"Retry-After": "300"} if status == 429 else {})
 
     client = httpx2.Client(transport=httpx2.MockTransport(answer))
     monkeypatch.setattr("huggingface_hub.utils._http.get_session", lambda: client)
@@ -117,8 +118,10 @@ def test_retries_of_the_hub_client_are_not_printed_but_its_rate_limit_is(
     with caplog.at_level("WARNING"):
         http_backoff("HEAD", "https://huggingface.co/x")
     said = [record.getMessage() for record in caplog.records]
-    assert [line.partition(".")[0] for line in said] == ["Rate limited"] * 2
-    assert "301" in said[0]
+    waits, *limits = [line.partition(".")[0] for line in said]
+    assert waits == "the Hub does not answer; trying again for about 30 seconds"
+    assert limits == ["Rate limited"]
+    assert "301" in said[1]
 
 
 def test_interrupt_exits_with_130_and_success_prints_nothing(raising: Called):

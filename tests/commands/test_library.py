@@ -20,6 +20,7 @@ from specheads.export.write import RECORD
 from specheads.measure.results import Results, read
 from specheads.measure.summary import show
 from specheads.runs.directory import RunDirectory
+from tests import tiny
 from tests.data.conftest import CATEGORIES, ENTROPIES, LENGTHS, speed_bench, write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,6 +115,7 @@ def test_head_of_other_weights_needs_force(
         (lambda: specheads.evaluate("nowhere"), "needs a config.yaml, got nowhere"),
         (lambda: specheads.evaluate(), "name a run as run=DIR, or a head as head=PATH and base"),
         (lambda: specheads.evaluate("a", ["head=b"]), "got run=a, head=b; drop one"),
+        (lambda: specheads.export("", "vllm", "x", ["head=b"]), "got none; add base=PATH"),
         (lambda: specheads.tune(overrides=["head=b"]), "or head=FOLDER and base=PATH; got head='b"),
         (lambda: specheads.compare(), "name what to compare"),
         (lambda: specheads.export("", "oven", "out"), "engine must be one of"),
@@ -127,6 +129,15 @@ def test_mistake_raises_value_error(
     with pytest.raises(ValueError, match=message):
         call()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_training_names_a_base_without_a_tokenizer(tmp_path: Path):
+    folder = tiny.saved(tmp_path / "base")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"got no tokenizer in .*base; add its files, such as"):
+        specheads.train("smoke", [f"base={folder}", f"run_dir={tmp_path / 'run'}"])
+    assert not (tmp_path / "run").exists()
 
 
 def test_importing_specheads_does_not_import_torch_and_export_stays_a_function():

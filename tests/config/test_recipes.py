@@ -148,6 +148,16 @@ def test_override_that_hydra_cannot_read_is_named(given: str):
     assert f"data.sources={given}" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "given", ["evaluation=x", "validation=100", "validation=[1]", "schedule.phases=3", "minutes=3"]
+)
+def test_value_for_a_group_of_settings_is_refused_by_its_name(given: str):
+    name, _, value = given.partition("=")
+    message = re.escape(f"{name} is a group of settings, got '{value}'; set one by its name")
+    with pytest.raises(InputError, match=message):
+        compose.settings_of("train", ["recipe=smoke", given])
+
+
 def test_word_without_a_value_is_not_told_about_quotes():
     with pytest.raises(InputError, match=r"must be NAME=VALUE, got 'preview'; --help lists"):
         compose.settings_of("train", ["recipe=smoke", "preview", "3"])

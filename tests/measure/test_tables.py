@@ -26,3 +26,22 @@ def test_header_breaks_into_lines_before_a_table_becomes_a_list():
     assert all(line.endswith(tuple("┓┃┩│┘")) for line in lines[1:])
     assert all(cell in lines[-2] for cell in row)
     assert all(word in " ".join(lines) for name in header for word in name.split())
+
+
+def test_wide_table_becomes_two_that_name_their_rows_and_then_a_list():
+    header = "drafter", "tokens per second", "speed-up", "fastest over it", "tokens per forward"
+    row = (
+        "transformers_lookup",
+        "47.0",
+        "1.03 [0.68, 1.61]",
+        "1.16 [0.89, 1.57]",
+        "1.11 [1.00, 1.38]",
+    )
+    written = {}
+    for width in (120, 80, 24):
+        out = StringIO()
+        Console(width=width, file=out).print(ConsoleTable("title", [row], header))
+        written[width] = [line for line in out.getvalue().splitlines() if line.startswith("│")]
+    assert [len(lines) for lines in written.values()] == [1, 2, 0]
+    assert all(row[0] in line for line in written[80])
+    assert all(cell in " ".join(written[80]) for cell in row)

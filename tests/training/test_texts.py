@@ -1,19 +1,23 @@
 """Text that does not fit a phase is refused before anything is written."""
 
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import Progress
 
 from specheads.base.model import FrozenBase
 from specheads.config import compose, data_dir
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
 from specheads.data.settings import Data, WeightedSource
-from specheads.training.schedule import row_tokens
+from specheads.training.distill.shards import read_text
+from specheads.training.schedule import PlacedPhase, row_tokens
 from specheads.training.settings import Distill, Phase
 from specheads.training.texts import PhaseTexts
 
@@ -75,6 +79,18 @@ def test_tokens_are_counted_in_the_text_of_the_phases(corpus: bool, base: Frozen
     else:
         assert begun
         assert (counts[7], counts[9], counts.sum()) == (2, 1, 3)
+
+
+def test_dropped_texts_are_counted_in_the_log(base: FrozenBase, data: Data, tmp_path: Path):
+    # greedy text of a small model repeats itself
+    settings = replace(DISTILL, new_tokens=96, drop=["loop"], folder=str(tmp_path))
+    phase = distilled(batch_size=1, distill=replace(settings, temperature=0.0, top_k=0))
+    log = StringIO()
+    bar = Progress(console=Console(file=log, width=200))
+    texts(base, data, phase).open(PlacedPhase(name="a", settings=phase, first=0), bar, lambda: None)
+    number = len(read_text(tmp_path, 16))
+    assert 0 < number < 16
+    assert f"{16 - number} of 16 texts were dropped (loop: {16 - number}), see " in log.getvalue()
 
 
 CHAT = WeightedSource(source="chat", path="x")

@@ -213,7 +213,7 @@ def test_interrupt_leaves_a_checkpoint_to_resume(at, tmp_path, monkeypatch):
 
 def test_second_interrupt_does_not_wait_for_the_step(tmp_path: Path, monkeypatch: Any):
     def interrupted(*_: Any) -> None:
-        for _ in range(2):
+        for _again in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(ONE_STOP + 0.1)
         pytest.fail("it went on")
