@@ -25,8 +25,8 @@ def load_base(settings: SettingsWithBase) -> FrozenBase:
     """Return the base of the settings."""
     if not settings.base.model:
         raise InputError(
-            "a head needs the base that it was trained on, got none; add base=PATH, because the "
-            "head's folder does not name it"
+            "a command needs a base, got none; add base=PATH or run=DIR, because a head's folder "
+            "does not name its base"
         )
     return FrozenBase.load(**asdict(settings.base))
 

@@ -329,7 +329,7 @@ def test_prompts_are_whole_and_near_the_context(monkeypatch: pytest.MonkeyPatch,
     ]
     file = tmp_path / "talks.jsonl"
     file.write_text("\n".join(json.dumps({"messages": one}) for one in talks), encoding="utf-8")
-    base = FrozenBase.load(**asdict(compose.settings_of("evaluate", []).base))
+    base = FrozenBase.load(**asdict(compose.settings_of("evaluate", ["base=tiny_code"]).base))
     head = drafter_of(build_for({"kind": "mlp_speculator", "depth": 2}, base), base)
     given: list[list[int]] = []
 
@@ -391,7 +391,7 @@ def test_evaluation_chooses_a_tree_for_its_own_settings(
     monkeypatch.setattr(tuning, "choose", choose)
     rows = [json.dumps({"text": f"value_{number} = left + right\n" * 9}) for number in range(9)]
     (tmp_path / "text.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    base = FrozenBase.load(**asdict(compose.settings_of("evaluate", []).base))
+    base = FrozenBase.load(**asdict(compose.settings_of("evaluate", ["base=tiny_code"]).base))
     head = drafter_of(build_for({"kind": "mlp_speculator", "depth": 2}, base), base)
     drawn = Sampling(temperature=0.7, top_p=0.9, seed=3)
     how = GenerationSettings(max_new_tokens=9, sampling=drawn, coupled=False, batch_size=2)
