@@ -26,7 +26,6 @@ from specheads.base.cache import upload
 from specheads.core.drafter import Drafter, State
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
-from specheads.core.machine import to_device
 from specheads.core.ranges import (
     NonNegativeInt,
     PositiveProbability,
@@ -138,7 +137,7 @@ class SamplingState:
         self.penalised = any(one.repetition_penalty != 1 for one in self.sampling)
         drawing = [one.temperature > 0 for one in self.sampling]
         self.draws, self.all_draw = any(drawing), all(drawing)
-        self.drawing = to_device(torch.tensor(drawing), device)
+        self.drawing = upload(drawing, device).bool()
         self.seeds = upload([one.seed for one in self.sampling], device)
         self._seeded, self._noise = noise.bits(self.seeds), None
         places: dict[Any, list[int]] = {}
