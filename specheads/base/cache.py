@@ -308,7 +308,7 @@ class KVCache(RowCache):
         """Keep only these rows, in this order; each at most once."""
         moved = [(place, row) for place, row in enumerate(rows) if place != row]
         if moved:
-            targets, sources = map(list, zip(*moved, strict=True))
+            targets, sources = upload(moved, self.device).T
             for stack in self.slab.stacks:
                 stack[:, targets, :, : self.longest] = stack[:, sources, :, : self.longest]
         super().keep_rows(rows)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.functional import pad
 
 from specheads.core.machine import to_device
 
@@ -175,4 +175,6 @@ def stack_rows(
     own: Shaped[Tensor, "batch time *rest"], new: Shaped[Tensor, "row path *rest"]
 ) -> Shaped[Tensor, "slot level *rest"]:
     """Concatenate rows; the shorter ones are padded on the right with zeros."""
-    return pad_sequence([*own, *new], batch_first=True)
+    width = max(own.shape[1], new.shape[1])
+    rest = (0, 0) * (own.ndim - 2)
+    return torch.cat([pad(one, (*rest, 0, width - one.shape[1])) for one in (own, new)])

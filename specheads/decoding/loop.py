@@ -178,7 +178,7 @@ def start(
     memory = drafter.memory(batch, capacity) if drafter else None
     aux_layers = drafter.aux_layers if drafter else ()
     logits, features = base.prefill(padded, cache, lengths, aux_layers)
-    counts = torch.tensor(lengths, device=base.device)
+    counts = upload(lengths, base.device)
     text = pad(padded, (0, capacity - padded.shape[1]))
     sampling = sampling or [GREEDY] * batch
     rows = SamplingState(

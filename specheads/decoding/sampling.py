@@ -5,7 +5,8 @@ seed and on positions in its text only. See docs/losslessness.md.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Annotated, Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from specheads.base.cache import upload
 from specheads.core.drafter import Drafter, State
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
@@ -84,6 +86,8 @@ class Sampling:
 
 
 GREEDY = Sampling()
+# a copy without the seed would be checked again
+_without_seed = attrgetter(*(one.name for one in fields(Sampling) if one.name != "seed"))
 CHUNK = 2**22
 """Numbers of noise computed at once, to limit temporary memory."""
 
@@ -133,19 +137,17 @@ class SamplingState:
         self.penalised = any(one.repetition_penalty != 1 for one in self.sampling)
         drawing = [one.temperature > 0 for one in self.sampling]
         self.draws, self.all_draw = any(drawing), all(drawing)
-        self.drawing = torch.tensor(drawing, device=device)
-        self.seeds = torch.tensor([one.seed for one in self.sampling], device=device)
+        self.drawing = upload(drawing, device).bool()
+        self.seeds = upload([one.seed for one in self.sampling], device)
         self._seeded, self._noise = noise.bits(self.seeds), None
-        places: dict[Sampling, list[int]] = {}
+        places: dict[Any, list[int]] = {}
         for place, settings in enumerate(self.sampling):
-            places.setdefault(replace(settings, seed=0), []).append(place)
-        self._groups = [
-            (settings, torch.tensor(rows, device=device)) for settings, rows in places.items()
-        ]
+            places.setdefault(_without_seed(settings), []).append(place)
+        self._groups = [(self.sampling[rows[0]], upload(rows, device)) for rows in places.values()]
 
     def keep(self, rows: list[int]) -> "SamplingState":
         """Return the state of these rows."""
-        index = torch.tensor(rows, device=self.lengths.device)
+        index = upload(rows, self.lengths.device)
         return replace(
             self,
             sampling=[self.sampling[row] for row in rows],

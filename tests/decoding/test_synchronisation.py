@@ -114,6 +114,29 @@ def test_neither_the_base_alone_nor_copies_nor_a_paged_cache_waits(base: FrozenB
     assert waits(base, head_on(base), POLICIES["static"], cache=cache) == {}
 
 
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("law", LAWS)
+def test_rows_that_leave_or_join_do_not_wait(
+    base: FrozenBase, law: str, paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = BlockPool(base.num_layers, 40, 16, META)
+    state, other = (
+        loop.start(base, None, prompts, 64, LAWS[law], PagedKVCache(pool, 2) if paged else None)[0]
+        for prompts in ([[1, 2, 3], [4, 5, 6, 7]], [[1, 2], [3, 4, 5]])
+    )
+    made = torch.tensor
+
+    def on_the_host(values: Any, **how: Any) -> Tensor:
+        assert "device" not in how, "a copy from memory that is not pinned waits"
+        return made(values, **how)
+
+    monkeypatch.setattr(torch, "tensor", on_the_host)
+    with Waits() as waits:
+        state.join(other)
+        state.keep([0, 3, 2])
+    assert waits.found == {}
+
+
 def test_a_wait_would_be_seen(base: FrozenBase) -> None:
     class Host(policies.Static):
         def shape(self, device: torch.device) -> Any:

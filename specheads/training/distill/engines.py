@@ -104,6 +104,9 @@ def local(
             if not running:
                 return
             engine.step()
+            for stream in running:
+                # not read here; in a large batch, the garbage collector scans millions of them
+                stream.steps.clear()
             yield sum(stream.length - len(stream.request.prompt) for stream in running)
             for stream in [one for one in running if one.finish_reason is not None]:
                 number = running.pop(stream).number
