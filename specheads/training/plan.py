@@ -81,6 +81,8 @@ GPUS = (1, 2, 4, 8)
 """Numbers of GPUs of a server in a plan."""
 TIMED_STEPS, TRIAL_TOKENS = 3, 32
 """Steps, and new tokens per text, in a trial that is timed."""
+TEXT = ": text"
+"""End of the name of a stage that generates a phase's text."""
 Parts = dict[str, int]
 """Bytes of each part."""
 
@@ -142,7 +144,7 @@ def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
         refuse_misfit(phase.name, phase.settings, context, depth, shares)
         distill, has_layers = phase.settings.distill, shapes.base.has_layers
         if distill and distill.engine == "local" and has_layers:
-            memory[f"{phase.name}: text"] = libraries | shapes.text(distill)
+            memory[f"{phase.name}{TEXT}"] = libraries | shapes.text(distill)
         memory[phase.name] = libraries | shapes.step(phase, rows[phase.name])
     peak = max(sum(parts.values()) for parts in memory.values())
     room = room_of(device) if _is_here(device) else None
@@ -151,10 +153,15 @@ def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
     if room is None:
         note = f"there are no hours: this machine has no {device}"
     elif not fits:
-        note = (
-            "the run does not fit; raise accumulation_steps (the same training), lower batch_size, "
-            "sequence_length, scored_share or head.draft_tokens, or set base.dtype=bfloat16"
-        )
+        largest = max(memory, key=lambda name: sum(memory[name].values()))
+        if largest.endswith(TEXT):
+            remedy = f"lower schedule.phases.{largest.removesuffix(TEXT)}.distill.batch_size"
+        else:
+            remedy = (
+                "raise accumulation_steps (the same training), lower batch_size, sequence_length, "
+                "scored_share or head.draft_tokens"
+            )
+        note = f"the run does not fit; {remedy}, or set base.dtype=bfloat16"
     elif not _has_weights(setup):
         note = "there are no hours: the weights of the base are not on this machine"
     else:
@@ -226,7 +233,7 @@ def _measure(
             if distill and distill.engine == "local" and base.has_layers:
                 with teacher.as_loaded():
                     seconds = _text_seconds(distill, base) / accelerator.num_processes
-                hours[f"{phase.name}: text"] = seconds / 3600
+                hours[f"{phase.name}{TEXT}"] = seconds / 3600
             teacher.begin(phase)
 
             def step(phase: PlacedPhase = phase) -> None:

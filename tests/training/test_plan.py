@@ -184,6 +184,8 @@ def test_plan_that_does_not_fit_names_the_settings(folder: Path, room: Any):
     found = planned(folder, ALONE)
     assert (found["fits"], found["hours"]) == (False, {})
     assert "the run does not fit; raise accumulation_steps" in found["note"]
+    found = planned(folder, "schedule.phases.distilled.distill.batch_size=9999")
+    assert "lower schedule.phases.distilled.distill.batch_size" in found["note"]
 
 
 @pytest.mark.parametrize(
