@@ -127,7 +127,7 @@ KINDS = {
     "mtp": {"attention_heads": 4, "key_value_heads": 2, "aux_layers": [0, 2]},
     "redrafter": {},
     "eagle3": {"attention_heads": 4, "key_value_heads": 2, "aux_layers": [0, 1, 2]},
-    "eagle_gru": {"attention_heads": 4, "aux_layers": [0, 1, 2], "text_attention": True},
+    "eagle_gru": {"attention_heads": 4, "aux_layers": [0, 1, 2]},
 }
 
 

@@ -48,8 +48,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "eagle_gru": [
         {"attention_heads": 4, "key_value_heads": 2},
-        {"sliding_window": 3, "text_attention": True},
-        {"attention_sink": True, "text_attention": True},
+        {"sliding_window": 3},
+        {"attention_sink": True},
+        {"text_attention": False},
+        {"sliding_window": 3, "text_attention": False},
     ],
     "hydra_heads": [
         {"prefix": False, "num_layers": 1, "aux_layers": []},

@@ -2,9 +2,9 @@
 
 The first level reads EAGLE-3's layers of the base and attends to the whole text. Each further level
 is one cell, which costs less than a layer: it reads one more drafted token and starts from the
-state of the first level. With `text_attention` every level also attends to the keys and values that
-the first one has stored. No paper describes it; recipes/LOG.md has the comparison with EAGLE-3, MTP
-and ReDrafter.
+state of the first level. Unless `text_attention` is off, every level also attends to the keys and
+values that the first one has stored. No paper describes it; recipes/LOG.md has the comparison with
+EAGLE-3, MTP and ReDrafter.
 """
 
 from dataclasses import dataclass, field, replace
@@ -46,9 +46,9 @@ class Config(AttentionConfig):
     """Number of positions of the text that it sees. Null is all."""
     attention_sink: bool = False
     """Whether each attention head learns a logit without a value, its sink."""
-    text_attention: bool = False
-    """Whether all levels attend to the text, for text that repeats itself, such as code. False is
-    only the first."""
+    text_attention: bool = True
+    """Whether all levels attend to the text. False is only the first, whose drafts take less
+    time."""
 
 
 @dataclass(frozen=True, slots=True)
