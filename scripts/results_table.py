@@ -161,7 +161,7 @@ def worth(recipes: Path) -> str:
             {row["depth"] for row in single},
             key=lambda one: min(row["speedup"]["ratio"] for row in single if row["depth"] == one),
         )
-        engine = f"published head in vLLM {measured['engine']['vllm']}, chain of {depth}"
+        engine = f"`{measured['kind']}` in vLLM {measured['engine']['vllm']}, chain of {depth}"
         for row in single:
             if row["depth"] == depth:
                 figures = figure(row["served"], "tokens_per_forward"), figure(row["speedup"])
@@ -246,7 +246,7 @@ def served(measured: Mapping[str, Any]) -> str:
     ]
     made, engine = from_json(Provenance, measured["provenance"]), measured["engine"]
     versions = ", ".join(f"{name} {engine[name]}" for name in engine).replace("vllm", "vLLM")
-    length = f"{measured['dtype']}, {measured['new_tokens']} new tokens, T=0"
+    length = f"`{measured['kind']}`, {measured['dtype']}, {measured['new_tokens']} new tokens, T=0"
     header = (
         *("set", "batch", "chain", "tokens per forward", "in our replay", "tokens/s alone"),
         *("with head", "speed-up over it alone", "identical"),

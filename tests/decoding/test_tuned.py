@@ -55,11 +55,13 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path):
 
 
 def test_nonlinear_costs_of_early_files_are_ignored_and_trees_stay(tmp_path):
-    """The published head of SmolLM2 has such a file."""
     early = {"several": 0.01, "free": 4, "power": 0.7}
     cost = {name: to_json(FORWARD) | early for name in ("verify", "draft")}
     head = load_head(folder(tmp_path, cost=cost), tiny.base())
     assert head.tuned == tuned()
+
+
+def test_tuned_file_of_the_published_head():
     published = Path("recipes/smollm2_long/head/tuned.json")
     value = json.loads(published.read_text(encoding="utf-8"))
     found = Tuned.read(value, str(published))
