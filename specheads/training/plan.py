@@ -146,14 +146,15 @@ def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
         if distill and distill.engine == "local" and has_layers:
             memory[f"{phase.name}{TEXT}"] = libraries | shapes.text(distill)
         memory[phase.name] = libraries | shapes.step(phase, rows[phase.name])
-    peak = max(sum(parts.values()) for parts in memory.values())
+    totals = {name: sum(parts.values()) for name, parts in memory.items()}
+    peak = max(totals.values())
     room = room_of(device) if _is_here(device) else None
     server = {} if shapes.base.has_layers else _server(shapes, accelerator.num_processes)
     fits, hours = None if room is None else peak <= room, {}
     if room is None:
         note = f"there are no hours: this machine has no {device}"
     elif not fits:
-        largest = max(memory, key=lambda name: sum(memory[name].values()))
+        largest = max(totals, key=totals.__getitem__)
         if largest.endswith(TEXT):
             remedy = f"lower schedule.phases.{largest.removesuffix(TEXT)}.distill.batch_size"
         else:
