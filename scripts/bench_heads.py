@@ -54,7 +54,7 @@ from specheads.core.errors import InputError, first_line
 from specheads.core.features import Features, document_lengths
 from specheads.core.files import as_json, atomic_folder, dumps, to_json, write_atomic
 from specheads.core.machine import dtype_name
-from specheads.core.texts import derive_seed
+from specheads.core.seeds import derive_seed
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build, build_for, load_head
 from specheads.measure.results import Comparison, read
@@ -62,10 +62,10 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress
 from specheads.runs.provenance import nearby, provenance
 from specheads.training.objective import drawn_labels, early_enough, in_chains
+from specheads.training.phase_data import PhaseData
 from specheads.training.plan import automatic
 from specheads.training.processes import accelerator_of_environment, load_base
 from specheads.training.schedule import placed
-from specheads.training.texts import PhaseTexts
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_APART = 0.01
@@ -78,7 +78,7 @@ class Source:
 
     settings: Train
     base: FrozenBase
-    texts: PhaseTexts
+    texts: PhaseData
     head: Head
     """Head of the run, for its draft vocabulary and depth."""
     dtype: torch.dtype
@@ -273,7 +273,7 @@ def opened(place: Path) -> Source:
     base = load_base(asdict(settings.base), accelerator)
     if not hasattr(base.model.base_model, "norm"):
         raise InputError(f"a base needs model.norm, got {base.name}; choose another")
-    texts = PhaseTexts(
+    texts = PhaseData(
         settings.schedule.phases,
         settings.data,
         base,

@@ -24,6 +24,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
 from specheads.base.model import FrozenBase
+from specheads.config.training import Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.files import to_json
 from specheads.core.machine import dtype_name, peak_gib, synchronise
@@ -34,7 +35,6 @@ from specheads.runs.provenance import nearby, provenance
 from specheads.training.depth_loss import Targets, depth_loss
 from specheads.training.log import matmul_rate
 from specheads.training.schedule import PlacedPhase, placed
-from specheads.training.settings import Phase, Schedule
 from specheads.training.step import Stepper, Teacher
 
 ROOT = Path(__file__).resolve().parents[1]

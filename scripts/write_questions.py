@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from specheads.base.model import FrozenBase
+from specheads.config.training import Distill
 from specheads.core.errors import InputError
 from specheads.core.files import writable_folder, write_atomic
 from specheads.data.chat import ASK, ASKED, Template
@@ -27,7 +28,6 @@ from specheads.decoding.sampling import Sampling
 from specheads.runs.progress import progress
 from specheads.training.distill import build
 from specheads.training.distill.engines import Answer, GenerationRequest
-from specheads.training.settings import Distill
 
 FEWEST_WORDS = 3
 

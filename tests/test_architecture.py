@@ -17,7 +17,8 @@ from specheads.decoding.accept import draw
 PACKAGE = Path(__file__).parents[1] / "specheads"
 FLOORS = (
     ("core",),
-    ("base", "data", "config"),
+    ("config",),
+    ("base", "data"),
     ("heads", "decoding", "runs"),
     ("training", "measure"),
     ("export",),
@@ -26,8 +27,6 @@ FLOORS = (
 """Lowest first: a folder imports from its own layer and from lower ones."""
 
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-SETTINGS = {"training.settings"}
-"""Settings that a room declares and config/ composes; they count as part of config/."""
 
 LIBRARIES = {
     "hydra": {"config.compose"},
@@ -83,7 +82,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def room(module: str) -> str:
-    return "config" if module in SETTINGS else module.partition(".")[0]
+    return module.partition(".")[0]
 
 
 def test_modules_import_only_their_own_layer_and_lower_ones():

@@ -21,8 +21,8 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from specheads.base.ignored_settings import COMPUTES
 from specheads.base.read_errors import reading, refuse_mismatch
-from specheads.base.settings import COMPUTES
 from specheads.core.errors import InputError
 from specheads.core.files import atomic_folder, cache_folder, local_path, sole_writer, sweep
 from specheads.core.foreign import refuse_unused

@@ -21,9 +21,14 @@ from transformers.models.auto.tokenization_auto import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.gguf import located
+from specheads.base.ignored_settings import (
+    attention_of,
+    auto_class,
+    honour_tokenizer,
+    refuse_ignored,
+)
 from specheads.base.masks import refuse_attention
 from specheads.base.read_errors import reading, refuse_mismatch
-from specheads.base.settings import attention_of, auto_class, honour_tokenizer, refuse_ignored
 from specheads.base.sharding import Sharding
 from specheads.core.errors import InputError, first_line
 from specheads.core.machine import computes_bfloat16

@@ -20,7 +20,7 @@ from specheads.commands import _help
 from specheads.config import compose
 from specheads.config.commands import Train
 from specheads.core.errors import ONE_STOP, InputError, causes, first_line, printable
-from specheads.runs.settings import read_settings
+from specheads.runs.config_file import read_settings
 
 T = TypeVar("T")
 

@@ -10,13 +10,13 @@ from specheads.base.loading import load_tokenizer
 from specheads.commands._library import base_of_training
 from specheads.config import compose
 from specheads.config.commands import Train
+from specheads.config.training import distilled
 from specheads.core.errors import InputError, printable
 from specheads.data.masks import CLOSE, OPEN, marked
 from specheads.data.prompts import held_out
 from specheads.data.tokenise import UnansweredError, tokenised
 from specheads.training.plan import Setup, plan
 from specheads.training.processes import accelerator_of_environment
-from specheads.training.settings import distilled
 
 
 def setup_of(settings: Train) -> Setup:

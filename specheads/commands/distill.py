@@ -15,6 +15,7 @@ from specheads.commands import _dry_run
 from specheads.commands._call import settings_for
 from specheads.commands._library import base_of_training
 from specheads.config.commands import Distill
+from specheads.config.training import distilled
 from specheads.core.errors import InputError
 from specheads.core.files import writable_folder
 from specheads.data.sources import refuse_unreadable
@@ -28,7 +29,6 @@ from specheads.training.distill.run import (
 )
 from specheads.training.distill.shards import as_markdown
 from specheads.training.processes import accelerator_of_environment, load_base, naming_lost
-from specheads.training.settings import distilled
 
 
 def run(settings: Distill) -> None:

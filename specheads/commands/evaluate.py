@@ -18,7 +18,7 @@ from specheads.config.commands import Evaluate, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import writable_folder
-from specheads.data.contexts import with_context
+from specheads.data.context_prompts import with_context
 from specheads.data.prompts import PromptSet, fitting, load_prompts
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees.named import fixed_policy

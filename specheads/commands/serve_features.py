@@ -20,13 +20,13 @@ from specheads.base.gguf import located
 from specheads.commands import _dry_run
 from specheads.commands._call import settings_for
 from specheads.config.commands import ServeFeatures
+from specheads.config.training import FeatureSettings
 from specheads.core.errors import InputError
 from specheads.core.files import writable_folder
 from specheads.core.machine import dtype_name
 from specheads.training.features import server_layers
 from specheads.training.plan import server_dtype, shaped_base, shaped_head
 from specheads.training.schedule import longest_row
-from specheads.training.settings import FeatureSettings
 
 PLUGIN = Path(__file__).parents[1] / "export" / "plugins"
 """Folder of the connector's module. It has no other packages that could hide the server's."""

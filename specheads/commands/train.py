@@ -34,13 +34,14 @@ from specheads.heads.load import build_for, configure, load_head, resume_head
 from specheads.measure.quality import quality_windows
 from specheads.measure.results import Results, read
 from specheads.measure.summary import show
+from specheads.runs.config_file import read_settings
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import stages
-from specheads.runs.settings import read_settings
 from specheads.runs.trackers import Tracker, refuse_missing
 from specheads.training import trainer
 from specheads.training.distill.run import refuse_not_decoding
 from specheads.training.features import FeatureSource, LocalBase, feature_cache
+from specheads.training.phase_data import PhaseData
 from specheads.training.plan import automatic, largest_batches
 from specheads.training.processes import (
     accelerator_of_environment,
@@ -51,7 +52,6 @@ from specheads.training.processes import (
     readers,
 )
 from specheads.training.schedule import adapter_settings, longest_row, refuse_misfit, refuse_unread
-from specheads.training.texts import PhaseTexts
 
 Announce = Callable[[str], None]
 """Prints one line of progress."""
@@ -140,7 +140,7 @@ def _train(
     is_main, seed = accelerator.is_main_process, settings.seed
     base = _checked_base(settings, made, accelerator, base)
     phases, data = settings.schedule.phases, settings.data
-    texts = PhaseTexts(phases, data, base, made.text, accelerator, announce, seed, stage)
+    texts = PhaseData(phases, data, base, made.text, accelerator, announce, seed, stage)
     torch.manual_seed(seed)
     identity = texts.identity()
     with ExitStack() as held:

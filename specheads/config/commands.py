@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from specheads.config.parts import (
+from specheads.config.data import Data
+from specheads.config.shared import (
     Base,
     Evaluation,
     Hardware,
@@ -15,6 +16,7 @@ from specheads.config.parts import (
     Tracker,
     Tree,
 )
+from specheads.config.training import FeatureCache, FeatureSettings, Schedule, Validation
 from specheads.core.ranges import (
     AtLeastTwo,
     DepthOrZero,
@@ -30,8 +32,6 @@ from specheads.core.ranges import (
     TreeSize,
     one_of,
 )
-from specheads.data.settings import Data
-from specheads.training.settings import FeatureCache, FeatureSettings, Schedule, Validation
 
 OF_TRANSFORMERS = ("transformers", "transformers_lookup", "transformers_assisted")
 DRAFTERS = ("head", "prompt_lookup", "hybrid", "streaming", "draft_model", *OF_TRANSFORMERS)

@@ -15,11 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from specheads.config import commands, data_dir, recipe_dirs
-from specheads.config.parts import Evaluation
+from specheads.config.shared import Evaluation
+from specheads.config.training import Distill
 from specheads.config.validation import check
 from specheads.core.errors import InputError
 from specheads.core.ranges import UnknownSettingError, hints
-from specheads.training.settings import Distill
 
 
 def command_of(schema: type) -> str:

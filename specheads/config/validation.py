@@ -9,11 +9,11 @@ from dataclasses import fields
 from typing import Any
 
 from specheads.config.commands import Train
-from specheads.config.parts import Evaluation, Tree
+from specheads.config.data import NO_PATH, Data, Source
+from specheads.config.shared import Evaluation, Tree
+from specheads.config.training import LENGTH_LOSSES, Phase, Schedule, Validation
 from specheads.core.errors import InputError
 from specheads.core.ranges import FolderName, check_fields, refuse
-from specheads.data.settings import NO_PATH, Data, Source
-from specheads.training.settings import LENGTH_LOSSES, Phase, Schedule, Validation
 
 
 def check(settings: Any, where: str = "") -> None:

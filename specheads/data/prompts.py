@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from specheads.config.data import NO_PATH, Data, Source
 from specheads.core.errors import InputError
 from specheads.core.files import local_path
 from specheads.data.chat import ASKED, Template, refuse_fixed_thinking
@@ -21,7 +22,6 @@ from specheads.data.conversations import first_answer, last_message, question
 from specheads.data.documents import cut_windows
 from specheads.data.encode import affixes, prompt_ids
 from specheads.data.files import JSONL, PARQUET, SHOWN, Row, located, rows_of
-from specheads.data.settings import NO_PATH, Data, Source
 from specheads.data.sources import hub_rows, read
 from specheads.data.tokenise import tokenised
 

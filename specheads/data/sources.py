@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from specheads.config.data import NO_PATH, Data, Source
 from specheads.core.errors import InputError, one_line
 from specheads.core.files import HUB_ID, local_path
 from specheads.data import files as local
 from specheads.data.conversations import conversation, first_answer
 from specheads.data.files import BadRows, Row, Rows, located, names, without_nulls
 from specheads.data.instructions import instructions
-from specheads.data.settings import NO_PATH, Data, Source
 from specheads.data.traces import trace
 
 SPLITS = ("train", "validation", "prompts")

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from specheads.config.data import CONVERSATIONS, TRACES, Data, Source
 from specheads.core.errors import InputError
 from specheads.core.files import atomic_folder, cache_folder, sole_writer, sweep
 from specheads.data.chat import Template
@@ -17,7 +18,6 @@ from specheads.data.conversations import first_answer
 from specheads.data.documents import Documents, numbers
 from specheads.data.encode import token_ids, tokenizer_fingerprint
 from specheads.data.files import BadRows, Row, located
-from specheads.data.settings import CONVERSATIONS, TRACES, Data, Source
 from specheads.data.sources import SPLITS, identity, read_all
 from specheads.data.traces import refuse_unknown_ids
 

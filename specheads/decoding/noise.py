@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Float64, Int, Int64
 from torch import Tensor
 
-from specheads.core.texts import FIRST, SECOND, STEP
+from specheads.core.seeds import FIRST, SECOND, STEP
 
 BLOCK = 128
 """Numbers of a row that are compared at once; most vocabularies are a multiple."""

@@ -33,7 +33,7 @@ from specheads.core.ranges import (
     Rule,
     check_fields,
 )
-from specheads.core.texts import derive_seed
+from specheads.core.seeds import derive_seed
 from specheads.core.tree import TokenTree
 from specheads.decoding import noise
 from specheads.decoding.noise import likeliest

@@ -16,7 +16,7 @@ from specheads.base.model import FrozenBase
 from specheads.base.selfcheck import make_exact
 from specheads.core.drafter import Drafter
 from specheads.core.machine import dtype_name
-from specheads.core.texts import loops
+from specheads.core.repetition import is_repetitive
 from specheads.decoding.prompt_lookup import common_prefix_length
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, each_prompt
 from specheads.measure.counts import DepthCounts, group_rate, rate, sections
@@ -130,9 +130,9 @@ def _natural(label: Any) -> list[list[str | int]]:
 def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> Degenerate:
     """Return the rates with and without the prompts after which the base alone loops.
 
-    `core.texts` has the rule. A rate is None if no prompt, or no forward, remains.
+    `core.repetition` has the rule. A rate is None if no prompt, or no forward, remains.
     """
-    both = list(zip(counts, map(loops, alone), strict=True))
+    both = list(zip(counts, map(is_repetitive, alone), strict=True))
     flagged, rest = ([one for one, flag in both if flag is kind] for kind in (True, False))
     return Degenerate(
         flagged=len(flagged),

@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
+from specheads.config.data import Data
 from specheads.core.errors import InputError
 from specheads.data.documents import cut_windows
 from specheads.data.prompts import held_out
-from specheads.data.settings import Data
 from specheads.data.tokenise import UnansweredError, tokenised
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.results import TextQuality

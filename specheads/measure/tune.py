@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from specheads.base.model import FrozenBase
+from specheads.config.data import Data
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
 from specheads.core.machine import synchronise
 from specheads.data.prompts import PromptSet
-from specheads.data.settings import Data
 from specheads.decoding import accept, loop
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees import policies, tuned

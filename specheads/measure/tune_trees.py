@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
+from specheads.config.data import Data
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.prompts import Prompt, held_out
-from specheads.data.settings import Data
 from specheads.decoding.calibration import Curve, fit_curve, logistic_regression
 from specheads.decoding.cost import StepCost
 from specheads.decoding.prompt_lookup import MAX_NGRAM

@@ -11,8 +11,8 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import as_json, atomic_folder, is_ours, read_json, sweep, write_atomic
 from specheads.heads.load import load_head
+from specheads.runs.config_file import first_difference, parse, read_settings
 from specheads.runs.provenance import provenance
-from specheads.runs.settings import first_difference, parse, read_settings
 
 KNOWN: dict[str, Any] = {
     "end": str | None,

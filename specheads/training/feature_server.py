@@ -28,6 +28,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
+from specheads.config.training import FeatureSettings
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
 from specheads.core.features import Features
@@ -49,7 +50,6 @@ from specheads.training.features import (
     server_layers,
     server_token_bytes,
 )
-from specheads.training.settings import FeatureSettings
 
 SERVE = "start it with the command that `specheads serve-features` prints for this head"
 TRANSIENT = (404, 408, 409, 429)

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from specheads.base.fingerprint import config_fingerprint
 from specheads.base.model import FrozenBase
+from specheads.config.data import Data
+from specheads.config.training import FeatureCache as FeatureCacheSettings
+from specheads.config.training import Phase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.features import Features
 from specheads.core.files import writable_folder, write_atomic
 from specheads.data.packing import TokenBatch
-from specheads.data.settings import Data
 from specheads.runs.directory import RunDirectory
 from specheads.training.schedule import row_tokens
-from specheads.training.settings import FeatureCache as FeatureCacheSettings
-from specheads.training.settings import Phase
 
 
 class FeatureSource(ABC):

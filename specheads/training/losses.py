@@ -2,7 +2,7 @@
 
 p is the base's distribution and q the draft's. Each function reads a block of rows of log q and
 overwrites it with the gradient with respect to the draft's logits. A block needs one buffer and no
-autograd graph. The list of all losses is `LOSSES` in settings.py.
+autograd graph. The list of all losses is `LOSSES` in config/training.py.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specheads.training import settings
+from specheads.config import training
 
 RULED_OUT = -1e4
 """Replaces minus infinity in log p, for a finite loss at p = 0. Finite logits in
@@ -179,7 +179,7 @@ LOG_PROBS = ("reverse_kl", "lk")
 """Losses that need log p; all others but `argmax_cross_entropy` need p."""
 ENTROPY = ("kl", "lk_hybrid")
 """Losses that also need the entropy of p."""
-LOSSES: dict[str, RowLoss] = {name: globals()[name] for name in settings.LOSSES}
+LOSSES: dict[str, RowLoss] = {name: globals()[name] for name in training.LOSSES}
 """All losses by name, as in `schedule.phases.NAME.loss`."""
 
 

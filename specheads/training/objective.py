@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.profiler import record_function
 
+from specheads.config.training import Phase
 from specheads.core.drafter import Features, Head
 from specheads.core.features import document_places
 from specheads.core.kernels import product_dtype
 from specheads.core.machine import to_device
-from specheads.core.texts import derive_seed
+from specheads.core.seeds import derive_seed
 from specheads.data.packing import TokenBatch
 from specheads.training.depth_loss import (
     ABSENT,
@@ -23,7 +24,6 @@ from specheads.training.depth_loss import (
     depth_shares,
 )
 from specheads.training.own_drafts import OwnDrafts, draft, follow
-from specheads.training.settings import Phase
 
 FULL_ROWS = 128
 """The number of rows is padded to a multiple of this. Each step has another number of labels, and

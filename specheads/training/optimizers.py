@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from specheads.config.training import Schedule
 from specheads.core.drafter import Head
 from specheads.core.machine import computes_bfloat16
-from specheads.training.settings import Schedule
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic Newton-Schulz iteration, as in torch."""

@@ -25,16 +25,17 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from specheads.base.gguf import located
+from specheads.base.ignored_settings import attention_of, auto_class
 from specheads.base.loading import device_of, load_config
 from specheads.base.model import FrozenBase
-from specheads.base.settings import attention_of, auto_class
+from specheads.config.data import Data
+from specheads.config.training import Distill, FeatureSettings, Phase, Schedule
 from specheads.core import machine
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.features import Features
 from specheads.core.ranges import AUTO
 from specheads.data.packing import TokenBatch
-from specheads.data.settings import Data
 from specheads.decoding.generate import generate
 from specheads.heads.load import (
     build,
@@ -65,7 +66,6 @@ from specheads.training.schedule import (
     row_tokens,
     text_tokens,
 )
-from specheads.training.settings import Distill, FeatureSettings, Phase, Schedule
 from specheads.training.step import Step, Stepper, Teacher, flop_counter
 from specheads.training.trainer import AHEAD
 

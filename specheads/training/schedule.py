@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specheads.config.data import CONVERSATIONS, Data
+from specheads.config.training import Distill, Joint, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.data.settings import CONVERSATIONS, Data
-from specheads.training.settings import Distill, Joint, Phase, Schedule
 
 
 @dataclass(slots=True)

@@ -22,10 +22,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
+from specheads.config.training import Joint, Schedule
 from specheads.core.drafter import Features, Head
 from specheads.core.kernels import without_cudnn_attention
 from specheads.core.machine import to_device
-from specheads.core.texts import derive_seed
+from specheads.core.seeds import derive_seed
 from specheads.data.packing import TokenBatch
 from specheads.decoding.noise import bits
 from specheads.heads.layers.common import BorrowingHead
@@ -43,7 +44,6 @@ from specheads.training.optimizers import optimizers
 from specheads.training.own_drafts import OwnDrafts
 from specheads.training.processes import readers, repeatable
 from specheads.training.schedule import PlacedPhase
-from specheads.training.settings import Joint, Schedule
 
 CLIP_NORM = 1.0
 """Largest norm of the gradients of a step."""

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from rich.progress import Progress
 
 from specheads.base.model import FrozenBase
+from specheads.config.training import Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import ONE_STOP, InputError
 from specheads.core.files import atomic_folder
@@ -30,7 +31,6 @@ from specheads.runs.trackers import Tracker
 from specheads.training.features import FeatureSource
 from specheads.training.log import PhaseLog
 from specheads.training.schedule import PlacedPhase, Progressed, adapter_settings, placed
-from specheads.training.settings import Schedule
 from specheads.training.step import Stepper, Teacher
 from specheads.training.validation import HeldOut, Watch
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specheads.config.training import Phase
 from specheads.core.files import read_json
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import drafter_of
@@ -18,7 +19,6 @@ from specheads.runs.directory import RunDirectory
 from specheads.training.depth_loss import DepthLoss
 from specheads.training.objective import drawn_labels, label_counts
 from specheads.training.schedule import PlacedPhase, Progressed
-from specheads.training.settings import Phase
 from specheads.training.step import Stepper, Teacher
 
 SCORE = "validation/tokens_per_forward"

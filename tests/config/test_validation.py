@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 
-from specheads.config import parts
+from specheads.config import shared, training
 from specheads.config.commands import Compare, Evaluate, Export, Push, Train
-from specheads.config.parts import Evaluation, Tree
+from specheads.config.data import Data, WeightedSource
+from specheads.config.shared import Evaluation, Tree
+from specheads.config.training import LOSSES, Distill, Joint, Phase, Schedule
 from specheads.config.validation import check
 from specheads.core.errors import InputError
 from specheads.core.ranges import hints
-from specheads.data.settings import Data, WeightedSource
 from specheads.decoding.accept import RULES
-from specheads.training import losses, settings
-from specheads.training.settings import LOSSES, Distill, Joint, Phase, Schedule
+from specheads.training import losses
 
 COMMANDS = (Train, Evaluate, Compare, Export, Push)
 PARTS = [
     kind
-    for module in (parts, settings)
+    for module in (shared, training)
     for _, kind in inspect.getmembers(module, inspect.isclass)
     if kind.__module__ == module.__name__
 ]

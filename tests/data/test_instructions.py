@@ -2,10 +2,10 @@ import ast
 
 import pytest
 
+from specheads.config.data import Data
 from specheads.core.errors import InputError
 from specheads.data.instructions import instructions, wordings
 from specheads.data.prompts import held_out, load_prompts
-from specheads.data.settings import Data
 from specheads.data.sources import read, split_of
 from specheads.data.tokenise import tokenised
 

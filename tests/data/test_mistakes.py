@@ -14,10 +14,10 @@ from pyarrow import parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from specheads.config.data import Data
 from specheads.core.errors import InputError
 from specheads.data.files import read_jsonl
 from specheads.data.prompts import load_prompts
-from specheads.data.settings import Data
 from specheads.data.sources import split_of
 from specheads.data.tokenise import tokenised
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
 from specheads.data import files, sources
-from specheads.data.contexts import with_context
+from specheads.data.context_prompts import with_context
 from specheads.data.prompts import PromptSet, fitting, load_prompts
 from tests.data.conftest import CATEGORIES, ENTROPIES, LENGTHS, speed_bench, write_jsonl
 

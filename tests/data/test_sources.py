@@ -6,9 +6,9 @@ import datasets
 import pytest
 from datasets import Dataset
 
+from specheads.config.data import Data
 from specheads.core.errors import InputError
 from specheads.data import files, sources
-from specheads.data.settings import Data
 from specheads.data.sources import SPLITS, read, split_of
 from tests.data.conftest import write_jsonl
 

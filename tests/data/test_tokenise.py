@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from specheads.config.data import Data, WeightedSource
 from specheads.core.errors import InputError
 from specheads.data import sources, tokenise
 from specheads.data.prompts import held_out
-from specheads.data.settings import Data, WeightedSource
 from specheads.data.sources import SPLITS, read, split_of
 from specheads.data.tokenise import UnansweredError, tokenised
 from tests.data.conftest import BASE, write_jsonl

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
+from specheads.config.data import Data
 from specheads.core.errors import InputError
 from specheads.data.prompts import held_out
-from specheads.data.settings import Data
 from specheads.data.sources import SPLITS
 from specheads.data.tokenise import tokenised
 from specheads.data.traces import trace

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import specheads.base.forward
 from specheads.base.model import FrozenBase
+from specheads.config.training import Schedule
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.generate import Decoding, generate
@@ -23,7 +24,6 @@ from specheads.heads.load import build_for, load_head
 from specheads.runs.trackers import read_metrics
 from specheads.training.plan import PeakMemory, Shapes
 from specheads.training.schedule import placed
-from specheads.training.settings import Schedule
 from tests import tiny
 from tests.oracle import TextPositions
 from tests.training.test_plan import setup, stepping

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from specheads.core.texts import derive_seed
+from specheads.core.seeds import derive_seed
 from specheads.decoding import noise
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specheads.config.compose import settings_of
-from specheads.config.parts import TREES, Tree
+from specheads.config.shared import TREES, Tree
 from specheads.core.drafter import Drafter, Features
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree

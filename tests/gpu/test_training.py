@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from specheads.base import attention
 from specheads.base.model import FrozenBase
+from specheads.config.training import Joint, Schedule
 from specheads.core.drafter import Head
 from specheads.data.packing import BatchStream, PackedText
 from specheads.heads.layers import path_attention
@@ -22,7 +23,6 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from specheads.training.depth_loss import depth_loss
 from specheads.training.losses import LOSSES
-from specheads.training.settings import Joint, Schedule
 from tests import tiny
 from tests.heads.test_path_attention import agree, backward, forward, problem
 from tests.packed import packed, texts

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.texts import loops
+from specheads.core.repetition import is_repetitive
 from specheads.measure.counts import (
     DepthCounts,
     bootstrap_interval,
@@ -85,14 +85,14 @@ def test_paired_gain_cancels_the_difficulty_of_prompts():
 
 @pytest.mark.parametrize("period", [1, 16])
 def test_a_block_repeated_to_the_end_is_a_loop(period):
-    assert loops([91, 92, 93, *(list(range(period)) * 48)[:48]])
+    assert is_repetitive([91, 92, 93, *(list(range(period)) * 48)[:48]])
 
 
 def test_similar_text_is_not_a_loop():
-    assert not loops([7] * 47), "shorter than the window"
-    assert not loops([9, *[7] * 47]), "the window's first token differs"
-    assert not loops([*[7] * 60, 8]), "it came out of the loop"
-    assert not loops(list(range(17)) * 6), "the period is longer than 16"
+    assert not is_repetitive([7] * 47), "shorter than the window"
+    assert not is_repetitive([9, *[7] * 47]), "the window's first token differs"
+    assert not is_repetitive([*[7] * 60, 8]), "it came out of the loop"
+    assert not is_repetitive(list(range(17)) * 6), "the period is longer than 16"
 
 
 def test_quality_scores_each_window_by_itself():

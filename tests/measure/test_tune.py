@@ -13,9 +13,9 @@ import torch
 
 from specheads.base.model import FrozenBase
 from specheads.config import compose
+from specheads.config.data import Data
 from specheads.core.errors import InputError
 from specheads.data.prompts import Prompt, PromptSet
-from specheads.data.settings import Data
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling

@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from specheads.base.model import FrozenBase
+from specheads.config.training import Phase, Schedule
 from specheads.data.documents import Documents
 from specheads.data.packing import PackedText, TokenBatch, share
 from specheads.heads.load import build_for
@@ -30,7 +31,6 @@ from specheads.runs.trackers import Tracker
 from specheads.training import trainer
 from specheads.training.processes import accelerator_of_environment, load_base, readers
 from specheads.training.schedule import PlacedPhase
-from specheads.training.settings import Phase, Schedule
 from specheads.training.step import Stepper
 from specheads.training.validation import HeldOut
 from tests import tiny

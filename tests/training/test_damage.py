@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from specheads.config.training import Distill, Schedule
 from specheads.core.drafter import Head
 from specheads.core.files import sole_writer
 from specheads.data.packing import BatchStream, PackedText
@@ -20,7 +21,6 @@ from specheads.runs.directory import RunDirectory
 from specheads.training.distill.run import Job, write_text
 from specheads.training.distill.shards import read_text
 from specheads.training.schedule import PlacedPhase
-from specheads.training.settings import Distill, Schedule
 from tests import tiny
 from tests.training.distill.pens import Pen, Talks
 from tests.training.test_trainer import Counting, phase, power_cut, run_training

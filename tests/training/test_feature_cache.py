@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from specheads.base.model import FrozenBase
+from specheads.config.data import Data
+from specheads.config.training import FeatureCache as Settings
+from specheads.config.training import Joint, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.data.settings import Data
 from specheads.runs.trackers import read_metrics
 from specheads.training.features import FeatureCache, feature_cache
-from specheads.training.settings import FeatureCache as Settings
-from specheads.training.settings import Joint, Schedule
 from specheads.training.validation import HeldOut
 from tests import tiny
 from tests.packed import packed, texts

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from specheads.base.model import FrozenBase
+from specheads.config.training import FeatureSettings, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
@@ -21,7 +22,6 @@ from specheads.runs.trackers import read_metrics
 from specheads.training import validation
 from specheads.training.feature_server import VllmServer
 from specheads.training.features import FeatureSource, server_layers
-from specheads.training.settings import FeatureSettings, Schedule
 from specheads.training.validation import HeldOut, validate
 from tests import tiny
 from tests.packed import packed, texts

@@ -19,6 +19,7 @@ from specheads.base.model import FrozenBase
 from specheads.base.selfcheck import check
 from specheads.commands._call import call
 from specheads.config import data_dir
+from specheads.config.training import Joint, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds, load_head
@@ -28,7 +29,6 @@ from specheads.runs.trackers import read_metrics
 from specheads.training import step as teachers
 from specheads.training.objective import Objective, label_counts
 from specheads.training.schedule import PlacedPhase
-from specheads.training.settings import Joint, Phase, Schedule
 from specheads.training.step import Step, Teacher
 from tests import tiny
 from tests.training import test_trainer

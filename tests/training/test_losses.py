@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from specheads.config.training import LENGTH_LOSSES, WEIGHTINGS
 from specheads.training.depth_loss import (
     ABSENT,
     BLOCK_LOGITS,
@@ -18,7 +19,6 @@ from specheads.training.depth_loss import (
     depth_loss,
 )
 from specheads.training.losses import LOSSES
-from specheads.training.settings import LENGTH_LOSSES, WEIGHTINGS
 from tests import tiny
 
 ROWS, VOCAB, WIDTH, DEPTH = 150, 61, 16, 3

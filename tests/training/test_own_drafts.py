@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
+from specheads.config.training import Phase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
@@ -23,7 +24,6 @@ from specheads.training.objective import (
 )
 from specheads.training.own_drafts import OwnDrafts, draft, follow
 from specheads.training.schedule import refuse_unread
-from specheads.training.settings import Phase
 from tests import tiny
 from tests.packed import chains_of, packed, texts
 

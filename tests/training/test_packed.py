@@ -8,13 +8,13 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
+from specheads.config.training import LOSSES, Joint, Phase
 from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds
 from specheads.measure.offline import offline_logits
 from specheads.training.depth_loss import DepthLoss
 from specheads.training.objective import Objective, drawn_labels
-from specheads.training.settings import LOSSES, Joint, Phase
 from specheads.training.step import Teacher
 from tests import tiny
 from tests.packed import alone, chains_of, packed, pieces, texts

@@ -9,9 +9,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from specheads.config.training import Joint
 from specheads.heads.load import kinds
 from specheads.runs.trackers import read_metrics
-from specheads.training.settings import Joint
 from tests.training.in_processes import StopError, at_step, forked, train
 
 

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
+from specheads.config.training import Phase, Schedule
 from specheads.core import machine
 from specheads.core.kernels import without_cudnn_attention
 from specheads.data.packing import TokenBatch
@@ -18,7 +19,6 @@ from specheads.training import objective as objectives
 from specheads.training import processes
 from specheads.training.objective import Objective, label_counts
 from specheads.training.schedule import PlacedPhase, placed
-from specheads.training.settings import Phase, Schedule
 from specheads.training.step import Step, Stepper, Teacher, flop_counter
 from tests import tiny
 from tests.meta import META, Waits

@@ -16,6 +16,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from specheads.base.model import FrozenBase
+from specheads.config.training import Distill, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import ONE_STOP, InputError
 from specheads.core.machine import computes_bfloat16
@@ -29,7 +30,6 @@ from specheads.training.objective import Objective
 from specheads.training.optimizers import Muon, optimizers
 from specheads.training.processes import accelerator_of_environment
 from specheads.training.schedule import PlacedPhase, refuse_misfit
-from specheads.training.settings import Distill, Phase, Schedule
 from specheads.training.step import Stepper
 from specheads.training.trainer import prefetched
 from tests import tiny

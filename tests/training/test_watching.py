@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from specheads.base.model import FrozenBase
 from specheads.config import compose
+from specheads.config.training import Joint, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
@@ -26,9 +27,8 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from specheads.training import log, trainer, validation
 from specheads.training.objective import Objective
-from specheads.training.settings import Joint, Phase, Schedule
+from specheads.training.phase_data import PhaseData
 from specheads.training.step import Stepper, Teacher
-from specheads.training.texts import PhaseTexts
 from specheads.training.validation import HeldOut, validate
 from tests import tiny
 from tests.packed import alone, packed, texts
@@ -181,7 +181,7 @@ def test_validation_prompts_are_separate_from_training_and_evaluation(tmp_path: 
     base, told = FrozenBase.load(**asdict(settings.base)), []
     assert base.tokenizer is not None
     processes, phases = Accelerator(cpu=True), settings.schedule.phases
-    texts = PhaseTexts(phases, settings.data, base, tmp_path, processes, told.append, settings.seed)
+    texts = PhaseData(phases, settings.data, base, tmp_path, processes, told.append, settings.seed)
     held = texts.held_out(settings.validation)
     assert held is not None
     assert held.prompts

@@ -3,9 +3,9 @@
 from functools import partial
 
 from specheads.base.model import FrozenBase
+from specheads.config.training import Distill
 from specheads.core.drafter import Head
 from specheads.training.distill import engines
-from specheads.training.settings import Distill
 
 
 def build(

@@ -17,9 +17,9 @@ from anyio.from_thread import start_blocking_portal
 from openai import APIError, APIStatusError, AsyncOpenAI, Omit
 
 from specheads.base.model import FrozenBase
+from specheads.config.training import Distill
 from specheads.core.errors import InputError
 from specheads.training.distill.engines import Answer, GenerationRequest, Pull
-from specheads.training.settings import Distill
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 RETRIES = 5

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from specheads.base.model import FrozenBase
+from specheads.config.data import Data, Source
+from specheads.config.training import Distill
 from specheads.core.errors import InputError
 from specheads.data.chat import Template
 from specheads.data.documents import Documents
 from specheads.data.encode import affixes
-from specheads.data.settings import Data, Source
 from specheads.data.sources import read_all
 from specheads.data.tokenise import tokenised
-from specheads.training.settings import Distill
 
 
 class PromptSource:

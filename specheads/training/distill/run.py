@@ -15,12 +15,14 @@ from rich.progress import Progress
 
 from specheads.base.fingerprint import config_fingerprint
 from specheads.base.model import FrozenBase
+from specheads.config.data import Data
+from specheads.config.training import FAULTS, Distill
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import as_json, sole_writer, sweep, write_atomic
-from specheads.core.texts import derive_seed, loops
+from specheads.core.repetition import is_repetitive
+from specheads.core.seeds import derive_seed
 from specheads.data.encode import tokenizer_fingerprint
-from specheads.data.settings import Data
 from specheads.decoding.sampling import Sampling
 from specheads.heads.load import drafter_of
 from specheads.training.distill import build
@@ -35,7 +37,6 @@ from specheads.training.distill.shards import (
     write_shard,
 )
 from specheads.training.processes import on_all_processes
-from specheads.training.settings import FAULTS, Distill
 
 EXTERNAL_ENGINES = ("vllm", "openai")
 """Engines that load the weights themselves."""
@@ -65,7 +66,10 @@ def fault_of(
         tokens = tokens[:-1]
     found = {
         "empty": lambda: not decode(tokens).strip(),
-        "loop": lambda: loops(tokens) or loops(tokens, max_period=LONG_PERIOD, window=LONG_WINDOW),
+        "loop": lambda: (
+            is_repetitive(tokens)
+            or is_repetitive(tokens, max_period=LONG_PERIOD, window=LONG_WINDOW)
+        ),
         "truncated": lambda: answer.finish == "length",
     }
     return next((name for name, holds in found.items() if name in drop and holds()), "")

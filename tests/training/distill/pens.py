@@ -8,10 +8,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from specheads.config.training import Distill
 from specheads.training.distill.engines import Answer, GenerationRequest
 from specheads.training.distill.prompts import PromptSource
 from specheads.training.distill.run import Job, write_text
-from specheads.training.settings import Distill
 from tests import tiny
 
 SETTINGS = Distill(num_samples=10, new_tokens=6, batch_size=3, shard_size=4, drop=[])

@@ -16,12 +16,12 @@ from openai import _base_client
 from transformers import GenerationConfig
 
 from specheads.base.model import FrozenBase
+from specheads.config.training import Distill
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
 from specheads.training.distill import build, openai
 from specheads.training.distill.engines import Answer, GenerationRequest, TextEngine
-from specheads.training.settings import Distill
 from tests import tiny
 from tests.training.distill.completions_server import PASSING, Completions, continuation, serving
 

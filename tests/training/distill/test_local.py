@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from specheads.config.training import Distill
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
@@ -19,7 +20,6 @@ from specheads.training.distill import build, engines, run
 from specheads.training.distill.engines import Answer, GenerationRequest
 from specheads.training.distill.run import write_folder, write_text
 from specheads.training.processes import on_all_processes
-from specheads.training.settings import Distill
 from tests import tiny
 from tests.training.distill.pens import Talks, job, shards
 from tests.training.in_processes import forked

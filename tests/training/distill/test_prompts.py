@@ -10,13 +10,13 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from specheads.base.model import FrozenBase
+from specheads.config.data import Data, WeightedSource
+from specheads.config.training import Distill
 from specheads.core.errors import InputError
 from specheads.data import sources
 from specheads.data.chat import Template
 from specheads.data.documents import Documents
-from specheads.data.settings import Data, WeightedSource
 from specheads.training.distill.prompts import Continuations, Conversations, prompt_source
-from specheads.training.settings import Distill
 from tests.export.trained import BASE
 
 END = 0

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from specheads.base.model import FrozenBase
+from specheads.config.training import Distill
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
 from specheads.training.distill import build
 from specheads.training.distill.engines import Answer, GenerationRequest, TextEngine
-from specheads.training.settings import Distill
 from tests.servers import VLLM, free_port, served
 
 pytestmark = pytest.mark.vllm

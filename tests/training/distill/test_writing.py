@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from specheads.config.training import Distill
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
 from specheads.training.distill.engines import Answer
 from specheads.training.distill.run import fault_of, write_text
 from specheads.training.distill.shards import read_shards, read_text, report_of
-from specheads.training.settings import Distill
 from tests.training.distill.pens import SETTINGS, Pen, Talks, job, rows, shards, write
 
 NUM_ANSWERS = sum(number % 3 + 1 for number in range(10))

@@ -13,13 +13,13 @@ from rich.progress import Progress
 
 from specheads.base.model import FrozenBase
 from specheads.config import compose, data_dir
+from specheads.config.data import Data, WeightedSource
+from specheads.config.training import Distill, Phase
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
-from specheads.data.settings import Data, WeightedSource
 from specheads.training.distill.shards import read_text
+from specheads.training.phase_data import PhaseData
 from specheads.training.schedule import PlacedPhase, row_tokens
-from specheads.training.settings import Distill, Phase
-from specheads.training.texts import PhaseTexts
 
 DISTILL = Distill(num_samples=16, prompt_tokens=32, new_tokens=32)
 
@@ -43,9 +43,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
     return compose.settings_of("train", ["recipe=smoke", "data=files", f"data.path={folder}"]).data
 
 
-def texts(base: FrozenBase, data: Data, *phases: Phase) -> PhaseTexts:
+def texts(base: FrozenBase, data: Data, *phases: Phase) -> PhaseData:
     named = dict(zip("abc", phases, strict=False))
-    return PhaseTexts(named, data, base, Path("text"), Accelerator(cpu=True), lambda _: None, 0)
+    return PhaseData(named, data, base, Path("text"), Accelerator(cpu=True), lambda _: None, 0)
 
 
 def test_phases_with_different_text_in_one_folder_are_refused(base: FrozenBase, data: Data):

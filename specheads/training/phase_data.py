@@ -16,6 +16,8 @@ from torch import Tensor
 
 from specheads.base.fingerprint import config_fingerprint
 from specheads.base.model import FrozenBase
+from specheads.config.data import Data
+from specheads.config.training import Phase, Validation
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
@@ -23,21 +25,19 @@ from specheads.data.encode import affixes
 from specheads.data.packing import BatchStream, PackedText, TokenBatch, share
 from specheads.data.prompts import PromptSet
 from specheads.data.prompts import held_out as prompts_of_split
-from specheads.data.settings import Data
 from specheads.data.tokenise import UnansweredError, tokenised
 from specheads.runs.progress import progress
 from specheads.training.distill.run import Job, job_of, write_folder
 from specheads.training.distill.shards import read_text, refuse_other_text
 from specheads.training.processes import readers
 from specheads.training.schedule import PlacedPhase, row_tokens
-from specheads.training.settings import Phase, Validation
 from specheads.training.validation import HeldOut
 
 COUNTED_TOKENS = 2**19
 """Tokens of the corpus that select a reduced draft vocabulary."""
 
 
-class PhaseTexts:
+class PhaseData:
     """Returns the text of each phase.
 
     It packs every phase's corpus once at the start: a corpus that is too short raises before

@@ -6,7 +6,7 @@ config/ composes them, and `--help` shows them without loading torch: this modul
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from specheads.config.parts import Sampling
+from specheads.config.shared import Sampling
 from specheads.core.errors import InputError
 from specheads.core.ranges import (
     AtLeastTwo,

@@ -1,6 +1,4 @@
-"""Seeds of many texts, and detection of repetitive text."""
-
-from collections.abc import Sequence
+"""Seeds of many requests, derived from one seed."""
 
 STEP = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number: the golden ratio's bits
 FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -20,15 +18,3 @@ def derive_seed(seed: int, index: int) -> int:
         state = (state ^ (state >> 27)) * SECOND % 2**64
         state ^= state >> 31
     return state % 2**63
-
-
-def loops(tokens: Sequence[int], *, max_period: int = 16, window: int = 48) -> bool:
-    """Return whether the last `window` tokens repeat one block of at most `max_period` tokens.
-
-    Such text is trivially easy to draft, so results have figures with and without it. A text
-    shorter than the window never counts as repetitive.
-    """
-    tail = tokens[-window:]
-    if len(tokens) < window:
-        return False
-    return any(tail[period:] == tail[:-period] for period in range(1, max_period + 1))

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from specheads.config.data import Source
 from specheads.core.errors import InputError
 from specheads.data.encode import token_ids
 from specheads.data.prompts import Prompt, PromptSet
-from specheads.data.settings import Source
 from specheads.data.sources import read_all
 
 

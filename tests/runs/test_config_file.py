@@ -10,7 +10,7 @@ from specheads.commands._call import read_run
 from specheads.config import compose
 from specheads.config.commands import Train
 from specheads.core.errors import InputError
-from specheads.runs.settings import RESUMABLE, first_difference, parse, read_settings
+from specheads.runs.config_file import RESUMABLE, first_difference, parse, read_settings
 from specheads.training.distill.run import NEUTRAL_SETTINGS
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
