@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from specheads.base.model import FrozenBase
-from specheads.config.training import Distill
+from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.core.files import writable_folder, write_atomic
 from specheads.data.chat import ASK, ASKED, Template
@@ -114,7 +114,9 @@ def questions(base: FrozenBase, options: argparse.Namespace) -> list[str]:
 
     if len(found) == options.num:
         return found
-    settings = Distill(num_samples=options.num, batch_size=options.batch, engine=options.engine)
+    settings = DistillSettings(
+        num_samples=options.num, batch_size=options.batch, engine=options.engine
+    )
     answers = build(settings, base, max_length=len(opening) + room)(pull)
     with progress(shown=True) as bar, closing(answers):
         task = bar.add_task("questions", total=options.num, completed=len(found), numbers="")

@@ -3,20 +3,25 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from specheads.config.data import Data
+from specheads.config.data import DataSettings
 from specheads.config.shared import (
-    Base,
-    Evaluation,
-    Hardware,
+    BaseSettings,
+    EvaluationSettings,
+    HardwareSettings,
     HasOut,
     HasRun,
     HasSeed,
     HeadOnBase,
-    Sampling,
-    Tracker,
-    Tree,
+    SamplingSettings,
+    TrackerSettings,
+    TreeSettings,
 )
-from specheads.config.training import FeatureCache, FeatureSettings, Schedule, Validation
+from specheads.config.training import (
+    FeatureCacheSettings,
+    FeatureSettings,
+    Schedule,
+    ValidationSettings,
+)
 from specheads.core.ranges import (
     AtLeastTwo,
     DepthOrZero,
@@ -43,10 +48,10 @@ OF_DRAFT_MODEL = ("draft_model", "transformers_assisted")
 class Train(HasSeed):
     """`specheads train`."""
 
-    base: Base
-    data: Data
-    tree: Tree
-    evaluation: Evaluation
+    base: BaseSettings
+    data: DataSettings
+    tree: TreeSettings
+    evaluation: EvaluationSettings
     name: FolderName
     """Name of the run."""
     run_dir: PathOrId = "runs/${name}"
@@ -57,10 +62,10 @@ class Train(HasSeed):
     """Folder or Hub id of a head of the same kind to start from, ours or public. Its settings
     replace those of `head`. Empty starts from random weights."""
     schedule: Schedule
-    tracker: Tracker
-    validation: Validation = field(default_factory=Validation)
+    tracker: TrackerSettings
+    validation: ValidationSettings = field(default_factory=ValidationSettings)
     features: FeatureSettings = field(default_factory=FeatureSettings)
-    feature_cache: FeatureCache = field(default_factory=FeatureCache)
+    feature_cache: FeatureCacheSettings = field(default_factory=FeatureCacheSettings)
     log_every: PositiveInt = 10
     """Steps between two lines of metrics.jsonl."""
     checkpoint_every: NonNegativeInt = 0
@@ -112,10 +117,10 @@ class ServeFeatures(Train):
 
 
 @dataclass(kw_only=True)
-class Chat(HasSeed, Sampling, HeadOnBase):
+class Chat(HasSeed, SamplingSettings, HeadOnBase):
     """`specheads chat`. tree=tuned uses the tree that was tuned for the head, or a chain."""
 
-    tree: Tree
+    tree: TreeSettings
     system: PrintableText = ""
     """System prompt. Empty is none."""
     max_new_tokens: PositiveInt = 512
@@ -155,19 +160,19 @@ class Push(HasRun):
 class Evaluate(HasSeed, HasOut, HeadOnBase):
     """`specheads evaluate`. A head without a run takes held-out prompts from `data`."""
 
-    data: Data
-    tree: Tree
-    evaluation: Evaluation
+    data: DataSettings
+    tree: TreeSettings
+    evaluation: EvaluationSettings
 
 
 @dataclass(kw_only=True)
 class Compare(HasSeed, HasOut, HasRun):
     """`specheads compare`. The tree is that of the head, alone and in the hybrid."""
 
-    base: Base
-    data: Data
-    tree: Tree
-    evaluation: Evaluation
+    base: BaseSettings
+    data: DataSettings
+    tree: TreeSettings
+    evaluation: EvaluationSettings
     heads: list[PathOrId] = field(default_factory=list)
     """More heads of the same base, of any kind and width: finished runs, or folders or Hub ids of
     heads. The first run among them gives the settings of the measurement."""
@@ -186,7 +191,7 @@ class Compare(HasSeed, HasOut, HasRun):
 class Tune(HasSeed, HeadOnBase):
     """`specheads tune`. tuned.json, or vllm.json with engine=vllm, goes into the head's folder."""
 
-    data: Data
+    data: DataSettings
     max_nodes: TreeSize = 64
     """Largest number of nodes that the head drafts, root included. Prompt lookup adds 4 or 10."""
     batch_sizes: Annotated[list[PositiveInt], NonEmpty] = field(default_factory=lambda: [1, 4])
@@ -210,7 +215,7 @@ class Tune(HasSeed, HeadOnBase):
 class Simulate(HasSeed, HasOut, HasRun):
     """`specheads simulate`. Needs a run with a tuned head, or computed times and acceptance."""
 
-    hardware: Hardware
+    hardware: HardwareSettings
     prompt_tokens: PositiveInt = 64
     """Prompt tokens of each request, unless the load was recorded."""
     rates: list[PositiveFloat] = field(default_factory=list)

@@ -15,8 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from specheads.config import commands, data_dir, recipe_dirs
-from specheads.config.shared import Evaluation
-from specheads.config.training import Distill
+from specheads.config.shared import EvaluationSettings
+from specheads.config.training import DistillSettings
 from specheads.config.validation import check
 from specheads.core.errors import InputError
 from specheads.core.ranges import UnknownSettingError, hints
@@ -33,14 +33,14 @@ SCHEMAS: dict[str, type] = {
     if getattr(kind, "__module__", "") == commands.__name__
 }
 """The settings of each command by its name: every class of `commands`."""
-EVALUATION = {item.name: f"evaluation.{item.name}" for item in fields(Evaluation)}
+EVALUATION = {item.name: f"evaluation.{item.name}" for item in fields(EvaluationSettings)}
 HEAD = {"head": "head_path", "base": "base.model"}
 # Hydra adds names to a mapping only after a plus
 MIXTURE = {"data.sources": "+data.sources"}
 # out= names the folder of the text, and head= the head that drafts
 DISTILL = {
     item.name: f"schedule.phases.distilled.distill.{item.name}"
-    for item in fields(Distill)
+    for item in fields(DistillSettings)
     if item.name not in ("folder", "use_head")
 }
 SHORT: dict[str, dict[str, str]] = {

@@ -20,7 +20,7 @@ SOURCES = (*TEXTS, *CONVERSATIONS, *TRACES)
 
 
 @dataclass(kw_only=True)
-class Source:
+class SourceSettings:
     """A source of documents."""
 
     source: Annotated[str, one_of(*SOURCES)]
@@ -46,7 +46,7 @@ class Source:
 
 
 @dataclass(kw_only=True)
-class WeightedSource(Source):
+class MixtureSource(SourceSettings):
     """One source of a mixture."""
 
     weight: Weight = 1.0
@@ -55,22 +55,22 @@ class WeightedSource(Source):
 
 
 @dataclass(kw_only=True)
-class Data(Source):
+class DataSettings(SourceSettings):
     """The training text."""
 
     source: Annotated[str, one_of(*SOURCES, "mixture")]
     """Kind of source, or mixture; docs/data.md describes each."""
-    sources: dict[str, WeightedSource] = field(default_factory=dict)
+    sources: dict[str, MixtureSource] = field(default_factory=dict)
     """Sources of a mixture, by names of your choice."""
 
     @property
-    def parts(self) -> list[Source]:
+    def parts(self) -> list[SourceSettings]:
         """The sources in use: those of a mixture with a weight, or the one source itself."""
         if self.source != "mixture":
             return [self]
         return [one for one in self.sources.values() if one.weight]
 
-    def divided(self) -> "Iterator[Data | None]":
+    def divided(self) -> "Iterator[DataSettings | None]":
         """Yield the conversations, the traces and the text, None for a part that is missing."""
         for kinds in (CONVERSATIONS, TRACES, TEXTS):
             if self.source != "mixture":

@@ -23,7 +23,7 @@ TREES = ("tuned", "chain", "static", "best_first", "beam", "product", "sampled")
 
 
 @dataclass(kw_only=True)
-class Base:
+class BaseSettings:
     """The frozen base."""
 
     model: PathOrId
@@ -45,7 +45,7 @@ class Base:
 
 
 @dataclass(kw_only=True)
-class Tree:
+class TreeSettings:
     """The draft tree."""
 
     kind: Annotated[str, one_of(*TREES)] = "tuned"
@@ -68,7 +68,7 @@ class Tree:
 
 
 @dataclass(kw_only=True)
-class Sampling:
+class SamplingSettings:
     """Settings of sampling."""
 
     temperature: Temperature = 0.0
@@ -81,7 +81,7 @@ class Sampling:
 
 
 @dataclass(kw_only=True)
-class Evaluation(Sampling):
+class EvaluationSettings(SamplingSettings):
     """Measurements after training and by `specheads evaluate`."""
 
     prompt_tokens: PositiveInt = 64
@@ -123,7 +123,7 @@ class Evaluation(Sampling):
 
 
 @dataclass(kw_only=True)
-class Hardware:
+class HardwareSettings:
     """Source of a simulation's times: measured, or computed for a named machine."""
 
     name: PrintableText = "measured"
@@ -136,7 +136,7 @@ class Hardware:
 
 
 @dataclass(kw_only=True)
-class Tracker:
+class TrackerSettings:
     """Experiment tracker, in addition to metrics.jsonl."""
 
     kind: Annotated[str, one_of("jsonl", "wandb", "trackio", "tensorboard")] = "jsonl"
@@ -175,7 +175,7 @@ class HasSeed:
 class HeadOnBase(HasRun):
     """The head of a run, or any head and its base."""
 
-    base: Base
+    base: BaseSettings
     head_path: PathOrId = ""
     """Folder or Hub id of a head, in place of a run; `head=` on the command line."""
     force: bool = False

@@ -6,7 +6,7 @@ config/ composes them, and `--help` shows them without loading torch: this modul
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from specheads.config.shared import Sampling
+from specheads.config.shared import SamplingSettings
 from specheads.core.errors import InputError
 from specheads.core.ranges import (
     AtLeastTwo,
@@ -43,7 +43,7 @@ FAULTS = ("loop", "empty", "truncated")
 
 
 @dataclass(kw_only=True)
-class Distill(Sampling):
+class DistillSettings(SamplingSettings):
     """Text that the frozen base generates: answers in conversations, or continuations of text.
 
     The training data decides which of the two.
@@ -83,7 +83,7 @@ class Distill(Sampling):
 
 
 @dataclass(kw_only=True)
-class Joint:
+class JointSettings:
     """Train the base together with the head, by LoRA. The defaults are Medusa-2's for Vicuna.
 
     Source: Cai et al. 2024, arXiv:2401.10774.
@@ -157,14 +157,14 @@ class Phase:
     answers_only: bool = True
     """Limit the loss mask to generated text, or to the answers in conversations. False includes
     the prompts."""
-    distill: Distill | None = None
+    distill: DistillSettings | None = None
     """How the base generates the text; only with text=distilled."""
-    joint: Joint | None = None
+    joint: JointSettings | None = None
     """How the base is trained together with the head. None trains the head only."""
 
 
 @dataclass(kw_only=True)
-class Validation:
+class ValidationSettings:
     """Measurements on held-out text during training. See docs/train.md."""
 
     prompt_tokens: PositiveInt = 64
@@ -183,7 +183,7 @@ class Validation:
 
 
 @dataclass(kw_only=True)
-class FeatureCache:
+class FeatureCacheSettings:
     """Hidden states of the frozen base on disk, for later runs on the same text."""
 
     gib: NonNegativeFloat = 0.0
@@ -229,7 +229,7 @@ class Schedule:
     Zero trains them with AdamW."""
 
 
-def distilled(schedule: Schedule) -> Distill:
+def distilled(schedule: Schedule) -> DistillSettings:
     """Return the settings of the first distilled phase."""
     found = (phase.distill for phase in schedule.phases.values() if phase.distill)
     if first := next(found, None):

@@ -9,9 +9,9 @@ from dataclasses import fields
 from typing import Any
 
 from specheads.config.commands import Train
-from specheads.config.data import NO_PATH, Data, Source
-from specheads.config.shared import Evaluation, Tree
-from specheads.config.training import LENGTH_LOSSES, Phase, Schedule, Validation
+from specheads.config.data import NO_PATH, DataSettings, SourceSettings
+from specheads.config.shared import EvaluationSettings, TreeSettings
+from specheads.config.training import LENGTH_LOSSES, Phase, Schedule, ValidationSettings
 from specheads.core.errors import InputError
 from specheads.core.ranges import FolderName, check_fields, refuse
 
@@ -37,15 +37,19 @@ def _check_together(settings: Any, where: str) -> None:
         _check_phase(where, settings)
     elif isinstance(settings, Schedule):
         _check_one_adapter(settings.phases)
-    elif isinstance(settings, Tree) and settings.kind == "static" and not settings.paths:
+    elif isinstance(settings, TreeSettings) and settings.kind == "static" and not settings.paths:
         raise InputError(f"a static tree needs {where}.paths, got none; set it, as in [[0],[1]]")
-    elif isinstance(settings, Source):
+    elif isinstance(settings, SourceSettings):
         _check_source(where, settings)
-    elif isinstance(settings, Validation) and settings.keep == "best" and not settings.prompts:
+    elif (
+        isinstance(settings, ValidationSettings)
+        and settings.keep == "best"
+        and not settings.prompts
+    ):
         raise InputError(
             f"{where}.keep=best needs {where}.prompts above 0, got 0; raise it, or set keep=last"
         )
-    elif isinstance(settings, Evaluation):
+    elif isinstance(settings, EvaluationSettings):
         _check_evaluation(settings)
     elif isinstance(settings, Train) and settings.features.source == "vllm":
         _check_served(settings)
@@ -99,8 +103,8 @@ def _check_phase(where: str, phase: Phase) -> None:
         )
 
 
-def _check_source(where: str, source: Source) -> None:
-    sources = source.sources if isinstance(source, Data) else {}
+def _check_source(where: str, source: SourceSettings) -> None:
+    sources = source.sources if isinstance(source, DataSettings) else {}
     if source.source != "mixture" and sources:
         raise InputError(
             f"{where}.sources needs {where}.source=mixture, got {where}.source={source.source}; "
@@ -112,8 +116,8 @@ def _check_source(where: str, source: Source) -> None:
                 f"a mixture needs one of {where}.sources with a weight above 0, got "
                 f"{', '.join(sources) or 'none'}; add one"
             )
-        plain = Source(source="mixture")
-        names = [one.name for one in fields(Source)]
+        plain = SourceSettings(source="mixture")
+        names = [one.name for one in fields(SourceSettings)]
         if idle := [name for name in names if getattr(source, name) != getattr(plain, name)]:
             raise InputError(
                 f"a mixture reads each source with its own settings, got {where}.{idle[0]}="
@@ -124,7 +128,7 @@ def _check_source(where: str, source: Source) -> None:
         raise InputError(f"{where}.source={source.source} needs {where}.path, got none; set it")
 
 
-def _check_evaluation(settings: Evaluation) -> None:
+def _check_evaluation(settings: EvaluationSettings) -> None:
     # the first token comes with the prompt, and a step is timed between the ends of two
     if settings.max_new_tokens < 3:
         raise InputError(

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specheads.config.data import Source
+from specheads.config.data import SourceSettings
 from specheads.core.errors import InputError
 from specheads.data.encode import token_ids
 from specheads.data.prompts import Prompt, PromptSet
@@ -29,7 +29,7 @@ def with_context(
             f"{contexts[0]}; leave it out, or choose shorter prompts"
         )
     stdlib, ids = source == "python_stdlib", list[int]()
-    files = Source(source=source) if stdlib else Source(source="files", path=source)
+    files = SourceSettings(source=source) if stdlib else SourceSettings(source="files", path=source)
     most, gaps = contexts[-1], max(len(prompts.prompts) - 1, 1)
     for split, _, row in read_all(files):
         if split == "prompts" or not stdlib:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specheads.config.data import NO_PATH, Data, Source
+from specheads.config.data import NO_PATH, DataSettings, SourceSettings
 from specheads.core.errors import InputError
 from specheads.core.files import local_path
 from specheads.data.chat import ASKED, Template, refuse_fixed_thinking
@@ -72,20 +72,22 @@ class PromptSet:
 GROUPS = ("input_length", "category", "thinking")
 
 ON_HUB = {
-    "humaneval": Source(source="hub", path="openai/openai_humaneval", split="test"),
-    "mbpp": Source(source="hub", path="google-research-datasets/mbpp", config="full", split="test"),
-    "gsm8k": Source(source="hub", path="openai/gsm8k", config="main", split="test"),
-    "math500": Source(source="hub", path="HuggingFaceH4/MATH-500", split="test"),
-    "aime": Source(source="hub", path="math-ai/aime25", split="test"),
-    "mt_bench": Source(source="hub", path="HuggingFaceH4/mt_bench_prompts"),
-    "alpaca": Source(source="hub", path="tatsu-lab/alpaca"),
-    "arena_hard": Source(
+    "humaneval": SourceSettings(source="hub", path="openai/openai_humaneval", split="test"),
+    "mbpp": SourceSettings(
+        source="hub", path="google-research-datasets/mbpp", config="full", split="test"
+    ),
+    "gsm8k": SourceSettings(source="hub", path="openai/gsm8k", config="main", split="test"),
+    "math500": SourceSettings(source="hub", path="HuggingFaceH4/MATH-500", split="test"),
+    "aime": SourceSettings(source="hub", path="math-ai/aime25", split="test"),
+    "mt_bench": SourceSettings(source="hub", path="HuggingFaceH4/mt_bench_prompts"),
+    "alpaca": SourceSettings(source="hub", path="tatsu-lab/alpaca"),
+    "arena_hard": SourceSettings(
         source="hub",
         path="lmarena-ai/arena-hard-auto",
         patterns=["data/arena-hard-v2.0/question.jsonl"],
     ),
     # datasets does not run this set's script, so its newest file (release_v6) is read
-    "livecodebench": Source(
+    "livecodebench": SourceSettings(
         source="hub",
         path="json",
         patterns=[
@@ -94,7 +96,7 @@ ON_HUB = {
         ],
     ),
     # this one is in its own repository and not on the Hub
-    "spec_bench": Source(
+    "spec_bench": SourceSettings(
         source="hub",
         path="json",
         patterns=[
@@ -125,7 +127,7 @@ def load_prompts(
     all_turns: bool = False,
     thinking: Sequence[bool] = (),
     seed: int = 0,
-    corpus: Data | None = None,
+    corpus: DataSettings | None = None,
 ) -> PromptSet:
     """Load prompts by name or from a file, whole and tokenised.
 
@@ -136,7 +138,7 @@ def load_prompts(
     `prompt_tokens` tokens; other prompts are never cut.
     """
     if name in NO_PATH:
-        corpus = Data(source=name)
+        corpus = DataSettings(source=name)
     elif name != "held_out":
         corpus = None
     elif corpus is None:
@@ -176,7 +178,7 @@ def fitting(prompts: PromptSet, room: int, too_long: str) -> PromptSet:
 
 
 def held_out(
-    corpus: Data,
+    corpus: DataSettings,
     split: str,
     tokenizer: PreTrainedTokenizerBase,
     prompt_tokens: int,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specheads.config.data import NO_PATH, Data, Source
+from specheads.config.data import NO_PATH, DataSettings, SourceSettings
 from specheads.core.errors import InputError, one_line
 from specheads.core.files import HUB_ID, local_path
 from specheads.data import files as local
@@ -35,7 +35,7 @@ def split_of(text: str) -> str:
     return "prompts" if place < 5 else "validation" if place < 7 else "train"
 
 
-def read(data: Data, split: str, seed: int = 0) -> Rows:
+def read(data: DataSettings, split: str, seed: int = 0) -> Rows:
     """Yield the rows of one split, source by source and in the order of each."""
     assert split in SPLITS
     for source in data.parts:
@@ -45,7 +45,7 @@ def read(data: Data, split: str, seed: int = 0) -> Rows:
 
 
 def read_all(
-    source: Source, seed: int = 0, bad: BadRows | None = None
+    source: SourceSettings, seed: int = 0, bad: BadRows | None = None
 ) -> Iterator[tuple[str, str, Row]]:
     """Yield (split, location, row) of a source that is not a mixture; skip blank rows.
 
@@ -66,7 +66,7 @@ def read_all(
         found.report(source.path or source.source, source.bad_rows)
 
 
-def _document(source: Source, row: Row, where: str) -> Row:
+def _document(source: SourceSettings, row: Row, where: str) -> Row:
     if source.source == "chat":
         return conversation(row, where, source.ignore)
     if source.source == "traces":
@@ -96,16 +96,16 @@ def _split_key(row: Row) -> str:
     return json.dumps(turns, ensure_ascii=False, sort_keys=True)
 
 
-def refuse_unreadable(data: Data) -> None:
+def refuse_unreadable(data: DataSettings) -> None:
     """Refuse local files that do not exist, cannot be read, or have no row that can be used."""
     for source in data.parts:
         if source.path and _files(source):
             next(read_all(replace(source, max_documents=0)), None)
 
 
-def identity(source: Source, seed: int) -> dict[str, Any]:
+def identity(source: SourceSettings, seed: int) -> dict[str, Any]:
     """Return what decides a source's rows: settings, files, and their sizes and dates."""
-    chosen = {item.name: getattr(source, item.name) for item in fields(Source)}
+    chosen = {item.name: getattr(source, item.name) for item in fields(SourceSettings)}
     stats = [(file, file.stat()) for file in _files(source)]
     return chosen | {
         "seed": seed if source.max_documents else 0,
@@ -113,7 +113,7 @@ def identity(source: Source, seed: int) -> dict[str, Any]:
     }
 
 
-def _files(source: Source) -> list[Path]:
+def _files(source: SourceSettings) -> list[Path]:
     """Find the local files of a source; the list is empty for a Hub data set."""
     kind, path = source.source, source.path
     if kind in NO_PATH:
@@ -122,7 +122,7 @@ def _files(source: Source) -> list[Path]:
     if kind == "hub" or (kind in ROWS and is_id and not local_path(path).exists()):
         return []
     for name in ("split", "config", "revision"):
-        if (value := getattr(source, name)) != getattr(Source, name):
+        if (value := getattr(source, name)) != getattr(SourceSettings, name):
             raise InputError(
                 f"local files have no {name}, got data.{name}={value!r:.80} for {path!r:.80}; "
                 "choose files by data.path= or data.patterns=, or name a Hub id"
@@ -130,7 +130,7 @@ def _files(source: Source) -> list[Path]:
     return local.find(path, SUFFIXES[kind], source.patterns)
 
 
-def _rows(source: Source, seed: int, bad: BadRows) -> Rows:
+def _rows(source: SourceSettings, seed: int, bad: BadRows) -> Rows:
     """Read rows as they are published; lines that are no JSON are added to `bad`."""
     files = _files(source)
     match source.source:
@@ -147,7 +147,7 @@ def _rows(source: Source, seed: int, bad: BadRows) -> Rows:
     return local.rows_of(files, bad, "" if source.source in ROWS else source.column)
 
 
-def _sample(source: Source, seed: int, bad: BadRows) -> Rows:
+def _sample(source: SourceSettings, seed: int, bad: BadRows) -> Rows:
     """Return all rows, or `max_documents` of them in their order."""
     most, rows = source.max_documents, _rows(source, seed, bad)
     # the Hub's are limited already
@@ -162,7 +162,7 @@ def _sample(source: Source, seed: int, bad: BadRows) -> Rows:
 # data sets of the Hub
 
 
-def hub_rows(source: Source, seed: int) -> Rows:
+def hub_rows(source: SourceSettings, seed: int) -> Rows:
     """Yield the rows of a data set's split; stream and shuffle it if `max_documents` is set."""
     # slow to import, and few commands need it
     import datasets

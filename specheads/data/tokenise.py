@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specheads.config.data import CONVERSATIONS, TRACES, Data, Source
+from specheads.config.data import CONVERSATIONS, TRACES, DataSettings, SourceSettings
 from specheads.core.errors import InputError
 from specheads.core.files import atomic_folder, cache_folder, sole_writer, sweep
 from specheads.data.chat import Template
@@ -48,7 +48,7 @@ class UnansweredError(InputError):
 
 
 def tokenised(
-    corpus: Data,
+    corpus: DataSettings,
     split: str,
     tokenizer: PreTrainedTokenizerBase,
     seed: int = 0,
@@ -74,7 +74,9 @@ def tokenised(
     return _mixture(parts, weights, seed)
 
 
-def _cached(source: Source, tokenizer: PreTrainedTokenizerBase, seed: int, bar: Any) -> Path:
+def _cached(
+    source: SourceSettings, tokenizer: PreTrainedTokenizerBase, seed: int, bar: Any
+) -> Path:
     """Return the file of a source's documents, and write it if it does not exist."""
     if tokenizer.eos_token_id is None:
         raise InputError(
@@ -96,7 +98,7 @@ def _cached(source: Source, tokenizer: PreTrainedTokenizerBase, seed: int, bar: 
 
 
 def _write(
-    folder: Path, source: Source, tokenizer: PreTrainedTokenizerBase, seed: int, bar: Any
+    folder: Path, source: SourceSettings, tokenizer: PreTrainedTokenizerBase, seed: int, bar: Any
 ) -> None:
     """Write all documents of a source as an Arrow file, batch by batch."""
     bad, done, name = BadRows(), 0, source.path or source.source

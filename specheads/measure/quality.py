@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
-from specheads.config.data import Data
+from specheads.config.data import DataSettings
 from specheads.core.errors import InputError
 from specheads.data.documents import cut_windows
 from specheads.data.prompts import held_out
@@ -22,7 +22,7 @@ Scores = list[tuple[float, int]]
 """For each window: summed cross entropy in nats, and predicted tokens: all but the first."""
 
 
-def quality_windows(base: FrozenBase, corpus: Data, seed: int) -> list[list[int]]:
+def quality_windows(base: FrozenBase, corpus: DataSettings, seed: int) -> list[list[int]]:
     """Return windows of validation text, at most 512 tokens each."""
     tokenizer = base.tokenizer_for("the base's quality")
     try:

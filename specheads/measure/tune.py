@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specheads.base.model import FrozenBase
-from specheads.config.data import Data
+from specheads.config.data import DataSettings
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
 from specheads.core.machine import synchronise
@@ -53,7 +53,7 @@ before it."""
 def tune_head(
     base: FrozenBase,
     head: Head,
-    corpus: Data,
+    corpus: DataSettings,
     *,
     batch_sizes: Sequence[int] = (1, 4),
     contexts: Sequence[int] = (),
@@ -257,7 +257,7 @@ def _tuned_tree(row: Tried, tree: policies.TreePolicy) -> TunedTree:
 def choose_tree(
     base: FrozenBase,
     head: Head,
-    corpus: Data,
+    corpus: DataSettings,
     generation: GenerationSettings,
     prompts: PromptSet,
     *,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.config.data import Data
+from specheads.config.data import DataSettings
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.prompts import Prompt, held_out
@@ -92,7 +92,7 @@ class TuningTexts:
 
 
 def validation_prompts(
-    corpus: Data, base: FrozenBase, length: int, number: int, *, longest: int, seed: int
+    corpus: DataSettings, base: FrozenBase, length: int, number: int, *, longest: int, seed: int
 ) -> list[Prompt]:
     """Return whole validation prompts of about `length` tokens, and at most `longest`.
 

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from specheads.base.fingerprint import config_fingerprint
 from specheads.base.model import FrozenBase
-from specheads.config.data import Data
-from specheads.config.training import FeatureCache as FeatureCacheSettings
-from specheads.config.training import Phase
+from specheads.config.data import DataSettings
+from specheads.config.training import FeatureCacheSettings, Phase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.features import Features
@@ -121,7 +120,7 @@ class FeatureCache(FeatureSource):
 def feature_cache(
     settings: FeatureCacheSettings,
     phases: dict[str, Phase],
-    data: Data,
+    data: DataSettings,
     validation_rows: int,
     base: FrozenBase,
     aux_layers: tuple[int, ...],

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from specheads.base.fingerprint import config_fingerprint
 from specheads.base.model import FrozenBase
-from specheads.config.data import Data
-from specheads.config.training import Phase, Validation
+from specheads.config.data import DataSettings
+from specheads.config.training import Phase, ValidationSettings
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
@@ -50,7 +50,7 @@ class PhaseData:
     def __init__(
         self,
         phases: dict[str, Phase],
-        data: Data,
+        data: DataSettings,
         base: FrozenBase,
         folder: Path,
         accelerator: Accelerator,
@@ -119,7 +119,7 @@ class PhaseData:
         labels = [text.tokens(number)[text.loss_mask(number)] for number in map(int, some)]
         return torch.from_numpy(np.bincount(np.concatenate(labels), minlength=self.base.vocab_size))
 
-    def held_out(self, settings: Validation) -> HeldOut | None:
+    def held_out(self, settings: ValidationSettings) -> HeldOut | None:
         """Return this process's share of the validation split: rows for the loss, and prompts.
 
         If the split is too short for one of them, that one is skipped with a message.
@@ -181,7 +181,7 @@ class PhaseData:
         idle = replace(row, loss_mask=torch.zeros_like(row.loss_mask))
         return batches + [idle] * (most - len(batches))
 
-    def _held_prompts(self, settings: Validation) -> tuple[list[list[int]], str]:
+    def _held_prompts(self, settings: ValidationSettings) -> tuple[list[list[int]], str]:
         """Return this process's share of the held-out prompts, and the identity of all prompts."""
         if not self.base.decodes:
             raise InputError(

@@ -28,8 +28,8 @@ from specheads.base.gguf import located
 from specheads.base.ignored_settings import attention_of, auto_class
 from specheads.base.loading import device_of, load_config
 from specheads.base.model import FrozenBase
-from specheads.config.data import Data
-from specheads.config.training import Distill, FeatureSettings, Phase, Schedule
+from specheads.config.data import DataSettings
+from specheads.config.training import DistillSettings, FeatureSettings, Phase, Schedule
 from specheads.core import machine
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -98,7 +98,7 @@ class Setup:
     init: str
     """Folder or Hub id of a head to start from; empty starts from random weights."""
     schedule: Schedule
-    data: Data
+    data: DataSettings
     features: FeatureSettings
     seed: int
 
@@ -248,7 +248,7 @@ def _measure(
         teacher.leave()
 
 
-def _text_seconds(distill: Distill, base: FrozenBase) -> float:
+def _text_seconds(distill: DistillSettings, base: FrozenBase) -> float:
     """Return the seconds to generate a phase's text, from a short batch without drafts."""
     number = min(distill.batch_size, distill.num_samples)
     new_tokens = min(TRIAL_TOKENS, distill.new_tokens)
@@ -482,7 +482,7 @@ class Shapes:
             found["hidden states fetched ahead"] = ahead * self.token_bytes
         return found
 
-    def text(self, distill: Distill) -> Parts:
+    def text(self, distill: DistillSettings) -> Parts:
         """Return the peak of text generation with the local engine."""
         prompts = torch.empty(distill.batch_size, distill.prompt_tokens, dtype=torch.long)
         with self.teacher.as_loaded(), FusedKernels(), PeakMemory() as memory:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specheads.config.data import CONVERSATIONS, Data
-from specheads.config.training import Distill, Joint, Phase, Schedule
+from specheads.config.data import CONVERSATIONS, DataSettings
+from specheads.config.training import DistillSettings, JointSettings, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 
@@ -85,12 +85,12 @@ def learning_rate_share(step: int, phase: Phase) -> float:
     return min(rising, phase.final_share + (1.0 - phase.final_share) * cosine)
 
 
-def adapter_settings(schedule: Schedule) -> Joint | None:
+def adapter_settings(schedule: Schedule) -> JointSettings | None:
     """Return the settings of the adapter, the same for all joint phases; None without one."""
     return next((phase.joint for phase in schedule.phases.values() if phase.joint), None)
 
 
-def row_tokens(phase: Phase, data: Data, context: int) -> int:
+def row_tokens(phase: Phase, data: DataSettings, context: int) -> int:
     """Return the maximum row length of a phase; a conversation may fill the context."""
     if phase.sequence_length or phase.distill is None:
         return phase.sequence_length
@@ -98,12 +98,12 @@ def row_tokens(phase: Phase, data: Data, context: int) -> int:
     return context if talks else text_tokens(phase.distill)
 
 
-def longest_row(schedule: Schedule, data: Data, context: int) -> int:
+def longest_row(schedule: Schedule, data: DataSettings, context: int) -> int:
     """Return the maximum row length of all phases."""
     return max(row_tokens(one, data, context) for one in schedule.phases.values())
 
 
-def text_tokens(distill: Distill) -> int:
+def text_tokens(distill: DistillSettings) -> int:
     """Return the maximum length of a continued text."""
     return distill.prompt_tokens + distill.new_tokens
 

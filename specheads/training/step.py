@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
-from specheads.config.training import Joint, Schedule
+from specheads.config.training import JointSettings, Schedule
 from specheads.core.drafter import Features, Head
 from specheads.core.kernels import without_cudnn_attention
 from specheads.core.machine import to_device
@@ -81,7 +81,7 @@ class Teacher:
         self,
         base: FrozenBase,
         head: Head,
-        joint: Joint | None = None,
+        joint: JointSettings | None = None,
         seed: int = 0,
         source: FeatureSource | None = None,
     ) -> None:
@@ -140,7 +140,11 @@ class Teacher:
         return total, found | {"loss": total.detach(), "loss/base": own.detach()}
 
     def learn(
-        self, batch: TokenBatch, loss_mask: Bool[Tensor, "batch time"], joint: Joint, seed: int = 0
+        self,
+        batch: TokenBatch,
+        loss_mask: Bool[Tensor, "batch time"],
+        joint: JointSettings,
+        seed: int = 0,
     ) -> tuple[Features, Float[Tensor, ""]]:
         """Return features with gradients, and the base's own loss in nats, summed over labels.
 

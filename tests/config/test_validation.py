@@ -8,9 +8,9 @@ import pytest
 
 from specheads.config import shared, training
 from specheads.config.commands import Compare, Evaluate, Export, Push, Train
-from specheads.config.data import Data, WeightedSource
-from specheads.config.shared import Evaluation, Tree
-from specheads.config.training import LOSSES, Distill, Joint, Phase, Schedule
+from specheads.config.data import DataSettings, MixtureSource
+from specheads.config.shared import EvaluationSettings, TreeSettings
+from specheads.config.training import LOSSES, DistillSettings, JointSettings, Phase, Schedule
 from specheads.config.validation import check
 from specheads.core.errors import InputError
 from specheads.core.ranges import hints
@@ -32,16 +32,19 @@ def phase(**changes: Any) -> Phase:
 
 
 def distilled(prompt_tokens: int) -> dict[str, Any]:
-    return {"distill": Distill(num_samples=9, prompt_tokens=prompt_tokens), "text": "distilled"}
+    return {
+        "distill": DistillSettings(num_samples=9, prompt_tokens=prompt_tokens),
+        "text": "distilled",
+    }
 
 
 def schedule(**phases: Phase) -> Schedule:
     return Schedule(phases=phases)
 
 
-def mixture(**changes: Any) -> Data:
-    sources = {"a": WeightedSource(source="python_stdlib")}
-    return Data(source="mixture", sources=sources, **changes)
+def mixture(**changes: Any) -> DataSettings:
+    sources = {"a": MixtureSource(source="python_stdlib")}
+    return DataSettings(source="mixture", sources=sources, **changes)
 
 
 @pytest.mark.parametrize("kind", [*COMMANDS, *PARTS], ids=lambda kind: kind.__name__)
@@ -53,7 +56,7 @@ def test_every_number_and_text_declares_its_range(kind: type):
 
 def test_choices_are_those_of_the_code():
     assert tuple(losses.LOSSES) == LOSSES
-    known = hints(Evaluation)["acceptance"].__metadata__[0]
+    known = hints(EvaluationSettings)["acceptance"].__metadata__[0]
     assert all(known.func(name) for name in RULES)
 
 
@@ -75,8 +78,8 @@ def test_choices_are_those_of_the_code():
         ({"depth_weights": [1.0, -0.5]}, r"got -0.5 at schedule.phases.a.depth_weights\[1\]"),
         ({"depth_weights": [0.0, 0.0]}, "not all 0"),
         (distilled(prompt_tokens=16), "sequence_length above distill.prompt_tokens=16, got 16"),
-        ({"joint": Joint(), "own_drafts": 0.5}, "own_drafts needs a frozen base"),
-        ({"joint": Joint(rank=0)}, "joint.rank must be a whole number, at least 1"),
+        ({"joint": JointSettings(), "own_drafts": 0.5}, "own_drafts needs a frozen base"),
+        ({"joint": JointSettings(rank=0)}, "joint.rank must be a whole number, at least 1"),
     ],
 )
 def test_invalid_phase_is_refused_by_full_name(changes: dict[str, Any], message: str):
@@ -95,28 +98,31 @@ def test_invalid_phase_is_refused_by_full_name(changes: dict[str, Any], message:
             "add ~schedule.phases.b ~schedule.phases.c",
         ),
         (
-            schedule(a=phase(joint=Joint()), b=phase(joint=Joint(rank=3))),
+            schedule(a=phase(joint=JointSettings()), b=phase(joint=JointSettings(rank=3))),
             "need the same joint.rank, got [32, 3]",
         ),
-        (Data(source="jsonl"), ".source=jsonl needs .path, got none"),
-        (Data(source="files", path="a\0b"), "path must be a path or an id"),
-        (Data(source="files", path="ä" * 200), "parts of at most 255 bytes"),
+        (DataSettings(source="jsonl"), ".source=jsonl needs .path, got none"),
+        (DataSettings(source="files", path="a\0b"), "path must be a path or an id"),
+        (DataSettings(source="files", path="ä" * 200), "parts of at most 255 bytes"),
         (
-            Data(source="files", path="x", patterns=["../*"]),
+            DataSettings(source="files", path="x", patterns=["../*"]),
             "without ..), got '../*'",
         ),
-        (Data(source="files", path="x", column="\ud800"), "column must be text (printable"),
+        (DataSettings(source="files", path="x", column="\ud800"), "column must be text (printable"),
         # a mixture reads each source with its own settings
         *(
             (mixture(**{name: value}), f"got .{name}={value!r} for the whole; leave it out")
             for name, value in (("path", "a.jsonl"), ("max_documents", 60), ("ignore", ["x"]))
         ),
-        (Evaluation(max_new_tokens=2), "needs 3 new tokens at least, got evaluation.max_new"),
         (
-            Evaluation(mode="offline", temperature=1.0, acceptance="rejection"),
+            EvaluationSettings(max_new_tokens=2),
+            "needs 3 new tokens at least, got evaluation.max_new",
+        ),
+        (
+            EvaluationSettings(mode="offline", temperature=1.0, acceptance="rejection"),
             "acceptance must be match for evaluation.mode=offline",
         ),
-        (Tree(kind="static"), "needs .paths, got none"),
+        (TreeSettings(kind="static"), "needs .paths, got none"),
     ],
     ids=str,
 )
@@ -127,5 +133,5 @@ def test_contradictions_are_refused(settings: Any, message: str):
 
 
 def test_usable_settings_are_accepted():
-    for one in (mixture(), Evaluation(max_new_tokens=3)):
+    for one in (mixture(), EvaluationSettings(max_new_tokens=3)):
         check(one)

@@ -2,14 +2,14 @@ import ast
 
 import pytest
 
-from specheads.config.data import Data
+from specheads.config.data import DataSettings
 from specheads.core.errors import InputError
 from specheads.data.instructions import instructions, wordings
 from specheads.data.prompts import held_out, load_prompts
 from specheads.data.sources import read, split_of
 from specheads.data.tokenise import tokenised
 
-ASKED = Data(source="stdlib_instructions")
+ASKED = DataSettings(source="stdlib_instructions")
 
 CODE = '''"""Numbers that are counted, with everything one needs for it."""
 
@@ -72,7 +72,9 @@ def test_function_in_two_files_is_used_once_and_never_across_splits():
 def test_functions_in_prompts_are_not_in_training_files():
     asked = [row for _, row in read(ASKED, "prompts") if row["category"] == "explain"]
     assert asked
-    trained = "\n".join(text["text"] for _, text in read(Data(source="python_stdlib"), "train"))
+    trained = "\n".join(
+        text["text"] for _, text in read(DataSettings(source="python_stdlib"), "train")
+    )
     for row in asked:
         code = row["messages"][0]["content"].partition("```python\n")[2].partition("\n```")[0]
         assert f"\n{code}\n" not in trained

@@ -14,7 +14,7 @@ from pyarrow import parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specheads.config.data import Data
+from specheads.config.data import DataSettings
 from specheads.core.errors import InputError
 from specheads.data.files import read_jsonl
 from specheads.data.prompts import load_prompts
@@ -36,7 +36,7 @@ def refused(tokenizer, cache_folder: Path):
 
     def expect(told: str, *, of: Path | str = "", **choices) -> None:
         with pytest.raises(InputError, match=told) as caught:
-            tokenised(Data(**choices), "train", tokenizer)
+            tokenised(DataSettings(**choices), "train", tokenizer)
         assert str(of) in str(caught.value)
         assert not cache_folder.exists()
 
@@ -201,7 +201,7 @@ def test_tokenizer_without_unknown_token_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="a token for what is unknown"):
         load_prompts(str(rows), narrow, num_prompts=1)
     with pytest.raises(InputError, match="a token for what is unknown"):
-        tokenised(Data(source="jsonl", path=str(rows)), "train", narrow)
+        tokenised(DataSettings(source="jsonl", path=str(rows)), "train", narrow)
 
 
 # bad rows of a set are listed together
@@ -244,7 +244,7 @@ def talks(tmp_path: Path, bad: dict[int, Any]) -> str:
 )
 def test_bad_rows_are_told_together_or_dropped(chat_tokenizer, tmp_path, bad, told):
     chat_tokenizer.chat_template = ALTERNATING
-    data = Data(source="chat", path=talks(tmp_path, bad))
+    data = DataSettings(source="chat", path=talks(tmp_path, bad))
     with pytest.raises(InputError, match=told) as caught:
         tokenised(data, "train", chat_tokenizer)
     assert str(caught.value).endswith("leave them out with data.bad_rows=drop")

@@ -6,7 +6,7 @@ import datasets
 import pytest
 from datasets import Dataset
 
-from specheads.config.data import Data
+from specheads.config.data import DataSettings
 from specheads.core.errors import InputError
 from specheads.data import files, sources
 from specheads.data.sources import SPLITS, read, split_of
@@ -16,7 +16,7 @@ TEXTS = [f"document {number}: " + "word " * (number % 7 + 1) for number in range
 
 
 def load(source: str, split: str = "train", seed: int = 0, **choices) -> list[str]:
-    return [row["text"] for _, row in read(Data(source=source, **choices), split, seed)]
+    return [row["text"] for _, row in read(DataSettings(source=source, **choices), split, seed)]
 
 
 def test_splits_are_disjoint_and_complete(tmp_path):
@@ -117,8 +117,8 @@ def test_hub_split_is_named_in_the_error_and_by_data_split(monkeypatch, source, 
 
     monkeypatch.setattr(datasets, "load_dataset", answer)
     with pytest.raises(InputError, match=rf"one of .*{wanted}.*data\.split="):
-        next(sources.read_all(Data(source=source, path="a/b")))
-    found = sources.read_all(Data(source=source, path="a/b", split=wanted))
+        next(sources.read_all(DataSettings(source=source, path="a/b")))
+    found = sources.read_all(DataSettings(source=source, path="a/b", split=wanted))
     assert len(list(found)) == 20
 
 
@@ -127,7 +127,7 @@ def test_hub_split_is_named_in_the_error_and_by_data_split(monkeypatch, source, 
 def test_settings_of_the_hub_are_refused_for_local_files(tmp_path, source, name):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     named: Any = {name: "test"}
-    data = Data(source=source, path=path, **named)
+    data = DataSettings(source=source, path=path, **named)
     with pytest.raises(InputError, match=rf"no {name}, got data.{name}='test' .*data.patterns="):
         next(read(data, "train"))
 

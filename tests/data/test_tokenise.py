@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from specheads.config.data import Data, WeightedSource
+from specheads.config.data import DataSettings, MixtureSource
 from specheads.core.errors import InputError
 from specheads.data import sources, tokenise
 from specheads.data.prompts import held_out
@@ -24,8 +24,8 @@ def write(path: Path, texts: list[str] = TEXTS, column: str = "text") -> str:
     return write_jsonl(path, [{column: text} for text in texts])
 
 
-def corpus(tmp_path: Path, **choices: Any) -> Data:
-    return Data(source="jsonl", path=write(tmp_path / "a.jsonl"), **choices)
+def corpus(tmp_path: Path, **choices: Any) -> DataSettings:
+    return DataSettings(source="jsonl", path=write(tmp_path / "a.jsonl"), **choices)
 
 
 def contents(found: Any) -> list[list[int]]:
@@ -61,7 +61,7 @@ def test_long_text_file_is_cut_at_blank_lines(tmp_path):
     pieces = {
         where: row["text"]
         for split in SPLITS
-        for where, row in read(Data(source="text", path=str(file)), split)
+        for where, row in read(DataSettings(source="text", path=str(file)), split)
     }
     in_order = sorted(pieces, key=lambda where: int(where.split()[1]))
     assert "".join(pieces[where] for where in in_order) == "".join(paragraphs)
@@ -98,7 +98,7 @@ def test_changed_text_settings_or_tokenizer_is_tokenised_again(tokenizer, tmp_pa
 
 def test_changed_documents_have_another_identity(tokenizer, tmp_path):
     def identity(texts: list[str]) -> str:
-        data = Data(source="jsonl", path=write(tmp_path / "data.jsonl", texts))
+        data = DataSettings(source="jsonl", path=write(tmp_path / "data.jsonl", texts))
         return tokenised(data, "train", tokenizer).identity()
 
     texts = [f"a text with the number {number}" for number in range(40)]
@@ -117,7 +117,7 @@ def test_changed_documents_have_another_identity(tokenizer, tmp_path):
     assert len(set(found)) == len(changed) + 1
 
 
-def _stall(data: Data) -> None:
+def _stall(data: DataSettings) -> None:
     def slow(*args: Any) -> Any:
         for found in read_all(*args):
             time.sleep(0.05)
@@ -157,14 +157,14 @@ def test_damaged_cache_is_refused_with_the_remedy(tokenizer, tmp_path, cache_fol
 # mixtures
 
 
-def mixture(tmp_path: Path, **weights: float) -> Data:
+def mixture(tmp_path: Path, **weights: float) -> DataSettings:
     sources = {}
     for name, weight in weights.items():
         number = 300 if name == "long" else 100
         texts = [f"{name} {place} " + "word " * (place % 9) for place in range(number)]
         path = write(tmp_path / f"{name}.jsonl", texts)
-        sources[name] = WeightedSource(source="jsonl", path=path, weight=float(weight))
-    return Data(source="mixture", sources=sources)
+        sources[name] = MixtureSource(source="jsonl", path=path, weight=float(weight))
+    return DataSettings(source="mixture", sources=sources)
 
 
 def shares(found: Any, tokenizer: Any) -> dict[str, float]:
@@ -228,7 +228,7 @@ def test_answers_are_in_the_loss_and_a_question_is_in_one_split(tokenizer, tmp_p
     file = tmp_path / "a.jsonl"
     rows = [talk(number, answer) for number in range(200) for answer in ("no", "yes, it is")]
     write_jsonl(file, rows)
-    data = Data(source="chat", path=str(file))
+    data = DataSettings(source="chat", path=str(file))
     asked = {
         split: {row["messages"][0]["content"] for _, row in read(data, split)} for split in SPLITS
     }
@@ -251,7 +251,7 @@ def test_no_conversation_that_is_learned_begins_with_a_held_out_question(tokeniz
         more = [*messages, {"role": "user", "content": f"why {number}?"}, messages[1]]
         rows += [{"messages": messages}, {"messages": more}]
     write_jsonl(file, rows)
-    data = Data(source="chat", path=str(file))
+    data = DataSettings(source="chat", path=str(file))
     prompts = [one.text for one in held_out(data, "prompts", tokenizer, 8, 1000)]
     learned = tokenised(data, "train", tokenizer)
     texts = [str(tokenizer.decode(learned.tokens(number))) for number in range(len(learned))]
@@ -265,7 +265,7 @@ def test_mixture_has_conversations_and_text(tokenizer, tmp_path, monkeypatch):
     file = tmp_path / "talk.jsonl"
     write_jsonl(file, [talk(number) for number in range(9)])
     data = mixture(tmp_path, short=1)
-    data.sources["talk"] = WeightedSource(source="chat", path=str(file))
+    data.sources["talk"] = MixtureSource(source="chat", path=str(file))
     counted = tokenised(data, "prompts", tokenizer)
     masks = [counted.loss_mask(number).all() for number in range(len(counted))]
     assert True in masks
@@ -285,7 +285,7 @@ def test_conversation_without_answer_is_refused_with_distill(tokenizer, tmp_path
     file = tmp_path / "a.jsonl"
     write_jsonl(file, [talk(1), talk(2, "")])
     with pytest.raises(InputError, match=r"needs an answer .*line 2 of .* lacks one"):
-        tokenised(Data(source="chat", path=str(file)), "train", tokenizer)
+        tokenised(DataSettings(source="chat", path=str(file)), "train", tokenizer)
     write_jsonl(file, [talk(1, ""), talk(2, "")])
     with pytest.raises(UnansweredError, match=r"line 1 of .* has no answer; .* specheads distill"):
-        tokenised(Data(source="chat", path=str(file)), "train", tokenizer)
+        tokenised(DataSettings(source="chat", path=str(file)), "train", tokenizer)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from specheads.config.data import Data
+from specheads.config.data import DataSettings
 from specheads.core.errors import InputError
 from specheads.data.prompts import held_out
 from specheads.data.sources import SPLITS
@@ -80,7 +80,7 @@ def rows() -> list[dict[str, Any]]:
 def test_traces_are_documents_with_their_mask_and_give_held_out_prompts(tokenizer, tmp_path):
     Dataset.from_list(rows()).to_parquet(tmp_path / "a.parquet")
     paths = write_jsonl(tmp_path / "a.jsonl", rows()), str(tmp_path / "a.parquet")
-    for data in (Data(source="traces", path=path) for path in paths):
+    for data in (DataSettings(source="traces", path=path) for path in paths):
         asked = {}
         for split in SPLITS:
             documents = tokenised(data, split, tokenizer)
@@ -100,11 +100,11 @@ def test_bad_traces_are_listed_or_left_out(tokenizer, tmp_path):
     file = tmp_path / "a.jsonl"
     write_jsonl(file, [*rows(), {"input_ids": [10**6], "loss_mask": [1]}, {"input_ids": [1]}])
     file.write_text(file.read_text() + json.dumps(3) + "\n")
-    data = Data(source="traces", path=str(file))
+    data = DataSettings(source="traces", path=str(file))
     top = len(tokenizer) - 1
     told = rf"3 rows of .*loss_mask.*line 202.*tokenizer, 0 to {top} \(1: line 201 .* has 1000000"
     with pytest.raises(InputError, match=told):
         tokenised(data, "train", tokenizer)
-    dropped = Data(source="traces", path=str(file), bad_rows="drop")
+    dropped = DataSettings(source="traces", path=str(file), bad_rows="drop")
     with pytest.warns(UserWarning, match="3 rows of .*they are left out"):
         assert len(tokenised(dropped, "train", tokenizer)) > 100

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specheads.config.compose import settings_of
-from specheads.config.shared import TREES, Tree
+from specheads.config.shared import TREES, TreeSettings
 from specheads.core.drafter import Drafter, Features
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
@@ -253,23 +253,23 @@ def test_paths_enter_by_the_probability_of_the_whole(num_nodes: int):
         assert paths_of(tree, row) == list(dict.fromkeys(beginnings))[: num_nodes - 1]
 
 
-def policy_of(tree: Tree, head_depth: int) -> TreePolicy | None:
+def policy_of(tree: TreeSettings, head_depth: int) -> TreePolicy | None:
     return fixed_policy(head_depth=head_depth, **asdict(tree))
 
 
 @pytest.mark.parametrize(
     ("tree", "num_nodes", "depth"),
     [
-        (Tree(kind="chain"), 4, 3),
-        (Tree(kind="chain", depth=2), 3, 2),
-        (Tree(kind="static", paths=[[0], [1], [0, 0]]), 4, 2),
-        (Tree(kind="best_first", num_nodes=9), 9, 3),
-        (Tree(kind="beam", beam=5), 16, 3),
-        (Tree(kind="product", branches=[3, 2], num_nodes=7), 7, 2),
+        (TreeSettings(kind="chain"), 4, 3),
+        (TreeSettings(kind="chain", depth=2), 3, 2),
+        (TreeSettings(kind="static", paths=[[0], [1], [0, 0]]), 4, 2),
+        (TreeSettings(kind="best_first", num_nodes=9), 9, 3),
+        (TreeSettings(kind="beam", beam=5), 16, 3),
+        (TreeSettings(kind="product", branches=[3, 2], num_nodes=7), 7, 2),
     ],
-    ids=lambda value: value.kind if isinstance(value, Tree) else None,
+    ids=lambda value: value.kind if isinstance(value, TreeSettings) else None,
 )
-def test_every_kind_makes_its_policy(tree: Tree, num_nodes: int, depth: int):
+def test_every_kind_makes_its_policy(tree: TreeSettings, num_nodes: int, depth: int):
     policy = policy_of(tree, 3)
     assert policy is not None
     assert (policy.num_nodes, policy.depth) == (num_nodes, depth)

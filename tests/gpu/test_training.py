@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from specheads.base import attention
 from specheads.base.model import FrozenBase
-from specheads.config.training import Joint, Schedule
+from specheads.config.training import JointSettings, Schedule
 from specheads.core.drafter import Head
 from specheads.data.packing import BatchStream, PackedText
 from specheads.heads.layers import path_attention
@@ -135,7 +135,7 @@ def test_a_killed_run_goes_on_bit_for_bit(kind, precision, muon, device, tmp_pat
 def test_a_joint_phase_trains_an_adapter_and_leaves_the_base_as_it_was(device, tmp_path):
     base = tiny.own_base("llama", dtype=torch.float32, device=device)
     before = {name: value.clone() for name, value in base.model.state_dict().items()}
-    schedule = corpus(steps=6, joint=Joint(rank=4))
+    schedule = corpus(steps=6, joint=JointSettings(rank=4))
     _, rows = run_training(tmp_path, device, schedule, base=base)
     assert all(row["loss/base"] > 0 for row in rows)
     assert (RunDirectory(tmp_path).adapter / "adapter_model.safetensors").is_file()

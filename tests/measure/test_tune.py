@@ -13,7 +13,7 @@ import torch
 
 from specheads.base.model import FrozenBase
 from specheads.config import compose
-from specheads.config.data import Data
+from specheads.config.data import DataSettings
 from specheads.core.errors import InputError
 from specheads.data.prompts import Prompt, PromptSet
 from specheads.decoding.cost import ForwardCost, StepCost
@@ -342,7 +342,7 @@ def test_prompts_are_whole_and_near_the_context(monkeypatch: pytest.MonkeyPatch,
     tokenizer.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
 
     def tune(*contexts: int) -> None:
-        corpus = Data(source="chat", path=str(file))
+        corpus = DataSettings(source="chat", path=str(file))
         tuning.tune_head(base, head, corpus, contexts=contexts, num_prompts=4, new_tokens=4)
 
     tune(40)
@@ -397,7 +397,7 @@ def test_evaluation_chooses_a_tree_for_its_own_settings(
     how = GenerationSettings(max_new_tokens=9, sampling=drawn, coupled=False, batch_size=2)
 
     def tree(length: int, how: GenerationSettings) -> Any:
-        corpus = Data(source="jsonl", path=str(tmp_path))
+        corpus = DataSettings(source="jsonl", path=str(tmp_path))
         asking = PromptSet("", "", [Prompt([0] * length, "", "")])
         lengths = {"prompt_tokens": 8, "num_prompts": 3}
         return tuning.choose_tree(base, head, corpus, how, asking, **lengths)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from specheads.config.training import Distill, Schedule
+from specheads.config.training import DistillSettings, Schedule
 from specheads.core.drafter import Head
 from specheads.core.files import sole_writer
 from specheads.data.packing import BatchStream, PackedText
@@ -104,7 +104,7 @@ def session(folder: Path) -> Head:
     """Perform the file operations of a command in a run directory."""
     run, base = RunDirectory(folder), tiny.base("llama", dtype=torch.float32)
     prompts = Counting(base.vocab_size)
-    settings = Distill(num_samples=8, new_tokens=8, shard_size=2)
+    settings = DistillSettings(num_samples=8, new_tokens=8, shard_size=2)
     job = Job(base=base, prompts=Talks(), settings=settings, folder=run.text, identity={})
 
     def open_text(phase: PlacedPhase, *rest: Any) -> BatchStream:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from specheads.base.model import FrozenBase
-from specheads.config.data import Data
-from specheads.config.training import FeatureCache as Settings
-from specheads.config.training import Joint, Schedule
+from specheads.config.data import DataSettings
+from specheads.config.training import FeatureCacheSettings as Settings
+from specheads.config.training import JointSettings, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.runs.trackers import read_metrics
@@ -92,7 +92,7 @@ def test_other_weights_layers_and_dtypes_have_separate_folders(tmp_path: Path):
 
 def opened(folder: Path, gib: float, **changes: Any) -> FeatureCache | None:
     phases = {"corpus": phase(steps=1000, sequence_length=128, **changes)}
-    data, wanted = Data(source="python_stdlib"), Settings(gib=gib, folder=str(folder))
+    data, wanted = DataSettings(source="python_stdlib"), Settings(gib=gib, folder=str(folder))
     return feature_cache(wanted, phases, data, 16, BASE, (1, 2, 3), print)
 
 
@@ -109,4 +109,4 @@ def test_too_large_cache_is_refused_with_its_size(tmp_path: Path):
 
 def test_joint_training_with_cache_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="phase 'corpus' trains the base; set feature_cache"):
-        opened(tmp_path, 9.0, joint=Joint())
+        opened(tmp_path, 9.0, joint=JointSettings())

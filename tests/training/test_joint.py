@@ -19,7 +19,7 @@ from specheads.base.model import FrozenBase
 from specheads.base.selfcheck import check
 from specheads.commands._call import call
 from specheads.config import data_dir
-from specheads.config.training import Joint, Phase, Schedule
+from specheads.config.training import JointSettings, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds, load_head
@@ -46,8 +46,8 @@ def phase(**changes: Any) -> Phase:
     return test_trainer.phase(**{"steps": 4, "warmup_share": 0.0} | changes)
 
 
-def joint(**changes: Any) -> Joint:
-    return Joint(**{"rank": 2, "learning_rate": 1e-2} | changes)
+def joint(**changes: Any) -> JointSettings:
+    return JointSettings(**{"rank": 2, "learning_rate": 1e-2} | changes)
 
 
 def run_training(

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
-from specheads.config.training import LOSSES, Joint, Phase
+from specheads.config.training import LOSSES, JointSettings, Phase
 from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds
@@ -104,7 +104,7 @@ def test_packed_loss_equals_separate_loss_for_every_loss(loss: str, weighting: s
 @pytest.mark.parametrize("target", ["text", "base"])
 def test_packed_joint_loss_equals_separate_loss(target: str):
     base = FrozenBase(copy.deepcopy(tiny.base().model))
-    joint = Joint(rank=2, dropout=0.0, target=target)
+    joint = JointSettings(rank=2, dropout=0.0, target=target)
     teacher = Teacher(base, head_of("medusa"), joint, seed=0)
     for value in teacher.parameters:
         value.data.copy_(torch.randn_like(value) * 0.1)

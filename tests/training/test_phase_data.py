@@ -13,15 +13,15 @@ from rich.progress import Progress
 
 from specheads.base.model import FrozenBase
 from specheads.config import compose, data_dir
-from specheads.config.data import Data, WeightedSource
-from specheads.config.training import Distill, Phase
+from specheads.config.data import DataSettings, MixtureSource
+from specheads.config.training import DistillSettings, Phase
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
 from specheads.training.distill.shards import read_text
 from specheads.training.phase_data import PhaseData
 from specheads.training.schedule import PlacedPhase, row_tokens
 
-DISTILL = Distill(num_samples=16, prompt_tokens=32, new_tokens=32)
+DISTILL = DistillSettings(num_samples=16, prompt_tokens=32, new_tokens=32)
 
 
 def distilled(**changes: Any) -> Phase:
@@ -35,7 +35,7 @@ def base() -> FrozenBase:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataSettings:
     folder = tmp_path_factory.mktemp("texts")
     for number in range(12):
         text = "".join(f"def f_{number}_{at}(a):\n    return a + {at}\n" for at in range(40))
@@ -43,12 +43,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
     return compose.settings_of("train", ["recipe=smoke", "data=files", f"data.path={folder}"]).data
 
 
-def texts(base: FrozenBase, data: Data, *phases: Phase) -> PhaseData:
+def texts(base: FrozenBase, data: DataSettings, *phases: Phase) -> PhaseData:
     named = dict(zip("abc", phases, strict=False))
     return PhaseData(named, data, base, Path("text"), Accelerator(cpu=True), lambda _: None, 0)
 
 
-def test_phases_with_different_text_in_one_folder_are_refused(base: FrozenBase, data: Data):
+def test_phases_with_different_text_in_one_folder_are_refused(base: FrozenBase, data: DataSettings):
     other = {"temperature": 0.5}
     with pytest.raises(InputError, match=r"'b' generates other text than .* own distill.folder"):
         texts(base, data, distilled(), distilled(distill=replace(DISTILL, **other)))
@@ -57,7 +57,7 @@ def test_phases_with_different_text_in_one_folder_are_refused(base: FrozenBase, 
 
 
 def test_folder_of_other_text_is_refused_before_the_first_phase(
-    base: FrozenBase, data: Data, tmp_path: Path
+    base: FrozenBase, data: DataSettings, tmp_path: Path
 ):
     (tmp_path / "fingerprint.json").write_text('{"new_tokens": 64}', encoding="utf-8")
     phase = distilled(distill=replace(DISTILL, folder=str(tmp_path)))
@@ -66,7 +66,9 @@ def test_folder_of_other_text_is_refused_before_the_first_phase(
 
 
 @pytest.mark.parametrize("corpus", [False, True])
-def test_tokens_are_counted_in_the_text_of_the_phases(corpus: bool, base: FrozenBase, data: Data):
+def test_tokens_are_counted_in_the_text_of_the_phases(
+    corpus: bool, base: FrozenBase, data: DataSettings
+):
     """The base's answers have other tokens than the corpus, which no phase may read."""
     wanted = Documents(pa.table({"tokens": pa.array([[7, 7, 9]], pa.list_(pa.int32()))}))
     phases = [distilled(), *([Phase(text="corpus", batch_size=2, sequence_length=64)] * corpus)]
@@ -81,7 +83,7 @@ def test_tokens_are_counted_in_the_text_of_the_phases(corpus: bool, base: Frozen
         assert (counts[7], counts[9], counts.sum()) == (2, 1, 3)
 
 
-def test_dropped_texts_are_counted_in_the_log(base: FrozenBase, data: Data, tmp_path: Path):
+def test_dropped_texts_are_counted_in_the_log(base: FrozenBase, data: DataSettings, tmp_path: Path):
     # greedy text of a small model repeats itself
     settings = replace(DISTILL, new_tokens=96, drop=["loop"], folder=str(tmp_path))
     phase = distilled(batch_size=1, distill=replace(settings, temperature=0.0, top_k=0))
@@ -93,19 +95,19 @@ def test_dropped_texts_are_counted_in_the_log(base: FrozenBase, data: Data, tmp_
     assert f"{16 - number} of 16 texts were dropped (loop: {16 - number}), see " in log.getvalue()
 
 
-CHAT = WeightedSource(source="chat", path="x")
+CHAT = MixtureSource(source="chat", path="x")
 
 
 @pytest.mark.parametrize(
     ("data", "length", "longest"),
     [
-        (Data(source="python_stdlib"), 0, 64),
-        (Data(source="chat", path="x"), 0, 4096),
-        (Data(source="chat", path="x"), 512, 512),
-        (Data(source="mixture", sources={"a": CHAT}), 0, 4096),
-        (Data(source="mixture", sources={"a": replace(CHAT, weight=0.0)}), 0, 64),
+        (DataSettings(source="python_stdlib"), 0, 64),
+        (DataSettings(source="chat", path="x"), 0, 4096),
+        (DataSettings(source="chat", path="x"), 512, 512),
+        (DataSettings(source="mixture", sources={"a": CHAT}), 0, 4096),
+        (DataSettings(source="mixture", sources={"a": replace(CHAT, weight=0.0)}), 0, 64),
     ],
     ids=str,
 )
-def test_row_of_a_conversation_may_fill_the_context(data: Data, length: int, longest: int):
+def test_row_of_a_conversation_may_fill_the_context(data: DataSettings, length: int, longest: int):
     assert row_tokens(distilled(sequence_length=length), data, 4096) == longest

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from specheads.config.training import Joint
+from specheads.config.training import JointSettings
 from specheads.heads.load import kinds
 from specheads.runs.trackers import read_metrics
 from tests.training.in_processes import StopError, at_step, forked, train
@@ -57,7 +57,7 @@ def test_two_processes_have_the_losses_of_one(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["text", "base"])
 def test_adapter_dropout_does_not_depend_on_processes(target: str, tmp_path: Path):
-    joint = Joint(rank=2, dropout=0.3, target=target, learning_rate=1e-2)
+    joint = JointSettings(rank=2, dropout=0.3, target=target, learning_rate=1e-2)
     runs = (1, 1), (2, 1), (4, 1), (2, 3)
     same_losses(tmp_path, *runs, of=["medusa", "eagle3"], steps=50, joint=joint)
 

@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from specheads.base.model import FrozenBase
-from specheads.config.training import Distill, Phase, Schedule
+from specheads.config.training import DistillSettings, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import ONE_STOP, InputError
 from specheads.core.machine import computes_bfloat16
@@ -244,7 +244,7 @@ def test_infinite_loss_stops_training_with_remedy(tmp_path: Path):
 
 OVERLONG = {
     **{"text": "distilled", "packing": "stream", "sequence_length": 999},
-    "distill": Distill(num_samples=99, new_tokens=32),
+    "distill": DistillSettings(num_samples=99, new_tokens=32),
 }
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from specheads.base.model import FrozenBase
 from specheads.config import compose
-from specheads.config.training import Joint, Phase, Schedule
+from specheads.config.training import JointSettings, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
@@ -74,7 +74,7 @@ def test_best_head_is_saved_with_its_score(kind: str, tmp_path: Path):
 def test_adapter_is_saved_with_the_best_head(tmp_path: Path):
     base = test_joint.fresh_base(dtype=torch.float32)
     phases = {
-        "joint": test_joint.phase(joint=Joint(rank=2, learning_rate=5e-2)),
+        "joint": test_joint.phase(joint=JointSettings(rank=2, learning_rate=5e-2)),
         "corpus": test_joint.phase(),
     }
     held = replace(PROMPTS, every=2)
@@ -281,7 +281,7 @@ def held_out() -> HeldOut:
 
 def trained(folder: Path, kind: str, held: HeldOut | None) -> Head:
     kind, _, adapter = kind.partition(" and ")
-    joint = Joint(rank=2, dropout=0.5) if adapter else None
+    joint = JointSettings(rank=2, dropout=0.5) if adapter else None
     schedule = Schedule(phases={"corpus": phase(scored_share=0.6, joint=joint)})
     # the best head names its base, and the run knows it
     RunDirectory(folder).begin("name: watched\n", {"base_fingerprint": "the base"})

@@ -3,13 +3,13 @@
 from functools import partial
 
 from specheads.base.model import FrozenBase
-from specheads.config.training import Distill
+from specheads.config.training import DistillSettings
 from specheads.core.drafter import Head
 from specheads.training.distill import engines
 
 
 def build(
-    settings: Distill, base: FrozenBase, head: Head | None = None, max_length: int = 0
+    settings: DistillSettings, base: FrozenBase, head: Head | None = None, max_length: int = 0
 ) -> engines.TextEngine:
     """Build the engine of the settings.
 

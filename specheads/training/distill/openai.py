@@ -17,7 +17,7 @@ from anyio.from_thread import start_blocking_portal
 from openai import APIError, APIStatusError, AsyncOpenAI, Omit
 
 from specheads.base.model import FrozenBase
-from specheads.config.training import Distill
+from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.training.distill.engines import Answer, GenerationRequest, Pull
 
@@ -42,7 +42,7 @@ class Completions:
     those that the server sampled.
     """
 
-    def __init__(self, settings: Distill, base: FrozenBase) -> None:
+    def __init__(self, settings: DistillSettings, base: FrozenBase) -> None:
         self.settings, self.base = settings, base
         self.shown, self._key = shown_url(settings.url), key_in(KEY_VARIABLE)
         own = getattr(base.tokenizer, "eos_token_id", None)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from specheads.base.model import FrozenBase
-from specheads.config.data import Data, Source
-from specheads.config.training import Distill
+from specheads.config.data import DataSettings, SourceSettings
+from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.data.chat import Template
 from specheads.data.documents import Documents
@@ -158,7 +158,9 @@ def _order(seed: int, lap: int, count: int) -> np.ndarray:
     return np.random.default_rng((seed, lap)).permutation(count)
 
 
-def prompt_source(data: Data, base: FrozenBase, settings: Distill, seed: int) -> PromptSource:
+def prompt_source(
+    data: DataSettings, base: FrozenBase, settings: DistillSettings, seed: int
+) -> PromptSource:
     """Return the prompts of the training split.
 
     If it has conversations, only these are used, not its plain text. Traces are never used.
@@ -177,7 +179,7 @@ def prompt_source(data: Data, base: FrozenBase, settings: Distill, seed: int) ->
     return Continuations(documents, *lengths, seed, opening)
 
 
-def _conversations(data: Data, seed: int) -> list[str]:
+def _conversations(data: DataSettings, seed: int) -> list[str]:
     """Return the conversations of the training split as JSON, as often as weights require.
 
     With equal weights each conversation is there once.
@@ -196,7 +198,7 @@ def _conversations(data: Data, seed: int) -> list[str]:
     return found
 
 
-def _rows(source: Source, seed: int) -> Iterator[str]:
+def _rows(source: SourceSettings, seed: int) -> Iterator[str]:
     """Yield the conversations of the training split of a source as JSON."""
     for split, _, row in read_all(source, seed):
         if "messages" not in row:

@@ -15,8 +15,8 @@ from rich.progress import Progress
 
 from specheads.base.fingerprint import config_fingerprint
 from specheads.base.model import FrozenBase
-from specheads.config.data import Data
-from specheads.config.training import FAULTS, Distill
+from specheads.config.data import DataSettings
+from specheads.config.training import FAULTS, DistillSettings
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import as_json, sole_writer, sweep, write_atomic
@@ -81,7 +81,7 @@ class Job:
 
     base: FrozenBase
     prompts: PromptSource
-    settings: Distill
+    settings: DistillSettings
     folder: Path
     """Folder of the text, created if necessary."""
     identity: dict[str, Any]
@@ -111,9 +111,9 @@ class Job:
 
 
 def job_of(
-    data: Data,
+    data: DataSettings,
     base: FrozenBase,
-    settings: Distill,
+    settings: DistillSettings,
     folder: Path,
     accelerator: Accelerator,
     seed: int,
@@ -193,7 +193,7 @@ def engine_for(job: Job) -> TextEngine:
     return build(job.settings, job.base, head, job.prompts.longest)
 
 
-def refuse_not_decoding(base: FrozenBase, settings: Distill, folder: Path) -> None:
+def refuse_not_decoding(base: FrozenBase, settings: DistillSettings, folder: Path) -> None:
     """Raise for a base that does not decode here: processes would have to decode in lockstep."""
     if base.decodes or settings.engine in EXTERNAL_ENGINES:
         return

@@ -8,13 +8,13 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from specheads.config.training import Distill
+from specheads.config.training import DistillSettings
 from specheads.training.distill.engines import Answer, GenerationRequest
 from specheads.training.distill.prompts import PromptSource
 from specheads.training.distill.run import Job, write_text
 from tests import tiny
 
-SETTINGS = Distill(num_samples=10, new_tokens=6, batch_size=3, shard_size=4, drop=[])
+SETTINGS = DistillSettings(num_samples=10, new_tokens=6, batch_size=3, shard_size=4, drop=[])
 END = 60
 """Token that ends an answer."""
 

@@ -16,7 +16,7 @@ from openai import _base_client
 from transformers import GenerationConfig
 
 from specheads.base.model import FrozenBase
-from specheads.config.training import Distill
+from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
@@ -54,8 +54,8 @@ def ragged() -> list[GenerationRequest]:
     return [GenerationRequest(*one, tiny.NEW_TOKENS, Sampling()) for one in prompts]
 
 
-def settings(**changes: Any) -> Distill:
-    return Distill(num_samples=1, **changes)
+def settings(**changes: Any) -> DistillSettings:
+    return DistillSettings(num_samples=1, **changes)
 
 
 SETTINGS = (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from specheads.config.training import Distill
+from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
@@ -26,7 +26,7 @@ from tests.training.in_processes import forked
 
 HEAD = {"kind": "mlp_speculator", "depth": 3, "inner_dim": 16}
 FORK = multiprocessing.get_context("fork")
-SETTINGS = Distill(
+SETTINGS = DistillSettings(
     num_samples=24, new_tokens=12, batch_size=4, shard_size=4, temperature=0.9, drop=[]
 )
 """The tiny base never ends a text: every answer has maximum length and is kept."""

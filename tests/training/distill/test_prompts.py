@@ -10,8 +10,8 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from specheads.base.model import FrozenBase
-from specheads.config.data import Data, WeightedSource
-from specheads.config.training import Distill
+from specheads.config.data import DataSettings, MixtureSource
+from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.data import sources
 from specheads.data.chat import Template
@@ -50,8 +50,8 @@ def test_windows_of_a_document_begin_as_the_tokenizer_begins_a_text(tmp_path: Pa
     first = [(tokenizer.eos_token, tokenizer.eos_token_id)]
     pieces = {"single": f"{tokenizer.eos_token} $A", "special_tokens": first}
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(**pieces)
-    settings = Distill(num_samples=20, prompt_tokens=8, new_tokens=8)
-    asked = prompt_source(Data(source="files", path=str(tmp_path)), base, settings, 0)
+    settings = DistillSettings(num_samples=20, prompt_tokens=8, new_tokens=8)
+    asked = prompt_source(DataSettings(source="files", path=str(tmp_path)), base, settings, 0)
     prompts = [asked.first(number) for number in range(20)]
     assert all(len(one) == 8 and one.count(tokenizer.eos_token_id) == 1 for one in prompts)
     assert {one[0] for one in prompts} == {tokenizer.eos_token_id}
@@ -146,11 +146,11 @@ def test_weights_of_a_mixture_decide_how_often_its_questions_are_asked(
         file = tmp_path / f"{name}.jsonl"
         rows = ({"messages": [say("user", f"{name} {number}")]} for number in range(size))
         file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        parts[name] = WeightedSource(source="chat", path=str(file), weight=float(weight))
+        parts[name] = MixtureSource(source="chat", path=str(file), weight=float(weight))
     base = FrozenBase.load(BASE, dtype="float32", device="cpu")
     tokenizer: Any = base.tokenizer
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    data, settings = Data(source="mixture", sources=parts), Distill(num_samples=60)
+    data, settings = DataSettings(source="mixture", sources=parts), DistillSettings(num_samples=60)
     asked = prompt_source(data, base, settings, 0)
     texts = Counter(str(tokenizer.decode(asked.first(number))) for number in range(60))
     found = Counter(text[0] for text in texts.elements())

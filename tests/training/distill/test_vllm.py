@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specheads.base.model import FrozenBase
-from specheads.config.training import Distill
+from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
@@ -79,7 +79,9 @@ def main() -> None:
     # compiling takes longer than everything else for this small base
     whole = vllm.LLM  # pyright: ignore[reportAttributeAccessIssue]
     vllm.LLM = lambda **settings: whole(enforce_eager=True, **settings)  # pyright: ignore
-    engine = build(Distill(num_samples=8, batch_size=3, engine="vllm"), base(), max_length=256)
+    engine = build(
+        DistillSettings(num_samples=8, batch_size=3, engine="vllm"), base(), max_length=256
+    )
     out: dict[str, Any] = {"greedy": write(engine, asks(Sampling()))}
     drawn = asks(Sampling(temperature=1.0, top_p=0.9, seed=4))
     out["drawn"] = write(engine, drawn)
@@ -126,7 +128,7 @@ def url(tmp_path_factory):
 def settings(url, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    return Distill(num_samples=8, engine="openai", url=url, served_as="tiny", batch_size=4)
+    return DistillSettings(num_samples=8, engine="openai", url=url, served_as="tiny", batch_size=4)
 
 
 def test_real_server_returns_the_bases_token_ids(settings):

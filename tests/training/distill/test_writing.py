@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specheads.config.training import Distill
+from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
 from specheads.training.distill.engines import Answer
@@ -180,7 +180,7 @@ def test_conversation_ends_at_the_context_limit(tmp_path: Path):
             return [number % 50] * (number * 20) + [number, 0]
 
     # the context has 128 tokens: number 6 has space for two turns, number 7 for none
-    settings = Distill(num_samples=8, new_tokens=6, shard_size=8, drop=[])
+    settings = DistillSettings(num_samples=8, new_tokens=6, shard_size=8, drop=[])
     write(tmp_path, pen := Pen(), prompts=Long(), settings=settings)
     found = rows(tmp_path)
     assert [row["number"] for row in found] == list(range(8))
