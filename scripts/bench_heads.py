@@ -65,7 +65,7 @@ from specheads.training.objective import drawn_labels, early_enough, in_chains
 from specheads.training.phase_data import PhaseData
 from specheads.training.plan import automatic
 from specheads.training.processes import accelerator_of_environment, load_base
-from specheads.training.schedule import placed
+from specheads.training.schedule import schedule_phases
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_APART = 0.01
@@ -296,7 +296,7 @@ def opened(place: Path) -> Source:
 def lessons(source: Source, bar: Progress) -> Iterator[tuple[TokenBatch, Tensor]]:
     """Yield the batch of each step of the run, and its labels."""
     head, seed = source.head, source.settings.seed
-    for phase in (one for one in placed(source.settings.schedule) if one.settings.steps):
+    for phase in (one for one in schedule_phases(source.settings.schedule) if one.settings.steps):
         chains = in_chains(head, phase.settings)
         text = source.texts.open(phase, bar, lambda: None)
         for number, (batch, _) in zip(range(phase.first, phase.end), text.batches(), strict=False):

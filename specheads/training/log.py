@@ -16,8 +16,8 @@ from specheads.core.machine import peak_gib, synchronise
 from specheads.data.packing import TokenBatch
 from specheads.runs.trackers import Tracker
 from specheads.training.features import LocalBase
-from specheads.training.schedule import PlacedPhase, Progressed
-from specheads.training.step import Stepper
+from specheads.training.schedule import ScheduledPhase, TrainState
+from specheads.training.step import StepRunner
 
 
 class PhaseLog:
@@ -29,9 +29,9 @@ class PhaseLog:
 
     def __init__(
         self,
-        phase: PlacedPhase,
-        stepper: Stepper,
-        at: Progressed,
+        phase: ScheduledPhase,
+        stepper: StepRunner,
+        at: TrainState,
         tracker: Tracker | None,
         display: Progress,
         every: int,

@@ -30,8 +30,8 @@ from specheads.runs.progress import progress
 from specheads.training.distill.run import Job, job_of, write_folder
 from specheads.training.distill.shards import read_text, refuse_other_text
 from specheads.training.processes import readers
-from specheads.training.schedule import PlacedPhase, row_tokens
-from specheads.training.validation import HeldOut
+from specheads.training.schedule import ScheduledPhase, row_tokens
+from specheads.training.validation import ValidationSet
 
 COUNTED_TOKENS = 2**19
 """Tokens of the corpus that select a reduced draft vocabulary."""
@@ -119,7 +119,7 @@ class PhaseData:
         labels = [text.tokens(number)[text.loss_mask(number)] for number in map(int, some)]
         return torch.from_numpy(np.bincount(np.concatenate(labels), minlength=self.base.vocab_size))
 
-    def held_out(self, settings: ValidationSettings) -> HeldOut | None:
+    def held_out(self, settings: ValidationSettings) -> ValidationSet | None:
         """Return this process's share of the validation split: rows for the loss, and prompts.
 
         If the split is too short for one of them, that one is skipped with a message.
@@ -138,7 +138,7 @@ class PhaseData:
             )
         if batches is None and prompts is None:
             return None
-        return HeldOut(batches, settings.every, prompts, settings.new_tokens, identity)
+        return ValidationSet(batches, settings.every, prompts, settings.new_tokens, identity)
 
     @contextmanager
     def _optional(self, what: str) -> Iterator[None]:
@@ -195,7 +195,7 @@ class PhaseData:
         mine = share(range(len(fitting)), *self.share.values())
         return [fitting[number].tokens for number in mine], identity
 
-    def open(self, phase: PlacedPhase, bar: Progress, halt: Callable[[], None]) -> BatchStream:
+    def open(self, phase: ScheduledPhase, bar: Progress, halt: Callable[[], None]) -> BatchStream:
         """Return the phase's text; generate it first in a distilled phase.
 
         All processes call `halt` together; it raises to stop the generation.

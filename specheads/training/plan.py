@@ -57,16 +57,16 @@ from specheads.training.objective import Objective, label_counts
 from specheads.training.optimizers import roles
 from specheads.training.processes import load_base, readers, sharding_of
 from specheads.training.schedule import (
-    PlacedPhase,
+    ScheduledPhase,
     adapter_settings,
     longest_row,
-    placed,
     refuse_misfit,
     refuse_unread,
     row_tokens,
+    schedule_phases,
     text_tokens,
 )
-from specheads.training.step import Step, Stepper, Teacher, flop_counter
+from specheads.training.step import Step, StepRunner, Teacher, flop_counter
 from specheads.training.trainer import AHEAD
 
 LEARNED_BYTES = 4
@@ -133,7 +133,7 @@ def plan(setup: Setup, accelerator: Accelerator) -> dict[str, Any]:
     device = _device_of(setup.base, accelerator)
     on_cpu = device.type == "cpu"
     libraries = {"Python and libraries": machine.held_bytes(device)} if on_cpu else {}
-    shapes, phases = Shapes(setup, device), placed(setup.schedule)
+    shapes, phases = Shapes(setup, device), schedule_phases(setup.schedule)
     sharding = sharding_of(accelerator, setup.base["device"])
     shares = readers(sharding, accelerator)["world_size"]
     refuse_unread(setup.schedule.phases, shapes.head)
@@ -217,7 +217,7 @@ def _has_weights(setup: Setup) -> bool:
 
 
 def _measure(
-    setup: Setup, accelerator: Accelerator, phases: list[PlacedPhase], rows: dict[str, int]
+    setup: Setup, accelerator: Accelerator, phases: list[ScheduledPhase], rows: dict[str, int]
 ) -> tuple[dict[str, float], int]:
     """Return the hours of each stage and the peak bytes, from real steps on random tokens."""
     base = load_base(setup.base, accelerator)
@@ -227,7 +227,7 @@ def _measure(
         head = build_for(setup.head, base)
     teacher, hours = setup.teacher(base, head), {}
     try:
-        stepper = Stepper(teacher, setup.schedule, accelerator, setup.seed)
+        stepper = StepRunner(teacher, setup.schedule, accelerator, setup.seed)
         machine.restart_peak(base.device)
         for phase in phases:
             distill = phase.settings.distill
@@ -237,7 +237,7 @@ def _measure(
                 hours[f"{phase.name}{TEXT}"] = seconds / 3600
             teacher.begin(phase)
 
-            def step(phase: PlacedPhase = phase) -> None:
+            def step(phase: ScheduledPhase = phase) -> None:
                 batch = setup.batch(phase.settings, rows[phase.name], base, head)
                 stepper.step(batch, phase, phase.first)
                 machine.synchronise(base.device)
@@ -267,7 +267,7 @@ def _seconds(action: Callable[[], object], times: int) -> float:
     return median(seconds[1:])
 
 
-def _work(shapes: "Shapes", phase: PlacedPhase) -> dict[str, int]:
+def _work(shapes: "Shapes", phase: ScheduledPhase) -> dict[str, int]:
     """Return the work of a phase over all processes."""
     settings, data = phase.settings, shapes.setup.data
     sequences = settings.steps * settings.batch_size
@@ -341,7 +341,7 @@ def largest_batches(setup: Setup, accelerator: Accelerator) -> dict[str, int]:
         # shapes are those of a whole base
         room += (1 - 1 / sharding.mesh.size()) * shapes.weights()["base weights"]
     found = {}
-    for phase in placed(setup.schedule):
+    for phase in schedule_phases(setup.schedule):
         if phase.name in names:
             rows = phase.settings.accumulation_steps
             length = row_tokens(phase.settings, setup.data, shapes.base.max_length)
@@ -455,7 +455,7 @@ class Shapes:
             "optimizer state": self.moments,
         }
 
-    def step(self, phase: PlacedPhase, rows: int) -> Parts:
+    def step(self, phase: ScheduledPhase, rows: int) -> Parts:
         """Return the peak of a process in a step with `rows` rows, before the optimizer."""
         self.teacher.begin(phase)
         settings, parts = phase.settings, phase.settings.accumulation_steps

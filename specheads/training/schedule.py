@@ -15,7 +15,7 @@ from specheads.core.errors import InputError
 
 
 @dataclass(slots=True)
-class Progressed:
+class TrainState:
     """Training progress, stored as a checkpoint's state.json."""
 
     step: int = 0
@@ -29,7 +29,7 @@ class Progressed:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedPhase:
+class ScheduledPhase:
     """One phase of a schedule with its first step in the run."""
 
     name: str
@@ -62,12 +62,12 @@ class PlacedPhase:
         return joint.head_weight * (math.sin(math.pi / 2 * elapsed) if joint.ramp == "sine" else 1)
 
 
-def placed(schedule: Schedule) -> list[PlacedPhase]:
+def schedule_phases(schedule: Schedule) -> list[ScheduledPhase]:
     """Return the phases of a schedule with their first steps."""
-    found: list[PlacedPhase] = []
+    found: list[ScheduledPhase] = []
     for name, settings in schedule.phases.items():
         first = found[-1].end if found else 0
-        found.append(PlacedPhase(name, settings, first, schedule.muon_learning_rate))
+        found.append(ScheduledPhase(name, settings, first, schedule.muon_learning_rate))
     return found
 
 

@@ -43,7 +43,7 @@ from specheads.training.objective import (
 from specheads.training.optimizers import optimizers
 from specheads.training.own_drafts import OwnDrafts
 from specheads.training.processes import readers, repeatable
-from specheads.training.schedule import PlacedPhase
+from specheads.training.schedule import ScheduledPhase
 
 CLIP_NORM = 1.0
 """Largest norm of the gradients of a step."""
@@ -57,7 +57,7 @@ HeadLoss = Callable[..., DepthLoss]
 class Step:
     """Part of a step that one process computes at once."""
 
-    phase: PlacedPhase
+    phase: ScheduledPhase
     number: int
     """Step of the run."""
     seed: int
@@ -102,7 +102,7 @@ class Teacher:
             )
             self.parameters = self.adapter.parameters
 
-    def begin(self, phase: PlacedPhase | None = None) -> None:
+    def begin(self, phase: ScheduledPhase | None = None) -> None:
         """Train the adapter in a joint phase, else freeze it, and bind the head to the base."""
         if self.adapter:
             self.adapter.learn(phase is not None and phase.settings.joint is not None)
@@ -193,7 +193,7 @@ class Teacher:
         return self.adapter.off() if self.adapter else nullcontext()
 
 
-class Stepper:
+class StepRunner:
     """Takes optimizer steps for a head with a teacher."""
 
     def __init__(
@@ -214,7 +214,7 @@ class Stepper:
                 Objective(self.head.train()), device_placement=False
             )
 
-    def step(self, batch: TokenBatch, phase: PlacedPhase, number: int) -> dict[str, Tensor]:
+    def step(self, batch: TokenBatch, phase: ScheduledPhase, number: int) -> dict[str, Tensor]:
         """Take the optimizer step with this number; return this process's share of its metrics."""
         values: dict[str, Tensor] = {}
         device = self.teacher.base.device
@@ -246,7 +246,7 @@ class Stepper:
         positions = F.pad(own_labels(batch.loss_mask, batch.document_ids), (0, 1), value=False)
         return self.head.stream_sums(self.teacher.source.features(batch), positions)
 
-    def flops(self, batch: TokenBatch, phase: PlacedPhase, number: int) -> int:
+    def flops(self, batch: TokenBatch, phase: ScheduledPhase, number: int) -> int:
         """Return the floating-point operations of a step on this process, without taking it."""
         # DDP's wrapper would synchronise gradients
         objective = self.accelerator.unwrap_model(self.objective)
@@ -259,7 +259,7 @@ class Stepper:
             optimizer.zero_grad()
         return counter.get_total_flops()
 
-    def _parts(self, batch: TokenBatch, phase: PlacedPhase, number: int) -> list[Step]:
+    def _parts(self, batch: TokenBatch, phase: ScheduledPhase, number: int) -> list[Step]:
         """Return this process's parts of a step's batch."""
         head, settings, device = self.head, phase.settings, self.teacher.base.device
         seed = derive_seed(self.seed, number)

@@ -30,16 +30,21 @@ from specheads.runs.progress import progress
 from specheads.runs.trackers import Tracker
 from specheads.training.features import FeatureSource
 from specheads.training.log import PhaseLog
-from specheads.training.schedule import PlacedPhase, Progressed, adapter_settings, placed
-from specheads.training.step import Stepper, Teacher
-from specheads.training.validation import HeldOut, Watch
+from specheads.training.schedule import (
+    ScheduledPhase,
+    TrainState,
+    adapter_settings,
+    schedule_phases,
+)
+from specheads.training.step import StepRunner, Teacher
+from specheads.training.validation import ValidationSet, Validator
 
 
 def train(
     base: FrozenBase,
     head: Head,
     schedule: Schedule,
-    open_text: Callable[[PlacedPhase, Progress, Callable[[], None]], BatchStream],
+    open_text: Callable[[ScheduledPhase, Progress, Callable[[], None]], BatchStream],
     run: RunDirectory,
     tracker: Tracker | None,
     accelerator: Accelerator,
@@ -47,7 +52,7 @@ def train(
     seed: int = 0,
     log_every: int = 10,
     checkpoint_every: int = 0,
-    held_out: HeldOut | None = None,
+    held_out: ValidationSet | None = None,
     source: FeatureSource | None = None,
 ) -> None:
     """Train a head through every phase; resume from the newest checkpoint.
@@ -66,14 +71,14 @@ def train(
     """
     teacher = Teacher(base, head, adapter_settings(schedule), seed, source)
     try:
-        trainer = _Trainer(Stepper(teacher, schedule, accelerator, seed), run, checkpoint_every)
+        trainer = _Trainer(StepRunner(teacher, schedule, accelerator, seed), run, checkpoint_every)
         teacher.source.halted = lambda: trainer.stop
         with progress(shown=accelerator.is_main_process) as display, trainer.on_interrupt():
             trainer.resume(lambda line: display.console.print(line, markup=False, soft_wrap=True))
             if tracker is not None:
                 tracker.resume(trainer.at.step)
-            watch = Watch(held_out, trainer.stepper, run, trainer.at) if held_out else None
-            for phase in placed(schedule):
+            watch = Validator(held_out, trainer.stepper, run, trainer.at) if held_out else None
+            for phase in schedule_phases(schedule):
                 if trainer.at.step >= phase.end:
                     continue
                 # the base generates text without the adapter
@@ -98,13 +103,13 @@ def train(
 class _Trainer:
     """State of the training loop."""
 
-    def __init__(self, stepper: Stepper, run: RunDirectory, checkpoint_every: int) -> None:
+    def __init__(self, stepper: StepRunner, run: RunDirectory, checkpoint_every: int) -> None:
         self.stepper, self.run, self.accelerator = stepper, run, stepper.accelerator
-        self.head, self.teacher, self.at = stepper.head, stepper.teacher, Progressed()
+        self.head, self.teacher, self.at = stepper.head, stepper.teacher, TrainState()
         self.checkpoint_every, self.stop = checkpoint_every, False
 
     def run_phase(
-        self, phase: PlacedPhase, text: BatchStream, log: PhaseLog, watch: Watch | None
+        self, phase: ScheduledPhase, text: BatchStream, log: PhaseLog, watch: Validator | None
     ) -> None:
         """Train from the current step to the end of the phase."""
         self.teacher.begin(phase)
@@ -168,7 +173,7 @@ class _Trainer:
         if found is None:
             return
         try:
-            self.at = Progressed(**found.state)
+            self.at = TrainState(**found.state)
             if isinstance(self.head, BorrowingHead):
                 self.head.scales_streams = False
                 self.head.stream_scale = found.weights.get("stream_scale")

@@ -18,14 +18,14 @@ from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.runs.directory import RunDirectory
 from specheads.training.depth_loss import DepthLoss
 from specheads.training.objective import drawn_labels, label_counts
-from specheads.training.schedule import PlacedPhase, Progressed
-from specheads.training.step import Stepper, Teacher
+from specheads.training.schedule import ScheduledPhase, TrainState
+from specheads.training.step import StepRunner, Teacher
 
 SCORE = "validation/tokens_per_forward"
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOut:
+class ValidationSet:
     """Text for validation."""
 
     batches: list[TokenBatch] | None
@@ -42,7 +42,7 @@ class HeldOut:
 
 @torch.no_grad()
 def validate(
-    held_out: HeldOut,
+    held_out: ValidationSet,
     teacher: Teacher,
     objective: Callable[..., DepthLoss],
     phase: Phase,
@@ -74,14 +74,14 @@ def validate(
     return dict(zip([f"validation/{name}" for name in ("loss", *names)], values, strict=True))
 
 
-class Watch:
+class Validator:
     """Validates, and saves the head with the most tokens per forward of the run.
 
     Sums are over processes, so all processes take the same decision.
     """
 
     def __init__(
-        self, held_out: HeldOut, stepper: Stepper, run: RunDirectory, at: Progressed
+        self, held_out: ValidationSet, stepper: StepRunner, run: RunDirectory, at: TrainState
     ) -> None:
         self.held_out, self.run, self.at = held_out, run, at
         self.teacher, self.total = stepper.teacher, stepper.total
@@ -97,12 +97,12 @@ class Watch:
             if saved.get("prompts") == held_out.identity and isinstance(score, float):
                 self.best = score
 
-    def is_due(self, phase: PlacedPhase, step: int) -> bool:
+    def is_due(self, phase: ScheduledPhase, step: int) -> bool:
         """Return whether a validation follows this step."""
         every = self.held_out.every
         return step == phase.end or bool(every and step % every == 0)
 
-    def measure(self, phase: PlacedPhase) -> dict[str, float]:
+    def measure(self, phase: ScheduledPhase) -> dict[str, float]:
         """Validate after the last step; save the head if it is the best one."""
         held_out, at, values, score = self.held_out, self.at, {}, None
         # without dropout and gradients of the adapter

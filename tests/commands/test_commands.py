@@ -20,7 +20,7 @@ from specheads.measure import tune
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
-from specheads.training.step import Stepper
+from specheads.training.step import StepRunner
 
 pytestmark = pytest.mark.usefixtures("one_base")
 
@@ -148,7 +148,7 @@ def test_interrupted_command_resumes_to_the_same_head(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     arguments = ["recipe=smoke", f"run_dir={tmp_path}/run", "evaluate_after=false"]
-    step = Stepper.step
+    step = StepRunner.step
 
     def interrupted(self, batch, phase, number):
         if number == 7:
@@ -156,7 +156,7 @@ def test_interrupted_command_resumes_to_the_same_head(
         return step(self, batch, phase, number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Stepper, "step", interrupted)
+        patch.setattr(StepRunner, "step", interrupted)
         with pytest.raises(SystemExit) as left:
             call("train", arguments)
     assert left.value.code == 130

@@ -23,7 +23,7 @@ from specheads.export.write import export_head
 from specheads.heads.load import build_for, load_head
 from specheads.runs.trackers import read_metrics
 from specheads.training.plan import PeakMemory, Shapes
-from specheads.training.schedule import placed
+from specheads.training.schedule import schedule_phases
 from tests import tiny
 from tests.oracle import TextPositions
 from tests.training.test_plan import setup, stepping
@@ -212,7 +212,7 @@ def test_head_of_experts_is_planned_exported_and_loaded(
     shapes = Shapes(wanted, torch.device("cpu"))
     weights = shapes.weights()
     assert weights["base weights"] == sum(one.nbytes for one in base.model.parameters())
-    (planned,), (_, step) = placed(wanted.schedule), stepping(wanted, base)
+    (planned,), (_, step) = schedule_phases(wanted.schedule), stepping(wanted, base)
     step()
     with PeakMemory() as memory:
         step()

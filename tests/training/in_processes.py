@@ -30,9 +30,9 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
 from specheads.training.processes import accelerator_of_environment, load_base, readers
-from specheads.training.schedule import PlacedPhase
-from specheads.training.step import Stepper
-from specheads.training.validation import HeldOut
+from specheads.training.schedule import ScheduledPhase
+from specheads.training.step import StepRunner
+from specheads.training.validation import ValidationSet
 from tests import tiny
 from tests.packed import counted_in, texts
 from tests.servers import free_port
@@ -118,7 +118,7 @@ def train(
     text = PackedText(documents(), **sizes, rank=rank, world_size=world_size)
     mine = share(range(held_out), rank, world_size)
     rows = [text.batch(mine[at : at + 2]) for at in range(0, len(mine), 2)]
-    held = HeldOut(rows if held_out else None, every=2)
+    held = ValidationSet(rows if held_out else None, every=2)
     if watched:
         prompts = [tiny.prompts()[number] for number in share(range(3), rank, world_size)]
         held = replace(held, prompts=prompts, new_tokens=16, identity="three of 16", **watched)
@@ -180,10 +180,10 @@ def _act_as(rank: int, count: int, port: int, act: Callable[..., None], argument
 
 def at_step(number: int, act: Callable[[], object]) -> None:
     """Call a function on this process before a step, independent of prefetching."""
-    whole: Any = Stepper
+    whole: Any = StepRunner
     step = whole.step
 
-    def acting(self: Any, batch: TokenBatch, phase: PlacedPhase, now: int) -> Any:
+    def acting(self: Any, batch: TokenBatch, phase: ScheduledPhase, now: int) -> Any:
         if now == number:
             act()
         return step(self, batch, phase, now)

@@ -20,7 +20,7 @@ from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.training.distill.run import Job, write_text
 from specheads.training.distill.shards import read_text
-from specheads.training.schedule import PlacedPhase
+from specheads.training.schedule import ScheduledPhase
 from tests import tiny
 from tests.training.distill.pens import Pen, Talks
 from tests.training.test_trainer import Counting, phase, power_cut, run_training
@@ -107,7 +107,7 @@ def session(folder: Path) -> Head:
     settings = DistillSettings(num_samples=8, new_tokens=8, shard_size=2)
     job = Job(base=base, prompts=Talks(), settings=settings, folder=run.text, identity={})
 
-    def open_text(phase: PlacedPhase, *rest: Any) -> BatchStream:
+    def open_text(phase: ScheduledPhase, *rest: Any) -> BatchStream:
         del rest
         if phase.settings.steps == 6:
             return prompts

@@ -14,7 +14,7 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.runs.trackers import read_metrics
 from specheads.training.features import FeatureCache, feature_cache
-from specheads.training.validation import HeldOut
+from specheads.training.validation import ValidationSet
 from tests import tiny
 from tests.packed import packed, texts
 from tests.training.test_trainer import phase, run_training
@@ -25,7 +25,7 @@ AUX = {"eagle3": (0, 1, 2)}
 
 def trained(folder: Path, cache: FeatureCache | None, kind: str = "mlp_speculator") -> Head:
     schedule = Schedule(phases={"corpus": phase(scored_share=0.6)})
-    held_out = HeldOut([packed(texts())], every=3)
+    held_out = ValidationSet([packed(texts())], every=3)
     return run_training(folder, schedule, kind=kind, held_out=held_out, source=cache)
 
 

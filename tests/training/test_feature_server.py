@@ -22,14 +22,14 @@ from specheads.runs.trackers import read_metrics
 from specheads.training import validation
 from specheads.training.feature_server import VllmServer
 from specheads.training.features import FeatureSource, server_layers
-from specheads.training.validation import HeldOut, validate
+from specheads.training.validation import ValidationSet, validate
 from tests import tiny
 from tests.packed import packed, texts
 from tests.training.states_server import StatesServer
 from tests.training.test_trainer import assert_equal, last_step, phase, run_training
 
 LONGEST = 40
-HELD_OUT = HeldOut([packed(texts(50))], every=3)
+HELD_OUT = ValidationSet([packed(texts(50))], every=3)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def trained(
     base: FrozenBase,
     features: FeatureSource | None,
     kind: str = "redrafter",
-    held_out: HeldOut | None = None,
+    held_out: ValidationSet | None = None,
     steps: int = 6,
 ) -> Head:
     if features:

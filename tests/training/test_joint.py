@@ -28,7 +28,7 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from specheads.training import step as teachers
 from specheads.training.objective import Objective, label_counts
-from specheads.training.schedule import PlacedPhase
+from specheads.training.schedule import ScheduledPhase
 from specheads.training.step import Step, Teacher
 from tests import tiny
 from tests.training import test_trainer
@@ -246,7 +246,7 @@ def joint_teacher(
 def test_head_borrows_the_projection_of_the_current_adapter():
     base, settings = fresh_base(), phase(joint=joint(dropout=0.0))
     teacher, adapter = joint_teacher(base, "mtp")
-    place, loss_mask = PlacedPhase("joint", settings, 0), torch.ones_like(TEXT, dtype=torch.bool)
+    place, loss_mask = ScheduledPhase("joint", settings, 0), torch.ones_like(TEXT, dtype=torch.bool)
     teacher.begin(place)
     before = teacher.head.get_buffer("borrowed").clone()
     # as an optimizer step does

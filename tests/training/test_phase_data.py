@@ -19,7 +19,7 @@ from specheads.core.errors import InputError
 from specheads.data.documents import Documents
 from specheads.training.distill.shards import read_text
 from specheads.training.phase_data import PhaseData
-from specheads.training.schedule import PlacedPhase, row_tokens
+from specheads.training.schedule import ScheduledPhase, row_tokens
 
 DISTILL = DistillSettings(num_samples=16, prompt_tokens=32, new_tokens=32)
 
@@ -89,7 +89,9 @@ def test_dropped_texts_are_counted_in_the_log(base: FrozenBase, data: DataSettin
     phase = distilled(batch_size=1, distill=replace(settings, temperature=0.0, top_k=0))
     log = StringIO()
     bar = Progress(console=Console(file=log, width=200))
-    texts(base, data, phase).open(PlacedPhase(name="a", settings=phase, first=0), bar, lambda: None)
+    texts(base, data, phase).open(
+        ScheduledPhase(name="a", settings=phase, first=0), bar, lambda: None
+    )
     number = len(read_text(tmp_path, 16))
     assert 0 < number < 16
     assert f"{16 - number} of 16 texts were dropped (loop: {16 - number}), see " in log.getvalue()

@@ -23,8 +23,8 @@ from specheads.training import depth_loss
 from specheads.training import plan as planner
 from specheads.training.plan import PeakMemory, Setup, Shapes, largest_batches, plan
 from specheads.training.processes import accelerator_of_environment
-from specheads.training.schedule import placed
-from specheads.training.step import Stepper
+from specheads.training.schedule import schedule_phases
+from specheads.training.step import StepRunner
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -69,10 +69,10 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Any:
     return set_room
 
 
-def stepping(wanted: Setup, base: FrozenBase) -> tuple[Stepper, Callable[[], object]]:
+def stepping(wanted: Setup, base: FrozenBase) -> tuple[StepRunner, Callable[[], object]]:
     """Return a function that takes a real step of two rows of the only phase."""
-    (phase,), head = placed(wanted.schedule), build_for(wanted.head, base)
-    stepper = Stepper(wanted.teacher(base, head), wanted.schedule, ACCELERATOR, 0)
+    (phase,), head = schedule_phases(wanted.schedule), build_for(wanted.head, base)
+    stepper = StepRunner(wanted.teacher(base, head), wanted.schedule, ACCELERATOR, 0)
     stepper.teacher.begin(phase)
     return stepper, lambda: stepper.step(wanted.batch(phase.settings, 2, base, head), phase, 0)
 
@@ -87,7 +87,7 @@ def test_memory_from_shapes_equals_real_steps(kind, source, folder, monkeypatch)
     # a CPU reads packed documents one by one, other devices use masks
     plain = ("schedule.muon_learning_rate=0", "schedule.phases.corpus.packing=none", ALONE)
     wanted = setup(folder, f"head={kind}", f"features={source}", *plain)
-    shapes, (phase,) = Shapes(wanted, torch.device("cpu")), placed(wanted.schedule)
+    shapes, (phase,) = Shapes(wanted, torch.device("cpu")), schedule_phases(wanted.schedule)
     real, step = stepping(wanted, loaded(folder, ends_only=source == "vllm"))
     step()
     with PeakMemory() as memory:

@@ -18,8 +18,8 @@ from specheads.heads.load import build_for, kinds
 from specheads.training import objective as objectives
 from specheads.training import processes
 from specheads.training.objective import Objective, label_counts
-from specheads.training.schedule import PlacedPhase, placed
-from specheads.training.step import Step, Stepper, Teacher, flop_counter
+from specheads.training.schedule import ScheduledPhase, schedule_phases
+from specheads.training.step import Step, StepRunner, Teacher, flop_counter
 from tests import tiny
 from tests.meta import META, Waits
 from tests.packed import alone, texts
@@ -32,11 +32,11 @@ def test_flops_of_a_step_are_those_of_its_products(loss: str):
     head = build_for({"kind": "medusa", "depth": 2}, base)
     phase = Phase(text="corpus", steps=1, batch_size=2, sequence_length=40, loss=loss)
     schedule = Schedule(phases={"corpus": phase})
-    stepper = Stepper(Teacher(base, head), schedule, Accelerator(cpu=True), 0)
+    stepper = StepRunner(Teacher(base, head), schedule, Accelerator(cpu=True), 0)
     stepper.teacher.begin()
     with flop_counter() as counter:
         base.read(batch.tokens)
-    (where,) = placed(schedule)
+    (where,) = schedule_phases(schedule)
     found = stepper.flops(batch, where, 0)
     # rows are padded to a multiple of 128; the base's distribution serves both depths
     vocabulary = 2 * 128 * tiny.VOCAB * base.width
@@ -66,7 +66,7 @@ def test_training_step_synchronises_once(kind, weighting, monkeypatch):
     settings = Phase(
         steps=4, batch_size=2, sequence_length=32, loss="lk_hybrid", weighting=weighting
     )
-    phase = PlacedPhase("corpus", settings, 0)
+    phase = ScheduledPhase("corpus", settings, 0)
     tokens = torch.zeros(2, 32, dtype=torch.long, device=META)
     counted = torch.ones(2, 32, dtype=torch.bool, device=META)
     # without document ids transformers checks whether rows are packed

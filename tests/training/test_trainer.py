@@ -29,8 +29,8 @@ from specheads.training import trainer
 from specheads.training.objective import Objective
 from specheads.training.optimizers import Muon, optimizers
 from specheads.training.processes import accelerator_of_environment
-from specheads.training.schedule import PlacedPhase, refuse_misfit
-from specheads.training.step import Stepper
+from specheads.training.schedule import ScheduledPhase, refuse_misfit
+from specheads.training.step import StepRunner
 from specheads.training.trainer import prefetched
 from tests import tiny
 
@@ -101,15 +101,15 @@ class StopError(Exception):
 @contextmanager
 def power_cut(number: int) -> Iterator[None]:
     """Stop training before a step; only the last checkpoint survives."""
-    step = Stepper.step
+    step = StepRunner.step
 
-    def crash(self: Stepper, batch: TokenBatch, phase: PlacedPhase, now: int) -> Any:
+    def crash(self: StepRunner, batch: TokenBatch, phase: ScheduledPhase, now: int) -> Any:
         if now == number:
             raise StopError
         return step(self, batch, phase, now)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stepper, "step", crash)
+        patch.setattr(StepRunner, "step", crash)
         with pytest.raises(StopError):
             yield
 
@@ -125,7 +125,7 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     ("step", "share"), [(0, 0.0), (375, 0.75), (750, 0.994460), (7500, 0.55), (15000, 0.1)]
 )
 def test_every_phase_has_ibms_learning_rates(step: int, share: float):
-    later = PlacedPhase("distilled", phase(steps=15000, final_share=0.1, learning_rate=1.0), 400)
+    later = ScheduledPhase("distilled", phase(steps=15000, final_share=0.1, learning_rate=1.0), 400)
     assert later.rates(400 + step)["head"] == pytest.approx(share, abs=1e-5)
 
 
@@ -190,7 +190,7 @@ def test_resumed_training_equals_uninterrupted_training(muon, own_drafts, kind, 
 @pytest.mark.parametrize("at", [2, 5], ids=["in a phase", "in its last step"])
 def test_interrupt_leaves_a_checkpoint_to_resume(at, tmp_path, monkeypatch):
     schedule = Schedule(phases={"corpus": phase(), "distilled": phase()})
-    step = Stepper.step
+    step = StepRunner.step
 
     def interrupted(self, batch, phase, number):
         if number == at:
@@ -199,7 +199,7 @@ def test_interrupt_leaves_a_checkpoint_to_resume(at, tmp_path, monkeypatch):
                 os.kill(os.getpid(), signal.SIGTERM)
         return step(self, batch, phase, number)
 
-    monkeypatch.setattr(Stepper, "step", interrupted)
+    monkeypatch.setattr(StepRunner, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_training(tmp_path, schedule)
     run = RunDirectory(tmp_path)
@@ -218,7 +218,7 @@ def test_second_interrupt_does_not_wait_for_the_step(tmp_path: Path, monkeypatch
             time.sleep(ONE_STOP + 0.1)
         pytest.fail("it went on")
 
-    monkeypatch.setattr(Stepper, "step", interrupted)
+    monkeypatch.setattr(StepRunner, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_training(tmp_path, Schedule(phases={"corpus": phase()}))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

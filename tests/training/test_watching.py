@@ -28,15 +28,17 @@ from specheads.runs.trackers import read_metrics
 from specheads.training import log, trainer, validation
 from specheads.training.objective import Objective
 from specheads.training.phase_data import PhaseData
-from specheads.training.step import Stepper, Teacher
-from specheads.training.validation import HeldOut, validate
+from specheads.training.step import StepRunner, Teacher
+from specheads.training.validation import ValidationSet, validate
 from tests import tiny
 from tests.packed import alone, packed, texts
 from tests.training import test_joint
 from tests.training.test_joint import fresh_base
 from tests.training.test_trainer import StopError, assert_equal, phase, power_cut, run_training
 
-PROMPTS = HeldOut(None, every=1, prompts=tiny.prompts(), new_tokens=16, identity="three of 16")
+PROMPTS = ValidationSet(
+    None, every=1, prompts=tiny.prompts(), new_tokens=16, identity="three of 16"
+)
 
 
 def served(base: FrozenBase, folder: Path) -> float:
@@ -121,7 +123,7 @@ def crashing(
 
 
 WAYS: dict[str, tuple[Any, str, bool]] = {
-    "in a step": (Stepper, "step", False),
+    "in a step": (StepRunner, "step", False),
     "before the best is kept": (RunDirectory, "keep_best", False),
     "between the best and a checkpoint": (RunDirectory, "keep_best", True),
     "before a checkpoint": (checkpoint, "save", False),
@@ -204,7 +206,7 @@ def test_validation_prompts_are_separate_from_training_and_evaluation(tmp_path: 
 
 def test_times_and_shares_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A step takes 3 s after 1 s of waiting; its products take 2 s, and a validation an hour."""
-    clock, step, batches = [0.0], Stepper.step, trainer.prefetched
+    clock, step, batches = [0.0], StepRunner.step, trainer.prefetched
 
     def slow_score(*_: Any) -> float:
         clock[0] += 3600.0
@@ -221,9 +223,9 @@ def test_times_and_shares_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("specheads.training.log.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr(log, "_matmul_rate", lambda *_: 5e5)
-    monkeypatch.setattr(Stepper, "flops", lambda *_: 10**6)
+    monkeypatch.setattr(StepRunner, "flops", lambda *_: 10**6)
     monkeypatch.setattr(validation, "tokens_per_forward", slow_score)
-    monkeypatch.setattr(Stepper, "step", slow_step)
+    monkeypatch.setattr(StepRunner, "step", slow_step)
     monkeypatch.setattr(trainer, "prefetched", slow_batches)
     schedule = Schedule(phases={"corpus": phase(steps=6)})
     held = replace(PROMPTS, every=2)
@@ -248,7 +250,9 @@ def measured(batches: list[TokenBatch], settings: Phase, kind: str = "eagle3") -
     head = build_for({"kind": kind, "depth": DEPTH}, base).double()
     teacher = Teacher(base, head)
     teacher.begin()
-    return validate(HeldOut(batches, 0), teacher, Objective(head), settings, lambda values: values)
+    return validate(
+        ValidationSet(batches, 0), teacher, Objective(head), settings, lambda values: values
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,12 +278,12 @@ def test_validation_does_not_depend_on_batches_and_packing(kind: str, weighting:
     assert measured([packed(documents)], settings, kind) == whole
 
 
-def held_out() -> HeldOut:
+def held_out() -> ValidationSet:
     batches, prompts = list(packed(texts()).parts(2)), tiny.prompts()
-    return HeldOut(batches, every=2, prompts=prompts, new_tokens=8, identity="three of 8")
+    return ValidationSet(batches, every=2, prompts=prompts, new_tokens=8, identity="three of 8")
 
 
-def trained(folder: Path, kind: str, held: HeldOut | None) -> Head:
+def trained(folder: Path, kind: str, held: ValidationSet | None) -> Head:
     kind, _, adapter = kind.partition(" and ")
     joint = JointSettings(rank=2, dropout=0.5) if adapter else None
     schedule = Schedule(phases={"corpus": phase(scored_share=0.6, joint=joint)})
