@@ -57,7 +57,7 @@ from specheads.core.machine import dtype_name
 from specheads.core.seeds import derive_seed
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build, build_for, load_head
-from specheads.measure.results import Comparison, read
+from specheads.measure.results import Comparison, read_results
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress
 from specheads.runs.provenance import nearby, provenance
@@ -169,7 +169,7 @@ def bench(plan: Mapping[str, Any], options: argparse.Namespace) -> int:
         words = [heads, f"out={folder}", "drafters=[head]", *asked, *options.measure]
         if not (folder / "compare.json").is_file() and (code := _run("compare", *words)[0]):
             return code
-        table[name] = to_json(read(Comparison, folder / "compare.json"))
+        table[name] = to_json(read_results(Comparison, folder / "compare.json"))
         write_atomic(out, dumps(table))
     print(f"wrote {out}")
     if options.record:

@@ -62,7 +62,7 @@ from specheads.decoding.trees.policies import chain
 from specheads.export.vllm import COST_FILE
 from specheads.export.write import export_head
 from specheads.heads.load import load_head
-from specheads.measure.counts import DepthCounts, bootstrap_interval, rate
+from specheads.measure.counts import DepthCounts, bootstrap_interval, compute_rate
 from specheads.measure.generation import GenerationSettings, write_alone
 from specheads.measure.offline import guess_ranks, replay
 from specheads.measure.tables import with_interval
@@ -541,7 +541,7 @@ def rows(
             known = [ranks(tuple(prompt), tuple(text)) for prompt, text in pairs]
             counts = [replay(one[:, :depth], chain(depth)) for one in known]
             total = DepthCounts.total(counts, depth)
-            row["replay"] = asdict(rate(counts))
+            row["replay"] = asdict(compute_rate(counts))
             row["replay"] |= {"forwards": total.forwards, "accepted": total.accepted}
         found.append(row)
     return found

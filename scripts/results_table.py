@@ -33,8 +33,8 @@ from specheads.core.files import from_json
 from specheads.export.layouts import engine_module, engines
 from specheads.heads.load import kinds
 from specheads.measure.compare import ratios
-from specheads.measure.results import Comparison, Results, read
-from specheads.measure.summary import context_rows, summary
+from specheads.measure.results import Comparison, Results, read_results
+from specheads.measure.summary import context_rows, summary_rows
 from specheads.measure.tables import with_interval
 from specheads.runs.provenance import Provenance
 
@@ -78,7 +78,7 @@ def render(root: Path) -> dict[Path, str]:
     """
     recipes, compared = root / "recipes", []
     folders = sorted(path.parent for path in recipes.glob("*/recipe.yaml"))
-    measured = {folder.name: read(Results, folder / "results.json") for folder in folders}
+    measured = {folder.name: read_results(Results, folder / "results.json") for folder in folders}
     blocks: dict[Path, dict[str, str]] = {}
     for folder in folders:
         found = blocks[folder / "README.md"] = {"results": card(measured[folder.name])}
@@ -146,7 +146,7 @@ def worth(recipes: Path) -> str:
     rows, hardware = list[tuple[str, ...]](), set()
     quick = recipes / QUICKSTART / "results.json"
     for file in (quick, *(recipes / PUBLISHED / name / "results.json" for name in SETS)):
-        if (results := read(Results, file)) is None:
+        if (results := read_results(Results, file)) is None:
             continue
         what = _card("published head", PUBLISHED), SETS.get(file.parent.name, "")
         if file == quick:
@@ -188,7 +188,7 @@ def sets(files: Sequence[Path]) -> str:
     """Return the table of prompt sets that one head was measured on, a row each."""
     rows: Rows = []
     for file in files:
-        results = read(Results, file)
+        results = read_results(Results, file)
         assert results is not None
         how, same = results.settings, results.lossless
         what = file.parent.name, f"{how.temperature:g}", str(results.prompts.count)
@@ -203,7 +203,7 @@ def contexts(files: Sequence[Path]) -> str:
     """Return the table by context length of each measured head, and what measured it."""
     tables = []
     for file in files:
-        results = read(Results, file)
+        results = read_results(Results, file)
         assert results is not None
         how, header, *rows = results.settings, *context_rows(results)
         what = f"`{results.head.kind}`, {how.tree}, {how.num_nodes} nodes"
@@ -218,7 +218,7 @@ def ways(files: Sequence[Path]) -> str:
     """Return the table of ways to draft on prompt sets, a row each, the fastest of a set first."""
     rows: Rows = []
     for file in files:
-        compared = read(Comparison, file)
+        compared = read_results(Comparison, file)
         assert compared is not None
         for condition in compared.conditions:
             what = file.parent.name, f"{condition.temperature:g}"
@@ -405,7 +405,9 @@ def card(results: Results | None) -> str:
     how, made = results.settings, results.provenance
     versions = ", ".join(f"{x} {made.versions[x]}" for x in ("specheads", "torch", "transformers"))
     decoding = f"{how.max_new_tokens} new tokens, temperature {how.temperature:g}, {how.dtype}"
-    rows = summary(replace(results, base=replace(results.base, name=base_name(results.base.name))))
+    rows = summary_rows(
+        replace(results, base=replace(results.base, name=base_name(results.base.name)))
+    )
     if speed := results.speed:
         rows.append(("peak memory", f"{speed.peak_gib:.2f} GiB"))
     rows += [

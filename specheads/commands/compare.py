@@ -16,10 +16,10 @@ from specheads.base.model import FrozenBase
 from specheads.commands._call import run_of, settings_for
 from specheads.commands._library import head_of, load_base
 from specheads.commands.evaluate import (
+    choose_policy,
+    evaluation_prompts,
     generation_settings,
-    note_of_few,
-    tree_for,
-    usable_prompts,
+    shortage_note,
 )
 from specheads.config.commands import DRAFTERS, OF_DRAFT_MODEL, Compare
 from specheads.core.drafter import Head
@@ -29,7 +29,12 @@ from specheads.core.machine import dtype_name
 from specheads.decoding.draft_model import refuse_vocabulary
 from specheads.decoding.trees.hybrid import own_tree
 from specheads.heads.load import load_head
-from specheads.measure.compare import compare_methods, condition, make_methods, tables
+from specheads.measure.compare import (
+    compare_methods,
+    comparison_tables,
+    make_condition,
+    make_methods,
+)
 from specheads.measure.evaluation import head_summary, subject
 from specheads.measure.generation import Continuations, write_alone
 from specheads.measure.results import Comparison
@@ -40,8 +45,8 @@ from specheads.runs.provenance import nearby
 def run(settings: Compare) -> None:
     """Compare heads of one base with each other and with the baselines."""
     comparison = compare(settings=settings)
-    Console().print(*tables(comparison))
-    sys.stdout.write(note_of_few(comparison.prompts, settings))
+    Console().print(*comparison_tables(comparison))
+    sys.stdout.write(shortage_note(comparison.prompts, settings))
     sys.stdout.write(f"comparison: {output_folder(settings) / 'compare.json'}\n")
 
 
@@ -62,7 +67,7 @@ def compare(
     evaluation, names = settings.evaluation, method_names(settings.drafters, settings.draft_model)
     folder = writable_folder(output_folder(settings))
     base, heads = _load(settings, base)
-    prompts = usable_prompts(base, min(one.depth for one in heads.values()), settings)
+    prompts = evaluation_prompts(base, min(one.depth for one in heads.values()), settings)
     tokens = [prompt.tokens for prompt in prompts.prompts]
     draft_model = None
     if {*names} & {*OF_DRAFT_MODEL}:
@@ -79,13 +84,15 @@ def compare(
         here = replace(settings, evaluation=replace(evaluation, acceptance="match", **how))
         generation, trees = generation_settings(here, prompts), {}
         if {"head", "hybrid"} & {*names}:
-            found = {one: tree_for(base, heads[one], here, prompts, generation) for one in heads}
+            found = {
+                one: choose_policy(base, heads[one], here, prompts, generation) for one in heads
+            }
             trees = {name: own_tree(tree) for name, (tree, _) in found.items()}
         methods = make_methods(names, base, heads, trees, draft_model)
         alone = write_alone(base, tokens, replace(generation, batch_size=8))
         texts = Continuations(tokens, alone, prompts.groups)
         rows = compare_methods(base, methods, texts, generation)
-        conditions.append(condition(rows, temperature, batch_size))
+        conditions.append(make_condition(rows, temperature, batch_size))
     comparison = Comparison(
         **subject(base, next(iter(heads.values())), prompts),
         heads={name: head_summary(head) for name, head in heads.items()},

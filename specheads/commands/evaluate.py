@@ -30,7 +30,7 @@ from specheads.measure.evaluation import draft_vocabulary, evaluate_head
 from specheads.measure.generation import GenerationSettings
 from specheads.measure.quality import compare_quality, measure_quality, quality_windows
 from specheads.measure.results import PromptSummary, Results
-from specheads.measure.summary import show
+from specheads.measure.summary import print_results
 from specheads.measure.tune import choose_tree
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
@@ -42,8 +42,8 @@ def run(settings: Evaluate) -> None:
         raise InputError("a head without a run needs out=FOLDER for its report")
     results = evaluate(settings=settings)
     folder = Path(settings.out) if settings.out else RunDirectory(Path(settings.run)).report
-    show(results, page=folder / "report.html")
-    sys.stdout.write(note_of_few(results.prompts, settings))
+    print_results(results, page=folder / "report.html")
+    sys.stdout.write(shortage_note(results.prompts, settings))
 
 
 def evaluate(
@@ -116,10 +116,10 @@ def _evaluate(
     base: FrozenBase, head: Head, settings: SettingsWithEvaluation, phases: Sequence[Path] = ()
 ) -> Results:
     evaluation = settings.evaluation
-    prompts = usable_prompts(base, head.depth, settings)
+    prompts = evaluation_prompts(base, head.depth, settings)
     generation = generation_settings(settings, prompts)
-    contexts = longer_prompts(base, settings, prompts)
-    tree, tuned = tree_for(base, head, settings, prompts, generation)
+    contexts = context_prompts(base, settings, prompts)
+    tree, tuned = choose_policy(base, head, settings, prompts, generation)
     return evaluate_head(
         base,
         head,
@@ -135,7 +135,7 @@ def _evaluate(
 # --- from settings to values -------------------------------------------------------------------
 
 
-def usable_prompts(
+def evaluation_prompts(
     base: FrozenBase, head_depth: int, settings: SettingsWithEvaluation
 ) -> PromptSet:
     """Return the prompts of an evaluation; raise for one that would fail later."""
@@ -153,7 +153,7 @@ def usable_prompts(
     return fitting(prompts, base.max_length - evaluation.max_new_tokens, evaluation.too_long)
 
 
-def note_of_few(found: PromptSummary, settings: SettingsWithEvaluation) -> str:
+def shortage_note(found: PromptSummary, settings: SettingsWithEvaluation) -> str:
     """Return a line if there were fewer prompts than the settings want, else nothing."""
     wanted, values = settings.evaluation.num_prompts, {*settings.evaluation.thinking}
     usable = found.count // max(1, len(values))
@@ -162,7 +162,7 @@ def note_of_few(found: PromptSummary, settings: SettingsWithEvaluation) -> str:
     return f"{found.name} has {usable} usable prompts, fewer than num_prompts={wanted}\n"
 
 
-def longer_prompts(
+def context_prompts(
     base: FrozenBase, settings: SettingsWithEvaluation, prompts: PromptSet
 ) -> list[PromptSet]:
     """Return the prompts at each context length of an evaluation."""
@@ -190,7 +190,7 @@ def generation_settings(settings: SettingsWithEvaluation, prompts: PromptSet) ->
     )
 
 
-def tree_for(
+def choose_policy(
     base: FrozenBase,
     head: Head,
     settings: SettingsWithEvaluation,

@@ -27,7 +27,7 @@ from specheads.runs.directory import RunDirectory
 
 def run(settings: Simulate) -> None:
     """Simulate every load of the settings."""
-    Console().print(simulation.table(simulate(settings=settings)))
+    Console().print(simulation.load_table(simulate(settings=settings)))
     sys.stdout.write(f"load: {_folder(settings) / 'load.json'}\n")
 
 

@@ -21,7 +21,12 @@ from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
 from specheads.commands._call import settings_for
 from specheads.commands._library import base_of_training
-from specheads.commands.evaluate import longer_prompts, measure_run, note_of_few, usable_prompts
+from specheads.commands.evaluate import (
+    context_prompts,
+    evaluation_prompts,
+    measure_run,
+    shortage_note,
+)
 from specheads.config import compose
 from specheads.config.commands import Train
 from specheads.core.drafter import Head
@@ -32,8 +37,8 @@ from specheads.decoding.trees.tuned import FILE
 from specheads.export import card
 from specheads.heads.load import build_for, configure, load_head, resume_head
 from specheads.measure.quality import quality_windows
-from specheads.measure.results import Results, read
-from specheads.measure.summary import show
+from specheads.measure.results import Results, read_results
+from specheads.measure.summary import print_results
 from specheads.runs.config_file import read_settings
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import stages
@@ -68,10 +73,10 @@ def run(settings: Train) -> None:
         _dry_run.show_examples(settings)
         return
     made = train(settings=settings, announce=Console(markup=False).print)
-    results = read(Results, made.report / "results.json")
+    results = read_results(Results, made.report / "results.json")
     if settings.evaluate_after and results and PartialState().is_main_process:
-        show(results, page=made.report / "report.html")
-        sys.stdout.write(note_of_few(results.prompts, settings))
+        print_results(results, page=made.report / "report.html")
+        sys.stdout.write(shortage_note(results.prompts, settings))
         sys.stdout.write(f"next: specheads tune run={made.path}, specheads chat run={made.path}\n")
     leave_processes()
 
@@ -268,5 +273,5 @@ def _checked_base(
     if settings.evaluate_after:
         if joint:
             quality_windows(base, settings.data, settings.seed)
-        longer_prompts(base, settings, usable_prompts(base, depth, settings))
+        context_prompts(base, settings, evaluation_prompts(base, depth, settings))
     return base

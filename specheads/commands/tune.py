@@ -27,7 +27,7 @@ from specheads.decoding.trees.tuned import FILE, Machine, Tuned
 from specheads.export.layouts.vllm import HEAD_VARIABLE
 from specheads.export.vllm import COST_FILE, ServingCost
 from specheads.heads.load import load_head
-from specheads.measure.tune import CONTEXTS, fit_ragged, fit_server, table, tune_head
+from specheads.measure.tune import CONTEXTS, fit_ragged, fit_server, tune_head, tuning_table
 from specheads.runs.directory import RunDirectory
 from specheads.training.plan import server_dtype
 
@@ -47,7 +47,7 @@ def run(settings: Tune) -> None:
             f"{error['points']} points\ntuned: {head_folder(settings) / COST_FILE}\n"
         )
         return
-    Console().print(table(tune(settings=settings)))
+    Console().print(tuning_table(tune(settings=settings)))
     sys.stdout.write(f"tuned: {head_folder(settings) / FILE}\n")
     if settings.run:
         sys.stdout.write(

@@ -19,7 +19,7 @@ from specheads.core.files import HUB_ID, from_json, read_json, write_atomic
 from specheads.data.prompts import ON_HUB
 from specheads.export.layouts import engine_module, engines, objection
 from specheads.measure.results import Results
-from specheads.measure.summary import depth_rows, summary, verdict
+from specheads.measure.summary import depth_rows, summary_rows, verdict
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import portable
 from specheads.runs.trackers import read_metrics
@@ -160,7 +160,7 @@ def model_card(
         parameters=sum(parameter.numel() for parameter in head.parameters()),
         results=results,
         # the card's first table has head and base
-        measured=[row for row in summary(results) if row[0] not in ("head", "base")]
+        measured=[row for row in summary_rows(results) if row[0] not in ("head", "base")]
         if results
         else [],
         depths=depth_rows(results) if results else [],

@@ -232,7 +232,9 @@ class _Call(BaseStreamer):
 # --- the comparison ----------------------------------------------------------------------------
 
 
-def condition(rows: dict[str, MethodResults], temperature: float, batch_size: int) -> Condition:
+def make_condition(
+    rows: dict[str, MethodResults], temperature: float, batch_size: int
+) -> Condition:
     """Return rows with their ranking."""
     ranking = sorted(rows, key=lambda name: -rows[name].speed.tokens_per_second)
     return Condition(temperature=temperature, batch_size=batch_size, ranking=ranking, drafters=rows)
@@ -277,17 +279,17 @@ def compare_methods(
 # --- tables ------------------------------------------------------------------------------------
 
 
-def tables(comparison: Comparison) -> Iterator[ConsoleTable]:
+def comparison_tables(comparison: Comparison) -> Iterator[ConsoleTable]:
     """Yield a table for each condition, and for several heads their ratios to each other."""
     names = [*comparison.heads]
     for condition in comparison.conditions:
-        yield table(condition)
+        yield condition_table(condition)
         if len(names) > 1:
             yield ratios(condition, names, "second")
             yield ratios(condition, names, "forward")
 
 
-def table(condition: Condition) -> ConsoleTable:
+def condition_table(condition: Condition) -> ConsoleTable:
     """Return the methods of a condition, the fastest first, and the base alone."""
     rows = {name: condition.drafters[name] for name in condition.ranking}
     first, batch, lines = rows[condition.ranking[0]], condition.batch_size, []

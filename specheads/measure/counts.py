@@ -84,7 +84,7 @@ class DepthCounts:
         return [Depth(*both) for both in zip(self.offered, self.accepted, strict=True)]
 
 
-def rate(counts: Sequence[DepthCounts]) -> Rate:
+def compute_rate(counts: Sequence[DepthCounts]) -> Rate:
     """Return tokens per forward and their interval over prompts."""
     total = DepthCounts.total(counts, len(counts[0].offered))
     new_tokens, forwards = [one.new_tokens for one in counts], [one.forwards for one in counts]
@@ -100,7 +100,7 @@ def group_rate(counts: Sequence[DepthCounts]) -> CategoryRate:
     total = DepthCounts.total(counts, len(counts[0].offered))
     accepted, num_drafts = sum(total.accepted), max(total.offered, default=0)
     return CategoryRate(
-        **asdict(rate(counts)),
+        **asdict(compute_rate(counts)),
         count=len(counts),
         num_drafts=num_drafts,
         num_draft_tokens=total.drafted,

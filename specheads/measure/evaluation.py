@@ -18,7 +18,7 @@ from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.tuned import Tuned
 from specheads.heads.load import load_head
 from specheads.measure import results
-from specheads.measure.counts import DepthCounts, paired_gain, rate
+from specheads.measure.counts import DepthCounts, compute_rate, paired_gain
 from specheads.measure.generation import (
     Continuations,
     GenerationSettings,
@@ -125,7 +125,7 @@ def measure_contexts(
             speed = measure_speed(base, head, tokens, generation, with_prompt=False)
         found.append(
             results.ContextRate(
-                **asdict(rate(counts)),
+                **asdict(compute_rate(counts)),
                 context=len(tokens[0]),
                 over_first=paired_gain(counts, first),
                 speed=speed,

@@ -30,7 +30,7 @@ from specheads.decoding.sampling import (
 )
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
-from specheads.measure.counts import DepthCounts, rate, sections
+from specheads.measure.counts import DepthCounts, compute_rate, sections
 from specheads.measure.generation import Continuations, GenerationSettings
 from specheads.measure.results import Offline
 from specheads.runs.progress import bar
@@ -175,7 +175,7 @@ def measure_offline(
     counts = [replay(one, tree, source, pair) for one, source, pair in rows]
     accuracy = top_k_accuracy(torch.cat(ranks))
     own = {"top_k_accuracy": accuracy, "replayed": tree.name}
-    return Offline(**asdict(rate(counts)), **sections(counts), **own)
+    return Offline(**asdict(compute_rate(counts)), **sections(counts), **own)
 
 
 # --- replay ------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from specheads.core.machine import dtype_name
 from specheads.core.repetition import is_repetitive
 from specheads.decoding.prompt_lookup import common_prefix_length
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, each_prompt
-from specheads.measure.counts import DepthCounts, group_rate, rate, sections
+from specheads.measure.counts import DepthCounts, compute_rate, group_rate, sections
 from specheads.measure.generation import (
     Continuations,
     Decoded,
@@ -137,9 +137,9 @@ def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> Degenerate:
     return Degenerate(
         flagged=len(flagged),
         compared=len(counts),
-        with_=rate(counts),
-        without=rate(rest) if any(one.forwards for one in rest) else None,
-        only=rate(flagged) if flagged else None,
+        with_=compute_rate(counts),
+        without=compute_rate(rest) if any(one.forwards for one in rest) else None,
+        only=compute_rate(flagged) if flagged else None,
     )
 
 

@@ -23,10 +23,10 @@ from specheads.measure.plots import PLOTS, pictures
 from specheads.measure.results import DecodedText, Interval, Online, Results, TextStep
 from specheads.measure.summary import (
     depth_rows,
+    describe_tree,
     group_rows,
-    pays,
-    summary,
-    tree_words,
+    is_worthwhile,
+    summary_rows,
     verdict,
 )
 
@@ -97,15 +97,15 @@ def render(results: Results, pictures: Mapping[str, bytes]) -> str:
     return _template().render(
         title=f"{results.head.kind} on {results.base.name}",
         results=results,
-        tree=tree_words(results.settings),
-        mood="no" if not pays(results) else "yes" if is_sure else "maybe",
+        tree=describe_tree(results.settings),
+        mood="no" if not is_worthwhile(results) else "yes" if is_sure else "maybe",
         verdict=verdict(results),
         headlines=headlines(results),
         plots={name: base64.b64encode(one).decode() for name, one in pictures.items()},
         tokens=tokens,
         legend=_legend([origin for one in tokens for _, _, origin in one]),
         steps=[[_step(step) for step in text.steps] for text in results.texts],
-        summary=summary(results),
+        summary=summary_rows(results),
         depths=depth_rows(results),
         groups=group_rows(results),
         settings=parts,

@@ -23,7 +23,7 @@ IDENTICAL, TIED, WRONG = "identical", "parted at a tie", "wrong"
 """Verdicts of `Lossless`. Text that only shares the base's distribution has no verdict."""
 
 
-def read(kind: type[T], file: str | Path) -> T | None:
+def read_results(kind: type[T], file: str | Path) -> T | None:
     """Return the contents of a JSON file as this class; None if the file does not exist."""
     file = Path(file)
     return from_json(kind, read_json(file), str(file)) if file.is_file() else None

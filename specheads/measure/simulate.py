@@ -228,7 +228,7 @@ def summarise(load: str, draft: str, served: Sequence[Served], steps: Sequence[S
     )
 
 
-def table(load: LoadResults) -> ConsoleTable:
+def load_table(load: LoadResults) -> ConsoleTable:
     """Return the rows as a table for the console."""
     columns = "load", "draft", "mean", "p50", "p90", "p99", "first token", "tokens/s", "depth"
     lines = []

@@ -12,21 +12,21 @@ from specheads.measure.tables import ConsoleTable, with_interval
 SummaryRows = list[tuple[str, str]]
 
 
-def wrong(results: Results) -> bool:
+def is_wrong(results: Results) -> bool:
     """Return whether a text differs from the base's own by more than rounding explains."""
     return results.lossless is not None and results.lossless.verdict == WRONG
 
 
-def pays(results: Results) -> bool:
+def is_worthwhile(results: Results) -> bool:
     """Return whether decoding is right, and faster than the base alone if it was timed."""
     timed = not results.speed or results.speed.speedup > 1.0
-    return results.settings.num_nodes > 1 and timed and not wrong(results)
+    return results.settings.num_nodes > 1 and timed and not is_wrong(results)
 
 
 def verdict(results: Results) -> str:
     """Return whether speculation pays on this machine and why; first whether it is wrong."""
     told = "texts differ from the base's own by more than rounding explains. "
-    return f"Decoding is wrong: {told}{_gain(results)}" if wrong(results) else _gain(results)
+    return f"Decoding is wrong: {told}{_gain(results)}" if is_wrong(results) else _gain(results)
 
 
 def divergence_note(lossless: Lossless) -> str:
@@ -74,7 +74,7 @@ def _gain(results: Results) -> str:
 _figure = partial(with_interval, form=".3f")
 
 
-def summary(results: Results) -> SummaryRows:
+def summary_rows(results: Results) -> SummaryRows:
     """Return the main table of the report: names and figures."""
     return [*_subject(results), *_acceptance(results), *_against_base(results)]
 
@@ -85,7 +85,7 @@ def _subject(results: Results) -> Iterator[tuple[str, str]]:
     yield "head", f"{head.kind}, depth {head.depth}, {head.parameters:,} parameters"
     yield "base", f"{base.name}{adapter}, {base.parameters:,} parameters"
     yield "prompts", f"{results.prompts.count} of {results.prompts.name}"
-    yield "tree", tree_words(settings)
+    yield "tree", describe_tree(settings)
     if settings.temperature:
         kept = "lossless" if settings.lossless else "LOSSY: not the base's own distribution"
         rule = f"acceptance {settings.acceptance} ({kept})"
@@ -95,7 +95,7 @@ def _subject(results: Results) -> Iterator[tuple[str, str]]:
         yield "draft vocabulary", f"{drafted.size:,} tokens{known}"
 
 
-def tree_words(settings: EvaluationSettings) -> str:
+def describe_tree(settings: EvaluationSettings) -> str:
     """Return the name of the tree and its size, if anything is drafted."""
     if settings.num_nodes == 1:
         return "none, nothing is drafted"
@@ -197,17 +197,19 @@ def context_rows(results: Results) -> list[list[str]]:
     return [header, *rows]
 
 
-def show(results: Results, console: Console | None = None, page: Path | None = None) -> None:
+def print_results(
+    results: Results, console: Console | None = None, page: Path | None = None
+) -> None:
     """Print the main table, the table by depth, the verdict and the path of the page."""
     console = console or Console()
-    console.print(ConsoleTable("specheads evaluation", summary(results)))
+    console.print(ConsoleTable("specheads evaluation", summary_rows(results)))
     header, *rows = depth_rows(results)
     # short names let the table fit 80 columns
     short = [name.removesuffix(" accepted / offered") for name in header]
     console.print(ConsoleTable("accepted / offered drafts, and accuracy, by depth", rows, short))
     for title, (header, *rows) in group_rows(results).items():
         console.print(ConsoleTable(title, rows, header))
-    console.print(verdict(results), style="bold" if pays(results) else "bold red")
+    console.print(verdict(results), style="bold" if is_worthwhile(results) else "bold red")
     if page is not None:
         # on one line, so that it can be copied
         console.print(f"report: {page}", markup=False, soft_wrap=True)

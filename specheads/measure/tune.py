@@ -20,9 +20,9 @@ from specheads.decoding import accept, loop
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees import policies, tuned
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
-from specheads.decoding.trees.tuned import Tried, Tuned, TunedTree
+from specheads.decoding.trees.tuned import TimedTree, Tuned, TunedTree
 from specheads.measure import tune_trees
-from specheads.measure.counts import DepthCounts, rate
+from specheads.measure.counts import DepthCounts, compute_rate
 from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.measure.offline import copied, fixed_tree, replay
 from specheads.measure.tables import ConsoleTable, with_interval
@@ -112,7 +112,7 @@ def choose(
     methods, rows = zip(*work, strict=True)
     rounds = 3 if quick else 5
     cost, error = fit(time_steps(base, methods, rows, generation=generation, rounds=rounds))
-    tried, chosen = list[Tried](), list[TunedTree]()
+    tried, chosen = list[TimedTree](), list[TunedTree]()
     grown_traces = [traced(base, head, [text.text for text in one.grown]) for one in texts]
     for one, traces in zip(texts, grown_traces, strict=True):
         stop = None
@@ -191,7 +191,7 @@ def time_finals(
     batch: int,
     generation: GenerationSettings,
     rounds: int,
-) -> tuple[list[Tried], TunedTree]:
+) -> tuple[list[TimedTree], TunedTree]:
     """Time the base alone and trees, count tokens on other texts; return all and the best."""
     methods = [(None, policies.NOTHING), *((head, tree) for tree in trees)]
     turns, quiet = max(1, rounds // batch), replace(generation, progress=False)
@@ -215,8 +215,8 @@ def time_finals(
         else:
             decoded = decode_prompts(base, head, prompts, replace(how, tree=tree))
             counts = [one.counts for one in decoded]
-        overhead, found = step / seconds[0], rate(counts)
-        row = Tried(
+        overhead, found = step / seconds[0], compute_rate(counts)
+        row = TimedTree(
             batch=batch,
             context=texts.context,
             tree=tree.name,
@@ -233,7 +233,7 @@ def time_finals(
     return tried, _tuned_tree(tried[fastest], methods[fastest][1])
 
 
-def _tuned_tree(row: Tried, tree: policies.TreePolicy) -> TunedTree:
+def _tuned_tree(row: TimedTree, tree: policies.TreePolicy) -> TunedTree:
     """Return a tree as tuned.json stores it."""
     own = own_tree(tree)
     chosen = TunedTree(
@@ -287,7 +287,7 @@ def choose_tree(
     return made.trees[0].policy(), made
 
 
-def table(found: Tuned) -> ConsoleTable:
+def tuning_table(found: Tuned) -> ConsoleTable:
     """Return the timed trees as a table for the console."""
     rows = [
         (

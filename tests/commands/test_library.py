@@ -17,8 +17,8 @@ from specheads.config import data_dir
 from specheads.core.files import to_json
 from specheads.export.layouts import engines
 from specheads.export.write import RECORD
-from specheads.measure.results import Results, read
-from specheads.measure.summary import show
+from specheads.measure.results import Results, read_results
+from specheads.measure.summary import print_results
 from specheads.runs.directory import RunDirectory
 from tests import tiny
 from tests.data.conftest import CATEGORIES, ENTROPIES, LENGTHS, speed_bench, write_jsonl
@@ -47,7 +47,7 @@ def run(
 def test_train_returns_the_run_and_announces_the_head(run: RunDirectory, announced: list[str]):
     assert run.finished
     assert announced[-2:] == [f"head: {run.head}", "stage 2 of 2: evaluation"]
-    results = read(Results, run.report / "results.json")
+    results = read_results(Results, run.report / "results.json")
     assert results is not None
     assert results.lossless is not None
     assert results.lossless.identical == 2
@@ -175,7 +175,7 @@ def test_speed_bench_shows_categories_and_lengths_in_results_report_and_csv(
     page = (tmp_path / "out/report.html").read_text()
     assert all(f"<td>{name}</td>" in page for name in [*CATEGORIES, *ENTROPIES, *LENGTHS])
     console = Console(record=True, width=120)
-    show(made, console)
+    print_results(made, console)
     assert "by input length" in (shown := console.export_text())
     assert all(name in shown for name in [*CATEGORIES, *ENTROPIES, *LENGTHS])
 
@@ -190,7 +190,7 @@ def test_traces_train_and_give_prompts_but_are_not_answered_again(
     data = ["data=traces", f"data.path={write_jsonl(tmp_path / 'a.jsonl', rows)}", "tree=chain"]
     data += ["data.max_documents=0", "evaluation.prompts=held_out"]
     made = specheads.train("smoke", [*data, *SHORT, f"run_dir={tmp_path / 'run'}"], base=base)
-    results = read(Results, made.report / "results.json")
+    results = read_results(Results, made.report / "results.json")
     assert results is not None
     assert (results.prompts.name, results.prompts.categories) == ("held_out", {"traces": 2})
     with pytest.raises(ValueError, match="traces hold what the base wrote already"):

@@ -13,7 +13,7 @@ from specheads.core.files import dumps
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees.tuned import AcceptanceRates
 from specheads.heads.load import build_for
-from specheads.measure.results import read
+from specheads.measure.results import read_results
 from specheads.measure.simulate import LoadResults
 from tests.tuned import tuned
 
@@ -42,7 +42,7 @@ def test_loads_are_simulated_printed_and_written(run: Path, capsys: Any):
     assert "goodput" in shown
     assert "measured" in shown
     assert "computed" not in shown
-    load = read(LoadResults, run / "report" / "load.json")
+    load = read_results(LoadResults, run / "report" / "load.json")
     assert load is not None
     assert [(row.load, row.draft) for row in load.rows] == [
         (rate, draft)
@@ -71,7 +71,7 @@ def test_computed_times_are_marked_as_computed(tmp_path: Path, capsys: Any):
     shown = " ".join(capsys.readouterr().out.split())
     assert "times computed for H100" in shown
     assert "not measured" in shown
-    load = read(LoadResults, tmp_path / "report" / "load.json")
+    load = read_results(LoadResults, tmp_path / "report" / "load.json")
     assert load is not None
     assert load.times == "computed for H100"
 

@@ -14,7 +14,7 @@ from specheads.export.layouts import find_layout
 from specheads.export.write import export_head
 from specheads.heads.load import build_for
 from specheads.measure.offline import guess_ranks, replay
-from specheads.measure.results import Results, read
+from specheads.measure.results import Results, read_results
 from specheads.runs.trackers import read_metrics
 from tests import tiny
 from tests.gpu import trained
@@ -65,7 +65,7 @@ def test_the_smoke_recipe_trains_distils_evaluates_and_loads(device, tmp_path):
         row for file in run.text.glob("*.parquet") for row in pq.read_table(file).to_pylist()
     ]
     assert len(written) > 0
-    results = read(Results, run.report / "results.json")
+    results = read_results(Results, run.report / "results.json")
     assert results is not None
     assert_lossless(results)
     assert results.offline is not None

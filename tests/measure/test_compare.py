@@ -15,10 +15,10 @@ from specheads.measure.compare import (
     DraftMethod,
     TransformersMethod,
     compare_methods,
-    condition,
+    comparison_tables,
+    condition_table,
+    make_condition,
     ratios,
-    table,
-    tables,
 )
 from specheads.measure.generation import Continuations, GenerationSettings
 from specheads.measure.results import Comparison, MethodResults
@@ -55,7 +55,7 @@ def comparison(drafters: dict[str, MethodResults]) -> Comparison:
         base=bare.base,
         prompts=bare.prompts,
         settings={},
-        conditions=[condition(drafters, 0.0, 3), condition(drafters, 1.0, 3)],
+        conditions=[make_condition(drafters, 0.0, 3), make_condition(drafters, 1.0, 3)],
         provenance=bare.provenance,
     )
 
@@ -69,7 +69,7 @@ def test_methods_get_the_same_prompts_and_write_the_same_text():
     assert len({row.speed.base_tokens_per_second for row in measured.values()}) == 1
     stored = json.loads(dumps(comparison(measured)))
     assert stored["conditions"][0]["drafters"]["hybrid"]["num_nodes"] == 7
-    shown = table(condition(measured, 0.0, 3))
+    shown = condition_table(make_condition(measured, 0.0, 3))
     assert [row[0] for row in shown.rows[:-1]] == sorted(
         measured, key=lambda name: -measured[name].speed.tokens_per_second
     )
@@ -89,11 +89,11 @@ def test_ratios_between_methods_are_paired():
             accepted, rates = row.accepted_over[other], (row.online, measured[other].online)
             ours, theirs = (one.tokens_per_forward for one in rates)
             assert accepted.interval[0] <= accepted.ratio == pytest.approx(ours / theirs)
-    shown = ratios(condition(measured, 0.0, 3), ["head", "hybrid"], "second")
+    shown = ratios(make_condition(measured, 0.0, 3), ["head", "hybrid"], "second")
     assert shown.header == ("head", *(row[0] for row in shown.rows))
     assert [row[place + 1] for place, row in enumerate(shown.rows)] == ["", ""]
     # for two conditions: the drafters, and both ratios between heads
-    assert len(list(tables(comparison(measured)))) == 6
+    assert len(list(comparison_tables(comparison(measured)))) == 6
 
 
 TRANSFORMERS = {
@@ -139,7 +139,7 @@ def test_perfect_assistant_saves_forwards_and_does_not_batch():
     assert measured["transformers"].online.tokens_per_forward == 1.0
     assert (assisted.batches, measured["transformers"].batches) == (False, True)
     assert [row.lossless.verdict for row in measured.values()] == ["identical"] * 2
-    names = [row[0] for row in table(condition(measured, 0.0, 3)).rows]
+    names = [row[0] for row in condition_table(make_condition(measured, 0.0, 3)).rows]
     assert "transformers_assisted (cannot batch: one by one)" in names
     # above temperature zero it samples other texts, which are not compared
     drawn = Sampling(temperature=1.0, seed=2)

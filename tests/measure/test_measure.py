@@ -24,7 +24,15 @@ from specheads.measure.counts import DepthCounts
 from specheads.measure.evaluation import measure_contexts
 from specheads.measure.generation import Continuations, GenerationSettings
 from specheads.measure.offline import replay
-from specheads.measure.results import Degenerate, Gain, Lossless, Online, PhaseRate, Results, read
+from specheads.measure.results import (
+    Degenerate,
+    Gain,
+    Lossless,
+    Online,
+    PhaseRate,
+    Results,
+    read_results,
+)
 from tests import tiny
 from tests.results import bare
 
@@ -228,7 +236,9 @@ def test_speed_and_verdict_tell_head_and_prompt_lookup_apart(inner, monkeypatch)
         assert section.head_alone == Gain(ratio=1.6, interval=(1.6, 1.6))
         told = "; head alone 1.60x (1.60 to 1.60), with prompt lookup 4.00x; "
         assert told in summary.verdict(made)
-        assert "speed-up of the head alone, without prompt lookup" in dict(summary.summary(made))
+        assert "speed-up of the head alone, without prompt lookup" in dict(
+            summary.summary_rows(made)
+        )
     assert from_json(Results, to_json(made)).speed == section
     plain = replace(how, tree=policies.chain(2))
     assert speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), plain).head_alone is None
@@ -353,7 +363,7 @@ def test_report_folder_is_complete_and_has_no_stale_files(tmp_path):
     assert '<figure id="plot-contexts">' in page.read_text()
     assert '<section id="by-context-length">' in page.read_text()
     assert json.loads((page.parent / "results.json").read_text()) == to_json(results())
-    assert read(Results, page.parent / "results.json") == results()
+    assert read_results(Results, page.parent / "results.json") == results()
     for path in page.parent.glob("*.png"):
         picture = path.read_bytes()
         assert picture.startswith(b"\x89PNG")
@@ -371,13 +381,13 @@ def test_verdict_states_whether_speculation_pays(speedup, low, high, word):
     assert measured is not None
     figures = f"{speedup:.2f}x", f"{measured.tokens_per_forward:.2f} tokens", "1.90 times"
     assert all(figure in sentence for figure in figures)
-    assert summary.pays(with_speed(speedup, low, high)) == (speedup > 1)
+    assert summary.is_worthwhile(with_speed(speedup, low, high)) == (speedup > 1)
 
 
 def test_empty_tree_is_named_as_such(tmp_path: Path):
     empty = replace(results().settings, tree="none", num_nodes=1)
     made = replace(results(), settings=empty)
-    assert dict(summary.summary(made))["tree"] == "none, nothing is drafted"
+    assert dict(summary.summary_rows(made))["tree"] == "none, nothing is drafted"
     assert "none, nothing is drafted" in report.write_report(tmp_path, made, []).read_text()
 
 
@@ -385,13 +395,13 @@ def test_wrong_decoding_comes_first_in_the_verdict(tmp_path: Path):
     parted = Lossless(compared=3, identical=1, first_divergence_logit_gap=3.2, verdict="wrong")
     made = replace(with_speed(1.4, 1.3, 1.5), lossless=parted)
     assert summary.verdict(made).startswith("Decoding is wrong: ")
-    assert not summary.pays(made)
-    told = dict(summary.summary(made))["identical to the base alone"]
+    assert not summary.is_worthwhile(made)
+    told = dict(summary.summary_rows(made))["identical to the base alone"]
     assert told.startswith("1 of 3 prompts, wrong")
     assert 'class="verdict no"' in report.write_report(tmp_path, made, []).read_text()
     none = Lossless(compared=0, identical=0, first_divergence_logit_gap=None)
     drawn = replace(made, lossless=none)
-    assert "identical to the base alone" not in dict(summary.summary(drawn))
+    assert "identical to the base alone" not in dict(summary.summary_rows(drawn))
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 6, 11])

@@ -20,13 +20,13 @@ from specheads.measure.simulate import (
     Served,
     Step,
     computed_cost,
+    load_table,
     poisson,
     read_arrivals,
     sampled_lengths,
     simulate,
     sizes,
     summarise,
-    table,
 )
 from tests import tiny
 
@@ -165,6 +165,6 @@ def test_large_figures_have_no_exponent():
         load="2", draft="none", latency=times, first_token=times, tokens_per_second=4_954_000.0,
         mean_depth=0.0,
     )  # fmt: skip
-    made = table(LoadResults(times="measured", rates=[], max_batch=1, seed=0, rows=[row]))
+    made = load_table(LoadResults(times="measured", rates=[], max_batch=1, seed=0, rows=[row]))
     wanted = ("2", "none", "1,368", "0.318", "1,000", "12.3", "1,368", "4,954,000", "0.00")
     assert made.rows == [wanted]

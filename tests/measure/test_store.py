@@ -10,7 +10,7 @@ from specheads.core.errors import InputError
 from specheads.core.files import to_json
 from specheads.heads.load import build
 from specheads.measure.evaluation import draft_vocabulary
-from specheads.measure.results import DraftVocabulary, Results, read
+from specheads.measure.results import DraftVocabulary, Results, read_results
 from specheads.runs.directory import RunDirectory
 from tests.results import bare
 
@@ -32,7 +32,7 @@ def test_wrong_type_names_the_field(tmp_path: Path, section, name, value, told):
     file = tmp_path / "results.json"
     file.write_text(json.dumps(WHOLE | {section: WHOLE[section] | {name: value}}))
     with pytest.raises(InputError, match=told) as caught:
-        read(Results, file)
+        read_results(Results, file)
     assert str(file) in str(caught.value)
 
 
@@ -69,7 +69,7 @@ def test_broken_results_and_provenance_raise_one_line(tmp_path: Path, how: str):
         # missing results are none
         if (file, how) != (results, "missing"):
             with pytest.raises(InputError, match=rf"{file.stem}"):
-                read(Results, file) if file == results else draft_vocabulary(head, run)
+                read_results(Results, file) if file == results else draft_vocabulary(head, run)
 
 
 def test_results_include_the_coverage_of_the_draft_vocabulary(tmp_path: Path):

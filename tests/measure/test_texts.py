@@ -13,7 +13,7 @@ from specheads.decoding.loop import node_origins
 from specheads.measure import report
 from specheads.measure.generation import NUM_TEXTS
 from specheads.measure.report import visible, wilson
-from specheads.measure.results import DecodedText, Results, read
+from specheads.measure.results import DecodedText, Results, read_results
 from tests.decoding.test_detokenize import tokenizer
 from tests.measure.test_measure import HISTORY
 from tests.measure.texts import NEW_TOKENS, RTL, hybrid, nasty, told
@@ -48,7 +48,7 @@ def test_texts_round_trip_through_their_own_file(tmp_path):
     stored = json.loads((tmp_path / "texts.json").read_text())
     assert stored == {"schema": 1, "texts": [asdict(text) for text in asked.texts]}
     assert "texts" not in json.loads((tmp_path / "results.json").read_text())
-    stored = read(Results, tmp_path / "results.json")
+    stored = read_results(Results, tmp_path / "results.json")
     assert stored is not None
     assert stored == replace(asked, texts=[])
     assert page.is_file()

@@ -23,7 +23,7 @@ from specheads.config import data_dir
 from specheads.data.prompts import load_prompts
 from specheads.decoding.trees.policies import chain
 from specheads.heads.load import load_head
-from specheads.measure.counts import paired_gain, rate
+from specheads.measure.counts import compute_rate, paired_gain
 from specheads.measure.generation import GenerationSettings, write_alone
 from specheads.measure.offline import guess_ranks, replay
 from specheads.runs.directory import RunDirectory
@@ -132,7 +132,7 @@ def test_acceptance_equals_that_of_a_local_base(kind: str, dtype: str, tmp_path:
         ]
         for head in heads
     ]
-    remote, local = map(rate, counts)
+    remote, local = map(compute_rate, counts)
     with capsys.disabled():
         print(kind, dtype, remote, local, paired_gain(*counts))  # noqa: T201
     # the paired interval has no noise of training, which starts from other roundings in bfloat16

@@ -20,7 +20,7 @@ from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
 from specheads.data.tokenise import tokenised
 from specheads.heads.load import build_for, load_head
-from specheads.measure.counts import rate
+from specheads.measure.counts import compute_rate
 from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
@@ -45,7 +45,7 @@ def served(base: FrozenBase, folder: Path) -> float:
     """Return the tokens per forward of a saved head on the same prompts."""
     head = load_head(folder, base)
     how = GenerationSettings(max_new_tokens=PROMPTS.new_tokens, batch_size=3)
-    return rate(
+    return compute_rate(
         [one.counts for one in decode_prompts(base, head, tiny.prompts(), how)]
     ).tokens_per_forward
 

@@ -119,7 +119,7 @@ class TunedTree:
     tokens_per_forward: PositiveFloat
     predicted_speedup: NonNegativeFloat
     interval: list[float] = field(default_factory=list)
-    """95 % interval of the speed-up, as in `Tried`."""
+    """95 % interval of the speed-up, as in `TimedTree`."""
     kind: Annotated[str, one_of("none", "static", "best_first")]
     paths: list[list[int]] = field(default_factory=list)
     """Rank paths of a static tree or chain."""
@@ -150,7 +150,7 @@ class TunedTree:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
+class TimedTree:
     """A tree whose decoding was timed."""
 
     batch: int = 1
@@ -181,7 +181,7 @@ class Tuned:
     """Relative errors of the fitted costs, median and largest, and the number of points."""
     acceptance: AcceptanceRates
     trees: Annotated[list[TunedTree], NonEmpty]
-    tried: list[Tried] = field(default_factory=list)
+    tried: list[TimedTree] = field(default_factory=list)
     new_tokens: NonNegativeInt = 0
     """New tokens per text in the measurements; longer texts repeat themselves more. 0 if not
     recorded."""
