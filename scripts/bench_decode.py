@@ -36,7 +36,7 @@ from specheads.decoding.generate import generate
 from specheads.decoding.goodput import Goodput
 from specheads.decoding.request import Request
 from specheads.decoding.trees import policies
-from specheads.heads.load import build_for, drafter_of
+from specheads.heads.load import build_for_base, copy_for_drafting
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.generation import GenerationSettings
 from specheads.runs.provenance import nearby, provenance
@@ -70,8 +70,8 @@ class Bench:
     def head(self, kind: str) -> Any:
         """Return a head with random weights, made on the device."""
         with self.base.device:
-            head = build_for(head_settings(kind, self.base, self.draft_tokens), self.base)
-        return drafter_of(head, self.base)
+            head = build_for_base(head_settings(kind, self.base, self.draft_tokens), self.base)
+        return copy_for_drafting(head, self.base)
 
 
 class Planted(Drafter):

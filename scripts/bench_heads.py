@@ -56,7 +56,7 @@ from specheads.core.files import as_json, atomic_folder, dumps, to_json, write_a
 from specheads.core.machine import dtype_name
 from specheads.core.seeds import derive_seed
 from specheads.data.packing import TokenBatch
-from specheads.heads.load import build, build_for, load_head
+from specheads.heads.load import build_for_base, build_head, load_head
 from specheads.measure.results import Comparison, read_results
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress
@@ -285,10 +285,12 @@ def opened(place: Path) -> Source:
     is_trained, counts = run.head.is_dir(), None
     if settings.head.get("draft_tokens") and not is_trained:
         counts = texts.count_tokens(lambda: None)
-    head = load_head(run.head) if is_trained else build_for(settings.head, base, counts)
+    head = load_head(run.head) if is_trained else build_for_base(settings.head, base, counts)
     dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
     # that of ours which reads as speculators' does, where the base is not too shallow for that
-    reader = head if head.kind == "eagle3" else build({"kind": "eagle3"}, width=16, vocab_size=16)
+    reader = (
+        head if head.kind == "eagle3" else build_head({"kind": "eagle3"}, width=16, vocab_size=16)
+    )
     reader.choose_aux_layers(base.num_layers)
     return Source(settings, base, texts, head, dtype, reader.aux_layers)
 
@@ -313,7 +315,7 @@ def collated(source: Source, batch: TokenBatch, labels: Tensor) -> Iterator[dict
 
     features, last = source.read(batch.to(source.base.device))
     assert features.aux is not None
-    places = features.places().expand(labels.shape)
+    places = features.positions().expand(labels.shape)
     for row in range(len(labels)):
         # its mask marks the token before the predicted one, ours the predicted one
         columns = (batch.tokens[row], features.aux[row], last[row], labels[row].roll(-1))

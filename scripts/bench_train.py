@@ -29,7 +29,7 @@ from specheads.core.drafter import Head
 from specheads.core.files import to_json
 from specheads.core.machine import dtype_name, peak_gib, synchronise
 from specheads.data.packing import TokenBatch
-from specheads.heads.load import build_for
+from specheads.heads.load import build_for_base
 from specheads.measure.counts import bootstrap_interval
 from specheads.runs.provenance import nearby, provenance
 from specheads.training.depth_loss import Targets, depth_loss
@@ -155,7 +155,7 @@ def bench_of(
     counts = torch.arange(base.vocab_size) if "draft_tokens" in made else None
     # the initial weights of a large head are drawn in seconds on a GPU, and in a minute on a CPU
     with base.device:
-        head = build_for(made, base, counts)
+        head = build_for_base(made, base, counts)
     shape, drafted = (batch_size, length), made.get("draft_tokens", base.vocab_size)
     documents = torch.arange(length) // -(-length // 3)
     batch = TokenBatch(

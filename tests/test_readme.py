@@ -9,7 +9,7 @@ import pytest
 from specheads.__main__ import commands
 from specheads.base.model import FrozenBase
 from specheads.config import compose
-from specheads.heads.load import build_for, configure
+from specheads.heads.load import build_for_base, configure
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -104,7 +104,7 @@ def test_the_python_example_runs(
     (example,) = [body for kind, body in FENCED.findall(PAGES[0].read_text()) if kind == "python"]
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     base = FrozenBase.load(ROOT / "recipes/tiny_code/base", dtype="float32")
-    untrained = build_for({"kind": "mlp_speculator"}, base)
+    untrained = build_for_base({"kind": "mlp_speculator"}, base)
     untrained.save_pretrained(tmp_path / "runs/tiny_code/head")
     monkeypatch.chdir(tmp_path)
     exec(compile(example, "README.md", "exec"), {})

@@ -24,7 +24,7 @@ from specheads.base.cache import RowCache
 from specheads.base.exact_attention import ExactAttention
 from specheads.base.masks import is_special, refuse_special, replaced
 from specheads.core.errors import InputError
-from specheads.core.features import Documents
+from specheads.core.features import PackedDocuments
 from specheads.core.kernels import flash_takes, opaque, without_cudnn_attention
 
 MOST_NODES = 64
@@ -195,7 +195,7 @@ def attending(
 @contextmanager
 def attending_documents(
     config: PreTrainedConfig, places: Int[Tensor, "batch time"], windows: Sequence[int | None]
-) -> Iterator[Documents | None]:
+) -> Iterator[PackedDocuments | None]:
     """Select attention within documents for the forwards in this context, if it is faster.
 
     `places` are the positions within each document. Models whose attention cannot be replaced use
@@ -204,7 +204,7 @@ def attending_documents(
     if places.device.type not in ("cpu", "cuda") or config._attn_implementation != "sdpa":
         yield None
         return
-    documents = Documents.of(places)
+    documents = PackedDocuments.of(places)
     longest = max(documents.lengths)
     if any(window is not None and window < longest for window in windows):
         yield documents
@@ -214,7 +214,7 @@ def attending_documents(
 
 
 def document_attention(
-    documents: Documents,
+    documents: PackedDocuments,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -240,7 +240,7 @@ def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _within_documents(
-    documents: Documents, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    documents: PackedDocuments, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
 ) -> Tensor:
     """Return (batch, time, heads, width)."""
     lengths, bounds = documents

@@ -32,7 +32,7 @@ from specheads.base.masks import (
 )
 from specheads.base.projection import VocabularyProjection, vocabulary_projection
 from specheads.core.errors import InputError
-from specheads.core.features import Features, document_places, within_documents
+from specheads.core.features import Features, document_positions, within_documents
 from specheads.core.tree import TokenTree
 
 
@@ -151,7 +151,7 @@ class Forwards:
             document_ids = document_ids.to(self.device)
             mask = partial(document_mask, document_ids, dtype=self.dtype)
             inputs["attention_mask"] = self._by_kind(mask)
-            inputs["position_ids"] = places = document_places(document_ids)
+            inputs["position_ids"] = places = document_positions(document_ids)
             attending = attending_documents(self.config, places, list(self.windows.values()))
         with torch.set_grad_enabled(gradients), attending as documents:
             features = self._features(inputs, aux_layers)
@@ -187,7 +187,7 @@ class Forwards:
         text = within_documents(document_ids)
         above = text.take_along_dim(at[..., None], dim=1).repeat_interleave(levels, dim=1)
         visible = torch.cat([F.pad(text, (0, most * levels)), torch.cat([above, own], 2)], 1)
-        positions = document_places(document_ids)
+        positions = document_positions(document_ids)
         steps = torch.arange(1, levels + 1, device=rows.device)
         behind = positions.gather(1, at)[..., None] + steps
         positions = torch.cat([positions, behind.flatten(1)], dim=1)
@@ -222,7 +222,7 @@ class Forwards:
         tokens, absent = tree.tokens.expand(-1, 2), tree.parents.new_full((1, 2), -1)
         cache.reserve(2, [1])
         both = self._verify_reserved(TokenTree(tokens, absent), cache, aux_layers)
-        features = both.features.at(absent[:, :1] + 1)
+        features = both.features.gather(absent[:, :1] + 1)
         return Verification(both.logits[:, :1], features, both.ancestors[:, :1, :1])
 
     def _verify_reserved(
@@ -294,9 +294,9 @@ class Forwards:
             with attending(self.config, cache):
                 pieces.append(self._features(inputs, aux_layers))
             cache.commit([list(range(count)) for count in left])
-        features = Features.consecutive(pieces)
+        features = Features.concatenate(pieces)
         last = upload([count - 1 for count in counts], self.device)
-        return self.projection(features.at(last[:, None]).hidden[:, 0]), features
+        return self.projection(features.gather(last[:, None]).hidden[:, 0]), features
 
     def _inputs(
         self, tokens: Tensor, ancestors: Tensor, depths: Tensor, cache: RowCache

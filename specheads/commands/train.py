@@ -35,7 +35,7 @@ from specheads.core.files import dumps, sole_writer, write_atomic
 from specheads.data.sources import refuse_unreadable
 from specheads.decoding.trees.tuned import FILE
 from specheads.export import card
-from specheads.heads.load import build_for, configure, load_head, resume_head
+from specheads.heads.load import build_for_base, configure, load_head, resume_head
 from specheads.measure.quality import quality_windows
 from specheads.measure.results import Results, read_results
 from specheads.measure.summary import print_results
@@ -166,7 +166,7 @@ def _train(
             is_reduced = head.draft_ids is not None
         counts = texts.count_tokens(lambda: on_all_processes(begin)) if is_reduced else None
         if head is None:
-            head = build_for(settings.head, base, counts)
+            head = build_for_base(settings.head, base, counts)
         refuse_unread(phases, head)
         texts.head = head
         source = _source(settings, base, head, announce, held)

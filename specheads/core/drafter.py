@@ -54,11 +54,11 @@ class Memory(Protocol):
         ...
 
     def scatter(
-        self, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"], /
+        self, slots: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"], /
     ) -> "Memory":
         """Return rows whose positions are stored in any slots of the only row of this memory.
 
-        This is for engines that assign each position a slot (`places`) of one large cache; the
+        This is for engines that assign each position a slot of one large cache; the
         first `lengths` ones of each row are stored already. The result is valid for one `begin` and
         the `extend` calls after it. A memory without paged slots raises a ValueError.
         """
@@ -87,7 +87,7 @@ class Drafter(ABC):
     """Base layers whose residual stream it reads: k is the stream after k layers."""
     max_length: int | None = None
     """Length of the longest text it can draft for; None is any."""
-    most_unread: int = 32
+    max_unread_positions: int = 32
     """Most committed positions that steps without a draft may leave unread."""
 
     def memory(self, batch: int, capacity: int) -> Memory | None:
@@ -114,7 +114,7 @@ class Drafter(ABC):
             memory: The result of `memory`, updated in place.
         """
 
-    def read(self, committed: Committed, memory: Any) -> None:
+    def store_committed(self, committed: Committed, memory: Any) -> None:
         """Store the committed tokens for later drafts, without a draft."""
         if memory is not None:
             self.begin(committed, memory)
@@ -162,13 +162,13 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         self.register_buffer("draft_ids", torch.arange(size) if size else None)
         self.drafted_size = size or vocab_size
 
-    def is_of(self, fingerprint: str) -> bool:
+    def matches_fingerprint(self, fingerprint: str) -> bool:
         """Return whether its base may have this fingerprint.
 
         An empty fingerprint, or only the first half of one, matches more bases, on either side.
         """
-        own = self.base_fingerprint
-        return own.startswith(fingerprint) or fingerprint.startswith(own)
+        trained_on = self.base_fingerprint
+        return trained_on.startswith(fingerprint) or fingerprint.startswith(trained_on)
 
     def choose_vocabulary(self, counts: Int[Tensor, " vocab"]) -> None:
         """Restrict the draft vocabulary to the tokens with the largest counts in training text.
@@ -225,7 +225,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
 
         Args:
             features: Features of the base at every position. A document of a packed row sees only
-                itself: `features.visible()`, at positions `features.places()`.
+                itself: `features.causal_mask()`, at positions `features.positions()`.
             tokens: Tokens at these positions.
             anchors: Positions from which to draft; None is all. Other states are undefined, so that
                 a head whose cost grows with the anchors can skip them.
@@ -286,5 +286,5 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         """Return the content of config.json: kind, settings but null ones, sizes, fingerprint."""
         sizes = {"width": self.width, "vocab_size": self.vocab_size}
         base = {"base_fingerprint": self.base_fingerprint} if self.base_fingerprint else {}
-        own = {name: one for name, one in asdict(self.config).items() if one is not None}
-        return {"kind": self.kind, **own, **sizes, **base}
+        settings = {name: value for name, value in asdict(self.config).items() if value is not None}
+        return {"kind": self.kind, **settings, **sizes, **base}

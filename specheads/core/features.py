@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from specheads.core.machine import to_device
 
 
-class Documents(NamedTuple):
+class PackedDocuments(NamedTuple):
     """The documents of packed rows, row by row, as attention within each of them reads them."""
 
     lengths: list[int]
@@ -22,15 +22,15 @@ class Documents(NamedTuple):
     """First position of each document and the end of the last one, on the device, in int32."""
 
     @classmethod
-    def of(cls, places: Int[Tensor, "row time"]) -> "Documents":
-        """Return the documents of rows, by the place of each position; this synchronises once.
+    def of(cls, positions: Int[Tensor, "row time"]) -> "PackedDocuments":
+        """Return the documents of rows, given positions within them; this synchronises once.
 
         On the meta device a row is a document.
         """
-        batch, time = places.shape
-        lengths = [time] * batch if places.is_meta else document_lengths(places)
+        batch, time = positions.shape
+        lengths = [time] * batch if positions.is_meta else document_lengths(positions)
         bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return cls(lengths, to_device(bounds, places.device))
+        return cls(lengths, to_device(bounds, positions.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,52 +45,54 @@ class Features:
     """Tokens at these positions, for drafters that read text instead of features."""
     document_ids: Int[Tensor, "batch time"] | None = None
     """Index of the document of each position within its row; None: each row is one text."""
-    documents: Documents | None = None
+    documents: PackedDocuments | None = None
     """The documents, if they are known already."""
 
-    def places(self) -> Int[Tensor, "row time"]:
+    def positions(self) -> Int[Tensor, "row time"]:
         """Return the position within its document of every position; one row if all are equal."""
         if self.document_ids is not None:
-            return document_places(self.document_ids)
+            return document_positions(self.document_ids)
         return torch.arange(self.hidden.shape[1], device=self.hidden.device)[None]
 
-    def visible(self) -> Bool[Tensor, "row time time"]:
+    def causal_mask(self) -> Bool[Tensor, "row time time"]:
         """Return which positions each position may attend to: its document up to itself."""
         if self.document_ids is not None:
             return within_documents(self.document_ids)
-        places = self.places()
-        return places[:, :, None] >= places[:, None]
+        positions = self.positions()
+        return positions[:, :, None] >= positions[:, None]
 
-    def at(self, rows: Int[Tensor, "batch path"]) -> "Features":
-        """Return the features of positions `rows[b]` of each row b."""
-        return self._picked((torch.arange(len(rows), device=rows.device)[:, None], rows))
+    def gather(self, positions: Int[Tensor, "batch path"]) -> "Features":
+        """Return the features of positions `positions[b]` of each row b."""
+        rows = torch.arange(len(positions), device=positions.device)
+        return self._index((rows[:, None], positions))
 
-    def rows(self, index: Int[Tensor, " kept"]) -> "Features":
+    def select_rows(self, rows: Int[Tensor, " kept"]) -> "Features":
         """Return the features of these rows of the batch."""
-        return self._picked(index)
+        return self._index(rows)
 
-    def _picked(self, index: Tensor | tuple[Tensor, ...]) -> "Features":
-        return Features.merged([self], lambda values: values[0][index])
+    def _index(self, index: Tensor | tuple[Tensor, ...]) -> "Features":
+        return Features.merge([self], lambda tensors: tensors[0][index])
 
     @classmethod
-    def merged(
-        cls, pieces: Sequence["Features"], merge: Callable[[list[Tensor]], Tensor]
+    def merge(
+        cls, pieces: Sequence["Features"], merge_tensors: Callable[[list[Tensor]], Tensor]
     ) -> "Features":
-        """Merge the tensors of several features; a tensor that any of them lacks is left out."""
-        columns = ([getattr(one, name) for one in pieces] for name in ("hidden", "aux", "tokens"))
-        found: list[Any] = [
-            None if any(one is None for one in each) else merge(each) for each in columns
-        ]
-        return cls(*found)
+        """Merge several features, tensor by tensor; one that any of them lacks is left out."""
+
+        def merge_field(name: str) -> Any:
+            tensors = [getattr(piece, name) for piece in pieces]
+            return None if any(tensor is None for tensor in tensors) else merge_tensors(tensors)
+
+        return cls(*map(merge_field, ("hidden", "aux", "tokens")))
 
     @classmethod
-    def consecutive(cls, pieces: Sequence["Features"]) -> "Features":
+    def concatenate(cls, pieces: Sequence["Features"]) -> "Features":
         """Return the features of consecutive positions of the same rows as one."""
-        return cls.merged(pieces, lambda values: torch.cat(values, dim=1))
+        return cls.merge(pieces, lambda tensors: torch.cat(tensors, dim=1))
 
     def join(self, other: "Features") -> "Features":
         """Concatenate two batches; shorter rows are padded on the right."""
-        return Features.merged([self, other], lambda values: stack_rows(*values))
+        return Features.merge([self, other], lambda tensors: stack_rows(*tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,41 +109,44 @@ class Committed:
 
     def root(self) -> Int[Tensor, "batch 1"]:
         """Return the token that every draft continues."""
-        return self.last(self.next_tokens)
+        return self.gather_last(self.next_tokens)
 
-    def last(self, values: Shaped[Tensor, "batch time *rest"]) -> Shaped[Tensor, "batch 1 *rest"]:
+    def gather_last(
+        self, values: Shaped[Tensor, "batch time *rest"]
+    ) -> Shaped[Tensor, "batch 1 *rest"]:
         """Return the values at the last committed position of each row."""
         if values.shape[1] == 1:
             return values
         index = (self.counts - 1).view(-1, *[1] * (values.ndim - 1))
         return values.gather(1, index.expand(-1, 1, *values.shape[2:]))
 
-    def hidden(self) -> Float[Tensor, "batch 1 width"]:
+    def last_hidden(self) -> Float[Tensor, "batch 1 width"]:
         """Return the hidden state at the last committed position of each row."""
-        return self.last(self.features.hidden)
+        return self.gather_last(self.features.hidden)
 
-    def ending(self) -> "Committed":
+    def last_positions(self) -> "Committed":
         """Return only the last committed position of each row."""
-        features = self.features.at(self.counts[:, None] - 1)
+        features = self.features.gather(self.counts[:, None] - 1)
         return Committed(features, self.root(), torch.ones_like(self.counts))
 
-    def then(self, later: "Committed") -> "Committed":
+    def append(self, later: "Committed") -> "Committed":
         """Append later positions to the earlier ones of each row."""
         width = self.next_tokens.shape[1]
         total = width + later.next_tokens.shape[1]
-        slots = torch.arange(total, device=self.counts.device).expand(len(self.counts), -1)
-        own = self.counts[:, None]
-        places = torch.where(slots < own, slots, width + slots - own).clamp(max=total - 1)
+        columns = torch.arange(total, device=self.counts.device).expand(len(self.counts), -1)
+        counts = self.counts[:, None]
+        columns = torch.where(columns < counts, columns, width + columns - counts)
+        columns = columns.clamp(max=total - 1)
         tokens = torch.cat([self.next_tokens, later.next_tokens], dim=1)
         return Committed(
-            Features.consecutive([self.features, later.features]).at(places),
-            tokens.gather(1, places),
+            Features.concatenate([self.features, later.features]).gather(columns),
+            tokens.gather(1, columns),
             self.counts + later.counts,
         )
 
     def keep(self, rows: Int[Tensor, " kept"]) -> "Committed":
         """Return these rows only."""
-        return Committed(self.features.rows(rows), self.next_tokens[rows], self.counts[rows])
+        return Committed(self.features.select_rows(rows), self.next_tokens[rows], self.counts[rows])
 
     def join(self, other: "Committed") -> "Committed":
         """Concatenate two batches; shorter rows are padded on the right."""
@@ -152,18 +157,18 @@ class Committed:
         )
 
 
-def document_places(document_ids: Int[Tensor, "batch time"]) -> Int[Tensor, "batch time"]:
+def document_positions(document_ids: Int[Tensor, "batch time"]) -> Int[Tensor, "batch time"]:
     """Return the position within its document of each position of packed rows."""
     index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
-    begins = torch.ones_like(document_ids, dtype=torch.bool)
-    begins[:, 1:] = document_ids.diff(dim=1) != 0
-    return index - index.where(begins, 0).cummax(1).values
+    is_start = torch.ones_like(document_ids, dtype=torch.bool)
+    is_start[:, 1:] = document_ids.diff(dim=1) != 0
+    return index - index.where(is_start, 0).cummax(1).values
 
 
-def document_lengths(places: Int[Tensor, "row time"]) -> list[int]:
+def document_lengths(positions: Int[Tensor, "row time"]) -> list[int]:
     """Return the length of each document of packed rows, given the positions within them."""
-    begins = (places == 0).flatten().nonzero()[:, 0]
-    return begins.diff(append=begins.new_tensor([places.numel()])).tolist()
+    starts = (positions == 0).flatten().nonzero()[:, 0]
+    return starts.diff(append=starts.new_tensor([positions.numel()])).tolist()
 
 
 def within_documents(document_ids: Int[Tensor, "batch time"]) -> Bool[Tensor, "batch time time"]:
@@ -172,9 +177,10 @@ def within_documents(document_ids: Int[Tensor, "batch time"]) -> Bool[Tensor, "b
 
 
 def stack_rows(
-    own: Shaped[Tensor, "batch time *rest"], new: Shaped[Tensor, "row path *rest"]
+    first: Shaped[Tensor, "batch time *rest"], second: Shaped[Tensor, "row path *rest"]
 ) -> Shaped[Tensor, "slot level *rest"]:
     """Concatenate rows; the shorter ones are padded on the right with zeros."""
-    width = max(own.shape[1], new.shape[1])
-    rest = (0, 0) * (own.ndim - 2)
-    return torch.cat([pad(one, (*rest, 0, width - one.shape[1])) for one in (own, new)])
+    width = max(first.shape[1], second.shape[1])
+    unpadded = (0, 0) * (first.ndim - 2)
+    batches = (first, second)
+    return torch.cat([pad(rows, (*unpadded, 0, width - rows.shape[1])) for rows in batches])

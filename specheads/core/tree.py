@@ -11,7 +11,7 @@ from specheads.core.errors import InputError, whole
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class BranchSampling:
     """How a tree was sampled from the drafter's probs, for recursive rejection.
 
     Nodes are ordered level by level, and the children of a node in the order of sampling.
@@ -36,17 +36,17 @@ class TokenTree:
 
     tokens: Int[Tensor, "batch node"]
     parents: Int[Tensor, "batch node"]
-    reach: Bool[Tensor, "batch node node"] | None = None
+    ancestor_mask: Bool[Tensor, "batch node node"] | None = None
     """What `ancestors` returns, if the tree policy has computed it."""
-    drawn: Drawn | None = None
+    branch_sampling: BranchSampling | None = None
     """How children were sampled; None for a drafter's best guesses."""
     num_copied: int = 0
     """How many of the last nodes were copied from the text; the others were drafted."""
 
     def ancestors(self) -> Bool[Tensor, "batch node node"]:
         """Return `out[b, i, j]`: true if j is i itself or an ancestor of i."""
-        if self.reach is not None:
-            return self.reach
+        if self.ancestor_mask is not None:
+            return self.ancestor_mask
         num_nodes = self.parents.shape[1]
         nodes = torch.arange(num_nodes, device=self.parents.device)
         # float, because not every device has a batched product of booleans
@@ -77,17 +77,17 @@ def from_paths(paths: Int[Tensor, "batch path level"], num_nodes: int | None = N
     # the first path with the same prefix; argmax returns the first of equal values
     owner = shared.transpose(2, 3).argmax(-1)
     is_first = (owner == torch.arange(num_paths, device=paths.device)[:, None]).flatten(1)
-    place = (is_first.cumsum(-1) - 1).view(batch, num_paths, length)
-    above = torch.full_like(paths, -1)
-    above[..., 1:] = place[..., :-1].gather(1, owner[..., :-1])
+    node = (is_first.cumsum(-1) - 1).view(batch, num_paths, length)
+    parent = torch.full_like(paths, -1)
+    parent[..., 1:] = node[..., :-1].gather(1, owner[..., :-1])
     count = is_first.sum(-1, keepdim=True)
     num_nodes = int(count.max()) if num_nodes is None else num_nodes
-    kept = (~is_first).to(torch.uint8).argsort(dim=-1, stable=True)[:, :num_nodes]
-    kept = torch.nn.functional.pad(kept, (0, num_nodes - kept.shape[1]))
+    order = (~is_first).to(torch.uint8).argsort(dim=-1, stable=True)[:, :num_nodes]
+    order = torch.nn.functional.pad(order, (0, num_nodes - order.shape[1]))
     nodes = torch.arange(num_nodes, device=paths.device)
     return TokenTree(
-        torch.where(nodes < count, paths.flatten(1).gather(1, kept), paths[:, 0, :1]),
-        torch.where(nodes < count, above.flatten(1).gather(1, kept), nodes - 1),
+        torch.where(nodes < count, paths.flatten(1).gather(1, order), paths[:, 0, :1]),
+        torch.where(nodes < count, parent.flatten(1).gather(1, order), nodes - 1),
     )
 
 

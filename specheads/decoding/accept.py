@@ -79,13 +79,13 @@ def walk(
     tree: TokenTree, base_probs: Scores, coins: Coins
 ) -> tuple[Int[Tensor, "batch path"], Int[Tensor, " batch"], Float[Tensor, "batch vocab"]]:
     """Return the path that rejection keeps, its length, and the probs of the next token."""
-    assert tree.drawn is not None
+    assert tree.branch_sampling is not None
     rows = torch.arange(len(base_probs), device=base_probs.device)
     probs, alive = base_probs[:, 0], torch.ones_like(rows, dtype=torch.bool)
     # `place` is the node's index in its level, which begins at node `above`
     place, above, size = torch.zeros_like(rows), 0, 1
     path, count = [place], torch.ones_like(rows)
-    for width in tree.drawn.branches:
+    for width in tree.branch_sampling.branches:
         below = above + size
         children = below + place[:, None] * width + torch.arange(width, device=rows.device)
         # all children of a node may be absent, or none
@@ -94,7 +94,7 @@ def walk(
             tree.tokens.gather(1, children),
             coins.gather(1, children),
             probs,
-            tree.drawn.probs[rows, above + place],
+            tree.branch_sampling.probs[rows, above + place],
         )
         alive = tested & (rank >= 0)
         # finished rows continue with node 0 of each level; the result is not read
@@ -204,7 +204,7 @@ def rejection_rule(
     one: child c is kept with the base's probability of c among what remains after its siblings.
     That is the same as sampling from the base and comparing, so `match_rule` is used.
     """
-    if rows.greedy or tree.drawn is None:
+    if rows.greedy or tree.branch_sampling is None:
         return match_rule(tree, logits, ancestors, rows)
     base_probs = rows.tree_probs(tree, logits, ancestors)
     return rejection(tree, base_probs, rows.coins(ancestors), rows.uniforms(ancestors))

@@ -165,7 +165,7 @@ class Streaming(DraftModel):
         super().__init__(base, depth, base, max_nodes=max_nodes)
         self.sinks, self.window, self.chunk = sinks, window, max_nodes
         # with more unread positions than the window it would take the row for a new one
-        self.most_unread = min(self.most_unread, window)
+        self.max_unread_positions = min(self.max_unread_positions, window)
 
     def memory(self, batch: int, capacity: int) -> KVCache:
         """Return an empty window; its size does not depend on the capacity."""
@@ -183,7 +183,7 @@ class Streaming(DraftModel):
                 int((counts - start).max()), device=counts.device
             )
             recent = recent.clamp(max=tokens.shape[1] - 1)
-            committed = Committed(features.at(recent), tokens.gather(1, recent), counts - start)
+            committed = Committed(features.gather(recent), tokens.gather(1, recent), counts - start)
         return super().begin(committed, memory)
 
     def _skip(

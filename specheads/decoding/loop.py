@@ -111,10 +111,10 @@ def step(
     with without_cudnn_attention(base.device):
         grown = tree.grow(drafter, state.committed, state.memory, state.rows)
         if drafter is not None and not tree.own_depth and state.memory is not None:
-            if state.committed.next_tokens.shape[1] < drafter.most_unread:
+            if state.committed.next_tokens.shape[1] < drafter.max_unread_positions:
                 unread = state.committed
             else:
-                drafter.read(state.committed, state.memory)
+                drafter.store_committed(state.committed, state.memory)
     drafted = _now(base, wait=timed)
     verified = base.verify(grown, state.cache, drafter.aux_layers if drafter else ())
     verdict = acceptance(grown, verified.logits, verified.ancestors, state.rows)
@@ -123,13 +123,13 @@ def step(
     state.cache.commit([taken.path for taken in steps])
     width = max(len(taken.path) for taken in steps)
     padded = [taken.tokens + taken.tokens[-1:] * (width - len(taken.tokens)) for taken in steps]
-    features = verified.features.at(verdict.path[:, :width])
+    features = verified.features.gather(verdict.path[:, :width])
     state.committed = Committed(features, upload(padded, verdict.path.device), verdict.count)
     state.rows.advance(state.committed.next_tokens, state.cache.positions)
     for text, taken in zip(state.rows.texts, steps, strict=True):
         text.extend(taken.tokens)
     if unread is not None:
-        state.committed = unread.then(state.committed)
+        state.committed = unread.append(state.committed)
     return steps
 
 
@@ -193,12 +193,12 @@ def start(
     following = padded.roll(-1, dims=1).scatter(1, counts[:, None] - 1, first)
     committed = Committed(features, following, counts)
     if drafter is None or memory is None:
-        committed = committed.ending()
+        committed = committed.last_positions()
     elif min(lengths) > 1:
         # all but the last position are read, so that rows that join are not wider than others
         with without_cudnn_attention(base.device):
-            drafter.read(replace(committed, counts=counts - 1), memory)
-        committed = committed.ending()
+            drafter.store_committed(replace(committed, counts=counts - 1), memory)
+        committed = committed.last_positions()
     return DecodingState(cache, committed, memory, rows), roots
 
 

@@ -34,7 +34,7 @@ from specheads.decoding.generate import refuse_unfit
 from specheads.decoding.request import Request, Stream
 from specheads.decoding.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
-from specheads.heads.load import fit, load_head
+from specheads.heads.load import fit_to_base, load_head
 
 Generated = Tensor | GenerateDecoderOnlyOutput
 _checked: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
@@ -86,7 +86,7 @@ def custom_generate(
         if isinstance(head, Head):
             # at every call, because the model may have moved or be another one
             with torch.inference_mode(False):
-                fit(head, base, force=force)
+                fit_to_base(head, base, force=force)
         texts = zip(input_ids.tolist(), padding.tolist(), strict=True)
         prompts = [text[empty:] for text, empty in texts]
         refuse_unfit(base, prompts, limit)

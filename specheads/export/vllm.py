@@ -376,7 +376,7 @@ class Proposer:
             memory = memory.scatter(self._slots(index, start + count, extent), start)
         committed = Committed(features, tokens, count)
         if not starts:
-            self.head.read(committed, memory)
+            self.head.store_committed(committed, memory)
             return [[] for _ in rows]
         logits, state = self.head.begin(committed, memory)
         positions = sum(row.end for row in rows)

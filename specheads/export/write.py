@@ -28,7 +28,7 @@ from specheads.core.files import as_json, atomic_folder, refuse_outside, sweep, 
 from specheads.decoding.trees import policies
 from specheads.export.layouts import find_layout
 from specheads.export.layouts._shared import Folder
-from specheads.heads.load import copy_of, load_head
+from specheads.heads.load import copy_head, load_head
 from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import GenerationSettings, write_alone
 from specheads.measure.offline import guess_ranks, replay
@@ -123,7 +123,7 @@ def export_head(
             if base.tokenizer is not None:
                 base.tokenizer.save_pretrained(scratch / MERGED_BASE)
         lent = tables(base)
-        trained = widened(copy_of(head), lent)
+        trained = widened(copy_head(head), lent)
         loaded = widened(load_export(scratch, head, base, copied=bool(folder.copied)), lent)
         read = bar(read_texts(head, base, texts), "drafts", shown=True)
         difference = largest_difference((drafts(trained, one), drafts(loaded, one)) for one in read)

@@ -72,7 +72,7 @@ def configure(settings: Mapping[str, Any]) -> Any:
     return module.Config(**values)
 
 
-def build(settings: Mapping[str, Any], *, width: int, vocab_size: int) -> Head:
+def build_head(settings: Mapping[str, Any], *, width: int, vocab_size: int) -> Head:
     """Make an untrained head of `kind` for these settings and sizes of the base.
 
     `vocab_size` is the number of rows of the base's vocabulary projection. Errors are those of
@@ -83,7 +83,7 @@ def build(settings: Mapping[str, Any], *, width: int, vocab_size: int) -> Head:
 
 
 def head_sizes(base: FrozenBase) -> dict[str, int]:
-    """Return the sizes of a base that `build` needs; refuse a base that no head fits."""
+    """Return the sizes of a base that `build_head` needs; refuse a base that no head fits."""
     if (rows := len(base.embedding)) != base.vocab_size:
         raise InputError(
             f"a head needs a base with logits for every token, and {base.config.model_type!r} has "
@@ -98,7 +98,9 @@ def head_sizes(base: FrozenBase) -> dict[str, int]:
     return {"width": base.width, "vocab_size": base.vocab_size}
 
 
-def build_for(settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | None = None) -> Head:
+def build_for_base(
+    settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | None = None
+) -> Head:
     """Make an untrained head, initialised from the base's tensors, on the base's device.
 
     `counts` are the occurrences of each token in the training text, for a reduced draft vocabulary;
@@ -108,9 +110,9 @@ def build_for(settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | No
     from_base = settings.get("init_from_base")
     settings = _sized_as(base, settings) if from_base else settings
     with planning("head settings"):
-        planned = build(settings, **sizes)
+        planned = build_head(settings, **sizes)
     refuse_too_large(planned, base.device)
-    head = build(settings, **sizes)
+    head = build_head(settings, **sizes)
     if counts is not None:
         head.choose_vocabulary(counts)
     # heads train in float32, because small updates vanish in bfloat16
@@ -186,15 +188,15 @@ def resume_head(path: str | Path, base: FrozenBase, kind: str) -> Head:
     return head
 
 
-def copy_of(head: Head) -> Head:
+def copy_head(head: Head) -> Head:
     """Return a copy with its own parameters; the read-only buffers are shared."""
     return deepcopy(head, {id(buffer): buffer for buffer in head.buffers()})
 
 
-def drafter_of(head: Head, base: FrozenBase) -> Head:
+def copy_for_drafting(head: Head, base: FrozenBase) -> Head:
     """Return a copy of a head for drafting; the head itself, perhaps in training, is unchanged."""
-    drafter = copy_of(head).eval().requires_grad_(False)
-    fit(drafter, base, force=True)
+    drafter = copy_head(head).eval().requires_grad_(False)
+    fit_to_base(drafter, base, force=True)
     return drafter
 
 
@@ -226,7 +228,7 @@ def load_head(
     if (file := folder / tuned.FILE).is_file():
         head.tuned = tuned.Tuned.read(read_json(file), str(file), head.depth)
     if base is not None:
-        fit(head, base, force=force)
+        fit_to_base(head, base, force=force)
     return head.eval()
 
 
@@ -238,13 +240,13 @@ def _interpret(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | Non
         return next((head for head in found if head is not None), None)
     sizes = {name: config.pop(name, 0) for name in ("width", "vocab_size")}
     made_for = config.pop("base_fingerprint", "")
-    head = build(config, **sizes)
+    head = build_head(config, **sizes)
     head.base_fingerprint = str(made_for)
     fill(head, tensors)
     return head
 
 
-def fit(head: Head, base: FrozenBase, *, force: bool = False) -> None:
+def fit_to_base(head: Head, base: FrozenBase, *, force: bool = False) -> None:
     """Move a head to its base's device and bind it to the base's tensors; `force` as `load_head`.
 
     A head for another width, vocabulary or weights, or for more layers, is refused.
@@ -270,7 +272,7 @@ def refuse_misfit(
                 f"the head was made for a base of {name} {theirs}, this base has {ours}; "
                 "load the base it was trained on"
             )
-    if not head.is_of(fingerprint):
+    if not head.matches_fingerprint(fingerprint):
         made_for = head.base_fingerprint[: len(fingerprint)]
         raise InputError(
             f"a head fits the weights it was trained on: those are {made_for}, this base has "

@@ -10,7 +10,7 @@ from torch.profiler import record_function
 
 from specheads.config.training import Phase
 from specheads.core.drafter import Features, Head
-from specheads.core.features import document_places
+from specheads.core.features import document_positions
 from specheads.core.kernels import product_dtype
 from specheads.core.machine import to_device
 from specheads.core.seeds import derive_seed
@@ -227,7 +227,7 @@ def early_enough(
     """Exclude the first labels of a text, for which there is no position `depth` + 1 before."""
     if document_ids is None:
         return loss_mask & (torch.arange(loss_mask.shape[1], device=loss_mask.device) > depth)
-    return loss_mask & (document_places(document_ids) > depth)
+    return loss_mask & (document_positions(document_ids) > depth)
 
 
 def own_labels(

@@ -38,8 +38,8 @@ from specheads.core.ranges import AUTO
 from specheads.data.packing import TokenBatch
 from specheads.decoding.generate import generate
 from specheads.heads.load import (
-    build,
-    build_for,
+    build_for_base,
+    build_head,
     choose_layers,
     head_sizes,
     load_head,
@@ -224,7 +224,7 @@ def _measure(
     if setup.init:
         head = resume_head(setup.init, base, setup.head["kind"])
     else:
-        head = build_for(setup.head, base)
+        head = build_for_base(setup.head, base)
     teacher, hours = setup.teacher(base, head), {}
     try:
         stepper = StepRunner(teacher, setup.schedule, accelerator, setup.seed)
@@ -403,7 +403,7 @@ def shaped_head(setup: Setup, base: FrozenBase) -> Head:
     """Return the head of a training on the meta device."""
     init = load_head(setup.init) if setup.init else None
     with torch.device("meta"):
-        head = build(setup.head, **head_sizes(base)) if init is None else init.to("meta")
+        head = build_head(setup.head, **head_sizes(base)) if init is None else init.to("meta")
     choose_layers(head, base.num_layers)
     return head
 

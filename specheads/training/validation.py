@@ -13,7 +13,7 @@ from torch import Tensor
 from specheads.config.training import Phase
 from specheads.core.files import read_json
 from specheads.data.packing import TokenBatch
-from specheads.heads.load import drafter_of
+from specheads.heads.load import copy_for_drafting
 from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.runs.directory import RunDirectory
 from specheads.training.depth_loss import DepthLoss
@@ -136,7 +136,7 @@ def tokens_per_forward(
     The base decodes with the current adapter; the drafter is a copy of the head. `prompts` is this
     process's share. `total` sums over processes; every process calls it exactly once.
     """
-    drafter = drafter_of(teacher.head, teacher.base)
+    drafter = copy_for_drafting(teacher.head, teacher.base)
     how = GenerationSettings(max_new_tokens=new_tokens, batch_size=max(1, len(prompts)))
     counts = [one.counts for one in decode_prompts(teacher.base, drafter, prompts, how)]
     sums = [sum(one.new_tokens for one in counts), sum(one.forwards for one in counts)]

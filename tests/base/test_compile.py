@@ -18,7 +18,7 @@ from specheads.base.compile import CompiledLayers, CudaGraphs, compiled
 from specheads.base.model import FrozenBase
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
-from specheads.heads.load import Head, build_for
+from specheads.heads.load import Head, build_for_base
 from tests import tiny
 from tests.oracle import Oracle
 
@@ -137,7 +137,7 @@ def test_a_missing_compiler_is_an_input_error() -> None:
 def eagle(architecture: str) -> Head:
     torch.manual_seed(0)
     base = tiny.base(architecture)
-    return build_for({"kind": "eagle3", "depth": 2}, base).eval().double()
+    return build_for_base({"kind": "eagle3", "depth": 2}, base).eval().double()
 
 
 def rounds(architecture: str) -> None:

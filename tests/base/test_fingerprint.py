@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from specheads.base.fingerprint import base_fingerprint, config_fingerprint
 from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
-from specheads.heads.load import build_for, load_head
+from specheads.heads.load import build_for_base, load_head
 from tests import tiny
 
 REFUSAL = r"a head fits the weights it was trained on: those are [\da-f-]{33}, this base has"
@@ -29,7 +29,9 @@ def of(model: PreTrainedModel) -> str:
 
 @pytest.fixture
 def head_folder(tmp_path: Path) -> Path:
-    head = build_for({"kind": "mlp_speculator", "inner_dim": 8}, tiny.base(dtype=torch.float32))
+    head = build_for_base(
+        {"kind": "mlp_speculator", "inner_dim": 8}, tiny.base(dtype=torch.float32)
+    )
     head.save_pretrained(tmp_path / "head")
     return tmp_path / "head"
 

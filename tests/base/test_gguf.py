@@ -17,7 +17,7 @@ from specheads.base.gguf import located
 from specheads.base.model import FrozenBase
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
-from specheads.heads.load import build_for, fit
+from specheads.heads.load import build_for_base, fit_to_base
 from tests.base import gguf_file
 from tests.base.test_loading import refused
 from tests.oracle import Oracle
@@ -93,10 +93,10 @@ def test_heads_accept_one_base_by_package_file_and_folder(file, tmp_path, monkey
     base = load("package:carrier")
     assert base.name == "package:carrier"
     assert "carrier" not in sys.modules
-    head = build_for({"kind": "medusa", "depth": 2}, base)
+    head = build_for_base({"kind": "medusa", "depth": 2}, base)
     for other in (load(file), load(base.place)):
         assert other.fingerprint == base.fingerprint
-        fit(head, other)
+        fit_to_base(head, other)
 
 
 def test_a_package_without_exactly_one_gguf_is_refused(file, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from specheads.decoding.generate import generate
 from specheads.decoding.loop import BASE_ORIGIN, Origin
 from specheads.decoding.sampling import GREEDY
 from specheads.decoding.trees.policies import chain
-from specheads.heads.load import build_for
+from specheads.heads.load import build_for_base
 from tests.oracle import Oracle
 
 BASE_FOLDER = data_dir("recipes") / "tiny_code" / "base"
@@ -35,7 +35,7 @@ def head(base: FrozenBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a head that was never trained."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("head") / "medusa"
-    build_for({"kind": "medusa", "depth": 2}, base).save_pretrained(folder)
+    build_for_base({"kind": "medusa", "depth": 2}, base).save_pretrained(folder)
     return folder
 
 

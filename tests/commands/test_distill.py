@@ -9,7 +9,7 @@ import pytest
 
 import specheads
 from specheads.config import data_dir
-from specheads.heads.load import build_for
+from specheads.heads.load import build_for_base
 
 SMALL = ["recipe=smoke", "num_samples=6", "new_tokens=8", "batch_size=3"]
 
@@ -50,7 +50,7 @@ def test_text_is_written_with_a_report_and_resumed(
 def test_head_generates_the_same_text(
     base: specheads.FrozenBase, corpus: list[str], tmp_path: Path
 ):
-    head = build_for({"kind": "mlp_speculator", "depth": 2, "inner_dim": 16}, base)
+    head = build_for_base({"kind": "mlp_speculator", "depth": 2, "inner_dim": 16}, base)
     head.save_pretrained(tmp_path / "head")
     words = [*SMALL, *corpus]
     specheads.distill(overrides=words, base=base, out=tmp_path / "alone")

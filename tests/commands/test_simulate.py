@@ -12,7 +12,7 @@ from specheads.config import compose
 from specheads.core.files import dumps
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees.tuned import AcceptanceRates
-from specheads.heads.load import build_for
+from specheads.heads.load import build_for_base
 from specheads.measure.results import read_results
 from specheads.measure.simulate import LoadResults
 from tests.tuned import tuned
@@ -66,7 +66,7 @@ def test_computed_times_are_marked_as_computed(tmp_path: Path, capsys: Any):
     settings = compose.settings_of("train", ["recipe=smoke"])
     (tmp_path / "config.yaml").write_text(compose.as_yaml(settings))
     base = specheads.FrozenBase.load(settings.base.model, device="cpu")
-    build_for(settings.head, base).save_pretrained(tmp_path / "head")
+    build_for_base(settings.head, base).save_pretrained(tmp_path / "head")
     call("simulate", [f"run={tmp_path}", "hardware=h100", "acceptance=[0.8,0.7]", *SMALL])
     shown = " ".join(capsys.readouterr().out.split())
     assert "times computed for H100" in shown

@@ -17,7 +17,7 @@ from specheads.core.files import dumps
 from specheads.decoding.calibration import Curve
 from specheads.decoding.trees.tuned import FILE, Machine
 from specheads.export.vllm import COST_FILE
-from specheads.heads.load import build_for
+from specheads.heads.load import build_for_base
 from tests import tuned
 from tests.export.trained import BASE, base
 from tests.servers import VLLM
@@ -27,7 +27,7 @@ DEPTH = 2
 
 @pytest.fixture
 def settings(tmp_path) -> Tune:
-    build_for({"kind": "mlp_speculator", "depth": DEPTH}, base()).save_pretrained(tmp_path)
+    build_for_base({"kind": "mlp_speculator", "depth": DEPTH}, base()).save_pretrained(tmp_path)
     python = os.environ.get("VLLM_PYTHON", sys.executable)
     told = ["engine=vllm", f"head={tmp_path}", f"base={BASE}", "base.dtype=float32"]
     return settings_for(Tune, [*told, "batch_sizes=[1,4]", "contexts=[32]", f"python={python}"])

@@ -11,7 +11,7 @@ import torch
 from specheads import config
 from specheads.config import compose
 from specheads.core.errors import InputError
-from specheads.heads.load import build
+from specheads.heads.load import build_head
 from specheads.training.optimizers import BETAS
 from specheads.training.schedule import refuse_misfit
 from specheads.training.step import CLIP_NORM
@@ -27,7 +27,7 @@ def test_recipe_composes_builds_its_head_and_has_a_card(name: str):
     settings = compose.settings_of("train", [f"recipe={name}", *mine])
     assert settings.name == name
     with torch.device("meta"):
-        head = build(settings.head, width=64, vocab_size=65536)
+        head = build_head(settings.head, width=64, vocab_size=65536)
     for phase_name, phase in settings.schedule.phases.items():
         refuse_misfit(phase_name, phase, context=8192, depth=head.depth)
     card = RECIPES[name].with_name("README.md").read_text(encoding="utf-8")

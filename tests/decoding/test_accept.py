@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from specheads.core.tree import Drawn, TokenTree, chain
+from specheads.core.tree import BranchSampling, TokenTree, chain
 from specheads.decoding import accept, noise
 from specheads.decoding.accept import Verdict, draw, match, rejection, typical
 from specheads.decoding.trees.policies import Static
@@ -186,9 +186,11 @@ def grown(
     for weight, prefixes, parents, _ in found:
         tokens = [0] + [prefix[-1] for prefix in prefixes[1:]]
         probs = torch.stack([draft[prefix] for prefix in prefixes[:first]])
-        how = Drawn(branches, probs[None])
+        how = BranchSampling(branches, probs[None])
         yield Grown(
-            weight, TokenTree(torch.tensor([tokens]), torch.tensor([parents]), drawn=how), prefixes
+            weight,
+            TokenTree(torch.tensor([tokens]), torch.tensor([parents]), branch_sampling=how),
+            prefixes,
         )
 
 
@@ -213,9 +215,13 @@ def sums(law: torch.Tensor) -> list[float]:
 
 
 def repeated(tree: TokenTree, count: int) -> TokenTree:
-    assert tree.drawn is not None
-    how = Drawn(tree.drawn.branches, tree.drawn.probs.expand(count, -1, -1))
-    return TokenTree(tree.tokens.expand(count, -1), tree.parents.expand(count, -1), drawn=how)
+    assert tree.branch_sampling is not None
+    how = BranchSampling(
+        tree.branch_sampling.branches, tree.branch_sampling.probs.expand(count, -1, -1)
+    )
+    return TokenTree(
+        tree.tokens.expand(count, -1), tree.parents.expand(count, -1), branch_sampling=how
+    )
 
 
 Judged = tuple[Verdict, torch.Tensor]
@@ -228,13 +234,13 @@ def by_rejection(one: Grown, base: Laws, shared: bool = False) -> Judged:
     `shared` has all children of a node tested with one coin, which is wrong.
     """
     tree = one.tree
-    assert tree.drawn is not None
+    assert tree.branch_sampling is not None
     coins: list[list[float]] = [[] for _ in one.prefixes]
     ends: list[float] = []
     for node, prefix in enumerate(one.prefixes):
         law, ends = base[prefix], ends + sums(base[prefix])
         below = [child for child, parent in enumerate(tree.parents[0].tolist()) if parent == node]
-        left = tree.drawn.probs[0, node].clone() if below else law
+        left = tree.branch_sampling.probs[0, node].clone() if below else law
         for place, child in enumerate(below):
             token = one.prefixes[child][-1]
             coins[child] = [float(law[token] / left[token])]
@@ -421,7 +427,7 @@ def test_the_check_catches_dropping_a_doubted_token_unverified():
     for one in grown(draft, (1,)):
         parents = one.tree.parents.clone()
         parents[0, 1] = -1 if one.tree.tokens[0, 1] == 1 else 0
-        tree = TokenTree(one.tree.tokens, parents, drawn=one.tree.drawn)
+        tree = TokenTree(one.tree.tokens, parents, branch_sampling=one.tree.branch_sampling)
         dropping.append(Grown(one.weight, tree, one.prefixes))
     law = emitted(by_rejection, dropping, base, 1)
     torch.testing.assert_close(law, torch.tensor([0.85, 0.15]))
@@ -476,9 +482,11 @@ def test_a_chain_is_judged_as_transformers_judges_it(case):
     )  # fmt: skip
     depth = draft.shape[1]
     tree = chain(tokens[:, -depth - 1 :])
-    how = Drawn((1,) * depth, draft.double().softmax(-1))
+    how = BranchSampling((1,) * depth, draft.double().softmax(-1))
     coins = torch.cat([torch.zeros(1), uniforms])[None]
-    path, count, after = accept.walk(replace(tree, drawn=how), base.double().softmax(-1), coins)
+    path, count, after = accept.walk(
+        replace(tree, branch_sampling=how), base.double().softmax(-1), coins
+    )
     assert int(count) == int(matched) + 1
     assert path[0, : int(count)].tolist() == list(range(int(count)))
     torch.testing.assert_close(after[0], law.double(), atol=1e-6, rtol=1e-5)
@@ -493,10 +501,10 @@ def test_a_chain_has_the_law_that_transformers_measured():
     count, rows, depth = 60_000, torch.arange(60_000), 3
     tokens = draw(draft.expand(count, -1, -1), noise.uniform(rows[:, None], torch.arange(3), 0))
     tree = chain(torch.cat([torch.zeros(count, 1, dtype=torch.long), tokens], dim=1))
-    how = Drawn((1,) * depth, draft.expand(count, -1, -1))
+    how = BranchSampling((1,) * depth, draft.expand(count, -1, -1))
     nodes = torch.arange(depth + 1)
     verdict = rejection(
-        replace(tree, drawn=how),
+        replace(tree, branch_sampling=how),
         base.expand(count, -1, -1),
         noise.uniform(rows[:, None], nodes, 1),
         noise.uniform(rows[:, None], nodes, 2),

@@ -22,7 +22,7 @@ from specheads.decoding.request import Request, Stream
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
-from specheads.heads.load import build_for, fit
+from specheads.heads.load import build_for_base, fit_to_base
 from tests import tiny
 from tests.decoding.test_detokenize import PIECES, tokenizer
 from tests.oracle import TextPositions
@@ -40,7 +40,7 @@ def what(step: DecodingStep) -> tuple[list[int], ...]:
 def head(kind: str, **settings: Any) -> Drafter:
     """Return an untrained head, right about as often as chance has it."""
     torch.manual_seed(1)
-    made = build_for({"kind": kind, "depth": 3, **settings}, tiny.base()).double().eval()
+    made = build_for_base({"kind": kind, "depth": 3, **settings}, tiny.base()).double().eval()
     for parameter in made.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     return made
@@ -369,10 +369,10 @@ def test_a_stop_string_with_a_special_token_among_others_is_refused(base):
 
 def test_a_head_in_another_dtype_is_refused_before_torch_fails():
     base = tiny.base(dtype=torch.bfloat16)
-    head = build_for({"kind": "medusa", "depth": 2}, base).eval()
+    head = build_for_base({"kind": "medusa", "depth": 2}, base).eval()
     with pytest.raises(ValueError, match=r"float32 on cpu for a base in .*bfloat16.*load_head"):
         Engine(base, head)
-    fit(head, base)
+    fit_to_base(head, base)
     assert head.projection(0)[0].dtype == base.dtype
     Engine(base, head)
 

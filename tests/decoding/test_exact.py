@@ -20,7 +20,7 @@ from specheads.core.tree import TokenTree
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.trees import policies
 from specheads.export.write import export_head
-from specheads.heads.load import build_for, load_head
+from specheads.heads.load import build_for_base, load_head
 from specheads.runs.trackers import read_metrics
 from specheads.training.plan import PeakMemory, Shapes
 from specheads.training.schedule import schedule_phases
@@ -220,7 +220,7 @@ def test_head_of_experts_is_planned_exported_and_loaded(
     assert 0.85 < found < 1.3
 
     torch.manual_seed(0)
-    head = build_for({"kind": kind, "depth": 3}, base)
+    head = build_for_base({"kind": kind, "depth": 3}, base)
     head.save_pretrained(tmp_path / "head")
     loaded = load_head(tmp_path / "head", base=base)
     prompts = tiny.prompts()

@@ -19,7 +19,7 @@ from specheads.decoding.request import Request
 from specheads.decoding.sampling import GREEDY, Sampling
 from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.policies import Beam, BestFirst, Product, Sampled, Static, chain
-from specheads.heads.load import build_for
+from specheads.heads.load import build_for_base
 from tests import tiny
 
 PROMPT = [5, 0, 60, 7]
@@ -193,7 +193,7 @@ def test_a_tree_that_the_drafter_cannot_draft_is_refused_with_the_engine(tree, t
 
 
 def test_guesses_are_counted_among_the_tokens_that_a_head_drafts():
-    made = build_for({"kind": "medusa", "depth": 1, "draft_tokens": 8}, tiny.base()).double()
+    made = build_for_base({"kind": "medusa", "depth": 1, "draft_tokens": 8}, tiny.base()).double()
     Engine(tiny.base(), made, tree=Static([(7,)]))
     refused("9 guesses .* knows 8", lambda: Engine(tiny.base(), made, tree=Static([(8,)])))
 

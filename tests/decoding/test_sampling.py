@@ -274,9 +274,9 @@ def test_drawn_children_are_distinct_and_follow_the_law_without_replacement():
     table = torch.randn(5, 5, generator=torch.Generator().manual_seed(0)).double()
     chosen = Sampling(temperature=0.7, top_k=4)
     tree = grown(Sampled((2, 1)), Markov(table, 2), [3] * 20_000, chosen)
-    assert tree.drawn is not None
+    assert tree.branch_sampling is not None
     law = (table[3] / 0.7).masked_fill(table[3] == table[3].min(), -torch.inf).softmax(-1)
-    torch.testing.assert_close(tree.drawn.probs[0, 0], law)
+    torch.testing.assert_close(tree.branch_sampling.probs[0, 0], law)
     first, second = tree.tokens[:, 1], tree.tokens[:, 2]
     counts = torch.zeros(5, 5).index_put_((first, second), torch.ones(()), accumulate=True)
     wanted = law[:, None] * law / (1 - law)[:, None]
@@ -294,8 +294,8 @@ def test_greedy_rows_get_the_best_guesses_and_small_draft_vocabularies_their_tok
     assert tree.tokens.tolist() == [[1, 3, 4, 3, 3]]
     tree = grown(Sampled((3,)), Small(table, 1), [1], Sampling(temperature=1.0))
     assert sorted(tree.tokens[0, 1:].tolist()) == [2, 3, 4]
-    assert tree.drawn is not None
-    assert tree.drawn.probs[0, 0, :2].tolist() == [0.0, 0.0]
+    assert tree.branch_sampling is not None
+    assert tree.branch_sampling.probs[0, 0, :2].tolist() == [0.0, 0.0]
 
 
 VOCAB, NEW, BATCH = 5, 3, 4_000

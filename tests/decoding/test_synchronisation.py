@@ -17,7 +17,7 @@ from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.policies import Product, Sampled
-from specheads.heads.load import Head, build_for, kinds
+from specheads.heads.load import Head, build_for_base, kinds
 from tests import tiny
 from tests.meta import META, Waits
 
@@ -84,7 +84,7 @@ def waits(
 
 
 def head_on(base: FrozenBase, kind: str = "medusa") -> Head:
-    head = build_for({"kind": kind, "depth": 3}, tiny.base("llama", dtype=torch.float32))
+    head = build_for_base({"kind": kind, "depth": 3}, tiny.base("llama", dtype=torch.float32))
     head.to(META)
     head.bind(base.embedding, base.projection.weight)
     return head.eval()

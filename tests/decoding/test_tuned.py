@@ -22,7 +22,7 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.tuned import Choice, Tuned
-from specheads.heads.load import build_for, drafter_of, load_head, resume_head
+from specheads.heads.load import build_for_base, copy_for_drafting, load_head, resume_head
 from tests import tiny
 from tests.tuned import FORWARD, NEGATIVE, tree, tuned
 
@@ -33,7 +33,7 @@ FALLING = LEVEL | {"probs": [0.1, 0.2], "accepted": [0.3, 0.2]}
 
 def folder(path: Path, kind: str = "eagle3", **content: Any) -> Path:
     base = tiny.base()
-    head = build_for({"kind": kind, "depth": 2}, base)
+    head = build_for_base({"kind": kind, "depth": 2}, base)
     head.save_pretrained(path)
     (path / "tuned.json").write_text(json.dumps(to_json(tuned()) | content))
     return path
@@ -129,7 +129,7 @@ def test_trees_tuned_on_another_machine_are_used_on_the_same_device_type(
 def test_trees_follow_batch_and_context_while_decoding():
     """And a head with a memory drafts after steps without a draft as if it always had."""
     base = tiny.base()
-    head = drafter_of(build_for({"kind": "eagle3", "depth": 2}, base), base)
+    head = copy_for_drafting(build_for_base({"kind": "eagle3", "depth": 2}, base), base)
     wide = [[0], [1], [2], [0, 0]]
     head.tuned = tuned(tree(context=4, kind="none"), tree(context=64, paths=wide, num_nodes=5))
     assert isinstance(Engine(base, head).tree, Choice)
@@ -152,7 +152,7 @@ TWICE = [[7, 3, 11, 5, 2, 9, 7, 3, 11], [4, 8, 4, 8, 4]]
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_a_tuned_tree_with_copied_text_is_drafted_and_changes_no_text(kind, temperature):
     base, sampling = tiny.base(), Sampling(temperature=temperature, seed=3)
-    head = drafter_of(build_for({"kind": kind, "depth": 2}, base), base)
+    head = copy_for_drafting(build_for_base({"kind": kind, "depth": 2}, base), base)
     head.tuned = tuned(tree(copied=5))
     how: Any = {"max_new_tokens": 40, "sampling": sampling}
     alone, out = (generate(base, one, TWICE, **how) for one in (None, head))

@@ -31,7 +31,7 @@ from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.export import custom_generate as plugin
 from specheads.export.custom_generate import hub_files
-from specheads.heads.load import build
+from specheads.heads.load import build_head
 from tests import tiny
 from tests.decoding.test_detokenize import tokenizer
 from tests.export.hub_server import TOKEN, HubServer
@@ -224,7 +224,7 @@ def changed(name: str, value: Any, inputs: dict[str, Tensor] = ALONE) -> dict[st
 FIVE = torch.arange(5)[None]
 SAMPLED, DICT = {"do_sample": True}, {"return_dict_in_generate": True}
 SHORT_PENALTY = RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=5)
-OTHER_BASE = build({"kind": "medusa", "depth": 2}, width=8, vocab_size=tiny.VOCAB)
+OTHER_BASE = build_head({"kind": "medusa", "depth": 2}, width=8, vocab_size=tiny.VOCAB)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_beams": 2}, "beam_search"),
     ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive_search"),
@@ -340,10 +340,10 @@ def test_folder_with_code_decodes_with_its_own_head(folder: Path):
     eos = token_of(0, 6)
     assert torch.equal(from_folder(folder, BATCH, eos_token_id=eos), plain(BATCH, eos_token_id=eos))
     (folder / "model.safetensors").unlink()
-    copy_of = folder.rename(folder.with_name("moved"))
+    copy_head = folder.rename(folder.with_name("moved"))
     # the name in the call has priority over the repository in the code, so no Hub is needed
     with pytest.raises(ValueError, match="moved has none"):
-        from_folder(copy_of)
+        from_folder(copy_head)
 
 
 def test_code_of_a_repository_passes_on_all_arguments(folder: Path):

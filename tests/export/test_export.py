@@ -35,7 +35,7 @@ from specheads.export.write import (
     tables,
     widened,
 )
-from specheads.heads.load import build_for, copy_of
+from specheads.heads.load import build_for_base, copy_head
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import guess_ranks, replay
 from specheads.measure.report import write_report
@@ -123,7 +123,7 @@ def texts(base: FrozenBase) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def lent(base: FrozenBase) -> Lent:
+def borrowed_projection(base: FrozenBase) -> Lent:
     return tables(base)
 
 
@@ -132,7 +132,7 @@ def make(kind: str, base: FrozenBase, depth: int = 3, **settings) -> Head:
     torch.manual_seed(1)
     counts = torch.randint(1, 100, (base.vocab_size,), generator=torch.manual_seed(2))
     settings |= {"kind": kind, "depth": depth}
-    head = build_for(settings, base, counts if "draft_tokens" in settings else None).eval()
+    head = build_for_base(settings, base, counts if "draft_tokens" in settings else None).eval()
     for parameter in head.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     return head
@@ -157,7 +157,7 @@ def oracles_of(kind: str, engine: str) -> list[DraftOracle]:
 
 def by_head(head: Head, base: FrozenBase, texts: Any, lent: Any) -> list[list[LevelDraft]]:
     """Return the drafts of a head for each text, in float64."""
-    wide = widened(copy_of(head), lent)
+    wide = widened(copy_head(head), lent)
     return [drafts(wide, features) for features in read_texts(head, base, texts)]
 
 
@@ -393,7 +393,7 @@ def test_unsupported_head_is_refused_with_engines_that_support_it(
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llama_cpp", "speculators", "transformers"])
 def test_a_block_head_is_refused_for_a_base_with_a_bias_of_its_lm_head(engine):
     base = tiny.biased()
-    head = build_for({"kind": "dflash", "attention_heads": 4, "aux_layers": [1, 2]}, base)
+    head = build_for_base({"kind": "dflash", "attention_heads": 4, "aux_layers": [1, 2]}, base)
     with pytest.raises(ValueError, match=r"lm_head .* without its bias; engines that can: none$"):
         find_layout(head, base, engine)
 

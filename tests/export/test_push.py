@@ -27,7 +27,7 @@ from specheads.core.files import dumps
 from specheads.export import card, hub
 from specheads.export.card import read_summary
 from specheads.export.layouts import engine_module, engines, objection
-from specheads.heads.load import build_for, kinds, load_head
+from specheads.heads.load import build_for_base, kinds, load_head
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import portable
 from tests import tiny
@@ -70,7 +70,7 @@ def made(
         asked = ["recipe=smoke", f"base.model={base_folder}", f"run_dir={made.path}"]
         settings = OmegaConf.to_object(hydra.compose("train", asked))
     made.begin(compose.as_yaml(settings), {"base_fingerprint": base.fingerprint})
-    made.end(build_for({"kind": "medusa", "depth": 3}, base))
+    made.end(build_for_base({"kind": "medusa", "depth": 3}, base))
     rows = [{"step": 6, "phase": "corpus", "tokens": 1536}]
     rows += [{"step": 10, "phase": "distilled", "tokens": 2560}]
     made.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -183,7 +183,7 @@ def test_card_has_the_measurements_as_metadata_and_as_text(publish, server, run)
 @pytest.mark.parametrize("kind", kinds())
 def test_card_has_the_commands_of_every_engine_that_serves_the_head(kind, made, base):
     about = read_summary(made, asdict(read_run(made.config, Train)), base, "ada/base")
-    head = build_for({"kind": kind, "depth": 3}, base)
+    head = build_for_base({"kind": kind, "depth": 3}, base)
     text = card.model_card(about, head, base)
     shown = re.findall(r"engine=(\w+) out=served$", text, re.MULTILINE)
     # a copy of the base is not for the head's repository

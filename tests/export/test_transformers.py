@@ -19,7 +19,7 @@ from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.export.layouts import engine_module
 from specheads.export.write import RECORD, export_head
-from specheads.heads.load import build_for, load_head, resume_head
+from specheads.heads.load import build_for_base, load_head, resume_head
 from specheads.measure.offline import guess_ranks
 from tests import tiny
 from tests.export.trained import taught
@@ -89,7 +89,7 @@ def test_transformers_drafts_with_an_exported_dflash_head_as_we_do(tmp_path, cou
     known = texts(base)
     torch.manual_seed(0)
     settings = {"kind": "dflash", "depth": DEPTH, "num_layers": 2, "mask_token": 7, **SHAPE}
-    head = learned(build_for(settings, base), base, known)
+    head = learned(build_for_base(settings, base), base, known)
     lines, parity = export_head(head, base, "transformers", tmp_path / "out", known)
     assert parity.largest_difference < 1e-5
     assert "assistant_model" in lines[0]
@@ -133,7 +133,7 @@ def based(folder: Path, dtype: torch.dtype, shard: str = "1GB") -> FrozenBase:
     base = FrozenBase.load(folder, dtype="float64", device="cpu")
     torch.manual_seed(0)
     settings = {"kind": "mtp", "qk_norm": True, "rope_theta": 500_000.0, **SHAPE}
-    add_module(folder, build_for(settings, base), dtype)
+    add_module(folder, build_for_base(settings, base), dtype)
     return base
 
 
@@ -203,7 +203,7 @@ def test_a_copy_needs_a_base_with_a_module_of_the_head_s_architecture(tmp_path):
     plain = FrozenBase.load(tmp_path / "plain", dtype="float32", device="cpu")
     known = [(prompt, [*range(8)]) for prompt in tiny.prompts()]
     head = load_head(folder, base)
-    other = build_for({"kind": "mtp", "rope_theta": 500_000.0, **SHAPE}, base)
+    other = build_for_base({"kind": "mtp", "rope_theta": 500_000.0, **SHAPE}, base)
 
     def refused(head: Head, base: FrozenBase) -> str:
         with pytest.raises(InputError) as told:
@@ -244,6 +244,6 @@ def test_a_base_in_the_cache_of_the_hub_is_copied_without_its_links(tmp_path, mo
 )
 def test_a_block_head_needs_a_base_with_a_plain_embedding(kind, engine, tmp_path):
     base = tiny.base("gemma3")
-    head = build_for({"kind": kind, "depth": 2, "num_layers": 1}, base)
+    head = build_for_base({"kind": kind, "depth": 2, "num_layers": 1}, base)
     with pytest.raises(InputError, match=r"embeds tokens by Gemma3TextScaled.*: llama_cpp, specu"):
         export_head(head, base, engine, tmp_path / "out", [])

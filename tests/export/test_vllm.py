@@ -29,7 +29,7 @@ from specheads.decoding.trees.tuned import FILE, Machine
 from specheads.export.layouts.vllm import HEAD_VARIABLE, PLUGIN, PROPOSER
 from specheads.export.vllm import COST_FILE, ServingCost
 from specheads.export.write import export_head
-from specheads.heads.load import build_for
+from specheads.heads.load import build_for_base
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import guess_ranks, replay
 from tests import tiny, tuned
@@ -323,7 +323,7 @@ def mimo(folder: Path) -> FrozenBase:
     for name, value in [*tensors.items()]:
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
             tensors[name.replace("weight", "bias")] = torch.zeros(len(value))
-    module = build_for({"kind": "mtp", "depth": 1, **MIMO}, base())
+    module = build_for_base({"kind": "mtp", "depth": 1, **MIMO}, base())
     tensors |= tiny.module(module, "model.mtp_layers.0.", column=1)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return FrozenBase.load(folder, dtype="float32", device="cpu")

@@ -22,7 +22,7 @@ from specheads.decoding.trees.tuned import FILE, Machine
 from specheads.export import vllm
 from specheads.export.layouts.vllm import HEAD_VARIABLE, PROPOSER
 from specheads.heads import load
-from specheads.heads.layers.attention import Slots
+from specheads.heads.layers.attention import HeadCache
 from tests import tiny, tuned
 
 DEPTH = 3
@@ -113,7 +113,9 @@ def prepared(monkeypatch) -> Iterator[type[Runner]]:
 
 def build(kind: str, **settings: Any) -> Head:
     base = tiny.base()
-    head = load.build({"kind": kind, "depth": DEPTH} | settings, width=32, vocab_size=tiny.VOCAB)
+    head = load.build_head(
+        {"kind": kind, "depth": DEPTH} | settings, width=32, vocab_size=tiny.VOCAB
+    )
     for parameter in head.parameters():
         nn.init.normal_(parameter, std=0.4)
     head.double().bind(base.embedding, base.projection.scaled_weight)
@@ -267,7 +269,7 @@ def test_padding_is_written_to_the_null_slot(prepared, tmp_path, monkeypatch):
     table[1, 1] = table[0, 0]
     first = BLOCK * int(table[0, 0])
     memory = runner.drafter._memory
-    assert isinstance(memory, Slots)
+    assert isinstance(memory, HeadCache)
     remembered = memory.kv_cache[0, :, :, first : first + BLOCK]
     before = remembered.clone()
     drafts = forward(runner, texts, [(8, 4, 3, 13), (3, 1, 0, 5)])
@@ -379,7 +381,7 @@ def test_a_base_with_a_quantised_lm_head_is_refused(packed, tmp_path, monkeypatc
 @pytest.mark.usefixtures("prepared")
 def test_base_with_other_weights_is_refused_unless_forced(tmp_path, monkeypatch):
     base = tiny.base()
-    head = load.build_for({"kind": "mlp_speculator", "depth": DEPTH}, base)
+    head = load.build_for_base({"kind": "mlp_speculator", "depth": DEPTH}, base)
     head.save_pretrained(tmp_path)
     monkeypatch.setenv(HEAD_VARIABLE, str(tmp_path))
     vllm.register()
@@ -502,13 +504,13 @@ def test_positions_are_read_once_a_block_is_full_while_nothing_is_drafted(
     runner, head = budgeted(prepared, tmp_path, monkeypatch, *told, kind=kind)
     assert forward(runner, TEXTS, [(0, 4, 0, 5), (0, 5, 0, 6)]) == [[], []]
     served, counts = runner.drafter.head, list[list[int]]()
-    read = served.read
+    store_committed = served.store_committed
 
     def watched(committed: Committed, memory: Any) -> None:
         counts.append(committed.counts.tolist())
-        read(committed, memory)
+        store_committed(committed, memory)
 
-    monkeypatch.setattr(served, "read", watched)
+    monkeypatch.setattr(served, "store_committed", watched)
     for step in range(3):
         plan = [(4 + step, 1, 0, 6 + step), (5 + step, 1, 0, 7 + step)]
         assert forward(runner, TEXTS, plan) == [[], []]

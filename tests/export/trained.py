@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.decoding.generate import generate
-from specheads.heads.load import build_for
+from specheads.heads.load import build_for_base
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "recipes" / "tiny_code" / "base"
@@ -70,7 +70,7 @@ def trained(settings: dict[str, Any], steps: int) -> Head:
     every = torch.tensor([*chain.from_iterable(whole)])
     counts = torch.bincount(every, minlength=base().vocab_size)
     torch.manual_seed(0)
-    made = build_for({"depth": DEPTH, **settings}, base(), counts)
+    made = build_for_base({"depth": DEPTH, **settings}, base(), counts)
     if made.kind == "hydra_heads":
         # its initial value of zero would hide the prefix layer after so few steps
         torch.nn.init.normal_(made.get_parameter("prefix.self_attn.o_proj.weight"), std=0.5)

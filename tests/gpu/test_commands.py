@@ -12,7 +12,7 @@ from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.export.layouts import find_layout
 from specheads.export.write import export_head
-from specheads.heads.load import build_for
+from specheads.heads.load import build_for_base
 from specheads.measure.offline import guess_ranks, replay
 from specheads.measure.results import Results, read_results
 from specheads.runs.trackers import read_metrics
@@ -43,7 +43,7 @@ def head(base: specheads.FrozenBase, tmp_path_factory: pytest.TempPathFactory) -
     """Return the override that names an untrained head."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("head")
-    made = build_for({"kind": "mlp_speculator", "depth": 3, "inner_dim": 32}, base)
+    made = build_for_base({"kind": "mlp_speculator", "depth": 3, "inner_dim": 32}, base)
     made.save_pretrained(folder)
     return f"head={folder}"
 
@@ -103,7 +103,7 @@ def test_an_export_passes_the_gate(kind, engine, device, tmp_path):
     base = tiny.base("llama", dtype=torch.float32, device=device, num_hidden_layers=7)
     torch.manual_seed(1)
     settings = trained.SETTINGS.get(kind, {})
-    head = build_for({"kind": kind, "depth": 3, **settings}, base).eval()
+    head = build_for_base({"kind": kind, "depth": 3, **settings}, base).eval()
     find_layout(head, base, engine)
     prompts = tiny.prompts()
     said = generate(base, None, prompts, max_new_tokens=AFTER).tokens

@@ -16,7 +16,7 @@ from specheads.decoding.request import Request
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.policies import Product, Sampled
-from specheads.heads.load import build_for, kinds
+from specheads.heads.load import build_for_base, kinds
 from tests import tiny
 from tests.gpu import trained
 
@@ -124,7 +124,7 @@ def test_rows_that_wait_join_and_leave_give_the_text_of_each_alone(kind, device)
 @pytest.mark.parametrize("tree", POLICIES)
 def test_a_step_does_not_wait_for_the_device(tree: str, device: torch.device) -> None:
     base = base_on(device, FLOAT32)
-    head = build_for({"kind": "mlp_speculator", "depth": 3}, base).eval()
+    head = build_for_base({"kind": "mlp_speculator", "depth": 3}, base).eval()
     sampling = [Sampling(temperature=0.8, top_k=5), Sampling(temperature=1.0, top_p=0.9)]
     state, _ = loop.start(base, head, [[1, 2, 3], [4, 5, 6, 7]], 64, sampling)
     match = acceptance_rule("match")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from specheads.core.drafter import Head
-from specheads.heads.load import build_for, copy_of, fit
+from specheads.heads.load import build_for_base, copy_head, fit_to_base
 from tests import tiny
 from tests.export.trained import taught
 
@@ -31,13 +31,13 @@ def texts(device: torch.device) -> torch.Tensor:
 def _trained(kind: str, device: torch.device) -> Head:
     base = tiny.base("llama", dtype=torch.float32, device=device)
     torch.manual_seed(1)
-    made = build_for({"kind": kind, "depth": DEPTH, **SETTINGS.get(kind, {})}, base)
+    made = build_for_base({"kind": kind, "depth": DEPTH, **SETTINGS.get(kind, {})}, base)
     return taught(made, base, texts(device), steps=40, learning_rate=5e-3)
 
 
 def head(kind: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Head:
     """Return a head for the tiny llama of a device in this precision."""
-    made = copy_of(_trained(kind, device)).requires_grad_(False)
+    made = copy_head(_trained(kind, device)).requires_grad_(False)
     # a base in another precision has another fingerprint where weights were cast
-    fit(made, tiny.base("llama", dtype=dtype, device=device), force=True)
+    fit_to_base(made, tiny.base("llama", dtype=dtype, device=device), force=True)
     return made.eval()

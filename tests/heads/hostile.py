@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specheads.core.errors import InputError
-from specheads.heads.load import build, kinds, load_head
+from specheads.heads.load import build_head, kinds, load_head
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PUBLIC = (
@@ -58,7 +58,7 @@ def seeds(folder: Path) -> list[Path]:
     """Make one valid head of each kind, and copy the public ones."""
     made = []
     for kind in kinds():
-        head = build({"kind": kind, "depth": 2, "draft_tokens": 20}, width=48, vocab_size=211)
+        head = build_head({"kind": kind, "depth": 2, "draft_tokens": 20}, width=48, vocab_size=211)
         head.save_pretrained(folder / kind)
         made.append(folder / kind)
     for case in PUBLIC:

@@ -12,7 +12,7 @@ from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.heads.kinds import dflash, dspark
 from specheads.heads.layers.block import BlockHead, block_mask
-from specheads.heads.load import build, load_head
+from specheads.heads.load import build_head, load_head
 from tests import tiny
 from tests.heads.golden import GOLDEN, changed, close, expected, features
 from tests.heads.test_heads import make
@@ -148,7 +148,7 @@ def test_a_chain_stops_at_low_dspark_confidence(sure: float):
 def test_aux_layers_are_evenly_spaced_and_exclude_the_last(
     num_layers: int, own: int, aux_layers: tuple[int, ...]
 ):
-    head = build({"kind": "dflash", "num_layers": own}, width=16, vocab_size=11)
+    head = build_head({"kind": "dflash", "num_layers": own}, width=16, vocab_size=11)
     head.choose_aux_layers(num_layers)
     assert head.aux_layers == tuple(head.config.aux_layers) == aux_layers
     assert head.get_parameter("fc.weight").shape == (16, 16 * len(aux_layers))

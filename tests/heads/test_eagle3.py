@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from specheads.core.features import Committed
 from specheads.decoding.trees import policies
 from specheads.heads.kinds import eagle3
-from specheads.heads.load import build, build_for, load_head
+from specheads.heads.load import build_for_base, build_head, load_head
 from tests import tiny
 from tests.heads.golden import GOLDEN, close, expected, features
 
@@ -174,7 +174,7 @@ def test_rope_theta_beside_the_parameters_of_the_embedding_counts_for_less():
 def test_three_different_aux_layers_are_chosen_for_any_base(
     num_layers: int, aux_layers: tuple[int, ...]
 ):
-    head = build({"kind": "eagle3"}, width=16, vocab_size=11)
+    head = build_head({"kind": "eagle3"}, width=16, vocab_size=11)
     head.choose_aux_layers(num_layers)
     assert head.aux_layers == tuple(head.config.aux_layers) == aux_layers
 
@@ -192,12 +192,12 @@ def test_three_different_aux_layers_are_chosen_for_any_base(
 )
 def test_invalid_settings_are_refused(settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        build_for({"kind": "eagle3", **settings}, tiny.base("llama"))
+        build_for_base({"kind": "eagle3", **settings}, tiny.base("llama"))
 
 
 def test_a_base_too_shallow_for_three_layers_is_refused():
     with pytest.raises(ValueError, match=r"this one has 2; set head\.aux_layers=\[0, 1\]"):
-        build({"kind": "eagle3"}, width=16, vocab_size=11).choose_aux_layers(2)
+        build_head({"kind": "eagle3"}, width=16, vocab_size=11).choose_aux_layers(2)
 
 
 @pytest.mark.parametrize(

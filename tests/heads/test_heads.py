@@ -18,7 +18,7 @@ from specheads.core.drafter import Features, Head
 from specheads.core.features import Committed
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
-from specheads.heads.load import build, build_for, copy_of, kinds, load_head
+from specheads.heads.load import build_for_base, build_head, copy_head, kinds, load_head
 from specheads.measure.offline import offline_logits
 from tests import tiny
 
@@ -91,7 +91,7 @@ def base() -> FrozenBase:
 def make(settings: dict[str, Any], base: FrozenBase) -> Head:
     """Return an untrained head with random tensors in float64."""
     torch.manual_seed(1)
-    head = build_for({"depth": 3, **settings}, base).double().eval()
+    head = build_for_base({"depth": 3, **settings}, base).double().eval()
     for parameter in head.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     return head
@@ -106,7 +106,7 @@ def read(
 
 def until(features: Features, time: int) -> Features:
     """Return the features of the first positions."""
-    return features.at(torch.arange(time).expand(2, -1))
+    return features.gather(torch.arange(time).expand(2, -1))
 
 
 @each_case
@@ -148,7 +148,7 @@ def test_states_at_anchors_equal_states_without_anchors(settings: dict, base: Fr
 def test_16_bit_features_and_float32_weights_give_no_warning(settings: dict):
     # warnings are errors in the tests, and torch shows this one once per process
     base = tiny.base(dtype=torch.bfloat16)
-    head = build_for(settings, base).train()
+    head = build_for_base(settings, base).train()
     assert {value.dtype for value in head.parameters()} == {torch.float32}
     features, tokens = read(base, head.aux_layers)
     torch.set_warn_always(True)
@@ -170,7 +170,7 @@ def test_ragged_rows_read_in_pieces_draft_as_trained(settings: dict, base: Froze
         steps = torch.arange(int(counts.max()))
         places = ends[:, None] + steps
         # the padding of a row must not be visible
-        padding, piece = (steps >= counts[:, None])[..., None], features.at(places)
+        padding, piece = (steps >= counts[:, None])[..., None], features.gather(places)
         aux = None if piece.aux is None else piece.aux.masked_fill(padding, 9.0)
         piece = Features(piece.hidden.masked_fill(padding, 9.0), aux)
         committed = Committed(piece, tokens.gather(1, places + 1), counts)
@@ -274,7 +274,7 @@ def test_borrowed_tensors_are_buffers_that_move_with_the_head(settings: dict, ba
 def test_an_untrained_head_gives_the_logits_of_the_base(settings: dict, architecture: str):
     """This includes Granite, which scales its logits after the projection."""
     base = tiny.base(architecture)
-    head = build_for(settings, base).double()
+    head = build_for_base(settings, base).double()
     features, tokens = read(base)
     own = base.projection(features.hidden)
     for level, logits in enumerate(offline_logits(head, features, tokens)):
@@ -285,7 +285,7 @@ def test_an_untrained_head_gives_the_logits_of_the_base(settings: dict, architec
 @pytest.mark.parametrize("projection", ["shared", "low_rank"])
 def test_an_untrained_head_has_the_bias_of_the_projection_it_borrows(projection: str):
     base = tiny.biased()
-    head = build_for({"kind": "medusa", "projection": projection}, base).double()
+    head = build_for_base({"kind": "medusa", "projection": projection}, base).double()
     features, tokens = read(base)
     own = base.logits_of(features.hidden)
     for level, logits in enumerate(offline_logits(head, features, tokens)):
@@ -325,8 +325,8 @@ def test_a_borrowed_bias_counts_in_the_loss_and_in_drafts(settings: dict):
 
 @pytest.mark.parametrize("kind", ["hydra_heads", "mlp_speculator", "mtp", "redrafter"])
 def test_a_head_with_aux_layers_starts_as_the_head_without_them(kind: str, base: FrozenBase):
-    plain = build_for({"kind": kind}, base).double()
-    head: Any = build_for({"kind": kind, "aux_layers": []}, base).double()
+    plain = build_for_base({"kind": kind}, base).double()
+    head: Any = build_for_base({"kind": kind, "aux_layers": []}, base).double()
     assert head.aux_layers == (0, 1, 2)
     missing = head.load_state_dict(plain.state_dict(), strict=False)
     assert missing == (["fc.weight"], [])
@@ -344,7 +344,9 @@ def test_a_head_with_aux_layers_starts_as_the_head_without_them(kind: str, base:
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_init_from_base_starts_as_the_last_layer_of_the_base(kind: str, base: FrozenBase):
-    head: Any = build_for({"kind": kind, "aux_layers": [2], "init_from_base": True}, base).double()
+    head: Any = build_for_base(
+        {"kind": kind, "aux_layers": [2], "init_from_base": True}, base
+    ).double()
     assert not head.settings()["init_from_base"]
     attention = head.blocks()[0].self_attn
     assert (attention.num_key_value_heads, attention.head_dim) == (2, 8)
@@ -381,7 +383,7 @@ def test_a_saved_head_drafts_from_unscaled_streams_as_the_trained_one(
 
 @pytest.mark.parametrize("settings", [{"norm_before_fc": True}, {"fc_norm": True}], ids=told)
 def test_streams_that_a_norm_follows_are_not_scaled(settings: dict, base: FrozenBase):
-    head: Any = build_for({"kind": "eagle3", **settings}, base)
+    head: Any = build_for_base({"kind": "eagle3", **settings}, base)
     assert not head.scales_streams
 
 
@@ -401,14 +403,14 @@ def test_init_from_base_refuses_a_layer_of_another_shape(
     settings: dict, architecture: str, message: str
 ):
     with pytest.raises(ValueError, match=message):
-        build_for({**settings, "init_from_base": True}, tiny.base(architecture))
+        build_for_base({**settings, "init_from_base": True}, tiny.base(architecture))
 
 
 def test_a_base_with_fewer_logits_than_embeddings_is_refused():
     base = tiny.own_base()
     base.model.lm_head.weight.data = base.model.lm_head.weight[:50].clone()
     with pytest.raises(ValueError, match="'llama' has 50 logits for 61 rows"):
-        build_for({"kind": "medusa"}, FrozenBase(base.model))
+        build_for_base({"kind": "medusa"}, FrozenBase(base.model))
 
 
 def test_a_base_whose_final_states_are_narrower_than_its_layers_is_refused():
@@ -418,7 +420,7 @@ def test_a_base_whose_final_states_are_narrower_than_its_layers_is_refused():
     with torch.random.fork_rng(devices=[]):
         base = FrozenBase(AutoModelForCausalLM.from_config(config, dtype=torch.float64))
     with pytest.raises(ValueError, match="'opt' has 16 of 32 channels"):
-        build_for({"kind": "medusa"}, base)
+        build_for_base({"kind": "medusa"}, base)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
@@ -435,7 +437,7 @@ def test_init_from_base_refuses_a_layer_that_computes_something_else(
 ):
     base = tiny.own_base(architecture, **changes)
     with pytest.raises(ValueError, match="computes what a Llama layer does"):
-        build_for({"kind": kind, "init_from_base": True}, base)
+        build_for_base({"kind": kind, "init_from_base": True}, base)
 
 
 @pytest.mark.parametrize("settings", CASES, ids=told)
@@ -455,7 +457,7 @@ def test_a_saved_head_is_loaded_unchanged(settings: dict, base: FrozenBase, tmp_
 
 
 def _mlp(folder: Path) -> Path:
-    build({"kind": "mlp_speculator"}, width=8, vocab_size=11).save_pretrained(folder)
+    build_head({"kind": "mlp_speculator"}, width=8, vocab_size=11).save_pretrained(folder)
     return folder
 
 
@@ -490,13 +492,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused(change, message: str, tmp_pat
 )
 def test_settings_a_head_does_not_have_are_refused_by_name(settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        build(settings, width=8, vocab_size=11)
+        build_head(settings, width=8, vocab_size=11)
 
 
 def test_a_head_for_another_base_is_refused(base: FrozenBase, tmp_path: Path):
     with pytest.raises(ValueError, match="made for a base of width 8, this base has 32"):
         load_head(_mlp(tmp_path), base)
-    build({"kind": "medusa"}, width=32, vocab_size=67).save_pretrained(tmp_path)
+    build_head({"kind": "medusa"}, width=32, vocab_size=67).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="made for a base of vocab_size 67, this base has 61"):
         load_head(tmp_path, base)
 
@@ -527,7 +529,7 @@ def test_a_reduced_vocabulary_drafts_its_own_tokens_and_stays_lossless(
     settings: dict, base: FrozenBase
 ):
     counts = torch.randint(1, 100, (base.vocab_size,), generator=torch.manual_seed(2))
-    head = build_for(settings, base, counts).double().eval()
+    head = build_for_base(settings, base, counts).double().eval()
     allowed = set(counts.topk(20).indices.tolist())
     assert head.draft_ids is not None
     assert set(head.draft_ids.tolist()) == allowed
@@ -546,8 +548,8 @@ def test_a_reduced_vocabulary_drafts_its_own_tokens_and_stays_lossless(
 
 
 def test_a_copy_shares_borrowed_tensors_and_no_parameters(base: FrozenBase):
-    head = build_for({"kind": "eagle3", "depth": 2, "draft_tokens": 20}, base)
-    copy = copy_of(head)
+    head = build_for_base({"kind": "eagle3", "depth": 2, "draft_tokens": 20}, base)
+    copy = copy_head(head)
     assert dict(copy.named_buffers()) == dict(head.named_buffers())
     pairs = zip(copy.parameters(), head.parameters(), strict=True)
     assert not [1 for ours, theirs in pairs if ours.data_ptr() == theirs.data_ptr()]
@@ -558,7 +560,7 @@ def test_a_reduced_vocabulary_is_saved_with_the_head(
     settings: dict, base: FrozenBase, tmp_path: Path
 ):
     counts = torch.arange(base.vocab_size)
-    head = build_for(settings, base, counts)
+    head = build_for_base(settings, base, counts)
     head.save_pretrained(tmp_path)
     again = load_head(tmp_path)
     assert again.draft_ids is not None
@@ -571,7 +573,7 @@ def test_a_reduced_vocabulary_is_saved_with_the_head(
 
 def test_tokens_and_columns_convert_both_ways():
     #  tokens   0 1 2 3 4 5       drafted  1 4 5   in columns  0 1 2
-    head = build({"kind": "medusa", "draft_tokens": 3}, width=4, vocab_size=6)
+    head = build_head({"kind": "medusa", "draft_tokens": 3}, width=4, vocab_size=6)
     head.choose_vocabulary(torch.tensor([0, 9, 0, 0, 7, 8]))
     assert head.to_drafted(torch.arange(6)).tolist() == [-1, 0, -1, -1, 1, 2]
     assert head.to_tokens(torch.arange(3)).tolist() == [1, 4, 5]

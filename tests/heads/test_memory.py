@@ -10,7 +10,7 @@ from torch import Tensor
 from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
 from specheads.decoding.draft_model import DraftModel, Streaming
-from specheads.heads.layers.attention import Slots
+from specheads.heads.layers.attention import HeadCache
 from specheads.training.plan import PeakMemory
 from tests import tiny
 from tests.heads.test_heads import CASES, make, told
@@ -50,7 +50,7 @@ def check_memory(drafter: Drafter) -> None:
         counts = LENGTHS[index] if fresh else 1 + index % 3
         places = starts[:, None] + torch.arange(int(counts.max()))
         following = tokens[index].gather(1, places + 1)
-        return Committed(features.rows(index).at(places), following, counts)
+        return Committed(features.select_rows(index).gather(places), following, counts)
 
     def draft(rows: list[int], memory: Any, *, fresh: bool) -> Tensor:
         return drafted(drafter, committed(rows, fresh=fresh), memory)
@@ -61,7 +61,7 @@ def check_memory(drafter: Drafter) -> None:
         if drafts:
             draft(rows, memory, fresh=True)
         else:
-            drafter.read(committed(rows, fresh=True), memory)
+            drafter.store_committed(committed(rows, fresh=True), memory)
         return memory
 
     memory = remember([0, 1, 2]).keep(torch.tensor([2, 0])).join(remember([3]))
@@ -92,7 +92,7 @@ def test_scattered_rows_of_a_head_draft_like_separate_rows(settings: dict):
     lengths = torch.zeros(2, dtype=torch.long)
     for counts in (torch.tensor([5, 2]), torch.tensor([1, 4])):
         at = lengths[:, None] + torch.arange(int(counts.max()))
-        committed = Committed(features.at(at), tokens.gather(1, at + 1), counts)
+        committed = Committed(features.gather(at), tokens.gather(1, at + 1), counts)
         wanted = drafted(head, committed, own)
         found = drafted(head, committed, cache.scatter(places, lengths))
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
@@ -106,7 +106,7 @@ def test_rows_of_a_baseline_are_kept_removed_and_joined(name: str):
 
 WRONG = {
     "join": lambda own, _: own,
-    "keep": lambda own, rows: Slots(
+    "keep": lambda own, rows: HeadCache(
         own.kv_cache[: len(rows)], own.lengths[: len(rows)], own.extent, own.dropped[: len(rows)]
     ),
 }
@@ -115,7 +115,7 @@ WRONG = {
 
 @pytest.mark.parametrize("method", WRONG)
 def test_the_check_detects_a_memory_that_ignores_its_rows(method: str, monkeypatch):
-    monkeypatch.setattr(Slots, method, WRONG[method])
+    monkeypatch.setattr(HeadCache, method, WRONG[method])
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         check_memory(eagle3())
 

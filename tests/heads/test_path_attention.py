@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specheads.core.features import Documents
+from specheads.core.features import PackedDocuments
 from specheads.heads.layers import path_attention
 from specheads.heads.layers.attention import _mix, near
 
@@ -65,7 +65,7 @@ def agree(leaves: list[Tensor], tolerance: float, window: int | None = None) -> 
     documents = DOCUMENTS.to(device)
     visible = near((documents[:, :, None] == documents[:, None]).tril(), window)
     mixed = path_attention.path_attention(
-        leaves[0], leaves[1], leaves[2], Documents.of(places().to(device)), window
+        leaves[0], leaves[1], leaves[2], PackedDocuments.of(places().to(device)), window
     )
     outer = torch.randn_like(mixed)
     found = [mixed, *torch.autograd.grad(mixed, leaves, outer, allow_unused=True)]

@@ -20,7 +20,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.heads.checkpoint import read_tensors
 from specheads.heads.kinds.eagle3 import IDS
-from specheads.heads.load import build, build_for, load_head, resume_head
+from specheads.heads.load import build_for_base, build_head, load_head, resume_head
 from specheads.measure.generation import Continuations, GenerationSettings
 from specheads.measure.offline import measure_offline, offline_logits
 from tests import tiny
@@ -44,7 +44,7 @@ PUBLIC = {
 def folder(tmp_path: Path) -> Path:
     """Return the folder of a small head of ours, to be damaged."""
     place = tmp_path / "head"
-    build({"kind": "medusa", "depth": 2}, width=8, vocab_size=11).save_pretrained(place)
+    build_head({"kind": "medusa", "depth": 2}, width=8, vocab_size=11).save_pretrained(place)
     (place / "README.md").unlink()
     return place
 
@@ -223,7 +223,7 @@ def test_a_tensor_in_two_files_is_refused(folder: Path):
 
 @pytest.mark.parametrize("ids", [[3, 2, 1], [1, 1, 2], [-1, 2, 3], [1, 2, 11]])
 def test_an_invalid_draft_vocabulary_is_refused(tmp_path: Path, ids: list[int]):
-    head = build({"kind": "medusa", "draft_tokens": 3}, width=8, vocab_size=11)
+    head = build_head({"kind": "medusa", "draft_tokens": 3}, width=8, vocab_size=11)
     assert head.draft_ids is not None
     head.draft_ids.copy_(torch.tensor(ids))
     head.save_pretrained(tmp_path)
@@ -287,9 +287,9 @@ def test_a_head_too_large_for_the_memory_is_refused_before_allocation(base: Froz
     with pytest.raises(
         ValueError, match=r"must fit in memory, and one with [\d,]+ parameters needs"
     ):
-        build_for({"kind": "mlp_speculator", "inner_dim": 2**20}, base)
+        build_for_base({"kind": "mlp_speculator", "inner_dim": 2**20}, base)
     with pytest.raises(ValueError, match="at most 1,048,576, got"):
-        build_for({"kind": "mlp_speculator", "inner_dim": 2**62}, base)
+        build_for_base({"kind": "mlp_speculator", "inner_dim": 2**62}, base)
 
 
 # public checkpoints work like our own heads

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from specheads.core.drafter import Head
-from specheads.core.features import Committed, Documents
+from specheads.core.features import Committed, PackedDocuments
 from specheads.heads.layers import attention
 from specheads.heads.layers.rotary import rotate
-from specheads.heads.load import build_for, load_head
+from specheads.heads.load import build_for_base, load_head
 from tests import tiny
 from tests.heads.golden import GOLDEN, close, expected, features
 from tests.heads.test_memory import drafted
@@ -41,7 +41,7 @@ def head_of(settings: dict, window: int | None = WINDOW) -> Head:
     """Return a head of random tensors in float64."""
     torch.manual_seed(1)
     own = settings if window else without(settings, *ONLY_WITH_A_WINDOW)
-    head = build_for({"depth": DEPTH, "sliding_window": window, **own}, tiny.base())
+    head = build_for_base({"depth": DEPTH, "sliding_window": window, **own}, tiny.base())
     for parameter in head.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return head.double().eval()
@@ -74,7 +74,7 @@ def test_a_sink_is_one_more_logit_without_a_value(how: str):
     path = torch.randn(2, shared, 2, time, levels, size).double().requires_grad_()
     of_a_text = torch.ones(time, time, dtype=torch.bool).tril()
     visible = of_a_text.triu(1 - WINDOW)[None]
-    documents = Documents([time, 4, time - 4], torch.tensor([0, time, time + 4, 2 * time]))
+    documents = PackedDocuments([time, 4, time - 4], torch.tensor([0, time, time + 4, 2 * time]))
     given: dict[str, Any] = {} if how == "slots" else {"path": path}
     if how == "documents":
         given |= {"documents": documents, "window": WINDOW}
@@ -118,7 +118,7 @@ def test_a_sink_is_one_more_logit_without_a_value(how: str):
 )
 def test_impossible_windows_are_refused(settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        build_for(settings, tiny.base())
+        build_for_base(settings, tiny.base())
 
 
 @each_case
@@ -136,7 +136,9 @@ def test_cache_is_cut_to_the_window_and_drafts_the_same(settings: dict, monkeypa
         monkeypatch.setattr(attention, "SPARE_SLOTS", spare)
         places = starts[:, None] + torch.arange(int(counts.max()))
         following = tokens[rows].gather(1, places + 1)
-        committed = Committed(features.rows(torch.tensor(rows)).at(places), following, counts)
+        committed = Committed(
+            features.select_rows(torch.tensor(rows)).gather(places), following, counts
+        )
         cut, whole = (drafted(head, committed, one) for one in memories)
         torch.testing.assert_close(cut, whole, rtol=0, atol=1e-10)
         return starts + counts

@@ -67,7 +67,7 @@ class Habit(Head):
 
     def begin(self, committed, memory):
         del memory
-        hidden = committed.hidden()
+        hidden = committed.last_hidden()
         return self.habits[committed.root()] + hidden @ self.shade[0].T, (hidden, 1)
 
     def extend(self, state, tokens, parents):

@@ -12,7 +12,7 @@ import pytest
 from specheads.core.errors import InputError
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.goodput import Goodput, MovingRates, RequestRates
-from specheads.heads.load import build_for
+from specheads.heads.load import build_for_base
 from specheads.measure.simulate import (
     Arrival,
     LoadResults,
@@ -136,7 +136,7 @@ def test_recorded_arrivals_are_read_and_errors_name_the_line(tmp_path: Path):
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "medusa"])
 def test_sizes_count_own_parameters_once(kind: str):
     base = tiny.base()
-    head = build_for({"kind": kind, "depth": 3}, base)
+    head = build_for_base({"kind": kind, "depth": 3}, base)
     found, own = sizes(base, head), sum(one.numel() for one in head.parameters())
     lent = tiny.VOCAB * base.width
     whole = {"medusa": own // 3}.get(kind, own + lent)

@@ -8,7 +8,7 @@ import torch
 
 from specheads.core.errors import InputError
 from specheads.core.files import to_json
-from specheads.heads.load import build
+from specheads.heads.load import build_head
 from specheads.measure.evaluation import draft_vocabulary
 from specheads.measure.results import DraftVocabulary, Results, read_results
 from specheads.runs.directory import RunDirectory
@@ -59,7 +59,7 @@ def spoil(file: Path, how: str) -> None:
 def test_broken_results_and_provenance_raise_one_line(tmp_path: Path, how: str):
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
-    head = build({"kind": "medusa", "draft_tokens": 3}, width=8, vocab_size=11)
+    head = build_head({"kind": "medusa", "draft_tokens": 3}, width=8, vocab_size=11)
     results = run.path / "results.json"
     for file in (results, run.provenance):
         if how == "wrong":
@@ -73,7 +73,7 @@ def test_broken_results_and_provenance_raise_one_line(tmp_path: Path, how: str):
 
 
 def test_results_include_the_coverage_of_the_draft_vocabulary(tmp_path: Path):
-    head = build({"kind": "medusa", "draft_tokens": 2}, width=4, vocab_size=6)
+    head = build_head({"kind": "medusa", "draft_tokens": 2}, width=4, vocab_size=6)
     counts = torch.tensor([0, 6, 1, 0, 3, 0])
     head.choose_vocabulary(counts)
     counted = {"size": 2, "coverage": head.coverage(counts)}
@@ -82,5 +82,5 @@ def test_results_include_the_coverage_of_the_draft_vocabulary(tmp_path: Path):
     assert draft_vocabulary(head, run) == DraftVocabulary(**counted)
     assert counted["coverage"] == pytest.approx(0.9)
     assert draft_vocabulary(head, None) == DraftVocabulary(size=2, coverage=None)
-    whole = build({"kind": "medusa"}, width=4, vocab_size=6)
+    whole = build_head({"kind": "medusa"}, width=4, vocab_size=6)
     assert draft_vocabulary(whole, None) == DraftVocabulary(size=6, coverage=1.0)

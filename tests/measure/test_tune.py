@@ -22,7 +22,7 @@ from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.tuned import Machine, MatchRates
-from specheads.heads.load import build_for, drafter_of
+from specheads.heads.load import build_for_base, copy_for_drafting
 from specheads.measure import tune as tuning
 from specheads.measure import tune_trees
 from specheads.measure.generation import GenerationSettings
@@ -187,7 +187,7 @@ def test_early_stop_is_learned_and_pays_if_levels_cost_time():
 
 def test_trace_equals_the_drafts_of_a_chain():
     base = tiny.base()
-    head = drafter_of(build_for({"kind": "mlp_speculator", "depth": 2}, base), base)
+    head = copy_for_drafting(build_for_base({"kind": "mlp_speculator", "depth": 2}, base), base)
     prompt, said = tiny.prompts()[0], tiny.continuations()[0]
     found = trace(base, head, prompt, said)
     ranks = guess_ranks(base, head, prompt, said)
@@ -198,7 +198,9 @@ def test_trace_equals_the_drafts_of_a_chain():
 def test_the_drafts_of_each_depth_are_those_below_right_ones(monkeypatch):
     probs, right = made_up()[2:]
     monkeypatch.setattr(tune_trees, "trace", lambda *_: (probs, probs, probs, right))
-    head = drafter_of(build_for({"kind": "medusa", "depth": 4}, tiny.base()), tiny.base())
+    head = copy_for_drafting(
+        build_for_base({"kind": "medusa", "depth": 4}, tiny.base()), tiny.base()
+    )
     found = tune_trees.draft_chances(tune_trees.traced(tiny.base(), head, [([1], [2] * 9)]), 4)
     for depth, (chances, accepted) in enumerate(found):
         reached = right[:, :depth].all(1)
@@ -330,7 +332,7 @@ def test_prompts_are_whole_and_near_the_context(monkeypatch: pytest.MonkeyPatch,
     file = tmp_path / "talks.jsonl"
     file.write_text("\n".join(json.dumps({"messages": one}) for one in talks), encoding="utf-8")
     base = FrozenBase.load(**asdict(compose.settings_of("evaluate", ["base=tiny_code"]).base))
-    head = drafter_of(build_for({"kind": "mlp_speculator", "depth": 2}, base), base)
+    head = copy_for_drafting(build_for_base({"kind": "mlp_speculator", "depth": 2}, base), base)
     given: list[list[int]] = []
 
     def choose(*told: Any) -> Any:
@@ -392,7 +394,7 @@ def test_evaluation_chooses_a_tree_for_its_own_settings(
     rows = [json.dumps({"text": f"value_{number} = left + right\n" * 9}) for number in range(9)]
     (tmp_path / "text.jsonl").write_text("\n".join(rows), encoding="utf-8")
     base = FrozenBase.load(**asdict(compose.settings_of("evaluate", ["base=tiny_code"]).base))
-    head = drafter_of(build_for({"kind": "mlp_speculator", "depth": 2}, base), base)
+    head = copy_for_drafting(build_for_base({"kind": "mlp_speculator", "depth": 2}, base), base)
     drawn = Sampling(temperature=0.7, top_p=0.9, seed=3)
     how = GenerationSettings(max_new_tokens=9, sampling=drawn, coupled=False, batch_size=2)
 

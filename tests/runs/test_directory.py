@@ -8,7 +8,7 @@ import torch
 from specheads.core.errors import InputError
 from specheads.core.files import LOCK, as_json, read_json
 from specheads.core.machine import instructions
-from specheads.heads.load import build
+from specheads.heads.load import build_head
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import provenance
 
@@ -17,7 +17,7 @@ def test_finished_run_is_never_overwritten(tmp_path: Path):
     run = RunDirectory(tmp_path / "run")
     run.begin("a: 1\n", {"base_fingerprint": "f"})
     assert not run.finished
-    run.end(build({"kind": "medusa"}, width=8, vocab_size=11))
+    run.end(build_head({"kind": "medusa"}, width=8, vocab_size=11))
     assert run.finished
     before = {file: file.read_bytes() for file in run.path.rglob("*") if file.is_file()}
     with pytest.raises(ValueError, match=r"never overwritten.*another name="):

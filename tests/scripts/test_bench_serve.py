@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.heads.load import build_for
+from specheads.heads.load import build_for_base
 from specheads.measure.generation import GenerationSettings, write_alone
 from tests.export.trained import taught
 
@@ -36,7 +36,7 @@ def trained(base: FrozenBase) -> Head:
     texts = write_alone(base, prompts, GenerationSettings(max_new_tokens=24, stop_at_eos=False))
     counts = torch.bincount(torch.tensor([*chain.from_iterable(texts)]), minlength=base.vocab_size)
     torch.manual_seed(0)
-    head = build_for(
+    head = build_for_base(
         {"kind": "mlp_speculator", "depth": 3, "inner_dim": 64, "draft_tokens": 32}, base, counts
     )
     tokens = torch.tensor([one[-3:] + text for one, text in zip(prompts, texts, strict=True)][::2])

@@ -25,7 +25,7 @@ from specheads.base.model import FrozenBase
 from specheads.config.training import Phase, Schedule
 from specheads.data.documents import Documents
 from specheads.data.packing import PackedText, TokenBatch, share
-from specheads.heads.load import build_for
+from specheads.heads.load import build_for_base
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
@@ -110,7 +110,7 @@ def train(
     accelerator, base = joined(shared_out)
     torch.manual_seed(0)
     made = {"kind": kind, "depth": 2, "draft_tokens": drafted}
-    head = build_for(made, base, torch.arange(tiny.VOCAB)).double()
+    head = build_for_base(made, base, torch.arange(tiny.VOCAB)).double()
     usual = {"steps": 6, "batch_size": 6, "learning_rate": 1e-2, "scored_share": 0.6}
     phase = Phase(text="corpus", sequence_length=40, **usual | settings)
     rank, world_size = readers(base.sharding, accelerator).values()

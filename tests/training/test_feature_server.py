@@ -16,7 +16,7 @@ from specheads.config.training import FeatureSettings, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
-from specheads.heads.load import build_for, kinds
+from specheads.heads.load import build_for_base, kinds
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from specheads.training import validation
@@ -54,7 +54,7 @@ class Packs:
 
 def head_of(kind: str, base: FrozenBase) -> Head:
     torch.manual_seed(0)
-    return build_for({"kind": kind, "depth": 2}, base)
+    return build_for_base({"kind": kind, "depth": 2}, base)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from specheads.config import data_dir
 from specheads.config.training import JointSettings, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
-from specheads.heads.load import build_for, kinds, load_head
+from specheads.heads.load import build_for_base, kinds, load_head
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
@@ -237,7 +237,7 @@ def test_resumed_training_equals_uninterrupted_training(target: str, tmp_path: P
 def joint_teacher(
     base: FrozenBase, kind: str = "medusa", dropout: float = 0.0
 ) -> tuple[Teacher, Adapter]:
-    head = build_for({"kind": kind, "depth": 2}, base).to(base.dtype)
+    head = build_for_base({"kind": kind, "depth": 2}, base).to(base.dtype)
     teacher = Teacher(base, head, joint(dropout=dropout), seed=0)
     assert teacher.adapter
     return teacher, teacher.adapter

@@ -13,7 +13,7 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.data.packing import TokenBatch
-from specheads.heads.load import build, build_for, kinds
+from specheads.heads.load import build_for_base, build_head, kinds
 from specheads.measure.offline import guess_ranks
 from specheads.training.objective import (
     Objective,
@@ -29,7 +29,7 @@ from tests.packed import chains_of, packed, texts
 
 DEPTH = 3
 SMALL = {"width": 16, "vocab_size": 16}
-KINDS = [kind for kind in kinds() if build({"kind": kind}, **SMALL).reads_drafts]
+KINDS = [kind for kind in kinds() if build_head({"kind": kind}, **SMALL).reads_drafts]
 PARALLEL = {"kind": "eagle3", "parallel": True}
 
 
@@ -37,7 +37,7 @@ PARALLEL = {"kind": "eagle3", "parallel": True}
 def head(request: pytest.FixtureRequest) -> Head:
     """Return a head that agrees with the base now and then."""
     torch.manual_seed(1)
-    head = build_for({"kind": request.param, "depth": DEPTH}, tiny.base()).double()
+    head = build_for_base({"kind": request.param, "depth": DEPTH}, tiny.base()).double()
     for parameter in head.parameters():
         parameter.data += 0.05 * parameter.data.std().nan_to_num(0.1) * torch.randn_like(parameter)
     return head
@@ -133,7 +133,7 @@ def test_targets_are_those_of_the_base_on_each_drafted_path():
     assert labels[3:, 2].tolist() == [-1, -1]
     rows, first = torch.tensor(places).unbind(1)
     read = base.read(batch.tokens, document_ids=batch.document_ids).hidden
-    head = build_for({"kind": "redrafter", "depth": DEPTH}, base)
+    head = build_for_base({"kind": "redrafter", "depth": DEPTH}, base)
     chains, expected, states = follow(
         everywhere(batch, base), head, batch, guesses, read, rows, first
     )
@@ -159,7 +159,7 @@ def test_states_read_the_tokens_that_are_sent(head: Head):
 
 
 def test_chains_are_chosen_independently_of_the_drawn_labels():
-    head = build({"kind": "redrafter", "depth": 1}, width=16, vocab_size=16)
+    head = build_head({"kind": "redrafter", "depth": 1}, width=16, vocab_size=16)
     batch = TokenBatch(torch.zeros(2, 2000, dtype=torch.long), torch.ones(2, 2000).bool())
     settings = Phase(scored_share=0.5, own_drafts=0.5)
     labels = drawn_labels(batch, head, settings, seed=3)
@@ -211,7 +211,7 @@ def test_only_visited_and_reached_depths_learn_from_own_drafts(head: Head):
 def test_reads_drafts_tells_whether_states_read_the_tokens_that_are_sent(kind: str):
     base = tiny.base()
     torch.manual_seed(1)
-    head = build_for({"kind": kind, "depth": 2}, base).double()
+    head = build_for_base({"kind": kind, "depth": 2}, base).double()
     for parameter in head.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     tokens = torch.randint(base.vocab_size, (1, 12))
@@ -225,7 +225,7 @@ def test_reads_drafts_tells_whether_states_read_the_tokens_that_are_sent(kind: s
 
 @pytest.mark.parametrize("settings", [{"kind": kind} for kind in kinds()] + [PARALLEL], ids=str)
 def test_heads_that_do_not_read_drafts_are_refused(settings: dict[str, Any]):
-    head = build({"depth": 2, **settings}, **SMALL)
+    head = build_head({"depth": 2, **settings}, **SMALL)
     phase = Phase(text="corpus", steps=1, batch_size=1, sequence_length=16, own_drafts=0.5)
     if head.reads_drafts:
         refuse_unread({"corpus": phase}, head)

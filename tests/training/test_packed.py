@@ -11,7 +11,7 @@ from specheads.base.model import FrozenBase
 from specheads.config.training import LOSSES, JointSettings, Phase
 from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
-from specheads.heads.load import build_for, kinds
+from specheads.heads.load import build_for_base, kinds
 from specheads.measure.offline import offline_logits
 from specheads.training.depth_loss import DepthLoss
 from specheads.training.objective import Objective, drawn_labels
@@ -23,7 +23,7 @@ DEPTH = 2
 
 
 def head_of(kind: str) -> Head:
-    head = build_for({"kind": kind, "depth": DEPTH}, tiny.base()).double()
+    head = build_for_base({"kind": kind, "depth": DEPTH}, tiny.base()).double()
     for parameter in head.parameters():
         parameter.data.copy_(torch.randn_like(parameter) * 0.3)
     return head
@@ -131,7 +131,7 @@ def anchored(kind: str, **settings):
     if kind != "eagle3":
         how["num_anchors"] = MOST
     frequencies = torch.arange(tiny.VOCAB) % 7
-    head = build_for({"kind": kind, **how, **settings}, tiny.base(), frequencies).double()
+    head = build_for_base({"kind": kind, **how, **settings}, tiny.base(), frequencies).double()
     for parameter in head.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     return head

@@ -17,7 +17,7 @@ from specheads.commands.train import _settle_batches
 from specheads.config import compose
 from specheads.config.commands import Train
 from specheads.core.machine import held_bytes
-from specheads.heads.load import build_for, kinds
+from specheads.heads.load import build_for_base, kinds
 from specheads.runs.directory import RunDirectory
 from specheads.training import depth_loss
 from specheads.training import plan as planner
@@ -71,7 +71,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def stepping(wanted: Setup, base: FrozenBase) -> tuple[StepRunner, Callable[[], object]]:
     """Return a function that takes a real step of two rows of the only phase."""
-    (phase,), head = schedule_phases(wanted.schedule), build_for(wanted.head, base)
+    (phase,), head = schedule_phases(wanted.schedule), build_for_base(wanted.head, base)
     stepper = StepRunner(wanted.teacher(base, head), wanted.schedule, ACCELERATOR, 0)
     stepper.teacher.begin(phase)
     return stepper, lambda: stepper.step(wanted.batch(phase.settings, 2, base, head), phase, 0)

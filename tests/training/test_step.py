@@ -14,7 +14,7 @@ from specheads.config.training import Phase, Schedule
 from specheads.core import machine
 from specheads.core.kernels import without_cudnn_attention
 from specheads.data.packing import TokenBatch
-from specheads.heads.load import build_for, kinds
+from specheads.heads.load import build_for_base, kinds
 from specheads.training import objective as objectives
 from specheads.training import processes
 from specheads.training.objective import Objective, label_counts
@@ -29,7 +29,7 @@ from tests.packed import alone, texts
 def test_flops_of_a_step_are_those_of_its_products(loss: str):
     """Forward of the base; forward and backward of the head and the vocabulary projections."""
     base, batch = tiny.base(dtype=torch.float32), alone(texts())
-    head = build_for({"kind": "medusa", "depth": 2}, base)
+    head = build_for_base({"kind": "medusa", "depth": 2}, base)
     phase = Phase(text="corpus", steps=1, batch_size=2, sequence_length=40, loss=loss)
     schedule = Schedule(phases={"corpus": phase})
     stepper = StepRunner(Teacher(base, head), schedule, Accelerator(cpu=True), 0)
@@ -58,7 +58,7 @@ def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
 def test_training_step_synchronises_once(kind, weighting, monkeypatch):
     monkeypatch.setattr(objectives, machine.to_device.__name__, uploaded)
     base = tiny.base()
-    head = build_for({"kind": kind}, base).to(base.dtype).to(META).train()
+    head = build_for_base({"kind": kind}, base).to(base.dtype).to(META).train()
     model: Any = copy.deepcopy(base.model)
     far = FrozenBase(model.to(META), owned=False)
     teacher = Teacher(far, head)

@@ -21,7 +21,7 @@ from specheads.core.drafter import Head
 from specheads.core.errors import ONE_STOP, InputError
 from specheads.core.machine import computes_bfloat16
 from specheads.data.packing import BatchStream, TokenBatch
-from specheads.heads.load import build, build_for, kinds
+from specheads.heads.load import build_for_base, build_head, kinds
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker, read_metrics
@@ -78,7 +78,7 @@ def run_training(
     """Train a head of depth 2 on one process, by default on a repeated sentence."""
     base = base or tiny.base("llama", dtype=torch.float32)
     torch.manual_seed(0)
-    head = build_for({"kind": kind, "depth": 2}, base)
+    head = build_for_base({"kind": kind, "depth": 2}, base)
     run, read = RunDirectory(folder), text or Counting(base.vocab_size)
     trainer.train(
         base,
@@ -134,7 +134,7 @@ def test_base_is_frozen_and_all_head_parameters_change(kind: str, tmp_path: Path
     base = tiny.base("llama", dtype=torch.float32)
     before = {name: value.clone() for name, value in base.model.state_dict().items()}
     torch.manual_seed(0)
-    fresh = build_for({"kind": kind, "depth": 2}, base)
+    fresh = build_for_base({"kind": kind, "depth": 2}, base)
     start = {name: value.clone() for name, value in fresh.named_parameters()}
     trained = run_training(tmp_path, Schedule(phases={"corpus": phase()}), kind=kind)
     assert_equal(base.model.state_dict(), before)
@@ -280,7 +280,7 @@ def test_label_outside_the_draft_vocabulary_counts_as_rejected():
     base = tiny.base("llama", dtype=torch.float32)
     counts = torch.zeros(base.vocab_size, dtype=torch.long)
     counts[[1, 3]] = 1
-    head = build_for({"kind": "mlp_speculator", "depth": 1, "draft_tokens": 2}, base, counts)
+    head = build_for_base({"kind": "mlp_speculator", "depth": 1, "draft_tokens": 2}, base, counts)
     tokens = (torch.arange(16) % 4)[None]
     loss_mask = torch.zeros_like(tokens, dtype=torch.bool)
     loss_mask[:, 4:12] = True
@@ -330,7 +330,7 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path):
 @pytest.mark.parametrize("draft_tokens", [0, 5])
 def test_muon_takes_hidden_matrices_and_adamw_the_rest(draft_tokens: int):
     settings = {"kind": "mlp_speculator", "depth": 3, "draft_tokens": draft_tokens}
-    head = build(settings, width=8, vocab_size=11)
+    head = build_head(settings, width=8, vocab_size=11)
     adamw, muon = optimizers(head, Schedule(phases={}, muon_learning_rate=0.1))
     shapes = [tuple(value.shape) for group in muon.param_groups for value in group["params"]]
     assert isinstance(muon, torch.optim.Muon)

@@ -19,7 +19,7 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
 from specheads.data.tokenise import tokenised
-from specheads.heads.load import build_for, load_head
+from specheads.heads.load import build_for_base, load_head
 from specheads.measure.counts import compute_rate
 from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.runs import checkpoint
@@ -247,7 +247,7 @@ DEPTH = 2
 def measured(batches: list[TokenBatch], settings: Phase, kind: str = "eagle3") -> dict[str, float]:
     base = tiny.base()
     torch.manual_seed(1)
-    head = build_for({"kind": kind, "depth": DEPTH}, base).double()
+    head = build_for_base({"kind": kind, "depth": DEPTH}, base).double()
     teacher = Teacher(base, head)
     teacher.begin()
     return validate(

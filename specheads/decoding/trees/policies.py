@@ -11,7 +11,7 @@ from torch import Tensor
 from specheads.core.drafter import Drafter, State
 from specheads.core.errors import InputError, whole
 from specheads.core.features import Committed
-from specheads.core.tree import Drawn, TokenTree, from_paths, level_sizes, refuse_nodes
+from specheads.core.tree import BranchSampling, TokenTree, from_paths, level_sizes, refuse_nodes
 from specheads.decoding import noise
 from specheads.decoding.noise import likeliest
 from specheads.decoding.sampling import Coupled, SamplingState, Scores, over_vocabulary
@@ -375,7 +375,7 @@ class Sampled(TreePolicy):
         return TokenTree(
             torch.cat(drafted, dim=1),
             torch.cat(nodes).expand(batch, -1),
-            drawn=Drawn(self.branches, torch.cat(probs, dim=1)),
+            branch_sampling=BranchSampling(self.branches, torch.cat(probs, dim=1)),
         )
 
 

@@ -138,7 +138,7 @@ def tensors(head: Head) -> dict[str, Tensor]:
     if named.pop("draft_ids", None) is not None:
         named["d2t"], named["t2d"] = head.draft_maps()
         if isinstance(head, BlockHead):
-            named["lm_head.weight"] = head.lent()
+            named["lm_head.weight"] = head.borrowed_projection()
     if "mask_hidden" in named:
         # P-EAGLE stores it with a batch and a time axis
         named["mask_hidden"] = named["mask_hidden"][None, None]

@@ -17,7 +17,7 @@ from specheads.core.errors import first_line
 from specheads.export.layouts._shared import Folder, Layout, all_of, drafted_tokens
 from specheads.heads.checkpoint import read_settings, read_tensors
 from specheads.heads.kinds.mtp import module_names, read_public
-from specheads.heads.load import copy_of
+from specheads.heads.load import copy_head
 
 ABOUT = "a copy of the base, for transformers, vLLM and all that draft with its own module"
 
@@ -38,7 +38,7 @@ def checkpoint(base: FrozenBase) -> Path:
 
 def write(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return the tensors of the module, by the names and in the dtypes of the base's own."""
-    folder, ours, stored = checkpoint(base), head.state_dict(), copy_of(head)
+    folder, ours, stored = checkpoint(base), head.state_dict(), copy_head(head)
     own = read_tensors(folder)
     _, names = module_names(own)
     named = {one: ours[name].cpu().to(own[one].dtype).contiguous() for one, name in names.items()}

@@ -40,7 +40,7 @@ def serve(head: Head, base: FrozenBase, method: str, model: str) -> str:
 def write_plugin(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return our own layout, and the command line that serves it with the plug-in."""
     line = f"{HEAD_VARIABLE}={shlex.quote(str(out))} {serve(head, base, 'custom_class', PROPOSER)}"
-    if not head.is_of(tables_fingerprint(base.embedding, base.projection.weight)):
+    if not head.matches_fingerprint(tables_fingerprint(base.embedding, base.projection.weight)):
         line = f"{FORCE_VARIABLE}=true {line}"
     # the plug-in reads the calibration and the rates
     files = {tuned.FILE: dumps(head.tuned)} if head.tuned else {}

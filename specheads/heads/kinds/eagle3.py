@@ -20,12 +20,12 @@ from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFlo
 from specheads.heads.checkpoint import fill, take_maps
 from specheads.heads.layers.attention import (
     AttentionConfig,
+    HeadCache,
     LlamaLayer,
-    Slots,
     draft_window,
     published_sizes,
 )
-from specheads.heads.layers.common import LOW_MIDDLE_HIGH, RMSNorm
+from specheads.heads.layers.common import NUM_FUSED_LAYERS, RMSNorm
 from specheads.heads.layers.feedback import FeedbackHead
 from specheads.heads.layers.rotary import HALVES, published
 
@@ -102,7 +102,7 @@ class Head(FeedbackHead):
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         self.reads_drafts = not config.parallel
-        num_aux, epsilon = len(self.aux_layers) or LOW_MIDDLE_HIGH, config.epsilon
+        num_aux, epsilon = len(self.aux_layers) or NUM_FUSED_LAYERS, config.epsilon
         if config.mask_token >= vocab_size:
             raise InputError(
                 f"head.mask_token must be below {vocab_size}, got {config.mask_token}; lower it"
@@ -182,7 +182,7 @@ class Head(FeedbackHead):
         return self.lm_head.weight, None
 
     @torch.no_grad()
-    def begin(self, committed: Committed, memory: Slots) -> Guesses:
+    def begin(self, committed: Committed, memory: HeadCache) -> Guesses:
         """Store the keys and values of all positions; return the logits after the last.
 
         With `parallel` the state is the logits of the other levels, which read masks.

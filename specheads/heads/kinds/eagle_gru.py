@@ -21,8 +21,8 @@ from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt
 from specheads.heads.layers.attention import (
     Attention,
     AttentionConfig,
+    HeadCache,
     LlamaLayer,
-    Slots,
     near,
 )
 from specheads.heads.layers.common import RMSNorm, pick_parents
@@ -62,7 +62,7 @@ class Draft:
     """Position of the last committed token of each row."""
     text: tuple[Tensor, ...]
     """Keys and values of committed positions and a mask of the visible ones, if they are read: see
-    `Slots.past`."""
+    `HeadCache.past`."""
 
 
 class Head(FeedbackHead):
@@ -110,7 +110,7 @@ class Head(FeedbackHead):
 
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield the states that read one token after each position, then two, and so on."""
-        hidden, places, window = self.first(features), features.places(), self.window(0)
+        hidden, places, window = self.first(features), features.positions(), self.window(0)
         visible, documents = self.attended(features, hidden)
         visible = visible if visible is None else near(visible, window)
         read = self._token(tokens)
@@ -129,7 +129,7 @@ class Head(FeedbackHead):
         return self.lm_head.weight, None
 
     @torch.no_grad()
-    def begin(self, committed: Committed, memory: Slots) -> Guesses:
+    def begin(self, committed: Committed, memory: HeadCache) -> Guesses:
         """Store keys and values of the committed positions; return the logits after the root."""
         hidden = self.first(committed.features)
         branch = self.commit(hidden, committed.next_tokens, committed, memory)

@@ -16,7 +16,7 @@ from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, WidthOrZero
 from specheads.heads.checkpoint import fill
-from specheads.heads.layers.attention import LlamaLayer, Slots
+from specheads.heads.layers.attention import HeadCache, LlamaLayer
 from specheads.heads.layers.common import BorrowingHead, ResidualBlock, RMSNorm, pick_parents
 
 BORROWED = ("input_embed_fn.weight", "embed_tokens.weight", "rotary_emb.inv_freq")
@@ -62,18 +62,21 @@ class PrefixLayer(LlamaLayer):
 
     def whole(self, features: Features) -> Float[Tensor, "batch time width"]:
         """Return the states of whole texts, with causal attention."""
-        places = features.places()
+        places = features.positions()
         # with a bfloat16 base, the norms and sums of a float32 layer stay in float32
         hidden, normed, past = self.read(features.hidden.to(self.norm.weight.dtype), places)
-        return self.norm(self(hidden, normed, places, past, features.visible()))
+        return self.norm(self(hidden, normed, places, past, features.causal_mask()))
 
-    def newest(self, committed: Committed, memory: Slots) -> Float[Tensor, "batch 1 width"]:
+    def newest(self, committed: Committed, memory: HeadCache) -> Float[Tensor, "batch 1 width"]:
         """Store the committed positions; return the state of the last one of each row."""
         hidden = committed.features.hidden
         positions = memory.advance(hidden.shape[1], committed.counts)
         _, normed, fresh = self.read(hidden, positions)
         memory.write(fresh, positions)
-        hidden, normed, newest = *map(committed.last, (hidden, normed)), memory.lengths[:, None] - 1
+        hidden, normed, newest = (
+            *map(committed.gather_last, (hidden, normed)),
+            memory.lengths[:, None] - 1,
+        )
         return self.norm(self(hidden, normed, newest, *memory.past()))
 
 
@@ -98,9 +101,9 @@ class Head(BorrowingHead):
             head.get_parameter("weight").data.copy_(projection)
             nn.init.zeros_(head.get_parameter("bias"))
 
-    def memory(self, batch: int, capacity: int) -> Slots | None:
+    def memory(self, batch: int, capacity: int) -> HeadCache | None:
         """Return empty slots for the keys and values of the prefix layer."""
-        return Slots.empty([self.prefix], batch, capacity) if self.prefix else None
+        return HeadCache.empty([self.prefix], batch, capacity) if self.prefix else None
 
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield the states that read one token after each position, then two, and so on."""
@@ -121,7 +124,7 @@ class Head(BorrowingHead):
     def begin(self, committed: Committed, memory: Any) -> Guesses:
         """Read the root after the base's last hidden state."""
         committed = self.with_aux(committed)
-        path = self.prefix.newest(committed, memory) if self.prefix else committed.hidden()
+        path = self.prefix.newest(committed, memory) if self.prefix else committed.last_hidden()
         return self._step(path, committed.root(), 0)
 
     def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:

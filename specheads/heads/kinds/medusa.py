@@ -89,7 +89,7 @@ class Head(BorrowingHead):
 
     def begin(self, committed: Committed, memory: None) -> Guesses:
         """Return the logits after the root, from the base's last hidden state."""
-        hidden = committed.hidden()
+        hidden = committed.last_hidden()
         return self.logits(self._state(hidden, 0), 0), (hidden, 0)
 
     def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:

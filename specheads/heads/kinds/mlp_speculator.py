@@ -122,7 +122,7 @@ class Head(BorrowingHead):
 
     def begin(self, committed: Committed, memory: None) -> Guesses:
         """Read the root after the base's last hidden state."""
-        state = self._first(self.with_aux(committed).hidden())
+        state = self._first(self.with_aux(committed).last_hidden())
         state = self._step(state, self.emb[0](committed.root()), 0)
         return self.logits(state[..., : self.inner], 0), (state, 0)
 

@@ -84,7 +84,7 @@ class Head(BorrowingHead):
 
     def begin(self, committed: Committed, memory: None) -> Guesses:
         """Read the root from a zero state, next to the base's last hidden state."""
-        hidden = self.with_aux(committed).hidden()
+        hidden = self.with_aux(committed).last_hidden()
         state = self._read(torch.zeros_like(hidden), self.embed(committed.root(), hidden))
         return self.logits(self._exit(hidden, state), 0), (hidden, state)
 

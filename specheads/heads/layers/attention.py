@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from specheads.core.errors import InputError
-from specheads.core.features import Documents
+from specheads.core.features import PackedDocuments
 from specheads.core.ranges import NonNegativeInt, PositiveInt, WidthOrZero, allows
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.path_attention import path_attention
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         past: Tensor,
         visible: Tensor | None,
         path: Tensor | None = None,
-        documents: Documents | None = None,
+        documents: PackedDocuments | None = None,
         window: int | None = None,
     ) -> Tensor:
         """Compute attention over the visible slots and the path, under one softmax.
@@ -322,11 +322,11 @@ class LlamaLayer(nn.Module):
 
 
 SPARE_SLOTS = 256
-"""Slots of a windowed cache next to the window: it is cut each time that they are in use."""
+"""HeadCache of a windowed cache next to the window: it is cut each time that they are in use."""
 
 
 @dataclass(slots=True)
-class Slots:
+class HeadCache:
     """KV cache of a head: committed positions of each row; later slots are never visible.
 
     With a window only the last positions are kept, so that memory does not grow with the text.
@@ -350,7 +350,7 @@ class Slots:
     @classmethod
     def empty(
         cls, layers: Sequence[LlamaLayer], batch: int, capacity: int, window: int | None = None
-    ) -> "Slots":
+    ) -> "HeadCache":
         """Return rows without positions, in the dtype and on the device of these layers.
 
         Layers have one shape and one window, and are concatenated along the axis of key heads.
@@ -413,19 +413,19 @@ class Slots:
             return self.kv_cache[0][:, :, self.places].permute(2, 0, 1, 3, 4), visible
         return self.kv_cache[:, :, :, : self.extent], visible
 
-    def scatter(self, places: Tensor, lengths: Tensor) -> "Slots":
+    def scatter(self, places: Tensor, lengths: Tensor) -> "HeadCache":
         """Return rows with slots anywhere in the only row of this: see `Memory.scatter`."""
         # the engine decides what it keeps
         self.kv_cache = _resized(self.kv_cache, self.capacity)
-        return Slots(self.kv_cache, lengths, places.shape[1], torch.zeros_like(lengths), places)
+        return HeadCache(self.kv_cache, lengths, places.shape[1], torch.zeros_like(lengths), places)
 
-    def keep(self, rows: Int[Tensor, " kept"]) -> "Slots":
+    def keep(self, rows: Int[Tensor, " kept"]) -> "HeadCache":
         """Return these rows; this synchronises to read the number of slots in use."""
         cache, lengths, dropped = self.kv_cache[rows], self.lengths[rows], self.dropped[rows]
         extent = int((lengths - dropped).max())
         return replace(self, kv_cache=cache, lengths=lengths, extent=extent, dropped=dropped)
 
-    def join(self, other: "Slots") -> "Slots":
+    def join(self, other: "HeadCache") -> "HeadCache":
         """Return the rows of both; they must have the same capacity."""
         size = max(self.kv_cache.shape[3], other.kv_cache.shape[3])
         return replace(

@@ -19,8 +19,8 @@ from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt,
 from specheads.heads.checkpoint import fill, take_maps
 from specheads.heads.layers.attention import (
     AttentionConfig,
+    HeadCache,
     LlamaLayer,
-    Slots,
     draft_window,
     full_attention,
     near,
@@ -137,9 +137,9 @@ class BlockHead(BorrowingHead):
         most = fitting if marks.is_meta else int(marks.sum(1).max())
         at = marks.int().argsort(dim=1, descending=True, stable=True)[:, :most].sort(1).values
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-        places, fused = features.places().expand_as(tokens), self._fuse(features)
+        places, fused = features.positions().expand_as(tokens), self._fuse(features)
         window = self.config.sliding_window
-        visible = near(features.visible(), window).expand(len(tokens), -1, -1)[rows, at]
+        visible = near(features.causal_mask(), window).expand(len(tokens), -1, -1)[rows, at]
         visible = visible.repeat_interleave(self.num_slots, dim=1)
         if window and self.config.window_counts_slots:
             ends = (at[..., None] + 1 + self._slots()).flatten(1)[..., None]
@@ -153,12 +153,12 @@ class BlockHead(BorrowingHead):
             found = empty.index_put((rows, at), hidden[:, :, level])
             yield self.answering(found, tokens.roll(-1 - level, 1))
 
-    def memory(self, batch: int, capacity: int) -> Slots:
+    def memory(self, batch: int, capacity: int) -> HeadCache:
         """Return empty slots for the keys and values of committed positions in all layers."""
-        return Slots.empty(self.blocks(), batch, capacity, self.config.sliding_window)
+        return HeadCache.empty(self.blocks(), batch, capacity, self.config.sliding_window)
 
     @torch.no_grad()
-    def begin(self, committed: Committed, memory: Slots) -> Guesses:
+    def begin(self, committed: Committed, memory: HeadCache) -> Guesses:
         """Store the keys and values of all positions; draft the whole block after the root."""
         fused, root = self._fuse(committed.features), committed.root()
         places = memory.advance(fused.shape[1], committed.counts)

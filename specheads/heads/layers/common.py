@@ -15,7 +15,7 @@ from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.weight_layout import product
 
-LOW_MIDDLE_HIGH = 3
+NUM_FUSED_LAYERS = 3
 """Number of base layers that a head with `aux_layers` reads by default."""
 
 
@@ -45,7 +45,7 @@ class BorrowingHead(Head):
         layers = getattr(config, "aux_layers", None)
         self.aux_layers, self.fc = tuple(layers or ()), None
         if layers is not None and not self.fuses_alone:
-            num_aux = len(layers) or LOW_MIDDLE_HIGH
+            num_aux = len(layers) or NUM_FUSED_LAYERS
             self.fc = nn.Linear(num_aux * width, width, bias=False)
             nn.init.zeros_(self.fc.weight)
         self.register_buffer("embedding", None, persistent=False)
@@ -70,7 +70,7 @@ class BorrowingHead(Head):
             raise InputError(f"{self.kind} reads its base's embedding; load the head with its base")
         return F.embedding(tokens, self.embedding).to(like.dtype)
 
-    def lent(self) -> Weight:
+    def borrowed_projection(self) -> Weight:
         """Return the base's projection to the draft vocabulary, for a head bound to a base."""
         if self.borrowed is None:
             raise InputError(
@@ -80,7 +80,7 @@ class BorrowingHead(Head):
 
     def projection(self, level: int) -> Projection:
         """Return the projection, the same at every level."""
-        return self.lent(), self.borrowed_bias
+        return self.borrowed_projection(), self.borrowed_bias
 
     def fused(self, features: Features) -> Features:
         """Return features with the fused streams added to the final hidden state."""
@@ -99,9 +99,9 @@ class BorrowingHead(Head):
     def choose_aux_layers(self, num_layers: int) -> None:
         """Choose the layers of EAGLE-3, or three evenly spaced ones in a shallow base."""
         if getattr(self.config, "aux_layers", None) == []:
-            if num_layers < LOW_MIDDLE_HIGH:
+            if num_layers < NUM_FUSED_LAYERS:
                 raise InputError(
-                    f"a base needs {LOW_MIDDLE_HIGH} layers if aux_layers is empty, this one has "
+                    f"a base needs {NUM_FUSED_LAYERS} layers if aux_layers is empty, this one has "
                     f"{num_layers}; set head.aux_layers={[*range(num_layers)]}"
                 )
             first, end = (2, 3) if num_layers >= 7 else (int(num_layers > 3), 1)
@@ -158,12 +158,14 @@ class BorrowingHead(Head):
     def corrected(self, correction: nn.Module) -> Projection:
         """Return [W, C]: the base's projection W next to the matrix C of a layer; and W's bias."""
         weight = correction.get_parameter("weight")
-        return torch.cat([self.lent().to(weight.dtype), weight], dim=1), self.borrowed_bias
+        return torch.cat(
+            [self.borrowed_projection().to(weight.dtype), weight], dim=1
+        ), self.borrowed_bias
 
     def corrected_logits(self, state: Tensor, correction: nn.Module) -> Tensor:
         """Return W h + b + C e of states [h, e], without the concatenation of `corrected`."""
         hidden, more = state.split([self.width, state.shape[-1] - self.width], dim=-1)
-        return product(hidden, self.lent(), self.borrowed_bias) + correction(more)
+        return product(hidden, self.borrowed_projection(), self.borrowed_bias) + correction(more)
 
 
 class RMSNorm(nn.RMSNorm):

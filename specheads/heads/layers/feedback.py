@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from specheads.core.drafter import Anchors, Guesses, Nodes, State, States, Tokens
-from specheads.core.features import Committed, Documents, Features
+from specheads.core.features import Committed, Features, PackedDocuments
 from specheads.core.kernels import flash_takes, product_dtype
-from specheads.heads.layers.attention import LlamaLayer, Slots, near
+from specheads.heads.layers.attention import HeadCache, LlamaLayer, near
 from specheads.heads.layers.common import BorrowingHead, RMSNorm, pick_parents
 
 
@@ -27,7 +27,7 @@ class Branch:
     """Input of the next round at the nodes."""
     paths: tuple[Tensor, ...]
     """Keys and values of drafted tokens, per layer: (batch, key head, 2, node, level, head_dim)."""
-    memory: Slots
+    memory: HeadCache
 
 
 class FeedbackHead(BorrowingHead):
@@ -76,7 +76,7 @@ class FeedbackHead(BorrowingHead):
 
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield each round's state, of every position at once."""
-        layers, places = self.blocks(), features.places()
+        layers, places = self.blocks(), features.positions()
         hidden, pasts, paths = self.first(features), list[Tensor](), list[Tensor]()
         (visible, documents), sent = self.attended(features, hidden), None
         for level, embedded in enumerate(self.embeddings(tokens)):
@@ -97,7 +97,7 @@ class FeedbackHead(BorrowingHead):
 
     def attended(
         self, features: Features, hidden: Tensor
-    ) -> tuple[Bool[Tensor, "row time time"] | None, Documents | None]:
+    ) -> tuple[Bool[Tensor, "row time time"] | None, PackedDocuments | None]:
         """Return what positions see in training: a mask of pairs, or the documents of each row.
 
         The kernel for documents depends on the device and dtype of `hidden`, and on the width.
@@ -105,22 +105,22 @@ class FeedbackHead(BorrowingHead):
         head_dim = self.blocks()[0].self_attn.kernel_dim
         if hidden.device.type != "cpu" and not flash_takes(product_dtype(hidden), head_dim):
             # no kernel for documents exists for this dtype or width
-            return features.visible(), None
-        places = features.places().expand(len(hidden), -1)
-        return None, features.documents or Documents.of(places)
+            return features.causal_mask(), None
+        places = features.positions().expand(len(hidden), -1)
+        return None, features.documents or PackedDocuments.of(places)
 
-    def memory(self, batch: int, capacity: int) -> Slots:
+    def memory(self, batch: int, capacity: int) -> HeadCache:
         """Return empty slots for the keys and values of committed positions."""
-        return Slots.empty(self.blocks(), batch, capacity, self.window(0))
+        return HeadCache.empty(self.blocks(), batch, capacity, self.window(0))
 
     @torch.no_grad()
-    def begin(self, committed: Committed, memory: Slots) -> Guesses:
+    def begin(self, committed: Committed, memory: HeadCache) -> Guesses:
         """Store the keys and values of all positions; return the logits after the last."""
         hidden = self.first(committed.features)
         return self._answer(self.commit(hidden, committed.next_tokens, committed, memory))
 
     @torch.no_grad()
-    def read(self, committed: Committed, memory: Slots) -> None:
+    def store_committed(self, committed: Committed, memory: HeadCache) -> None:
         """Store the keys and values of all positions; the last layer's output is not computed."""
         hidden = self.first(committed.features)
         self.commit(hidden, committed.next_tokens, committed, memory, drafts=False)
@@ -130,7 +130,7 @@ class FeedbackHead(BorrowingHead):
         hidden: Float[Tensor, "batch read width"],
         tokens: Int[Tensor, "batch read"],
         committed: Committed,
-        memory: Slots,
+        memory: HeadCache,
         *,
         drafts: bool = True,
     ) -> Branch:
@@ -150,7 +150,7 @@ class FeedbackHead(BorrowingHead):
 
         def last(values: Tensor) -> Tensor:
             """Return the values at the last committed position and at those that follow it."""
-            return torch.cat([committed.last(values[:, :time]), values[:, time:]], dim=1)
+            return torch.cat([committed.gather_last(values[:, :time]), values[:, time:]], dim=1)
 
         hidden = self.enter(hidden, embedded)
         for place, layer in enumerate(layers):

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from specheads.core.features import Documents
+from specheads.core.features import PackedDocuments
 from specheads.core.kernels import product_dtype
 
 Bounds = tuple[Tensor, int, int | None]
@@ -28,7 +28,7 @@ def path_attention(
     queries: Float[Tensor, "batch head time width"],
     past: Float[Tensor, "batch shared 2 time width"],
     path: Float[Tensor, "batch shared 2 time level width"],
-    documents: Documents,
+    documents: PackedDocuments,
     window: int | None = None,
 ) -> Float[Tensor, "batch head time width"]:
     """Attend to the document up to each position and to its path, as under one softmax.

@@ -24,7 +24,7 @@ from specheads.core.repetition import is_repetitive
 from specheads.core.seeds import derive_seed
 from specheads.data.encode import tokenizer_fingerprint
 from specheads.decoding.sampling import Sampling
-from specheads.heads.load import drafter_of
+from specheads.heads.load import copy_for_drafting
 from specheads.training.distill import build
 from specheads.training.distill.engines import Answer, GenerationRequest, TextEngine
 from specheads.training.distill.prompts import PromptSource, decoder, prompt_source
@@ -189,7 +189,7 @@ def engine_for(job: Job) -> TextEngine:
     """Build the engine of the settings; the local one may draft, which does not change the text."""
     head = None
     if job.head is not None and job.settings.use_head and job.settings.engine == "local":
-        head = drafter_of(job.head, job.base)
+        head = copy_for_drafting(job.head, job.base)
     return build(job.settings, job.base, head, job.prompts.longest)
 
 

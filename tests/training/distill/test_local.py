@@ -14,7 +14,7 @@ from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
-from specheads.heads.load import build_for
+from specheads.heads.load import build_for_base
 from specheads.runs.progress import progress
 from specheads.training.distill import build, engines, run
 from specheads.training.distill.engines import Answer, GenerationRequest
@@ -56,7 +56,7 @@ def write(folder: Path, batch_size: int = 4, head=None, max_length: int = 0, **c
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_text_does_not_depend_on_batch_head_and_memory(temperature, tmp_path, monkeypatch):
-    head = build_for(HEAD, tiny.base()).double().eval()
+    head = build_for_base(HEAD, tiny.base()).double().eval()
     write(tmp_path / "one", 1, temperature=temperature)
     write(tmp_path / "many", 8, temperature=temperature)
     write(tmp_path / "rows", 3, max_length=100, temperature=temperature)
