@@ -420,7 +420,7 @@ def step(trainer: Any, rows: Iterable[Mapping[str, Any]], labels: int) -> dict[s
 @torch.no_grad()
 def refuse_misread(source: Source, model: Any, batch: TokenBatch) -> None:
     """Refuse a base whose logits differ from those that speculators computes."""
-    row = next(batch.parts(len(batch.tokens)))
+    row = next(batch.split(len(batch.tokens)))
     features, last = source.read(row.to(source.base.device))
     own = source.base.projection.rows(source.head.draft_ids)(features.hidden).float()
     theirs = model.verifier_lm_head(model.verifier_norm(last.float()))

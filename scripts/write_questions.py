@@ -22,8 +22,8 @@ from specheads.base.model import FrozenBase
 from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.core.files import writable_folder, write_atomic
-from specheads.data.chat import ASK, ASKED, Template
-from specheads.data.masks import added_ids
+from specheads.data.chat import QUESTION, QUESTION_TEXT, Template
+from specheads.data.masks import added_token_ids
 from specheads.decoding.sampling import Sampling
 from specheads.runs.progress import progress
 from specheads.training.distill import build
@@ -95,7 +95,7 @@ def questions(base: FrozenBase, options: argparse.Namespace) -> list[str]:
             f"questions need a tokenizer with a chat template, {options.base} lacks one"
         )
     opening, room = user_opening(base), options.new_tokens
-    special = added_ids(base.tokenizer)
+    special = added_token_ids(base.tokenizer)
     part = part_of(options)
     own = {name: value for name, value in vars(options).items() if name not in FREE}
     found, done = unfinished(part, own)
@@ -148,8 +148,8 @@ def user_opening(base: FrozenBase) -> list[int]:
     """Return the token ids of a chat template before the user's message."""
     assert base.tokenizer is not None
     template = Template(base.tokenizer)
-    text = template.text([ASK])
-    return template.read(text.partition(ASKED)[0])[0]
+    text = template.render([QUESTION])
+    return template.encode(text.partition(QUESTION_TEXT)[0])[0]
 
 
 if __name__ == "__main__":

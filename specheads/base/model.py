@@ -25,7 +25,7 @@ from specheads.base.sharding import Sharding
 from specheads.core.errors import InputError
 from specheads.core.machine import refuse_bytes
 from specheads.core.weight_layout import for_few_rows
-from specheads.data.chat import end_ids
+from specheads.data.chat import turn_end_ids
 
 MEDIA = re.compile("(image|video|audio)_token_(id|index)")
 """Settings of multimodal models that name the token in place of a picture, video or sound."""
@@ -168,7 +168,7 @@ class FrozenBase(Forwards):
 
     @cached_property
     def _turn_ends(self) -> tuple[int, ...]:
-        return end_ids(self.tokenizer)
+        return turn_end_ids(self.tokenizer)
 
     @cached_property
     def media_ids(self) -> dict[int, str]:

@@ -13,8 +13,8 @@ from specheads.config.commands import Train
 from specheads.config.training import distilled
 from specheads.core.errors import InputError, printable
 from specheads.data.masks import CLOSE, OPEN, marked
-from specheads.data.prompts import held_out
-from specheads.data.tokenise import UnansweredError, tokenised
+from specheads.data.prompts import held_out_prompts
+from specheads.data.tokenise import UnansweredError, tokenise_corpus
 from specheads.training.plan import Setup, plan
 from specheads.training.processes import accelerator_of_environment
 
@@ -47,7 +47,7 @@ def show_examples(settings: Train) -> None:
     """Print documents of the corpus with their loss mask, or prompts where it has no answers."""
     tokenizer, seed = corpus_tokenizer(settings), settings.seed
     try:
-        documents = tokenised(settings.data, "train", tokenizer, seed)
+        documents = tokenise_corpus(settings.data, "train", tokenizer, seed)
     except UnansweredError:
         if any(phase.distill is None for phase in settings.schedule.phases.values()):
             raise
@@ -61,7 +61,9 @@ def show_examples(settings: Train) -> None:
 def show_prompts(settings: Train, tokenizer: PreTrainedTokenizerBase) -> None:
     """Print prompts that the base will continue, in its chat template."""
     length = distilled(settings.schedule).prompt_tokens
-    prompts = held_out(settings.data, "train", tokenizer, length, settings.preview, settings.seed)
+    prompts = held_out_prompts(
+        settings.data, "train", tokenizer, length, settings.preview, settings.seed
+    )
     rows = [(prompt.tokens, [False] * len(prompt.tokens)) for prompt in prompts]
     _show(tokenizer, "the base continues prompts such as these; the head learns its text", rows)
 

@@ -25,7 +25,7 @@ from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError, printable
 from specheads.data.chat import Template
 from specheads.data.conversations import Message
-from specheads.data.encode import prompt_ids
+from specheads.data.encode import encode_prompt
 from specheads.decoding import detokenize
 from specheads.decoding.engine import Engine, default_tree
 from specheads.decoding.loop import BASE_ORIGIN, Origin, step_origins
@@ -95,16 +95,16 @@ class Dialogue:
     def ask(self, text: str) -> list[int]:
         """Return the prompt for an answer; an earlier question without an answer is forgotten."""
         if self._template is None:
-            return prompt_ids(self._tokenizer, text)
+            return encode_prompt(self._tokenizer, text)
         self._open = [*self._messages, {"role": "user", "content": text}]
         if self._tokens:
-            return self._template.next_prompt(self._tokens, self._open)
-        return self._template.prompt(self._open)
+            return self._template.extend_prompt(self._tokens, self._open)
+        return self._template.encode_prompt(self._open)
 
     def answered(self, prompt: list[int], tokens: list[int]) -> None:
         """Add the tokens of an answer to the conversation."""
         if self._template:
-            self._messages = [*self._open, self._template.message(tokens)]
+            self._messages = [*self._open, self._template.parse_answer(tokens)]
             self._tokens = [*prompt, *tokens]
 
 

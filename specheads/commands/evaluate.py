@@ -18,8 +18,8 @@ from specheads.config.commands import Evaluate, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import writable_folder
-from specheads.data.context_prompts import with_context
-from specheads.data.prompts import PromptSet, fitting, load_prompts
+from specheads.data.context_prompts import prepend_context
+from specheads.data.prompts import PromptSet, drop_long_prompts, load_prompts
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees.named import fixed_policy
 from specheads.decoding.trees.policies import TreePolicy
@@ -150,7 +150,9 @@ def evaluation_prompts(
         thinking=evaluation.thinking,
         corpus=settings.data,
     )
-    return fitting(prompts, base.max_length - evaluation.max_new_tokens, evaluation.too_long)
+    return drop_long_prompts(
+        prompts, base.max_length - evaluation.max_new_tokens, evaluation.too_long
+    )
 
 
 def shortage_note(found: PromptSummary, settings: SettingsWithEvaluation) -> str:
@@ -176,7 +178,7 @@ def context_prompts(
             f"a context of {base.max_length}, got {contexts[-1]}; lower contexts or max_new_tokens"
         )
     tokenizer = base.tokenizer_for("an evaluation")
-    return with_context(prompts, contexts, evaluation.context_text, tokenizer)
+    return prepend_context(prompts, contexts, evaluation.context_text, tokenizer)
 
 
 def generation_settings(settings: SettingsWithEvaluation, prompts: PromptSet) -> GenerationSettings:

@@ -19,7 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError, one_line
 from specheads.data.conversations import Message, first_answer, last_message
-from specheads.data.encode import encoding
+from specheads.data.encode import call_tokenizer
 from specheads.data.files import located
 from specheads.data.masks import decoded, marked, says_all, squeezed, wrong_mask
 
@@ -34,9 +34,9 @@ CLOCK = (
 )
 """The same date for templates that call strftime_now."""
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-ASKED, ANSWERED, THOUGHT = "\ue000", "\ue001", "\ue002"
+QUESTION_TEXT, ANSWERED, THOUGHT = "\ue000", "\ue001", "\ue002"
 """Placeholders for a question, an answer and its thought in a probe; no text contains them."""
-ASK: Message = {"role": "user", "content": ASKED}
+QUESTION: Message = {"role": "user", "content": QUESTION_TEXT}
 ANSWER: Message = {"role": "assistant", "content": ANSWERED}
 
 
@@ -119,11 +119,11 @@ class Template:
             _warn_of_left_out(texts[0][0], parts)
             return samples
 
-    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
+    def encode_prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
         """Return the token ids before an answer: they end with a generation prompt."""
-        return self.read(self.text(messages, tools, ask=True))[0]
+        return self.encode(self.render(messages, tools, ask=True))[0]
 
-    def message(self, tokens: Sequence[int]) -> Message:
+    def parse_answer(self, tokens: Sequence[int]) -> Message:
         """Return an answer's tokens as a message, with its thought apart from its content."""
         written = decoded(self._tokenizer, tokens)
         for form in self._forms:
@@ -135,26 +135,26 @@ class Template:
         text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
         return {"role": "assistant", "content": text}
 
-    def next_prompt(
+    def extend_prompt(
         self, tokens: Sequence[int], messages: Messages, tools: Tools = None
     ) -> list[int]:
         """Append the next messages to a prompt and the base's answer, `tokens`.
 
-        `messages` is the whole conversation, with the answer as `message` returns it. The answer
+        `messages` is the whole conversation, with the answer as `parse_answer` returns it. It
         keeps its ids, and its end becomes that of the template. If the template changes the answer,
         for example removes its thought, the conversation is rendered again.
         """
         last = last_message(messages, "assistant")
         probe = [*messages[:last], messages[last] | ANSWER, *messages[last + 1 :]]
-        _, is_written, rest = self.text(probe, tools, ask=True).rpartition(ANSWERED)
-        after = self.text(messages, tools, ask=True)
+        _, is_written, rest = self.render(probe, tools, ask=True).rpartition(ANSWERED)
+        after = self.render(messages, tools, ask=True)
         size = len(tokens) if is_written else 0
         # the template writes the end of the answer again
         while squeezed(decoded(self._tokenizer, tokens[:size]) + rest) != squeezed(after):
             if not size or tokens[size - 1] not in self._special_ids:
-                return self.read(after)[0]
+                return self.encode(after)[0]
             size -= 1
-        return [*tokens[:size], *self.read(rest)[0]]
+        return [*tokens[:size], *self.encode(rest)[0]]
 
     @property
     def end_id(self) -> int:
@@ -164,7 +164,7 @@ class Template:
 
     def _turn(self, messages: Messages, tools: Tools) -> _Turn:
         """Find the text of the last message, which the assistant wrote, and its prompt."""
-        prompt, whole = self.text(messages[:-1], tools, ask=True), self.text(messages, tools)
+        prompt, whole = self.render(messages[:-1], tools, ask=True), self.render(messages, tools)
         shown = f"the prompt:\n{prompt}\nwith its answer:\n{whole}"
         if whole.startswith(prompt):
             begin = len(prompt)
@@ -172,7 +172,7 @@ class Template:
             if self._header and whole.startswith(self._header, begin):
                 begin += len(self._header)
         else:
-            plain = self.text(messages[:-1], tools)
+            plain = self.render(messages[:-1], tools)
             # generation markers may contain the header, or leave out what is no answer
             found = self._begin(plain, prompt, whole), self._mark(plain, whole, messages, tools)
             begin = max((place for place in found if place is not None), default=None)
@@ -218,7 +218,7 @@ class Template:
         """Text of the token that opens a thought; empty if the template writes no thoughts."""
         inline = {"content": f"<think>{THOUGHT}</think>{ANSWERED}"}
         for answer in (ANSWER | {"reasoning_content": THOUGHT}, ANSWER | inline):
-            before, found, _ = self.text([ASK, answer]).partition(THOUGHT)
+            before, found, _ = self.render([QUESTION, answer]).partition(THOUGHT)
             if found:
                 return ["", *self._pieces.findall(before)][-1]
         return ""
@@ -237,11 +237,14 @@ class Template:
 
     def _anywhere(self, message: Message, tools: Tools) -> str:
         """Return the text of an answer after any question; empty if it is unknown."""
-        prompt, whole = self.text([ASK], tools, ask=True), self.text([ASK, message], tools)
+        prompt, whole = (
+            self.render([QUESTION], tools, ask=True),
+            self.render([QUESTION, message], tools),
+        )
         return whole[len(prompt) :] if whole.startswith(prompt) else ""
 
     def _sample(self, text: str, turns: list[_Turn], tools: Tools) -> Sample:
-        ids, places = self.read(text)
+        ids, places = self.encode(text)
         loss_mask = np.zeros(len(ids), bool)
         for turn in turns:
             begin, end = len(turn.prompt), len(turn.prompt) + len(turn.answer)
@@ -256,7 +259,7 @@ class Template:
 
     def refuse_wrong_mask(self, sample: Sample, answers: Messages, tools: Tools = None) -> None:
         """Refuse a sample whose loss mask does not cover exactly these answers and their ends."""
-        expected = [self._turn([ASK, one], tools).answer for one in answers]
+        expected = [self._turn([QUESTION, one], tools).answer for one in answers]
         for one, answer in zip(expected, answers, strict=True):
             if not says_all(one, answer):
                 called = [call["function"]["name"] for call in answer.get("tool_calls", ())]
@@ -283,7 +286,7 @@ class Template:
         forms = []
         for probe in (ANSWER | {"reasoning_content": THOUGHT}, ANSWER):
             with suppress(InputError):
-                head, _, tail = self._turn([ASK, probe], None).answer.partition(ANSWERED)
+                head, _, tail = self._turn([QUESTION, probe], None).answer.partition(ANSWERED)
                 if (THOUGHT in head) == ("reasoning_content" in probe):
                     begin = r"\s*".join(map(re.escape, head.split()))
                     begin = begin.replace(THOUGHT, r"\s*(?P<thought>.*?)\s*")
@@ -298,7 +301,7 @@ class Template:
     @cached_property
     def _tail(self) -> str:
         """What the template adds after the last answer of a conversation."""
-        whole = self.text([ASK, ANSWER])
+        whole = self.render([QUESTION, ANSWER])
         if ANSWERED not in whole:
             raise InputError(
                 "a chat template must write the assistant's messages, this tokenizer's leaves them "
@@ -310,13 +313,13 @@ class Template:
     @cached_property
     def _end(self) -> str:
         """The token with which the base ends its turn."""
-        between = self.text([ASK, ANSWER, ASK]).rpartition(ANSWERED)[2]
+        between = self.render([QUESTION, ANSWER, QUESTION]).rpartition(ANSWERED)[2]
         for text in (self._tail[: _shared(self._tail, between)], self._tail):
             if ends := self._tokens.findall(text):
                 eos: Any = self._tokenizer.eos_token
                 return eos if eos in ends else ends[-1]
         header = self._headers.match(between)
-        asked = self.text([ASK], ask=True).rpartition(ASKED)[2]
+        asked = self.render([QUESTION], ask=True).rpartition(QUESTION_TEXT)[2]
         # a token that opens every turn does not end one
         if not self._tail.strip() and header and header[0].strip() not in asked:
             return header[0].strip()
@@ -339,7 +342,7 @@ class Template:
     @cached_property
     def _header(self) -> str:
         """The generation prompt after a question; empty without one."""
-        plain, prompt = self.text([ASK]), self.text([ASK], ask=True)
+        plain, prompt = self.render([QUESTION]), self.render([QUESTION], ask=True)
         return prompt[_shared(plain, prompt) :]
 
     @cached_property
@@ -391,7 +394,7 @@ class Template:
         place = next((place for place in places if place >= first), first)
         return place if whole[first:place].strip() else None
 
-    def text(self, messages: Messages, tools: Tools = None, *, ask: bool = False) -> str:
+    def render(self, messages: Messages, tools: Tools = None, *, ask: bool = False) -> str:
         """Render messages as text; with `ask` it ends with a generation prompt."""
         return str(self._apply(messages, tools, tokenize=False, add_generation_prompt=ask))
 
@@ -433,16 +436,18 @@ class Template:
 
         def is_read(content: Any) -> bool:
             with suppress(Exception):
-                return ASKED in self._rendered([ASK | {"content": content}], None, tokenize=False)
+                return QUESTION_TEXT in self._rendered(
+                    [QUESTION | {"content": content}], None, tokenize=False
+                )
             return False
 
-        return not is_read(ASKED) and is_read(_parts(ASKED))
+        return not is_read(QUESTION_TEXT) and is_read(_parts(QUESTION_TEXT))
 
-    def read(self, text: str) -> tuple[list[int], np.ndarray]:
+    def encode(self, text: str) -> tuple[list[int], np.ndarray]:
         """Return the token ids of rendered text, and the (begin, end) character of each."""
         # the template wrote the special tokens itself
         choices = {"add_special_tokens": False, "return_offsets_mapping": True}
-        found = encoding(self._tokenizer, text, **choices)
+        found = call_tokenizer(self._tokenizer, text, **choices)
         return found["input_ids"], np.array(found["offset_mapping"], int).reshape(-1, 2)
 
 
@@ -478,7 +483,7 @@ def _with_text(message: Message) -> Message:
 
 def refuse_fixed_thinking(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise if the chat template renders a question alike with and without thinking."""
-    rendered = {Template(tokenizer, one).text([ASK], ask=True) for one in (True, False)}
+    rendered = {Template(tokenizer, one).render([QUESTION], ask=True) for one in (True, False)}
     if len(rendered) == 1:
         raise InputError(
             "evaluation.thinking needs a chat template that reads enable_thinking, this "
@@ -486,7 +491,7 @@ def refuse_fixed_thinking(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def end_ids(tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+def turn_end_ids(tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
     """Return the token that ends a turn in a tokenizer's chat template, if there is one."""
     with suppress(InputError):
         return () if tokenizer is None else (Template(tokenizer).end_id,)

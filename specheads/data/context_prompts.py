@@ -7,12 +7,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.config.data import SourceSettings
 from specheads.core.errors import InputError
-from specheads.data.encode import token_ids
+from specheads.data.encode import encode_text
 from specheads.data.prompts import Prompt, PromptSet
-from specheads.data.sources import read_all
+from specheads.data.sources import read_source
 
 
-def with_context(
+def prepend_context(
     prompts: PromptSet, contexts: Sequence[int], source: str, tokenizer: PreTrainedTokenizerBase
 ) -> list[PromptSet]:
     """Return the prompts at each of these lengths, filled with text in front of their questions.
@@ -21,7 +21,7 @@ def with_context(
     end of that stretch, so the prompts of two lengths are paired. `contexts` ascend. `source` is a
     file or folder of text, or "python_stdlib", of which files are used that are never trained on.
     """
-    between = token_ids(tokenizer, "\n\n", add_special_tokens=False)
+    between = encode_text(tokenizer, "\n\n", add_special_tokens=False)
     needed = max(len(one.tokens) for one in prompts.prompts) + len(between)
     if contexts[0] < needed:
         raise InputError(
@@ -31,9 +31,9 @@ def with_context(
     stdlib, ids = source == "python_stdlib", list[int]()
     files = SourceSettings(source=source) if stdlib else SourceSettings(source="files", path=source)
     most, gaps = contexts[-1], max(len(prompts.prompts) - 1, 1)
-    for split, _, row in read_all(files):
+    for split, _, row in read_source(files):
         if split == "prompts" or not stdlib:
-            ids += token_ids(tokenizer, f"{row['text']}\n\n", add_special_tokens=False)
+            ids += encode_text(tokenizer, f"{row['text']}\n\n", add_special_tokens=False)
         if len(ids) >= most * (gaps + 1):
             break
     if len(ids) < most:

@@ -13,10 +13,10 @@ import pyarrow.compute as pc
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
-from specheads.data.encode import affixes
+from specheads.data.encode import affix_ids
 
 
-class Documents:
+class TokenisedDocuments:
     """Tokenised documents, in memory or memory-mapped, by number and in any order.
 
     `datasets.Dataset` needs 160 us for a document and this class 2 us; a batch has hundreds.
@@ -33,16 +33,18 @@ class Documents:
         self._order = np.arange(table.num_rows) if order is None else order
 
     @classmethod
-    def joined(cls, parts: "Sequence[Documents]", chosen: np.ndarray) -> "Documents":
+    def joined(
+        cls, parts: "Sequence[TokenisedDocuments]", chosen: np.ndarray
+    ) -> "TokenisedDocuments":
         """Return chosen documents of several parts without a copy; the numbers go through all."""
         first = np.cumsum([0, *(part._table.num_rows for part in parts)])
         orders = [part._order + begin for part, begin in zip(parts, first, strict=False)]
         table = pa.concat_tables([part._table for part in parts])
         return cls(table, np.concatenate(orders)[chosen])
 
-    def whole(self) -> "Documents":
+    def without_loss_mask(self) -> "TokenisedDocuments":
         """Return the same documents without a loss mask: every token is in the loss."""
-        return Documents(self._table.select(["tokens"]), self._order)
+        return TokenisedDocuments(self._table.select(["tokens"]), self._order)
 
     def __len__(self) -> int:
         return len(self._order)
@@ -80,14 +82,17 @@ def numbers(array: Any) -> np.ndarray:
 
 
 def cut_windows(
-    documents: Documents, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, seed: int = 0
+    documents: TokenisedDocuments,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_tokens: int,
+    seed: int = 0,
 ) -> Iterator[tuple[int, list[int]]]:
     """Cut windows that do not overlap: first one of every document, then a second of every one, ...
 
     Yields (document, window). A window has `prompt_tokens` tokens, with the tokens that the
     tokenizer puts before every text. The seed orders the documents and the windows of each.
     """
-    opening, closing = affixes(tokenizer)
+    opening, closing = affix_ids(tokenizer)
     room = prompt_tokens - len(opening)
     if room < 1:
         raise InputError(f"prompt_tokens must be at least {len(opening) + 1}, got {prompt_tokens}")

@@ -9,16 +9,16 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.core.errors import InputError
 
 
-def token_ids(
+def encode_text(
     tokenizer: PreTrainedTokenizerBase, text: str | list[str], *, add_special_tokens: bool = True
 ) -> Any:
     """Return the token ids of a text, or of each of several texts."""
-    return encoding(tokenizer, text, add_special_tokens=add_special_tokens)["input_ids"]
+    return call_tokenizer(tokenizer, text, add_special_tokens=add_special_tokens)["input_ids"]
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the token ids of a text to continue, without an end token."""
-    ids, (_, closing) = token_ids(tokenizer, text), affixes(tokenizer)
+    ids, (_, closing) = encode_text(tokenizer, text), affix_ids(tokenizer)
     # what the tokenizer adds after a text is no part of a prompt
     if closing and ids[-len(closing) :] == closing:
         ids = ids[: -len(closing)]
@@ -27,10 +27,10 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
-def affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def affix_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the tokens that the tokenizer adds before and after every text."""
     whole, plain = (
-        token_ids(tokenizer, "a", add_special_tokens=special) for special in (True, False)
+        encode_text(tokenizer, "a", add_special_tokens=special) for special in (True, False)
     )
     if not plain or plain[0] not in whole:
         raise InputError("text needs a tokenizer that reads any letter, this one cannot read 'a'")
@@ -38,7 +38,9 @@ def affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     return whole[:first], whole[first + len(plain) :]
 
 
-def encoding(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **choices: Any) -> Any:
+def call_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, text: str | list[str], **choices: Any
+) -> Any:
     """Call a tokenizer on a text or a list of texts; `choices` are the tokenizer's own."""
     try:
         # verbose=False: no warning about texts longer than the context

@@ -13,7 +13,7 @@ OPEN, CLOSE = "⟦", "⟧"
 """Brackets around tokens in the loss, for output without colour."""
 
 
-def added_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def added_token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the special tokens and all other added tokens."""
     known: Any = tokenizer
     return {*known.all_special_ids, *known.added_tokens_decoder}

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from specheads.core.errors import InputError
-from specheads.data.documents import Documents
+from specheads.data.documents import TokenisedDocuments
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class TokenBatch:
         """Copy the batch to pinned memory."""
         return self._each(Tensor.pin_memory)
 
-    def parts(self, count: int) -> "Iterator[TokenBatch]":
+    def split(self, count: int) -> "Iterator[TokenBatch]":
         """Yield the rows in nearly equal parts."""
         for number in range(count):
-            rows = share(range(len(self.tokens)), number, count)
+            rows = slice_evenly(range(len(self.tokens)), number, count)
             part = self._each(itemgetter(slice(rows.start, rows.stop)))
             yield replace(part, first_sample=self.first_sample + rows.start)
 
@@ -59,7 +59,7 @@ class TokenBatch:
         )
 
 
-def share(rows: range, number: int, count: int) -> range:
+def slice_evenly(rows: range, number: int, count: int) -> range:
     """Return the `number`-th of `count` nearly equal runs of rows."""
     return rows[len(rows) * number // count : len(rows) * (number + 1) // count]
 
@@ -92,7 +92,7 @@ class PackedText:
 
     def __init__(
         self,
-        documents: Documents,
+        documents: TokenisedDocuments,
         *,
         sequence_length: int,
         batch_size: int,
@@ -147,7 +147,7 @@ class PackedText:
         while True:
             rows = range(sample, sample + self._batch_size)
             sample = rows.stop
-            yield self.batch(share(rows, self._rank, self._world_size)), {"sample": sample}
+            yield self.batch(slice_evenly(rows, self._rank, self._world_size)), {"sample": sample}
 
     def batch(self, samples: range) -> TokenBatch:
         """Return the rows of consecutive sample numbers."""

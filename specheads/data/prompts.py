@@ -17,13 +17,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.config.data import NO_PATH, DataSettings, SourceSettings
 from specheads.core.errors import InputError
 from specheads.core.files import local_path
-from specheads.data.chat import ASKED, Template, refuse_fixed_thinking
+from specheads.data.chat import QUESTION_TEXT, Template, refuse_fixed_thinking
 from specheads.data.conversations import first_answer, last_message, question
 from specheads.data.documents import cut_windows
-from specheads.data.encode import affixes, prompt_ids
+from specheads.data.encode import affix_ids, encode_prompt
 from specheads.data.files import JSONL, PARQUET, SHOWN, Row, located, rows_of
-from specheads.data.sources import hub_rows, read
-from specheads.data.tokenise import tokenised
+from specheads.data.sources import hub_rows, read_split
+from specheads.data.tokenise import tokenise_corpus
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class PromptSet:
 
 GROUPS = ("input_length", "category", "thinking")
 
-ON_HUB = {
+PUBLIC_PROMPT_SETS = {
     "humaneval": SourceSettings(source="hub", path="openai/openai_humaneval", split="test"),
     "mbpp": SourceSettings(
         source="hub", path="google-research-datasets/mbpp", config="full", split="test"
@@ -106,7 +106,7 @@ ON_HUB = {
     ),
 }
 """Public sets by name. A local file in the same format works too."""
-NAMES = (*NO_PATH, "held_out", *ON_HUB)
+NAMES = (*NO_PATH, "held_out", *PUBLIC_PROMPT_SETS)
 SPEED_BENCH = re.compile(r"qualitative|throughput_(\d+k)")
 """Names of SPEED-Bench's parts: files or folders, as its scripts write them."""
 UNRESOLVED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
@@ -147,7 +147,7 @@ def load_prompts(
         refuse_fixed_thinking(tokenizer)
     if corpus is not None:
         wanted = corpus, "prompts", tokenizer, prompt_tokens, num_prompts, seed
-        prompts = held_out(*wanted, thinking=thinking)
+        prompts = held_out_prompts(*wanted, thinking=thinking)
     else:
         rows = [one for where, row in _rows(name) for one in _questions(row, where, all_turns)]
         # tokenise what is used only: sets of long prompts are large
@@ -157,7 +157,7 @@ def load_prompts(
     return PromptSet.of(name if name in NAMES else Path(name).name, prompts)
 
 
-def fitting(prompts: PromptSet, room: int, too_long: str) -> PromptSet:
+def drop_long_prompts(prompts: PromptSet, room: int, too_long: str) -> PromptSet:
     """Return the prompts of at most `room` tokens; `too_long` is "stop" or "skip" for others."""
     longer = [prompt for prompt in prompts.prompts if len(prompt.tokens) > room]
     if not longer:
@@ -177,7 +177,7 @@ def fitting(prompts: PromptSet, room: int, too_long: str) -> PromptSet:
     return PromptSet.of(prompts.name, shorter)
 
 
-def held_out(
+def held_out_prompts(
     corpus: DataSettings,
     split: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -197,7 +197,7 @@ def held_out(
     if thinking and (traces or texts):
         raise InputError(UNASKED)
     if traces:
-        documents, starts = tokenised(traces, split, tokenizer, seed), dict[Ids, int]()
+        documents, starts = tokenise_corpus(traces, split, tokenizer, seed), dict[Ids, int]()
         for number in range(len(documents)):
             ids = documents.tokens(number)[: documents.loss_mask(number).argmax()]
             starts.setdefault(tuple(ids.tolist()), number)
@@ -207,16 +207,16 @@ def held_out(
             for ids, number in _some(list(starts.items()), num_prompts, seed)
         ]
     if texts:
-        documents = tokenised(texts, split, tokenizer, seed)
+        documents = tokenise_corpus(texts, split, tokenizer, seed)
         windows = cut_windows(documents, tokenizer, prompt_tokens, seed)
-        first = len(affixes(tokenizer)[0])
+        first = len(affix_ids(tokenizer)[0])
         found += [
             Prompt(ids, texts.source, str(tokenizer.decode(ids)), f"document {number}", first)
             for number, ids in islice(windows, num_prompts)
         ]
     if talks:
         rows = dict[str, tuple[Row, str]]()
-        for where, row in read(talks, split, seed):
+        for where, row in read_split(talks, split, seed):
             # a greeting before the question is not an answer
             asked = {**row, "messages": row["messages"][: first_answer(row["messages"])]}
             rows.setdefault(json.dumps(asked, sort_keys=True), (asked, where))
@@ -253,8 +253,8 @@ Question = tuple[Row, Mapping[str, Any], str]
 
 def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each row with its location, which error messages name."""
-    if name in ON_HUB:
-        yield from hub_rows(ON_HUB[name], 0)
+    if name in PUBLIC_PROMPT_SETS:
+        yield from hub_rows(PUBLIC_PROMPT_SETS[name], 0)
         return
     path = local_path(name)
     inside = sorted(one for one in path.rglob("*") if _part(one)) if path.is_dir() else [path]
@@ -339,7 +339,7 @@ def _prompt(
         if not needs_template and (continues or tokenizer.chat_template is None):
             if thinking is not None:
                 raise InputError(UNASKED)
-            ids, first = prompt_ids(tokenizer, text), len(affixes(tokenizer)[0])
+            ids, first = encode_prompt(tokenizer, text), len(affix_ids(tokenizer)[0])
         else:
             ids, first = _asked(Template(tokenizer, thinking), asked)
             text = str(tokenizer.decode(ids))
@@ -362,8 +362,8 @@ def _prompt(
 def _asked(template: Template, asked: Row) -> tuple[list[int], int]:
     """Return the token ids of a prompt in the chat template, and where its last question begins."""
     messages, tools = asked["messages"], asked["tools"]
-    ids, places = template.read(template.text(messages, tools, ask=True))
+    ids, places = template.encode(template.render(messages, tools, ask=True))
     last = last_message(messages, "user")
-    marked = messages[last] | {"content": ASKED + messages[last]["content"]}
-    text = template.text([*messages[:last], marked, *messages[last + 1 :]], tools, ask=True)
-    return ids, int(np.searchsorted(places[:, 0], text.find(ASKED)))
+    marked = messages[last] | {"content": QUESTION_TEXT + messages[last]["content"]}
+    text = template.render([*messages[:last], marked, *messages[last + 1 :]], tools, ask=True)
+    return ids, int(np.searchsorted(places[:, 0], text.find(QUESTION_TEXT)))

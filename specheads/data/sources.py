@@ -35,16 +35,16 @@ def split_of(text: str) -> str:
     return "prompts" if place < 5 else "validation" if place < 7 else "train"
 
 
-def read(data: DataSettings, split: str, seed: int = 0) -> Rows:
+def read_split(data: DataSettings, split: str, seed: int = 0) -> Rows:
     """Yield the rows of one split, source by source and in the order of each."""
     assert split in SPLITS
     for source in data.parts:
-        for found, where, row in read_all(source, seed):
+        for found, where, row in read_source(source, seed):
             if found == split:
                 yield where, row
 
 
-def read_all(
+def read_source(
     source: SourceSettings, seed: int = 0, bad: BadRows | None = None
 ) -> Iterator[tuple[str, str, Row]]:
     """Yield (split, location, row) of a source that is not a mixture; skip blank rows.
@@ -100,7 +100,7 @@ def refuse_unreadable(data: DataSettings) -> None:
     """Refuse local files that do not exist, cannot be read, or have no row that can be used."""
     for source in data.parts:
         if source.path and _files(source):
-            next(read_all(replace(source, max_documents=0)), None)
+            next(read_source(replace(source, max_documents=0)), None)
 
 
 def identity(source: SourceSettings, seed: int) -> dict[str, Any]:

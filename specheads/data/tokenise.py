@@ -15,10 +15,10 @@ from specheads.core.errors import InputError
 from specheads.core.files import atomic_folder, cache_folder, sole_writer, sweep
 from specheads.data.chat import Template
 from specheads.data.conversations import first_answer
-from specheads.data.documents import Documents, numbers
-from specheads.data.encode import token_ids, tokenizer_fingerprint
+from specheads.data.documents import TokenisedDocuments, numbers
+from specheads.data.encode import encode_text, tokenizer_fingerprint
 from specheads.data.files import BadRows, Row, located
-from specheads.data.sources import SPLITS, identity, read_all
+from specheads.data.sources import SPLITS, identity, read_source
 from specheads.data.traces import refuse_unknown_ids
 
 FORMAT = 7
@@ -47,14 +47,14 @@ class UnansweredError(InputError):
     """The conversations of a corpus have no answers yet, so there is nothing to learn from."""
 
 
-def tokenised(
+def tokenise_corpus(
     corpus: DataSettings,
     split: str,
     tokenizer: PreTrainedTokenizerBase,
     seed: int = 0,
     *,
     bar: Any = None,
-) -> Documents:
+) -> TokenisedDocuments:
     """Return one split of a corpus as documents, and tokenise the corpus if it is not cached.
 
     In text every token is in the loss, and the end-of-text token ends each document. In
@@ -104,7 +104,7 @@ def _write(
     bad, done, name = BadRows(), 0, source.path or source.source
     total = sum(size for _, size, _ in identity(source, seed)["files"])
     task = None if bar is None else bar.add_task("tokenising", total=1, numbers="MB")
-    rows = read_all(source, seed, bad)
+    rows = read_source(source, seed, bad)
     # read rows first: report a source that cannot be read before anything is written
     batch = list(islice(rows, BATCH_ROWS))
     template = None
@@ -139,7 +139,7 @@ def _write(
 
 def _texts(tokenizer: PreTrainedTokenizerBase, batch: list[Located]) -> list[Encoded]:
     """Return the documents of texts, each with the end token."""
-    found = token_ids(tokenizer, [row["text"] for _, _, row in batch])
+    found = encode_text(tokenizer, [row["text"] for _, _, row in batch])
     end: Any = tokenizer.eos_token_id
     return [
         # some tokenizers add the end token themselves
@@ -170,7 +170,7 @@ def _labelled(
     return found
 
 
-def _documents(file: Path, split: str) -> Documents:
+def _documents(file: Path, split: str) -> TokenisedDocuments:
     """Memory-map the documents of one split."""
     try:
         with pa.memory_map(str(file)) as stored:
@@ -181,10 +181,12 @@ def _documents(file: Path, split: str) -> Documents:
             f"tokenised text must be as it was written, and {file} is damaged; remove "
             f"{file.parent} to have it written again"
         ) from error
-    return Documents(table, np.flatnonzero(splits == SPLITS.index(split)))
+    return TokenisedDocuments(table, np.flatnonzero(splits == SPLITS.index(split)))
 
 
-def _mixture(parts: list[Documents], weights: list[float], seed: int) -> Documents:
+def _mixture(
+    parts: list[TokenisedDocuments], weights: list[float], seed: int
+) -> TokenisedDocuments:
     """Return documents of several sources, whose fractions of the tokens are their weights.
 
     The mixture has as many tokens as its sources together. The seed chooses documents of a source
@@ -200,7 +202,7 @@ def _mixture(parts: list[Documents], weights: list[float], seed: int) -> Documen
         rng = np.random.default_rng((seed, number))
         chosen.append(first + _chosen(one.lengths, total * weight / whole, rng))
         first += len(one)
-    return Documents.joined([one for one, _ in some], np.concatenate(chosen))
+    return TokenisedDocuments.joined([one for one, _ in some], np.concatenate(chosen))
 
 
 def _chosen(lengths: np.ndarray, tokens: float, rng: np.random.Generator) -> np.ndarray:

@@ -16,7 +16,7 @@ from specheads.base.ignored_settings import auto_class
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.files import HUB_ID, from_json, read_json, write_atomic
-from specheads.data.prompts import ON_HUB
+from specheads.data.prompts import PUBLIC_PROMPT_SETS
 from specheads.export.layouts import engine_module, engines, objection
 from specheads.measure.results import Results
 from specheads.measure.summary import depth_rows, summary_rows, verdict
@@ -179,7 +179,7 @@ def _evaluations(about: Summary) -> Iterator[EvalResult]:
     if results is None:
         return
     prompts, settings = results.prompts, results.settings
-    known = ON_HUB.get(prompts.name)
+    known = PUBLIC_PROMPT_SETS.get(prompts.name)
     names = ("temperature", "tree", "dtype", "max_new_tokens")
     how = {name: getattr(settings, name) for name in names}
     for section, metric, name in (

@@ -10,8 +10,8 @@ from specheads.base.model import FrozenBase
 from specheads.config.data import DataSettings
 from specheads.core.errors import InputError
 from specheads.data.documents import cut_windows
-from specheads.data.prompts import held_out
-from specheads.data.tokenise import UnansweredError, tokenised
+from specheads.data.prompts import held_out_prompts
+from specheads.data.tokenise import UnansweredError, tokenise_corpus
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.results import TextQuality
 from specheads.runs.progress import bar
@@ -26,10 +26,10 @@ def quality_windows(base: FrozenBase, corpus: DataSettings, seed: int) -> list[l
     """Return windows of validation text, at most 512 tokens each."""
     tokenizer = base.tokenizer_for("the base's quality")
     try:
-        documents = tokenised(corpus, "validation", tokenizer, seed)
+        documents = tokenise_corpus(corpus, "validation", tokenizer, seed)
     except UnansweredError:
         # the corpus has prompts only
-        found = held_out(corpus, "validation", tokenizer, 512, NUM_WINDOWS, seed)
+        found = held_out_prompts(corpus, "validation", tokenizer, 512, NUM_WINDOWS, seed)
         return [prompt.tokens for prompt in found]
     length = min(512, base.max_length)
     while length > 1:

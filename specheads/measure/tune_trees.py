@@ -22,7 +22,7 @@ from specheads.base.model import FrozenBase
 from specheads.config.data import DataSettings
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.data.prompts import Prompt, held_out
+from specheads.data.prompts import Prompt, held_out_prompts
 from specheads.decoding.calibration import Curve, fit_curve, logistic_regression
 from specheads.decoding.cost import StepCost
 from specheads.decoding.prompt_lookup import MAX_NGRAM
@@ -101,10 +101,10 @@ def validation_prompts(
     """
     wanted = base.tokenizer_for("tuning"), length, 4 * number, seed
     try:
-        found = held_out(corpus, "validation", *wanted)
+        found = held_out_prompts(corpus, "validation", *wanted)
     except InputError:
         # with few documents there may be no validation text, or none of this length
-        found = held_out(corpus, "train", *wanted)
+        found = held_out_prompts(corpus, "train", *wanted)
     found = [one for one in found if len(one.tokens) <= longest]
     if not found:
         raise InputError(

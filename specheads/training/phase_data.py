@@ -20,12 +20,12 @@ from specheads.config.data import DataSettings
 from specheads.config.training import Phase, ValidationSettings
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.data.documents import Documents
-from specheads.data.encode import affixes
-from specheads.data.packing import BatchStream, PackedText, TokenBatch, share
+from specheads.data.documents import TokenisedDocuments
+from specheads.data.encode import affix_ids
+from specheads.data.packing import BatchStream, PackedText, TokenBatch, slice_evenly
 from specheads.data.prompts import PromptSet
-from specheads.data.prompts import held_out as prompts_of_split
-from specheads.data.tokenise import UnansweredError, tokenised
+from specheads.data.prompts import held_out_prompts as prompts_of_split
+from specheads.data.tokenise import UnansweredError, tokenise_corpus
 from specheads.runs.progress import progress
 from specheads.training.distill.run import Job, job_of, write_folder
 from specheads.training.distill.shards import read_text, refuse_other_text
@@ -97,7 +97,7 @@ class PhaseData:
         return self._facts | own
 
     @cached_property
-    def documents(self) -> Documents:
+    def documents(self) -> TokenisedDocuments:
         """Documents of the corpus phases."""
         return self._corpus("train")
 
@@ -167,12 +167,12 @@ class PhaseData:
             or min(int(documents.lengths.max(initial=1)), most),
             batch_size=1,
             padding_id=self._padding_id,
-            opening=affixes(self.tokenizer)[0],
+            opening=affix_ids(self.tokenizer)[0],
             seed=self.seed,
         )
         rank, world_size = self.share.values()
         rows = range(min(count, text.rows_per_epoch))
-        mine = share(rows, rank, world_size)
+        mine = slice_evenly(rows, rank, world_size)
         size = max(1, first.batch_size // (world_size * first.accumulation_steps))
         batches = [text.batch(mine[at : at + size]) for at in range(0, len(mine), size)]
         # processes of a sharded base need equally many batches: add one without labels
@@ -192,7 +192,7 @@ class PhaseData:
         room = self.base.max_length - settings.new_tokens
         fitting = [prompt for prompt in found if len(prompt.tokens) <= room]
         identity = f"{PromptSet.of('validation', fitting).version}-{settings.new_tokens}"
-        mine = share(range(len(fitting)), *self.share.values())
+        mine = slice_evenly(range(len(fitting)), *self.share.values())
         return [fitting[number].tokens for number in mine], identity
 
     def open(self, phase: ScheduledPhase, bar: Progress, halt: Callable[[], None]) -> BatchStream:
@@ -207,7 +207,7 @@ class PhaseData:
         self._show(f"packing: {text.summary}", bar)
         return text
 
-    def _generated(self, name: str, bar: Progress, halt: Callable[[], None]) -> Documents:
+    def _generated(self, name: str, bar: Progress, halt: Callable[[], None]) -> TokenisedDocuments:
         job = replace(self._jobs[name], head=self.head)
         self._begin(f"text of {name}", bar)
         report = write_folder(job, bar, halt)
@@ -227,21 +227,21 @@ class PhaseData:
         if self.accelerator.is_main_process:
             bar.console.print(line, markup=False, soft_wrap=True)
 
-    def _packed(self, documents: Documents, phase: Phase) -> PackedText:
+    def _packed(self, documents: TokenisedDocuments, phase: Phase) -> PackedText:
         return PackedText(
-            documents if phase.answers_only else documents.whole(),
+            documents if phase.answers_only else documents.without_loss_mask(),
             sequence_length=phase.sequence_length,
             batch_size=phase.batch_size,
             packing=phase.packing,
             padding_id=self._padding_id,
-            opening=affixes(self.tokenizer)[0],
+            opening=affix_ids(self.tokenizer)[0],
             seed=self.seed,
             **self.share,
         )
 
-    def _corpus(self, split: str) -> Documents:
+    def _corpus(self, split: str) -> TokenisedDocuments:
         with progress(shown=self.accelerator.is_main_process, transient=True) as bar:
-            return tokenised(self.data, split, self.tokenizer, self.seed, bar=bar)
+            return tokenise_corpus(self.data, split, self.tokenizer, self.seed, bar=bar)
 
     @property
     def _padding_id(self) -> int:

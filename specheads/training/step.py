@@ -265,7 +265,7 @@ class StepRunner:
         seed = derive_seed(self.seed, number)
         parts = [
             (part.to(device), to_device(drawn_labels(part, head, settings, seed), device))
-            for part in batch.parts(settings.accumulation_steps)
+            for part in batch.split(settings.accumulation_steps)
         ]
         counts = [label_counts(head, part, loss_mask, settings) for part, loss_mask in parts]
         counts = self.total(torch.stack(counts).sum(0))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specheads.base import lora
 from specheads.base.loading import load_config, load_tokenizer
 from specheads.core.errors import InputError
-from specheads.data.encode import prompt_ids
+from specheads.data.encode import encode_prompt
 from tests import tiny
 from tests.base.test_model import SHIPPED
 
@@ -227,4 +227,7 @@ def test_a_tokenizer_adds_the_token_that_its_config_asks_for(tmp_path: Path):
         load_tokenizer(folder, revision="main"),
     )
     assert tokenizer is not None
-    assert prompt_ids(tokenizer, "def f") == [tokenizer.bos_token_id, *prompt_ids(plain, "def f")]
+    assert encode_prompt(tokenizer, "def f") == [
+        tokenizer.bos_token_id,
+        *encode_prompt(plain, "def f"),
+    ]

@@ -5,9 +5,9 @@ import pytest
 from specheads.config.data import DataSettings
 from specheads.core.errors import InputError
 from specheads.data.instructions import instructions, wordings
-from specheads.data.prompts import held_out, load_prompts
-from specheads.data.sources import read, split_of
-from specheads.data.tokenise import tokenised
+from specheads.data.prompts import held_out_prompts, load_prompts
+from specheads.data.sources import read_split, split_of
+from specheads.data.tokenise import tokenise_corpus
 
 ASKED = DataSettings(source="stdlib_instructions")
 
@@ -70,10 +70,10 @@ def test_function_in_two_files_is_used_once_and_never_across_splits():
 
 @pytest.mark.usefixtures("few")
 def test_functions_in_prompts_are_not_in_training_files():
-    asked = [row for _, row in read(ASKED, "prompts") if row["category"] == "explain"]
+    asked = [row for _, row in read_split(ASKED, "prompts") if row["category"] == "explain"]
     assert asked
     trained = "\n".join(
-        text["text"] for _, text in read(DataSettings(source="python_stdlib"), "train")
+        text["text"] for _, text in read_split(DataSettings(source="python_stdlib"), "train")
     )
     for row in asked:
         code = row["messages"][0]["content"].partition("```python\n")[2].partition("\n```")[0]
@@ -94,8 +94,8 @@ def test_instruction_prompts_have_kinds_and_use_the_template(tokenizer, chat_tok
 @pytest.mark.usefixtures("few")
 def test_corpus_phase_refuses_instructions_and_names_distill(chat_tokenizer, cache_folder):
     with pytest.raises(InputError, match=r"learns answers, and .* has no answer; .* distill"):
-        tokenised(ASKED, "train", chat_tokenizer)
+        tokenise_corpus(ASKED, "train", chat_tokenizer)
     assert not cache_folder.exists()
     # tuning on validation text uses the prompts instead
-    [window] = held_out(ASKED, "validation", chat_tokenizer, 16, 1)
+    [window] = held_out_prompts(ASKED, "validation", chat_tokenizer, 16, 1)
     assert window.text.startswith("<user>")

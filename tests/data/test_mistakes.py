@@ -19,7 +19,7 @@ from specheads.core.errors import InputError
 from specheads.data.files import read_jsonl
 from specheads.data.prompts import load_prompts
 from specheads.data.sources import split_of
-from specheads.data.tokenise import tokenised
+from specheads.data.tokenise import tokenise_corpus
 
 GOOD = "".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(40))
 ALTERNATING = (
@@ -36,7 +36,7 @@ def refused(tokenizer, cache_folder: Path):
 
     def expect(told: str, *, of: Path | str = "", **choices) -> None:
         with pytest.raises(InputError, match=told) as caught:
-            tokenised(DataSettings(**choices), "train", tokenizer)
+            tokenise_corpus(DataSettings(**choices), "train", tokenizer)
         assert str(of) in str(caught.value)
         assert not cache_folder.exists()
 
@@ -201,7 +201,7 @@ def test_tokenizer_without_unknown_token_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="a token for what is unknown"):
         load_prompts(str(rows), narrow, num_prompts=1)
     with pytest.raises(InputError, match="a token for what is unknown"):
-        tokenised(DataSettings(source="jsonl", path=str(rows)), "train", narrow)
+        tokenise_corpus(DataSettings(source="jsonl", path=str(rows)), "train", narrow)
 
 
 # bad rows of a set are listed together
@@ -246,8 +246,8 @@ def test_bad_rows_are_told_together_or_dropped(chat_tokenizer, tmp_path, bad, to
     chat_tokenizer.chat_template = ALTERNATING
     data = DataSettings(source="chat", path=talks(tmp_path, bad))
     with pytest.raises(InputError, match=told) as caught:
-        tokenised(data, "train", chat_tokenizer)
+        tokenise_corpus(data, "train", chat_tokenizer)
     assert str(caught.value).endswith("leave them out with data.bad_rows=drop")
     with pytest.warns(UserWarning, match=f"{told}.*they are left out"):
-        found = tokenised(replace(data, bad_rows="drop"), split_of('["Hi?"]'), chat_tokenizer)
+        found = tokenise_corpus(replace(data, bad_rows="drop"), split_of('["Hi?"]'), chat_tokenizer)
     assert len(found) == 60 - len(bad)

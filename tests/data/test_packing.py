@@ -14,22 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specheads.core.errors import InputError
-from specheads.data.documents import Documents
+from specheads.data.documents import TokenisedDocuments
 from specheads.data.packing import PackedText, TokenBatch, best_fit, end_to_end
 
 PACKINGS = "best_fit", "stream", "none"
 LENGTHS = [3, 9, 1, 16, 5, 0, 40, 2, 7, 11, 4, 30, 6, 8, 13]
 
 
-def documents(tokens: list[Any], masks: list[Any]) -> Documents:
+def documents(tokens: list[Any], masks: list[Any]) -> TokenisedDocuments:
     columns = {
         "tokens": pa.array(tokens, pa.list_(pa.int32())),
         "loss_mask": pa.array(masks, pa.list_(pa.uint8())),
     }
-    return Documents(pa.table(columns))
+    return TokenisedDocuments(pa.table(columns))
 
 
-def numbered(lengths: list[int]) -> Documents:
+def numbered(lengths: list[int]) -> TokenisedDocuments:
     """Return documents of which every token is another number, from 1 on; odd ones count."""
     first = np.cumsum([1, *lengths]).tolist()
     tokens = [list(range(begin, end)) for begin, end in itertools.pairwise(first)]
@@ -195,7 +195,7 @@ def test_too_little_text_for_one_batch_is_refused_with_numbers(packing: str):
 
 def test_batch_parts_are_nearly_equal_and_know_their_samples():
     whole = pack("best_fit").batch(range(7, 12))
-    parts = list(whole.parts(3))
+    parts = list(whole.split(3))
     assert [list(part.samples) for part in parts] == [[7], [8, 9], [10, 11]]
     for name in ("tokens", "loss_mask", "document_ids"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))

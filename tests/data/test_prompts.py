@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
 from specheads.data import files, sources
-from specheads.data.context_prompts import with_context
-from specheads.data.prompts import PromptSet, fitting, load_prompts
+from specheads.data.context_prompts import prepend_context
+from specheads.data.prompts import PromptSet, drop_long_prompts, load_prompts
 from tests.data.conftest import CATEGORIES, ENTROPIES, LENGTHS, speed_bench, write_jsonl
 
 TEXTS = [f"document {number}: " + "word " * (number % 7 + 1) for number in range(120)]
@@ -221,15 +221,15 @@ def test_too_long_prompts_are_named_or_skipped_and_counted(tokenizer, tmp_path, 
     found = load_prompts(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, num_prompts=5)
     told = rf"{len(longer)} of 5 have more: \d+ in line {longer[0]} of .*a\.jsonl"
     with pytest.raises(InputError, match=f"leaves 20 tokens.*{told}.*too_long=skip"):
-        fitting(found, 20, "stop")
+        drop_long_prompts(found, 20, "stop")
     with pytest.warns(UserWarning, match=f"{told}.*they are left out"):
-        left = fitting(found, 20, "skip")
+        left = drop_long_prompts(found, 20, "skip")
     assert len(left.prompts) == 5 - len(longer)
     assert left.version != found.version
-    assert fitting(left, 20, "stop") is left
+    assert drop_long_prompts(left, 20, "stop") is left
     for room in (2, -3):
         with pytest.raises(InputError, match=r"5 of 5 have more.* or lower \S*max_new_tokens$"):
-            fitting(found, room, "skip")
+            drop_long_prompts(found, room, "skip")
 
 
 def test_context_is_text_before_the_question_and_a_longer_one_adds_to_its_front(
@@ -239,7 +239,7 @@ def test_context_is_text_before_the_question_and_a_longer_one_adds_to_its_front(
     (tmp_path / "a.txt").write_text(" ".join(map(str, range(400))))
     for reader in (chat_tokenizer, tokenizer):
         asked = load_prompts(write_jsonl(tmp_path / "a.jsonl", rows), reader, num_prompts=3)
-        near, far = with_context(asked, [40, 70], str(tmp_path / "a.txt"), reader)
+        near, far = prepend_context(asked, [40, 70], str(tmp_path / "a.txt"), reader)
         for plain, short, long in zip(asked.prompts, near.prompts, far.prompts, strict=True):
             assert (len(short.tokens), len(long.tokens)) == (40, 70)
             before, after = plain.tokens[: plain.question], plain.tokens[plain.question :]
@@ -252,7 +252,7 @@ def test_context_is_text_before_the_question_and_a_longer_one_adds_to_its_front(
     for contexts, told in (([4, 70], "longest prompt and a blank line, .* got 4"),
                            ([40, 90000], "has .* tokens for 90000")):  # fmt: skip
         with pytest.raises(InputError, match=told):
-            with_context(asked, contexts, str(tmp_path / "a.txt"), tokenizer)
+            prepend_context(asked, contexts, str(tmp_path / "a.txt"), tokenizer)
 
 
 @pytest.mark.parametrize("layout", ["jsonl", "parquet"])

@@ -9,14 +9,16 @@ from datasets import Dataset
 from specheads.config.data import DataSettings
 from specheads.core.errors import InputError
 from specheads.data import files, sources
-from specheads.data.sources import SPLITS, read, split_of
+from specheads.data.sources import SPLITS, read_split, split_of
 from tests.data.conftest import write_jsonl
 
 TEXTS = [f"document {number}: " + "word " * (number % 7 + 1) for number in range(120)]
 
 
 def load(source: str, split: str = "train", seed: int = 0, **choices) -> list[str]:
-    return [row["text"] for _, row in read(DataSettings(source=source, **choices), split, seed)]
+    return [
+        row["text"] for _, row in read_split(DataSettings(source=source, **choices), split, seed)
+    ]
 
 
 def test_splits_are_disjoint_and_complete(tmp_path):
@@ -117,8 +119,8 @@ def test_hub_split_is_named_in_the_error_and_by_data_split(monkeypatch, source, 
 
     monkeypatch.setattr(datasets, "load_dataset", answer)
     with pytest.raises(InputError, match=rf"one of .*{wanted}.*data\.split="):
-        next(sources.read_all(DataSettings(source=source, path="a/b")))
-    found = sources.read_all(DataSettings(source=source, path="a/b", split=wanted))
+        next(sources.read_source(DataSettings(source=source, path="a/b")))
+    found = sources.read_source(DataSettings(source=source, path="a/b", split=wanted))
     assert len(list(found)) == 20
 
 
@@ -129,7 +131,7 @@ def test_settings_of_the_hub_are_refused_for_local_files(tmp_path, source, name)
     named: Any = {name: "test"}
     data = DataSettings(source=source, path=path, **named)
     with pytest.raises(InputError, match=rf"no {name}, got data.{name}='test' .*data.patterns="):
-        next(read(data, "train"))
+        next(read_split(data, "train"))
 
 
 def test_loading_script_of_a_data_set_is_refused_and_not_run(tmp_path):

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
-from specheads.data.chat import Sample, Template, end_ids
+from specheads.data.chat import Sample, Template, turn_end_ids
 from specheads.data.conversations import conversation
 from specheads.data.files import BadRows
 from specheads.data.masks import squeezed
@@ -353,7 +353,7 @@ def test_answers_and_their_ends_are_counted_or_the_row_is_refused(family: str, c
     read = conversation({"messages": CASES[case]}, "a row")["messages"]
     places = [place for place, one in enumerate(read, 1) if one["role"] == "assistant"]
     for one, size in zip(found, accumulate(map(len, texts)), strict=True):
-        assert one.text == template.text(read[: places[size - 1]])
+        assert one.text == template.render(read[: places[size - 1]])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -490,7 +490,7 @@ def test_second_turn_keeps_the_ids_of_the_answer_or_is_what_the_template_makes(
     prompt, ids = source.first(0), spelt(tokenizer, wrote, "Four.")
     found = source.following(0, prompt + ids, [ids])
     history = [first, answer("Four.", thought), second]
-    rendered = template.text(history, ask=True)
+    rendered = template.render(history, ask=True)
     body = list(ids)
     while body[-1] in tokenizer.all_special_ids:
         body.pop()
@@ -501,18 +501,18 @@ def test_second_turn_keeps_the_ids_of_the_answer_or_is_what_the_template_makes(
         kept = prompt + (ids if is_whole else body)
         assert is_whole or family.startswith("gptoss")
         assert found[: len(kept)] == kept
-        assert found != template.prompt(history)
+        assert found != template.encode_prompt(history)
         assert squeezed(tokenizer.decode(found)) == squeezed(rendered)
     else:
         # the template removes a thought, or an empty one
-        assert found == template.prompt(history)
+        assert found == template.encode_prompt(history)
         assert thought or "th" in tokenizer.decode(prompt).partition("two?")[2] + wrote
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_end_of_a_turn_is_the_last_token_that_the_model_writes(family: str):
     wrote = tokenizer_of(family).encode(FAMILIES[family].said(Wrote("Four.", after="user")))
-    assert end_ids(tokenizer_of(family)) == (wrote[-1],)
+    assert turn_end_ids(tokenizer_of(family)) == (wrote[-1],)
 
 
 def test_base_stops_at_the_end_of_the_template_and_at_its_own():

@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 from specheads.config.data import DataSettings, MixtureSource
 from specheads.core.errors import InputError
 from specheads.data import sources, tokenise
-from specheads.data.prompts import held_out
-from specheads.data.sources import SPLITS, read, split_of
-from specheads.data.tokenise import UnansweredError, tokenised
+from specheads.data.prompts import held_out_prompts
+from specheads.data.sources import SPLITS, read_split, split_of
+from specheads.data.tokenise import UnansweredError, tokenise_corpus
 from tests.data.conftest import BASE, write_jsonl
 
 TEXTS = [f"def f_{number}():\n    return {number}\n" * (number % 7 + 1) for number in range(300)]
@@ -42,8 +42,8 @@ def refuse_reading(*_: object, **__: object) -> None:
 def test_documents_are_the_tokenizers_ids_with_the_end_token(tokenizer, tmp_path):
     data, total = corpus(tmp_path), 0
     for split in SPLITS:
-        found = tokenised(data, split, tokenizer)
-        texts = [row["text"] for _, row in read(data, split)]
+        found = tokenise_corpus(data, split, tokenizer)
+        texts = [row["text"] for _, row in read_split(data, split)]
         assert len(found) == len(texts)
         for number, text in enumerate(texts):
             wanted = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
@@ -61,7 +61,7 @@ def test_long_text_file_is_cut_at_blank_lines(tmp_path):
     pieces = {
         where: row["text"]
         for split in SPLITS
-        for where, row in read(DataSettings(source="text", path=str(file)), split)
+        for where, row in read_split(DataSettings(source="text", path=str(file)), split)
     }
     in_order = sorted(pieces, key=lambda where: int(where.split()[1]))
     assert "".join(pieces[where] for where in in_order) == "".join(paragraphs)
@@ -74,17 +74,17 @@ def test_long_text_file_is_cut_at_blank_lines(tmp_path):
 
 def test_second_start_reads_the_cache(tokenizer, tmp_path, monkeypatch):
     data = corpus(tmp_path)
-    first = tokenised(data, "train", tokenizer)
-    monkeypatch.setattr(tokenise, "read_all", refuse_reading)
-    again = tokenised(data, "train", AutoTokenizer.from_pretrained(BASE))
+    first = tokenise_corpus(data, "train", tokenizer)
+    monkeypatch.setattr(tokenise, "read_source", refuse_reading)
+    again = tokenise_corpus(data, "train", AutoTokenizer.from_pretrained(BASE))
     assert contents(again) == contents(first)
-    assert len(tokenised(data, "validation", tokenizer)) > 0
+    assert len(tokenise_corpus(data, "validation", tokenizer)) > 0
 
 
 @pytest.mark.parametrize("change", ["text", "tokenizer", "seed", "bound"])
 def test_changed_text_settings_or_tokenizer_is_tokenised_again(tokenizer, tmp_path, change):
     seed, data = 0, corpus(tmp_path, max_documents=200)
-    first = tokenised(data, "train", tokenizer, seed)
+    first = tokenise_corpus(data, "train", tokenizer, seed)
     if change == "text":
         write(tmp_path / "a.jsonl", [text.replace("f_", "g_") for text in TEXTS])
     elif change == "tokenizer":
@@ -93,13 +93,13 @@ def test_changed_text_settings_or_tokenizer_is_tokenised_again(tokenizer, tmp_pa
         seed = 1
     else:
         data = corpus(tmp_path, max_documents=150)
-    assert contents(tokenised(data, "train", tokenizer, seed)) != contents(first)
+    assert contents(tokenise_corpus(data, "train", tokenizer, seed)) != contents(first)
 
 
 def test_changed_documents_have_another_identity(tokenizer, tmp_path):
     def identity(texts: list[str]) -> str:
         data = DataSettings(source="jsonl", path=write(tmp_path / "data.jsonl", texts))
-        return tokenised(data, "train", tokenizer).identity()
+        return tokenise_corpus(data, "train", tokenizer).identity()
 
     texts = [f"a text with the number {number}" for number in range(40)]
     changed = [
@@ -119,13 +119,13 @@ def test_changed_documents_have_another_identity(tokenizer, tmp_path):
 
 def _stall(data: DataSettings) -> None:
     def slow(*args: Any) -> Any:
-        for found in read_all(*args):
+        for found in read_source(*args):
             time.sleep(0.05)
             yield found
 
-    read_all, tokenise.read_all = tokenise.read_all, slow
+    read_source, tokenise.read_source = tokenise.read_source, slow
     tokenise.BATCH_ROWS = 5
-    tokenised(data, "train", AutoTokenizer.from_pretrained(BASE))
+    tokenise_corpus(data, "train", AutoTokenizer.from_pretrained(BASE))
 
 
 @pytest.mark.slow
@@ -138,20 +138,20 @@ def test_killed_process_leaves_nothing_in_use(tokenizer, tmp_path, cache_folder)
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
     assert list(cache_folder.glob("tokens/.*/*.arrow"))
-    whole = tokenised(data, "train", tokenizer)
-    assert len(whole) == len(list(read(data, "train")))
+    whole = tokenise_corpus(data, "train", tokenizer)
+    assert len(whole) == len(list(read_split(data, "train")))
     assert [one.name[0] != "." for one in (cache_folder / "tokens").iterdir()] == [True]
 
 
 def test_damaged_cache_is_refused_with_the_remedy(tokenizer, tmp_path, cache_folder):
     data = corpus(tmp_path)
-    tokenised(data, "train", tokenizer)
+    tokenise_corpus(data, "train", tokenizer)
     (file,) = cache_folder.glob("tokens/*/*.arrow")
     whole = file.read_bytes()
     for left in (0, len(whole) - 300, len(whole) - 8):
         file.write_bytes(whole[:left])
         with pytest.raises(InputError, match=r"is damaged; remove .* to have it written again"):
-            tokenised(data, "train", tokenizer)
+            tokenise_corpus(data, "train", tokenizer)
 
 
 # mixtures
@@ -177,14 +177,14 @@ def shares(found: Any, tokenizer: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize(("long", "short"), [(3, 1), (1, 20), (1, 0)])
 def test_mixture_weights_are_fractions_of_tokens(tokenizer, tmp_path, long, short):
-    found = tokenised(mixture(tmp_path, long=long, short=short), "train", tokenizer)
+    found = tokenise_corpus(mixture(tmp_path, long=long, short=short), "train", tokenizer)
     measured = shares(found, tokenizer)
     assert measured["long"] == pytest.approx(long / (long + short), abs=0.01)
     assert set(measured) == ({"long", "short"} if short else {"long"})
 
 
 def test_small_source_of_a_mixture_repeats_evenly(tokenizer, tmp_path):
-    found = tokenised(mixture(tmp_path, long=1, short=9), "train", tokenizer)
+    found = tokenise_corpus(mixture(tmp_path, long=1, short=9), "train", tokenizer)
     texts = [str(tokenizer.decode(found.tokens(number))) for number in range(len(found))]
     counts = np.unique([text for text in texts if text.startswith("short")], return_counts=True)[1]
     assert counts.max() - counts.min() == 1
@@ -196,12 +196,12 @@ def test_empty_source_of_a_mixture_is_refused(tokenizer, tmp_path):
     data = mixture(tmp_path, long=1, short=1)
     Path(data.sources["short"].path).write_text("")
     with pytest.raises(InputError, match=r"short\.jsonl holds no row"):
-        tokenised(data, "train", tokenizer)
+        tokenise_corpus(data, "train", tokenizer)
     Path(data.sources["short"].path).write_text('{"text": " "}\n')
     with pytest.raises(
         InputError, match=r"one document in its train split, and jsonl .*short\.jsonl has none"
     ):
-        tokenised(data, "train", tokenizer)
+        tokenise_corpus(data, "train", tokenizer)
 
 
 # conversations
@@ -230,10 +230,11 @@ def test_answers_are_in_the_loss_and_a_question_is_in_one_split(tokenizer, tmp_p
     write_jsonl(file, rows)
     data = DataSettings(source="chat", path=str(file))
     asked = {
-        split: {row["messages"][0]["content"] for _, row in read(data, split)} for split in SPLITS
+        split: {row["messages"][0]["content"] for _, row in read_split(data, split)}
+        for split in SPLITS
     }
     assert sum(map(len, asked.values())) == len(set().union(*asked.values())) == 200
-    found = tokenised(data, "train", tokenizer)
+    found = tokenise_corpus(data, "train", tokenizer)
     assert len(found) == 2 * len(asked["train"])
     for number in range(len(found)):
         answer = found.tokens(number)[found.loss_mask(number)]
@@ -252,8 +253,8 @@ def test_no_conversation_that_is_learned_begins_with_a_held_out_question(tokeniz
         rows += [{"messages": messages}, {"messages": more}]
     write_jsonl(file, rows)
     data = DataSettings(source="chat", path=str(file))
-    prompts = [one.text for one in held_out(data, "prompts", tokenizer, 8, 1000)]
-    learned = tokenised(data, "train", tokenizer)
+    prompts = [one.text for one in held_out_prompts(data, "prompts", tokenizer, 8, 1000)]
+    learned = tokenise_corpus(data, "train", tokenizer)
     texts = [str(tokenizer.decode(learned.tokens(number))) for number in range(len(learned))]
     assert len(prompts) == len({*prompts}) > 1
     assert not any(text.startswith(prompt) for prompt in prompts for text in texts)
@@ -266,18 +267,18 @@ def test_mixture_has_conversations_and_text(tokenizer, tmp_path, monkeypatch):
     write_jsonl(file, [talk(number) for number in range(9)])
     data = mixture(tmp_path, short=1)
     data.sources["talk"] = MixtureSource(source="chat", path=str(file))
-    counted = tokenised(data, "prompts", tokenizer)
+    counted = tokenise_corpus(data, "prompts", tokenizer)
     masks = [counted.loss_mask(number).all() for number in range(len(counted))]
     assert True in masks
     assert False in masks
-    found = held_out(data, "prompts", tokenizer, 8, 1000)
+    found = held_out_prompts(data, "prompts", tokenizer, 8, 1000)
     assert sum("is it" in prompt.text for prompt in found) == 9
     assert len(found) > 9
     assert all(len(prompt.tokens) == 8 for prompt in found if "is it" not in prompt.text)
-    some = held_out(data, "prompts", tokenizer, 8, 10)
+    some = held_out_prompts(data, "prompts", tokenizer, 8, 10)
     assert {"is it" in prompt.text for prompt in some} == {True, False}
     # where no text is long enough there are conversations still
-    assert len(held_out(data, "prompts", tokenizer, 10_000, 40)) == 9
+    assert len(held_out_prompts(data, "prompts", tokenizer, 10_000, 40)) == 9
 
 
 @pytest.mark.usefixtures("chat")
@@ -285,7 +286,7 @@ def test_conversation_without_answer_is_refused_with_distill(tokenizer, tmp_path
     file = tmp_path / "a.jsonl"
     write_jsonl(file, [talk(1), talk(2, "")])
     with pytest.raises(InputError, match=r"needs an answer .*line 2 of .* lacks one"):
-        tokenised(DataSettings(source="chat", path=str(file)), "train", tokenizer)
+        tokenise_corpus(DataSettings(source="chat", path=str(file)), "train", tokenizer)
     write_jsonl(file, [talk(1, ""), talk(2, "")])
     with pytest.raises(UnansweredError, match=r"line 1 of .* has no answer; .* specheads distill"):
-        tokenised(DataSettings(source="chat", path=str(file)), "train", tokenizer)
+        tokenise_corpus(DataSettings(source="chat", path=str(file)), "train", tokenizer)

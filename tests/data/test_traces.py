@@ -8,9 +8,9 @@ from datasets import Dataset
 
 from specheads.config.data import DataSettings
 from specheads.core.errors import InputError
-from specheads.data.prompts import held_out
+from specheads.data.prompts import held_out_prompts
 from specheads.data.sources import SPLITS
-from specheads.data.tokenise import tokenised
+from specheads.data.tokenise import tokenise_corpus
 from specheads.data.traces import trace
 from tests.data.conftest import write_jsonl
 
@@ -83,17 +83,17 @@ def test_traces_are_documents_with_their_mask_and_give_held_out_prompts(tokenize
     for data in (DataSettings(source="traces", path=path) for path in paths):
         asked = {}
         for split in SPLITS:
-            documents = tokenised(data, split, tokenizer)
+            documents = tokenise_corpus(data, split, tokenizer)
             ids = [documents.tokens(one).tolist() for one in range(len(documents))]
             asked[split] = {tuple(one[:4]) for one in ids}
             assert documents.loss_mask(0).tolist() == [False] * 4 + [True] * 2
             assert all(one in [row["input_ids"] for row in rows()] for one in ids)
         # all traces of a question are in one split
         assert sum(map(len, asked.values())) == 100
-        prompts = held_out(data, "prompts", tokenizer, 64, 100)
+        prompts = held_out_prompts(data, "prompts", tokenizer, 64, 100)
         assert {tuple(one.tokens) for one in prompts} == asked["prompts"]
         with pytest.raises(InputError, match="thinking needs questions"):
-            held_out(data, "prompts", tokenizer, 64, 100, thinking=[True])
+            held_out_prompts(data, "prompts", tokenizer, 64, 100, thinking=[True])
 
 
 def test_bad_traces_are_listed_or_left_out(tokenizer, tmp_path):
@@ -104,7 +104,7 @@ def test_bad_traces_are_listed_or_left_out(tokenizer, tmp_path):
     top = len(tokenizer) - 1
     told = rf"3 rows of .*loss_mask.*line 202.*tokenizer, 0 to {top} \(1: line 201 .* has 1000000"
     with pytest.raises(InputError, match=told):
-        tokenised(data, "train", tokenizer)
+        tokenise_corpus(data, "train", tokenizer)
     dropped = DataSettings(source="traces", path=str(file), bad_rows="drop")
     with pytest.warns(UserWarning, match="3 rows of .*they are left out"):
-        assert len(tokenised(dropped, "train", tokenizer)) > 100
+        assert len(tokenise_corpus(dropped, "train", tokenizer)) > 100

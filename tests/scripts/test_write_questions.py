@@ -80,7 +80,7 @@ def test_what_a_user_says_is_written_behind_the_template_and_can_be_asked(
     assert all(len(text.split()) >= 3 for text in found)
     assert base.tokenizer is not None
     template = Template(base.tokenizer)
-    ids = template.prompt([{"role": "user", "content": found[0]}])
+    ids = template.encode_prompt([{"role": "user", "content": found[0]}])
     assert base.tokenizer.decode(ids) == f"{OPENING}{found[0]}\n<assistant>"
 
 

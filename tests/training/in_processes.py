@@ -23,8 +23,8 @@ from accelerate.state import AcceleratorState
 
 from specheads.base.model import FrozenBase
 from specheads.config.training import Phase, Schedule
-from specheads.data.documents import Documents
-from specheads.data.packing import PackedText, TokenBatch, share
+from specheads.data.documents import TokenisedDocuments
+from specheads.data.packing import PackedText, TokenBatch, slice_evenly
 from specheads.heads.load import build_for_base
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
@@ -60,10 +60,10 @@ class StopError(Exception):
     """Simulates a power cut."""
 
 
-def documents() -> Documents:
+def documents() -> TokenisedDocuments:
     """Return documents of different lengths with partial loss masks."""
     found = texts(lengths=(9, 22, 6, 15, 12, 7, 31, 18, 5, 26) * 4)
-    return Documents(
+    return TokenisedDocuments(
         pa.table(
             {
                 "tokens": pa.array([text.tolist() for text in found], pa.list_(pa.int32())),
@@ -116,11 +116,11 @@ def train(
     rank, world_size = readers(base.sharding, accelerator).values()
     sizes: dict[str, Any] = {"sequence_length": 40, "batch_size": phase.batch_size}
     text = PackedText(documents(), **sizes, rank=rank, world_size=world_size)
-    mine = share(range(held_out), rank, world_size)
+    mine = slice_evenly(range(held_out), rank, world_size)
     rows = [text.batch(mine[at : at + 2]) for at in range(0, len(mine), 2)]
     held = ValidationSet(rows if held_out else None, every=2)
     if watched:
-        prompts = [tiny.prompts()[number] for number in share(range(3), rank, world_size)]
+        prompts = [tiny.prompts()[number] for number in slice_evenly(range(3), rank, world_size)]
         held = replace(held, prompts=prompts, new_tokens=16, identity="three of 16", **watched)
     run = RunDirectory(folder)
     tracker = Tracker(run.metrics, kind="jsonl", project="", name="")

@@ -16,7 +16,7 @@ from specheads.config import compose, data_dir
 from specheads.config.data import DataSettings, MixtureSource
 from specheads.config.training import DistillSettings, Phase
 from specheads.core.errors import InputError
-from specheads.data.documents import Documents
+from specheads.data.documents import TokenisedDocuments
 from specheads.training.distill.shards import read_text
 from specheads.training.phase_data import PhaseData
 from specheads.training.schedule import ScheduledPhase, row_tokens
@@ -70,7 +70,7 @@ def test_tokens_are_counted_in_the_text_of_the_phases(
     corpus: bool, base: FrozenBase, data: DataSettings
 ):
     """The base's answers have other tokens than the corpus, which no phase may read."""
-    wanted = Documents(pa.table({"tokens": pa.array([[7, 7, 9]], pa.list_(pa.int32()))}))
+    wanted = TokenisedDocuments(pa.table({"tokens": pa.array([[7, 7, 9]], pa.list_(pa.int32()))}))
     phases = [distilled(), *([Phase(text="corpus", batch_size=2, sequence_length=64)] * corpus)]
     made, begun = texts(base, data, *phases), []
     made._generated = lambda *_: wanted  # pyright: ignore[reportAttributeAccessIssue]

@@ -18,7 +18,7 @@ from specheads.config.training import JointSettings, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
-from specheads.data.tokenise import tokenised
+from specheads.data.tokenise import tokenise_corpus
 from specheads.heads.load import build_for_base, load_head
 from specheads.measure.counts import compute_rate
 from specheads.measure.generation import GenerationSettings, decode_prompts
@@ -190,7 +190,7 @@ def test_validation_prompts_are_separate_from_training_and_evaluation(tmp_path: 
     assert told == []
     prompts = [" ".join(map(str, prompt)) for prompt in held.prompts]
     for split, holds in (("validation", True), ("train", False), ("prompts", False)):
-        documents = tokenised(settings.data, split, base.tokenizer, settings.seed)
+        documents = tokenise_corpus(settings.data, split, base.tokenizer, settings.seed)
         words = [" ".join(map(str, documents.tokens(one))) for one in range(len(documents))]
         assert all(any(prompt in text for text in words) == holds for prompt in prompts), split
     # a short split gives a message, and an error only if settings need its score
@@ -273,13 +273,13 @@ def test_validation_does_not_depend_on_batches_and_packing(kind: str, weighting:
         "validation/accept/depth_0", "validation/accept/depth_1",
     }  # fmt: skip
     for batch in (packed(documents), alone(documents)):
-        found = measured(list(batch.parts(2)), settings, kind)
+        found = measured(list(batch.split(2)), settings, kind)
         assert found == pytest.approx(whole, rel=1e-5)
     assert measured([packed(documents)], settings, kind) == whole
 
 
 def held_out() -> ValidationSet:
-    batches, prompts = list(packed(texts()).parts(2)), tiny.prompts()
+    batches, prompts = list(packed(texts()).split(2)), tiny.prompts()
     return ValidationSet(batches, every=2, prompts=prompts, new_tokens=8, identity="three of 8")
 
 

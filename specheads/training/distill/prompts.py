@@ -17,10 +17,10 @@ from specheads.config.data import DataSettings, SourceSettings
 from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.data.chat import Template
-from specheads.data.documents import Documents
-from specheads.data.encode import affixes
-from specheads.data.sources import read_all
-from specheads.data.tokenise import tokenised
+from specheads.data.documents import TokenisedDocuments
+from specheads.data.encode import affix_ids
+from specheads.data.sources import read_source
+from specheads.data.tokenise import tokenise_corpus
 
 
 class PromptSource:
@@ -58,7 +58,7 @@ class Continuations(PromptSource):
 
     def __init__(
         self,
-        documents: Documents,
+        documents: TokenisedDocuments,
         prompt_tokens: int,
         new_tokens: int,
         seed: int = 0,
@@ -118,7 +118,7 @@ class Conversations(PromptSource):
     def first(self, number: int) -> list[int]:
         """Return the first prompt; empty if the conversation has no user message."""
         turns, tools = self._turns(number)
-        return self._template.prompt(turns[0], tools) if turns else []
+        return self._template.encode_prompt(turns[0], tools) if turns else []
 
     def following(
         self, number: int, tokens: list[int], answers: list[list[int]]
@@ -130,8 +130,8 @@ class Conversations(PromptSource):
             return None
         messages: list[Any] = []
         for part, answer in zip(turns, answers, strict=False):
-            messages += [*part, self._template.message(answer)]
-        return self._template.next_prompt(tokens, [*messages, *turns[turn]], tools)
+            messages += [*part, self._template.parse_answer(answer)]
+        return self._template.extend_prompt(tokens, [*messages, *turns[turn]], tools)
 
     def _turns(self, number: int) -> tuple[list[list[Any]], Any]:
         """Return the messages before each answer, and the tools."""
@@ -174,8 +174,8 @@ def prompt_source(
         )
     if rows := _conversations(data, seed):
         return Conversations(rows, Template(tokenizer), seed)
-    documents = tokenised(texts or data, "train", tokenizer, seed)
-    lengths, (opening, _) = (settings.prompt_tokens, settings.new_tokens), affixes(tokenizer)
+    documents = tokenise_corpus(texts or data, "train", tokenizer, seed)
+    lengths, (opening, _) = (settings.prompt_tokens, settings.new_tokens), affix_ids(tokenizer)
     return Continuations(documents, *lengths, seed, opening)
 
 
@@ -200,7 +200,7 @@ def _conversations(data: DataSettings, seed: int) -> list[str]:
 
 def _rows(source: SourceSettings, seed: int) -> Iterator[str]:
     """Yield the conversations of the training split of a source as JSON."""
-    for split, _, row in read_all(source, seed):
+    for split, _, row in read_source(source, seed):
         if "messages" not in row:
             # all rows of a source have the same columns
             return

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from specheads.core.errors import InputError, printable
 from specheads.core.files import write_atomic
-from specheads.data.documents import Documents
+from specheads.data.documents import TokenisedDocuments
 
 MARK = "fingerprint.json"
 """File with everything that determines the text of a folder."""
@@ -88,7 +88,7 @@ def read_shards(folder: Path, num_samples: int) -> pa.Table:
     return table
 
 
-def read_text(folder: Path, num_samples: int) -> Documents:
+def read_text(folder: Path, num_samples: int) -> TokenisedDocuments:
     """Return the texts of a folder with numbers below `num_samples`, except dropped ones."""
     table = read_shards(folder, num_samples).filter(pc.field("turns") > 0)
     if not table.num_rows:
@@ -96,7 +96,7 @@ def read_text(folder: Path, num_samples: int) -> Documents:
             f"training needs text, but all {num_samples} texts in {folder} were dropped; see its "
             "report.md, and change the prompts or distill.drop"
         )
-    return Documents(table.select(["tokens", "loss_mask"]))
+    return TokenisedDocuments(table.select(["tokens", "loss_mask"]))
 
 
 def _shard_file(folder: Path, block: int) -> Path:

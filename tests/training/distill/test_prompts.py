@@ -15,15 +15,15 @@ from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.data import sources
 from specheads.data.chat import Template
-from specheads.data.documents import Documents
+from specheads.data.documents import TokenisedDocuments
 from specheads.training.distill.prompts import Continuations, Conversations, prompt_source
 from tests.export.trained import BASE
 
 END = 0
 
 
-def documents(*texts: list[int]) -> Documents:
-    return Documents(pa.table({"tokens": pa.array(texts, pa.list_(pa.int32()))}))
+def documents(*texts: list[int]) -> TokenisedDocuments:
+    return TokenisedDocuments(pa.table({"tokens": pa.array(texts, pa.list_(pa.int32()))}))
 
 
 def test_prompts_spread_over_a_document_without_its_end():
@@ -75,18 +75,18 @@ class Letters(Template):
     def fingerprint(self) -> str:
         return "letters"
 
-    def prompt(self, messages, tools=None, where="") -> list[int]:
+    def encode_prompt(self, messages, tools=None, where="") -> list[int]:
         assert (tools, where) == (None, "")
         said = "".join(f"{one['role'][0]}{one['content']}" for one in messages)
         return [ord(letter) for letter in f"{said}a"]
 
-    def message(self, tokens) -> dict[str, str]:
+    def parse_answer(self, tokens) -> dict[str, str]:
         return say("assistant", "".join(map(chr, tokens)))
 
-    def next_prompt(self, tokens, messages, tools=None, where="") -> list[int]:
+    def extend_prompt(self, tokens, messages, tools=None, where="") -> list[int]:
         assert (tools, where) == (None, "")
         assert messages[-2]["role"] == "assistant"
-        return [*tokens, *self.prompt(messages[-1:])]
+        return [*tokens, *self.encode_prompt(messages[-1:])]
 
 
 def say(role: str, content: str) -> dict[str, str]:
