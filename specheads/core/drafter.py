@@ -4,7 +4,7 @@ tests/heads/test_heads.py checks them for every head. See docs/add_a_head.md.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, runtime_checkable
@@ -262,6 +262,13 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
 
         These are the input embedding (vocab, width), and the vocabulary projection with the rows of
         the draft vocabulary.
+        """
+
+    def calibrate(self, features: Iterable[Features], total: Callable[[Tensor], Tensor]) -> None:
+        """Measure the base's features if that helps; called once, before the first training step.
+
+        `features` are those of the positions before the labels of the first batch, in parts of one
+        row each. `total` sums a tensor over all processes, which call this together.
         """
 
     def bind(

@@ -66,6 +66,10 @@ class Features:
         rows = torch.arange(len(positions), device=positions.device)
         return self._index((rows[:, None], positions))
 
+    def select_positions(self, mask: Bool[Tensor, "batch time"]) -> "Features":
+        """Return the features of the positions in a mask, as one row."""
+        return self._index(tuple(index[None] for index in mask.nonzero(as_tuple=True)))
+
     def select_rows(self, rows: Int[Tensor, " kept"]) -> "Features":
         """Return the features of these rows of the batch."""
         return self._index(rows)

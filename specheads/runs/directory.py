@@ -99,6 +99,8 @@ class RunDirectory:
         """Save the trained head, with a reference to its adapter, and close the run."""
         with atomic_folder(self.head) as folder:
             owner = self._save(head, folder, self.adapter, f"../{self.adapter.name}")
+        # training may have it in another form
+        head.load_state_dict(load_head(self.head).state_dict())
         write_atomic(self.provenance, as_json({**self._provenance(), **owner, "end": _now()}))
 
     def keep_best(self, head: Head, adapter: lora.Adapter | None, score: dict[str, Any]) -> None:

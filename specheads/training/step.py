@@ -29,7 +29,6 @@ from specheads.core.machine import to_device
 from specheads.core.seeds import derive_seed
 from specheads.data.packing import TokenBatch
 from specheads.decoding.noise import bits
-from specheads.heads.layers.common import BorrowingHead
 from specheads.training.depth_loss import DepthLoss
 from specheads.training.features import FeatureSource, LocalBase
 from specheads.training.objective import (
@@ -219,8 +218,8 @@ class StepRunner:
         values: dict[str, Tensor] = {}
         device = self.teacher.base.device
         steps = self._parts(batch, phase, number)
-        if isinstance(self.head, BorrowingHead) and self.head.scales_streams:
-            self.head.scale_streams(self.total(sum(map(self._stream_sums, steps), torch.zeros(()))))
+        if number == 0:
+            self.head.calibrate(map(self._features_before_labels, steps), self.total)
         for step in steps:
             # for dropout in heads
             torch.manual_seed(derive_seed(step.seed, step.batch.first_sample))
@@ -238,13 +237,12 @@ class StepRunner:
             self._update(phase.rates(number))
         return values
 
-    def _stream_sums(self, step: Step) -> Tensor:
-        """Return the sums that measure the scale of the streams, over the positions of labels."""
-        assert isinstance(self.head, BorrowingHead)
+    def _features_before_labels(self, step: Step) -> Features:
+        """Return the features of the positions whose next token is a label, as one row."""
         batch = step.batch
         # a server leaves out the positions after the last label
         positions = F.pad(own_labels(batch.loss_mask, batch.document_ids), (0, 1), value=False)
-        return self.head.stream_sums(self.teacher.source.features(batch), positions)
+        return self.teacher.source.features(batch).select_positions(positions)
 
     def flops(self, batch: TokenBatch, phase: ScheduledPhase, number: int) -> int:
         """Return the floating-point operations of a step on this process, without taking it."""

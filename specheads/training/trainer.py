@@ -23,7 +23,6 @@ from specheads.core.errors import ONE_STOP, InputError
 from specheads.core.files import atomic_folder
 from specheads.core.machine import release_freed
 from specheads.data.packing import BatchStream, TokenBatch
-from specheads.heads.layers.common import BorrowingHead
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress
@@ -94,8 +93,6 @@ def train(
                     if trainer.stop:
                         raise KeyboardInterrupt from None
                     raise
-            if isinstance(head, BorrowingHead):
-                head.fold_streams()
     finally:
         teacher.leave()
 
@@ -174,10 +171,6 @@ class _Trainer:
             return
         try:
             self.at = TrainState(**found.state)
-            if isinstance(self.head, BorrowingHead):
-                self.head.scales_streams = False
-                self.head.stream_scale = found.weights.get("stream_scale")
-                self.head.to(self.teacher.base.device)
             self.head.load_state_dict(found.weights)
             if self.teacher.adapter:
                 self.teacher.adapter.load(found.adapter)

@@ -104,6 +104,13 @@ def read(
     return base.read(tokens, aux_layers), tokens
 
 
+def calibration_rows(features: Features) -> list[Features]:
+    """Return the features of all positions in two parts."""
+    masks = torch.zeros(2, *features.hidden.shape[:2], dtype=torch.bool)
+    masks[0, :, :3], masks[1, :, 3:] = True, True
+    return [features.select_positions(mask) for mask in masks]
+
+
 def until(features: Features, time: int) -> Features:
     """Return the features of the first positions."""
     return features.gather(torch.arange(time).expand(2, -1))
@@ -363,10 +370,8 @@ def test_a_saved_head_drafts_from_unscaled_streams_as_the_trained_one(
 ):
     head: Any = make({"kind": "eagle3", "parallel": parallel}, base)
     features, tokens = read(base, head.aux_layers)
-    assert head.scales_streams
     before = offline_logits(head, features, tokens)
-    positions = torch.ones_like(tokens, dtype=torch.bool)
-    head.scale_streams(head.stream_sums(features, positions))
+    head.calibrate(calibration_rows(features), lambda sums: sums)
     assert features.aux is not None
     streams = features.aux.unflatten(-1, (-1, head.width))
     rms = streams.square().mean(-1).sqrt()
@@ -384,7 +389,9 @@ def test_a_saved_head_drafts_from_unscaled_streams_as_the_trained_one(
 @pytest.mark.parametrize("settings", [{"norm_before_fc": True}, {"fc_norm": True}], ids=told)
 def test_streams_that_a_norm_follows_are_not_scaled(settings: dict, base: FrozenBase):
     head: Any = build_for_base({"kind": "eagle3", **settings}, base)
-    assert not head.scales_streams
+    features, _ = read(base, head.aux_layers)
+    head.calibrate(calibration_rows(features), lambda sums: sums)
+    assert head.stream_scale is None
 
 
 @pytest.mark.parametrize(

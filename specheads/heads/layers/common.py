@@ -1,12 +1,13 @@
 """What all kinds of head share: tensors and layers of their base, and small modules."""
 
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -35,10 +36,10 @@ class BorrowingHead(Head):
     """Whether it has a way of its own to fuse them. Other heads add them to the final hidden state
     by a matrix that starts at zero, so a head starts as one that reads no streams."""
     stream_scale: Tensor | None
-    """Typical RMS of each residual stream, by which training divides them, or None. The first step
+    """Typical RMS of each residual stream, by which training divides them, or None. `calibrate`
     measures it, and a saved head has it in `fc`."""
     scales_streams = False
-    """Whether the first step of training measures `stream_scale`."""
+    """Whether `calibrate` measures `stream_scale`."""
 
     def __init__(self, config: Any, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
@@ -123,20 +124,21 @@ class BorrowingHead(Head):
         scale = self.stream_scale.repeat_interleave(self.width)
         return features.aux / scale.to(features.aux.dtype)
 
-    def stream_sums(
-        self, features: Features, positions: Bool[Tensor, "batch time"]
-    ) -> Float[Tensor, " sum"]:
-        """Return the sums over positions of the log RMS of each stream, and of the positions."""
-        streams = self.streams(features)[positions].unflatten(-1, (-1, self.width)).float()
-        logs = streams.square().mean(-1).clamp(min=1e-12).log() / 2
-        return torch.cat([logs.sum(0), positions.sum()[None]])
-
-    def scale_streams(self, sums: Float[Tensor, " sum"]) -> None:
-        """Divide the streams from now on by their geometric mean RMS, given `stream_sums`.
+    def calibrate(self, features: Iterable[Features], total: Callable[[Tensor], Tensor]) -> None:
+        """Divide the streams from now on by their geometric mean RMS.
 
         The scales of a base's layers differ by an order of magnitude, and an optimizer's steps are
         equally large for the weights of all of them.
         """
+        if not self.scales_streams:
+            return
+        # sums over positions of the log RMS of each stream, and the number of positions
+        sums = torch.zeros(())
+        for row in features:
+            streams = self.streams(row)[0].unflatten(-1, (-1, self.width)).float()
+            logs = streams.square().mean(-1).clamp(min=1e-12).log() / 2
+            sums = sums + torch.cat([logs.sum(0), logs.new_tensor([len(logs)])])
+        sums = total(sums)
         self.stream_scale, self.scales_streams = (sums[:-1] / sums[-1].clamp(min=1)).exp(), False
 
     @torch.no_grad()
@@ -145,6 +147,15 @@ class BorrowingHead(Head):
         if self.stream_scale is not None:
             self.fc.weight /= self.stream_scale.repeat_interleave(self.width)
             self.stream_scale = None
+
+    def _load_from_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        """Load the weights of a head that was calibrated or not, as this one or otherwise."""
+        scale = state_dict.get(f"{prefix}stream_scale")
+        device = next(self.parameters()).device
+        self.stream_scale = None if scale is None else torch.empty_like(scale, device=device)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _save_pretrained(self, save_directory: Path) -> None:
         """Write the weights, with the scale of the streams in `fc`, and config.json."""
