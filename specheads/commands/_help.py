@@ -4,9 +4,9 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from textwrap import fill
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 
@@ -14,6 +14,7 @@ from specheads import config
 from specheads.commands import described
 from specheads.config import compose
 from specheads.config.commands import Train
+from specheads.config.facts import group_of
 from specheads.core import ranges
 
 FAR_LIMITS = re.compile(r" \(.*?\)|, at most (1e\+|\d,\d{3},\d{3},)\S*")
@@ -69,9 +70,9 @@ def listed(kind: Any, where: str = "") -> Iterator[tuple[str, str, str, str]]:
     about: dict[str, str] = {}
     for one in reversed(kind.__mro__[:-1]):
         about |= _descriptions(ast.parse(inspect.getsource(one)).body[0])
-    for item in sorted(fields(kind), key=lambda item: _group(hints[item.name]) is not None):
+    for item in sorted(fields(kind), key=lambda item: group_of(hints[item.name]) is not None):
         name, hint = f"{where}{item.name}", hints[item.name]
-        if group := _group(hint):
+        if group := group_of(hint):
             yield from listed(group, f"{name}.{'NAME.' if 'dict[' in str(hint) else ''}")
         else:
             default = "" if item.default is MISSING else repr(item.default)
@@ -81,13 +82,6 @@ def listed(kind: Any, where: str = "") -> Iterator[tuple[str, str, str, str]]:
             default = "" if default in ("''", "[]", "{}") else default
             rule = FAR_LIMITS.sub("", ranges.words(hint))
             yield name, rule, default, about.get(item.name, "")
-
-
-def _group(hint: Any) -> Any:
-    """Return the dataclass that a setting is or contains; None for a plain setting."""
-    if isinstance(hint, type) and is_dataclass(hint):
-        return hint
-    return next(filter(None, map(_group, get_args(hint))), None)
 
 
 def _descriptions(body: Any) -> dict[str, str]:

@@ -21,7 +21,7 @@ from specheads.commands.evaluate import (
     generation_settings,
     shortage_note,
 )
-from specheads.config.commands import DRAFTERS, OF_DRAFT_MODEL, Compare
+from specheads.config.commands import DRAFTERS, WITH_DRAFT_MODEL, Compare
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import dumps, writable_folder, write_atomic
@@ -70,7 +70,7 @@ def compare(
     prompts = evaluation_prompts(base, min(one.depth for one in heads.values()), settings)
     tokens = [prompt.tokens for prompt in prompts.prompts]
     draft_model = None
-    if {*names} & {*OF_DRAFT_MODEL}:
+    if {*names} & {*WITH_DRAFT_MODEL}:
         dtype = dtype_name(base.dtype)
         draft_model = FrozenBase.load(settings.draft_model, dtype=dtype, device=str(base.device))
         refuse_vocabulary(draft_model, base)
@@ -112,9 +112,9 @@ def compare(
 
 def method_names(drafters: Sequence[str], draft_model: str) -> list[str]:
     """Return the names of the methods; those with a draft model need the name of one."""
-    if (needing := {*drafters} & {*OF_DRAFT_MODEL}) and not draft_model:
+    if (needing := {*drafters} & {*WITH_DRAFT_MODEL}) and not draft_model:
         raise InputError(f"the drafter {min(needing)} needs a model: draft_model=FOLDER_OR_HUB_ID")
-    named = [name for name in DRAFTERS if draft_model or name not in OF_DRAFT_MODEL]
+    named = [name for name in DRAFTERS if draft_model or name not in WITH_DRAFT_MODEL]
     return list(dict.fromkeys(drafters)) or named
 
 

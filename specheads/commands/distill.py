@@ -15,18 +15,13 @@ from specheads.commands import _dry_run
 from specheads.commands._call import settings_for
 from specheads.commands._library import base_of_training
 from specheads.config.commands import Distill
-from specheads.config.training import distilled
+from specheads.config.training import EXTERNAL_ENGINES, distilled
 from specheads.core.errors import InputError
 from specheads.core.files import writable_folder
 from specheads.data.sources import refuse_unreadable
 from specheads.heads.load import load_head
 from specheads.runs.progress import progress
-from specheads.training.distill.run import (
-    EXTERNAL_ENGINES,
-    job_of,
-    refuse_not_decoding,
-    write_folder,
-)
+from specheads.training.distill.run import job_of, refuse_not_decoding, write_folder
 from specheads.training.distill.shards import as_markdown
 from specheads.training.processes import accelerator_of_environment, load_base, naming_lost
 

@@ -126,7 +126,7 @@ def _stages(settings: Train) -> list[str]:
     for name, phase in settings.schedule.phases.items():
         names += [f"text of {name}", name] if phase.distill else [name]
     # a base at a server is not evaluated here
-    evaluates = settings.evaluate_after and settings.features.source == "local"
+    evaluates = settings.evaluate_after and settings.features.source != "vllm"
     return [*names, "evaluation"] if evaluates else names
 
 
@@ -217,9 +217,12 @@ def _source(
         longest = longest_row(settings.schedule, data, base.max_length)
         server = VllmServer(settings.features, base, head, longest, announce)
         return held.enter_context(closing(server))
-    wanted, rows = settings.feature_cache, settings.validation.rows
-    cache = feature_cache(wanted, phases, data, rows, base, head.aux_layers, announce)
-    return cache or LocalBase(base, head.aux_layers)
+    if settings.features.source == "cache":
+        num_rows = settings.validation.rows
+        return feature_cache(
+            settings.features, phases, data, num_rows, base, head.aux_layers, announce
+        )
+    return LocalBase(base, head.aux_layers)
 
 
 def _settle_batches(
@@ -262,11 +265,11 @@ def _checked_base(
         refuse_misfit(name, phase, base.max_length, depth, processes)
         if phase.distill:
             refuse_not_decoding(base, phase.distill, Path(phase.distill.folder or made.text))
-    if base.sharding and (joint or settings.feature_cache.gib):
+    if base.sharding and (joint or settings.features.source == "cache"):
         raise InputError(
-            "joint training and a feature cache need the whole base in each process, but "
+            "joint training and features=cache need the whole base in each process, but "
             "accelerate is configured to shard it; use configs/accelerate/ddp_8gpu.yaml, or leave "
-            "out joint and feature_cache.gib"
+            "out joint and features=cache"
         )
     if joint:
         lora.targets(base.model, joint.target_modules)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from specheads.config.data import DataSettings
+from specheads.config.facts import Resumable
 from specheads.config.shared import (
     BaseSettings,
     EvaluationSettings,
@@ -17,7 +18,6 @@ from specheads.config.shared import (
     TreeSettings,
 )
 from specheads.config.training import (
-    FeatureCacheSettings,
     FeatureSettings,
     Schedule,
     ValidationSettings,
@@ -38,9 +38,11 @@ from specheads.core.ranges import (
     one_of,
 )
 
-OF_TRANSFORMERS = ("transformers", "transformers_lookup", "transformers_assisted")
-DRAFTERS = ("head", "prompt_lookup", "hybrid", "streaming", "draft_model", *OF_TRANSFORMERS)
-OF_DRAFT_MODEL = ("draft_model", "transformers_assisted")
+DRAFTERS = (
+    *("head", "prompt_lookup", "hybrid", "streaming", "draft_model"),
+    *("transformers", "transformers_lookup", "transformers_assisted"),
+)
+WITH_DRAFT_MODEL = ("draft_model", "transformers_assisted")
 """Drafters that need a draft model."""
 
 
@@ -50,11 +52,11 @@ class Train(HasSeed):
 
     base: BaseSettings
     data: DataSettings
-    tree: TreeSettings
-    evaluation: EvaluationSettings
-    name: FolderName
+    tree: Annotated[TreeSettings, Resumable()]
+    evaluation: Annotated[EvaluationSettings, Resumable()]
+    name: Annotated[FolderName, Resumable()]
     """Name of the run."""
-    run_dir: PathOrId = "runs/${name}"
+    run_dir: Annotated[PathOrId, Resumable()] = "runs/${name}"
     """Output directory of the run."""
     head: dict[str, Any]
     """`kind` of the head and the settings of that kind."""
@@ -62,20 +64,21 @@ class Train(HasSeed):
     """Folder or Hub id of a head of the same kind to start from, ours or public. Its settings
     replace those of `head`. Empty starts from random weights."""
     schedule: Schedule
-    tracker: TrackerSettings
-    validation: ValidationSettings = field(default_factory=ValidationSettings)
+    tracker: Annotated[TrackerSettings, Resumable()]
+    validation: Annotated[ValidationSettings, Resumable()] = field(
+        default_factory=ValidationSettings
+    )
     features: FeatureSettings = field(default_factory=FeatureSettings)
-    feature_cache: FeatureCacheSettings = field(default_factory=FeatureCacheSettings)
-    log_every: PositiveInt = 10
+    log_every: Annotated[PositiveInt, Resumable()] = 10
     """Steps between two lines of metrics.jsonl."""
-    checkpoint_every: NonNegativeInt = 0
+    checkpoint_every: Annotated[NonNegativeInt, Resumable()] = 0
     """Steps between two checkpoints. Zero writes one at the end of each phase only."""
-    evaluate_after: bool = True
+    evaluate_after: Annotated[bool, Resumable()] = True
     """Evaluate the head after training."""
-    minutes: dict[str, PositiveFloat] = field(default_factory=dict)
+    minutes: Annotated[dict[str, PositiveFloat], Resumable()] = field(default_factory=dict)
     """Minutes that each stage of a recipe took where it was measured: `text of PHASE`, `PHASE` and
     `evaluation`. They are printed as the time left, scaled by the stages that are over."""
-    dry_run: bool = False
+    dry_run: Annotated[bool, Resumable()] = False
     """Print the settings and the plan, and stop."""
     preview: NonNegativeInt = 0
     """Print this many examples of the training text with its loss mask, or of the prompts if the

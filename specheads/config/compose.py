@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from specheads.config import commands, data_dir, recipe_dirs
+from specheads.config.facts import Remeasured, settings_with
 from specheads.config.shared import EvaluationSettings
 from specheads.config.training import DistillSettings
 from specheads.config.validation import check
@@ -76,8 +77,8 @@ GROUP = re.compile(
 """OmegaConf's messages about one value for a group, after the override."""
 MOST_SIMILAR = 4
 """Names of settings that the message for an unknown one suggests."""
-HOW_MEASURED = ("base.compile", "base.exact", "base.device", "base.dtype")
-"""Settings of the base that a command may change for a run."""
+REMEASURED = [name for name, _ in settings_with(Remeasured, commands.Train)]
+"""Settings that a measurement may change for a run."""
 
 
 def register() -> None:
@@ -268,7 +269,7 @@ def take_run(settings: Any, trained: commands.Train, overrides: Sequence[str]) -
         group, _, inner = name.partition(".")
         if name == "seed":
             trained.seed = settings.seed
-        elif (group == "evaluation" and inner) or name in HOW_MEASURED:
+        elif (group == "evaluation" and inner) or name in REMEASURED:
             setattr(getattr(trained, group), inner, getattr(getattr(settings, group), inner))
         elif group in ("base", "data", "evaluation"):
             raise InputError(

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Literal, NamedTuple
 
+from specheads.config.facts import Ordered
 from specheads.core.ranges import (
     GlobPattern,
     NonNegativeInt,
@@ -13,10 +14,27 @@ from specheads.core.ranges import (
     one_of,
 )
 
-NO_PATH = ("python_stdlib", "stdlib_instructions")
-CONVERSATIONS, TRACES = ("stdlib_instructions", "chat"), ("traces",)
-TEXTS = ("python_stdlib", "files", "text", "jsonl", "parquet", "hub")
-SOURCES = (*TEXTS, *CONVERSATIONS, *TRACES)
+
+class SourceKind(NamedTuple):
+    """What one kind of source gives."""
+
+    rows: Literal["text", "conversations", "traces"]
+    """Plain text, chat messages, or recorded token ids."""
+    needs_path: bool = True
+
+
+SOURCES = {
+    "python_stdlib": SourceKind("text", needs_path=False),
+    "files": SourceKind("text"),
+    "text": SourceKind("text"),
+    "jsonl": SourceKind("text"),
+    "parquet": SourceKind("text"),
+    "hub": SourceKind("text"),
+    "stdlib_instructions": SourceKind("conversations", needs_path=False),
+    "chat": SourceKind("conversations"),
+    "traces": SourceKind("traces"),
+}
+PATHLESS_SOURCES = [name for name, kind in SOURCES.items() if not kind.needs_path]
 
 
 @dataclass(kw_only=True)
@@ -44,6 +62,11 @@ class SourceSettings:
     max_documents: NonNegativeInt = 0
     """Documents to draw with the seed, before the split. Zero uses all."""
 
+    @property
+    def kind(self) -> SourceKind:
+        """What the source gives."""
+        return SOURCES[self.source]
+
 
 @dataclass(kw_only=True)
 class MixtureSource(SourceSettings):
@@ -60,22 +83,24 @@ class DataSettings(SourceSettings):
 
     source: Annotated[str, one_of(*SOURCES, "mixture")]
     """Kind of source, or mixture; docs/data.md describes each."""
-    sources: dict[str, MixtureSource] = field(default_factory=dict)
+    sources: Annotated[dict[str, MixtureSource], Ordered()] = field(default_factory=dict)
     """Sources of a mixture, by names of your choice."""
 
     @property
-    def parts(self) -> list[SourceSettings]:
+    def active_sources(self) -> list[SourceSettings]:
         """The sources in use: those of a mixture with a weight, or the one source itself."""
         if self.source != "mixture":
             return [self]
-        return [one for one in self.sources.values() if one.weight]
+        return [source for source in self.sources.values() if source.weight]
 
-    def divided(self) -> "Iterator[DataSettings | None]":
-        """Yield the conversations, the traces and the text, None for a part that is missing."""
-        for kinds in (CONVERSATIONS, TRACES, TEXTS):
+    def split_by_rows(self) -> "Iterator[DataSettings | None]":
+        """Yield the conversations, the traces and the text, None for rows that are missing."""
+        for rows in ("conversations", "traces", "text"):
             if self.source != "mixture":
-                yield self if self.source in kinds else None
+                yield self if self.kind.rows == rows else None
                 continue
-            some = {name: one for name, one in self.sources.items() if one.source in kinds}
-            data = replace(self, sources=some)
-            yield data if data.parts else None
+            sources = {
+                name: source for name, source in self.sources.items() if source.kind.rows == rows
+            }
+            data = replace(self, sources=sources)
+            yield data if data.active_sources else None

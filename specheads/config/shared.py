@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from specheads.config.facts import Remeasured, Resumable
 from specheads.core.ranges import (
     DepthOrZero,
     NonNegativeFloat,
@@ -31,15 +32,17 @@ class BaseSettings:
     must be safetensors or GGUF; code of a checkpoint never runs."""
     revision: PrintableText = "main"
     """Hub revision; ignored for a folder."""
-    dtype: Annotated[str, one_of("auto", "float32", "float64", "bfloat16", "float16")] = "auto"
+    dtype: Annotated[
+        str, one_of("auto", "float32", "float64", "bfloat16", "float16"), Remeasured()
+    ] = "auto"
     """Precision of the weights. auto is bfloat16 if the device computes in it, else float32."""
-    device: PrintableText = "auto"
+    device: Annotated[PrintableText, Remeasured(), Resumable()] = "auto"
     """Torch device. auto is CUDA if there is a GPU, else the CPU."""
     adapter: PathOrId = ""
     """Folder or Hub id of a LoRA adapter to merge into the base. Empty merges none."""
-    compile: bool = False
+    compile: Annotated[bool, Remeasured(), Resumable()] = False
     """Verify trees with compiled graphs: faster steps, but the first ones compile for minutes."""
-    exact: bool = False
+    exact: Annotated[bool, Remeasured(), Resumable()] = False
     """Compute every tree node bit for bit as a step of its own, so that text in bfloat16 equals
     the base's too. A tenth slower, and CPU only."""
 

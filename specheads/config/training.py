@@ -6,6 +6,7 @@ config/ composes them, and `--help` shows them without loading torch: this modul
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from specheads.config.facts import Ordered, Resumable, SameText
 from specheads.config.shared import SamplingSettings
 from specheads.core.errors import InputError
 from specheads.core.ranges import (
@@ -37,7 +38,9 @@ WEIGHTINGS = ("geometric", "dpace", "first_error", "accepted_length")
 """Weights of depths; all but the first are functions in depth_loss.py."""
 LENGTH_LOSSES = ("cross_entropy", "argmax_cross_entropy", "lk")
 """Losses that are minus the logarithm of an acceptance, as weighting=accepted_length needs."""
-ENGINES = ("local", "transformers", "vllm", "openai")
+LOCAL_ENGINES, EXTERNAL_ENGINES = ("local", "transformers"), ("vllm", "openai")
+"""Engines of generated text that use the loaded base, and those that load the weights again."""
+ENGINES = (*LOCAL_ENGINES, *EXTERNAL_ENGINES)
 FAULTS = ("loop", "empty", "truncated")
 """Reasons to drop a generated answer."""
 
@@ -53,31 +56,31 @@ class DistillSettings(SamplingSettings):
     """Sampling temperature. Zero is greedy: the text that a greedy server would produce."""
     prompt_tokens: PositiveInt = 64
     """Tokens of a prompt that is cut from plain text. Questions keep their own length."""
-    num_samples: PositiveInt
+    num_samples: Annotated[PositiveInt, SameText()]
     """Texts to generate: conversations or continuations."""
     new_tokens: PositiveInt = 256
     """Largest number of tokens of an answer or a continuation. The loss covers these tokens."""
     drop: list[Annotated[str, one_of(*FAULTS)]] | None = None
     """Answers to drop: loop (ends in a repetition), empty, truncated (stopped by a limit, in
     conversations only). None drops all three in conversations, and nothing of continued text."""
-    engine: Annotated[str, one_of(*ENGINES)] = "local"
+    engine: Annotated[str, one_of(*ENGINES), SameText(), Resumable()] = "local"
     """Engine that generates: local (this package), transformers, vllm, or openai (a server with
     that protocol)."""
-    batch_size: PositiveInt = 64
+    batch_size: Annotated[PositiveInt, SameText(), Resumable()] = 64
     """Texts generated at once, or open requests of a server."""
-    use_head: bool = False
+    use_head: Annotated[bool, SameText(), Resumable()] = False
     """Draft with the head trained so far, with engine=local. It does not change the text, and is
     faster with a small batch_size."""
-    url: PrintableText = ""
+    url: Annotated[PrintableText, SameText(), Resumable()] = ""
     """Address of the server for engine=openai, such as http://127.0.0.1:8000/v1. The key is read
     from the environment variable OPENAI_API_KEY; if it is not set, no key is sent."""
-    served_as: PrintableText = ""
+    served_as: Annotated[PrintableText, SameText(), Resumable()] = ""
     """Name of the base at that server. Empty is base.model."""
-    timeout_seconds: PositiveFloat = 120.0
+    timeout_seconds: Annotated[PositiveFloat, SameText(), Resumable()] = 120.0
     """Longest wait for one answer of a server."""
     shard_size: PositiveInt = 64
     """Texts in one file. A file appears when it is complete; processes share the work by files."""
-    folder: PathOrId = ""
+    folder: Annotated[PathOrId, SameText(), Resumable()] = ""
     """Folder of the text, which several runs can share. Phases with other settings of the text
     need folders of their own. Empty is text/ in the run directory."""
 
@@ -120,7 +123,7 @@ class Phase:
     batch_size: BatchSize = 0
     """Sequences of one step over all processes, so the number of processes does not change the
     result. auto doubles it as long as it fits in memory, and writes it into config.yaml."""
-    accumulation_steps: PositiveInt = 1
+    accumulation_steps: Annotated[PositiveInt, Resumable()] = 1
     """Micro-batches in which each process computes its share of a step: less memory, the same
     gradients."""
     sequence_length: SequenceLength = 0
@@ -183,45 +186,39 @@ class ValidationSettings:
 
 
 @dataclass(kw_only=True)
-class FeatureCacheSettings:
-    """Hidden states of the frozen base on disk, for later runs on the same text."""
-
-    gib: NonNegativeFloat = 0.0
-    """Largest size of one run's cache in GiB; a run that needs more is refused. Zero disables the
-    cache."""
-    folder: PathOrId = "runs/features"
-    """Folder of the cache; several runs may share it."""
-
-
-@dataclass(kw_only=True)
 class FeatureSettings:
     """Where training takes the base's hidden states from."""
 
-    source: Annotated[str, one_of("local", "vllm")] = "local"
-    """local (the base in this process), or vllm (servers that `specheads serve-features` starts;
-    this process then holds only embedding, final norm and vocabulary projection)."""
-    url: list[PrintableText] = field(default_factory=list)
+    source: Annotated[
+        str, one_of("local", "cache", "vllm"), Resumable(among=("local", "cache"))
+    ] = "local"
+    """local (the base in this process), cache (the same, and files of its states for later runs on
+    the same text), or vllm (servers that `specheads serve-features` starts; this process then holds
+    only embedding, final norm and vocabulary projection)."""
+    url: Annotated[list[PrintableText], Resumable()] = field(default_factory=list)
     """Addresses of the servers, such as http://127.0.0.1:8000/v1. Requests are spread over them.
     A key is read from the environment variable OPENAI_API_KEY."""
-    folder: PathOrId = ""
-    """Folder that the servers write hidden states into, under its name on this machine. Each file
-    is deleted after use."""
-    concurrency: PositiveInt = 16
+    folder: Annotated[PathOrId, Resumable()] = ""
+    """Folder of the files. cache: several runs may share it; empty is runs/features. vllm: the
+    folder that the servers write into, under its name on this machine; each file is deleted after
+    use."""
+    concurrency: Annotated[PositiveInt, Resumable()] = 16
     """Open requests of one process at each server."""
-    timeout_seconds: PositiveFloat = 120.0
+    timeout_seconds: Annotated[PositiveFloat, Resumable()] = 120.0
     """Longest wait for one answer."""
-    patience_seconds: NonNegativeFloat = 900.0
+    patience_seconds: Annotated[NonNegativeFloat, Resumable()] = 900.0
     """Longest wait for a server that fails or is started again; then the run writes a checkpoint
     and stops."""
-    max_gib: PositiveFloat = 4.0
-    """Largest size of one process's files in the folder, in GiB."""
+    max_gib: Annotated[PositiveFloat, Resumable()] = 4.0
+    """Largest size of the files in the folder, in GiB. cache: of one run's; a run that needs more
+    is refused. vllm: of one process's at a time."""
 
 
 @dataclass(kw_only=True)
 class Schedule:
     """Phases and optimizer."""
 
-    phases: Annotated[dict[str, Phase], NonEmpty]
+    phases: Annotated[dict[str, Phase], NonEmpty, Ordered()]
     weight_decay: Probability = 0.0
     """Decoupled weight decay of AdamW and Muon."""
     muon_learning_rate: Probability = 0.0
@@ -231,7 +228,7 @@ class Schedule:
 
 def distilled(schedule: Schedule) -> DistillSettings:
     """Return the settings of the first distilled phase."""
-    found = (phase.distill for phase in schedule.phases.values() if phase.distill)
-    if first := next(found, None):
-        return first
+    for phase in schedule.phases.values():
+        if phase.distill:
+            return phase.distill
     raise InputError("distill needs a recipe with a distilled phase; add schedule=two_phase")

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from specheads.config.commands import Train
-from specheads.config.data import NO_PATH, DataSettings, SourceSettings
+from specheads.config.data import DataSettings, SourceSettings
 from specheads.config.shared import EvaluationSettings, TreeSettings
 from specheads.config.training import LENGTH_LOSSES, Phase, Schedule, ValidationSettings
 from specheads.core.errors import InputError
@@ -124,7 +124,7 @@ def _check_source(where: str, source: SourceSettings) -> None:
                 f"{getattr(source, idle[0])!r:.80} for the whole; leave it out, or set it for a "
                 "source"
             )
-    elif source.source not in NO_PATH and not source.path:
+    elif source.kind.needs_path and not source.path:
         raise InputError(f"{where}.source={source.source} needs {where}.path, got none; set it")
 
 
@@ -154,7 +154,6 @@ def _check_served(settings: Train) -> None:
         f"base.adapter={base.adapter}": base.adapter,
         "base.compile=true": base.compile,
         "base.exact=true": base.exact,
-        f"feature_cache.gib={settings.feature_cache.gib:g}": settings.feature_cache.gib,
         **{f"schedule.phases.{name}.joint": phase.joint for name, phase in phases.items()},
         **{
             f"schedule.phases.{name}.own_drafts={phase.own_drafts:g}": phase.own_drafts

@@ -9,7 +9,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
+from annotated_types import BaseMetadata, Ge, Gt, Le, Lt, MinLen, Predicate
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from specheads.core.errors import InputError
@@ -180,7 +180,9 @@ def _holds_settings(hint: Any) -> bool:
 def words(hint: Any) -> str:
     """Return the type and range of a setting in words, such as `a whole number, at least 1`."""
     is_ruled = get_origin(hint) is Annotated
-    plain, rules = (hint.__origin__, hint.__metadata__) if is_ruled else (hint, ())
+    plain, annotations = (hint.__origin__, hint.__metadata__) if is_ruled else (hint, ())
+    # facts about a setting are annotations too
+    rules: list[Any] = [rule for rule in annotations if isinstance(rule, BaseMetadata)]
     origin, inner = get_origin(plain), get_args(plain)
     if rules and plain in (str, Any):
         return rules[-1].words

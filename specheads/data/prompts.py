@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specheads.config.data import NO_PATH, DataSettings, SourceSettings
+from specheads.config.data import PATHLESS_SOURCES, DataSettings, SourceSettings
 from specheads.core.errors import InputError
 from specheads.core.files import local_path
 from specheads.data.chat import QUESTION_TEXT, Template, refuse_fixed_thinking
@@ -106,7 +106,7 @@ PUBLIC_PROMPT_SETS = {
     ),
 }
 """Public sets by name. A local file in the same format works too."""
-NAMES = (*NO_PATH, "held_out", *PUBLIC_PROMPT_SETS)
+NAMES = (*PATHLESS_SOURCES, "held_out", *PUBLIC_PROMPT_SETS)
 SPEED_BENCH = re.compile(r"qualitative|throughput_(\d+k)")
 """Names of SPEED-Bench's parts: files or folders, as its scripts write them."""
 UNRESOLVED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
@@ -137,7 +137,7 @@ def load_prompts(
     `enable_thinking`. A larger set is sampled by the seed. Windows cut from text have
     `prompt_tokens` tokens; other prompts are never cut.
     """
-    if name in NO_PATH:
+    if name in PATHLESS_SOURCES:
         corpus = DataSettings(source=name)
     elif name != "held_out":
         corpus = None
@@ -193,7 +193,7 @@ def held_out_prompts(
     tokens before the first answer. Several conversations or traces of one question give one prompt.
     """
     found = list[Prompt]()
-    talks, traces, texts = corpus.divided()
+    talks, traces, texts = corpus.split_by_rows()
     if thinking and (traces or texts):
         raise InputError(UNASKED)
     if traces:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specheads.config.data import NO_PATH, DataSettings, SourceSettings
+from specheads.config.data import PATHLESS_SOURCES, DataSettings, SourceSettings
 from specheads.core.errors import InputError, one_line
 from specheads.core.files import HUB_ID, local_path
 from specheads.data import files as local
@@ -38,7 +38,7 @@ def split_of(text: str) -> str:
 def read_split(data: DataSettings, split: str, seed: int = 0) -> Rows:
     """Yield the rows of one split, source by source and in the order of each."""
     assert split in SPLITS
-    for source in data.parts:
+    for source in data.active_sources:
         for found, where, row in read_source(source, seed):
             if found == split:
                 yield where, row
@@ -98,7 +98,7 @@ def _split_key(row: Row) -> str:
 
 def refuse_unreadable(data: DataSettings) -> None:
     """Refuse local files that do not exist, cannot be read, or have no row that can be used."""
-    for source in data.parts:
+    for source in data.active_sources:
         if source.path and _files(source):
             next(read_source(replace(source, max_documents=0)), None)
 
@@ -116,7 +116,7 @@ def identity(source: SourceSettings, seed: int) -> dict[str, Any]:
 def _files(source: SourceSettings) -> list[Path]:
     """Find the local files of a source; the list is empty for a Hub data set."""
     kind, path = source.source, source.path
-    if kind in NO_PATH:
+    if kind in PATHLESS_SOURCES:
         return local.stdlib_files()
     is_id = HUB_ID.fullmatch(path) and not path.endswith(SUFFIXES["chat"])
     if kind == "hub" or (kind in ROWS and is_id and not local_path(path).exists()):

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specheads.config.data import CONVERSATIONS, TRACES, DataSettings, SourceSettings
+from specheads.config.data import DataSettings, SourceSettings
 from specheads.core.errors import InputError
 from specheads.core.files import atomic_folder, cache_folder, sole_writer, sweep
 from specheads.data.chat import Template
@@ -62,9 +62,9 @@ def tokenise_corpus(
     process tokenises all splits of a source at once, and others wait for it. The seed chooses the
     documents of a limited source or of a mixture.
     """
-    weights = [getattr(source, "weight", 1.0) for source in corpus.parts]
-    parts = [_documents(_cached(one, tokenizer, seed, bar), split) for one in corpus.parts]
-    for source, documents in zip(corpus.parts, parts, strict=True):
+    weights = [getattr(source, "weight", 1.0) for source in corpus.active_sources]
+    parts = [_documents(_cached(one, tokenizer, seed, bar), split) for one in corpus.active_sources]
+    for source, documents in zip(corpus.active_sources, parts, strict=True):
         # a small source may have no held-out document
         if split == "train" and not len(documents):
             raise InputError(
@@ -108,7 +108,7 @@ def _write(
     # read rows first: report a source that cannot be read before anything is written
     batch = list(islice(rows, BATCH_ROWS))
     template = None
-    if source.source in CONVERSATIONS:
+    if source.kind.rows == "conversations":
         talks = [row["messages"] for _, _, row in batch]
         if batch and all(first_answer(talk) == len(talk) for talk in talks):
             raise UnansweredError(
@@ -119,7 +119,7 @@ def _write(
     with atomic_folder(folder) as scratch:
         with pa.ipc.new_file(str(scratch / FILE), SCHEMA) as stream:
             while batch:
-                if template is None and source.source not in TRACES:
+                if template is None and source.kind.rows != "traces":
                     found = _texts(tokenizer, batch)
                 else:
                     found = _labelled(tokenizer, template, bad, batch)

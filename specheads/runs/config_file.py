@@ -1,31 +1,19 @@
 """Read the config.yaml of a run as plain values, without interpolations, tags and aliases."""
 
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from specheads.config.commands import Train
+from specheads.config.facts import Ordered, Resumable, settings_with
 from specheads.core.errors import InputError, one_line
 from specheads.core.files import MAX_SETTINGS_BYTES, refuse_outside
 
 MAX_DEPTH = 20
 """Deepest nesting that is read; our own settings have six levels."""
-
-RESUMABLE = (
-    "name", "run_dir", "tree", "tracker", "evaluation", "evaluate_after", "log_every",
-    "checkpoint_every", "validation", "feature_cache", "minutes", "base.device",
-    "features.url", "features.folder", "features.concurrency", "features.timeout_seconds",
-    "features.patience_seconds", "features.max_gib",
-    "base.compile", "base.exact", "dry_run", "schedule.phases.*.accumulation_steps",
-    "schedule.phases.*.distill.folder",
-    "schedule.phases.*.distill.engine", "schedule.phases.*.distill.batch_size",
-    "schedule.phases.*.distill.use_head", "schedule.phases.*.distill.url",
-    "schedule.phases.*.distill.served_as", "schedule.phases.*.distill.timeout_seconds",
-)  # fmt: skip
-"""Settings that do not change what training computes, and may change when a run resumes."""
-ORDERED = ("schedule.phases", "data.sources")
-"""Groups whose order counts."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -33,8 +21,8 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, rule) for tag, rule in known if not tag.endswith(":timestamp")]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    letter: [(tag, rule) for tag, rule in resolvers if not tag.endswith(":timestamp")]
+    for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 
 
@@ -50,7 +38,7 @@ def read_settings(file: Path) -> dict[str, Any]:
             f"{file} must be at most {MAX_SETTINGS_BYTES} bytes of settings, got {size}; shorten it"
         )
     try:
-        return parse(file.read_text(encoding="utf-8"))
+        return _renamed(parse(file.read_text(encoding="utf-8")))
     except (ValueError, yaml.YAMLError) as error:
         reason = one_line(error)
         raise InputError(
@@ -64,8 +52,8 @@ def parse(text: str) -> dict[str, Any]:
     # events are read one by one, without recursion, before any object is built
     for event in yaml.parse(text, Loader=_Loader):
         if getattr(event, "anchor", None) or getattr(event, "tag", None):
-            place = event.start_mark.line + 1
-            raise ValueError(f"tags, anchors and aliases are refused, and line {place} has one")
+            line = event.start_mark.line + 1
+            raise ValueError(f"tags, anchors and aliases are refused, and line {line} has one")
         if "${" in getattr(event, "value", ""):
             raise ValueError(f"interpolations are refused, got {event.value!r}")
         depth += isinstance(event, yaml.CollectionStartEvent)
@@ -78,14 +66,30 @@ def parse(text: str) -> dict[str, Any]:
     return value
 
 
+def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an older run with the names of today."""
+    cache_settings, features = settings.pop("feature_cache", {}), settings.get("features", {})
+    if cache_settings.get("gib"):
+        features |= {"source": "cache", "max_gib": cache_settings["gib"]}
+        features["folder"] = cache_settings["folder"]
+    return settings
+
+
 def first_difference(before: Any, now: Any, name: str = "") -> tuple[str, Any, Any] | None:
     """Return the name and both values of the first change that a resume does not allow."""
-    if any(fnmatchcase(name, pattern) for pattern in RESUMABLE):
-        return None
+    for pattern, fact in _settings_of_train(Resumable).items():
+        is_among = all(value in fact.among for value in (before, now))
+        if fnmatchcase(name, pattern) and (is_among or not fact.among):
+            return None
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return None if before == now else (name, before, now)
-    if name in ORDERED and [*before] != [*now]:
+    if name in _settings_of_train(Ordered) and [*before] != [*now]:
         return name, [*before], [*now]
     inner = ((key, before.get(key), now.get(key)) for key in {**now, **before})
-    found = (first_difference(a, b, f"{name}.{key}".lstrip(".")) for key, a, b in inner)
-    return next(filter(None, found), None)
+    differences = (first_difference(a, b, f"{name}.{key}".lstrip(".")) for key, a, b in inner)
+    return next(filter(None, differences), None)
+
+
+@cache
+def _settings_of_train(fact: type) -> dict[str, Any]:
+    return dict(settings_with(fact, Train))

@@ -17,7 +17,7 @@ from torch import Tensor
 from specheads.base.fingerprint import config_fingerprint
 from specheads.base.model import FrozenBase
 from specheads.config.data import DataSettings
-from specheads.config.training import FeatureCacheSettings, Phase
+from specheads.config.training import FeatureSettings, Phase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.features import Features
@@ -118,32 +118,32 @@ class FeatureCache(FeatureSource):
 
 
 def feature_cache(
-    settings: FeatureCacheSettings,
+    settings: FeatureSettings,
     phases: dict[str, Phase],
     data: DataSettings,
     validation_rows: int,
     base: FrozenBase,
     aux_layers: tuple[int, ...],
     announce: Callable[[str], object],
-) -> FeatureCache | None:
-    """Return the feature cache of a run, None without one; refuse one that may exceed its size."""
-    if not settings.gib:
-        return None
+) -> FeatureCache:
+    """Return the feature cache of a run; refuse one that may exceed its size."""
     if joint := [name for name, phase in phases.items() if phase.joint]:
         raise InputError(
             f"a feature cache needs a frozen base, but phase {joint[0]!r} trains the base; set "
-            "feature_cache.gib=0"
+            "features=local"
         )
     lengths = {name: row_tokens(one, data, base.max_length) for name, one in phases.items()}
     positions = validation_rows * next(iter(lengths.values()))
     positions += sum(one.steps * one.batch_size * lengths[name] for name, one in phases.items())
     size = positions * base.width * (1 + len(aux_layers)) * base.dtype.itemsize / 2**30
-    if size > settings.gib:
+    if size > settings.max_gib:
         raise InputError(
-            f"feature_cache.gib must cover the whole cache: this one takes up to {size:.2f} GiB, "
-            f"but feature_cache.gib={settings.gib:g}; raise it, or set it to 0"
+            f"features.max_gib must cover the whole cache: this one takes up to {size:.2f} GiB, "
+            f"but features.max_gib={settings.max_gib:g}; raise it, or set features=local"
         )
-    return FeatureCache(writable_folder(settings.folder), base, aux_layers, announce)
+    return FeatureCache(
+        writable_folder(settings.folder or "runs/features"), base, aux_layers, announce
+    )
 
 
 # --- servers -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specheads.config.data import CONVERSATIONS, DataSettings
+from specheads.config.data import DataSettings
 from specheads.config.training import DistillSettings, JointSettings, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -94,8 +94,8 @@ def row_tokens(phase: Phase, data: DataSettings, context: int) -> int:
     """Return the maximum row length of a phase; a conversation may fill the context."""
     if phase.sequence_length or phase.distill is None:
         return phase.sequence_length
-    talks = any(one.source in CONVERSATIONS for one in data.parts)
-    return context if talks else text_tokens(phase.distill)
+    chats = any(source.kind.rows == "conversations" for source in data.active_sources)
+    return context if chats else text_tokens(phase.distill)
 
 
 def longest_row(schedule: Schedule, data: DataSettings, context: int) -> int:

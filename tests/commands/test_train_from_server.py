@@ -105,7 +105,6 @@ def test_training_skips_what_needs_layers_and_says_so(server: list[str], tmp_pat
             for word in (
                 "schedule.phases.corpus.joint.rank=4",
                 "schedule.phases.corpus.own_drafts=1",
-                "feature_cache.gib=1",
                 "base.exact=true",
                 "base.compile=true",
             )

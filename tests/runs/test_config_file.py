@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from specheads.commands._call import read_run
 from specheads.config import compose
 from specheads.config.commands import Train
+from specheads.config.facts import Ordered, Remeasured, Resumable, SameText, settings_with
+from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
-from specheads.runs.config_file import RESUMABLE, first_difference, parse, read_settings
-from specheads.training.distill.run import NEUTRAL_SETTINGS
+from specheads.runs.config_file import first_difference, parse, read_settings
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 HOSTILE = {
@@ -95,9 +97,52 @@ def test_settings_of_a_run_are_read_back_typed(tmp_path: Path):
     assert read_run(tmp_path / "config.yaml", Train) == smoke
 
 
-def test_settings_that_do_not_change_the_text_may_change_on_resume():
-    free = {f"schedule.phases.*.distill.{name}" for name in NEUTRAL_SETTINGS - {"num_samples"}}
-    assert {name for name in RESUMABLE if ".distill." in name} == free
+RESUMABLE = """
+    name run_dir tree tracker evaluation evaluate_after log_every checkpoint_every validation
+    minutes base.device base.compile base.exact dry_run features.source features.url features.folder
+    features.concurrency features.timeout_seconds features.patience_seconds features.max_gib
+    schedule.phases.*.accumulation_steps schedule.phases.*.distill.folder
+    schedule.phases.*.distill.engine schedule.phases.*.distill.batch_size
+    schedule.phases.*.distill.use_head schedule.phases.*.distill.url
+    schedule.phases.*.distill.served_as schedule.phases.*.distill.timeout_seconds
+"""
+FACTS = {
+    Resumable: (Train, RESUMABLE),
+    Ordered: (Train, "data.sources schedule.phases"),
+    Remeasured: (Train, "base.compile base.exact base.device base.dtype"),
+    SameText: (
+        DistillSettings,
+        "folder num_samples engine batch_size use_head url served_as timeout_seconds",
+    ),
+}
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_facts_of_settings(fact: type):
+    """A setting that gets or loses a fact changes what resumes and which text is reused."""
+    group, names = FACTS[fact]
+    assert {name for name, _ in settings_with(fact, group)} == {*names.split()}
+
+
+def test_only_sources_with_equal_features_may_change_on_resume():
+    before = {"features": {"source": "local", "max_gib": 4}}
+    cached = {"features": {"source": "cache", "max_gib": 9}}
+    assert first_difference(before, cached) is None
+    served = {"features": {"source": "vllm"}}
+    assert first_difference(cached, served) == ("features.source", "cache", "vllm")
+
+
+@pytest.mark.parametrize("gib", [0.0, 2.5])
+def test_run_with_the_former_feature_cache_is_read(gib: float, tmp_path: Path):
+    smoke = compose.settings_of("train", ["recipe=smoke"])
+    former = yaml.safe_load(compose.as_yaml(smoke)) | {"feature_cache": {"gib": gib, "folder": "f"}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(former))
+    features = read_run(tmp_path / "config.yaml", Train).features
+    cached = ("cache", 2.5, "f") if gib else ("local", 4.0, "")
+    assert (features.source, features.max_gib, features.folder) == cached
+
+
+def test_other_text_is_refused_on_resume():
     before = {"schedule": {"phases": {"a": {"distill": {"timeout_seconds": 5, "new_tokens": 8}}}}}
     now = {"schedule": {"phases": {"a": {"distill": {"timeout_seconds": 9, "new_tokens": 9}}}}}
     assert first_difference(before, now) == ("schedule.phases.a.distill.new_tokens", 8, 9)

@@ -8,8 +8,7 @@ import torch
 
 from specheads.base.model import FrozenBase
 from specheads.config.data import DataSettings
-from specheads.config.training import FeatureCacheSettings as Settings
-from specheads.config.training import JointSettings, Schedule
+from specheads.config.training import FeatureSettings, JointSettings, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.runs.trackers import read_metrics
@@ -90,23 +89,23 @@ def test_other_weights_layers_and_dtypes_have_separate_folders(tmp_path: Path):
     assert len(folders) == 5
 
 
-def opened(folder: Path, gib: float, **changes: Any) -> FeatureCache | None:
+def opened(folder: Path, max_gib: float, **changes: Any) -> FeatureCache:
     phases = {"corpus": phase(steps=1000, sequence_length=128, **changes)}
-    data, wanted = DataSettings(source="python_stdlib"), Settings(gib=gib, folder=str(folder))
-    return feature_cache(wanted, phases, data, 16, BASE, (1, 2, 3), print)
+    data = DataSettings(source="python_stdlib")
+    settings = FeatureSettings(source="cache", max_gib=max_gib, folder=str(folder))
+    return feature_cache(settings, phases, data, 16, BASE, (1, 2, 3), print)
 
 
 def test_too_large_cache_is_refused_with_its_size(tmp_path: Path):
     #  (1000 steps x 2 rows + 16 rows held out) x 128 x (1 + 3) x 32 x 4 bytes
     size = (1000 * 2 + 16) * 128 * 4 * 32 * 4 / 2**30
     assert f"{size:.2f}" == "0.12"
-    with pytest.raises(InputError, match=r"takes up to 0\.12 GiB, but feature_cache\.gib=0\.1;"):
+    with pytest.raises(InputError, match=r"takes up to 0\.12 GiB, but features\.max_gib=0\.1;"):
         opened(tmp_path, 0.1)
-    assert opened(tmp_path, 0.13) is not None
-    assert opened(tmp_path, 0.0) is None
+    opened(tmp_path, 0.13)
     assert not list(tmp_path.iterdir())
 
 
 def test_joint_training_with_cache_is_refused(tmp_path: Path):
-    with pytest.raises(InputError, match="phase 'corpus' trains the base; set feature_cache"):
+    with pytest.raises(InputError, match="phase 'corpus' trains the base; set features=local"):
         opened(tmp_path, 9.0, joint=JointSettings())

@@ -166,7 +166,7 @@ def prompt_source(
     If it has conversations, only these are used, not its plain text. Traces are never used.
     """
     tokenizer = base.tokenizer_for("self-distilled text")
-    talks, traces, texts = data.divided()
+    talks, traces, texts = data.split_by_rows()
     if traces and not (talks or texts):
         raise InputError(
             "a distilled phase needs questions or text, and traces hold what the base wrote "
@@ -184,7 +184,7 @@ def _conversations(data: DataSettings, seed: int) -> list[str]:
 
     With equal weights each conversation is there once.
     """
-    parts = [(list(_rows(one, seed)), getattr(one, "weight", 1.0)) for one in data.parts]
+    parts = [(list(_rows(one, seed)), getattr(one, "weight", 1.0)) for one in data.active_sources]
     parts = [(rows, weight) for rows, weight in parts if rows]
     if len({weight for _, weight in parts}) < 2:
         return [row for rows, _ in parts for row in rows]

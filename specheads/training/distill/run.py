@@ -16,7 +16,8 @@ from rich.progress import Progress
 from specheads.base.fingerprint import config_fingerprint
 from specheads.base.model import FrozenBase
 from specheads.config.data import DataSettings
-from specheads.config.training import FAULTS, DistillSettings
+from specheads.config.facts import SameText, settings_with
+from specheads.config.training import EXTERNAL_ENGINES, FAULTS, DistillSettings
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import as_json, sole_writer, sweep, write_atomic
@@ -38,13 +39,6 @@ from specheads.training.distill.shards import (
 )
 from specheads.training.processes import on_all_processes
 
-EXTERNAL_ENGINES = ("vllm", "openai")
-"""Engines that load the weights themselves."""
-NEUTRAL_SETTINGS = {
-    *("folder", "num_samples", "engine", "batch_size", "use_head"),
-    *("url", "served_as", "timeout_seconds"),
-}
-"""Settings that do not change the text: each answer has its own seed."""
 LONG_PERIOD, LONG_WINDOW = 64, 192
 """A paragraph repeated three times is a loop too; three repeated short words are not."""
 TICK_SECONDS = 1.0
@@ -96,8 +90,10 @@ class Job:
 
     def claim(self) -> dict[str, Any]:
         """Return everything that determines the text, by name."""
+        # each answer has its own seed: the engine and its batches do not change it
+        same_text = dict(settings_with(SameText, DistillSettings))
         settings = asdict(self.settings)
-        decisive = {name: settings[name] for name in settings if name not in NEUTRAL_SETTINGS}
+        decisive = {name: settings[name] for name in settings if name not in same_text}
         # 2: one Parquet file a block, with a row for each dropped text
         return self.identity | decisive | {"seed": self.seed, "layout": 2}
 
