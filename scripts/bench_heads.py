@@ -63,7 +63,7 @@ from specheads.runs.progress import progress
 from specheads.runs.provenance import nearby, provenance
 from specheads.training.objective import drawn_labels, early_enough, in_chains
 from specheads.training.phase_data import PhaseData
-from specheads.training.plan import automatic
+from specheads.training.plan import auto_phases
 from specheads.training.processes import accelerator_of_environment, load_base
 from specheads.training.schedule import schedule_phases
 
@@ -267,10 +267,12 @@ def opened(place: Path) -> Source:
             f"--speculators must be a run's folder, and {place} has no config.yaml; name one"
         )
     settings: Any = read_run(run.config, Train)
-    if automatic(settings.schedule) or any(one.joint for one in settings.schedule.phases.values()):
+    if auto_phases(settings.schedule) or any(
+        one.joint for one in settings.schedule.phases.values()
+    ):
         raise InputError(f"choose a run without joint phase or batch_size=auto: {place} has one")
     accelerator = accelerator_of_environment(settings.base.dtype)
-    base = load_base(asdict(settings.base), accelerator)
+    base = load_base(settings.base, accelerator)
     if not hasattr(base.model.base_model, "norm"):
         raise InputError(f"a base needs model.norm, got {base.name}; choose another")
     texts = PhaseData(

@@ -366,7 +366,7 @@ def planned_gib(base: Any, bench: Any) -> float:
     """Return the peak memory in GiB that `dry_run` plans for such a step, from shapes alone."""
     from specheads.commands._dry_run import setup_of
     from specheads.config import compose
-    from specheads.training.plan import plan
+    from specheads.training.plan import plan_training
 
     rows, length = bench.batch.tokens.shape
     head = {name: value for name, value in asdict(bench.head.config).items() if value != {}}
@@ -381,7 +381,8 @@ def planned_gib(base: Any, bench: Any) -> float:
         words += [f"schedule.muon_learning_rate={bench.muon_learning_rate}"]
         settings = compose.settings_of("train", words)
         settings.head = {"kind": bench.head.kind, **head}
-        return plan(setup_of(settings), bench.stepper.accelerator)["peak_bytes"] / 2**30
+        plan = plan_training(setup_of(settings), bench.stepper.accelerator)
+        return plan.peak_bytes / 2**30
 
 
 def smollm2(report: Report) -> None:

@@ -1,13 +1,14 @@
 """Output of `train` and `distill` that stop before training: the plan, or examples of the text."""
 
 import sys
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import yaml
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.loading import load_tokenizer
-from specheads.commands._library import base_of_training
 from specheads.config import compose
 from specheads.config.commands import Train
 from specheads.config.training import distilled
@@ -15,15 +16,22 @@ from specheads.core.errors import InputError, printable
 from specheads.data.masks import CLOSE, OPEN, marked
 from specheads.data.prompts import held_out_prompts
 from specheads.data.tokenise import UnansweredError, tokenise_corpus
-from specheads.training.plan import Setup, plan
+from specheads.training.memory import TrainingSetup
+from specheads.training.plan import plan_training
 from specheads.training.processes import accelerator_of_environment
 
 
-def setup_of(settings: Train) -> Setup:
+def setup_of(settings: Train) -> TrainingSetup:
     """Return what the plan of a training needs to know."""
-    names = "head", "init", "schedule", "data", "features", "seed"
-    parts = {name: getattr(settings, name) for name in names}
-    return Setup(base=base_of_training(settings), **parts)
+    return TrainingSetup(
+        base=settings.base,
+        head=settings.head,
+        init=settings.init,
+        schedule=settings.schedule,
+        data=settings.data,
+        features=settings.features,
+        seed=settings.seed,
+    )
 
 
 def show_plan(settings: Train) -> None:
@@ -32,15 +40,22 @@ def show_plan(settings: Train) -> None:
     if accelerator.is_main_process:
         sys.stdout.write(compose.as_yaml(settings))
         sys.stdout.flush()
-    found = plan(setup_of(settings), accelerator)
-    if accelerator.is_main_process:
-        sys.stdout.write("---\n" + yaml.safe_dump({"plan": found}, sort_keys=False, width=1000))
-        room = f" of {found['room_bytes'] / 1e9:.2f}" if found["room_bytes"] else ""
-        minutes = f"{60 * sum(found['hours'].values()):.0f} minutes without the evaluation, "
-        sys.stdout.write(
-            f"# {minutes if found['hours'] else ''}peak memory {found['peak_bytes'] / 1e9:.2f}"
-            f"{room} GB, {sum(found['disk_bytes'].values()) / 1e9:.2f} GB on disk\n"
-        )
+    plan = plan_training(setup_of(settings), accelerator)
+    if not accelerator.is_main_process:
+        return
+    values = {"plan": asdict(plan, dict_factory=_without_zeros)}
+    sys.stdout.write("---\n" + yaml.safe_dump(values, sort_keys=False, width=1000))
+    room = f" of {plan.room_bytes / 1e9:.2f}" if plan.room_bytes else ""
+    minutes = f"{60 * sum(plan.hours.values()):.0f} minutes without the evaluation, "
+    sys.stdout.write(
+        f"# {minutes if plan.hours else ''}peak memory {plan.peak_bytes / 1e9:.2f}{room} GB, "
+        f"{plan.disk_bytes.total_bytes / 1e9:.2f} GB on disk\n"
+    )
+
+
+def _without_zeros(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return fields of a dataclass as a dictionary, without uses of zero bytes."""
+    return {name: value for name, value in fields if type(value) is not int or value}
 
 
 def show_examples(settings: Train) -> None:
@@ -54,7 +69,10 @@ def show_examples(settings: Train) -> None:
         show_prompts(settings, tokenizer)
         return
     order = np.random.default_rng(seed).permutation(len(documents))[: settings.preview].tolist()
-    rows = [(documents.tokens(one).tolist(), documents.loss_mask(one).tolist()) for one in order]
+    rows = [
+        (documents.tokens(document).tolist(), documents.loss_mask(document).tolist())
+        for document in order
+    ]
     _show(tokenizer, f"{len(documents):,} documents; tokens in the loss are in {OPEN}{CLOSE}", rows)
 
 
@@ -82,7 +100,7 @@ def _show(
     tokenizer: PreTrainedTokenizerBase, title: str, rows: list[tuple[list[int], list[bool]]]
 ) -> None:
     sys.stdout.write(f"{title}\n")
-    for place, (tokens, loss_mask) in enumerate(rows, start=1):
+    for number, (tokens, loss_mask) in enumerate(rows, start=1):
         counts = f"{len(tokens):,} tokens, {sum(loss_mask):,} in the loss"
         text = printable(marked(tokenizer, tokens, loss_mask))
-        sys.stdout.write(f"\n--- {place} of {len(rows)}: {counts}\n{text}\n")
+        sys.stdout.write(f"\n--- {number} of {len(rows)}: {counts}\n{text}\n")

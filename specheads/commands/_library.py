@@ -2,7 +2,6 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from specheads.base.model import FrozenBase
 from specheads.config.commands import Chat, Compare, Evaluate, Export, Train, Tune
@@ -14,11 +13,6 @@ from specheads.runs.directory import RunDirectory
 SettingsWithEvaluation = Train | Evaluate | Compare
 SettingsWithBase = SettingsWithEvaluation | Tune | Export | Chat
 SettingsWithHead = Evaluate | Tune | Export | Chat
-
-
-def base_of_training(settings: Train) -> dict[str, Any]:
-    """Return the arguments of `FrozenBase.load` for training."""
-    return asdict(settings.base) | {"ends_only": settings.features.source == "vllm"}
 
 
 def load_base(settings: SettingsWithBase) -> FrozenBase:

@@ -13,7 +13,6 @@ from typing import Any
 from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
 from specheads.commands._call import settings_for
-from specheads.commands._library import base_of_training
 from specheads.config.commands import Distill
 from specheads.config.training import EXTERNAL_ENGINES, distilled
 from specheads.core.errors import InputError
@@ -23,7 +22,7 @@ from specheads.heads.load import load_head
 from specheads.runs.progress import progress
 from specheads.training.distill.run import job_of, refuse_not_decoding, write_folder
 from specheads.training.distill.shards import as_markdown
-from specheads.training.processes import accelerator_of_environment, load_base, naming_lost
+from specheads.training.processes import accelerator_of_environment, explain_lost_process, load_base
 
 
 def run(settings: Distill) -> None:
@@ -41,7 +40,7 @@ def run(settings: Distill) -> None:
         )
 
 
-@naming_lost()
+@explain_lost_process()
 def distill(
     recipe: str = "",
     overrides: Sequence[str] = (),
@@ -73,8 +72,8 @@ def distill(
     if base is None:
         # other engines load the weights themselves
         is_here = texts.engine not in EXTERNAL_ENGINES
-        named = settings.base if is_here else replace(settings.base, device="cpu")
-        base = load_base(base_of_training(replace(settings, base=named)), accelerator)
+        base_settings = settings.base if is_here else replace(settings.base, device="cpu")
+        base = load_base(base_settings, accelerator, ends_only=settings.features.source == "vllm")
         refuse_not_decoding(base, texts, folder)
     head = load_head(settings.head_path, base) if settings.head_path else None
     job = job_of(settings.data, base, texts, folder, accelerator, settings.seed, head)

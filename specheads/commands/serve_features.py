@@ -25,7 +25,7 @@ from specheads.core.errors import InputError
 from specheads.core.files import writable_folder
 from specheads.core.machine import dtype_name
 from specheads.training.features import server_layers
-from specheads.training.plan import server_dtype, shaped_base, shaped_head
+from specheads.training.memory import meta_base, meta_head, server_dtype
 from specheads.training.schedule import longest_row
 
 PLUGIN = Path(__file__).parents[1] / "export" / "plugins"
@@ -87,8 +87,8 @@ def serve_features(
         )
     setup = _dry_run.setup_of(settings)
     dtype = server_dtype(named.dtype)
-    base = shaped_base(setup.base, dtype)
-    layers = server_layers(shaped_head(setup, base), base.num_layers)
+    base = meta_base(setup.base, dtype, ends_only=setup.ends_only)
+    layers = server_layers(meta_head(setup, base), base.num_layers)
     longest = longest_row(settings.schedule, settings.data, base.max_length)
     extraction = {
         "method": "extract_hidden_states",

@@ -20,7 +20,6 @@ from specheads.base import lora
 from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
 from specheads.commands._call import settings_for
-from specheads.commands._library import base_of_training
 from specheads.commands.evaluate import (
     context_prompts,
     evaluation_prompts,
@@ -47,14 +46,14 @@ from specheads.training import trainer
 from specheads.training.distill.run import refuse_not_decoding
 from specheads.training.features import FeatureSource, LocalBase, feature_cache
 from specheads.training.phase_data import PhaseData
-from specheads.training.plan import automatic, largest_batches
+from specheads.training.plan import auto_phases, largest_batch_sizes
 from specheads.training.processes import (
     accelerator_of_environment,
-    leave_processes,
+    explain_lost_process,
+    leave_process_group,
     load_base,
-    naming_lost,
     on_all_processes,
-    readers,
+    row_share,
 )
 from specheads.training.schedule import adapter_settings, longest_row, refuse_misfit, refuse_unread
 
@@ -78,7 +77,7 @@ def run(settings: Train) -> None:
         print_results(results, page=made.report / "report.html")
         sys.stdout.write(shortage_note(results.prompts, settings))
         sys.stdout.write(f"next: specheads tune run={made.path}, specheads chat run={made.path}\n")
-    leave_processes()
+    leave_process_group()
 
 
 def train(
@@ -98,7 +97,7 @@ def train(
     accelerator = accelerator_of_environment(settings.base.dtype)
     _settle_batches(settings, made, accelerator, announce)
     begin = stages(_stages(settings), settings.minutes)
-    with naming_lost():
+    with explain_lost_process():
         head, base = _train(settings, made, accelerator, base, announce, begin)
     if not accelerator.is_main_process:
         return made
@@ -232,12 +231,12 @@ def _settle_batches(
 
     The number is that of the run that resumes, or of the largest batch that fits.
     """
-    names, phases = automatic(settings.schedule), settings.schedule.phases
+    names, phases = auto_phases(settings.schedule), settings.schedule.phases
     run = read_settings(made.config) if made.config.is_file() else {}
     before = run.get("schedule", {}).get("phases", {})
     sizes = {name: before.get(name, {}).get("batch_size") for name in names}
     if not all(isinstance(size, int) for size in sizes.values()):
-        sizes = largest_batches(_dry_run.setup_of(settings), accelerator)
+        sizes = largest_batch_sizes(_dry_run.setup_of(settings), accelerator)
     for name, size in sizes.items():
         phases[name].batch_size = size
         if accelerator.is_main_process:
@@ -251,8 +250,10 @@ def _checked_base(
     depth: int = (load_head(settings.init) if settings.init else configure(settings.head)).depth
     refuse_missing(settings.tracker.kind)
     refuse_unreadable(settings.data)
-    base = base or load_base(base_of_training(settings), accelerator)
-    processes = readers(base.sharding, accelerator)["world_size"]
+    base = base or load_base(
+        settings.base, accelerator, ends_only=settings.features.source == "vllm"
+    )
+    processes = row_share(base.sharding, accelerator).world_size
     if base.tokenizer is None or len(base.tokenizer) > base.vocab_size:
         got = "no tokenizer" if base.tokenizer is None else f"{len(base.tokenizer)} tokens"
         raise InputError(

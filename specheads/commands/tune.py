@@ -29,7 +29,7 @@ from specheads.export.vllm import COST_FILE, ServingCost
 from specheads.heads.load import load_head
 from specheads.measure.tune import CONTEXTS, fit_ragged, fit_server, tune_head, tuning_table
 from specheads.runs.directory import RunDirectory
-from specheads.training.plan import server_dtype
+from specheads.training.memory import server_dtype
 
 ROOM = 512
 """Most tokens that vLLM generates after a prompt while its steps are timed."""

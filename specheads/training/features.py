@@ -26,6 +26,9 @@ from specheads.data.packing import TokenBatch
 from specheads.runs.directory import RunDirectory
 from specheads.training.schedule import row_tokens
 
+FETCHED_BATCHES = 2
+"""Batches whose features are fetched in advance: one ready, and one in preparation."""
+
 
 class FeatureSource(ABC):
     """Gives the features of batches, without gradients."""

@@ -29,7 +29,7 @@ from specheads.data.tokenise import UnansweredError, tokenise_corpus
 from specheads.runs.progress import progress
 from specheads.training.distill.run import Job, job_of, write_folder
 from specheads.training.distill.shards import read_text, refuse_other_text
-from specheads.training.processes import readers
+from specheads.training.processes import row_share
 from specheads.training.schedule import ScheduledPhase, row_tokens
 from specheads.training.validation import ValidationSet
 
@@ -61,7 +61,7 @@ class PhaseData:
         self.phases, self.data, self.base = phases, data, base
         self.tokenizer = base.tokenizer_for("training")
         self.accelerator, self.announce, self.seed = accelerator, announce, seed
-        self.share = readers(base.sharding, accelerator)
+        self.share = row_share(base.sharding, accelerator)
         self.head: Head | None = None
         """The trained head, which may draft while the base generates text."""
         self.stage = stage
@@ -170,7 +170,7 @@ class PhaseData:
             opening=affix_ids(self.tokenizer)[0],
             seed=self.seed,
         )
-        rank, world_size = self.share.values()
+        rank, world_size = self.share.rank, self.share.world_size
         rows = range(min(count, text.rows_per_epoch))
         mine = slice_evenly(rows, rank, world_size)
         size = max(1, first.batch_size // (world_size * first.accumulation_steps))
@@ -192,7 +192,7 @@ class PhaseData:
         room = self.base.max_length - settings.new_tokens
         fitting = [prompt for prompt in found if len(prompt.tokens) <= room]
         identity = f"{PromptSet.of('validation', fitting).version}-{settings.new_tokens}"
-        mine = slice_evenly(range(len(fitting)), *self.share.values())
+        mine = slice_evenly(range(len(fitting)), self.share.rank, self.share.world_size)
         return [fitting[number].tokens for number in mine], identity
 
     def open(self, phase: ScheduledPhase, bar: Progress, halt: Callable[[], None]) -> BatchStream:
@@ -236,7 +236,8 @@ class PhaseData:
             padding_id=self._padding_id,
             opening=affix_ids(self.tokenizer)[0],
             seed=self.seed,
-            **self.share,
+            rank=self.share.rank,
+            world_size=self.share.world_size,
         )
 
     def _corpus(self, split: str) -> TokenisedDocuments:

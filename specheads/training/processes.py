@@ -1,8 +1,9 @@
 """Processes of a run: accelerate's configuration, sharding, collective calls, and equal bits."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from specheads.base.model import FrozenBase
 from specheads.base.sharding import Sharding
+from specheads.config.shared import BaseSettings
 from specheads.core.errors import InputError
 from specheads.core.machine import computes_bfloat16
 
@@ -35,52 +37,60 @@ def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
     bfloat16 if the machine supports it and the base's `dtype` is not float32 or float64.
     """
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    other = _is_set("ACCELERATE_USE_DEEPSPEED") or _is_set("ACCELERATE_USE_MEGATRON_LM")
+    is_unsupported = _is_set("ACCELERATE_USE_DEEPSPEED") or _is_set("ACCELERATE_USE_MEGATRON_LM")
     # in fp16 the gradients of a mean over many rows underflow before a scaler sees them
-    if other or precision not in ("no", "bf16"):
+    if is_unsupported or precision not in ("no", "bf16"):
         raise InputError(
             "training needs mixed_precision=bf16 or no, without DeepSpeed and Megatron, but "
             f"accelerate is configured for one of these or mixed_precision={precision}; start from "
             "one of configs/accelerate"
         )
     fix_workspace()
-    with _whole():
+    with _hidden_sharding():
         return Accelerator(
             # by default accelerate connects processes on GPUs only
             cpu=not torch.accelerator.is_available(),
-            mixed_precision=precision if precision != "no" else _precision(dtype),
+            mixed_precision=precision if precision != "no" else _mixed_precision(dtype),
             # buffers of a head come from the base and are equal on all processes
             kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
         )
 
 
-def leave_processes() -> None:
+def leave_process_group() -> None:
     """Leave the group of a CPU run, because gloo's threads may abort a process that only exits."""
     if distributed.is_initialized() and distributed.get_backend() == "gloo":
         distributed.destroy_process_group()
 
 
-def load_base(choices: Mapping[str, Any], accelerator: Accelerator) -> FrozenBase:
+def load_base(
+    settings: BaseSettings, accelerator: Accelerator, *, ends_only: bool = False
+) -> FrozenBase:
     """Load a base onto this process's device, or this process's shard of it.
 
-    `choices` are the arguments of `FrozenBase.load`. A base without layers is never sharded.
+    With `ends_only` it has no layers, which are at a server, and is never sharded.
     """
-    device = choices.get("device", "auto")
+    device: str | Sharding = settings.device
     if device == "auto":
-        sharding = None if choices.get("ends_only") else sharding_of(accelerator, device)
+        sharding = None if ends_only else sharding_of(accelerator, device)
         device = sharding or str(accelerator.device)
-    with _whole():
-        base = FrozenBase.load(**{**choices, "device": device})
-    return base
+    with _hidden_sharding():
+        return FrozenBase.load(**asdict(settings) | {"device": device, "ends_only": ends_only})
 
 
-def readers(sharding: Sharding | None, accelerator: Accelerator) -> dict[str, int]:
-    """Return this process's share of the rows: `rank` of `world_size` nearly equal shares."""
-    size = sharding.readers if sharding else 1
-    return {
-        "rank": accelerator.process_index // size,
-        "world_size": accelerator.num_processes // size,
-    }
+@dataclass(frozen=True, slots=True)
+class RowShare:
+    """Share of the rows of a step that a process reads: number `rank` of `world_size`."""
+
+    rank: int
+    world_size: int
+
+
+def row_share(sharding: Sharding | None, accelerator: Accelerator) -> RowShare:
+    """Return this process's share of the rows; the shares are nearly equal."""
+    num_readers = sharding.readers if sharding else 1
+    return RowShare(
+        accelerator.process_index // num_readers, accelerator.num_processes // num_readers
+    )
 
 
 def sharding_of(accelerator: Accelerator, device: str) -> Sharding | None:
@@ -95,20 +105,21 @@ def sharding_of(accelerator: Accelerator, device: str) -> Sharding | None:
             f"accelerate's configuration must be valid, but accelerate refused it: {error}; "
             "start from one of configs/accelerate"
         ) from error
-    processes = accelerator.num_processes
-    tensor, shard = parallel.tp_size, parallel.dp_shard_size
-    if processes == 1 or (plugin is None and tensor == 1):
+    num_processes = accelerator.num_processes
+    tensor_size, shard_size = parallel.tp_size, parallel.dp_shard_size
+    if num_processes == 1 or (plugin is None and tensor_size == 1):
         return None
-    size = tensor if tensor > 1 else shard if shard > 1 else processes
-    is_other = plugin and (plugin.fsdp_version != 2 or tensor > 1)
-    if is_other or parallel.cp_size > 1 or parallel.sp_size > 1 or processes % size:
+    group = tensor_size if tensor_size > 1 else shard_size if shard_size > 1 else num_processes
+    is_unsupported = plugin and (plugin.fsdp_version != 2 or tensor_size > 1)
+    is_unsupported = is_unsupported or parallel.cp_size > 1 or parallel.sp_size > 1
+    if is_unsupported or num_processes % group:
         raise InputError(
             "a base supports either FSDP2 (fsdp_version=2) or tensor parallelism (tp_size) over "
-            f"equal groups of processes, got groups of {size} of {processes} processes, another "
-            "sharding, or both; use configs/accelerate/fsdp2.yaml or tensor_parallel.yaml"
+            f"equal groups of processes, got groups of {group} of {num_processes} processes, "
+            "another sharding, or both; use configs/accelerate/fsdp2.yaml or tensor_parallel.yaml"
         )
-    shape, kind = (processes // size, size), accelerator.device.type
-    mesh = init_device_mesh(kind, shape, mesh_dim_names=("replica", "part"))["part"]
+    shape, device_type = (num_processes // group, group), accelerator.device.type
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replica", "shard"))["shard"]
     if plugin is None:
         return Sharding(mesh, accelerator.device, tensor_parallel=True)
     return Sharding(
@@ -121,7 +132,7 @@ def _is_set(name: str) -> bool:
 
 
 @contextmanager
-def _whole() -> Iterator[None]:
+def _hidden_sharding() -> Iterator[None]:
     """Hide the sharding variables, by which accelerate would shard the head.
 
     transformers would not load the weights either.
@@ -133,7 +144,7 @@ def _whole() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def _precision(dtype: str) -> str:
+def _mixed_precision(dtype: str) -> str:
     if dtype in ("float32", "float64"):
         return "no"
     if torch.cuda.is_available():
@@ -152,7 +163,7 @@ def fix_workspace() -> None:
 
 
 @contextmanager
-def repeatable(device: torch.device) -> Iterator[None]:
+def deterministic_backward(device: torch.device) -> Iterator[None]:
     """Use torch's deterministic algorithms for a backward pass on a GPU; restore settings after it.
 
     A resumed run needs the same bits as an uninterrupted one. One kernel of a training step adds in
@@ -179,7 +190,7 @@ def repeatable(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def naming_lost() -> Iterator[None]:
+def explain_lost_process() -> Iterator[None]:
     """Turn the error after another process ended into one line.
 
     gloo reports a lost process at once. With NCCL the launcher ends the others; without a launcher
@@ -199,14 +210,14 @@ def naming_lost() -> Iterator[None]:
 
 def on_all_processes(function: Callable[[], T]) -> list[T]:
     """Call a function on every process; return all results or raise the first InputError."""
-    result: list[T] = []
-    refused: tuple[str, str] | None = None
+    results: list[T] = []
+    refusal: tuple[str, str] | None = None
     try:
-        result = [function()]
+        results = [function()]
     except InputError as error:
-        refused = str(error), error.details
-    gathered = gather_object([(result, refused)])
-    for _, refused in gathered:
-        if refused:
-            raise InputError(*refused)
-    return [one for result, _ in gathered for one in result]
+        refusal = str(error), error.details
+    gathered = gather_object([(results, refusal)])
+    for _, refusal in gathered:
+        if refusal:
+            raise InputError(*refusal)
+    return [result for results, _ in gathered for result in results]

@@ -41,7 +41,7 @@ from specheads.training.objective import (
 )
 from specheads.training.optimizers import optimizers
 from specheads.training.own_drafts import OwnDrafts
-from specheads.training.processes import readers, repeatable
+from specheads.training.processes import deterministic_backward, row_share
 from specheads.training.schedule import ScheduledPhase
 
 CLIP_NORM = 1.0
@@ -200,7 +200,7 @@ class StepRunner:
     ) -> None:
         self.teacher, self.head, self.accelerator = teacher, teacher.head, accelerator
         self.seed = seed
-        self.shares = readers(teacher.base.sharding, accelerator)["world_size"]
+        self.shares = row_share(teacher.base.sharding, accelerator).world_size
         self.optimizers = [
             accelerator.prepare_optimizer(optimizer)
             for optimizer in optimizers(self.head, schedule, teacher.parameters)
@@ -229,7 +229,7 @@ class StepRunner:
             with sharing, without_cudnn_attention(device):
                 loss, found = self.teacher.losses(step, self.objective)
                 # accelerate averages over processes, but these losses are parts of one sum
-                with record_function("backward"), repeatable(device):
+                with record_function("backward"), deterministic_backward(device):
                     self.accelerator.backward(loss * self.shares)
             for name, value in found.items():
                 values[name] = values[name] + value if name in values else value

@@ -27,7 +27,7 @@ from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress
 from specheads.runs.trackers import Tracker
-from specheads.training.features import FeatureSource
+from specheads.training.features import FETCHED_BATCHES, FeatureSource
 from specheads.training.log import PhaseLog
 from specheads.training.schedule import (
     ScheduledPhase,
@@ -230,11 +230,9 @@ class _Trainer:
 
 
 Item = TypeVar("Item")
-AHEAD = 2
-"""Prefetched items: one ready, and one in preparation."""
 
 
-def prefetched(items: Iterator[Item], ahead: int = AHEAD) -> Generator[Item, None, None]:
+def prefetched(items: Iterator[Item], ahead: int = FETCHED_BATCHES) -> Generator[Item, None, None]:
     """Yield the same items; a thread prepares at most `ahead` of them in advance.
 
     An exception in the thread is raised in place of its item. Closing waits for the current item.

@@ -22,7 +22,7 @@ from specheads.decoding.trees import policies
 from specheads.export.write import export_head
 from specheads.heads.load import build_for_base, load_head
 from specheads.runs.trackers import read_metrics
-from specheads.training.plan import PeakMemory, Shapes
+from specheads.training.memory import MetaTraining, PeakMemory
 from specheads.training.schedule import schedule_phases
 from tests import tiny
 from tests.oracle import TextPositions
@@ -209,15 +209,15 @@ def test_head_of_experts_is_planned_exported_and_loaded(
     # a CPU reads packed documents one by one, and the plan is for masks
     plain = ("schedule.phases.corpus.packing=none", "~schedule.phases.distilled")
     wanted = setup(folder, f"head={kind}", *plain)
-    shapes = Shapes(wanted, torch.device("cpu"))
-    weights = shapes.weights()
-    assert weights["base weights"] == sum(one.nbytes for one in base.model.parameters())
+    training = MetaTraining(wanted, torch.device("cpu"))
+    weights = training.weights_memory()
+    assert weights.base_weights_bytes == sum(one.nbytes for one in base.model.parameters())
     (planned,), (_, step) = schedule_phases(wanted.schedule), stepping(wanted, base)
     step()
     with PeakMemory() as memory:
         step()
-    found = sum(shapes.step(planned, 2).values()) / (sum(weights.values()) + memory.peak)
-    assert 0.85 < found < 1.3
+    planned_bytes = training.measure_step(planned, 2).memory.total_bytes
+    assert 0.85 < planned_bytes / (weights.total_bytes + memory.peak) < 1.3
 
     torch.manual_seed(0)
     head = build_for_base({"kind": kind, "depth": 3}, base)

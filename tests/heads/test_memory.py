@@ -11,7 +11,7 @@ from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
 from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.heads.layers.attention import HeadCache
-from specheads.training.plan import PeakMemory
+from specheads.training.memory import PeakMemory
 from tests import tiny
 from tests.heads.test_heads import CASES, make, told
 from tests.oracle import Oracle

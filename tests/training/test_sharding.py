@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
 from torch.distributed.tensor import DTensor
 
+from specheads.config.shared import BaseSettings
 from specheads.core.errors import InputError
 from specheads.heads.load import _fingerprint
 from specheads.runs.trackers import read_metrics
@@ -91,7 +92,7 @@ def test_invalid_sharding_is_refused_before_loading(said, refused, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(Accelerator, "num_processes", 6)
     with pytest.raises(InputError, match=refused):
-        load_base({"model": "nowhere"}, joined)
+        load_base(BaseSettings(model="nowhere"), joined)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_gpu_backward_is_deterministic_and_settings_are_restored(before, monkeyp
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
     try:
         as_set = settings()
-        with processes.repeatable(torch.device("cuda")):
+        with processes.deterministic_backward(torch.device("cuda")):
             assert settings() == (True, False, False)
         assert settings() == as_set
     finally:

@@ -1,0 +1,422 @@
+"""Memory and FLOPs of a training, computed from shapes on torch's meta device.
+
+See docs/scale.md.
+"""
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from specheads.base.gguf import located
+from specheads.base.ignored_settings import attention_of, auto_class
+from specheads.base.loading import load_config
+from specheads.base.model import FrozenBase
+from specheads.config.data import DataSettings
+from specheads.config.shared import BaseSettings
+from specheads.config.training import DistillSettings, FeatureSettings, Phase, Schedule
+from specheads.core.drafter import Head
+from specheads.core.features import Features
+from specheads.data.packing import TokenBatch
+from specheads.heads.load import build_head, choose_layers, head_sizes, load_head
+from specheads.training.distill.engines import REFILL
+from specheads.training.features import (
+    FETCHED_BATCHES,
+    FeatureSource,
+    features_of,
+    server_layers,
+    server_token_bytes,
+)
+from specheads.training.objective import Objective, label_counts
+from specheads.training.optimizers import roles
+from specheads.training.schedule import (
+    ScheduledPhase,
+    adapter_settings,
+    row_tokens,
+    text_tokens,
+)
+from specheads.training.step import Step, Teacher, flop_counter
+
+FLOAT32_BYTES = 4
+"""Bytes of a trained number, its gradient, and each moment."""
+DOCUMENTS_PER_ROW = 3
+"""Assumed documents of a row of best-fit packing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """A training to plan."""
+
+    base: BaseSettings
+    head: dict[str, Any]
+    """`kind` of the head and its settings."""
+    init: str
+    """Folder or Hub id of a head to start from; empty starts from random weights."""
+    schedule: Schedule
+    data: DataSettings
+    features: FeatureSettings
+    seed: int
+
+    @property
+    def ends_only(self) -> bool:
+        """Whether servers have the layers of the base."""
+        return self.features.source == "vllm"
+
+    def random_batch(self, phase: Phase, rows: int, base: FrozenBase, head: Head) -> TokenBatch:
+        """Return a random batch of a phase, with tokens from the draft vocabulary."""
+        shape = rows, row_tokens(phase, self.data, base.max_length)
+        tokens = head.to_tokens(torch.randint(head.drafted_size, shape, device=base.device))
+        loss_mask = torch.ones_like(tokens, dtype=torch.bool)
+        if phase.distill is not None and phase.answers_only:
+            loss_mask[:, : phase.distill.prompt_tokens] = False
+        document_ids = None
+        if phase.packing == "best_fit" and phase.distill is None:
+            ends = torch.rand(rows, 1, DOCUMENTS_PER_ROW - 1, device=base.device) * shape[1]
+            positions = torch.arange(shape[1], device=base.device)[:, None]
+            document_ids = (positions >= ends).sum(-1)
+        return TokenBatch(tokens, loss_mask, document_ids)
+
+    def teacher(self, base: FrozenBase, head: Head) -> Teacher:
+        """Return the teacher of a step; random states replace those of a server."""
+        source = None
+        if not base.has_layers:
+            source = RandomStates(base, head.aux_layers, server_layers(head, base.num_layers))
+        return Teacher(base, head, adapter_settings(self.schedule), self.seed, source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Largest memory of one process in a stage of a training, by use."""
+
+    libraries_bytes: int = 0
+    """Python and the libraries, on a CPU."""
+    base_weights_bytes: int = 0
+    head_weights_bytes: int = 0
+    optimizer_state_bytes: int = 0
+    keys_and_values_bytes: int = 0
+    """Cache of the texts that the base generates."""
+    activations_bytes: int = 0
+    """Activations and logits, and gradients in training."""
+    fetched_features_bytes: int = 0
+    """Hidden states of the next batches from servers."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of all uses."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What a step costs one process."""
+
+    memory: StageMemory
+    """Its peak."""
+    flops_per_row: float
+
+
+class MetaTraining:
+    """A training on the meta device, where tensors have shapes and no content.
+
+    The head computes in the base's dtype, as in mixed precision.
+    """
+
+    def __init__(self, setup: TrainingSetup, device: torch.device) -> None:
+        self.setup, self.on_cpu = setup, device.type == "cpu"
+        default = "float32" if self.on_cpu else "bfloat16"
+        dtype = getattr(torch, setup.base.dtype.replace("auto", default))
+        self.base = meta_base(setup.base, dtype, ends_only=setup.ends_only)
+        self.head = meta_head(setup, self.base)
+        self.head.to(dtype)
+        self.teacher = setup.teacher(self.base, self.head)
+        self.objective = Objective(self.head.train())
+        roles_of_parameters = roles(self.head, setup.schedule, self.teacher.parameters)
+        self.parameters = [
+            parameter for parameters in roles_of_parameters.values() for parameter in parameters
+        ]
+        # AdamW has two moments of a number, and Muon one
+        moments = 2 * _count_numbers(self.parameters)
+        moments -= _count_numbers(roles_of_parameters["hidden"])
+        self.optimizer_bytes = FLOAT32_BYTES * moments
+        """Bytes that the optimizers keep."""
+        self.head_bytes = FLOAT32_BYTES * _count_numbers(self.head.state_dict().values())
+        """Bytes of the saved head."""
+        self.server_layers = server_layers(self.head, self.base.num_layers)
+        """Layers that a server gives."""
+        width = self.base.width
+        self.feature_bytes_per_token = (
+            (1 + len(self.head.aux_layers)) * width * dtype.itemsize
+            if self.base.has_layers
+            else server_token_bytes(self.server_layers, width, server_dtype(setup.base.dtype))
+        )
+        """Bytes of a token's features in a cache, or in a server's file."""
+
+    def weights_memory(self) -> StageMemory:
+        """Return the memory that does not depend on the batch."""
+        size = self.base.dtype.itemsize
+        # mixed precision keeps a second copy during a step
+        copies = size * _count_numbers(self.parameters) if size < FLOAT32_BYTES else 0
+        return StageMemory(
+            base_weights_bytes=weights_bytes(self.base.model),
+            head_weights_bytes=self.head_bytes + copies,
+            optimizer_state_bytes=self.optimizer_bytes,
+        )
+
+    def measure_step(self, phase: ScheduledPhase, rows: int) -> StepCost:
+        """Return the cost of a step with `rows` rows in a process, before the optimizer."""
+        self.teacher.begin(phase)
+        settings, micro_batches = phase.settings, phase.settings.accumulation_steps
+        rows = -(-rows // micro_batches)
+        batch = self.setup.random_batch(settings, rows, self.base, self.head)
+        # with several micro-batches the second one runs next to the gradients of the first
+        passes = min(micro_batches, 2)
+        peak_bytes, flops = run_on_meta(
+            self.teacher, self.objective, phase, batch, batch.loss_mask.numel(), passes
+        )
+        num_gradients = _count_numbers(
+            parameter for parameter in self.parameters if parameter.grad is not None
+        )
+        for parameter in self.parameters:
+            parameter.grad = None
+        # real gradients are float32
+        peak_bytes += num_gradients * max(FLOAT32_BYTES - self.base.dtype.itemsize, 0)
+        fetched_bytes = 0
+        if not self.base.has_layers and self.on_cpu:
+            fetched_tokens = FETCHED_BATCHES * micro_batches * batch.tokens.numel()
+            fetched_bytes = fetched_tokens * self.feature_bytes_per_token
+        memory = replace(
+            self.weights_memory(),
+            activations_bytes=peak_bytes,
+            fetched_features_bytes=fetched_bytes,
+        )
+        return StepCost(memory, flops / (passes * rows))
+
+    def text_memory(self, distill: DistillSettings) -> StageMemory:
+        """Return the peak of text generation with the local engine."""
+        prompts = torch.empty(distill.batch_size, distill.prompt_tokens, dtype=torch.long)
+        with self.teacher.as_loaded(), FusedKernels(), PeakMemory() as memory:
+            self.base.read(prompts.to("meta"), self.head.aux_layers)
+        # new texts have their own rows until they are copied into the batch
+        rows = distill.batch_size + distill.batch_size // REFILL
+        slots = rows * (text_tokens(distill) + 2 * self.head.depth)
+        return replace(
+            self.weights_memory(),
+            keys_and_values_bytes=slots * self.base.slot_bytes,
+            activations_bytes=memory.peak,
+        )
+
+
+def count_step_flops(base: FrozenBase, head: Head, phase: ScheduledPhase, batch: TokenBatch) -> int:
+    """Return the FLOPs of a step on a batch, from shapes: nothing is computed on the device.
+
+    The batch is one process's share of the step. Documents of a row count as masks of attention.
+    """
+    with torch.random.fork_rng(devices=[]):
+        model = _meta_model(base.model.config, base.dtype, base.config.num_hidden_layers)
+        shapes: dict[int, Any] = {id(value): value.to("meta") for value in head.buffers()}
+        shapes |= {id(value): nn.Parameter(value.to("meta")) for value in head.parameters()}
+        teacher = Teacher(
+            FrozenBase(model, owned=False), copy.deepcopy(head, shapes), phase.settings.joint
+        )
+        teacher.begin(phase)
+        objective, num_labels = Objective(teacher.head), int(batch.loss_mask.sum())
+        _, flops = run_on_meta(
+            teacher, objective, phase, batch.to(torch.device("meta")), num_labels
+        )
+    return flops
+
+
+def run_on_meta(
+    teacher: Teacher,
+    objective: Objective,
+    phase: ScheduledPhase,
+    batch: TokenBatch,
+    num_labels: int,
+    passes: int = 1,
+) -> tuple[int, int]:
+    """Return the peak bytes and the FLOPs of forward and backward passes of a batch."""
+    settings = phase.settings
+    num_scored = int(num_labels * settings.scored_share)
+    with FusedKernels(), PeakMemory(num_scored) as memory, flop_counter() as counter:
+        for _ in range(passes):
+            counts = label_counts(teacher.head, batch, batch.loss_mask, settings)
+            step = Step(phase, phase.first, 0, batch, batch.loss_mask, counts)
+            teacher.losses(step, objective)[0].backward()
+    return memory.peak, counter.get_total_flops()
+
+
+# --- models without content ----------------------------------------------------------------------
+
+
+def server_dtype(dtype: str) -> torch.dtype:
+    """Return the precision of a server: `auto` is that of GPUs."""
+    return getattr(torch, dtype.replace("auto", "bfloat16"))
+
+
+def meta_base(base: BaseSettings, dtype: torch.dtype, *, ends_only: bool = False) -> FrozenBase:
+    """Return a base on the meta device; only its config.json is read."""
+    config = load_config(located(base.model), revision=base.revision)
+    num_layers = 0 if ends_only else config.get_text_config().num_hidden_layers
+    # no checks of the attention: there are no values to compare
+    meta = FrozenBase(_meta_model(config, dtype, num_layers), owned=False)
+    meta.has_layers = not ends_only
+    return meta
+
+
+def _meta_model(config: Any, dtype: torch.dtype, num_layers: int) -> PreTrainedModel:
+    """Return a model on the meta device with its first layers; its config names all of them."""
+    config = copy.deepcopy(config)
+    named_layers = config.get_text_config().num_hidden_layers
+    config.get_text_config().num_hidden_layers = num_layers
+    with torch.device("meta"):
+        model: PreTrainedModel = auto_class(config).from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=attention_of(config, "sdpa"),
+            trust_remote_code=False,
+        )
+    model.config.get_text_config().num_hidden_layers = named_layers
+    return model.eval().requires_grad_(False)
+
+
+def meta_head(setup: TrainingSetup, base: FrozenBase) -> Head:
+    """Return the head of a training on the meta device."""
+    initial = load_head(setup.init) if setup.init else None
+    with torch.device("meta"):
+        head = build_head(setup.head, **head_sizes(base)) if initial is None else initial.to("meta")
+    choose_layers(head, base.num_layers)
+    return head
+
+
+class RandomStates(FeatureSource):
+    """Replacement for a server in a plan."""
+
+    def __init__(
+        self, base: FrozenBase, aux_layers: tuple[int, ...], layers: Sequence[int]
+    ) -> None:
+        self.base, self.aux_layers, self.layers = base, aux_layers, layers
+
+    @torch.no_grad()
+    def features(self, batch: TokenBatch) -> Features:
+        """Return random features of a batch."""
+        shape = (*batch.tokens.shape, len(self.layers), self.base.width)
+        states = torch.rand(shape, dtype=self.base.dtype, device=self.base.device)
+        return features_of(states, self.layers, self.aux_layers, self.base, batch)
+
+
+def weights_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of a model's weights; tied weights share a storage."""
+    storages = {_storage_id(weight): weight.untyped_storage() for weight in model.parameters()}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _count_numbers(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+# --- modes of torch that count -------------------------------------------------------------------
+
+
+class PeakMemory(TorchDispatchMode):
+    """Tracks the storages that are created and alive inside the context.
+
+    On the meta device tensors have no content: a mask selects `rows` elements, and values are one.
+    """
+
+    def __init__(self, rows: int = 0) -> None:
+        super().__init__()
+        self.rows = rows
+        self.peak = 0
+        """Highest sum of the bytes."""
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation and record new storages in its result."""
+        del types
+        arguments = _tensors_with_storage((args, kwargs))
+        is_meta = bool(arguments) and arguments[0].is_meta
+        if is_meta and func is torch.ops.aten.nonzero.default:
+            rows = min(self.rows, arguments[0].numel())
+            out = torch.empty((rows, arguments[0].ndim), dtype=torch.long, device="meta")
+        elif is_meta and func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if arguments[0].is_floating_point() else 1
+        else:
+            out = func(*args, **(kwargs or {}))
+        # views and in-place results share a storage with the arguments
+        old_ids = {_storage_id(tensor) for tensor in arguments} | self._alive.keys()
+        for tensor in _tensors_with_storage(out):
+            if _storage_id(tensor) not in old_ids:
+                self._add(tensor)
+        return out
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._alive = {
+            id: (reference, size)
+            for id, (reference, size) in self._alive.items()
+            if not reference.expired()
+        }
+        self._alive[_storage_id(tensor)] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+
+
+def _tensors_with_storage(values: Any) -> list[Tensor]:
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [tensor for tensor in tensors if torch._C._has_storage(tensor)]
+
+
+def _storage_id(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class FusedKernels(TorchFunctionMode):
+    """Makes attention and experts on the meta device allocate as their kernels do.
+
+    Otherwise attention would use the math kernel, which stores the whole attention matrix. The
+    grouped product of experts has no shapes there except in bfloat16.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a torch function."""
+        del types
+        if func is F.scaled_dot_product_attention and args[0].is_meta:
+            func = _fused_attention
+        if getattr(func, "__name__", "") == "_grouped_mm" and args[0].is_meta:
+            # all rows by one expert's matrix have the shapes of the grouped product
+            return args[0] @ args[1][0]
+        return func(*args, **(kwargs or {}))
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *_: Any,
+    enable_gqa: bool = False,
+    **__: Any,
+) -> Tensor:
+    if enable_gqa:
+        group = query.shape[1] // key.shape[1]
+        key, value = (heads.repeat_interleave(group, dim=1) for heads in (key, value))
+    bias = None
+    if attn_mask is not None:
+        # kernels add it as a bias
+        bias = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
+    has_backward = torch.is_grad_enabled() and query.requires_grad
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, has_backward
+    )[0]
