@@ -63,7 +63,7 @@ from specheads.export.vllm import COST_FILE
 from specheads.export.write import export_head
 from specheads.heads.load import load_head
 from specheads.measure.counts import DepthCounts, bootstrap_interval, compute_rate
-from specheads.measure.generation import GenerationSettings, write_alone
+from specheads.measure.generation import GenerationSettings, continue_prompts
 from specheads.measure.offline import guess_ranks, replay
 from specheads.measure.tables import with_interval
 from specheads.runs.progress import bar
@@ -377,7 +377,7 @@ def _started(
     prompts = [found.prompts[0].tokens for found in sets.values()]
     # the check needs text of some length, not sense
     how = GenerationSettings(max_new_tokens=head.depth + 16, stop_at_eos=False)
-    texts = list(zip(prompts, write_alone(base, prompts, how), strict=True))
+    texts = list(zip(prompts, continue_prompts(base, prompts, how), strict=True))
     longest = max(len(prompt.tokens) for found in sets.values() for prompt in found.prompts)
     room = min(longest + options.new_tokens + 16, base.max_length)
     with TemporaryDirectory() as folder:

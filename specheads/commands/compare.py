@@ -35,11 +35,11 @@ from specheads.measure.compare import (
     make_condition,
     make_methods,
 )
-from specheads.measure.evaluation import head_summary, subject
-from specheads.measure.generation import Continuations, write_alone
+from specheads.measure.evaluation import base_summary, head_summary, prompt_summary
+from specheads.measure.generation import BaseTexts, continue_prompts
 from specheads.measure.results import Comparison
 from specheads.runs.directory import RunDirectory
-from specheads.runs.provenance import nearby
+from specheads.runs.provenance import nearby, provenance
 
 
 def run(settings: Compare) -> None:
@@ -89,13 +89,15 @@ def compare(
             }
             trees = {name: own_tree(tree) for name, (tree, _) in found.items()}
         methods = make_methods(names, base, heads, trees, draft_model)
-        alone = write_alone(base, tokens, replace(generation, batch_size=8))
-        texts = Continuations(tokens, alone, prompts.groups)
+        alone = continue_prompts(base, tokens, replace(generation, batch_size=8))
+        texts = BaseTexts(tokens, alone, prompts.groups)
         rows = compare_methods(base, methods, texts, generation)
         conditions.append(make_condition(rows, temperature, batch_size))
     comparison = Comparison(
-        **subject(base, next(iter(heads.values())), prompts),
+        head=head_summary(next(iter(heads.values()))),
         heads={name: head_summary(head) for name, head in heads.items()},
+        base=base_summary(base),
+        prompts=prompt_summary(prompts),
         conditions=conditions,
         settings={
             "max_new_tokens": evaluation.max_new_tokens,
@@ -105,6 +107,7 @@ def compare(
             "seed": settings.seed,
             "coupled": evaluation.coupled,
         },
+        provenance=provenance(),
     )
     write_atomic(folder / "compare.json", dumps(comparison))
     return comparison

@@ -6,7 +6,7 @@ specheads evaluate head=HEAD base=MODEL prompts=prompts.jsonl out=measured
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ from specheads.decoding.trees.policies import TreePolicy
 from specheads.decoding.trees.tuned import Tuned
 from specheads.export import card
 from specheads.heads.load import load_head
-from specheads.measure.evaluation import draft_vocabulary, evaluate_head
+from specheads.measure.evaluation import evaluate_head
 from specheads.measure.generation import GenerationSettings
 from specheads.measure.quality import compare_quality, measure_quality, quality_windows
-from specheads.measure.results import PromptSummary, Results
+from specheads.measure.results import PromptSummary, Results, TextQuality
 from specheads.measure.summary import print_results
 from specheads.measure.tune import choose_tree
 from specheads.runs.directory import RunDirectory
@@ -57,70 +57,31 @@ def evaluate(
     """Measure the head of a run, or any head on its base.
 
     `overrides` are like `["tree=chain", "num_prompts=8"]`. Without `out` the report and the card of
-    the run are replaced.
+    the run are replaced. If the run trained an adapter, it is merged into the base. If the base
+    came without it, the results contain the base's own quality before and after.
     """
     settings = settings or settings_for(Evaluate, overrides, run=run, out=out)
+    evaluation = settings.evaluation
     if settings.out:
         writable_folder(settings.out)
-    if settings.run:
-        made = RunDirectory(Path(settings.run))
+    run_folder = RunDirectory(Path(settings.run)) if settings.run else None
+    run_settings, phases, base_quality = dict[str, Any](), list[Path](), None
+    if run_folder:
+        run_folder.refuse_unfinished("evaluated")
+        trained = read_run(run_folder.config, Train)
         names = ("seed", "base", "tree", "evaluation")
-        changes = {name: getattr(settings, name) for name in names}
-        trained = replace(read_run(made.config, Train), **changes)
+        run_settings = asdict(replace(trained, **{n: getattr(settings, n) for n in names}))
+        phases = phase_folders(run_folder, trained.schedule.phases)
         base = base or load_base(settings)
-        return measure_run(made, trained, base, settings.out, force=settings.force)
-    base, head = objects(settings, base)
-    results = _evaluate(base, head, settings)
-    if settings.out:
-        _write(Path(settings.out), results, [])
-    return results
-
-
-def measure_run(
-    run: RunDirectory, settings: Train, base: FrozenBase, out: str = "", *, force: bool = False
-) -> Results:
-    """Evaluate a run and write its report, and its card unless `out` names another folder.
-
-    If the run trained an adapter, it is merged into the base. If the base came without it, the
-    results contain the base's own quality before and after. `force` is as for `load_head`.
-    """
-    run.refuse_unfinished("evaluated")
-    quality = None
-    if run.adapter.is_dir() and not base.holds(run.adapter):
-        windows = quality_windows(base, settings.data, settings.seed)
-        before = measure_quality(base, windows, progress=True)
-        base.merge(run.adapter)
-        quality = compare_quality(before, measure_quality(base, windows, progress=True))
-    head = load_head(run.head, base, force=force)
-    phases = [run.phases / name for name in settings.schedule.phases]
-    results = replace(
-        _evaluate(base, head, settings, phases),
-        draft_vocabulary=draft_vocabulary(head, run),
-        base_quality=quality,
-    )
-    _write(Path(out) if out else run.report, results, read_metrics(run.metrics))
-    if not out:
-        card.write_card(run, asdict(settings), head, base)
-    return results
-
-
-def _write(folder: Path, results: Results, history: list[dict[str, Any]]) -> None:
-    """Write a report."""
-    # loads matplotlib, which training does without
-    from specheads.measure.report import write_report
-
-    write_report(folder, results, history)
-
-
-def _evaluate(
-    base: FrozenBase, head: Head, settings: SettingsWithEvaluation, phases: Sequence[Path] = ()
-) -> Results:
-    evaluation = settings.evaluation
+        base_quality = merge_adapter(base, run_folder, settings)
+        head = load_head(run_folder.head, base, force=settings.force)
+    else:
+        base, head = objects(settings, base)
     prompts = evaluation_prompts(base, head.depth, settings)
     generation = generation_settings(settings, prompts)
     contexts = context_prompts(base, settings, prompts)
     tree, tuned = choose_policy(base, head, settings, prompts, generation)
-    return evaluate_head(
+    results = evaluate_head(
         base,
         head,
         prompts,
@@ -129,7 +90,46 @@ def _evaluate(
         tuned=tuned,
         phases=phases,
         contexts=contexts,
+        run=run_folder,
+        base_quality=base_quality,
     )
+    folder = Path(settings.out) if settings.out else run_folder and run_folder.report
+    if folder:
+        # loads matplotlib, which training does without
+        from specheads.measure.report import write_report
+
+        write_report(folder, results, read_metrics(run_folder.metrics) if run_folder else [])
+    if run_folder and not settings.out:
+        card.write_card(run_folder, run_settings, head, base)
+    return results
+
+
+def phase_folders(run: RunDirectory, phases: Iterable[str]) -> list[Path]:
+    """Return the folders of the head at the end of each phase; raise if one cannot be used."""
+    folders = [run.phases / name for name in phases]
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(
+                f"a run keeps its head of each phase, and {folder} is missing; restore it, or "
+                f"evaluate head={run.head} base=MODEL out=FOLDER"
+            )
+        load_head(folder)
+    return folders
+
+
+def merge_adapter(
+    base: FrozenBase, run: RunDirectory, settings: Evaluate
+) -> dict[str, TextQuality] | None:
+    """Merge a run's adapter into a base that lacks it; return the base's quality before and after.
+
+    None if the run trained no adapter, or the base came with it.
+    """
+    if not run.adapter.is_dir() or base.holds(run.adapter):
+        return None
+    windows = quality_windows(base, settings.data, settings.seed)
+    before = measure_quality(base, windows, progress=True)
+    base.merge(run.adapter)
+    return compare_quality(before, measure_quality(base, windows, progress=True))
 
 
 # --- from settings to values -------------------------------------------------------------------
@@ -155,13 +155,13 @@ def evaluation_prompts(
     )
 
 
-def shortage_note(found: PromptSummary, settings: SettingsWithEvaluation) -> str:
+def shortage_note(prompts: PromptSummary, settings: SettingsWithEvaluation) -> str:
     """Return a line if there were fewer prompts than the settings want, else nothing."""
-    wanted, values = settings.evaluation.num_prompts, {*settings.evaluation.thinking}
-    usable = found.count // max(1, len(values))
-    if usable >= wanted:
+    num_prompts, thinking = settings.evaluation.num_prompts, {*settings.evaluation.thinking}
+    num_usable = prompts.count // max(1, len(thinking))
+    if num_usable >= num_prompts:
         return ""
-    return f"{found.name} has {usable} usable prompts, fewer than num_prompts={wanted}\n"
+    return f"{prompts.name} has {num_usable} usable prompts, fewer than num_prompts={num_prompts}\n"
 
 
 def context_prompts(
@@ -169,13 +169,14 @@ def context_prompts(
 ) -> list[PromptSet]:
     """Return the prompts at each context length of an evaluation."""
     evaluation = settings.evaluation
-    contexts, room = sorted({*evaluation.contexts}), base.max_length - evaluation.max_new_tokens
+    contexts, longest = sorted({*evaluation.contexts}), base.max_length - evaluation.max_new_tokens
     if not contexts:
         return []
-    if contexts[-1] > room:
+    if contexts[-1] > longest:
         raise InputError(
-            f"contexts can be at most {room}, as {evaluation.max_new_tokens} new tokens follow in "
-            f"a context of {base.max_length}, got {contexts[-1]}; lower contexts or max_new_tokens"
+            f"contexts can be at most {longest}, as {evaluation.max_new_tokens} new tokens follow "
+            f"in a context of {base.max_length}, got {contexts[-1]}; lower contexts or "
+            "max_new_tokens"
         )
     tokenizer = base.tokenizer_for("an evaluation")
     return prepend_context(prompts, contexts, evaluation.context_text, tokenizer)
@@ -202,6 +203,12 @@ def choose_policy(
     """Return the tree of the settings, and the measurements that chose it, if there are any."""
     if (tree := fixed_policy(head_depth=head.depth, **asdict(settings.tree))) is not None:
         return tree, None
-    lengths = {"prompt_tokens": settings.evaluation.prompt_tokens}
-    lengths["num_prompts"] = settings.evaluation.num_prompts
-    return choose_tree(base, head, settings.data, generation, prompts, **lengths)
+    return choose_tree(
+        base,
+        head,
+        settings.data,
+        generation,
+        prompts,
+        prompt_tokens=settings.evaluation.prompt_tokens,
+        num_prompts=settings.evaluation.num_prompts,
+    )

@@ -22,12 +22,12 @@ from specheads.commands import _dry_run
 from specheads.commands._call import settings_for
 from specheads.commands.evaluate import (
     context_prompts,
+    evaluate,
     evaluation_prompts,
-    measure_run,
     shortage_note,
 )
 from specheads.config import compose
-from specheads.config.commands import Train
+from specheads.config.commands import Evaluate, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import dumps, sole_writer, write_atomic
@@ -112,7 +112,15 @@ def train(
         )
     elif settings.evaluate_after:
         announce(begin("evaluation"))
-        results = measure_run(made, settings, base)
+        evaluated = Evaluate(
+            run=str(made.path),
+            seed=settings.seed,
+            base=settings.base,
+            data=settings.data,
+            tree=settings.tree,
+            evaluation=settings.evaluation,
+        )
+        results = evaluate(settings=evaluated, base=base)
         # keep the tree that was chosen for greedy decoding, as specheads tune does
         if results.tuned and settings.evaluation.temperature == 0:
             write_atomic(made.head / FILE, dumps(results.tuned))

@@ -30,9 +30,9 @@ from specheads.export.layouts import find_layout
 from specheads.export.layouts._shared import Folder
 from specheads.heads.load import copy_head, load_head
 from specheads.measure.counts import DepthCounts
-from specheads.measure.generation import GenerationSettings, write_alone
+from specheads.measure.generation import GenerationSettings, continue_prompts
 from specheads.measure.offline import guess_ranks, replay
-from specheads.measure.results import Depth
+from specheads.measure.results import DraftCounts
 from specheads.runs.progress import bar
 from specheads.runs.provenance import provenance
 
@@ -54,7 +54,7 @@ Lent = tuple[Tensor, Tensor, Tensor | None]
 class Parity:
     """Result of the check."""
 
-    per_depth: list[Depth]
+    per_depth: list[DraftCounts]
     """Drafts offered and accepted at each depth of a chain."""
     tokens_per_forward: float
     largest_difference: float
@@ -89,7 +89,7 @@ def gate_texts(
         stop_at_eos=False,
         progress=True,
     )
-    return list(zip(prompts, write_alone(base, prompts, how), strict=True))
+    return list(zip(prompts, continue_prompts(base, prompts, how), strict=True))
 
 
 def export_head(

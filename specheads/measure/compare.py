@@ -23,7 +23,12 @@ from specheads.decoding.sampling import each_prompt
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.measure.counts import DepthCounts, paired_gain
-from specheads.measure.generation import Continuations, Decoded, GenerationSettings, decode_prompts
+from specheads.measure.generation import (
+    BaseTexts,
+    DecodedPrompt,
+    GenerationSettings,
+    decode_prompts,
+)
 from specheads.measure.online import online_sections
 from specheads.measure.results import Comparison, Condition, Gain, MethodResults
 from specheads.measure.speed import Timing, paired_speed, summarise, time_generate, time_in_turns
@@ -50,7 +55,7 @@ class DraftMethod:
 
     def decode(
         self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
-    ) -> list[Decoded]:
+    ) -> list[DecodedPrompt]:
         """Decode every prompt and count its forwards."""
         return decode_prompts(base, self.drafter, prompts, replace(generation, tree=self.tree))
 
@@ -120,7 +125,7 @@ class TransformersMethod:
 
     def decode(
         self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
-    ) -> list[Decoded]:
+    ) -> list[DecodedPrompt]:
         """Decode every prompt and count its forwards after the one that reads the prompt."""
         calls = list(self._calls(base, prompts, generation))
         depth = max((read - 1 for call in calls for read in call.read[1:]), default=0)
@@ -134,7 +139,7 @@ class TransformersMethod:
                 steps = list(zip(call.read[1:], call.given[2:], strict=True))
             for read, given in steps:
                 counts.add(given - 1, drafted_beyond=read > given, drafted=read - 1)
-            out.append(Decoded(text, counts))
+            out.append(DecodedPrompt(text, counts))
         return out
 
     def time(
@@ -243,7 +248,7 @@ def make_condition(
 def compare_methods(
     base: FrozenBase,
     methods: Mapping[str, Method],
-    texts: Continuations,
+    texts: BaseTexts,
     generation: GenerationSettings,
 ) -> dict[str, MethodResults]:
     """Measure acceptance of every method, and its speed on the first prompts.
@@ -257,9 +262,9 @@ def compare_methods(
     rows = {}
     for name, method in methods.items():
         # above temperature zero, transformers writes another sample
-        comparable = generation.sampling.temperature == 0 or isinstance(method, DraftMethod)
+        is_comparable = generation.sampling.temperature == 0 or isinstance(method, DraftMethod)
         online, lossless, degenerate = online_sections(
-            base, decoded[name], texts, generation, comparable=comparable
+            base, decoded[name], texts, generation, is_comparable=is_comparable
         )
         others = [other for other in methods if other != name]
         rows[name] = MethodResults(

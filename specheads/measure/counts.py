@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from itertools import compress
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from specheads.core.errors import InputError
-from specheads.measure.results import CategoryRate, Depth, DepthRate, Gain, Interval, Rate
+from specheads.measure.results import CategoryRate, DepthRate, DraftCounts, Gain, Interval, Rate
 
 
 @dataclass(slots=True)
@@ -37,12 +37,12 @@ class DepthCounts:
 
     @classmethod
     def total(cls, counts: Sequence["DepthCounts"], depth: int) -> "DepthCounts":
-        """Return the sum of counts of this depth."""
+        """Return the sum over prompts of counts of this depth."""
         return cls(
-            sum(one.forwards for one in counts),
-            [sum(one.offered[level] for one in counts) for level in range(depth)],
-            [sum(one.accepted[level] for one in counts) for level in range(depth)],
-            drafted=sum(one.drafted for one in counts),
+            sum(prompt.forwards for prompt in counts),
+            [sum(prompt.offered[level] for prompt in counts) for level in range(depth)],
+            [sum(prompt.accepted[level] for prompt in counts) for level in range(depth)],
+            drafted=sum(prompt.drafted for prompt in counts),
         )
 
     @property
@@ -76,19 +76,25 @@ class DepthCounts:
 
         The running products add up to the tokens per forward: see `goodput.expected_tokens`.
         """
-        above = [self.forwards, *self.accepted]
-        return [right / max(all_, 1) for all_, right in zip(above, self.accepted, strict=False)]
+        reached = [self.forwards, *self.accepted]
+        return [
+            accepted / max(total, 1)
+            for total, accepted in zip(reached, self.accepted, strict=False)
+        ]
 
-    def per_depth(self) -> list[Depth]:
+    def per_depth(self) -> list[DraftCounts]:
         """Return the counts as in results.json, the first depth first."""
-        return [Depth(*both) for both in zip(self.offered, self.accepted, strict=True)]
+        return [DraftCounts(*row) for row in zip(self.offered, self.accepted, strict=True)]
 
 
 def compute_rate(counts: Sequence[DepthCounts]) -> Rate:
     """Return tokens per forward and their interval over prompts."""
     total = DepthCounts.total(counts, len(counts[0].offered))
-    new_tokens, forwards = [one.new_tokens for one in counts], [one.forwards for one in counts]
-    interval = bootstrap_interval(new_tokens, forwards, [one.source for one in counts])
+    interval = bootstrap_interval(
+        [prompt.new_tokens for prompt in counts],
+        [prompt.forwards for prompt in counts],
+        [prompt.source for prompt in counts],
+    )
     return Rate(tokens_per_forward=total.tokens_per_forward, interval=interval)
 
 
@@ -107,48 +113,37 @@ def group_rate(counts: Sequence[DepthCounts]) -> CategoryRate:
         num_accepted_tokens=accepted,
         mean_acceptance_length=1 + accepted / max(num_drafts, 1),
         draft_acceptance_rate=accepted / max(total.drafted, 1),
-        per_position_acceptance_rates=[one / max(num_drafts, 1) for one in total.accepted],
+        per_position_acceptance_rates=[count / max(num_drafts, 1) for count in total.accepted],
     )
 
 
 def conditional_acceptance(counts: Sequence[DepthCounts]) -> list[DepthRate]:
     """Return accepted / offered at every depth that was offered a draft."""
-    sources, rates = [one.source for one in counts], []
+    sources, rates = [prompt.source for prompt in counts], []
     for level in range(len(counts[0].offered)):
-        accepted = [one.accepted[level] for one in counts]
-        offered = [one.offered[level] for one in counts]
+        accepted = [prompt.accepted[level] for prompt in counts]
+        offered = [prompt.offered[level] for prompt in counts]
         if any(offered):
             interval = bootstrap_interval(accepted, offered, sources)
             rates.append(DepthRate(rate=sum(accepted) / sum(offered), interval=interval))
     return rates
 
 
-def sections(counts: Sequence[DepthCounts]) -> dict[str, Any]:
-    """Return the fields of `offline` that `online` has too, but those of `Rate`."""
-    total = DepthCounts.total(counts, len(counts[0].offered))
-    return {
-        "per_depth": total.per_depth(),
-        "forwards": total.forwards,
-        "conditional_acceptance": conditional_acceptance(counts),
-    }
-
-
-def paired_gain(ours: Sequence[DepthCounts], theirs: Sequence[DepthCounts]) -> Gain:
-    """Return the ratio of our tokens per forward to theirs on the same prompts.
+def paired_gain(counts: Sequence[DepthCounts], baseline: Sequence[DepthCounts]) -> Gain:
+    """Return the ratio of tokens per forward to those of a baseline on the same prompts.
 
     A resample draws the same prompts for both, so the difficulty of a prompt cancels.
     """
-    pairs = [
-        (one, other)
-        for one, other in zip(ours, theirs, strict=True)
-        if one.forwards and other.forwards
-    ]
-    rows = [(a.new_tokens, a.forwards, b.new_tokens, b.forwards) for a, b in pairs]
-    sums = _resampled_sums(rows, [one.source for one, _ in pairs])
-    new_tokens, forwards, others, their_forwards = map(sum, zip(*rows, strict=True))
+    pairs = [(a, b) for a, b in zip(counts, baseline, strict=True) if a.forwards and b.forwards]
+    rows = torch.tensor(
+        [(a.new_tokens, a.forwards, b.new_tokens, b.forwards) for a, b in pairs],
+        dtype=torch.float64,
+    )
+    totals = rows.sum(0)
+    sums = _resampled_sums(rows, [prompt.source for prompt, _ in pairs])
     return Gain(
-        ratio=new_tokens / forwards / (others / their_forwards),
-        interval=_middle(sums[:, 0] / sums[:, 1] / (sums[:, 2] / sums[:, 3])),
+        ratio=(totals[0] / totals[1] / (totals[2] / totals[3])).item(),
+        interval=_central_interval(sums[:, 0] / sums[:, 1] / (sums[:, 2] / sums[:, 3])),
     )
 
 
@@ -164,16 +159,17 @@ def bootstrap_interval(
     its own. A single source gives an interval without width. Prompts with denominator zero have no
     ratio and are skipped.
     """
-    sources = sources or [""] * len(numerators)
-    rows = list(zip(numerators, denominators, sources, strict=True))
-    kept = [row for row in rows if row[1] > 0]
-    if not kept:
+    pairs = [*zip(numerators, denominators, strict=True)]
+    rows = torch.tensor(pairs, dtype=torch.float64).view(-1, 2)
+    has_ratio = rows[:, 1] > 0
+    if not has_ratio.any():
         raise InputError(
             f"an interval needs a prompt with a positive denominator, got {len(rows)} prompts "
             "without one; add prompts, or raise max_new_tokens"
         )
-    sums = _resampled_sums([row[:2] for row in kept], [source for *_, source in kept])
-    return _middle(sums[:, 0] / sums[:, 1])
+    sources = sources or [""] * len(rows)
+    sums = _resampled_sums(rows[has_ratio], [*compress(sources, has_ratio.tolist())])
+    return _central_interval(sums[:, 0] / sums[:, 1])
 
 
 def number_sources(sources: Sequence[str]) -> list[int]:
@@ -181,25 +177,26 @@ def number_sources(sources: Sequence[str]) -> list[int]:
 
     An empty source is a source of its own.
     """
-    names = [source or place for place, source in enumerate(sources)]
+    names = [source or row for row, source in enumerate(sources)]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]
 
 
 def _resampled_sums(
-    rows: Sequence[Sequence[int | float]], sources: Sequence[str]
+    rows: Float64[Tensor, "row column"], sources: Sequence[str]
 ) -> Float64[Tensor, "resample column"]:
     """Return the column sums of 2,000 bootstrap resamples of the sources."""
-    places, values = torch.tensor(number_sources(sources)), torch.tensor(rows, dtype=torch.float64)
-    count = int(places.max()) + 1
-    values = values.new_zeros(count, values.shape[1]).index_add_(0, places, values)
-    drawn = torch.randint(count, (2000, count), generator=torch.Generator().manual_seed(0))
-    # how often each source was drawn: (resamples, sources), so the sums are one small product
-    weights = values.new_zeros(drawn.shape)
-    return weights.scatter_add_(1, drawn, torch.ones_like(weights)) @ values
+    numbers = torch.tensor(number_sources(sources))
+    num_sources = int(numbers.max()) + 1
+    values = rows.new_zeros(num_sources, rows.shape[1]).index_add_(0, numbers, rows)
+    generator = torch.Generator().manual_seed(0)
+    resamples = torch.randint(num_sources, (2000, num_sources), generator=generator)
+    # how often each resample has each source, so the sums are one small product
+    weights = values.new_zeros(resamples.shape)
+    return weights.scatter_add_(1, resamples, torch.ones_like(weights)) @ values
 
 
-def _middle(values: Float64[Tensor, " resample"]) -> Interval:
+def _central_interval(values: Float64[Tensor, " resample"]) -> Interval:
     """Return the ends of the middle 95 %."""
     low, high = values.quantile(torch.tensor([0.025, 0.975]).double()).tolist()
     return low, high

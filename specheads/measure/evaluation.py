@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
@@ -12,25 +11,25 @@ from specheads.core.files import from_json, read_json
 from specheads.core.machine import dtype_name
 from specheads.data.prompts import PromptSet
 from specheads.decoding.accept import LOSSY
-from specheads.decoding.calibration import reliability
+from specheads.decoding.calibration import Reliability, reliability
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.tuned import Tuned
 from specheads.heads.load import load_head
 from specheads.measure import results
-from specheads.measure.counts import DepthCounts, compute_rate, paired_gain
+from specheads.measure.counts import DepthCounts, compute_rate, number_sources, paired_gain
 from specheads.measure.generation import (
-    Continuations,
+    BaseTexts,
     GenerationSettings,
+    continue_prompts,
     decode_prompts,
     decode_texts,
-    write_alone,
 )
 from specheads.measure.offline import measure_offline
 from specheads.measure.online import measure_online
 from specheads.measure.results import Results
 from specheads.measure.speed import measure_speed
-from specheads.measure.tune_trees import draft_chances, traced
+from specheads.measure.tune_trees import draft_chances, trace_texts
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import nearby, provenance
 
@@ -45,6 +44,8 @@ def evaluate_head(
     tuned: Tuned | None = None,
     phases: Sequence[Path] = (),
     contexts: Sequence[PromptSet] = (),
+    run: RunDirectory | None = None,
+    base_quality: dict[str, results.TextQuality] | None = None,
 ) -> Results:
     """Evaluate a head that is bound to its base.
 
@@ -57,55 +58,66 @@ def evaluate_head(
         tuned: The measurements that chose the tree, if it was chosen for this evaluation.
         phases: Folders of the head at the end of each phase, named after the phase.
         contexts: The prompts at several context lengths: see `with_context`.
+        run: The run that trained the head, if there is one.
+        base_quality: The base's own quality before and after joint training: see `quality`.
     """
-    tree = generation.tree or policies.chain(head.depth)
-    sampling, own = generation.sampling, own_tree(tree)
     if mode != "all":
         generation = replace(generation, speed_prompts=0)
     chain = replace(generation, tree=None, batch_size=8)
     tokens = [prompt.tokens for prompt in prompts.prompts]
-    texts = Continuations(tokens, write_alone(base, tokens, chain), prompts.groups)
-    found: dict[str, Any] = {}
-    if generation.matched:
-        found["offline"] = measure_offline(base, head, texts, generation)
+    texts = BaseTexts(tokens, continue_prompts(base, tokens, chain), prompts.groups)
+    offline = measure_offline(base, head, texts, generation) if generation.is_matched else None
+    online = lossless = degenerate = None
+    decoded_texts = list[results.DecodedText]()
     if mode != "offline":
         online, lossless, degenerate = measure_online(base, head, texts, generation)
-        found |= {"online": online, "degenerate": degenerate, "lossless": lossless}
-        found["texts"] = decode_texts(base, head, prompts.prompts, generation)
-    measured = head.tuned or tuned
-    if measured and measured.acceptance.curves and sampling.temperature == 0:
-        traces = traced(base, head, zip(texts.prompts, texts.alone, strict=True))
-        pairs = zip(measured.acceptance.curves, draft_chances(traces, head.depth), strict=True)
-        # as deep as drafts were accepted
-        found["calibration"] = [reliability(curve, *each) for curve, each in pairs if len(each[0])]
-    found["phases"] = []
-    for folder in phases:
-        early = load_head(folder, base, force=True)
-        rated = measure_offline(base, early, texts, chain)
-        figures = {"tokens_per_forward": rated.tokens_per_forward, "interval": rated.interval}
-        found["phases"].append(results.PhaseRate(phase=folder.name, **figures))
-    if generation.speed_prompts:
-        found["speed"] = measure_speed(base, head, tokens, generation)
-    found["contexts"] = measure_contexts(base, head, contexts, generation)
+        decoded_texts = decode_texts(base, head, prompts.prompts, generation)
+    is_greedy, tuning = generation.sampling.temperature == 0, head.tuned or tuned
     return Results(
-        **subject(base, head, prompts),
-        settings=results.EvaluationSettings(
-            **asdict(sampling),
-            max_new_tokens=generation.max_new_tokens,
-            batch_size=generation.batch_size,
-            acceptance=generation.acceptance,
-            coupled=generation.coupled,
-            lossless=sampling.temperature == 0 or generation.acceptance not in LOSSY,
-            tree=tree.name,
-            num_nodes=tree.num_nodes,
-            paths=[list(path) for path in own.paths] if isinstance(own, policies.Static) else [],
-            copied_tokens=tree.size if isinstance(tree, HybridTree) else 0,
-            dtype=dtype_name(base.dtype),
-            device=base.device.type,
-        ),
-        draft_vocabulary=draft_vocabulary(head, None),
+        head=head_summary(head),
+        base=base_summary(base),
+        prompts=prompt_summary(prompts),
+        settings=evaluation_settings(base, head, generation),
+        draft_vocabulary=draft_vocabulary(head, run),
+        offline=offline,
+        online=online,
+        lossless=lossless,
+        degenerate=degenerate,
+        texts=decoded_texts,
+        calibration=measure_calibration(base, head, texts, tuning) if tuning and is_greedy else [],
+        phases=[measure_phase(base, folder, texts, chain) for folder in phases],
+        speed=measure_speed(base, head, tokens, generation) if generation.speed_prompts else None,
+        contexts=measure_contexts(base, head, contexts, generation),
+        base_quality=base_quality,
         tuned=tuned,
-        **found,
+        provenance=provenance(),
+    )
+
+
+def measure_calibration(
+    base: FrozenBase, head: Head, texts: BaseTexts, tuned: Tuned
+) -> list[Reliability]:
+    """Return how well each depth is calibrated, as deep as drafts were accepted."""
+    if not tuned.acceptance.curves:
+        return []
+    traces = trace_texts(base, head, zip(texts.prompts, texts.continuations, strict=True))
+    chances = draft_chances(traces, head.depth)
+    return [
+        reliability(curve, probs, accepted)
+        for curve, (probs, accepted) in zip(tuned.acceptance.curves, chances, strict=True)
+        if len(probs)
+    ]
+
+
+def measure_phase(
+    base: FrozenBase, folder: Path, texts: BaseTexts, generation: GenerationSettings
+) -> results.PhaseRate:
+    """Replay a chain with the head as it was at the end of a phase."""
+    offline = measure_offline(base, load_head(folder, base, force=True), texts, generation)
+    return results.PhaseRate(
+        phase=folder.name,
+        tokens_per_forward=offline.tokens_per_forward,
+        interval=offline.interval,
     )
 
 
@@ -116,45 +128,25 @@ def measure_contexts(
     generation: GenerationSettings,
 ) -> list[results.ContextRate]:
     """Decode the same prompts at each context length."""
-    found, first = [], list[DepthCounts]()
+    rates, first_counts = [], list[DepthCounts]()
     for prompts in contexts:
         tokens, speed = [prompt.tokens for prompt in prompts.prompts], None
-        counts = [one.counts for one in decode_prompts(base, head, tokens, generation)]
-        first = first or counts
+        counts = [text.counts for text in decode_prompts(base, head, tokens, generation)]
+        first_counts = first_counts or counts
         if generation.speed_prompts:
             speed = measure_speed(base, head, tokens, generation, with_prompt=False)
-        found.append(
+        rates.append(
             results.ContextRate(
                 **asdict(compute_rate(counts)),
                 context=len(tokens[0]),
-                over_first=paired_gain(counts, first),
+                over_first=paired_gain(counts, first_counts),
                 speed=speed,
             )
         )
-    return found
+    return rates
 
 
-def subject(base: FrozenBase, head: Head, prompts: PromptSet) -> dict[str, Any]:
-    """Return the sections on head, base, prompts and provenance, without local paths."""
-    given = prompts.prompts
-    return {
-        "head": head_summary(head),
-        "base": results.BaseSummary(
-            name=nearby(base.name),
-            revision=base.revision,
-            adapter=nearby(base.adapter),
-            fingerprint=base.fingerprint,
-            parameters=base.num_parameters,
-        ),
-        "prompts": results.PromptSummary(
-            name=prompts.name,
-            version=prompts.version,
-            count=len(given),
-            categories=dict(sorted(Counter(prompt.category for prompt in given).items())),
-            sources=len({prompt.source or place for place, prompt in enumerate(given)}),
-        ),
-        "provenance": provenance(),
-    }
+# --- what was measured -------------------------------------------------------------------------
 
 
 def head_summary(head: Head) -> results.HeadSummary:
@@ -163,10 +155,56 @@ def head_summary(head: Head) -> results.HeadSummary:
     return results.HeadSummary(kind=head.kind, depth=head.depth, parameters=parameters)
 
 
+def base_summary(base: FrozenBase) -> results.BaseSummary:
+    """Return the name and size of a base, without local paths."""
+    return results.BaseSummary(
+        name=nearby(base.name),
+        revision=base.revision,
+        adapter=nearby(base.adapter),
+        fingerprint=base.fingerprint,
+        parameters=base.num_parameters,
+    )
+
+
+def prompt_summary(prompts: PromptSet) -> results.PromptSummary:
+    """Return the name of a prompt set and how many prompts it has."""
+    categories = Counter(prompt.category for prompt in prompts.prompts)
+    return results.PromptSummary(
+        name=prompts.name,
+        version=prompts.version,
+        count=len(prompts.prompts),
+        categories=dict(sorted(categories.items())),
+        sources=len({*number_sources([prompt.source for prompt in prompts.prompts])}),
+    )
+
+
+def evaluation_settings(
+    base: FrozenBase, head: Head, generation: GenerationSettings
+) -> results.EvaluationSettings:
+    """Return the conditions of decoding as results.json stores them."""
+    tree, sampling = generation.tree_of(head), generation.sampling
+    head_tree = own_tree(tree)
+    is_static = isinstance(head_tree, policies.Static)
+    return results.EvaluationSettings(
+        **asdict(sampling),
+        max_new_tokens=generation.max_new_tokens,
+        batch_size=generation.batch_size,
+        acceptance=generation.acceptance,
+        coupled=generation.coupled,
+        lossless=sampling.temperature == 0 or generation.acceptance not in LOSSY,
+        tree=tree.name,
+        num_nodes=tree.num_nodes,
+        paths=[list(path) for path in head_tree.paths] if is_static else [],
+        copied_tokens=tree.size if isinstance(tree, HybridTree) else 0,
+        dtype=dtype_name(base.dtype),
+        device=base.device.type,
+    )
+
+
 def draft_vocabulary(head: Head, run: RunDirectory | None) -> results.DraftVocabulary:
     """Return how many tokens the head can draft, and their share of its training text."""
     if head.draft_ids is None:
         return results.DraftVocabulary(size=head.vocab_size, coverage=1.0)
-    known = read_json(run.provenance) if run is not None else {}
-    counted = known.get("draft_vocabulary") or {"size": head.drafted_size, "coverage": None}
-    return from_json(results.DraftVocabulary, counted, "provenance.json")
+    facts = read_json(run.provenance) if run is not None else {}
+    vocabulary = facts.get("draft_vocabulary") or {"size": head.drafted_size, "coverage": None}
+    return from_json(results.DraftVocabulary, vocabulary, "provenance.json")

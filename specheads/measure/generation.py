@@ -49,12 +49,12 @@ class GenerationSettings:
     """Document that each prompt was cut from; intervals resample documents. Empty: its own."""
 
     @property
-    def matched(self) -> bool:
+    def is_matched(self) -> bool:
         """Whether the text must equal that of the base alone; rejection samples another one."""
         return self.sampling.temperature == 0 or self.acceptance == "match"
 
     @property
-    def alone(self) -> "GenerationSettings":
+    def without_drafts(self) -> "GenerationSettings":
         """The same conditions for the base alone."""
         return replace(self, tree=policies.NOTHING, acceptance="match")
 
@@ -67,7 +67,7 @@ class GenerationSettings:
         return self.sources[: len(prompts)] or [""] * len(prompts)
 
 
-def generate_with(
+def decode_batch(
     base: FrozenBase,
     drafter: Drafter | None,
     prompts: Sequence[list[int]],
@@ -89,18 +89,18 @@ def generate_with(
 
 
 @dataclass(frozen=True, slots=True)
-class Continuations:
+class BaseTexts:
     """Prompts, and the new tokens that the base alone writes after each."""
 
     prompts: list[list[int]]
-    alone: list[list[int]]
-    """Output of `write_alone` with the limit and the sampling of the measurement."""
+    continuations: list[list[int]]
+    """Output of `continue_prompts` with the limit and the sampling of the measurement."""
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Each prompt's category and so on: see `PromptSet.groups`."""
 
 
 @dataclass(slots=True)
-class Decoded:
+class DecodedPrompt:
     """The decoded text of one prompt."""
 
     tokens: list[int]
@@ -114,40 +114,43 @@ def decode_prompts(
     drafter: Drafter | None,
     prompts: list[list[int]],
     generation: GenerationSettings,
-) -> list[Decoded]:
+) -> list[DecodedPrompt]:
     """Decode every prompt in the real loop and count its forwards."""
     depth = generation.tree_of(drafter).depth
-    each, sources = each_prompt(generation.sampling, len(prompts)), generation.sources_of(prompts)
-    firsts = range(0, len(prompts), generation.batch_size)
-    decoded: list[Decoded] = []
-    for first in bar(firsts, "online" if depth else "base alone", generation.progress):
-        batch = slice(first, first + generation.batch_size)
-        out = generate_with(base, drafter, prompts[batch], generation, each[batch])
+    samplings = each_prompt(generation.sampling, len(prompts))
+    sources = generation.sources_of(prompts)
+    starts = range(0, len(prompts), generation.batch_size)
+    decoded: list[DecodedPrompt] = []
+    for start in bar(starts, "online" if depth else "base alone", generation.progress):
+        batch = slice(start, start + generation.batch_size)
+        out = decode_batch(base, drafter, prompts[batch], generation, samplings[batch])
         decoded += [
-            Decoded(tokens, _count(steps, len(tokens), depth, source))
+            DecodedPrompt(tokens, count_steps(steps, len(tokens), depth, source))
             for tokens, steps, source in zip(out.tokens, out.steps, sources[batch], strict=True)
         ]
     return decoded
 
 
-def _count(steps: list[DecodingStep], length: int, depth: int, source: str) -> DepthCounts:
+def count_steps(steps: list[DecodingStep], length: int, depth: int, source: str) -> DepthCounts:
     """Count one prompt's forwards; see `DepthCounts` for drafts after the end of the text."""
     counts = DepthCounts.zeros(depth, source)
-    room = length - 1
-    for taken in steps:
-        reached = len(taken.path) - 1
-        kept = min(reached, room - 1)
-        drafted = sum(parent >= 0 for parent in taken.parents)
-        counts.add(kept, drafted_beyond=taken.drafted_beyond or kept < reached, drafted=drafted)
-        room -= len(taken.tokens)
+    remaining = length - 1
+    for step in steps:
+        path_depth = len(step.path) - 1
+        num_accepted = min(path_depth, remaining - 1)
+        num_drafted = sum(parent >= 0 for parent in step.parents)
+        drafted_beyond = step.drafted_beyond or num_accepted < path_depth
+        counts.add(num_accepted, drafted_beyond=drafted_beyond, drafted=num_drafted)
+        remaining -= len(step.tokens)
     return counts
 
 
-def write_alone(
+def continue_prompts(
     base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
 ) -> list[list[int]]:
     """Return the new tokens that the base alone writes after each prompt."""
-    return [one.tokens for one in decode_prompts(base, None, prompts, generation.alone)]
+    decoded = decode_prompts(base, None, prompts, generation.without_drafts)
+    return [text.tokens for text in decoded]
 
 
 def decode_texts(
@@ -158,33 +161,32 @@ def decode_texts(
         return []
     texts, seeds = [], each_prompt(generation.sampling, len(prompts))
     for prompt, sampling in zip(prompts[:NUM_TEXTS], seeds, strict=False):
-        out = generate_with(base, drafter, [prompt.tokens], generation, [sampling])
-        before, steps = [*prompt.tokens, out.tokens[0][0]], []
+        out = decode_batch(base, drafter, [prompt.tokens], generation, [sampling])
+        text, steps = [*prompt.tokens, out.tokens[0][0]], []
         for step in out.steps[0]:
-            steps.append(_text_step(tokenizer, before, step))
-            before += step.tokens
-        text = DecodedText(
-            category=prompt.category,
-            prompt=str(tokenizer.decode(prompt.tokens, clean_up_tokenization_spaces=False)),
-            first=token_text(tokenizer, prompt.tokens, out.tokens[0][0]),
-            steps=steps,
-            num_tokens=len(out.tokens[0]),
+            steps.append(_text_step(tokenizer, text, step))
+            text += step.tokens
+        texts.append(
+            DecodedText(
+                category=prompt.category,
+                prompt=str(tokenizer.decode(prompt.tokens, clean_up_tokenization_spaces=False)),
+                first=token_text(tokenizer, prompt.tokens, out.tokens[0][0]),
+                steps=steps,
+                num_tokens=len(out.tokens[0]),
+            )
         )
-        texts.append(text)
     return texts
 
 
-def _text_step(
-    tokenizer: PreTrainedTokenizerBase, before: list[int], step: DecodingStep
-) -> TextStep:
+def _text_step(tokenizer: PreTrainedTokenizerBase, text: list[int], step: DecodingStep) -> TextStep:
     """Return a step with the text of each node, decoded after the text of its ancestors."""
     paths: list[list[int]] = []
     for token, parent in zip(step.drafted, step.parents, strict=True):
-        paths.append([*(paths[parent] if parent >= 0 else before[:-1]), token])
+        paths.append([*(paths[parent] if parent >= 0 else text[:-1]), token])
     return TextStep(
         tokens=[token_text(tokenizer, path[:-1], path[-1]) for path in paths],
         parents=step.parents,
         path=step.path,
-        bonus=token_text(tokenizer, before + step.tokens[:-1], step.tokens[-1]),
+        bonus=token_text(tokenizer, text + step.tokens[:-1], step.tokens[-1]),
         num_copied=step.num_copied,
     )

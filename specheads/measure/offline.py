@@ -8,10 +8,9 @@ another number, wrong by up to a quarter, because the loop does not visit them e
 docs/losslessness.md.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -30,8 +29,8 @@ from specheads.decoding.sampling import (
 )
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
-from specheads.measure.counts import DepthCounts, compute_rate, sections
-from specheads.measure.generation import Continuations, GenerationSettings
+from specheads.measure.counts import DepthCounts, compute_rate, conditional_acceptance
+from specheads.measure.generation import BaseTexts, GenerationSettings
 from specheads.measure.results import Offline
 from specheads.runs.progress import bar
 
@@ -85,52 +84,57 @@ def guess_ranks(
         return torch.empty(0, head.depth, dtype=torch.long)
     text = torch.tensor([prompt + continuation], device=base.device)
     num_roots = len(continuation) - 1
-    first = len(prompt) - 1
+    start = len(prompt) - 1
     features = base.read(text, head.aux_layers)
-    drawn = sampling if coupled and sampling.temperature > 0 else None
+    noise = sampling if coupled and sampling.temperature > 0 else None
     ranks = torch.full((num_roots, head.depth), -1)
-    anchors = anchor_mask(text, first, num_roots)
+    anchors = anchor_mask(text, start, num_roots)
     for level, state in enumerate(head.states(features, text, anchors)):
-        num_known = num_roots - level
-        if num_known <= 0:
+        num_labels = num_roots - level
+        if num_labels <= 0:
             break
-        states = state[0, first : first + num_known]
+        states = state[0, start : start + num_labels]
         # position of the last token before each label
-        before = torch.arange(first + 1 + level, text.shape[1] - 1, device=base.device)
-        found = [
-            _ranks(head, level, *chunk, text, width, drawn)
-            for chunk in zip(states.split(CHUNK), before.split(CHUNK), strict=True)
+        positions = torch.arange(start + 1 + level, text.shape[1] - 1, device=base.device)
+        chunks = [
+            _rank_labels(head, level, *chunk, text, width, noise)
+            for chunk in zip(states.split(CHUNK), positions.split(CHUNK), strict=True)
         ]
-        ranks[:num_known, level] = torch.cat(found).cpu()
+        ranks[:num_labels, level] = torch.cat(chunks).cpu()
     return ranks
 
 
 def anchor_mask(
-    text: Int[Tensor, "batch time"], first: int, count: int
+    text: Int[Tensor, "batch time"], start: int, count: int
 ) -> Bool[Tensor, "batch time"]:
-    """Return a mask of the `count` positions from `first` on: those from which a head drafts."""
-    places = torch.arange(text.shape[1], device=text.device)
-    return ((places >= first) & (places < first + count)).expand(len(text), -1)
+    """Return a mask of the `count` positions from `start` on: those from which a head drafts."""
+    positions = torch.arange(text.shape[1], device=text.device)
+    return ((positions >= start) & (positions < start + count)).expand(len(text), -1)
 
 
-def _ranks(
+def _rank_labels(
     head: Head,
     level: int,
     states: Float[Tensor, "time width"],
-    before: Int[Tensor, " time"],
+    positions: Int[Tensor, " time"],
     text: Int[Tensor, "1 all"],
     width: int,
-    drawn: Sampling | None,
+    noise: Sampling | None,
 ) -> Int[Tensor, " time"]:
-    """Return the rank of the token after each position; with `drawn` the head sees the noise."""
+    """Return the rank of the token after each position; the head sees the noise, if there is."""
     logits = head.logits(states, level)
-    if drawn is not None:
+    if noise is not None:
         # the drafted path equals the text, so the token before a label can serve as the root
-        each = text.expand(len(before), -1)
-        size, sampling = head.vocab_size, [drawn] * len(before)
-        rows = SamplingState(sampling, before, each, size, dtype=logits.dtype)
-        logits = with_noise(head, logits[:, None], text[0, before][:, None, None], rows)[:, 0]
-    labels = text[0, before + 1]
+        num_rows = len(positions)
+        rows = SamplingState(
+            [noise] * num_rows,
+            positions,
+            text.expand(num_rows, -1),
+            head.vocab_size,
+            dtype=logits.dtype,
+        )
+        logits = with_noise(head, logits[:, None], text[0, positions][:, None, None], rows)[:, 0]
+    labels = text[0, positions + 1]
     guesses = logits.topk(min(width, logits.shape[-1]), dim=-1).indices
     hits = head.to_tokens(guesses) == labels[:, None]
     rank = torch.where(hits.any(-1), hits.int().argmax(-1), width)
@@ -145,56 +149,69 @@ def top_k_accuracy(ranks: Int[Tensor, "drafted depth"], top: int = TOP) -> list[
     This is a plain mean over all positions, and not the acceptance rate of the loop.
     """
     return [
-        [((column < k) & known).sum().item() / known.sum().item() for k in range(1, top + 1)]
+        [(labels < k).sum().item() / len(labels) for k in range(1, top + 1)]
         for column in ranks.T
-        if (known := column >= 0).any()
+        if len(labels := column[column >= 0])
     ]
 
 
-def replays(tree: policies.TreePolicy | None) -> TypeGuard[policies.TreePolicy]:
+def can_replay(tree: policies.TreePolicy | None) -> TypeGuard[policies.TreePolicy]:
     """Return whether stored ranks can replay a tree: it drafts, and always in the same shape."""
     return tree is not None and tree.depth > 0 and fixed_tree(tree) is not None
 
 
 def measure_offline(
-    base: FrozenBase, head: Head, texts: Continuations, generation: GenerationSettings
+    base: FrozenBase, head: Head, texts: BaseTexts, generation: GenerationSettings
 ) -> Offline:
     """Return the `offline` section of results.json.
 
-    A chain as deep as the head is replayed in place of a tree that cannot be: see `replays`.
+    A chain as deep as the head is replayed in place of a tree that cannot be: see `can_replay`.
     """
-    tree = generation.tree if replays(generation.tree) else policies.chain(head.depth)
-    pairs = list(zip(texts.prompts, texts.alone, strict=True))
-    each = zip(pairs, each_prompt(generation.sampling, len(pairs)), strict=True)
+    tree = generation.tree if can_replay(generation.tree) else policies.chain(head.depth)
+    pairs = list(zip(texts.prompts, texts.continuations, strict=True))
+    samplings = each_prompt(generation.sampling, len(pairs))
     width = max(TOP, tree.num_guesses)
     ranks = [
-        guess_ranks(base, head, *pair, width=width, sampling=one, coupled=generation.coupled)
-        for pair, one in bar(list(each), "offline", generation.progress)
+        guess_ranks(base, head, *pair, width=width, sampling=sampling, coupled=generation.coupled)
+        for pair, sampling in bar(
+            list(zip(pairs, samplings, strict=True)), "offline", generation.progress
+        )
     ]
     rows = zip(ranks, generation.sources_of(pairs), pairs, strict=True)
-    counts = [replay(one, tree, source, pair) for one, source, pair in rows]
-    accuracy = top_k_accuracy(torch.cat(ranks))
-    own = {"top_k_accuracy": accuracy, "replayed": tree.name}
-    return Offline(**asdict(compute_rate(counts)), **sections(counts), **own)
+    counts = [replay(prompt_ranks, tree, source, pair) for prompt_ranks, source, pair in rows]
+    total = DepthCounts.total(counts, len(counts[0].offered))
+    return Offline(
+        **asdict(compute_rate(counts)),
+        per_depth=total.per_depth(),
+        top_k_accuracy=top_k_accuracy(torch.cat(ranks)),
+        forwards=total.forwards,
+        replayed=tree.name,
+        conditional_acceptance=conditional_acceptance(counts),
+    )
 
 
 # --- replay ------------------------------------------------------------------------------------
 
 
-Copied = Sequence[tuple[int, int, int]]
-"""For each root of a text what prompt lookup proposes: the number of its leading tokens that equal
-the text, the number of its tokens, and the length of the n-gram that it found earlier."""
+class LookupDraft(NamedTuple):
+    """What prompt lookup drafts at one root of a text."""
+
+    num_right: int
+    """Leading tokens that equal the text."""
+    num_tokens: int
+    ngram: int
+    """Length of the n-gram that occurred earlier; zero without a match."""
 
 
-def copied(prompt: list[int], continuation: list[int], size: int) -> Copied:
-    """Return what prompt lookup of `size` tokens proposes at each root: see `guess_ranks`."""
-    text, found = LookupText(prompt), []
-    for place in range(len(continuation) - 1):
-        text.extend(continuation[place : place + 1])
-        matched, guessed = text.find(size)
-        right = common_prefix_length(guessed, islice(continuation, place + 1, None))
-        found.append((right, len(guessed), matched))
-    return found
+def lookup_drafts(prompt: list[int], continuation: list[int], size: int) -> list[LookupDraft]:
+    """Return what prompt lookup of `size` tokens drafts at each root: see `guess_ranks`."""
+    text, drafts = LookupText(prompt), []
+    for root in range(len(continuation) - 1):
+        text.extend(continuation[root : root + 1])
+        ngram, tokens = text.find(size)
+        num_right = common_prefix_length(tokens, islice(continuation, root + 1, None))
+        drafts.append(LookupDraft(num_right, len(tokens), ngram))
+    return drafts
 
 
 def replay(
@@ -205,42 +222,45 @@ def replay(
 ) -> DepthCounts:
     """Walk one stored continuation as the loop would and return the loop's integers.
 
-    The first token comes from reading the prompt and is no forward. If `room` tokens remain after
-    the root, at most `room - 1` drafts count as accepted; `generation.decode_prompts` counts in the
-    same way. A `HybridTree` also copies from the text, a prompt and its continuation.
+    The first token comes from reading the prompt and is no forward. If n tokens remain after the
+    root, at most n - 1 drafts count as accepted; `generation.decode_prompts` counts in the same
+    way. A `HybridTree` also copies from the text, a prompt and its continuation.
 
     The integers are exact except at ties: reading a text at once and token by token round
     differently, so the two best guesses may swap.
     """
-    own, size = fixed_tree(tree), tree.size if isinstance(tree, HybridTree) else 0
-    assert own is not None
-    copies = copied(*text, tree.copied) if size else []
-    paths, inner = {(), *own.paths}, {path[:-1] for path in own.paths}
-    counts = DepthCounts.zeros(own.depth + size, source)
+    head_tree, size = fixed_tree(tree), tree.size if isinstance(tree, HybridTree) else 0
+    assert head_tree is not None
+    drafts = lookup_drafts(*text, tree.copied) if size else []
+    paths, inner_paths = {(), *head_tree.paths}, {path[:-1] for path in head_tree.paths}
+    counts = DepthCounts.zeros(head_tree.depth + size, source)
     rows: list[list[int]] = ranks.tolist()
     anchor = 0
     while anchor < len(rows):
-        room, path = len(rows) - anchor, ()
+        remaining, path = len(rows) - anchor, ()
         # the longest path that the text follows
-        for rank in rows[anchor][: min(room - 1, own.depth)]:
+        for rank in rows[anchor][: min(remaining - 1, head_tree.depth)]:
             if (*path, rank) not in paths:
                 break
             path = (*path, rank)
-        kept, beyond = len(path), path in inner
+        num_accepted, drafted_beyond = len(path), path in inner_paths
         if size:
             # the copied path shares nodes with the tree, and adds up to `size` nodes
-            right, length, _ = copies[anchor]
-            reach = min(length, kept + size)
-            right = min(right, reach, room - 1)
-            if right >= kept:
-                beyond = reach > right or (right == kept and beyond)
-                kept = right
-        counts.add(kept, drafted_beyond=beyond)
-        anchor += kept + 1
+            draft = drafts[anchor]
+            num_copied = min(draft.num_tokens, num_accepted + size)
+            num_right = min(draft.num_right, num_copied, remaining - 1)
+            if num_right >= num_accepted:
+                is_same_depth = num_right == num_accepted
+                drafted_beyond = num_copied > num_right or (is_same_depth and drafted_beyond)
+                num_accepted = num_right
+        counts.add(num_accepted, drafted_beyond=drafted_beyond)
+        anchor += num_accepted + 1
     return counts
 
 
 def fixed_tree(tree: policies.TreePolicy) -> policies.Static | None:
     """Return the head's own tree if it is the same in every step, else None."""
-    own = own_tree(tree)
-    return own if isinstance(own, policies.Static) and not own.confidence else None
+    head_tree = own_tree(tree)
+    return (
+        head_tree if isinstance(head_tree, policies.Static) and not head_tree.confidence else None
+    )

@@ -19,13 +19,13 @@ from specheads.core.machine import dtype_name
 from specheads.core.repetition import is_repetitive
 from specheads.decoding.prompt_lookup import common_prefix_length
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, each_prompt
-from specheads.measure.counts import DepthCounts, compute_rate, group_rate, sections
+from specheads.measure.counts import DepthCounts, compute_rate, conditional_acceptance, group_rate
 from specheads.measure.generation import (
-    Continuations,
-    Decoded,
+    BaseTexts,
+    DecodedPrompt,
     GenerationSettings,
+    continue_prompts,
     decode_prompts,
-    write_alone,
 )
 from specheads.measure.results import (
     IDENTICAL,
@@ -43,24 +43,22 @@ SLACK = 4
 
 
 def measure_online(
-    base: FrozenBase, drafter: Drafter, texts: Continuations, generation: GenerationSettings
+    base: FrozenBase, drafter: Drafter, texts: BaseTexts, generation: GenerationSettings
 ) -> tuple[Online, Lossless, Degenerate]:
     """Return the sections `online`, `lossless` and `degenerate` of results.json."""
     decoded = decode_prompts(base, drafter, texts.prompts, generation)
-    online, lossless, flagged = online_sections(
-        base, decoded, texts, generation, comparable=generation.matched
+    online, lossless, degenerate = online_sections(
+        base, decoded, texts, generation, is_comparable=generation.is_matched
     )
     if lossless.verdict == TIED and generation.sampling.greedy:
-        parted = [
-            prompt
-            for prompt, one, alone in zip(texts.prompts, decoded, texts.alone, strict=True)
-            if one.tokens != alone
-        ]
-        lossless = replace(lossless, exact=identical_exactly(base, drafter, parted, generation))
-    return online, lossless, flagged
+        rows = zip(texts.prompts, decoded, texts.continuations, strict=True)
+        different = [prompt for prompt, text, base_text in rows if text.tokens != base_text]
+        num_identical = count_identical_exactly(base, drafter, different, generation)
+        lossless = replace(lossless, exact=num_identical)
+    return online, lossless, degenerate
 
 
-def identical_exactly(
+def count_identical_exactly(
     base: FrozenBase, drafter: Drafter, prompts: list[list[int]], generation: GenerationSettings
 ) -> int | None:
     """Return after how many prompts the text is that of the base alone, both with exact sums.
@@ -70,76 +68,84 @@ def identical_exactly(
     if not make_exact(base):
         return None
     try:
-        drafted = decode_prompts(base, drafter, prompts, generation)
-        alone = write_alone(base, prompts, generation)
-        return sum(one.tokens == other for one, other in zip(drafted, alone, strict=True))
+        decoded = decode_prompts(base, drafter, prompts, generation)
+        base_texts = continue_prompts(base, prompts, generation)
+        return sum(a.tokens == b for a, b in zip(decoded, base_texts, strict=True))
     finally:
         base.exact = False
 
 
 def online_sections(
     base: FrozenBase,
-    decoded: Sequence[Decoded],
-    texts: Continuations,
+    decoded: Sequence[DecodedPrompt],
+    texts: BaseTexts,
     generation: GenerationSettings,
     *,
-    comparable: bool,
+    is_comparable: bool,
 ) -> tuple[Online, Lossless, Degenerate]:
     """Return the sections for decoded texts: see `measure_online`.
 
-    Texts that are not `comparable` are other samples from the same distribution.
+    Texts that are not comparable are other samples from the same distribution.
     """
-    counts, groups = [one.counts for one in decoded], texts.groups
-    new_tokens, forwards = (
-        sum(getattr(one, name) for one in counts) for name in ("new_tokens", "forwards")
-    )
-    rates: dict[str, Any] = {"by_category": {}} | {
-        f"by_{name}": _grouped(counts, values)
-        for name, values in groups.items()
-        if any(values) or name == "category"
-    }
-    subsets = _grouped(counts, list(zip(*groups.values(), strict=True)) or [()] * len(counts))
+    counts, groups = [text.counts for text in decoded], texts.groups
+    total = DepthCounts.total(counts, len(counts[0].offered))
+    input_lengths, thinking = groups.get("input_length", []), groups.get("thinking", [])
+    subset_labels = list(zip(*groups.values(), strict=True)) or [()] * len(counts)
+    subsets = group_rates(counts, subset_labels)
     online = Online(
-        **asdict(group_rate(counts)) | sections(counts) | rates,
-        tokens_per_forward_without_bonus=(new_tokens - forwards) / forwards,
-        subsets=[(dict(zip(groups, one, strict=True)), each) for one, each in subsets.items()],
-        new_tokens=new_tokens,
+        **asdict(group_rate(counts)),
+        tokens_per_forward_without_bonus=(total.new_tokens - total.forwards) / total.forwards,
+        per_depth=total.per_depth(),
+        by_category=group_rates(counts, groups.get("category", [])),
+        by_input_length=group_rates(counts, input_lengths) if any(input_lengths) else {},
+        by_thinking=group_rates(counts, thinking) if any(thinking) else {},
+        subsets=[
+            (dict(zip(groups, labels, strict=True)), rate) for labels, rate in subsets.items()
+        ],
+        forwards=total.forwards,
+        new_tokens=total.new_tokens,
+        conditional_acceptance=conditional_acceptance(counts),
     )
-    tokens = [one.tokens for one in decoded]
-    triples = list(zip(texts.prompts, tokens, texts.alone, strict=True))
-    lossless = compare_texts(base, triples if comparable else [], generation.sampling)
-    return online, lossless, degenerate(counts, texts.alone)
+    tokens = [text.tokens for text in decoded]
+    triples = list(zip(texts.prompts, tokens, texts.continuations, strict=True))
+    lossless = compare_texts(base, triples if is_comparable else [], generation.sampling)
+    return online, lossless, degenerate_rates(counts, texts.continuations)
 
 
-def _grouped(counts: Sequence[DepthCounts], labels: Sequence[T]) -> dict[T, CategoryRate]:
+def group_rates(counts: Sequence[DepthCounts], labels: Sequence[T]) -> dict[T, CategoryRate]:
     """Return the rate of the prompts of each label, if they had a forward; 8k is before 16k."""
     rates: dict[T, CategoryRate] = {}
-    for label in sorted({*labels}, key=_natural):
-        own = [one for one, other in zip(counts, labels, strict=True) if other == label]
-        if any(one.forwards for one in own):
-            rates[label] = group_rate(own)
+    for label in sorted({*labels}, key=_natural_order):
+        group = [prompt for prompt, name in zip(counts, labels, strict=True) if name == label]
+        if any(prompt.forwards for prompt in group):
+            rates[label] = group_rate(group)
     return rates
 
 
-def _natural(label: Any) -> list[list[str | int]]:
+def _natural_order(label: Any) -> list[list[str | int]]:
     names = [label] if isinstance(label, str) else label
-    parts = [re.split(r"(\d+)", name) for name in names]
-    return [[int(one) if one.isdecimal() else one for one in each] for each in parts]
+    pieces = [re.split(r"(\d+)", name) for name in names]
+    return [[int(word) if word.isdecimal() else word for word in words] for words in pieces]
 
 
-def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> Degenerate:
+def degenerate_rates(
+    counts: Sequence[DepthCounts], continuations: Sequence[list[int]]
+) -> Degenerate:
     """Return the rates with and without the prompts after which the base alone loops.
 
     `core.repetition` has the rule. A rate is None if no prompt, or no forward, remains.
     """
-    both = list(zip(counts, map(is_repetitive, alone), strict=True))
-    flagged, rest = ([one for one, flag in both if flag is kind] for kind in (True, False))
+    loops = [is_repetitive(tokens) for tokens in continuations]
+    looping, sound = (
+        [prompt for prompt, loop in zip(counts, loops, strict=True) if loop is is_loop]
+        for is_loop in (True, False)
+    )
     return Degenerate(
-        flagged=len(flagged),
+        flagged=len(looping),
         compared=len(counts),
         with_=compute_rate(counts),
-        without=compute_rate(rest) if any(one.forwards for one in rest) else None,
-        only=compute_rate(flagged) if flagged else None,
+        without=compute_rate(sound) if any(prompt.forwards for prompt in sound) else None,
+        only=compute_rate(looping) if looping else None,
     )
 
 
@@ -158,29 +164,37 @@ def compare_texts(
     Otherwise the base distinguishes them, and decoding is wrong. Scores are logits after
     temperature and penalty plus the base's noise, without cuts.
     """
-    found = [
-        first_divergence(base, *text, one)
-        for text, one in zip(texts, each_prompt(sampling, len(texts)), strict=True)
-        if text[1] != text[2]
+    divergences = [
+        first_divergence(base, prompt, tokens, base_tokens, prompt_sampling)
+        for (prompt, tokens, base_tokens), prompt_sampling in zip(
+            texts, each_prompt(sampling, len(texts)), strict=True
+        )
+        if tokens != base_tokens
     ]
-    tied = sum(abs(ulps) <= SLACK * rounding for _, ulps, rounding in found)
-    verdict = WRONG if tied < len(found) else TIED if found else IDENTICAL
-    gap, ulps, rounding = map(max, zip(*found, strict=True)) if found else (None, None, None)
+    tied = sum(abs(ulps) <= SLACK * rounding for _, ulps, rounding in divergences)
+    verdict = WRONG if tied < len(divergences) else TIED if divergences else IDENTICAL
+    gap = ulps = rounding = None
+    if divergences:
+        gap, ulps, rounding = map(max, zip(*divergences, strict=True))
     return Lossless(
         compared=len(texts),
-        identical=len(texts) - len(found),
+        identical=len(texts) - len(divergences),
         first_divergence_logit_gap=gap,
         first_divergence_ulps=ulps,
         rounding_ulps=rounding,
         tied=tied,
-        wrong=len(found) - tied,
+        wrong=len(divergences) - tied,
         verdict=verdict if texts else "",
         dtype=dtype_name(base.dtype),
     )
 
 
 def first_divergence(
-    base: FrozenBase, prompt: list[int], mine: list[int], theirs: list[int], sampling: Sampling
+    base: FrozenBase,
+    prompt: list[int],
+    tokens: list[int],
+    base_tokens: list[int],
+    sampling: Sampling,
 ) -> tuple[float, float, float]:
     """Return how close the scores are where two different texts diverge.
 
@@ -189,33 +203,35 @@ def first_divergence(
         of the logits' dtype at their size; and, in these units and at least 1, the difference
         between the base's scores read at once and token by token.
     """
-    place = common_prefix_length(mine, theirs)
-    text = prompt + theirs[:place]
-    whole, stepwise = _read(base, text)
-    scores, others = (_scores(logits, text, sampling) for logits in (whole, stepwise))
-    if place < min(len(mine), len(theirs)):
-        pair = [theirs[place], mine[place]]
+    length = common_prefix_length(tokens, base_tokens)
+    text = prompt + base_tokens[:length]
+    logits, stepwise_logits = logits_in_two_ways(base, text)
+    scores = _scores(logits, text, sampling)
+    stepwise_scores = _scores(stepwise_logits, text, sampling)
+    if length < min(len(tokens), len(base_tokens)):
+        pair = [base_tokens[length], tokens[length]]
     else:
         # one text ends early, so there are no two tokens: compare the base's two best
         pair = scores.topk(2).indices.tolist()
-    best, other = scores[pair].tolist()
-    _, exponent = torch.frexp(whole[pair].float().abs().max())
-    spacing = 2.0 ** (int(exponent) - 1) * torch.finfo(whole.dtype).eps
+    base_score, score = scores[pair].tolist()
+    _, exponent = torch.frexp(logits[pair].float().abs().max())
+    spacing = 2.0 ** (int(exponent) - 1) * torch.finfo(logits.dtype).eps
     spacing /= sampling.temperature or 1.0
-    rounding = (scores - others).abs().nan_to_num(0.0).max().item()
-    return best - other, (best - other) / spacing, max(rounding / spacing, 1.0)
+    rounding = (scores - stepwise_scores).abs().nan_to_num(0.0).max().item()
+    gap = base_score - score
+    return gap, gap / spacing, max(rounding / spacing, 1.0)
 
 
 @torch.inference_mode()
-def _read(base: FrozenBase, text: list[int]) -> tuple[Tensor, Tensor]:
+def logits_in_two_ways(base: FrozenBase, text: list[int]) -> tuple[Tensor, Tensor]:
     """Return the logits after a text, read at once and with its last token after a cache."""
     tokens = torch.tensor([text], device=base.device)
-    whole = base.logits_of(base.read(tokens).hidden[0, -1])
+    logits = base.logits_of(base.read(tokens).hidden[0, -1])
     if len(text) == 1:
-        return whole, whole
+        return logits, logits
     cache = base.cache(1, len(text))
     base.prefill(tokens[:, :-1], cache, [len(text) - 1])
-    return whole, base.prefill(tokens[:, -1:], cache, [1])[0][0]
+    return logits, base.prefill(tokens[:, -1:], cache, [1])[0][0]
 
 
 def _scores(

@@ -49,7 +49,7 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True)
-class Depth:
+class DraftCounts:
     """Counts of the drafts at one depth."""
 
     offered: int
@@ -149,7 +149,7 @@ class EvaluationSettings:
 class Offline(Rate):
     """Replay over text that the base wrote."""
 
-    per_depth: list[Depth]
+    per_depth: list[DraftCounts]
     top_k_accuracy: list[list[float]]
     forwards: int
     replayed: str
@@ -161,7 +161,7 @@ class Online(CategoryRate):
     """Decoding in the real loop."""
 
     tokens_per_forward_without_bonus: float
-    per_depth: list[Depth]
+    per_depth: list[DraftCounts]
     by_category: dict[str, CategoryRate]
     by_input_length: dict[str, CategoryRate] = field(default_factory=dict)
     by_thinking: dict[str, CategoryRate] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from specheads.core.drafter import Drafter
 from specheads.core.machine import peak_gib, synchronise
 from specheads.decoding.trees.hybrid import own_tree
 from specheads.measure.counts import bootstrap_interval
-from specheads.measure.generation import GenerationSettings, generate_with
+from specheads.measure.generation import GenerationSettings, decode_batch
 from specheads.measure.results import Gain, Speed
 from specheads.runs.progress import bar
 
@@ -58,7 +58,7 @@ def time_generate(
     """Decode prompts together once and time it."""
     synchronise(base.device)
     start = time.perf_counter()
-    out = generate_with(base, drafter, prompts, generation)
+    out = decode_batch(base, drafter, prompts, generation)
     synchronise(base.device)
     seconds = time.perf_counter() - start
     ends = sorted({step.times.ended for steps in out.steps for step in steps})
@@ -87,29 +87,29 @@ def time_in_turns(
     The first batch is decoded once as a warm-up.
     """
     prompts, size = prompts[: generation.speed_prompts], generation.batch_size
-    units = [prompts[i : i + size] for i in range(0, len(prompts), size)]
-    sources = generation.sources_of(prompts) if size == 1 else [""] * len(units)
-    runs: dict[str | None, Runner] = {
-        None: lambda unit: time_generate(base, None, unit, generation.alone),
+    batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    sources = generation.sources_of(prompts) if size == 1 else [""] * len(batches)
+    runners: dict[str | None, Runner] = {
+        None: lambda batch: time_generate(base, None, batch, generation.without_drafts),
         **methods,
     }
-    for run in bar([*runs.values()], "warming up", generation.progress):
-        run(units[0])
+    for runner in bar([*runners.values()], "warming up", generation.progress):
+        runner(batches[0])
     if base.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(base.device)
-    names, timings = [*runs], {name: [[] for _ in units] for name in runs}
-    work = [(turn, place) for turn in range(generation.repeats) for place in range(len(units))]
-    for turn, place in bar(work, "speed", generation.progress):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            timings[name][place].append(runs[name](units[place]))
-    return {name: list(map(_median, each, sources)) for name, each in timings.items()}
+    names, repeats = [*runners], {name: [[] for _ in batches] for name in runners}
+    turns = [(repeat, i) for repeat in range(generation.repeats) for i in range(len(batches))]
+    for repeat, i in bar(turns, "speed", generation.progress):
+        offset = repeat % len(names)
+        for name in names[offset:] + names[:offset]:
+            repeats[name][i].append(runners[name](batches[i]))
+    return {name: list(map(_median, timings, sources)) for name, timings in repeats.items()}
 
 
 def _median(timings: list[Timing], source: str) -> Timing:
     names = ("seconds", "step_seconds", "num_steps", "prompt_seconds")
-    middle = {name: statistics.median(getattr(one, name) for one in timings) for name in names}
-    return replace(timings[0], source=source, **middle)
+    medians = {name: statistics.median(getattr(time, name) for time in timings) for name in names}
+    return replace(timings[0], source=source, **medians)
 
 
 def measure_speed(
@@ -125,29 +125,30 @@ def measure_speed(
     Times cover the prompt and all new tokens, or decoding only; `step_overhead` covers decode steps
     only. Intervals are over batches. A tree with prompt lookup is also timed without it.
     """
-    trees = {"drafted": generation.tree}
-    if generation.tree is not None and (own := own_tree(generation.tree)) is not generation.tree:
-        trees |= {"head alone": own} if own.depth else {}
+    trees, tree = {"drafted": generation.tree}, generation.tree
+    if tree is not None and (head_tree := own_tree(tree)) is not tree and head_tree.depth:
+        trees["head alone"] = head_tree
     methods = {
         name: partial(time_generate, base, drafter, generation=replace(generation, tree=tree))
         for name, tree in trees.items()
     }
     timings = time_in_turns(base, methods, prompts, generation)
-    read = None
+    prompt_seconds = None
     if not with_prompt:
-        read = statistics.fmean(one.prompt_seconds for one in timings[None])
+        prompt_seconds = statistics.fmean(timing.prompt_seconds for timing in timings[None])
         # a text that ended with its first token has no decoding to time
-        kept = [all(one.forwards for one in row) for row in zip(*timings.values(), strict=True)]
+        rows = zip(*timings.values(), strict=True)
+        has_decoding = [all(timing.forwards for timing in row) for row in rows]
         timings = {
-            name: [one.decoding() for one in compress(found, kept)]
-            for name, found in timings.items()
+            name: [timing.decoding() for timing in compress(column, has_decoding)]
+            for name, column in timings.items()
         }
     head_alone = timings.get("head alone")
     return replace(
         summarise(timings[None], timings["drafted"]),
         peak_gib=peak_gib(base.device),
         head_alone=paired_speed(head_alone, timings[None]) if head_alone else None,
-        prompt_seconds=read,
+        prompt_seconds=prompt_seconds,
     )
 
 
@@ -161,8 +162,8 @@ def summarise(alone: list[Timing], drafted: list[Timing]) -> Speed:
     gain = paired_speed(drafted, alone)
     base_step, step = _step_seconds(alone), _step_seconds(drafted)
     base_rate, rate = (
-        sum(one.new_tokens for one in side) / sum(one.seconds for one in side)
-        for side in (alone, drafted)
+        sum(timing.new_tokens for timing in timings) / sum(timing.seconds for timing in timings)
+        for timings in (alone, drafted)
     )
     return Speed(
         base_tokens_per_second=base_rate,
@@ -173,19 +174,20 @@ def summarise(alone: list[Timing], drafted: list[Timing]) -> Speed:
     )
 
 
-def paired_speed(ours: list[Timing], theirs: list[Timing]) -> Gain:
-    """Return the ratio of our tokens per second to theirs on the same batches."""
-    seconds = [one.seconds for one in theirs]
-    # our time for their number of tokens
-    matched = [
-        one.seconds * other.new_tokens / one.new_tokens
-        for one, other in zip(ours, theirs, strict=True)
+def paired_speed(timings: list[Timing], baseline: list[Timing]) -> Gain:
+    """Return the ratio of tokens per second to those of a baseline on the same batches."""
+    baseline_seconds = [timing.seconds for timing in baseline]
+    # time for the baseline's number of tokens
+    seconds = [
+        timing.seconds * reference.new_tokens / timing.new_tokens
+        for timing, reference in zip(timings, baseline, strict=True)
     ]
-    interval = bootstrap_interval(seconds, matched, [one.source for one in ours])
-    return Gain(ratio=sum(seconds) / sum(matched), interval=interval)
+    sources = [timing.source for timing in timings]
+    interval = bootstrap_interval(baseline_seconds, seconds, sources)
+    return Gain(ratio=sum(baseline_seconds) / sum(seconds), interval=interval)
 
 
 def _step_seconds(timings: list[Timing]) -> float | None:
     """Return the mean time of a decode step over batches."""
-    steps = sum(one.num_steps for one in timings)
-    return sum(one.step_seconds for one in timings) / steps if steps else None
+    num_steps = sum(timing.num_steps for timing in timings)
+    return sum(timing.step_seconds for timing in timings) / num_steps if num_steps else None

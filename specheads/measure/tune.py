@@ -24,9 +24,9 @@ from specheads.decoding.trees.tuned import TimedTree, Tuned, TunedTree
 from specheads.measure import tune_trees
 from specheads.measure.counts import DepthCounts, compute_rate
 from specheads.measure.generation import GenerationSettings, decode_prompts
-from specheads.measure.offline import copied, fixed_tree, replay
+from specheads.measure.offline import fixed_tree, lookup_drafts, replay
 from specheads.measure.tables import ConsoleTable, with_interval
-from specheads.measure.tune_trees import TuningTexts, traced, validation_prompts, write_texts
+from specheads.measure.tune_trees import TuningTexts, trace_texts, validation_prompts, write_texts
 from specheads.runs.progress import bar
 
 COPIED = (4, 10)
@@ -113,7 +113,7 @@ def choose(
     rounds = 3 if quick else 5
     cost, error = fit(time_steps(base, methods, rows, generation=generation, rounds=rounds))
     tried, chosen = list[TimedTree](), list[TunedTree]()
-    grown_traces = [traced(base, head, [text.text for text in one.grown]) for one in texts]
+    grown_traces = [trace_texts(base, head, [text.text for text in one.grown]) for one in texts]
     for one, traces in zip(texts, grown_traces, strict=True):
         stop = None
         if traces and not quick:
@@ -128,8 +128,8 @@ def choose(
     # rates are those of a chain's steps: other positions, which accepted drafts skip, are easier
     every = [text for one in texts for text in (*one.grown, *one.judged)]
     counts = [replay(text.ranks, policies.chain(head.depth)) for text in every]
-    copies = [copied(*text.text, max(COPIED)) for text in every]
-    judged_traces = traced(base, head, [text.text for one in texts for text in one.judged])
+    copies = [lookup_drafts(*text.text, max(COPIED)) for text in every]
+    judged_traces = trace_texts(base, head, [text.text for one in texts for text in one.judged])
     return Tuned(
         machine=tuned.Machine.of(base.device, base.dtype),
         base=base.fingerprint,

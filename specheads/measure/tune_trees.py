@@ -31,8 +31,8 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate, entropy
 from specheads.decoding.trees.tuned import MatchRates
 from specheads.measure.counts import DepthCounts, number_sources
-from specheads.measure.generation import GenerationSettings, write_alone
-from specheads.measure.offline import Copied, RankPath, anchor_mask, guess_ranks, replay
+from specheads.measure.generation import GenerationSettings, continue_prompts
+from specheads.measure.offline import LookupDraft, RankPath, anchor_mask, guess_ranks, replay
 from specheads.runs.progress import bar
 
 WIDTH = 8
@@ -126,7 +126,7 @@ def write_texts(
     Texts of one source go to the same half.
     """
     tokens, sources = [one.tokens for one in prompts], [one.source for one in prompts]
-    written = write_alone(base, tokens, replace(generation, batch_size=8))
+    written = continue_prompts(base, tokens, replace(generation, batch_size=8))
     each = zip(tokens, written, each_prompt(generation.sampling, len(tokens)), strict=True)
     ranks = [
         guess_ranks(base, head, *text, width=WIDTH, sampling=one, coupled=generation.coupled)
@@ -166,7 +166,7 @@ def positional(shares: Mapping[RankPath, float], depth: int) -> list[float]:
     return rates
 
 
-def match_rates(copies: Sequence[Copied], size: int) -> list[MatchRates]:
+def match_rates(copies: Sequence[Sequence[LookupDraft]], size: int) -> list[MatchRates]:
     """Return how often prompt lookup finds n-grams of each length, and is right then.
 
     The positions are the steps of a loop that copies `size` tokens and skips what it accepts.
@@ -276,7 +276,7 @@ the entropies, the head's probability that they are accepted, and whether the be
 base's token, given the text before it."""
 
 
-def traced(
+def trace_texts(
     base: FrozenBase, head: Head, texts: Iterable[tuple[list[int], list[int]]]
 ) -> list[Trace]:
     """Return the traces of prompts and their continuations, without those that are too short."""

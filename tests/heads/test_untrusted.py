@@ -21,7 +21,7 @@ from specheads.core.errors import InputError
 from specheads.heads.checkpoint import read_tensors
 from specheads.heads.kinds.eagle3 import IDS
 from specheads.heads.load import build_for_base, build_head, load_head, resume_head
-from specheads.measure.generation import Continuations, GenerationSettings
+from specheads.measure.generation import BaseTexts, GenerationSettings
 from specheads.measure.offline import measure_offline, offline_logits
 from tests import tiny
 from tests.heads import hostile
@@ -305,7 +305,7 @@ def base() -> FrozenBase:
 def test_a_public_checkpoint_is_evaluated_and_trained_like_ours(case: str, base: FrozenBase):
     head = resume_head(GOLDEN / case, base, PUBLIC[case])
     tokens = torch.randint(211, (2, 16), generator=torch.manual_seed(0))
-    texts = Continuations(tokens[:, :6].tolist(), tokens[:, 6:].tolist())
+    texts = BaseTexts(tokens[:, :6].tolist(), tokens[:, 6:].tolist())
     measured = measure_offline(base, head, texts, GenerationSettings(max_new_tokens=64))
     assert measured.forwards > 0
     logits = offline_logits(head, base.read(tokens, head.aux_layers), tokens)

@@ -20,15 +20,15 @@ from specheads.measure.compare import (
     make_condition,
     ratios,
 )
-from specheads.measure.generation import Continuations, GenerationSettings
+from specheads.measure.generation import BaseTexts, GenerationSettings
 from specheads.measure.results import Comparison, MethodResults
 from tests import results as tests_results
 from tests import tiny
 
 
-def written(new_tokens: int, sampling: Sampling | None = None) -> Continuations:
+def written(new_tokens: int, sampling: Sampling | None = None) -> BaseTexts:
     out = generate(tiny.base(), None, tiny.prompts(), max_new_tokens=new_tokens, sampling=sampling)
-    return Continuations(tiny.prompts(), out.tokens)
+    return BaseTexts(tiny.prompts(), out.tokens)
 
 
 def methods() -> dict[str, DraftMethod]:

@@ -12,7 +12,7 @@ from specheads.measure.counts import (
     paired_gain,
 )
 from specheads.measure.quality import compare_quality, measure_quality
-from specheads.measure.results import Depth
+from specheads.measure.results import DraftCounts
 from tests import tiny
 
 
@@ -25,7 +25,7 @@ def test_a_forward_offers_every_depth_up_to_the_first_rejection():
     assert counts.forwards == 4
     assert counts.offered == [4, 2, 2]
     assert counts.accepted == [3, 2, 1]
-    assert counts.per_depth()[2] == Depth(offered=2, accepted=1)
+    assert counts.per_depth()[2] == DraftCounts(offered=2, accepted=1)
     assert counts.levels() == [3 / 4, 2 / 3, 1 / 2]
 
 

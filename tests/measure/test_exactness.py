@@ -8,8 +8,8 @@ import torch
 from specheads.base.model import FrozenBase
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.measure.generation import Continuations, GenerationSettings, write_alone
-from specheads.measure.online import compare_texts, identical_exactly, measure_online
+from specheads.measure.generation import BaseTexts, GenerationSettings, continue_prompts
+from specheads.measure.online import compare_texts, count_identical_exactly, measure_online
 from specheads.measure.summary import divergence_note
 from tests import tiny
 from tests.base.test_exact_attention import exact_base
@@ -20,7 +20,7 @@ WARM = Sampling(temperature=1.0, seed=3)
 
 def held(base: FrozenBase, mine: list[list[int]], sampling: Sampling = Sampling()):  # noqa: B008
     how = GenerationSettings(max_new_tokens=12, sampling=sampling)
-    theirs = write_alone(base, tiny.prompts(), how)
+    theirs = continue_prompts(base, tiny.prompts(), how)
     texts = zip(tiny.prompts(), mine or theirs, theirs, strict=True)
     return theirs, compare_texts(base, list(texts), sampling)
 
@@ -97,7 +97,7 @@ def test_truncated_text_is_wrong():
 def test_bfloat16_text_differs_only_at_ties():
     base = tiny.base(dtype=torch.bfloat16)
     how = GenerationSettings(max_new_tokens=40, tree=policies.chain(3))
-    texts = Continuations(tiny.prompts(), write_alone(base, tiny.prompts(), how))
+    texts = BaseTexts(tiny.prompts(), continue_prompts(base, tiny.prompts(), how))
     _, section, _ = measure_online(base, tiny.oracle(3), texts, how)
     assert section.wrong == 0
     assert section.identical + section.tied == section.compared == 3
@@ -106,13 +106,13 @@ def test_bfloat16_text_differs_only_at_ties():
 def test_texts_parted_by_rounding_are_decoded_again_with_exact_sums():
     base, prompts = exact_base(exact=False), tiny.prompts()
     how = GenerationSettings(max_new_tokens=30, tree=policies.Static(((0,), (1,), (0, 0)), "tree"))
-    alone = write_alone(base, prompts, how)
+    alone = continue_prompts(base, prompts, how)
     knows = Oracle([one + text for one, text in zip(prompts, alone, strict=True)], 2, tiny.VOCAB)
-    assert identical_exactly(base, knows, prompts, how) == len(prompts)
+    assert count_identical_exactly(base, knows, prompts, how) == len(prompts)
     assert not base.exact
     # a text that was parted by rounding, as an evaluation finds it
     tie = replace(
         compare_texts(base, []), compared=3, identical=1, tied=2, verdict="parted at a tie"
     )
     assert divergence_note(replace(tie, exact=2)) == ", parted at a tie; with exact sums 3 of 3"
-    assert identical_exactly(tiny.base(), knows, prompts, how) is None
+    assert count_identical_exactly(tiny.base(), knows, prompts, how) is None

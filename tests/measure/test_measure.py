@@ -22,7 +22,7 @@ from specheads.decoding.trees.hybrid import HybridTree
 from specheads.measure import generation, offline, online, report, speed, summary
 from specheads.measure.counts import DepthCounts
 from specheads.measure.evaluation import measure_contexts
-from specheads.measure.generation import Continuations, GenerationSettings
+from specheads.measure.generation import BaseTexts, GenerationSettings
 from specheads.measure.offline import replay
 from specheads.measure.results import (
     Degenerate,
@@ -90,8 +90,8 @@ def alone(max_new_tokens: int = tiny.NEW_TOKENS) -> list[list[int]]:
     return [text[:max_new_tokens] for text in tiny.continuations()]
 
 
-def written(max_new_tokens: int = tiny.NEW_TOKENS) -> Continuations:
-    return Continuations(tiny.prompts(), alone(max_new_tokens))
+def written(max_new_tokens: int = tiny.NEW_TOKENS) -> BaseTexts:
+    return BaseTexts(tiny.prompts(), alone(max_new_tokens))
 
 
 def online_counts(
@@ -124,7 +124,7 @@ def test_replay_and_loop_agree_at_end_of_text(policy, monkeypatch):
     ends = alone()[0][17], alone()[2][9]
     monkeypatch.setattr(FrozenBase, "eos_ids", ends)
     how = GenerationSettings(max_new_tokens=tiny.NEW_TOKENS, batch_size=3)
-    texts = generation.write_alone(tiny.base(), tiny.prompts(), how)
+    texts = generation.continue_prompts(tiny.base(), tiny.prompts(), how)
     assert min(map(len, texts)) < tiny.NEW_TOKENS
     head = Habit(0.5)
     assert replayed(head, policy, texts) == online_counts(head, policy)
@@ -187,14 +187,14 @@ def test_groups_are_ordered_by_length_and_each_prompt_is_in_one_subset():
 def test_looping_texts_are_flagged_and_left_out_of_the_second_rate():
     counts = [DepthCounts(10, [10], [9]), DepthCounts(10, [10], [2]), DepthCounts(10, [10], [4])]
     texts = [[7, 8] * 30, list(range(60)), list(range(60))]
-    section = online.degenerate(counts, texts)
+    section = online.degenerate_rates(counts, texts)
     assert section.flagged == 1
     assert section.with_.tokens_per_forward == 1.5
     assert section.without is not None
     assert section.only is not None
     assert section.without.tokens_per_forward == 1.3
     assert section.only.tokens_per_forward == 1.9
-    assert online.degenerate(counts[:1], texts[:1]).without is None
+    assert online.degenerate_rates(counts[:1], texts[:1]).without is None
 
 
 def test_contexts_equal_a_replay_at_each_length_and_are_paired():
@@ -202,7 +202,7 @@ def test_contexts_equal_a_replay_at_each_length_and_are_paired():
     rows = results().contexts
     for row, prompts in zip(rows, longer(), strict=True):
         tokens = [prompt.tokens for prompt in prompts.prompts]
-        texts = Continuations(tokens, generation.write_alone(tiny.base(), tokens, how))
+        texts = BaseTexts(tokens, generation.continue_prompts(tiny.base(), tokens, how))
         alone = offline.measure_offline(tiny.base(), head, texts, how)
         assert (row.context, row.interval) == (len(tokens[0]), alone.interval)
         assert row.tokens_per_forward == alone.tokens_per_forward
@@ -417,9 +417,9 @@ def test_only_matched_samples_are_compared_with_the_base_alone():
         how = GenerationSettings(
             max_new_tokens=16, batch_size=2, sampling=Sampling(temperature=1.0, seed=seed)
         )
-        plain = generation.write_alone(tiny.base(), tiny.prompts(), how)
+        plain = generation.continue_prompts(tiny.base(), tiny.prompts(), how)
         how = replace(how, tree=TREE, acceptance=acceptance)
-        texts = Continuations(tiny.prompts(), plain)
+        texts = BaseTexts(tiny.prompts(), plain)
         return online.measure_online(tiny.base(), Habit(0.5), texts, how)
 
     section, lossless, _ = sample(3, "match")

@@ -16,7 +16,7 @@ from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.prompt_lookup import LookupText
 from specheads.measure import compare as methods
 from specheads.measure.counts import DepthCounts
-from specheads.measure.generation import GenerationSettings, write_alone
+from specheads.measure.generation import GenerationSettings, continue_prompts
 from tests import tiny
 from tests.measure.test_measure import Habit
 from tests.measure.test_replay import CHAIN, DEPTH, Shifted, prompts
@@ -98,7 +98,7 @@ def rate(name: str, head: Habit) -> float:
     # prompt lookup needs prompts that repeat themselves
     texts = prompts() if "lookup" in name else tiny.prompts()
     decoded = made(head)[name].decode(tiny.base(), texts, HOW)
-    assert [one.tokens for one in decoded] == write_alone(tiny.base(), texts, HOW)
+    assert [one.tokens for one in decoded] == continue_prompts(tiny.base(), texts, HOW)
     counts = [one.counts for one in decoded]
     return DepthCounts(
         sum(one.forwards for one in counts), [], [sum(sum(one.accepted) for one in counts)]

@@ -14,10 +14,10 @@ from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.heads.load import kinds
 from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import (
-    Continuations,
+    BaseTexts,
     GenerationSettings,
+    continue_prompts,
     decode_prompts,
-    write_alone,
 )
 from specheads.measure.offline import guess_ranks, measure_offline, replay
 from specheads.measure.online import measure_online
@@ -69,7 +69,7 @@ def prompts() -> list[list[int]]:
 
 @functools.cache
 def alone() -> list[list[int]]:
-    return write_alone(tiny.base(), prompts(), GenerationSettings(max_new_tokens=NEW_TOKENS))
+    return continue_prompts(tiny.base(), prompts(), GenerationSettings(max_new_tokens=NEW_TOKENS))
 
 
 def decoded(drafter: Drafter | None, tree: policies.TreePolicy) -> list[DepthCounts]:
@@ -140,7 +140,7 @@ MORE = [
 @functools.cache
 def written(asked: str) -> list[list[int]]:
     """Return the text of the base alone."""
-    return write_alone(tiny.base(), tiny.prompts(), how(asked))
+    return continue_prompts(tiny.base(), tiny.prompts(), how(asked))
 
 
 def how(
@@ -220,7 +220,7 @@ class Shifted(Habit):
 
 def measured(drafter: Head):
     base, how = tiny.base(), GenerationSettings(max_new_tokens=30, tree=CHAIN)
-    texts = Continuations(tiny.prompts(), write_alone(base, tiny.prompts(), how))
+    texts = BaseTexts(tiny.prompts(), continue_prompts(base, tiny.prompts(), how))
     return measure_offline(base, drafter, texts, how), *measure_online(base, drafter, texts, how)
 
 

@@ -26,7 +26,7 @@ from specheads.heads.load import build_for_base, copy_for_drafting
 from specheads.measure import tune as tuning
 from specheads.measure import tune_trees
 from specheads.measure.generation import GenerationSettings
-from specheads.measure.offline import guess_ranks
+from specheads.measure.offline import LookupDraft, guess_ranks
 from specheads.measure.tune import Point, fit, fit_ragged, fit_server
 from specheads.measure.tune_trees import (
     Trace,
@@ -158,7 +158,7 @@ def test_match_rates_count_steps_up_to_the_end_of_text():
     #  length   3  3  3  0  3    (nothing to copy) and at 4 (one token remains, so tokens after it
     #  right    2  1  0  0  1    are unknown)
     #  matched  2  3  3  0  1
-    found = list(zip([2, 1, 0, 0, 1], [3, 3, 3, 0, 3], [2, 3, 3, 0, 1], strict=True))
+    found = list(map(LookupDraft, [2, 1, 0, 0, 1], [3, 3, 3, 0, 3], [2, 3, 3, 0, 1]))
     one, two, three = match_rates([found], 3)
     assert one == MatchRates(share=1 / 3, rates=[1.0, 0.0, 0.0])
     assert two == MatchRates(share=1 / 3, rates=[1.0, 1.0, 0.0])
@@ -201,7 +201,7 @@ def test_the_drafts_of_each_depth_are_those_below_right_ones(monkeypatch):
     head = copy_for_drafting(
         build_for_base({"kind": "medusa", "depth": 4}, tiny.base()), tiny.base()
     )
-    found = tune_trees.draft_chances(tune_trees.traced(tiny.base(), head, [([1], [2] * 9)]), 4)
+    found = tune_trees.draft_chances(tune_trees.trace_texts(tiny.base(), head, [([1], [2] * 9)]), 4)
     for depth, (chances, accepted) in enumerate(found):
         reached = right[:, :depth].all(1)
         assert chances.tolist() == probs[reached, depth].tolist()

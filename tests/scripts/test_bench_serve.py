@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.heads.load import build_for_base
-from specheads.measure.generation import GenerationSettings, write_alone
+from specheads.measure.generation import GenerationSettings, continue_prompts
 from tests.export.trained import taught
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,9 @@ def trained(base: FrozenBase) -> Head:
     """A head that has seen what the base says after half of the prompts."""
     tokenizer: Any = base.tokenizer
     prompts = [tokenizer(text)["input_ids"] for text in SAID]
-    texts = write_alone(base, prompts, GenerationSettings(max_new_tokens=24, stop_at_eos=False))
+    texts = continue_prompts(
+        base, prompts, GenerationSettings(max_new_tokens=24, stop_at_eos=False)
+    )
     counts = torch.bincount(torch.tensor([*chain.from_iterable(texts)]), minlength=base.vocab_size)
     torch.manual_seed(0)
     head = build_for_base(

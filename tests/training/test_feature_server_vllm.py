@@ -24,7 +24,7 @@ from specheads.data.prompts import load_prompts
 from specheads.decoding.trees.policies import chain
 from specheads.heads.load import load_head
 from specheads.measure.counts import compute_rate, paired_gain
-from specheads.measure.generation import GenerationSettings, write_alone
+from specheads.measure.generation import GenerationSettings, continue_prompts
 from specheads.measure.offline import guess_ranks, replay
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
@@ -123,7 +123,7 @@ def test_acceptance_equals_that_of_a_local_base(kind: str, dtype: str, tmp_path:
     assert base.tokenizer
     prompts = load_prompts("python_stdlib", base.tokenizer, num_prompts=32).prompts
     how = GenerationSettings(max_new_tokens=96, batch_size=32)
-    alone = write_alone(base, [one.tokens for one in prompts], how)
+    alone = continue_prompts(base, [one.tokens for one in prompts], how)
     heads = [load_head(tmp_path / name / "head", base) for name in ("vllm", "local")]
     counts = [
         [
