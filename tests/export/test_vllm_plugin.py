@@ -19,8 +19,8 @@ from specheads.decoding.calibration import Curve
 from specheads.decoding.cost import FollowedCost, ForwardCost, StepCost
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import FILE, Machine
-from specheads.export import vllm
-from specheads.export.layouts.vllm import HEAD_VARIABLE, PROPOSER
+from specheads.export import vllm, vllm_head, vllm_positions
+from specheads.export.layouts.vllm import FORCE_VARIABLE, HEAD_VARIABLE, PROPOSER
 from specheads.heads import load
 from specheads.heads.layers.attention import HeadCache
 from tests import tiny, tuned
@@ -98,17 +98,17 @@ def prepared(monkeypatch) -> Iterator[type[Runner]]:
 
     parts = {
         vllm.RUNNER: {"GPUModelRunner": GPUModelRunner},
-        vllm.CACHE: {"FullAttentionSpec": FullAttentionSpec},
-        vllm.EMBEDDING: {"VocabParallelEmbedding": Embedding, "ParallelLMHead": LMHead},
-        vllm.PARALLEL: {"tensor_model_parallel_all_gather": lambda values, _: values},
+        vllm_positions.CACHE: {"FullAttentionSpec": FullAttentionSpec},
+        vllm_head.EMBEDDING: {"VocabParallelEmbedding": Embedding, "ParallelLMHead": LMHead},
+        vllm_head.PARALLEL: {"tensor_model_parallel_all_gather": lambda values, _: values},
     }
     for name, content in parts.items():
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    vllm._prepare_runner.cache_clear()
+    vllm.prepare_runner.cache_clear()
     yield GPUModelRunner
-    vllm._prepare_runner.cache_clear()
+    vllm.prepare_runner.cache_clear()
 
 
 def build(kind: str, **settings: Any) -> Head:
@@ -268,7 +268,8 @@ def test_padding_is_written_to_the_null_slot(prepared, tmp_path, monkeypatch):
     table = runner.input_batch.block_table[0].get_device_tensor(2)
     table[1, 1] = table[0, 0]
     first = BLOCK * int(table[0, 0])
-    memory = runner.drafter._memory
+    assert runner.drafter.cache is not None
+    memory = runner.drafter.cache.memory
     assert isinstance(memory, HeadCache)
     remembered = memory.kv_cache[0, :, :, first : first + BLOCK]
     before = remembered.clone()
@@ -390,7 +391,7 @@ def test_base_with_other_weights_is_refused_unless_forced(tmp_path, monkeypatch)
     sibling = nn.ModuleList([Embedding(base.embedding), LMHead(base.projection.weight * 1.01)])
     with pytest.raises(ValueError, match="a head fits the weights it was trained on: those are"):
         vllm.Proposer(config()).load_model(sibling)
-    monkeypatch.setenv(vllm.FORCE_VARIABLE, "true")
+    monkeypatch.setenv(FORCE_VARIABLE, "true")
     vllm.Proposer(config()).load_model(sibling)
 
 
@@ -431,8 +432,8 @@ def tune(
     acceptance = replace(found.acceptance, per_depth=rates, curves=curves)
     measured = replace(found, acceptance=acceptance)
     (folder / FILE).write_text(dumps(measured))
-    served = vllm.ServingCost(engine="vLLM", machine=machine, cost=spent, cost_error={})
-    (folder / vllm.COST_FILE).write_text(dumps(served))
+    served = vllm_head.ServingCost(engine="vLLM", machine=machine, cost=spent, cost_error={})
+    (folder / vllm_head.COST_FILE).write_text(dumps(served))
 
 
 def budgeted(
@@ -492,7 +493,7 @@ def with_unread(prepared: type[Runner], folder: Any, monkeypatch: Any) -> tuple[
     runner, head = budgeted(prepared, folder, monkeypatch, *told, kind="eagle_gru")
     forward(runner, TEXTS, [(0, 4, 0, 5), (0, 5, 0, 6)])
     forward(runner, TEXTS, [(4, 1, 0, 6), (5, 1, 0, 7)])
-    assert set(runner.drafter._unread) == {"a", "b"}
+    assert set(runner.drafter.unread.spans) == {"a", "b"}
     return runner, head
 
 
@@ -519,7 +520,7 @@ def test_positions_are_read_once_a_block_is_full_while_nothing_is_drafted(
     make_faster(runner)
     drafts = forward(runner, TEXTS, [(7, 1, 0, 9), (8, 1, 0, 10)])
     assert drafts == [drafted(head, TEXTS[0][:9]), drafted(head, TEXTS[1][:10])]
-    assert not runner.drafter._unread
+    assert not runner.drafter.unread.spans
 
 
 def test_unread_positions_of_preempted_and_finished_requests_are_dropped(
@@ -532,7 +533,7 @@ def test_unread_positions_of_preempted_and_finished_requests_are_dropped(
     make_faster(runner)
     drafts = forward(runner, new, [(0, 6, 0, 7), (0, 5, 0, 6)], finished=["b"])
     assert drafts == [drafted(head, new[0][:7]), drafted(head, new[1][:6])]
-    assert not runner.drafter._unread
+    assert not runner.drafter.unread.spans
 
 
 def test_a_request_that_waits_for_its_turn_keeps_its_unread_positions(
@@ -576,7 +577,7 @@ def test_times_of_steps_without_prompts_are_followed(prepared, tmp_path, monkeyp
     assert len(noted) == len(drafting) == 1
 
 
-@pytest.mark.parametrize("absent", [FILE, vllm.COST_FILE])
+@pytest.mark.parametrize("absent", [FILE, vllm_head.COST_FILE])
 def test_every_request_gets_all_drafts_without_a_calibration_or_a_cost(
     absent, prepared, tmp_path, monkeypatch
 ):
