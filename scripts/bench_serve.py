@@ -60,7 +60,7 @@ from specheads.core.machine import instructions
 from specheads.data.prompts import PromptSet, load_prompts
 from specheads.decoding.trees.policies import chain
 from specheads.export.vllm_head import COST_FILE
-from specheads.export.write import export_head
+from specheads.export.write import export_head, pair_texts
 from specheads.heads.load import load_head
 from specheads.measure.counts import DepthCounts, bootstrap_interval, compute_rate
 from specheads.measure.generation import GenerationSettings, continue_prompts
@@ -377,7 +377,7 @@ def _started(
     prompts = [found.prompts[0].tokens for found in sets.values()]
     # the check needs text of some length, not sense
     how = GenerationSettings(max_new_tokens=head.depth + 16, stop_at_eos=False)
-    texts = list(zip(prompts, continue_prompts(base, prompts, how), strict=True))
+    texts = pair_texts(prompts, continue_prompts(base, prompts, how))
     longest = max(len(prompt.tokens) for found in sets.values() for prompt in found.prompts)
     room = min(longest + options.new_tokens + 16, base.max_length)
     with TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ from specheads.config.commands import Export
 from specheads.core.errors import InputError
 from specheads.data.prompts import load_prompts
 from specheads.export.layouts import engine_module
-from specheads.export.write import Parity, export_head, gate_texts
+from specheads.export.write import Parity, export_head, generate_check_texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,10 @@ def export(
     engine_module(settings.engine)
     if not settings.out:
         raise InputError("an export needs its own folder: add out=FOLDER")
-    place = Path(settings.out)
+    folder = Path(settings.out)
     base, head = objects(settings, base)
     tokenizer = base.tokenizer_for("the check of an export")
-    found = load_prompts("python_stdlib", tokenizer, num_prompts=8, prompt_tokens=64).prompts
-    texts = gate_texts(head, base, settings.engine, place, [prompt.tokens for prompt in found])
-    return Exported(place, *export_head(head, base, settings.engine, place, texts))
+    prompts = load_prompts("python_stdlib", tokenizer, num_prompts=8, prompt_tokens=64)
+    tokens = [prompt.tokens for prompt in prompts.prompts]
+    texts = generate_check_texts(head, base, settings.engine, folder, tokens)
+    return Exported(folder, *export_head(head, base, settings.engine, folder, texts))

@@ -40,7 +40,7 @@ def push(
     *,
     settings: Push | None = None,
     dry_run: bool = False,
-) -> hub.Pushed:
+) -> hub.Upload:
     """Publish the head of a run on the Hugging Face Hub, with its card, in one commit.
 
     `overrides` are like `["licence=mit", "private=true"]`. A dry run only returns the files.

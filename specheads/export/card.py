@@ -56,14 +56,14 @@ class Summary:
     """Rows of metrics.jsonl."""
 
     @property
-    def base_place(self) -> str:
+    def base_in_code(self) -> str:
         """The base's name in code that any reader can run."""
         return self.base_id or "path/to/base"
 
     @property
-    def our_base_place(self) -> str:
+    def base_in_specheads(self) -> str:
         """The base's name in code that uses specheads, which also finds packages."""
-        return self.base_name if self.base_name.startswith(PACKAGE) else self.base_place
+        return self.base_name if self.base_name.startswith(PACKAGE) else self.base_in_code
 
 
 def read_summary(
@@ -77,32 +77,36 @@ def read_summary(
     is_local = Path(source).exists() or not HUB_ID.fullmatch(source)
     base_id = base_repo or ("" if is_local else source)
     name = base_id or Path(source).name
-    shown = portable({key: settings[key] for key in PUBLIC_SETTINGS})
-    shown["base"]["model"] = name
-    for phase in shown["schedule"]["phases"].values():
+    public = portable({key: settings[key] for key in PUBLIC_SETTINGS})
+    public["base"]["model"] = name
+    for phase in public["schedule"]["phases"].values():
         if phase["distill"]:
             # the address of a server can hold a password
             phase["distill"] |= {"url": "", "served_as": ""}
-    if shown["data"]["source"] != "hub":
-        shown["data"]["path"] = Path(shown["data"]["path"]).name
+    if public["data"]["source"] != "hub":
+        public["data"]["path"] = Path(public["data"]["path"]).name
     revision, commit = base.revision, getattr(base.config, "_commit_hash", None)
     pin = "" if is_local or base_repo or revision == "main" else revision
     if commit and commit != revision:
         revision = f"{revision} (commit {commit})"
-    known, results, file = read_json(run.provenance), None, run.report / "results.json"
+    provenance, results = read_json(run.provenance), None
+    file = run.report / "results.json"
     if file.is_file():
         # files of older versions hold absolute paths, and users can type them
-        found = from_json(Results, portable(read_json(file)), str(file))
-        kept = replace(found.provenance, command=[])
-        results = replace(found, base=replace(found.base, name=name), provenance=kept)
+        results = from_json(Results, portable(read_json(file)), str(file))
+        results = replace(
+            results,
+            base=replace(results.base, name=name),
+            provenance=replace(results.provenance, command=[]),
+        )
     return Summary(
         base_id,
         name,
         "" if is_local else revision,
         pin,
-        bool(shown["base"]["adapter"]) or run.adapter.is_dir(),
-        shown,
-        portable({key: known[key] for key in PUBLIC_PROVENANCE if key in known}),
+        bool(public["base"]["adapter"]) or run.adapter.is_dir(),
+        public,
+        portable({key: provenance[key] for key in PUBLIC_PROVENANCE if key in provenance}),
         results,
         read_metrics(run.metrics),
     )
@@ -130,7 +134,7 @@ def model_card(
     Missing information is called unknown or not measured. `repo` is empty before publication. An
     empty `data_licence` is the one of `KNOWN_LICENCES`, or unknown.
     """
-    place = repo or "path/to/head"
+    head_path = repo or "path/to/head"
     name = repo.rpartition("/")[2] or f"{head.kind} for {about.base_name}"
     results, data = about.results, about.settings["data"]
     # metrics.jsonl counts tokens from the start of the training
@@ -155,21 +159,23 @@ def model_card(
         about=about,
         name=name,
         repo=repo,
-        place=place,
+        head_path=head_path,
         head=head,
         parameters=sum(parameter.numel() for parameter in head.parameters()),
         results=results,
         # the card's first table has head and base
-        measured=[row for row in summary_rows(results) if row[0] not in ("head", "base")]
+        measurements=[row for row in summary_rows(results) if row[0] not in ("head", "base")]
         if results
         else [],
         depths=depth_rows(results) if results else [],
         verdict=verdict(results) if results else "",
         data_licence=data_licence or KNOWN_LICENCES.get(data["source"], "unknown"),
-        tokens={one: f"{ends[one] - start:,}" for one, start in zip(phases, starts, strict=False)},
+        tokens={
+            phase: f"{ends[phase] - start:,}" for phase, start in zip(phases, starts, strict=False)
+        },
         dtype=results.settings.dtype if results else "float32",
         auto=auto_class(base.model.config).__name__,
-        engines=[] if about.adapted else list(_engines(about, head, base, place)),
+        engines=[] if about.adapted else list(_engines(about, head, base, head_path)),
     )
     return f"{card}\n"
 
@@ -179,9 +185,9 @@ def _evaluations(about: Summary) -> Iterator[EvalResult]:
     if results is None:
         return
     prompts, settings = results.prompts, results.settings
-    known = PUBLIC_PROMPT_SETS.get(prompts.name)
+    hub_set = PUBLIC_PROMPT_SETS.get(prompts.name)
     names = ("temperature", "tree", "dtype", "max_new_tokens")
-    how = {name: getattr(settings, name) for name in names}
+    conditions = {name: getattr(settings, name) for name in names}
     for section, metric, name in (
         (results.offline, "tokens_per_forward", "Tokens per forward, offline replay"),
         (results.online, "tokens_per_forward", "Tokens per forward, online"),
@@ -192,29 +198,32 @@ def _evaluations(about: Summary) -> Iterator[EvalResult]:
         low, high = section.interval
         yield EvalResult(
             task_type="text-generation",
-            dataset_type=known.path if known else prompts.name,
+            dataset_type=hub_set.path if hub_set else prompts.name,
             dataset_name=prompts.name,
             dataset_args={"prompts": prompts.count, "version": prompts.version},
             metric_type=metric,
             metric_name=f"{name} (95 % interval {low:.3f} to {high:.3f})",
             metric_value=round(getattr(section, metric), 4),
-            metric_args=how | {"hardware": str(results.provenance.hardware)},
+            metric_args=conditions | {"hardware": str(results.provenance.hardware)},
         )
 
 
 def _engines(
-    about: Summary, head: Head, base: FrozenBase, place: str
+    about: Summary, head: Head, base: FrozenBase, head_path: str
 ) -> Iterator[tuple[str, str, list[str]]]:
     """Yield each engine that serves the head, whether it was run, and the commands."""
-    shown = copy(base)
-    shown.place, shown.revision = about.base_place, about.base_pin or "main"
-    ours = about.our_base_place + (f" base.revision={about.base_pin}" if about.base_pin else "")
+    public_base = copy(base)
+    public_base.place, public_base.revision = about.base_in_code, about.base_pin or "main"
+    base_words = about.base_in_specheads
+    base_words += f" base.revision={about.base_pin}" if about.base_pin else ""
     # a copy of the base belongs in the base's repository
     for engine in (name for name in engines() if name != "base"):
         module = engine_module(engine)
         layout = module.LAYOUTS.get(head.kind)
         if layout and not objection(head, base, layout):
-            ran = "run" if layout.verified == "run" else "not run here"
-            export = f"specheads export head={place} base={ours} engine={engine} out=served"
-            lines = [export, *layout.write(head, shown, Path("served")).serve]
-            yield module.ABOUT, f"{ran}: {layout.note}", lines
+            status = "run" if layout.verified == "run" else "not run here"
+            export = (
+                f"specheads export head={head_path} base={base_words} engine={engine} out=served"
+            )
+            lines = [export, *layout.write(head, public_base, Path("served")).serve]
+            yield module.ABOUT, f"{status}: {layout.note}", lines

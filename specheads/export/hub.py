@@ -37,7 +37,7 @@ SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|KEY", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Pushed:
+class Upload:
     """Files that were uploaded, or would be in a dry run."""
 
     files: dict[str, int]
@@ -56,7 +56,7 @@ def push_run(
     licence: str = "unknown",
     data_licence: str = "",
     dry_run: bool = False,
-) -> Pushed:
+) -> Upload:
     """Check a run's head and base, and upload the head with its card.
 
     Files that contain a secret of the environment or a path of this machine are refused.
@@ -97,11 +97,11 @@ def push_run(
         results = to_json(about.results)
         del results["provenance"]["command"]
         files[RESULTS] = as_json(results).encode()
-    sizes = {path: _checked(path, content) for path, content in files.items()}
-    return Pushed(sizes, "" if dry_run else push(repo, files, private=private))
+    sizes = {path: _checked_size(path, content) for path, content in files.items()}
+    return Upload(sizes, "" if dry_run else push(repo, files, private=private))
 
 
-def _checked(path: str, content: bytes | Path) -> int:
+def _checked_size(path: str, content: bytes | Path) -> int:
     """Return the size of a file; refuse one that is missing, a link, or holds a secret."""
     if isinstance(content, Path):
         if not content.is_file():
@@ -128,11 +128,11 @@ def push(repo: str, files: Contents, *, private: bool | None = None) -> str:
         if private is not None:
             api.update_repo_settings(repo, private=private)
         present = api.list_repo_files(repo)
-        own = files if SETTINGS in present else ()
+        replaced = files if SETTINGS in present else ()
         weights = [name for name in present if "/" not in name and name.endswith(WEIGHTS)]
-        if others := [name for name in weights if name not in own]:
+        if foreign := [name for name in weights if name not in replaced]:
             raise InputError(
-                f"a head needs a repository of its own, and {repo} holds {others[0]}; name another"
+                f"a head needs a repository of its own, and {repo} holds {foreign[0]}; name another"
             )
         # remove results of an earlier push, because they describe another head
         old = [name for name in (RESULTS, FILE) if name in present and name not in files]
@@ -151,7 +151,7 @@ def push(repo: str, files: Contents, *, private: bool | None = None) -> str:
 
 def _explain(repo: str, error: BaseException) -> str:
     """Return the cause and a remedy, without the addresses in the original message."""
-    answer = next((one for one in causes(error) if isinstance(one, HfHubHTTPError)), None)
+    answer = next((cause for cause in causes(error) if isinstance(cause, HfHubHTTPError)), None)
     if answer is not None:
         reason = (answer.server_message or "without a reason").splitlines()[0]
         cause = f"the Hub answered {answer.response.status_code} ({reason})"
@@ -174,12 +174,12 @@ def _refuse_secrets(path: str, data: bytes) -> None:
     }
     if token := get_token():
         patterns["the token"] = re.escape(token)
-    for what, folder in (("the home folder", Path.home()), ("the working folder", Path.cwd())):
+    for name, folder in (("the home folder", Path.home()), ("the working folder", Path.cwd())):
         if folder != Path(folder.anchor):
             # only whole paths, and not parts of longer names
-            patterns[what] = rf"(?<![\w.:/-]){re.escape(str(folder))}(?![\w.-])"
-    for what, pattern in patterns.items():
+            patterns[name] = rf"(?<![\w.:/-]){re.escape(str(folder))}(?![\w.-])"
+    for secret, pattern in patterns.items():
         if re.search(pattern.encode(), data):
             raise InputError(
-                f"a push must not describe this machine, {path} holds {what}; change the settings"
+                f"a push must not describe this machine, {path} holds {secret}; change the settings"
             )

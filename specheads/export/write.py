@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -44,10 +45,22 @@ TOLERANCE = 1e-4
 """Largest difference between logits, relative to the largest logit: float32 rotary tables."""
 NEW_TOKENS = 64
 """Tokens that the base generates after each prompt of the check."""
-GateText = tuple[list[int], list[int]]
-"""A prompt and its greedy continuation by the base."""
-Lent = tuple[Tensor, Tensor, Tensor | None]
-"""The base's embedding, and the matrix and bias of its vocabulary projection."""
+
+
+class CheckText(NamedTuple):
+    """Tokens of a text on which a head and its export must agree."""
+
+    prompt: list[int]
+    continuation: list[int]
+    """Greedy text of the base."""
+
+
+class BaseTables(NamedTuple):
+    """Tensors of a base that heads borrow, in float64 on the CPU."""
+
+    embedding: Float[Tensor, "vocab width"]
+    projection: Float[Tensor, "vocab width"]
+    bias: Float[Tensor, " vocab"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,27 +86,32 @@ class LevelDraft:
     """Logit of the probability that the base accepts the draft, for heads that predict it."""
 
 
-def gate_texts(
+def generate_check_texts(
     head: Head, base: FrozenBase, engine: str, out: Path, prompts: list[list[int]]
-) -> list[GateText]:
+) -> list[CheckText]:
     """Return prompts and their greedy continuations by the base, for the check.
 
     What `export_head` would refuse is refused before any text is generated.
     """
     find_layout(head, base, engine)
-    _target(out, base)
+    _output_folder(out, base)
     # continue past end-of-text tokens: the check needs length, not sense
-    how = GenerationSettings(
+    generation = GenerationSettings(
         max_new_tokens=max(NEW_TOKENS, head.depth + 2),
         batch_size=8,
         stop_at_eos=False,
         progress=True,
     )
-    return list(zip(prompts, continue_prompts(base, prompts, how), strict=True))
+    return pair_texts(prompts, continue_prompts(base, prompts, generation))
+
+
+def pair_texts(prompts: Sequence[list[int]], continuations: Sequence[list[int]]) -> list[CheckText]:
+    """Return each prompt with its continuation."""
+    return [CheckText(*pair) for pair in zip(prompts, continuations, strict=True)]
 
 
 def export_head(
-    head: Head, base: FrozenBase, engine: str, out: Path, texts: Sequence[GateText]
+    head: Head, base: FrozenBase, engine: str, out: Path, texts: Sequence[CheckText]
 ) -> tuple[tuple[str, ...], Parity]:
     """Write a head for an engine; return the command lines that serve it and the check's result.
 
@@ -105,9 +123,9 @@ def export_head(
         ValueError: The engine cannot serve this head, `out` holds other files, or the check fails.
             Nothing is written then.
     """
-    layout, out = find_layout(head, base, engine), _target(out, base)
-    merged = bool(base.adapter)
-    if merged:
+    layout, out = find_layout(head, base, engine), _output_folder(out, base)
+    is_merged = bool(base.adapter)
+    if is_merged:
         base.place = str(out / MERGED_BASE)
     folder = layout.write(head, base, out)
     if folder.copied and out.is_relative_to(folder.copied.resolve()):
@@ -118,19 +136,12 @@ def export_head(
     sweep(out.parent, out.name)
     with atomic_folder(out) as scratch:
         _save(folder, scratch)
-        if merged:
+        if is_merged:
             base.model.save_pretrained(scratch / MERGED_BASE)
             if base.tokenizer is not None:
                 base.tokenizer.save_pretrained(scratch / MERGED_BASE)
-        lent = tables(base)
-        trained = widened(copy_head(head), lent)
-        loaded = widened(load_export(scratch, head, base, copied=bool(folder.copied)), lent)
-        read = bar(read_texts(head, base, texts), "drafts", shown=True)
-        difference = largest_difference((drafts(trained, one), drafts(loaded, one)) for one in read)
-        chain = policies.chain(head.depth)
-        walked = [replay(guess_ranks(base, head, *text, width=1), chain) for text in texts]
-        total = DepthCounts.total(walked, head.depth)
-        parity = Parity(total.per_depth(), total.tokens_per_forward, difference)
+        exported = load_export(scratch, head, base, copied=bool(folder.copied))
+        parity = check_parity(head, exported, base, texts)
         record = {
             "engine": engine,
             "head": {"kind": head.kind, "depth": head.depth},
@@ -142,7 +153,7 @@ def export_head(
     return folder.serve, parity
 
 
-def _target(out: Path, base: FrozenBase) -> Path:
+def _output_folder(out: Path, base: FrozenBase) -> Path:
     """Return the output folder; refuse one that an export may not replace."""
     out = writable_folder(out)
     if not out.exists():
@@ -154,9 +165,10 @@ def _target(out: Path, base: FrozenBase) -> Path:
     # the new folder is filled next to the old one and then takes its place
     writable_folder(out.parent)
     in_use = [Path.cwd()] if base.adapter else [Path.cwd(), Path(base.place).resolve()]
-    if held := [place for place in in_use if place.is_relative_to(out)]:
+    if inside := [folder for folder in in_use if folder.is_relative_to(out)]:
         raise InputError(
-            f"out= is replaced as a whole, and {out} holds {held[0]}, which is in use; name another"
+            f"out= is replaced as a whole, and {out} holds {inside[0]}, which is in use; "
+            "name another"
         )
     return out
 
@@ -176,36 +188,53 @@ def _save(folder: Folder, target: Path) -> None:
         (target / name).write_text(text, encoding="utf-8")
 
 
-def _copy(source: Path, target: Path, changed: Mapping[str, Tensor]) -> None:
+def _copy(source: Path, target: Path, tensors: Mapping[str, Tensor]) -> None:
     """Copy a checkpoint with some tensors replaced."""
     for file in source.rglob("*"):
-        part = file.relative_to(source)
-        if not file.is_file() or any(name.startswith(".") for name in part.parts):
+        path = file.relative_to(source)
+        if not file.is_file() or any(name.startswith(".") for name in path.parts):
             continue
         refuse_outside(file, source)
-        place = target / part
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, place)
+        copy = target / path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
         if file.suffix == ".safetensors":
-            with safe_open(file, "pt") as stored:
-                names, metadata = changed.keys() & stored.keys(), stored.metadata()
+            with safe_open(file, "pt") as checkpoint:
+                names, metadata = tensors.keys() & checkpoint.keys(), checkpoint.metadata()
             if names:
-                save_file(
-                    load_file(file) | {name: changed[name] for name in names}, place, metadata
-                )
+                replaced = load_file(file) | {name: tensors[name] for name in names}
+                save_file(replaced, copy, metadata)
 
 
 # --- the check ---------------------------------------------------------------------------------
 
 
-def read_texts(head: Head, base: FrozenBase, texts: Sequence[GateText]) -> list[Features]:
+def check_parity(
+    head: Head, exported: Head, base: FrozenBase, texts: Sequence[CheckText]
+) -> Parity:
+    """Compare the logits of a head and of its export along texts, and replay chains of the head."""
+    tables = base_tables(base)
+    trained = bind_in_float64(copy_head(head), tables)
+    loaded = bind_in_float64(exported, tables)
+    features = bar(read_features(head, base, texts), "drafts", shown=True)
+    difference = largest_difference(
+        (level_drafts(trained, text), level_drafts(loaded, text)) for text in features
+    )
+    chain = policies.chain(head.depth)
+    replays = [replay(guess_ranks(base, head, *text, width=1), chain) for text in texts]
+    total = DepthCounts.total(replays, head.depth)
+    return Parity(total.per_depth(), total.tokens_per_forward, difference)
+
+
+def read_features(head: Head, base: FrozenBase, texts: Sequence[CheckText]) -> list[Features]:
     """Return the features that a head reads of each text, in float64 on the CPU."""
-    tokens = [torch.tensor([prompt + new]) for prompt, new in texts]
-    read = [base.read(one.to(base.device), head.aux_layers) for one in tokens]
-    return [
-        Features(_wide(one.hidden), None if one.aux is None else _wide(one.aux), text)
-        for one, text in zip(read, tokens, strict=True)
-    ]
+    features = []
+    for prompt, continuation in texts:
+        tokens = torch.tensor([prompt + continuation])
+        text = base.read(tokens.to(base.device), head.aux_layers)
+        aux = None if text.aux is None else _to_float64(text.aux)
+        features.append(Features(_to_float64(text.hidden), aux, tokens))
+    return features
 
 
 def load_export(folder: Path, head: Head, base: FrozenBase, *, copied: bool = False) -> Head:
@@ -221,10 +250,11 @@ def load_export(folder: Path, head: Head, base: FrozenBase, *, copied: bool = Fa
     loaded.depth = head.depth if copied else loaded.depth
     loaded.choose_aux_layers(base.num_layers)
     for name in ("kind", "depth", "aux_layers"):
-        ours, theirs = getattr(head, name), getattr(loaded, name)
-        if ours != theirs:
+        trained, exported = getattr(head, name), getattr(loaded, name)
+        if trained != exported:
             raise InputError(
-                f"the export loads with {name}={theirs}, the head has {ours}; nothing was written"
+                f"the export loads with {name}={exported}, the head has {trained}; nothing was "
+                "written"
             )
     if copied:
         return loaded
@@ -235,8 +265,8 @@ def load_export(folder: Path, head: Head, base: FrozenBase, *, copied: bool = Fa
         "lm_head.weight": base.projection.scaled_weight[ids],
     }
     for name, value in load_file(file).items():
-        copied = name in copies and name not in head.state_dict()
-        if copied and not torch.equal(value, copies[name].detach().cpu().to(value.dtype)):
+        is_copy = name in copies and name not in head.state_dict()
+        if is_copy and not torch.equal(value, copies[name].detach().cpu().to(value.dtype)):
             raise InputError(
                 f"{name!r} in the export differs from the base's tensor; nothing was written"
             )
@@ -244,7 +274,7 @@ def load_export(folder: Path, head: Head, base: FrozenBase, *, copied: bool = Fa
 
 
 @torch.no_grad()
-def drafts(head: Head, features: Features) -> list[LevelDraft]:
+def level_drafts(head: Head, features: Features) -> list[LevelDraft]:
     """Return the drafts of a head along one text, at every depth."""
     tokens = features.tokens
     assert tokens is not None
@@ -263,50 +293,50 @@ def largest_difference(pairs: Iterable[tuple[list[LevelDraft], list[LevelDraft]]
     Raises:
         ValueError: The difference is above `TOLERANCE`, or the tokens of the columns differ.
     """
-    found = [
+    by_text = [
         [_difference(*levels, depth) for depth, levels in enumerate(zip(*pair, strict=True))]
         for pair in pairs
     ]
-    worst = torch.tensor(found).amax(0)
-    for depth, difference in enumerate(worst.tolist()):
+    by_depth = torch.tensor(by_text).amax(0)
+    for depth, difference in enumerate(by_depth.tolist()):
         # in this form NaN is refused too
         if not difference <= TOLERANCE:
             raise InputError(
                 f"the export's logits at depth {depth} are {difference:.1e} of the largest one "
                 f"away from the run's, rounding explains {TOLERANCE:.1e}; nothing was written"
             )
-    return worst.max().item()
+    return by_depth.max().item()
 
 
-def tables(base: FrozenBase) -> Lent:
+def base_tables(base: FrozenBase) -> BaseTables:
     """Return the tensors that a base lends, in float64 on the CPU."""
-    own = base.projection
-    bias = None if own.scaled_bias is None else _wide(own.scaled_bias)
-    return _wide(base.embedding), _wide(own.scaled_weight), bias
+    projection = base.projection
+    bias = None if projection.scaled_bias is None else _to_float64(projection.scaled_bias)
+    return BaseTables(_to_float64(base.embedding), _to_float64(projection.scaled_weight), bias)
 
 
-def _wide(values: Tensor) -> Tensor:
+def _to_float64(values: Tensor) -> Tensor:
     return values.detach().cpu().double()
 
 
-def widened(head: Head, lent: Lent) -> Head:
+def bind_in_float64(head: Head, tables: BaseTables) -> Head:
     """Move a head to float64 on the CPU and bind it to the base's tensors."""
-    head.cpu().bind(*lent)
+    head.cpu().bind(*tables)
     return head.double().eval()
 
 
-def _difference(ours: LevelDraft, theirs: LevelDraft, level: int) -> float:
+def _difference(trained: LevelDraft, exported: LevelDraft, level: int) -> float:
     """Return the largest difference between two logits, relative to the largest logit.
 
     Rows whose next token is beyond the text are left out.
     """
-    if not torch.equal(ours.ids, theirs.ids):
+    if not torch.equal(trained.ids, exported.ids):
         raise InputError(
             f"the export drafts other tokens than the run at depth {level}; nothing was written"
         )
-    known = len(ours.logits) - 2 - level
-    pairs = [(ours.logits[:known], theirs.logits[:known])]
-    if ours.confidence is not None and theirs.confidence is not None:
-        pairs.append((ours.confidence[:known], theirs.confidence[:known]))
-    relative = [(own - other).abs().max() / own.abs().max() for own, other in pairs]
+    num_rows = len(trained.logits) - 2 - level
+    pairs = [(trained.logits[:num_rows], exported.logits[:num_rows])]
+    if trained.confidence is not None and exported.confidence is not None:
+        pairs.append((trained.confidence[:num_rows], exported.confidence[:num_rows]))
+    relative = [(a - b).abs().max() / a.abs().max() for a, b in pairs]
     return torch.stack(relative).max().item()

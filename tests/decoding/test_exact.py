@@ -19,7 +19,7 @@ from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.trees import policies
-from specheads.export.write import export_head
+from specheads.export.write import export_head, pair_texts
 from specheads.heads.load import build_for_base, load_head
 from specheads.runs.trackers import read_metrics
 from specheads.training.memory import MetaTraining, PeakMemory
@@ -227,6 +227,6 @@ def test_head_of_experts_is_planned_exported_and_loaded(
     texts = generate(base, None, prompts, max_new_tokens=16).tokens
     assert generate(base, loaded, prompts, max_new_tokens=16).tokens == texts
     engine = "speculators" if kind == "dflash" else "vllm"
-    pairs = list(zip(prompts, texts, strict=True))
-    _, parity = export_head(loaded, base, engine, tmp_path / "served", pairs)
+    served = tmp_path / "served"
+    _, parity = export_head(loaded, base, engine, served, pair_texts(prompts, texts))
     assert parity.largest_difference < 1e-5

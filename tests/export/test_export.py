@@ -24,16 +24,18 @@ from specheads.export.layouts._shared import Folder
 from specheads.export.layouts.vllm import PLUGIN
 from specheads.export.write import (
     RECORD,
-    Lent,
+    BaseTables,
+    CheckText,
     LevelDraft,
-    drafts,
+    base_tables,
+    bind_in_float64,
     export_head,
-    gate_texts,
+    generate_check_texts,
     largest_difference,
+    level_drafts,
     load_export,
-    read_texts,
-    tables,
-    widened,
+    pair_texts,
+    read_features,
 )
 from specheads.heads.load import build_for_base, copy_head
 from specheads.measure.counts import DepthCounts
@@ -116,15 +118,14 @@ def base() -> FrozenBase:
 
 
 @pytest.fixture(scope="module")
-def texts(base: FrozenBase) -> list[tuple[list[int], list[int]]]:
+def texts(base: FrozenBase) -> list[CheckText]:
     prompts = tiny.prompts()
-    new = generate(base, None, prompts, max_new_tokens=24).tokens
-    return list(zip(prompts, new, strict=True))
+    return pair_texts(prompts, generate(base, None, prompts, max_new_tokens=24).tokens)
 
 
 @pytest.fixture(scope="module")
-def borrowed_projection(base: FrozenBase) -> Lent:
-    return tables(base)
+def tables(base: FrozenBase) -> BaseTables:
+    return base_tables(base)
 
 
 def make(kind: str, base: FrozenBase, depth: int = 3, **settings) -> Head:
@@ -155,31 +156,33 @@ def oracles_of(kind: str, engine: str) -> list[DraftOracle]:
     return [ORACLES[kind, engine], *([medusa.vllm_0_32] if both else [])]
 
 
-def by_head(head: Head, base: FrozenBase, texts: Any, lent: Any) -> list[list[LevelDraft]]:
+def drafts_of_head(
+    head: Head, base: FrozenBase, texts: list[CheckText], tables: BaseTables
+) -> list[list[LevelDraft]]:
     """Return the drafts of a head for each text, in float64."""
-    wide = widened(copy_head(head), lent)
-    return [drafts(wide, features) for features in read_texts(head, base, texts)]
+    bound = bind_in_float64(copy_head(head), tables)
+    return [level_drafts(bound, features) for features in read_features(head, base, texts)]
 
 
 def compare(
-    wanted: list[list[LevelDraft]], folder: Path, engine: str, head: Head, *view: Any
+    expected: list[list[LevelDraft]], folder: Path, engine: str, head: Head, *view: Any
 ) -> float:
     """Return the largest difference to the drafts that an engine makes from a folder."""
-    base, texts, lent = view
-    views = [view_base(base, text, lent) for text in texts]
-    found = [
+    base, texts, tables = view
+    views = [view_base(base, text, tables) for text in texts]
+    differences = [
         largest_difference(
-            (own, list(oracle(folder, view, head.depth)))
-            for own, view in zip(wanted, views, strict=True)
+            (drafts, list(oracle(folder, view, head.depth)))
+            for drafts, view in zip(expected, views, strict=True)
         )
         for oracle in oracles_of(head.kind, engine)
     ]
-    return max(found, default=0.0)
+    return max(differences, default=0.0)
 
 
 @pytest.mark.parametrize(("kind", "engine"), PAIRS)
 def test_export_drafts_as_the_head_does_here_and_by_the_oracle(
-    kind, engine, base, texts, lent, tmp_path
+    kind, engine, base, texts, tables, tmp_path
 ):
     assert {*PAIRS} == {*ORACLES} | {(kind, "vllm") for kind in PLUGIN}
     heads = list(variants(kind, engine, base))
@@ -191,8 +194,8 @@ def test_export_drafts_as_the_head_does_here_and_by_the_oracle(
         walked = [replay(guess_ranks(base, head, *text, width=1), chain) for text in texts]
         assert parity.per_depth == DepthCounts.total(walked, head.depth).per_depth()
         assert parity.largest_difference < 1e-5
-        wanted = by_head(head, base, texts, lent)
-        assert compare(wanted, out, engine, head, base, texts, lent) < 1e-5
+        expected = drafts_of_head(head, base, texts, tables)
+        assert compare(expected, out, engine, head, base, texts, tables) < 1e-5
         assert any(str(out) in line for line in lines)
         record = json.loads((out / RECORD).read_text())
         assert record["parity"]["per_depth"] == to_json(parity.per_depth)
@@ -218,12 +221,12 @@ OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "t2d")
         for kind, engine in PAIRS
     ],
 )
-def test_gate_refuses_a_mutation_of_any_tensor(kind, engine, base, texts, lent, tmp_path):
+def test_gate_refuses_a_mutation_of_any_tensor(kind, engine, base, texts, tables, tmp_path):
     passed, one = [], texts[:1]
     for number, head in enumerate(variants(kind, engine, base, depth=2)):
         folder = tmp_path / str(number)
         export_head(head, base, engine, folder, one)
-        wanted = by_head(head, base, one, lent)
+        expected = drafts_of_head(head, base, one, tables)
         (file,) = folder.glob("*.safetensors")
         whole = load_file(file)
         for name, value in whole.items():
@@ -235,9 +238,11 @@ def test_gate_refuses_a_mutation_of_any_tensor(kind, engine, base, texts, lent, 
                 try:
                     if how != "deleted" or name not in OPTIONAL or kind in PLUGIN:
                         loaded = load_export(folder, head, base)
-                        pairs = zip(wanted, by_head(loaded, base, one, lent), strict=True)
+                        pairs = zip(
+                            expected, drafts_of_head(loaded, base, one, tables), strict=True
+                        )
                         largest_difference(pairs)
-                    compare(wanted, folder, engine, head, base, one, lent)
+                    compare(expected, folder, engine, head, base, one, tables)
                 except ValueError:
                     continue
                 passed.append((head.config, name, how))
@@ -313,14 +318,14 @@ def edit(folder: Path, **changes) -> None:
     ],
 )
 def test_oracle_refuses_settings_that_an_engine_would_read_differently(
-    kind, engine, settings, changes, base, texts, lent, tmp_path
+    kind, engine, settings, changes, base, texts, tables, tmp_path
 ):
     head, one = make(kind, base, **settings), texts[1:2]
     export_head(head, base, engine, tmp_path / "out", one)
     edit(tmp_path / "out", **changes)
-    wanted = by_head(head, base, one, lent)
+    expected = drafts_of_head(head, base, one, tables)
     with pytest.raises((ValueError, KeyError)):
-        compare(wanted, tmp_path / "out", engine, head, base, one, lent)
+        compare(expected, tmp_path / "out", engine, head, base, one, tables)
 
 
 YARN = STRETCHED["yarn"] | {"truncate": False, "mscale": 1.0}
@@ -462,7 +467,7 @@ def test_layers_of_a_base_that_sglang_would_misread_are_refused(kind, aux_layers
     ],
 )
 def test_a_window_is_exported_and_read_back(
-    kind, engine, settings, by_oracle, base, texts, lent, tmp_path
+    kind, engine, settings, by_oracle, base, texts, tables, tmp_path
 ):
     head, out = make(kind, base, sliding_window=5, **settings), tmp_path / "out"
     _, parity = export_head(head, base, engine, out, texts)
@@ -477,12 +482,12 @@ def test_a_window_is_exported_and_read_back(
     assert again.sliding_window == 5
     assert getattr(again, "causal", None) == getattr(head.config, "causal", None)
     if by_oracle:
-        wanted = by_head(head, base, texts, lent)
-        assert compare(wanted, out, engine, head, base, texts, lent) < 1e-5
+        expected = drafts_of_head(head, base, texts, tables)
+        assert compare(expected, out, engine, head, base, texts, tables) < 1e-5
         inner["sliding_window"] = 6
         (out / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match="logits at depth"):
-            compare(wanted, out, engine, head, base, texts, lent)
+            compare(expected, out, engine, head, base, texts, tables)
 
 
 def test_dflash_for_vllm_has_modelopt_s_settings(base, texts, tmp_path):
@@ -556,7 +561,7 @@ def test_unwritable_folder_is_refused_before_any_work(
     head, out = make("medusa", base), tmp_path / name
     for attempt in (
         lambda: export_head(head, base, "vllm", out, []),
-        lambda: gate_texts(head, base, "vllm", out, []),
+        lambda: generate_check_texts(head, base, "vllm", out, []),
         lambda: write_report(out, bare(), []),
     ):
         with pytest.raises(InputError, match=reason):

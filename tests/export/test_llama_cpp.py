@@ -24,9 +24,9 @@ from tests.export.trained import (
     NEW_TOKENS,
     ORIGINAL,
     base,
+    check_texts,
+    continuations,
     prompts,
-    prompts_and_texts,
-    said,
     trained,
 )
 from tests.scripts.loading import load_script
@@ -92,7 +92,7 @@ def export(tmp_path_factory) -> Callable[[str], list[str]]:
     @cache
     def exported(name: str) -> list[str]:
         out = tmp_path_factory.mktemp("exports") / name
-        lines, _ = export_head(head(name), base(), "llama_cpp", out, prompts_and_texts())
+        lines, _ = export_head(head(name), base(), "llama_cpp", out, check_texts())
         conversion, serving = (shlex.split(line) for line in lines)
         convert(conversion[2:])
         return serving[1:]
@@ -129,7 +129,7 @@ def engine_counts(name: str, depth: int = DEPTH) -> dict[str, Any]:
     llama.cpp never drafts the last token of a request.
     """
     counts, lengths = [], []
-    for prompt, text in zip(prompts(), said(), strict=True):
+    for prompt, text in zip(prompts(), continuations(), strict=True):
         ranks = guess_ranks(base(), head(name), prompt, text[:NEW_TOKENS], width=1)
         counts.append(replay(ranks, policies.chain(depth)))
         anchor = 0
@@ -148,7 +148,7 @@ def engine_counts(name: str, depth: int = DEPTH) -> dict[str, Any]:
 
 def check(answer: dict[str, Any], name: str) -> None:
     """Require the text of the base and the counters of our replay."""
-    assert answer["tokens"] == [text[:NEW_TOKENS] for text in said()]
+    assert answer["tokens"] == [text[:NEW_TOKENS] for text in continuations()]
     wanted = engine_counts(name)
     # some are accepted at every depth, and some are rejected
     per_depth = wanted["accepted_tokens_per_pos"]
@@ -158,7 +158,7 @@ def check(answer: dict[str, Any], name: str) -> None:
 
 
 def test_llama_cpp_without_a_head_generates_the_text_of_the_base(ask):
-    assert ask()["tokens"] == [text[:NEW_TOKENS] for text in said()]
+    assert ask()["tokens"] == [text[:NEW_TOKENS] for text in continuations()]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -174,7 +174,7 @@ def test_counters_of_parallel_requests_equal_the_replay(name, ask):
 def test_backend_sampling_accepts_less_for_parallel_requests(ask):
     """Exports turn it off. If this test fails, llama.cpp was fixed and the flag can go."""
     answer, wanted = ask("eagle3", parallel=3, without=NO_BACKEND_SAMPLING), engine_counts("eagle3")
-    assert answer["tokens"] == [text[:NEW_TOKENS] for text in said()]
+    assert answer["tokens"] == [text[:NEW_TOKENS] for text in continuations()]
     total = "accepted_tokens"
     assert 0 < answer["counters"][total] < wanted[total]
 
@@ -184,12 +184,14 @@ def test_serving_benchmark_counts_equal_its_replay(target, tmp_path, monkeypatch
     convert = partial(script.convert, pre_tokenizer="llama-bpe")
     monkeypatch.setattr(script, "convert", convert)
     head("eagle3").save_pretrained(tmp_path / "head")
-    file = tmp_path / "said.jsonl"
+    file = tmp_path / "continuations.jsonl"
     texts = ("import os\n\n\ndef walk(", "class Tree:\n    def", "for name in")
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     out = tmp_path / "serve.json"
     words = f"--engine llama_cpp --gguf {target} --outtype f32 --base {BASE} --dtype float32 "
-    words += f"--head {tmp_path / 'head'} --sets said={file} --out {out} --limit 3 --new-tokens 24 "
+    words += (
+        f"--head {tmp_path / 'head'} --sets texts={file} --out {out} --limit 3 --new-tokens 24 "
+    )
     words += f"--batch 1,3 --depths 1,{DEPTH} --threads 1"
     assert script.main(shlex.split(words)) == 0
     served = json.loads(out.read_text())

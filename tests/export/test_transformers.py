@@ -18,11 +18,11 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.export.layouts import engine_module
-from specheads.export.write import RECORD, export_head
+from specheads.export.write import RECORD, CheckText, export_head, pair_texts
 from specheads.heads.load import build_for_base, load_head, resume_head
 from specheads.measure.offline import guess_ranks
 from tests import tiny
-from tests.export.trained import taught
+from tests.export.trained import train_head
 
 NEW_TOKENS = 40
 DEPTH = 3
@@ -39,37 +39,39 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def texts(base: FrozenBase) -> list[tuple[list[int], list[int]]]:
+def check_texts(base: FrozenBase) -> list[CheckText]:
     """Return prompts and the base's text, with tokens for a last draft beyond the limit."""
     prompts, limit = tiny.prompts(), NEW_TOKENS + DEPTH + 1
     out = generate(base, None, prompts, max_new_tokens=limit, stop_at_eos=False)
-    return list(zip(prompts, out.tokens, strict=True))
+    return pair_texts(prompts, out.tokens)
 
 
-def accepted(base: FrozenBase, head: Head, prompt: list[int], text: list[int], depth: int) -> Any:
+def accepted_counts(
+    base: FrozenBase, head: Head, prompt: list[int], text: list[int], depth: int
+) -> Any:
     """Return the numbers of tokens accepted in the steps of a chain."""
-    ranks, found, at = guess_ranks(base, head, prompt, text, width=1), [], 0
-    while at + 1 < NEW_TOKENS:
-        alike = int((ranks[at, :depth] == 0).cumprod(0).sum())
-        found.append(min(alike, NEW_TOKENS - at - 2))
-        at += found[-1] + 1
-    return found
+    ranks, counts, position = guess_ranks(base, head, prompt, text, width=1), [], 0
+    while position + 1 < NEW_TOKENS:
+        num_right = int((ranks[position, :depth] == 0).cumprod(0).sum())
+        counts.append(min(num_right, NEW_TOKENS - position - 2))
+        position += counts[-1] + 1
+    return counts
 
 
 @pytest.fixture
-def counted(monkeypatch) -> Callable[..., Any]:
+def decode_with_counts(monkeypatch) -> Callable[..., Any]:
     """Return a function that decodes with transformers, and gives tokens and accepted counts."""
 
-    def decode(model: Any, prompt: list[int], kind: str, **how) -> Any:
+    def decode(model: Any, prompt: list[int], kind: str, **options) -> Any:
         steps: list[int] = []
         drafter = getattr(candidate_generator, kind)
         with monkeypatch.context() as patch:
             patch.setattr(
-                drafter, "update_candidate_strategy", lambda *told: steps.append(int(told[3]))
+                drafter, "update_candidate_strategy", lambda *args: steps.append(int(args[3]))
             )
             out = model.generate(
                 torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False,
-                eos_token_id=None, **how,
+                eos_token_id=None, **options,
             )  # fmt: skip
         # the first step reads the prompt
         return out[0, len(prompt) :].tolist(), steps[1:]
@@ -77,20 +79,20 @@ def counted(monkeypatch) -> Callable[..., Any]:
     return decode
 
 
-def learned(head: Head, base: FrozenBase, known: list) -> Head:
+def train_on_half(head: Head, base: FrozenBase, texts: list[CheckText]) -> Head:
     """Train a head on half of each text, so that some of its drafts are accepted."""
-    tokens = torch.tensor([(prompt + text)[:40] for prompt, text in known])
-    return taught(head.double(), base, tokens, 30, learning_rate=1e-2)
+    tokens = torch.tensor([(prompt + text)[:40] for prompt, text in texts])
+    return train_head(head.double(), base, tokens, 30, learning_rate=1e-2)
 
 
-def test_transformers_drafts_with_an_exported_dflash_head_as_we_do(tmp_path, counted):
+def test_transformers_drafts_with_an_exported_dflash_head_as_we_do(tmp_path, decode_with_counts):
     folder = tiny.saved(tmp_path / "base")
     base = FrozenBase.load(folder, dtype="float64", device="cpu")
-    known = texts(base)
+    texts = check_texts(base)
     torch.manual_seed(0)
     settings = {"kind": "dflash", "depth": DEPTH, "num_layers": 2, "mask_token": 7, **SHAPE}
-    head = learned(build_for_base(settings, base), base, known)
-    lines, parity = export_head(head, base, "transformers", tmp_path / "out", known)
+    head = train_on_half(build_for_base(settings, base), base, texts)
+    lines, parity = export_head(head, base, "transformers", tmp_path / "out", texts)
     assert parity.largest_difference < 1e-5
     assert "assistant_model" in lines[0]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -98,12 +100,14 @@ def test_transformers_drafts_with_an_exported_dflash_head_as_we_do(tmp_path, cou
         tmp_path / "out", dtype=torch.float64, output_loading_info=True
     )
     assert not any(info.values())
-    how = {"assistant_model": assistant, "speculation_type": "dflash"}
+    options = {"assistant_model": assistant, "speculation_type": "dflash"}
     counts = []
-    for prompt, text in known:
-        tokens, steps = counted(model, prompt, "DFlashTokenCandidateGenerator", **how)
+    for prompt, text in texts:
+        tokens, steps = decode_with_counts(
+            model, prompt, "DFlashTokenCandidateGenerator", **options
+        )
         assert tokens == text[:NEW_TOKENS]
-        assert steps == accepted(base, head, prompt, text, DEPTH)
+        assert steps == accepted_counts(base, head, prompt, text, DEPTH)
         counts += steps
     assert {0, DEPTH} <= set(counts)
 
@@ -137,7 +141,7 @@ def based(folder: Path, dtype: torch.dtype, shard: str = "1GB") -> FrozenBase:
     return base
 
 
-def stored(folder: Path) -> dict[str, torch.Tensor]:
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {
         name: value
         for file in folder.glob("*.safetensors")
@@ -146,22 +150,24 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("dtype", "shard"), [(torch.bfloat16, "1GB"), (torch.float32, "100KB")])
-def test_a_trained_module_is_written_back_into_a_copy_of_its_base(dtype, shard, tmp_path, counted):
+def test_a_trained_module_is_written_back_into_a_copy_of_its_base(
+    dtype, shard, tmp_path, decode_with_counts
+):
     folder, out = tmp_path / "base", tmp_path / "out"
     base = based(folder, dtype, shard)
     (folder / "chat").mkdir()
     (folder / "chat" / "tool.jinja").write_text("{{ 1 }}")
-    before, known = stored(folder), texts(base)
-    head = learned(resume_head(folder, base, "mtp"), base, known)
-    lines, parity = export_head(head, base, "base", out, known)
+    before, texts = read_weights(folder), check_texts(base)
+    head = train_on_half(resume_head(folder, base, "mtp"), base, texts)
+    lines, parity = export_head(head, base, "base", out, texts)
     assert parity.largest_difference < 1e-5
     assert lines[0].startswith(f"vllm serve {out} ")
 
     # only the module differs, and the base's own files are untouched
-    after = stored(out)
-    assert before.keys() == after.keys() == stored(folder).keys()
+    after = read_weights(out)
+    assert before.keys() == after.keys() == read_weights(folder).keys()
     for name, value in before.items():
-        assert torch.equal(value, stored(folder)[name])
+        assert torch.equal(value, read_weights(folder)[name])
         assert value.dtype == after[name].dtype
         assert torch.equal(value, after[name]) != name.startswith("mtp."), name
     for file in (file for file in folder.rglob("*") if file.is_file()):
@@ -176,22 +182,22 @@ def test_a_trained_module_is_written_back_into_a_copy_of_its_base(dtype, shard, 
     }
 
     # the copy gives the trained module back, bit for bit in the dtype of the file
-    again = load_head(out).state_dict()
+    reloaded = load_head(out).state_dict()
     for name, value in head.state_dict().items():
-        assert torch.equal(value.to(dtype), again[name].to(dtype)), name
+        assert torch.equal(value.to(dtype), reloaded[name].to(dtype)), name
 
     # transformers decodes with it as with the base, and drafts one token per module
     drafter = load_head(out, base)
     model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
     counts = []
-    for prompt, text in known:
+    for prompt, text in texts:
         alone = model.generate(
             torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
         )
         assert alone[0, len(prompt) :].tolist() == text[:NEW_TOKENS]
-        tokens, steps = counted(model, prompt, "MTPCandidateGenerator", use_mtp=True)
+        tokens, steps = decode_with_counts(model, prompt, "MTPCandidateGenerator", use_mtp=True)
         assert tokens == text[:NEW_TOKENS]
-        assert steps == accepted(base, drafter, prompt, text, depth=1)
+        assert steps == accepted_counts(base, drafter, prompt, text, depth=1)
         counts += steps
     assert {0, 1} == set(counts)
 
@@ -201,42 +207,43 @@ def test_a_copy_needs_a_base_with_a_module_of_the_head_s_architecture(tmp_path):
     base = based(folder, torch.float32)
     tiny.saved(tmp_path / "plain", "mellum")
     plain = FrozenBase.load(tmp_path / "plain", dtype="float32", device="cpu")
-    known = [(prompt, [*range(8)]) for prompt in tiny.prompts()]
+    prompts = tiny.prompts()
+    texts = pair_texts(prompts, [[*range(8)]] * len(prompts))
     head = load_head(folder, base)
-    other = build_for_base({"kind": "mtp", "rope_theta": 500_000.0, **SHAPE}, base)
+    misfit = build_for_base({"kind": "mtp", "rope_theta": 500_000.0, **SHAPE}, base)
 
-    def refused(head: Head, base: FrozenBase) -> str:
-        with pytest.raises(InputError) as told:
-            export_head(head, base, "base", out, known)
+    def refusal(head: Head, base: FrozenBase) -> str:
+        with pytest.raises(InputError) as error:
+            export_head(head, base, "base", out, texts)
         assert not out.exists()
-        return str(told.value)
+        return str(error.value)
 
-    assert "plain has no MTP module; transformers drops it" in refused(head, plain)
-    assert refused(other, base).endswith(
+    assert "plain has no MTP module; transformers drops it" in refusal(head, plain)
+    assert refusal(misfit, base).endswith(
         f"the module in {folder} has qk_norm=True, the head has False; engines that can: vllm"
     )
     base.adapter = "lora"
-    assert "an adapter is merged into the base" in refused(head, base)
+    assert "an adapter is merged into the base" in refusal(head, base)
     base.adapter = ""
     # a copy would hold a file from elsewhere
     (tmp_path / "secret").write_text("x")
     (folder / "notes.txt").symlink_to(tmp_path / "secret")
-    assert "must be in its own folder" in refused(head, base)
+    assert "must be in its own folder" in refusal(head, base)
 
 
 def test_a_base_in_the_cache_of_the_hub_is_copied_without_its_links(tmp_path, monkeypatch):
     folder, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
     base = based(folder, torch.float32, "100KB")
-    known = texts(base)[:1]
+    texts = check_texts(base)[:1]
     head = load_head(folder, base)
     blobs.mkdir()
     for file in [*folder.iterdir()]:
         file.symlink_to(file.rename(blobs / file.name))
     base.place = "ada/base"
     monkeypatch.setattr(engine_module("base"), "snapshot_download", lambda *_, **__: folder)
-    export_head(head, base, "base", tmp_path / "out", known)
+    export_head(head, base, "base", tmp_path / "out", texts)
     assert not any(file.is_symlink() for file in (tmp_path / "out").iterdir())
-    assert stored(folder).keys() == stored(tmp_path / "out").keys()
+    assert read_weights(folder).keys() == read_weights(tmp_path / "out").keys()
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,9 @@ from tests.export.trained import (
     ORIGINAL,
     ROOT,
     base,
+    check_texts,
+    continuations,
     prompts,
-    prompts_and_texts,
-    said,
     trained,
 )
 from tests.servers import VLLM
@@ -102,7 +102,7 @@ def export(tmp_path_factory) -> Callable[[str, str], Path]:
     @cache
     def exported(kind: str, engine: str) -> Path:
         out = tmp_path_factory.mktemp("exports") / f"{kind}-{engine}"
-        export_head(head(kind), base(), engine, out, prompts_and_texts())
+        export_head(head(kind), base(), engine, out, check_texts())
         return out
 
     return exported
@@ -157,7 +157,7 @@ def engine_counts(kind: str, places: Sequence[int] = range(6)) -> dict[str, Any]
     """
     counts = []
     for place in places:
-        ranks = guess_ranks(base(), head(kind), prompts()[place], said()[place], width=1)
+        ranks = guess_ranks(base(), head(kind), prompts()[place], continuations()[place], width=1)
         anchor = 0
         while anchor + 1 < NEW_TOKENS:
             anchor += int((ranks[anchor] == 0).cumprod(0).sum()) + 1
@@ -189,7 +189,7 @@ def check(answer: dict[str, Any], kind: str, places: Sequence[int] = range(6)) -
 
 
 def test_vllm_without_a_head_generates_the_text_of_the_base():
-    assert alone() == [text[:NEW_TOKENS] for text in said()]
+    assert alone() == [text[:NEW_TOKENS] for text in continuations()]
 
 
 @pytest.mark.parametrize("kind", PLUGIN)
@@ -333,7 +333,7 @@ def test_copy_of_a_base_loads_as_the_base_and_drafts_with_the_trained_module(tmp
     own, copy = tmp_path / "mimo", tmp_path / "copy"
     head = trained({"kind": "mtp", "depth": 1, **MIMO}, 100)
     head.base_fingerprint = ""
-    _, parity = export_head(head, mimo(own), "base", copy, prompts_and_texts())
+    _, parity = export_head(head, mimo(own), "base", copy, check_texts())
     rates = []
     for folder in (own, copy):
         answer = serve(
@@ -343,7 +343,7 @@ def test_copy_of_a_base_loads_as_the_base_and_drafts_with_the_trained_module(tmp
                 "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
             }
         )
-        assert answer["tokens"] == [text[:NEW_TOKENS] for text in said()]
+        assert answer["tokens"] == [text[:NEW_TOKENS] for text in continuations()]
         drafts, accepted = (
             answer["counters"][f"spec_decode_num_{name}"] for name in ("drafts", "accepted_tokens")
         )
@@ -408,7 +408,7 @@ def test_drafts_do_not_depend_on_chunks_shared_prefixes_or_preemption(kind, expo
 def decision(place: int) -> float:
     """Return the smallest difference between the base's two best logits."""
     first = len(prompts()[place]) - 1
-    text = torch.tensor([prompts()[place] + said()[place]])
+    text = torch.tensor([prompts()[place] + continuations()[place]])
     logits = base().projection(base().read(text).hidden[0, first : first + NEW_TOKENS])
     best, second = logits.topk(2).values.T
     return (best - second).min().item()

@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.decoding.generate import generate
+from specheads.export.write import CheckText, pair_texts
 from specheads.heads.load import build_for_base
 
 ROOT = Path(__file__).parents[2]
@@ -36,12 +37,12 @@ def prompts() -> tuple[list[int], ...]:
     stdlib = Path(sysconfig.get_path("stdlib"))
     source = (stdlib / "argparse.py").read_text() + (stdlib / "typing.py").read_text()
     ids = tokenizer(source[:40_000])["input_ids"]
-    windows = [ids[1000 * place : 1000 * place + 34 + 5 * place] for place in range(5)]
+    windows = [ids[1000 * index : 1000 * index + 34 + 5 * index] for index in range(5)]
     return (*windows, windows[4][:40] + ids[5000:5007])
 
 
 @cache
-def said() -> tuple[list[int], ...]:
+def continuations() -> tuple[list[int], ...]:
     """Return the base's continuations, with tokens for a last draft beyond the limit."""
     limit = NEW_TOKENS + DEPTH + 1
     out = generate(base(), None, list(prompts()), max_new_tokens=limit, stop_at_eos=False)
@@ -57,32 +58,32 @@ DFLASH = {"num_layers": 1, "attention_heads": 2, "key_value_heads": 1, "draft_to
 DSPARK = {**DFLASH, "markov_rank": 32}
 
 
-def prompts_and_texts() -> list[tuple[list[int], list[int]]]:
-    """Return prompts and continuations for an export's gate."""
-    return list(zip(prompts(), said(), strict=True))
+def check_texts() -> list[CheckText]:
+    """Return prompts and continuations for the check of an export."""
+    return pair_texts(prompts(), continuations())
 
 
 def trained(settings: dict[str, Any], steps: int) -> Head:
     """Train a head on half of the texts for this number of steps."""
-    whole = [prompt + text for prompt, text in prompts_and_texts()]
-    length = min(map(len, whole))
-    tokens = torch.tensor([text[:length] for text in whole[::2]])
-    every = torch.tensor([*chain.from_iterable(whole)])
-    counts = torch.bincount(every, minlength=base().vocab_size)
+    texts = [prompt + text for prompt, text in check_texts()]
+    length = min(map(len, texts))
+    tokens = torch.tensor([text[:length] for text in texts[::2]])
+    all_tokens = torch.tensor([*chain.from_iterable(texts)])
+    counts = torch.bincount(all_tokens, minlength=base().vocab_size)
     torch.manual_seed(0)
-    made = build_for_base({"depth": DEPTH, **settings}, base(), counts)
-    if made.kind == "hydra_heads":
+    head = build_for_base({"depth": DEPTH, **settings}, base(), counts)
+    if head.kind == "hydra_heads":
         # its initial value of zero would hide the prefix layer after so few steps
-        torch.nn.init.normal_(made.get_parameter("prefix.self_attn.o_proj.weight"), std=0.5)
-    return taught(made, base(), tokens, steps, learning_rate=2e-3)
+        torch.nn.init.normal_(head.get_parameter("prefix.self_attn.o_proj.weight"), std=0.5)
+    return train_head(head, base(), tokens, steps, learning_rate=2e-3)
 
 
-def taught(
-    head: Head, on: FrozenBase, tokens: torch.Tensor, steps: int, learning_rate: float
+def train_head(
+    head: Head, base: FrozenBase, tokens: torch.Tensor, steps: int, learning_rate: float
 ) -> Head:
     """Train a head on the same texts, (batch, time), for this number of steps."""
     optimizer = torch.optim.AdamW(head.parameters(), lr=learning_rate)
-    features = on.read(tokens, head.aux_layers)
+    features = base.read(tokens, head.aux_layers)
     for _ in range(steps):
         losses = [
             F.cross_entropy(

@@ -8,7 +8,7 @@ import torch
 from specheads.core.drafter import Head
 from specheads.heads.load import build_for_base, copy_head, fit_to_base
 from tests import tiny
-from tests.export.trained import taught
+from tests.export.trained import train_head
 
 DEPTH = 3
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ def _trained(kind: str, device: torch.device) -> Head:
     base = tiny.base("llama", dtype=torch.float32, device=device)
     torch.manual_seed(1)
     made = build_for_base({"kind": kind, "depth": DEPTH, **SETTINGS.get(kind, {})}, base)
-    return taught(made, base, texts(device), steps=40, learning_rate=5e-3)
+    return train_head(made, base, texts(device), steps=40, learning_rate=5e-3)
 
 
 def head(kind: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Head:

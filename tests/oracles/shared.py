@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
-from specheads.export.write import GateText, Lent, LevelDraft
+from specheads.export.write import BaseTables, CheckText, LevelDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ DraftOracle = Callable[[Path, BaseView, int], Iterator[LevelDraft]]
 
 
 @torch.no_grad()
-def view_base(base: FrozenBase, text: GateText, lent: Lent) -> BaseView:
+def view_base(base: FrozenBase, text: CheckText, lent: BaseTables) -> BaseView:
     """Run the base on a text; `lent` are tensors of the base."""
     tokens = torch.tensor([text[0] + text[1]])
     read = base.read(tokens.to(base.device), tuple(range(base.num_layers + 1)))

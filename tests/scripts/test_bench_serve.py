@@ -21,7 +21,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.heads.load import build_for_base
 from specheads.measure.generation import GenerationSettings, continue_prompts
-from tests.export.trained import taught
+from tests.export.trained import train_head
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "recipes" / "tiny_code" / "base"
@@ -42,7 +42,7 @@ def trained(base: FrozenBase) -> Head:
         {"kind": "mlp_speculator", "depth": 3, "inner_dim": 64, "draft_tokens": 32}, base, counts
     )
     tokens = torch.tensor([one[-3:] + text for one, text in zip(prompts, texts, strict=True)][::2])
-    return taught(head, base, tokens, 12, learning_rate=3e-3)
+    return train_head(head, base, tokens, 12, learning_rate=3e-3)
 
 
 def test_plain_prompts_are_said_by_a_user_and_mt_bench_is_eight_categories(script, tmp_path):

@@ -33,14 +33,14 @@ def find_layout(head: Head, base: FrozenBase, engine: str) -> Layout:
     """Return the engine's layout for this head; the error names the engines that can serve it."""
     layout = engine_module(engine).LAYOUTS.get(head.kind)
     if reason := objection(head, base, layout):
-        others = [
+        engines_that_can = [
             name
             for name in engines()
             if not objection(head, base, engine_module(name).LAYOUTS.get(head.kind))
         ]
         raise InputError(
             f"engine {engine} cannot serve this {head.kind} head: {reason}; engines that can: "
-            f"{', '.join(others) or 'none'}"
+            f"{', '.join(engines_that_can) or 'none'}"
         )
     assert layout is not None
     return layout
@@ -54,13 +54,14 @@ def objection(head: Head, base: FrozenBase, layout: Layout | None) -> str:
         return "it applies the base's lm_head to such heads without its bias"
     if head.kind == "dspark" and base.projection.scale != 1.0 and head.draft_ids is None:
         return "its Markov head adds to logits that the engine does not scale as the base does"
-    known = layout.settings
-    for item in dataclasses.fields(head.config):
-        value, factory = getattr(head.config, item.name), item.default_factory
-        default = item.default if factory is dataclasses.MISSING else factory()
-        allowed = None if known is None else known.get(item.name, (default,))
-        if not (allowed is None or value in allowed):
-            return f"it cannot hold {item.name}={value!r}"
+    for setting in dataclasses.fields(head.config):
+        value, factory = getattr(head.config, setting.name), setting.default_factory
+        default = setting.default if factory is dataclasses.MISSING else factory()
+        if layout.settings is None:
+            continue
+        allowed = layout.settings.get(setting.name, (default,))
+        if allowed is not None and value not in allowed:
+            return f"it cannot hold {setting.name}={value!r}"
     if layers := list(head.aux_layers):
         if layout.num_aux not in (0, len(layers)):
             return f"the engine reads {layout.num_aux} layers, head.aux_layers are {layers}"

@@ -134,15 +134,15 @@ def tensors(head: Head) -> dict[str, Tensor]:
     The base's embedding is never included. A block head with a reduced vocabulary also gets the
     base's projection rows for its tokens.
     """
-    named = head.state_dict()
-    if named.pop("draft_ids", None) is not None:
-        named["d2t"], named["t2d"] = head.draft_maps()
+    weights = head.state_dict()
+    if weights.pop("draft_ids", None) is not None:
+        weights["d2t"], weights["t2d"] = head.draft_maps()
         if isinstance(head, BlockHead):
-            named["lm_head.weight"] = head.borrowed_projection()
-    if "mask_hidden" in named:
+            weights["lm_head.weight"] = head.borrowed_projection()
+    if "mask_hidden" in weights:
         # P-EAGLE stores it with a batch and a time axis
-        named["mask_hidden"] = named["mask_hidden"][None, None]
-    return named
+        weights["mask_hidden"] = weights["mask_hidden"][None, None]
+    return weights
 
 
 # EAGLE-3

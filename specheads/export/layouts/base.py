@@ -30,23 +30,25 @@ SETTINGS = (
 
 def checkpoint(base: FrozenBase) -> Path:
     """Return the folder of a base, in the cache of the Hub if it came from there."""
-    place = Path(base.place)
-    if place.exists():
-        return place
+    if (folder := Path(base.place)).exists():
+        return folder
     return Path(snapshot_download(base.place, revision=base.revision, local_files_only=True))
 
 
 def write(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return the tensors of the module, by the names and in the dtypes of the base's own."""
-    folder, ours, stored = checkpoint(base), head.state_dict(), copy_head(head)
-    own = read_tensors(folder)
-    _, names = module_names(own)
-    named = {one: ours[name].cpu().to(own[one].dtype).contiguous() for one, name in names.items()}
-    stored.load_state_dict({name: named[one] for one, name in names.items()})
+    folder, weights, stored = checkpoint(base), head.state_dict(), copy_head(head)
+    base_tensors = read_tensors(folder)
+    _, names = module_names(base_tensors)
+    tensors = {
+        public: weights[name].cpu().to(base_tensors[public].dtype).contiguous()
+        for public, name in names.items()
+    }
+    stored.load_state_dict({name: tensors[public] for public, name in names.items()})
     settings = {"method": "mtp", "num_speculative_tokens": drafted_tokens(head)}
     config = shlex.quote(json.dumps(settings))
     line = f"vllm serve {shlex.quote(str(out))} --speculative-config {config}"
-    return Folder({}, named, (line,), copied=folder, stored=stored)
+    return Folder({}, tensors, (line,), copied=folder, stored=stored)
 
 
 def objection(head: Head, base: FrozenBase) -> str:
@@ -55,16 +57,19 @@ def objection(head: Head, base: FrozenBase) -> str:
         return "an adapter is merged into the base, and the copy would not have it"
     try:
         folder = checkpoint(base)
-        own = read_public(read_settings(folder), read_tensors(folder))
+        module = read_public(read_settings(folder), read_tensors(folder))
     # the Hub's errors are of both types
     except (OSError, ValueError) as error:
         return f"its base cannot be copied: {first_line(error)}"
-    if own is None:
+    if module is None:
         return f"{folder} has no MTP module; transformers drops it when it saves a model"
-    for item in dataclasses.fields(own.config):
-        theirs, ours = getattr(own.config, item.name), getattr(head.config, item.name)
-        if theirs != ours and item.name != "depth":
-            return f"the module in {folder} has {item.name}={theirs!r}, the head has {ours!r}"
+    for setting in dataclasses.fields(module.config):
+        name = setting.name
+        module_value, head_value = getattr(module.config, name), getattr(head.config, name)
+        if module_value != head_value and name != "depth":
+            return (
+                f"the module in {folder} has {name}={module_value!r}, the head has {head_value!r}"
+            )
     return ""
 
 

@@ -39,10 +39,10 @@ def write_block(head: Head, base: FrozenBase, out: Path) -> Folder:
 
 
 def _lines(draft: str, num_tokens: int, base: FrozenBase, out: Path) -> tuple[str, ...]:
-    place, target = shlex.quote(str(out)), shlex.quote(base.place)
+    folder, target = shlex.quote(str(out)), shlex.quote(base.place)
     gguf = shlex.quote(str(out / "head.gguf"))
     return (
-        f"python convert_hf_to_gguf.py {place} --target-model-dir {target} --outfile {gguf}",
+        f"python convert_hf_to_gguf.py {folder} --target-model-dir {target} --outfile {gguf}",
         f"llama-server -m BASE.gguf -md {gguf} --spec-type {draft} --spec-draft-n-max {num_tokens}",
     )
 

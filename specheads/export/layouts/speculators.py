@@ -15,8 +15,8 @@ ABOUT = "speculators 0.9 format, for vLLM 0.32 and later"
 def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return a folder that names its base and holds a copy of the base's embedding."""
     config = _shared.eagle3_config(head, base)
-    copied = ("draft_vocab_size", "target_hidden_size", _shared.EAGLE3_IDS, "torch_dtype")
-    copied += (*_shared.EAGLE3_NORMS, "embed_requires_grad")
+    names = ("draft_vocab_size", "target_hidden_size", _shared.EAGLE3_IDS, "torch_dtype")
+    names += (*_shared.EAGLE3_NORMS, "embed_requires_grad")
     parallel = head.config.parallel
     kind = "peagle" if parallel else "eagle3"
     outer: dict[str, Any] = {
@@ -24,15 +24,15 @@ def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
         "speculators_model_type": kind,
         "transformer_layer_config": _shared.layer_settings(head, base),
         **_common(head, base, kind),
-        **{name: config[name] for name in copied},
+        **{name: config[name] for name in names},
         **({"mask_token_id": head.config.mask_token} if parallel else {}),
     }
-    named = {
+    tensors = {
         name.replace("midlayer.", "layers.0."): value
         for name, value in _shared.tensors(head).items()
     }
-    named.setdefault("embed_tokens.weight", base.embedding)
-    return Folder(outer, named, (_serve(base, out),))
+    tensors.setdefault("embed_tokens.weight", base.embedding)
+    return Folder(outer, tensors, (_serve(base, out),))
 
 
 def write_blocks(head: Head, base: FrozenBase, out: Path) -> Folder:

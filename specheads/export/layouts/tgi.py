@@ -58,19 +58,19 @@ def serve_tgi(head: Head, base: FrozenBase, out: Path) -> str:
 
 def _tensors(head: Head) -> dict[str, Tensor]:
     weights, settings = head.state_dict(), head.config
-    named: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for level in range(head.depth):
         for layer in range(settings.num_layers):
-            for part in ("weight", "bias"):
-                source = f"blocks.{level}.{layer}.linear.{part}"
-                named[f"{level}.{layer}.linear.{part}"] = weights[source]
+            for suffix in ("weight", "bias"):
+                source = f"blocks.{level}.{layer}.linear.{suffix}"
+                tensors[f"{level}.{layer}.linear.{suffix}"] = weights[source]
         # a head that shares the base's projection gets a full copy of it
         matrix, _ = head.projection(level)
         if settings.projection == "low_rank":
             shared, up = matrix.split([head.width, settings.rank], dim=1)
             matrix = shared + up @ weights[f"down.{level}.weight"]
-        named[f"{level}.{settings.num_layers}.weight"] = matrix
-    return named
+        tensors[f"{level}.{settings.num_layers}.weight"] = matrix
+    return tensors
 
 
 def write_mlp(head: Head, base: FrozenBase, out: Path) -> Folder:
@@ -90,12 +90,12 @@ def write_mlp(head: Head, base: FrozenBase, out: Path) -> Folder:
         "torch_dtype": stored_dtype(head),
     }
     weights = head.state_dict()
-    named: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for level in range(head.depth):
-        named[f"speculator.proj.{level}.weight"] = weights[f"proj.{min(level, 1)}.weight"]
-        for part in ("emb.{}.weight", "head.{}.weight", "ln.{}.weight", "ln.{}.bias"):
-            named["speculator." + part.format(level)] = weights[part.format(0)]
-    return Folder(config, named, (serve_tgi(head, base, out),))
+        tensors[f"speculator.proj.{level}.weight"] = weights[f"proj.{min(level, 1)}.weight"]
+        for name in ("emb.{}.weight", "head.{}.weight", "ln.{}.weight", "ln.{}.bias"):
+            tensors["speculator." + name.format(level)] = weights[name.format(0)]
+    return Folder(config, tensors, (serve_tgi(head, base, out),))
 
 
 def mlp_objection(head: Head, _: FrozenBase) -> str:

@@ -28,8 +28,8 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
         "mask_token_id": head.mask_token,
         "torch_dtype": _shared.stored_dtype(head),
     }
-    theirs = {ours: name for name, ours in RENAMED.items()}
-    tensors = {theirs.get(name, name): value for name, value in _shared.tensors(head).items()}
+    public_names = {name: public for public, name in RENAMED.items()}
+    tensors = {public_names.get(name, name): value for name, value in _shared.tensors(head).items()}
     line = (
         f"model.generate(**inputs, assistant_model=AutoModel.from_pretrained({str(out)!r}), "
         'speculation_type="dflash")'

@@ -54,24 +54,24 @@ def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
 
 def write_dflash(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return z-lab's format with ModelOpt's settings of a window and of sinks."""
-    config, own = _shared.authors_config(head, base), head.config
-    if own.sliding_window:
-        config["layer_types"] = ["full_attention"] * own.num_layers
+    config, settings = _shared.authors_config(head, base), head.config
+    if settings.sliding_window:
+        config["layer_types"] = ["full_attention"] * settings.num_layers
         config["dflash_config"] |= {
             "use_swa": True,
-            "swa_window_size": own.sliding_window,
-            "causal": bool(own.causal),
+            "swa_window_size": settings.sliding_window,
+            "causal": bool(settings.causal),
         }
-    config["dflash_config"][SINK[0]] = bool(own.attention_sink)
+    config["dflash_config"][SINK[0]] = bool(settings.attention_sink)
     line = serve(head, base, "dflash", str(out))
     return Folder(config, _shared.tensors(head), (line,))
 
 
 def dflash_objection(head: Head, _: FrozenBase) -> str:
     """Object to a window that vLLM would count in another way."""
-    own = head.config
-    wrong = own.sliding_window and not own.window_counts_slots
-    return "its window counts slots, that of this head does not" if wrong else ""
+    if not head.config.sliding_window or head.config.window_counts_slots:
+        return ""
+    return "its window counts slots, that of this head does not"
 
 
 NOTE = "in vLLM 0.32.0 on a CPU (`make vllm`); of 0.33 the sources were read"
