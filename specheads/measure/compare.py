@@ -80,17 +80,18 @@ def make_methods(
     methods: dict[str, Method] = {}
     for name in names:
         if name == "head":
-            methods |= {called: DraftMethod(head, trees[called]) for called, head in heads.items()}
+            methods |= {label: DraftMethod(head, trees[label]) for label, head in heads.items()}
         elif name == "hybrid":
-            for called, head in heads.items():
-                label = "hybrid" if called == "head" else f"{called}_hybrid"
-                methods[label] = DraftMethod(head, HybridTree(trees[called], COPIED_TOKENS))
+            for label, head in heads.items():
+                hybrid = "hybrid" if label == "head" else f"{label}_hybrid"
+                methods[hybrid] = DraftMethod(head, HybridTree(trees[label], COPIED_TOKENS))
         else:
-            methods[name] = _untrained(name, base, draft_model)
+            methods[name] = make_untrained(name, base, draft_model)
     return methods
 
 
-def _untrained(name: str, base: FrozenBase, draft_model: FrozenBase | None) -> "Method":
+def make_untrained(name: str, base: FrozenBase, draft_model: FrozenBase | None) -> "Method":
+    """Return a method that needs no training."""
     match name:
         case "prompt_lookup":
             return DraftMethod(None, lookup_tree(COPIED_TOKENS))
@@ -127,67 +128,67 @@ class TransformersMethod:
         self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
     ) -> list[DecodedPrompt]:
         """Decode every prompt and count its forwards after the one that reads the prompt."""
-        calls = list(self._calls(base, prompts, generation))
-        depth = max((read - 1 for call in calls for read in call.read[1:]), default=0)
+        calls = list(self.generate(base, prompts, generation))
+        depth = max((size - 1 for call in calls for size in call.input_sizes[1:]), default=0)
         texts = [(call, text) for call in calls for text in call.texts]
-        out = []
+        decoded = []
         for (call, text), source in zip(texts, generation.sources_of(prompts), strict=True):
             counts = DepthCounts.zeros(depth, source)
             # in a batch each forward after the first gives every text a token
             steps = [(1, 1)] * (len(text) - 1)
             if not self.batches:
-                steps = list(zip(call.read[1:], call.given[2:], strict=True))
-            for read, given in steps:
-                counts.add(given - 1, drafted_beyond=read > given, drafted=read - 1)
-            out.append(DecodedPrompt(text, counts))
-        return out
+                steps = list(zip(call.input_sizes[1:], call.output_sizes[2:], strict=True))
+            for num_read, num_new in steps:
+                counts.add(num_new - 1, drafted_beyond=num_read > num_new, drafted=num_read - 1)
+            decoded.append(DecodedPrompt(text, counts))
+        return decoded
 
     def time(
         self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
     ) -> Timing:
         """Decode prompts once and time it: together, or one by one if it cannot batch."""
-        calls = list(self._calls(base, prompts, generation))
+        calls = list(self.generate(base, prompts, generation))
         return Timing(
-            seconds=sum(one.seconds for one in calls),
-            step_seconds=sum(one.ended[-1] - one.ended[1] for one in calls),
-            num_steps=sum(len(one.read) - 1 for one in calls),
-            new_tokens=sum(len(text) for one in calls for text in one.texts),
-            forwards=sum(len(one.texts) * (len(one.read) - 1) for one in calls),
+            seconds=sum(call.seconds for call in calls),
+            step_seconds=sum(call.end_times[-1] - call.end_times[1] for call in calls),
+            num_steps=sum(len(call.input_sizes) - 1 for call in calls),
+            new_tokens=sum(len(text) for call in calls for text in call.texts),
+            forwards=sum(len(call.texts) * (len(call.input_sizes) - 1) for call in calls),
         )
 
-    def _calls(
+    def generate(
         self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
-    ) -> "Iterator[_Call]":
-        """Decode every prompt; yield one call after the other."""
+    ) -> "Iterator[GenerateCall]":
+        """Decode every prompt; yield one call of transformers' `generate` after the other."""
         sampling = generation.sampling
-        ends, drawn = base.eos_ids if generation.stop_at_eos else (), sampling.temperature > 0
+        eos_ids = base.eos_ids if generation.stop_at_eos else ()
+        do_sample = sampling.temperature > 0
         config = GenerationConfig(
             max_new_tokens=generation.max_new_tokens,
-            do_sample=drawn,
+            do_sample=do_sample,
             repetition_penalty=sampling.repetition_penalty,
-            eos_token_id=list(ends) or None,
-            pad_token_id=ends[0] if ends else 0,
+            eos_token_id=list(eos_ids) or None,
+            pad_token_id=eos_ids[0] if eos_ids else 0,
             prompt_lookup_num_tokens=self.copied_tokens or None,
-            **({name: getattr(sampling, name) for name in CUTS} if drawn else {}),
+            **({name: getattr(sampling, name) for name in CUTS} if do_sample else {}),
         )
-        seeds = each_prompt(sampling, len(prompts))
+        samplings = each_prompt(sampling, len(prompts))
         size = generation.batch_size if self.batches else 1
-        for first in range(0, len(prompts), size):
-            rows = [torch.tensor(row, device=base.device) for row in prompts[first : first + size]]
-            tokens, mask = (
-                pad_sequence(each, batch_first=True, padding_side="left")
-                for each in (rows, [torch.ones_like(row) for row in rows])
-            )
-            call = _Call()
+        for start in range(0, len(prompts), size):
+            rows = [torch.tensor(row, device=base.device) for row in prompts[start : start + size]]
+            masks = [torch.ones_like(row) for row in rows]
+            tokens = pad_sequence(rows, batch_first=True, padding_side="left")
+            mask = pad_sequence(masks, batch_first=True, padding_side="left")
+            call = GenerateCall()
             synchronise(base.device)
-            start = time.perf_counter()
+            start_time = time.perf_counter()
             with (
-                base.model.register_forward_pre_hook(call.before, with_kwargs=True),
+                base.model.register_forward_pre_hook(call.record_input, with_kwargs=True),
                 without_generation_config(base.model),
                 torch.random.fork_rng(),
                 torch.inference_mode(),
             ):
-                torch.manual_seed(seeds[first].seed)
+                torch.manual_seed(samplings[start].seed)
                 out: Any = base.model.generate(  # pyright: ignore[reportCallIssue]
                     tokens,
                     attention_mask=mask,
@@ -196,9 +197,10 @@ class TransformersMethod:
                     assistant_model=self.assistant,
                 )
             synchronise(base.device)
-            call.seconds = time.perf_counter() - start
+            call.seconds = time.perf_counter() - start_time
             for row in out[:, tokens.shape[1] :].tolist():
-                length = next((at for at, token in enumerate(row, 1) if token in ends), len(row))
+                ends = (i for i, token in enumerate(row, start=1) if token in eos_ids)
+                length = next(ends, len(row))
                 call.texts.append(row[:length])
             yield call
 
@@ -208,27 +210,27 @@ Method = DraftMethod | TransformersMethod
 
 
 @dataclass(slots=True)
-class _Call(BaseStreamer):
+class GenerateCall(BaseStreamer):
     """One call of `generate`, and the base's forwards in it."""
 
     seconds: float = 0.0
     texts: list[list[int]] = field(default_factory=list)
     """New tokens of each prompt, cut after the first end-of-text token."""
-    read: list[int] = field(default_factory=list)
+    input_sizes: list[int] = field(default_factory=list)
     """Tokens of a row that each forward read."""
-    given: list[int] = field(default_factory=list)
-    """Tokens of the prompt, followed by those that each forward gave."""
-    ended: list[float] = field(default_factory=list)
-    """Times at which they were given."""
+    output_sizes: list[int] = field(default_factory=list)
+    """Tokens of the prompt, followed by the new tokens of each forward."""
+    end_times: list[float] = field(default_factory=list)
+    """Times at which `output_sizes` were recorded."""
 
-    def before(self, _: Any, __: Any, inputs: dict[str, Any]) -> None:
-        """Record what a forward reads."""
-        self.read.append(inputs["input_ids"].shape[1])
+    def record_input(self, _: Any, __: Any, inputs: dict[str, Any]) -> None:
+        """Record the size of a forward's input."""
+        self.input_sizes.append(inputs["input_ids"].shape[1])
 
     def put(self, value: torch.Tensor) -> None:
-        """Record what a forward gave."""
-        self.given.append(value.numel())
-        self.ended.append(time.perf_counter())
+        """Record the number of a forward's new tokens."""
+        self.output_sizes.append(value.numel())
+        self.end_times.append(time.perf_counter())
 
     def end(self) -> None:
         """Record nothing."""
@@ -255,10 +257,14 @@ def compare_methods(
 
     Each method has a tree of its own.
     """
-    decoded = {name: one.decode(base, texts.prompts, generation) for name, one in methods.items()}
-    counts = {name: [one.counts for one in found] for name, found in decoded.items()}
-    runs = {name: partial(one.time, base, generation=generation) for name, one in methods.items()}
-    timings = time_in_turns(base, runs, texts.prompts, generation)
+    decoded = {
+        name: method.decode(base, texts.prompts, generation) for name, method in methods.items()
+    }
+    counts = {name: [text.counts for text in rows] for name, rows in decoded.items()}
+    runners = {
+        name: partial(method.time, base, generation=generation) for name, method in methods.items()
+    }
+    timings = time_in_turns(base, runners, texts.prompts, generation)
     rows = {}
     for name, method in methods.items():
         # above temperature zero, transformers writes another sample
@@ -266,7 +272,7 @@ def compare_methods(
         online, lossless, degenerate = online_sections(
             base, decoded[name], texts, generation, is_comparable=is_comparable
         )
-        others = [other for other in methods if other != name]
+        rivals = [rival for rival in methods if rival != name]
         rows[name] = MethodResults(
             online=online,
             lossless=lossless,
@@ -275,8 +281,8 @@ def compare_methods(
             num_nodes=method.tree.num_nodes,
             speed=summarise(timings[None], timings[name]),
             batches=method.batches,
-            over={other: paired_speed(timings[name], timings[other]) for other in others},
-            accepted_over={other: paired_gain(counts[name], counts[other]) for other in others},
+            over={rival: paired_speed(timings[name], timings[rival]) for rival in rivals},
+            accepted_over={rival: paired_gain(counts[name], counts[rival]) for rival in rivals},
         )
     return rows
 
@@ -296,42 +302,44 @@ def comparison_tables(comparison: Comparison) -> Iterator[ConsoleTable]:
 
 def condition_table(condition: Condition) -> ConsoleTable:
     """Return the methods of a condition, the fastest first, and the base alone."""
-    rows = {name: condition.drafters[name] for name in condition.ranking}
-    first, batch, lines = rows[condition.ranking[0]], condition.batch_size, []
-    for name, row in rows.items():
-        same = row.lossless
-        lines.append(
+    methods = {name: condition.drafters[name] for name in condition.ranking}
+    fastest, batch, rows = methods[condition.ranking[0]], condition.batch_size, []
+    for name, method in methods.items():
+        speed, lossless = method.speed, method.lossless
+        rows.append(
             (
                 # transformers drafts for one prompt at a time
-                name if row.batches or batch == 1 else f"{name} (cannot batch: one by one)",
-                f"{row.speed.tokens_per_second:.1f}",
-                with_interval(row.speed.speedup, row.speed.interval),
-                _over(first.over, name),
-                with_interval(row.online.tokens_per_forward, row.online.interval),
-                f"{same.identical} of {same.compared}{divergence_note(same)}"
-                if same.compared
+                name if method.batches or batch == 1 else f"{name} (cannot batch: one by one)",
+                f"{speed.tokens_per_second:.1f}",
+                with_interval(speed.speedup, speed.interval),
+                format_gain(fastest.over.get(name)),
+                with_interval(method.online.tokens_per_forward, method.online.interval),
+                f"{lossless.identical} of {lossless.compared}{divergence_note(lossless)}"
+                if lossless.compared
                 else "other draws",
             )
         )
-    lines.append(
-        ("base alone", f"{first.speed.base_tokens_per_second:.1f}", "1.00", "", "1.00", "")
-    )
+    base_speed = f"{fastest.speed.base_tokens_per_second:.1f}"
+    rows.append(("base alone", base_speed, "1.00", "", "1.00", ""))
     title = f"drafters at temperature {condition.temperature:g}, batch {batch}"
     columns = "drafter", "tokens per second", "speed-up", "fastest over it", "tokens per forward"
-    return ConsoleTable(title, lines, (*columns, "text of the base"))
+    return ConsoleTable(title, rows, (*columns, "text of the base"))
 
 
 def ratios(condition: Condition, names: list[str], unit: str) -> ConsoleTable:
     """Return tokens per second or forward of each head (row) over each other head (column)."""
-    rows = {name: condition.drafters[name] for name in condition.ranking if name in names}
+    methods = {name: condition.drafters[name] for name in condition.ranking if name in names}
     gains = {
-        name: row.over if unit == "second" else row.accepted_over for name, row in rows.items()
+        name: method.over if unit == "second" else method.accepted_over
+        for name, method in methods.items()
     }
     # the ratio of a head to itself is empty
-    lines = [(name, *(_over(over, other) for other in gains)) for name, over in gains.items()]
-    return ConsoleTable(f"tokens per {unit}, row over column", lines, ("head", *gains))
+    rows = [
+        (name, *(format_gain(over.get(column)) for column in gains)) for name, over in gains.items()
+    ]
+    return ConsoleTable(f"tokens per {unit}, row over column", rows, ("head", *gains))
 
 
-def _over(over: Mapping[str, Gain], other: str) -> str:
-    gain = over.get(other)
+def format_gain(gain: Gain | None) -> str:
+    """Return a ratio with its interval; empty if there is none."""
     return with_interval(gain.ratio, gain.interval) if gain else ""

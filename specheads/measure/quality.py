@@ -29,13 +29,13 @@ def quality_windows(base: FrozenBase, corpus: DataSettings, seed: int) -> list[l
         documents = tokenise_corpus(corpus, "validation", tokenizer, seed)
     except UnansweredError:
         # the corpus has prompts only
-        found = held_out_prompts(corpus, "validation", tokenizer, 512, NUM_WINDOWS, seed)
-        return [prompt.tokens for prompt in found]
+        prompts = held_out_prompts(corpus, "validation", tokenizer, 512, NUM_WINDOWS, seed)
+        return [prompt.tokens for prompt in prompts]
     length = min(512, base.max_length)
     while length > 1:
-        windows = cut_windows(documents, tokenizer, length, seed)
-        if found := [window for _, window in islice(windows, NUM_WINDOWS)]:
-            return found
+        rows = cut_windows(documents, tokenizer, length, seed)
+        if windows := [window for _, window in islice(rows, NUM_WINDOWS)]:
+            return windows
         # every document is shorter
         length //= 2
     raise InputError("the base's quality needs validation text, got none; give longer documents")
@@ -46,14 +46,14 @@ def measure_quality(
     base: FrozenBase, windows: Sequence[Sequence[int]], *, progress: bool = False
 ) -> Scores:
     """Score every next token of windows of text, each window by itself."""
-    out = []
+    scores = []
     for window in bar(windows, "base quality", progress):
         tokens = torch.tensor(window, device=base.device)
         logits = base.logits_of(base.read(tokens[None]).hidden[0, :-1])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         nats = F.cross_entropy(logits, tokens[1:], reduction="sum").item()
-        out.append((nats, len(tokens) - 1))
-    return out
+        scores.append((nats, len(tokens) - 1))
+    return scores
 
 
 def compare_quality(before: Scores, after: Scores) -> dict[str, TextQuality]:
@@ -62,7 +62,8 @@ def compare_quality(before: Scores, after: Scores) -> dict[str, TextQuality]:
     `change` is the difference on the same windows; above zero the cross entropy has become worse.
     """
     change = [
-        (late - early, number) for (early, number), (late, _) in zip(before, after, strict=True)
+        (nats_after - nats_before, num_tokens)
+        for (nats_before, num_tokens), (nats_after, _) in zip(before, after, strict=True)
     ]
     return {"before": _summary(before), "after": _summary(after), "change": _summary(change)}
 

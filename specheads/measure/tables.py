@@ -20,40 +20,42 @@ class ConsoleTable:
     rows: Sequence[Sequence[str]]
     header: Sequence[str] = ()
     num_names: int = 1
-    """The first columns, which name a row: every part of the table has them."""
+    """The first columns, which name a row: every half of a wide table has them."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
         """Yield what the console prints."""
-        parts = self._parts(console, options)
-        yield from parts or [Text("\n".join([self.title, *self._listed()]))]
+        tables = self.fitting_tables(console, options)
+        yield from tables or [Text("\n".join([self.title, *self.list_cells()]))]
 
-    def _parts(self, console: Console, options: ConsoleOptions) -> list[Table]:
-        """Return the table, or its halves and theirs; empty if the narrowest part does not fit."""
-        table = self._table()
-        needed = Measurement.get(console, options.update(width=10_000), table).minimum
-        if needed <= options.max_width:
+    def fitting_tables(self, console: Console, options: ConsoleOptions) -> list[Table]:
+        """Return the table, or its halves and theirs; empty if the narrowest does not fit."""
+        table, num_names = self.as_table(), self.num_names
+        width = Measurement.get(console, options.update(width=10_000), table).minimum
+        if width <= options.max_width:
             return [table]
-        names, rest = self.header[: self.num_names], self.header[self.num_names :]
-        if len(rest) < 2:
+        num_figures = len(self.header) - num_names
+        if num_figures < 2:
             return []
-        half = self.num_names + (len(rest) + 1) // 2
-        left = [row[:half] for row in self.rows]
-        right = [[*row[: self.num_names], *row[half:]] for row in self.rows]
-        parts = (
-            ConsoleTable(self.title, left, self.header[:half], self.num_names),
-            ConsoleTable(self.title, right, [*names, *self.header[half:]], self.num_names),
-        )
-        first, second = (part._parts(console, options) for part in parts)
-        return [*first, *second] if first and second else []
+        middle = num_names + (num_figures + 1) // 2
+        tables = list[Table]()
+        for first, last in (num_names, middle), (middle, len(self.header)):
+            rows = [[*row[:num_names], *row[first:last]] for row in self.rows]
+            header = [*self.header[:num_names], *self.header[first:last]]
+            half = ConsoleTable(self.title, rows, header, num_names)
+            if not (narrower := half.fitting_tables(console, options)):
+                return []
+            tables += narrower
+        return tables
 
-    def _table(self) -> Table:
+    def as_table(self) -> Table:
+        """Return a table of rich that never narrows a figure."""
         table = Table(title=self.title, title_justify="left", show_header=bool(self.header))
         columns = [*zip(*self.rows, strict=True)]
-        for place, (cells, name) in enumerate(zip_longest(columns, self.header, fillvalue="")):
+        for index, (cells, name) in enumerate(zip_longest(columns, self.header, fillvalue="")):
             # a name takes several lines before it widens its column
             width = max(1, *map(cell_len, [*cells, *name.split()]))
             # only the last column may be broken, between words
-            is_last = place == len(columns) - 1
+            is_last = index == len(columns) - 1
             # rich narrows a column that may wrap, even below its minimum, and cuts the table's edge
             table.add_column(
                 Text(fill(name, width)), min_width=None if is_last else width, no_wrap=not is_last
@@ -63,14 +65,15 @@ class ConsoleTable:
             table.add_row(*map(Text, row))
         return table
 
-    def _listed(self) -> Iterator[str]:
-        for first, *rest in self.rows:
+    def list_cells(self) -> Iterator[str]:
+        """Yield a line for each cell, below the name of its row."""
+        for name, *cells in self.rows:
             if not self.header:
-                yield f"{first}: {' '.join(rest)}"
+                yield f"{name}: {' '.join(cells)}"
                 continue
-            yield f"{self.header[0]} {first}"
-            cells = zip(self.header[1:], rest, strict=True)
-            yield from (f"  {name}: {cell}" for name, cell in cells if cell)
+            yield f"{self.header[0]} {name}"
+            columns = zip(self.header[1:], cells, strict=True)
+            yield from (f"  {column}: {cell}" for column, cell in columns if cell)
 
 
 def with_interval(value: float, interval: Sequence[float], form: str = ".2f") -> str:
