@@ -8,7 +8,7 @@ import json
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from math import sqrt
 from pathlib import Path
@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from specheads.core.files import dumps, to_json, writable_folder, write_atomic
 from specheads.decoding.loop import BASE_ORIGIN, Origin, node_origins
-from specheads.measure.plots import PLOTS, pictures
+from specheads.measure.plots import PLOTS, draw_plots
 from specheads.measure.results import DecodedText, Interval, Online, Results, TextStep
 from specheads.measure.summary import (
     depth_rows,
@@ -41,11 +41,11 @@ def write_report(folder: Path, results: Results, history: Sequence[Mapping[str, 
     complete. Files of an earlier report that this one lacks are then removed. `history` are the
     rows of metrics.jsonl; it is empty if the head was not trained here.
     """
-    folder, drawn = writable_folder(folder), pictures(results, history)
-    files: dict[str, str | bytes] = {f"{name}.png": picture for name, picture in drawn.items()}
-    files["report.html"] = render(results, drawn)
+    folder, plots = writable_folder(folder), draw_plots(results, history)
+    files: dict[str, str | bytes] = {f"{name}.png": picture for name, picture in plots.items()}
+    files["report.html"] = render(results, plots)
     if results.texts:
-        texts = {"schema": 1, "texts": [asdict(one) for one in results.texts]}
+        texts = {"schema": 1, "texts": [asdict(text) for text in results.texts]}
         files["texts.json"] = json.dumps(texts) + "\n"
     if results.online:
         files["acceptance.csv"] = acceptance_csv(results.prompts.name, results.online)
@@ -66,16 +66,16 @@ VLLM_COLUMNS = (
 def acceptance_csv(name: str, online: Online) -> str:
     """Return acceptance.csv: the prompts of each subset once, with speculators' columns too."""
     rows = []
-    for labels, one in online.subsets:
-        shares = enumerate(one.per_position_acceptance_rates)
-        low, high = one.interval
+    for labels, rate in online.subsets:
+        positions = enumerate(rate.per_position_acceptance_rates)
+        low, high = rate.interval
         rows.append(
             {"subset": "/".join([name, *filter(None, labels.values())]), **labels}
-            | {"prompts": one.count, "tokens_per_forward": one.tokens_per_forward}
+            | {"prompts": rate.count, "tokens_per_forward": rate.tokens_per_forward}
             | {"interval_low": low, "interval_high": high}
-            | {column: getattr(one, column) for column in VLLM_COLUMNS}
-            | {"acceptance_length": one.mean_acceptance_length}
-            | {f"acceptance_at_pos_{place}": share for place, share in shares}
+            | {column: getattr(rate, column) for column in VLLM_COLUMNS}
+            | {"acceptance_length": rate.mean_acceptance_length}
+            | {f"acceptance_at_pos_{position}": share for position, share in positions}
         )
     stream = io.StringIO()
     table = csv.DictWriter(stream, [*rows[0]] if rows else [], lineterminator="\n")
@@ -87,12 +87,10 @@ def acceptance_csv(name: str, online: Online) -> str:
 # --- the page ----------------------------------------------------------------------------------
 
 
-def render(results: Results, pictures: Mapping[str, bytes]) -> str:
+def render(results: Results, plots: Mapping[str, bytes]) -> str:
     """Return the page as one file that loads nothing and runs only its own script."""
-    tokens = [list(_tokens(text)) for text in results.texts]
-    stored = to_json(results)
-    subject = {name: stored[name] for name in ("head", "base", "prompts")}
-    parts = {"Settings": stored["settings"], "Subject": subject, "Provenance": stored["provenance"]}
+    tokens = [origin_tokens(text) for text in results.texts]
+    fields = to_json(results)
     is_sure = results.speed and results.speed.interval[0] > 1.0
     return _template().render(
         title=f"{results.head.kind} on {results.base.name}",
@@ -100,15 +98,19 @@ def render(results: Results, pictures: Mapping[str, bytes]) -> str:
         tree=describe_tree(results.settings),
         mood="no" if not is_worthwhile(results) else "yes" if is_sure else "maybe",
         verdict=verdict(results),
-        headlines=headlines(results),
-        plots={name: base64.b64encode(one).decode() for name, one in pictures.items()},
+        headlines=list(headlines(results)),
+        plots={name: base64.b64encode(plot).decode() for name, plot in plots.items()},
         tokens=tokens,
-        legend=_legend([origin for one in tokens for _, _, origin in one]),
-        steps=[[_step(step) for step in text.steps] for text in results.texts],
+        legend=legend_rows([origin for text in tokens for _, _, origin in text]),
+        steps=[[script_step(step) for step in text.steps] for text in results.texts],
         summary=summary_rows(results),
         depths=depth_rows(results),
         groups=group_rows(results),
-        settings=parts,
+        settings={
+            "Settings": fields["settings"],
+            "Subject": {name: fields[name] for name in ("head", "base", "prompts")},
+            "Provenance": fields["provenance"],
+        },
     )
 
 
@@ -141,13 +143,13 @@ def visible(text: str) -> str:
     A control character becomes its Unicode picture, any other its code point. Model output
     then cannot hide text or reverse the line around it.
     """
-    shown = ""
+    visible_text = ""
     for letter in text:
-        hidden = unicodedata.category(letter) in HIDDEN and letter not in f"\n\t{JOINERS}"
+        is_hidden = unicodedata.category(letter) in HIDDEN and letter not in f"\n\t{JOINERS}"
         code = ord(letter)
         sign = chr(0x2400 + code) if code < 32 else f"⟨U+{code:04X}⟩"
-        shown += sign if hidden else letter
-    return shown
+        visible_text += sign if is_hidden else letter
+    return visible_text
 
 
 # --- the first screen --------------------------------------------------------------------------
@@ -162,42 +164,49 @@ def wilson(successes: int, trials: int) -> Interval:
     Source: Wilson 1927, Journal of the American Statistical Association 22.
     """
     share, square = successes / trials, NORMAL**2
-    middle = (share + square / (2 * trials)) / (1 + square / trials)
-    spread = sqrt(share * (1 - share) / trials + square / (4 * trials**2))
-    half = NORMAL * spread / (1 + square / trials)
-    return max(middle - half, 0.0), min(middle + half, 1.0)
+    center = (share + square / (2 * trials)) / (1 + square / trials)
+    deviation = sqrt(share * (1 - share) / trials + square / (4 * trials**2))
+    half = NORMAL * deviation / (1 + square / trials)
+    return max(center - half, 0.0), min(center + half, 1.0)
 
 
-def headlines(results: Results) -> list[dict[str, Any]]:
-    """Return the most important of the measured figures.
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """One of the most important figures."""
 
-    Each has `name`, `shown`, `value`, `interval` and `meaning`. A value that `is_share` is in
-    [0, 1] and shown in percent; otherwise 1 means no gain.
-    """
-    found: list[tuple[str, str, float, Interval, str, bool]] = []
+    name: str
+    text: str
+    """The figure as it is printed."""
+    value: float
+    interval: Interval
+    meaning: str
+    is_share: bool = False
+    """Whether the value is in [0, 1] and the interval in percent; otherwise 1 means no gain."""
+
+
+def headlines(results: Results) -> Iterator[Headline]:
+    """Yield the most important of the measured figures."""
     if speed := results.speed:
-        shown = f"{speed.speedup:.2f}×"  # noqa: RUF001
+        text = f"{speed.speedup:.2f}×"  # noqa: RUF001
         meaning = "Time of the base alone over that with the head, for the same text."
-        found.append(("speed-up", shown, speed.speedup, speed.interval, meaning, False))
+        yield Headline("speed-up", text, speed.speedup, speed.interval, meaning)
     if rate := results.online or results.offline:
         name = "tokens per forward" if results.online else "tokens per forward, replayed"
         meaning = "Tokens from one forward of the base. The base alone gives 1."
         value = rate.tokens_per_forward
-        found.append((name, f"{value:.2f}", value, rate.interval, meaning, False))
-    if (same := results.lossless) and same.compared:
-        count = same.identical
+        yield Headline(name, f"{value:.2f}", value, rate.interval, meaning)
+    if (lossless := results.lossless) and (total := lossless.compared):
+        count = lossless.identical
         meaning = "Token for token; rounding may separate two texts at a tie."
-        if same.exact is not None:
+        if lossless.exact is not None:
             meaning = (
                 f"Token for token, with exact sums (base.exact=true). Without them {count}: "
                 "rounding separates the others at a tie."
             )
-            count += same.exact
-        shown, interval = f"{count} of {same.compared}", wilson(count, same.compared)
+            count += lossless.exact
+        text, interval = f"{count} of {total}", wilson(count, total)
         name = "texts identical to the base alone"
-        found.append((name, shown, count / same.compared, interval, meaning, True))
-    names = "name", "shown", "value", "interval", "meaning", "is_share"
-    return [dict(zip(names, one, strict=True)) for one in found]
+        yield Headline(name, text, count / total, interval, meaning, is_share=True)
 
 
 # --- decoded texts -----------------------------------------------------------------------------
@@ -208,14 +217,14 @@ SIGNS = str.maketrans({"\n": "↵", "\t": "⇥", " ": "␣"})
 """Signs for blanks in the tree."""
 
 
-def _tokens(text: DecodedText) -> Iterator[tuple[str, int, Origin]]:
-    """Yield each new token with the number of its step and its origin."""
-    found = [(text.first, 0, BASE_ORIGIN)]
+def origin_tokens(text: DecodedText) -> list[tuple[str, int, Origin]]:
+    """Return each new token with the number of its step and its origin."""
+    tokens = [(text.first, 0, BASE_ORIGIN)]
     for number, step in enumerate(text.steps, start=1):
         origins = node_origins(step.parents, step.num_copied)
-        found += [(step.tokens[node], number, origins[node]) for node in step.path[1:]]
-        found.append((step.bonus, number, BASE_ORIGIN))
-    yield from found[: text.num_tokens]
+        tokens += [(step.tokens[node], number, origins[node]) for node in step.path[1:]]
+        tokens.append((step.bonus, number, BASE_ORIGIN))
+    return tokens[: text.num_tokens]
 
 
 def _css_class(origin: Origin) -> str:
@@ -224,20 +233,20 @@ def _css_class(origin: Origin) -> str:
     return "c" if origin.kind == "copied" else f"d{min(origin.depth, DEEPEST)}"
 
 
-def _legend(origins: Sequence[Origin]) -> list[tuple[str, str, int, float]]:
+def legend_rows(origins: Sequence[Origin]) -> list[tuple[str, str, int, float]]:
     """Return class, name, count and share of every kind of token that occurs."""
     counts = Counter(map(_css_class, origins))
     names = {"b": "the base's own"}
     names |= {f"d{depth}": f"depth {depth}" for depth in range(1, DEEPEST)}
     names |= {f"d{DEEPEST}": f"depth {DEEPEST} or more", "c": "copied"}
     return [
-        (one, name, counts[one], counts[one] / len(origins))
-        for one, name in names.items()
-        if counts[one]
+        (css_class, name, counts[css_class], counts[css_class] / len(origins))
+        for css_class, name in names.items()
+        if counts[css_class]
     ]
 
 
-def _step(step: TextStep) -> dict[str, Any]:
+def script_step(step: TextStep) -> dict[str, Any]:
     """Return a step for the script of the page."""
     tokens = [visible(token).translate(SIGNS) for token in (*step.tokens, step.bonus)]
     return asdict(step) | {"tokens": tokens[:-1], "bonus": tokens[-1]}
