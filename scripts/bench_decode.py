@@ -39,7 +39,7 @@ from specheads.decoding.trees import policies
 from specheads.heads.load import build_for_base, copy_for_drafting
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.generation import GenerationSettings
-from specheads.runs.provenance import nearby, provenance
+from specheads.runs.provenance import collect_provenance, shorten_paths
 
 ROOT = Path(__file__).resolve().parents[1]
 RATE = 0.8
@@ -114,8 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = {name: getattr(options, name) for name in names}
     bench = Bench(base, **sizes)
     results: dict[str, Any] = {"schema": 2, "parameters": base.num_parameters, **sizes}
-    results |= {"base": nearby(base.name), "dtype": dtype_name(base.dtype)}
-    results |= {"device": base.device.type, **to_json(provenance())}
+    results |= {"base": shorten_paths(base.name), "dtype": dtype_name(base.dtype)}
+    results |= {"device": base.device.type, **to_json(collect_provenance())}
     for name in options.parts:
         results[name] = PARTS[name](bench)
         print(f"{name}\n{dumps(results[name])}", end="", flush=True)

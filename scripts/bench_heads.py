@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
-from specheads.commands._call import read_run
+from specheads.commands._call import read_run_settings
 from specheads.config.commands import Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
@@ -59,8 +59,8 @@ from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for_base, build_head, load_head
 from specheads.measure.results import Comparison, read_results
 from specheads.runs.directory import RunDirectory
-from specheads.runs.progress import progress
-from specheads.runs.provenance import nearby, provenance
+from specheads.runs.progress import progress_display
+from specheads.runs.provenance import collect_provenance, shorten_paths
 from specheads.training.objective import drawn_labels, early_enough, in_chains
 from specheads.training.phase_data import PhaseData
 from specheads.training.plan import auto_phases
@@ -237,7 +237,7 @@ def train_speculators(run: Path, out: Path, words: Sequence[str]) -> str:
     source = opened(run)
     trainer, chosen = made(source, words)
     rows: list[dict[str, float]] = []
-    with progress(shown=True) as bar:
+    with progress_display(shown=True) as bar:
         task = bar.add_task("speculators", total=trainer.config.max_steps, numbers="")
         for batch, labels in lessons(source, bar):
             began = time.perf_counter()
@@ -248,10 +248,10 @@ def train_speculators(run: Path, out: Path, words: Sequence[str]) -> str:
             rows.append(said | sizes | {"seconds": time.perf_counter() - began})
             bar.update(task, advance=1, numbers=f"loss {said['loss']:.3f}")
     told = summary(rows, source.settings.log_every) | {
-        "run": nearby(str(run)),
+        "run": shorten_paths(str(run)),
         "base": source.base.fingerprint,
         "speculators": {"version": metadata.version("speculators")} | chosen,
-        "provenance": asdict(provenance()),
+        "provenance": asdict(collect_provenance()),
     }
     with atomic_folder(out) as folder:
         trainer.model.save_pretrained(folder)
@@ -266,7 +266,7 @@ def opened(place: Path) -> Source:
         raise InputError(
             f"--speculators must be a run's folder, and {place} has no config.yaml; name one"
         )
-    settings: Any = read_run(run.config, Train)
+    settings: Any = read_run_settings(run.config, Train)
     if auto_phases(settings.schedule) or any(
         one.joint for one in settings.schedule.phases.values()
     ):

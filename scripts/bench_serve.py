@@ -56,7 +56,7 @@ from specheads.base.gguf import file_of
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.files import dumps, to_json
-from specheads.core.machine import instructions
+from specheads.core.machine import matrix_instructions
 from specheads.data.prompts import PromptSet, load_prompts
 from specheads.decoding.trees.policies import chain
 from specheads.export.vllm_head import COST_FILE
@@ -66,8 +66,8 @@ from specheads.measure.counts import DepthCounts, bootstrap_interval, compute_ra
 from specheads.measure.generation import GenerationSettings, continue_prompts
 from specheads.measure.offline import guess_ranks, replay
 from specheads.measure.tables import with_interval
-from specheads.runs.progress import bar
-from specheads.runs.provenance import nearby, provenance
+from specheads.runs.progress import progress_bar
+from specheads.runs.provenance import collect_provenance, shorten_paths
 
 MT_BENCH = (
     *("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"),
@@ -453,9 +453,9 @@ def about(base: FrozenBase, head: Head, sets: Any, versions: Any, options: Any) 
         for name, found in sets.items()
     }
     # dtype is that of the replay and of vLLM; llama.cpp's is that of its GGUF files
-    subject = {"base": nearby(base.name), "fingerprint": base.fingerprint}
-    subject |= {"head": nearby(options.head), "kind": head.kind, "depth": head.depth}
-    made = {"instructions": instructions(), "provenance": to_json(provenance())}
+    subject = {"base": shorten_paths(base.name), "fingerprint": base.fingerprint}
+    subject |= {"head": shorten_paths(options.head), "kind": head.kind, "depth": head.depth}
+    made = {"instructions": matrix_instructions(), "provenance": to_json(collect_provenance())}
     rest = {"prompts": prompts, "engine": versions, **made, "rows": []}
     return {"schema": 3, **subject, **told, **rest}
 
@@ -481,7 +481,7 @@ def _measure(engines: Any, prompts: list[list[int]], batch: int, label: str, opt
             seen[depth] = engine.ask(prompts[:8], WARM_UP)["counters"]
     turns: Arms = {depth: [] for depth in engines}
     order = deque(engines)
-    for place, some in enumerate(bar(parts, label, shown=True)):
+    for place, some in enumerate(progress_bar(parts, label, shown=True)):
         arrivals = [] if batch else rising(options.load, len(some), place)
         for depth in order:
             with engines[depth].awake():

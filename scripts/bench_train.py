@@ -31,7 +31,7 @@ from specheads.core.machine import dtype_name, peak_gib, synchronise
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for_base
 from specheads.measure.counts import bootstrap_interval
-from specheads.runs.provenance import nearby, provenance
+from specheads.runs.provenance import collect_provenance, shorten_paths
 from specheads.training.depth_loss import Targets, depth_loss
 from specheads.training.log import matmul_rate
 from specheads.training.schedule import ScheduledPhase, schedule_phases
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         del base
     table = {"schema": 1, "threads": torch.get_num_threads(), "rows": rows}
     if options.out:
-        text = json.dumps(table | {"provenance": to_json(provenance())}, indent=1)
+        text = json.dumps(table | {"provenance": to_json(collect_provenance())}, indent=1)
         options.out.write_text(text + "\n", encoding="utf-8")
     return 0
 
@@ -197,7 +197,7 @@ def measure(bench: Bench, turns: int, *, plain: bool) -> dict[str, Any]:
     step, floor = statistics.median(times), statistics.median(floors)
     row = {
         "head": bench.head.kind,
-        "model": nearby(base.name),
+        "model": shorten_paths(base.name),
         "dtype": dtype_name(base.dtype),
         "device": device.type,
         "shape": list(bench.batch.tokens.shape),

@@ -81,7 +81,7 @@ class Report:
 
     def __init__(self, options: argparse.Namespace) -> None:
         from specheads.core.files import to_json
-        from specheads.runs.provenance import provenance
+        from specheads.runs.provenance import collect_provenance
 
         self.options, self.began = options, time.monotonic()
         self.sizes = TINY if options.tiny else Sizes()
@@ -90,7 +90,7 @@ class Report:
         """Rows of the table: what was measured, the value, the aim."""
         self.failed: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
-        self.provenance = to_json(provenance())
+        self.provenance = to_json(collect_provenance())
         if options.commit:
             # a copy of the files alone does not know its commit
             self.provenance["git"] = {"commit": options.commit, "dirty": False}

@@ -25,7 +25,7 @@ from specheads.core.files import writable_folder, write_atomic
 from specheads.data.chat import QUESTION, QUESTION_TEXT, Template
 from specheads.data.masks import added_token_ids
 from specheads.decoding.sampling import Sampling
-from specheads.runs.progress import progress
+from specheads.runs.progress import progress_display
 from specheads.training.distill import build
 from specheads.training.distill.engines import Answer, GenerationRequest
 
@@ -118,7 +118,7 @@ def questions(base: FrozenBase, options: argparse.Namespace) -> list[str]:
         num_samples=options.num, batch_size=options.batch, engine=options.engine
     )
     answers = build(settings, base, max_length=len(opening) + room)(pull)
-    with progress(shown=True) as bar, closing(answers):
+    with progress_display(shown=True) as bar, closing(answers):
         task = bar.add_task("questions", total=options.num, completed=len(found), numbers="")
         try:
             for answer in (one for one in answers if isinstance(one, Answer)):

@@ -24,7 +24,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.base.ignored_settings import COMPUTES
 from specheads.base.read_errors import reading, refuse_mismatch
 from specheads.core.errors import InputError
-from specheads.core.files import atomic_folder, cache_folder, local_path, sole_writer, sweep
+from specheads.core.files import (
+    atomic_folder,
+    cache_folder,
+    local_path,
+    remove_incomplete,
+    sole_writer,
+)
 from specheads.core.foreign import refuse_unused
 from specheads.core.machine import refuse_bytes
 
@@ -96,7 +102,7 @@ def _dequantised(file: Path, source: str) -> Path:
     with sole_writer(folder.parent, f".{folder.name}.lock", wait=lambda _: _log(waiting)):
         # the process that had the lock before may have written it
         if not folder.is_dir():
-            sweep(folder.parent, folder.name)
+            remove_incomplete(folder.parent, folder.name)
             _dequantise(file, source, folder)
     return folder
 

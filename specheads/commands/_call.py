@@ -62,7 +62,7 @@ def call(name: str, arguments: Sequence[str]) -> None:
         if {"-h", "--help"} & set(arguments):
             sys.stdout.write(_help.settings(name))
             return
-        settings = settings_for(compose.SCHEMAS[name], arguments)
+        settings = checked_settings(compose.SCHEMAS[name], arguments)
         run = import_module(f"specheads.commands.{name.replace('-', '_')}").run
         with interruptible():
             run(settings)
@@ -79,7 +79,7 @@ def call(name: str, arguments: Sequence[str]) -> None:
         sys.exit(2 if mistake else 1)
 
 
-def settings_for(kind: type[T], overrides: Sequence[str], **arguments: object) -> T:
+def checked_settings(kind: type[T], overrides: Sequence[str], **arguments: object) -> T:
     """Return the checked settings of a command; those of a run start from the run's own.
 
     Arguments that are not empty are overrides too.
@@ -87,21 +87,21 @@ def settings_for(kind: type[T], overrides: Sequence[str], **arguments: object) -
     words = [*overrides, *(f"{name}={value}" for name, value in arguments.items() if value)]
     command = compose.command_of(kind)
     settings = compose.settings_of(command, words)
-    if hasattr(settings, "base") and (run := run_of(settings)):
-        trained = read_run(Path(run, "config.yaml"), Train)
-        compose.take_run(settings, trained, compose.lengthen(command, words))
+    if hasattr(settings, "base") and (run := run_folder_of(settings)):
+        trained = read_run_settings(Path(run, "config.yaml"), Train)
+        compose.copy_run_settings(settings, trained, compose.expand_overrides(command, words))
     return settings
 
 
-def run_of(settings: Any) -> str:
+def run_folder_of(settings: Any) -> str:
     """Return the run that settings name, or the first run among their heads; else empty."""
     heads = [one for one in getattr(settings, "heads", ()) if Path(one, "config.yaml").is_file()]
     return getattr(settings, "run", "") or next(iter(heads), "")
 
 
-def read_run(path: Path, schema: type) -> Any:
+def read_run_settings(path: Path, schema: type) -> Any:
     """Return the typed settings of a run's config.yaml."""
-    return compose.from_values(schema, read_settings(path), path)
+    return compose.typed_settings(schema, read_settings(path), path)
 
 
 def _is_told(record: logging.LogRecord) -> bool:

@@ -11,7 +11,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.base.loading import load_tokenizer
 from specheads.config import compose
 from specheads.config.commands import Train
-from specheads.config.training import distilled
+from specheads.config.training import distill_settings
 from specheads.core.errors import InputError, printable
 from specheads.data.masks import CLOSE, OPEN, marked
 from specheads.data.prompts import held_out_prompts
@@ -78,7 +78,7 @@ def show_examples(settings: Train) -> None:
 
 def show_prompts(settings: Train, tokenizer: PreTrainedTokenizerBase) -> None:
     """Print prompts that the base will continue, in its chat template."""
-    length = distilled(settings.schedule).prompt_tokens
+    length = distill_settings(settings.schedule).prompt_tokens
     prompts = held_out_prompts(
         settings.data, "train", tokenizer, length, settings.preview, settings.seed
     )

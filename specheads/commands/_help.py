@@ -66,7 +66,7 @@ def _wrapped(text: str, indent: int) -> str:
 
 def listed(kind: Any, where: str = "") -> Iterator[tuple[str, str, str, str]]:
     """Yield full name, rule, default and description of each setting: plain ones before groups."""
-    hints = ranges.hints(kind)
+    hints = ranges.setting_hints(kind)
     about: dict[str, str] = {}
     for one in reversed(kind.__mro__[:-1]):
         about |= _descriptions(ast.parse(inspect.getsource(one)).body[0])
@@ -80,7 +80,7 @@ def listed(kind: Any, where: str = "") -> Iterator[tuple[str, str, str, str]]:
                 default = repr(item.default_factory())
             # the description explains an empty value
             default = "" if default in ("''", "[]", "{}") else default
-            rule = FAR_LIMITS.sub("", ranges.words(hint))
+            rule = FAR_LIMITS.sub("", ranges.describe_range(hint))
             yield name, rule, default, about.get(item.name, "")
 
 

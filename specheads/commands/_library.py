@@ -25,7 +25,9 @@ def load_base(settings: SettingsWithBase) -> FrozenBase:
     return FrozenBase.load(**asdict(settings.base))
 
 
-def objects(settings: SettingsWithHead, base: FrozenBase | None = None) -> tuple[FrozenBase, Head]:
+def load_base_and_head(
+    settings: SettingsWithHead, base: FrozenBase | None = None
+) -> tuple[FrozenBase, Head]:
     """Return the base and the head that the settings name; a given base is not loaded again."""
     run = RunDirectory(Path(settings.run)) if settings.run else None
     if run:
@@ -34,11 +36,11 @@ def objects(settings: SettingsWithHead, base: FrozenBase | None = None) -> tuple
         raise InputError("name a run as run=DIR, or a head as head=PATH and base=PATH")
     base = base or load_base(settings)
     if run:
-        return base, head_of(run, base, force=settings.force)
+        return base, load_run_head(run, base, force=settings.force)
     return base, load_head(settings.head_path, base, force=settings.force)
 
 
-def head_of(run: RunDirectory, base: FrozenBase, *, force: bool = False) -> Head:
+def load_run_head(run: RunDirectory, base: FrozenBase, *, force: bool = False) -> Head:
     """Return the head of a run; an adapter of joint training is merged into the base."""
     if run.adapter.is_dir():
         base.merge(run.adapter)

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specheads.base.model import FrozenBase
 from specheads.base.selfcheck import make_exact
-from specheads.commands._library import objects
+from specheads.commands._library import load_base_and_head
 from specheads.config.commands import Chat
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError, printable
@@ -44,7 +44,7 @@ COPIED = "#c58af9"
 
 def run(settings: Chat) -> None:
     """Answer each line of standard input."""
-    base, head = objects(settings)
+    base, head = load_base_and_head(settings)
     tokenizer = base.tokenizer_for("a chat")
     if settings.side_by_side:
         make_exact(base)

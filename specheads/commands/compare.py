@@ -13,8 +13,8 @@ from pathlib import Path
 from rich.console import Console
 
 from specheads.base.model import FrozenBase
-from specheads.commands._call import run_of, settings_for
-from specheads.commands._library import head_of, load_base
+from specheads.commands._call import checked_settings, run_folder_of
+from specheads.commands._library import load_base, load_run_head
 from specheads.commands.evaluate import (
     choose_policy,
     evaluation_prompts,
@@ -39,7 +39,7 @@ from specheads.measure.evaluation import base_summary, head_summary, prompt_summ
 from specheads.measure.generation import BaseTexts, continue_prompts
 from specheads.measure.results import Comparison
 from specheads.runs.directory import RunDirectory
-from specheads.runs.provenance import nearby, provenance
+from specheads.runs.provenance import collect_provenance, shorten_paths
 
 
 def run(settings: Compare) -> None:
@@ -63,7 +63,7 @@ def compare(
     `overrides` are like `["heads=[DIR,DIR]", "drafters=[head,hybrid]"]`. Without `out` compare.json
     goes into the report of the first run.
     """
-    settings = settings or settings_for(Compare, overrides, run=run, out=out)
+    settings = settings or checked_settings(Compare, overrides, run=run, out=out)
     evaluation, names = settings.evaluation, method_names(settings.drafters, settings.draft_model)
     folder = writable_folder(output_folder(settings))
     base, heads = _load(settings, base)
@@ -101,13 +101,13 @@ def compare(
         conditions=conditions,
         settings={
             "max_new_tokens": evaluation.max_new_tokens,
-            "draft_model": nearby(settings.draft_model),
+            "draft_model": shorten_paths(settings.draft_model),
             "dtype": dtype_name(base.dtype),
             "device": base.device.type,
             "seed": settings.seed,
             "coupled": evaluation.coupled,
         },
-        provenance=provenance(),
+        provenance=collect_provenance(),
     )
     write_atomic(folder / "compare.json", dumps(comparison))
     return comparison
@@ -127,7 +127,7 @@ def output_folder(settings: Compare) -> Path:
         return Path(settings.out)
     if not (settings.run or settings.heads):
         raise InputError("name what to compare: run=DIR, or heads=[DIR,DIR]")
-    if first := run_of(settings):
+    if first := run_folder_of(settings):
         return RunDirectory(Path(first)).report
     raise InputError("heads without a run need out=FOLDER for compare.json")
 
@@ -153,5 +153,5 @@ def _load(settings: Compare, base: FrozenBase | None) -> tuple[FrozenBase, dict[
     heads = {}
     for name, place in zip(names, places, strict=True):
         run = runs.get(place)
-        heads[name] = head_of(run, base) if run else load_head(place, base)
+        heads[name] = load_run_head(run, base) if run else load_head(place, base)
     return base, heads

@@ -12,14 +12,14 @@ from typing import Any
 
 from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
-from specheads.commands._call import settings_for
+from specheads.commands._call import checked_settings
 from specheads.config.commands import Distill
-from specheads.config.training import EXTERNAL_ENGINES, distilled
+from specheads.config.training import EXTERNAL_ENGINES, distill_settings
 from specheads.core.errors import InputError
 from specheads.core.files import writable_folder
 from specheads.data.sources import refuse_unreadable
 from specheads.heads.load import load_head
-from specheads.runs.progress import progress
+from specheads.runs.progress import progress_display
 from specheads.training.distill.run import job_of, refuse_not_decoding, write_folder
 from specheads.training.distill.shards import as_markdown
 from specheads.training.processes import accelerator_of_environment, explain_lost_process, load_base
@@ -56,10 +56,10 @@ def distill(
     Returns:
         The report; None in every process but the first.
     """
-    settings = settings or settings_for(Distill, overrides, recipe=recipe, out=out)
+    settings = settings or checked_settings(Distill, overrides, recipe=recipe, out=out)
     if not settings.out:
         raise InputError("an output folder is needed, got none; add out=FOLDER")
-    texts = distilled(settings.schedule)
+    texts = distill_settings(settings.schedule)
     if settings.head_path:
         if texts.engine != "local":
             raise InputError(
@@ -77,5 +77,5 @@ def distill(
         refuse_not_decoding(base, texts, folder)
     head = load_head(settings.head_path, base) if settings.head_path else None
     job = job_of(settings.data, base, texts, folder, accelerator, settings.seed, head)
-    with progress(shown=accelerator.is_main_process) as bar:
+    with progress_display(shown=accelerator.is_main_process) as bar:
         return write_folder(job, bar, lambda: None)

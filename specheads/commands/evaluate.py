@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from specheads.base.model import FrozenBase
-from specheads.commands._call import read_run, settings_for
-from specheads.commands._library import SettingsWithEvaluation, load_base, objects
+from specheads.commands._call import checked_settings, read_run_settings
+from specheads.commands._library import SettingsWithEvaluation, load_base, load_base_and_head
 from specheads.config.commands import Evaluate, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -60,7 +60,7 @@ def evaluate(
     the run are replaced. If the run trained an adapter, it is merged into the base. If the base
     came without it, the results contain the base's own quality before and after.
     """
-    settings = settings or settings_for(Evaluate, overrides, run=run, out=out)
+    settings = settings or checked_settings(Evaluate, overrides, run=run, out=out)
     evaluation = settings.evaluation
     if settings.out:
         writable_folder(settings.out)
@@ -68,7 +68,7 @@ def evaluate(
     run_settings, phases, base_quality = dict[str, Any](), list[Path](), None
     if run_folder:
         run_folder.refuse_unfinished("evaluated")
-        trained = read_run(run_folder.config, Train)
+        trained = read_run_settings(run_folder.config, Train)
         names = ("seed", "base", "tree", "evaluation")
         run_settings = asdict(replace(trained, **{n: getattr(settings, n) for n in names}))
         phases = phase_folders(run_folder, trained.schedule.phases)
@@ -76,7 +76,7 @@ def evaluate(
         base_quality = merge_adapter(base, run_folder, settings)
         head = load_head(run_folder.head, base, force=settings.force)
     else:
-        base, head = objects(settings, base)
+        base, head = load_base_and_head(settings, base)
     prompts = evaluation_prompts(base, head.depth, settings)
     generation = generation_settings(settings, prompts)
     contexts = context_prompts(base, settings, prompts)

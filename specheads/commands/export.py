@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specheads.base.model import FrozenBase
-from specheads.commands._call import settings_for
-from specheads.commands._library import objects
+from specheads.commands._call import checked_settings
+from specheads.commands._library import load_base_and_head
 from specheads.config.commands import Export
 from specheads.core.errors import InputError
 from specheads.data.prompts import load_prompts
@@ -56,12 +56,12 @@ def export(
     Raises:
         InputError: The engine cannot serve the head, or the export drafts differently.
     """
-    settings = settings or settings_for(Export, overrides, run=run, engine=engine, out=out)
+    settings = settings or checked_settings(Export, overrides, run=run, engine=engine, out=out)
     engine_module(settings.engine)
     if not settings.out:
         raise InputError("an export needs its own folder: add out=FOLDER")
     folder = Path(settings.out)
-    base, head = objects(settings, base)
+    base, head = load_base_and_head(settings, base)
     tokenizer = base.tokenizer_for("the check of an export")
     prompts = load_prompts("python_stdlib", tokenizer, num_prompts=8, prompt_tokens=64)
     tokens = [prompt.tokens for prompt in prompts.prompts]

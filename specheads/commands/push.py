@@ -12,7 +12,7 @@ from pathlib import Path
 from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils import logging as hub_logging
 
-from specheads.commands._call import read_run, settings_for
+from specheads.commands._call import checked_settings, read_run_settings
 from specheads.config.commands import Push, Train
 from specheads.core.errors import InputError
 from specheads.core.files import HUB_ID
@@ -47,7 +47,7 @@ def push(
     """
     # it would log every retry, with addresses that allow anybody to upload
     hub_logging.set_verbosity_error()
-    settings = settings or settings_for(Push, overrides, run=run, repo=repo, dry_run=dry_run)
+    settings = settings or checked_settings(Push, overrides, run=run, repo=repo, dry_run=dry_run)
     if not settings.run:
         raise InputError("name what to push: run=DIR")
     if not HUB_ID.fullmatch(settings.repo):
@@ -55,4 +55,4 @@ def push(
     made = RunDirectory(Path(settings.run))
     names = "private", "base_repo", "licence", "data_licence", "dry_run"
     how = {name: getattr(settings, name) for name in names}
-    return hub.push_run(made, asdict(read_run(made.config, Train)), settings.repo, **how)
+    return hub.push_run(made, asdict(read_run_settings(made.config, Train)), settings.repo, **how)

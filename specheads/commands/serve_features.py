@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from specheads.base.gguf import located
 from specheads.commands import _dry_run
-from specheads.commands._call import settings_for
+from specheads.commands._call import checked_settings
 from specheads.config.commands import ServeFeatures
 from specheads.config.training import FeatureSettings
 from specheads.core.errors import InputError
@@ -77,7 +77,7 @@ def serve_features(
     Raises:
         InputError: vLLM cannot load such a base, or a folder or an address cannot be used.
     """
-    settings = settings or settings_for(ServeFeatures, overrides, recipe=recipe)
+    settings = settings or checked_settings(ServeFeatures, overrides, recipe=recipe)
     named, features = settings.base, _features(settings)
     if named.adapter or named.dtype == "float64":
         raise InputError(

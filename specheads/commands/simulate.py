@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specheads.commands._call import read_run, settings_for
+from specheads.commands._call import checked_settings, read_run_settings
 from specheads.commands._library import load_base
 from specheads.config.commands import Simulate, Train
 from specheads.core.errors import InputError
@@ -44,7 +44,7 @@ def simulate(
     `specheads tune` measured for the run's head, or computed: `["hardware=h100",
     "rates=[1,4,16]"]`. load.json is written into the run's report, or into `out`.
     """
-    settings = settings or settings_for(Simulate, overrides, run=run, out=out)
+    settings = settings or checked_settings(Simulate, overrides, run=run, out=out)
     folder, hardware = _folder(settings), settings.hardware
     is_measured = hardware.name == MEASURED
     tuned = None if settings.acceptance and not is_measured else _tuned(settings)
@@ -89,7 +89,7 @@ def _computed_cost(settings: Simulate) -> StepCost:
             f"{machine.name!r}; set them, or name a machine of configs/hardware/"
         )
     run = RunDirectory(Path(settings.run))
-    base = load_base(read_run(run.config, Train))
+    base = load_base(read_run_settings(run.config, Train))
     sizes = simulation.sizes(base, load_head(run.head, base))
     return simulation.computed_cost(bandwidth=machine.bandwidth, flops=machine.flops, **sizes)
 

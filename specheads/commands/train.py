@@ -19,7 +19,7 @@ from rich.console import Console
 from specheads.base import lora
 from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
-from specheads.commands._call import settings_for
+from specheads.commands._call import checked_settings
 from specheads.commands.evaluate import (
     context_prompts,
     evaluate,
@@ -40,7 +40,7 @@ from specheads.measure.results import Results, read_results
 from specheads.measure.summary import print_results
 from specheads.runs.config_file import read_settings
 from specheads.runs.directory import RunDirectory
-from specheads.runs.progress import stages
+from specheads.runs.progress import stage_announcer
 from specheads.runs.trackers import Tracker, refuse_missing
 from specheads.training import trainer
 from specheads.training.distill.run import refuse_not_decoding
@@ -92,11 +92,11 @@ def train(
 
     `overrides` are like `["name=mine", "head=medusa"]`; `announce` is called with lines for people.
     """
-    settings = settings or settings_for(Train, overrides, recipe=recipe)
+    settings = settings or checked_settings(Train, overrides, recipe=recipe)
     made = RunDirectory(Path(settings.run_dir))
     accelerator = accelerator_of_environment(settings.base.dtype)
     _settle_batches(settings, made, accelerator, announce)
-    begin = stages(_stages(settings), settings.minutes)
+    begin = stage_announcer(_stages(settings), settings.minutes)
     with explain_lost_process():
         head, base = _train(settings, made, accelerator, base, announce, begin)
     if not accelerator.is_main_process:
@@ -147,7 +147,7 @@ def _train(
 ) -> tuple[Head, FrozenBase]:
     """Run every phase; return the head, and the base as loaded, without a trained adapter.
 
-    Settings that would fail later raise before anything is written. `stage` is of `stages`.
+    Settings that would fail later raise before anything is written; see `stage_announcer`.
     """
     is_main, seed = accelerator.is_main_process, settings.seed
     base = _checked_base(settings, made, accelerator, base)

@@ -17,8 +17,8 @@ from rich.console import Console
 from specheads.base.gguf import located
 from specheads.base.loading import load_config
 from specheads.base.model import FrozenBase
-from specheads.commands._call import settings_for
-from specheads.commands._library import objects
+from specheads.commands._call import checked_settings
+from specheads.commands._library import load_base_and_head
 from specheads.config.commands import Tune
 from specheads.core.errors import InputError
 from specheads.core.files import dumps, from_json, local_path, writable_folder, write_atomic
@@ -70,11 +70,11 @@ def tune(
     Returns:
         The content of tuned.json, which is written into the folder of the head. Decoding reads it.
     """
-    settings = settings or settings_for(Tune, overrides, run=run)
+    settings = settings or checked_settings(Tune, overrides, run=run)
     if settings.engine:
         raise InputError("engine=vllm chooses no trees, got it in `tune`; call `tune_vllm`")
     folder = writable_folder(head_folder(settings))
-    base, head = objects(settings, base)
+    base, head = load_base_and_head(settings, base)
     names = "batch_sizes", "contexts", "max_nodes", "num_prompts", "new_tokens", "seed"
     how = {name: getattr(settings, name) for name in names}
     tuned = tune_head(base, head, settings.data, **how)

@@ -20,7 +20,7 @@ from specheads.config.shared import EvaluationSettings
 from specheads.config.training import DistillSettings
 from specheads.config.validation import check
 from specheads.core.errors import InputError
-from specheads.core.ranges import UnknownSettingError, hints
+from specheads.core.ranges import UnknownSettingError, setting_hints
 
 
 def command_of(schema: type) -> str:
@@ -124,7 +124,7 @@ def settings_of(command: str, overrides: Sequence[str]) -> Any:
 
 def _settings_of(command: str, overrides: Sequence[str]) -> Any:
     try:
-        composed = hydra.compose(command, lengthen(command, overrides))
+        composed = hydra.compose(command, expand_overrides(command, overrides))
         if missing := sorted(map(str, OmegaConf.missing_keys(composed))):
             raise InputError(f"a setting without a default must be given; add {missing[0]}=")
         settings = OmegaConf.to_object(composed)
@@ -163,7 +163,9 @@ def _similar(command: str, overrides: Sequence[str], name: str) -> list[str]:
     Phases and the settings of a head depend on the recipe and on other choices.
     """
     groups = {"recipe", *(path.name for path in data_dir("configs").iterdir() if path.is_dir())}
-    chosen = lengthen(command, [one for one in overrides if one.partition("=")[0] in groups])
+    chosen = expand_overrides(
+        command, [one for one in overrides if one.partition("=")[0] in groups]
+    )
     try:
         composed = OmegaConf.to_container(hydra.compose(command, chosen))
     # a choice that Hydra refuses
@@ -188,7 +190,7 @@ def _names(values: Any, where: str = "") -> Iterator[str]:
         yield from _names(value, f"{where}{name}.")
 
 
-def lengthen(command: str, overrides: Sequence[str]) -> list[str]:
+def expand_overrides(command: str, overrides: Sequence[str]) -> list[str]:
     """Return the overrides of a command as Hydra reads them, with full names.
 
     Hydra takes every `head=...` for a choice in configs/head, so a path needs another name. The
@@ -240,7 +242,7 @@ def _text_kind(command: str, name: str) -> str:
     hint: Any = SCHEMAS[command]
     for part in name.split("."):
         if is_dataclass(hint):
-            hint = hints(cast(type, hint)).get(part)
+            hint = setting_hints(cast(type, hint)).get(part)
         else:
             hint = get_args(hint)[1] if get_origin(hint) is dict else None
         hint = _bare(hint)
@@ -259,7 +261,7 @@ def _bare(hint: Any) -> Any:
     return hint
 
 
-def take_run(settings: Any, trained: commands.Train, overrides: Sequence[str]) -> None:
+def copy_run_settings(settings: Any, trained: commands.Train, overrides: Sequence[str]) -> None:
     """Copy the settings of a run into those of a command, except what the overrides name.
 
     The base and the data of a run stay, but not how the base computes.
@@ -297,7 +299,7 @@ def as_yaml(settings: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(settings), resolve=True)
 
 
-def from_values(schema: type, values: Mapping[str, Any], path: Path) -> Any:
+def typed_settings(schema: type, values: Mapping[str, Any], path: Path) -> Any:
     """Return the typed settings of plain values, which were read from a run's config.yaml."""
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar, get_args
 
-from specheads.core.ranges import hints
+from specheads.core.ranges import setting_hints
 
 Fact = TypeVar("Fact")
 
@@ -40,7 +40,7 @@ def settings_with(fact: type[Fact], group: type, prefix: str = "") -> Iterator[t
     Names of phases and sources are `*` in the full name, as in `schedule.phases.*.steps`.
     """
     for setting in fields(group):
-        hint = hints(group)[setting.name]
+        hint = setting_hints(group)[setting.name]
         name = f"{prefix}{setting.name}"
         for annotation in getattr(hint, "__metadata__", ()):
             if isinstance(annotation, fact):

@@ -226,7 +226,7 @@ class Schedule:
     Zero trains them with AdamW."""
 
 
-def distilled(schedule: Schedule) -> DistillSettings:
+def distill_settings(schedule: Schedule) -> DistillSettings:
     """Return the settings of the first distilled phase."""
     for phase in schedule.phases.values():
         if phase.distill:

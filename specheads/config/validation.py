@@ -13,7 +13,7 @@ from specheads.config.data import DataSettings, SourceSettings
 from specheads.config.shared import EvaluationSettings, TreeSettings
 from specheads.config.training import LENGTH_LOSSES, Phase, Schedule, ValidationSettings
 from specheads.core.errors import InputError
-from specheads.core.ranges import FolderName, check_fields, refuse
+from specheads.core.ranges import FolderName, check_fields, check_value
 
 
 def check(settings: Any, where: str = "") -> None:
@@ -65,7 +65,7 @@ def _check_phases(phases: Mapping[str, Phase]) -> None:
         )
     for name in phases:
         # the head of each phase is stored in a folder of this name
-        refuse("the name of a phase", name, FolderName)
+        check_value("the name of a phase", name, FolderName)
 
 
 def _check_phase(where: str, phase: Phase) -> None:

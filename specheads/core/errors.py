@@ -53,7 +53,7 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def whole(value: Any, name: str, least: int | None = 0) -> int:
+def require_integer(value: Any, name: str, least: int | None = 0) -> int:
     """Return an integer of Python, numpy or torch as an `int`; refuse anything else."""
     try:
         # Python counts True and boolean tensors as integers

@@ -28,7 +28,7 @@ LOCK = ".lock"
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Yield a folder that atomically becomes `target` at the end of the context.
 
-    An existing folder at `target` is replaced. `sweep` removes what a killed process leaves.
+    An existing folder at `target` is replaced. See `remove_incomplete` about killed processes.
     """
     with naming_full_disk(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             scratch.unlink(missing_ok=True)
 
 
-def sweep(folder: Path, names: str = "*") -> None:
+def remove_incomplete(folder: Path, names: str = "*") -> None:
     """Remove incomplete files of killed processes, and restore the ones that they set aside.
 
     Only the writer of a folder may call this. `names` is a glob of the files that it writes.
@@ -73,7 +73,7 @@ def sweep(folder: Path, names: str = "*") -> None:
             item.unlink()
 
 
-def is_ours(name: str) -> bool:
+def is_lock_or_incomplete(name: str) -> bool:
     """Return whether a file of this name is a lock or incomplete."""
     return name == LOCK or SCRATCH.fullmatch(name) is not None
 
@@ -203,7 +203,7 @@ def local_path(path: str | Path) -> Path:
     return place
 
 
-def nearest(place: Path) -> Path:
+def nearest_existing(place: Path) -> Path:
     """Return the path itself if it exists, else its nearest folder that does."""
     return next(one for one in (place, *place.parents) if one.exists())
 
@@ -213,7 +213,7 @@ def writable_folder(path: str | Path) -> Path:
     place, reason = local_path(path), ""
     try:
         place = place.resolve()
-        parent = nearest(place)
+        parent = nearest_existing(place)
         # incomplete files have longer names
         if len(os.fsencode(place.name)) > 240:
             reason = "its name is too long"

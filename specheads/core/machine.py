@@ -19,7 +19,7 @@ MULTIPLYING = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx
 
 
 @cache
-def processor() -> str:
+def processor_name() -> str:
     """Return the model name of the CPU."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
@@ -34,7 +34,7 @@ def device_name(device: torch.device) -> str:
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return ", ".join((processor(), *instructions()[-1:]))
+    return ", ".join((processor_name(), *matrix_instructions()[-1:]))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -42,7 +42,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def instructions() -> list[str]:
+def matrix_instructions() -> list[str]:
     """Return the features in `MULTIPLYING` that the CPU has; empty if unknown."""
     info = Path("/proc/cpuinfo")
     words = set(info.read_text(encoding="utf-8").split()) if info.is_file() else set()
@@ -69,14 +69,14 @@ def available_bytes(device: torch.device) -> int:
     return device_bytes(device)
 
 
-def held_bytes(device: torch.device) -> int:
+def process_bytes(device: torch.device) -> int:
     """Return the bytes of a device that this process uses; on a host, with its libraries."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     return _named(STATUS, "VmRSS") if STATUS.is_file() else process_peak_bytes()
 
 
-def restart_peak(device: torch.device) -> None:
+def reset_peak_bytes(device: torch.device) -> None:
     """Reset `peak_bytes`; on a system without this, the peak counts from the start."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -86,14 +86,14 @@ def restart_peak(device: torch.device) -> None:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
-def release_freed() -> None:
+def return_freed_memory() -> None:
     """Return freed memory to the system; glibc's heap would keep it."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak bytes of a device that this process used since `restart_peak`."""
+    """Return the peak bytes of a device that this process used since `reset_peak_bytes`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return _named(STATUS, "VmHWM") if STATUS.is_file() else process_peak_bytes()

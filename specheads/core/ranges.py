@@ -25,19 +25,19 @@ AUTO = "auto"
 class Rule(Predicate):
     """A predicate with its description, such as `one of corpus, distilled`."""
 
-    words: str = ""
+    description: str = ""
 
 
 def one_of(*names: str) -> Rule:
     """Return the rule that a text is one of these names."""
-    words = f"one of {', '.join(name or repr('') for name in names)}"
+    description = f"one of {', '.join(name or repr('') for name in names)}"
 
     def is_one(value: str) -> bool:
         return value in names
 
     # pydantic's messages name a rule by it
-    is_one.__qualname__ = words
-    return Rule(is_one, words)
+    is_one.__qualname__ = description
+    return Rule(is_one, description)
 
 
 def _is_printable(value: str) -> bool:
@@ -115,7 +115,7 @@ def check_fields(
         where: Full name of the settings, such as `schedule`; empty for those of a command.
         together: Refuses settings of one group that contradict each other.
     """
-    known = hints(type(settings))
+    known = setting_hints(type(settings))
     # Hydra's +name=value adds an attribute
     for name in getattr(settings, "__dict__", {}):
         if name not in known:
@@ -123,7 +123,7 @@ def check_fields(
     for item in fields(settings):
         value, name = getattr(settings, item.name), f"{where}.{item.name}".lstrip(".")
         default = item.default if item.default_factory is MISSING else item.default_factory()
-        refuse(name, value, known[item.name], default)
+        check_value(name, value, known[item.name], default)
         parts = value.items() if isinstance(value, Mapping) else [("", value)]
         for key, part in parts:
             if is_dataclass(part):
@@ -141,7 +141,7 @@ class UnknownSettingError(InputError):
         self.name = name
 
 
-def refuse(name: str, value: Any, hint: Any, default: Any = MISSING) -> None:
+def check_value(name: str, value: Any, hint: Any, default: Any = MISSING) -> None:
     """Refuse a value that its hint does not allow, by the setting's full name."""
     try:
         _validator(hint)(value)
@@ -149,14 +149,16 @@ def refuse(name: str, value: Any, hint: Any, default: Any = MISSING) -> None:
         # the position in a list, if one item is wrong
         index = next((part for part in error.errors()[0]["loc"] if isinstance(part, int)), None)
         wrong, inside = (value, "") if index is None else (value[index], f" at {name}[{index}]")
-        usable = default is not MISSING and allows(hint, default)
+        usable = default is not MISSING and is_allowed(hint, default)
         remedy = f"its default is {default!r}" if usable else f"set {name}"
         text = repr(wrong)
         shown = text if len(text) <= 60 else f"{text[:57]}..."
-        raise InputError(f"{name} must be {words(hint)}, got {shown}{inside}; {remedy}") from None
+        raise InputError(
+            f"{name} must be {describe_range(hint)}, got {shown}{inside}; {remedy}"
+        ) from None
 
 
-def allows(hint: Any, value: Any) -> bool:
+def is_allowed(hint: Any, value: Any) -> bool:
     """Return whether a value has the type of a hint and keeps its rules."""
     try:
         _validator(hint)(value)
@@ -177,7 +179,7 @@ def _holds_settings(hint: Any) -> bool:
     return is_settings or any(map(_holds_settings, get_args(hint)))
 
 
-def words(hint: Any) -> str:
+def describe_range(hint: Any) -> str:
     """Return the type and range of a setting in words, such as `a whole number, at least 1`."""
     is_ruled = get_origin(hint) is Annotated
     plain, annotations = (hint.__origin__, hint.__metadata__) if is_ruled else (hint, ())
@@ -185,11 +187,14 @@ def words(hint: Any) -> str:
     rules: list[Any] = [rule for rule in annotations if isinstance(rule, BaseMetadata)]
     origin, inner = get_origin(plain), get_args(plain)
     if rules and plain in (str, Any):
-        return rules[-1].words
+        return rules[-1].description
     if origin in (Union, UnionType):
-        kind = " or none; ".join(words(one) for one in inner if one is not NoneType) + " or none"
+        kind = (
+            " or none; ".join(describe_range(one) for one in inner if one is not NoneType)
+            + " or none"
+        )
     elif origin is list:
-        kind = f"a list, each {words(inner[0])}"
+        kind = f"a list, each {describe_range(inner[0])}"
     else:
         kind = KINDS.get(plain, "a group of settings")
     return ", ".join([kind, *filter(None, map(_described, rules))])
@@ -197,7 +202,7 @@ def words(hint: Any) -> str:
 
 def _described(rule: Any) -> str:
     if isinstance(rule, Rule):
-        return rule.words
+        return rule.description
     if isinstance(rule, MinLen):
         return "not empty"
     text, name = BOUNDS[type(rule)]
@@ -206,6 +211,6 @@ def _described(rule: Any) -> str:
 
 
 @cache
-def hints(kind: type) -> dict[str, Any]:
+def setting_hints(kind: type) -> dict[str, Any]:
     """Return the type hint of each setting of a dataclass, with its rules."""
     return get_type_hints(kind, include_extras=True)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from specheads.core.errors import InputError, whole
+from specheads.core.errors import InputError, require_integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,6 @@ def level_sizes(branches: Sequence[int]) -> list[int]:
     """Return the number of nodes of each level, given the number of children at each level."""
     sizes, total = [1], 1
     for branch in branches:
-        sizes.append(sizes[-1] * whole(branch, "a number of tree.branches", 1))
+        sizes.append(sizes[-1] * require_integer(branch, "a number of tree.branches", 1))
         total = refuse_nodes(total + sizes[-1], "tree.branches")
     return sizes

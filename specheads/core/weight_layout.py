@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.core.kernels import opaque
-from specheads.core.machine import computes_bfloat16, processor
+from specheads.core.machine import computes_bfloat16, processor_name
 
 PACKED_FOR = 256
 """Number of rows that packs are optimised for: the best of 1, 16 and 256 for 1 to 512 rows."""
@@ -38,10 +38,10 @@ def _packed(library: str, matrix: Tensor) -> Tensor:
 
 def _libraries() -> dict[torch.dtype, str]:
     found = dict[torch.dtype, str]()
-    if "Intel" in processor() and torch.backends.mkl.is_available():
+    if "Intel" in processor_name() and torch.backends.mkl.is_available():
         found[torch.float32] = MKL
     if torch.backends.mkldnn.is_available():
-        if "AMD" in processor():
+        if "AMD" in processor_name():
             found[torch.float32] = ONEDNN
         if computes_bfloat16():
             found[torch.bfloat16] = ONEDNN

@@ -12,7 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.config.data import DataSettings, SourceSettings
 from specheads.core.errors import InputError
-from specheads.core.files import atomic_folder, cache_folder, sole_writer, sweep
+from specheads.core.files import atomic_folder, cache_folder, remove_incomplete, sole_writer
 from specheads.data.chat import Template
 from specheads.data.conversations import first_answer
 from specheads.data.documents import TokenisedDocuments, numbers
@@ -92,7 +92,7 @@ def _cached(
     with sole_writer(folder.parent, f".{key}.lock", wait=lambda _: None):
         # another process may have written it while this one waited for the lock
         if not (folder / FILE).is_file():
-            sweep(folder.parent, key)
+            remove_incomplete(folder.parent, key)
             _write(folder, source, tokenizer, seed, bar)
     return folder / FILE
 

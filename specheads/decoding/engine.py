@@ -10,7 +10,7 @@ from specheads.base.cache import RowCache
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
 from specheads.core.drafter import Drafter, Head
-from specheads.core.errors import InputError, whole
+from specheads.core.errors import InputError, require_integer
 from specheads.core.machine import device_bytes
 from specheads.decoding import accept
 from specheads.decoding.loop import DecodingState, start, step
@@ -101,13 +101,13 @@ class Engine:
                 f"a base in {base.dtype} on {base.device}; load it with load_head(path, base)"
             )
         self.base, self.pool, self.timed = base, pool, timed
-        self.max_batch = whole(max_batch, "max_batch", 1)
+        self.max_batch = require_integer(max_batch, "max_batch", 1)
         self.acceptance = accept.acceptance_rule(acceptance)
         self.drafter, self.tree = drafted_by(drafter, tree, base)
         # typical acceptance samples nothing: it wants the likeliest guesses
         self.coupled = coupled and self.acceptance is not accept.typical_rule
         context = base.max_length
-        length = context if max_length is None else whole(max_length, "max_length")
+        length = context if max_length is None else require_integer(max_length, "max_length")
         self.max_length = min(length, context)
         # a row may exceed its limit by one draft, and its last step needs slots for a tree
         self._capacity = self.max_length + 2 * self.tree.num_nodes

@@ -7,7 +7,7 @@ from typing import Any
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool
 from specheads.core.drafter import Drafter
-from specheads.core.errors import InputError, whole
+from specheads.core.errors import InputError, require_integer
 from specheads.decoding import accept
 from specheads.decoding.engine import Engine
 from specheads.decoding.loop import DecodingStep
@@ -107,7 +107,7 @@ def generate(
 def refuse_unfit(base: FrozenBase, prompts: list[list[int]], max_new_tokens: int) -> None:
     """Refuse prompts whose new tokens exceed the context."""
     longest = max(map(len, prompts), default=0)
-    max_new_tokens = whole(max_new_tokens, "max_new_tokens")
+    max_new_tokens = require_integer(max_new_tokens, "max_new_tokens")
     if longest + max_new_tokens > base.max_length:
         raise InputError(
             f"prompt and new tokens must fit the context: {longest} + {max_new_tokens} exceed "

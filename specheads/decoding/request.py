@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specheads.core.errors import InputError, whole
+from specheads.core.errors import InputError, require_integer
 from specheads.decoding.detokenize import TextStream
 from specheads.decoding.loop import DecodingStep
 from specheads.decoding.sampling import GREEDY, Sampling
@@ -18,7 +18,7 @@ def token_ids(given: Any, name: str) -> list[int]:
             f"{name} must be a list of token ids, got {type(given).__name__} {given!r:.60}; "
             "tokenise text with base.tokenizer(text).input_ids, and give a list for each prompt"
         )
-    return [whole(one, f"token {place} of {name}") for place, one in enumerate(given)]
+    return [require_integer(one, f"token {place} of {name}") for place, one in enumerate(given)]
 
 
 FinishReason = Literal["eos", "stop", "length", "context", "cancelled", "failed"]
@@ -51,7 +51,7 @@ class Request:
         self.prompt = token_ids(self.prompt, "a prompt")
         if not self.prompt:
             raise InputError("a prompt needs at least one token, got none")
-        self.max_new_tokens = whole(self.max_new_tokens, "max_new_tokens")
+        self.max_new_tokens = require_integer(self.max_new_tokens, "max_new_tokens")
         if not isinstance(self.sampling, Sampling):
             raise InputError(f"sampling must be a Sampling(...), got {self.sampling!r:.80}")
         if not isinstance(self.stop, tuple | list) or not all(

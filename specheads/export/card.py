@@ -21,7 +21,7 @@ from specheads.export.layouts import engine_module, engines, objection
 from specheads.measure.results import Results
 from specheads.measure.summary import depth_rows, summary_rows, verdict
 from specheads.runs.directory import RunDirectory
-from specheads.runs.provenance import portable
+from specheads.runs.provenance import cut_absolute_paths
 from specheads.runs.trackers import read_metrics
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -77,7 +77,7 @@ def read_summary(
     is_local = Path(source).exists() or not HUB_ID.fullmatch(source)
     base_id = base_repo or ("" if is_local else source)
     name = base_id or Path(source).name
-    public = portable({key: settings[key] for key in PUBLIC_SETTINGS})
+    public = cut_absolute_paths({key: settings[key] for key in PUBLIC_SETTINGS})
     public["base"]["model"] = name
     for phase in public["schedule"]["phases"].values():
         if phase["distill"]:
@@ -93,7 +93,7 @@ def read_summary(
     file = run.report / "results.json"
     if file.is_file():
         # files of older versions hold absolute paths, and users can type them
-        results = from_json(Results, portable(read_json(file)), str(file))
+        results = from_json(Results, cut_absolute_paths(read_json(file)), str(file))
         results = replace(
             results,
             base=replace(results.base, name=name),
@@ -106,7 +106,9 @@ def read_summary(
         pin,
         bool(public["base"]["adapter"]) or run.adapter.is_dir(),
         public,
-        portable({key: provenance[key] for key in PUBLIC_PROVENANCE if key in provenance}),
+        cut_absolute_paths(
+            {key: provenance[key] for key in PUBLIC_PROVENANCE if key in provenance}
+        ),
         results,
         read_metrics(run.metrics),
     )

@@ -25,7 +25,13 @@ from torch import Tensor
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
-from specheads.core.files import as_json, atomic_folder, refuse_outside, sweep, writable_folder
+from specheads.core.files import (
+    as_json,
+    atomic_folder,
+    refuse_outside,
+    remove_incomplete,
+    writable_folder,
+)
 from specheads.decoding.trees import policies
 from specheads.export.layouts import find_layout
 from specheads.export.layouts._shared import Folder
@@ -34,8 +40,8 @@ from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import GenerationSettings, continue_prompts
 from specheads.measure.offline import guess_ranks, replay
 from specheads.measure.results import DraftCounts
-from specheads.runs.progress import bar
-from specheads.runs.provenance import provenance
+from specheads.runs.progress import progress_bar
+from specheads.runs.provenance import collect_provenance
 
 RECORD = "specheads.json"
 """File in every export: the head, its base, and the result of the check. Engines ignore it."""
@@ -133,7 +139,7 @@ def export_head(
             f"out= must not be inside the base's folder, which is copied, got {out}; name another"
         )
     head = folder.stored or head
-    sweep(out.parent, out.name)
+    remove_incomplete(out.parent, out.name)
     with atomic_folder(out) as scratch:
         _save(folder, scratch)
         if is_merged:
@@ -147,7 +153,7 @@ def export_head(
             "head": {"kind": head.kind, "depth": head.depth},
             "base": {"name": base.name, "revision": base.revision, "fingerprint": base.fingerprint},
             "parity": {"texts": len(texts), **asdict(parity)},
-            "specheads": provenance().versions["specheads"],
+            "specheads": collect_provenance().versions["specheads"],
         }
         (scratch / RECORD).write_text(as_json(record), encoding="utf-8")
     return folder.serve, parity
@@ -216,7 +222,7 @@ def check_parity(
     tables = base_tables(base)
     trained = bind_in_float64(copy_head(head), tables)
     loaded = bind_in_float64(exported, tables)
-    features = bar(read_features(head, base, texts), "drafts", shown=True)
+    features = progress_bar(read_features(head, base, texts), "drafts", shown=True)
     difference = largest_difference(
         (level_drafts(trained, text), level_drafts(loaded, text)) for text in features
     )

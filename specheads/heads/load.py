@@ -30,7 +30,7 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
 from specheads.core.files import local_path, read_json
 from specheads.core.machine import host_bytes
-from specheads.core.ranges import hints, refuse
+from specheads.core.ranges import check_value, setting_hints
 from specheads.core.weight_layout import for_few_rows
 from specheads.decoding.trees import tuned
 from specheads.heads.checkpoint import INDEX_SUFFIX, WEIGHT_FILES, fill, read_settings, read_tensors
@@ -66,9 +66,9 @@ def configure(settings: Mapping[str, Any]) -> Any:
             f"head={settings['kind']} has no setting {unknown[0]!r}; it has {', '.join(known)}"
         )
     # before the dataclass is made, because tests check its annotations at runtime
-    for name, hint in hints(module.Config).items():
+    for name, hint in setting_hints(module.Config).items():
         if name in values:
-            refuse(f"head.{name}", values[name], hint)
+            check_value(f"head.{name}", values[name], hint)
     return module.Config(**values)
 
 

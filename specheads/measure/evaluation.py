@@ -31,7 +31,7 @@ from specheads.measure.results import Results
 from specheads.measure.speed import measure_speed
 from specheads.measure.tune_trees import draft_chances, trace_texts
 from specheads.runs.directory import RunDirectory
-from specheads.runs.provenance import nearby, provenance
+from specheads.runs.provenance import collect_provenance, shorten_paths
 
 
 def evaluate_head(
@@ -90,7 +90,7 @@ def evaluate_head(
         contexts=measure_contexts(base, head, contexts, generation),
         base_quality=base_quality,
         tuned=tuned,
-        provenance=provenance(),
+        provenance=collect_provenance(),
     )
 
 
@@ -158,9 +158,9 @@ def head_summary(head: Head) -> results.HeadSummary:
 def base_summary(base: FrozenBase) -> results.BaseSummary:
     """Return the name and size of a base, without local paths."""
     return results.BaseSummary(
-        name=nearby(base.name),
+        name=shorten_paths(base.name),
         revision=base.revision,
-        adapter=nearby(base.adapter),
+        adapter=shorten_paths(base.adapter),
         fingerprint=base.fingerprint,
         parameters=base.num_parameters,
     )

@@ -15,7 +15,7 @@ from specheads.decoding.sampling import GREEDY, Sampling, each_prompt
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts
 from specheads.measure.results import DecodedText, TextStep
-from specheads.runs.progress import bar
+from specheads.runs.progress import progress_bar
 
 NUM_TEXTS = 3
 """Texts in the report: those of the first prompts, without selection."""
@@ -121,7 +121,7 @@ def decode_prompts(
     sources = generation.sources_of(prompts)
     starts = range(0, len(prompts), generation.batch_size)
     decoded: list[DecodedPrompt] = []
-    for start in bar(starts, "online" if depth else "base alone", generation.progress):
+    for start in progress_bar(starts, "online" if depth else "base alone", generation.progress):
         batch = slice(start, start + generation.batch_size)
         out = decode_batch(base, drafter, prompts[batch], generation, samplings[batch])
         decoded += [

@@ -32,7 +32,7 @@ from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.measure.counts import DepthCounts, compute_rate, conditional_acceptance
 from specheads.measure.generation import BaseTexts, GenerationSettings
 from specheads.measure.results import Offline
-from specheads.runs.progress import bar
+from specheads.runs.progress import progress_bar
 
 TOP = 5
 """The top-k accuracy has k = 1..TOP."""
@@ -173,7 +173,7 @@ def measure_offline(
     width = max(TOP, tree.num_guesses)
     ranks = [
         guess_ranks(base, head, *pair, width=width, sampling=sampling, coupled=generation.coupled)
-        for pair, sampling in bar(
+        for pair, sampling in progress_bar(
             list(zip(pairs, samplings, strict=True)), "offline", generation.progress
         )
     ]

@@ -14,7 +14,7 @@ from specheads.data.prompts import held_out_prompts
 from specheads.data.tokenise import UnansweredError, tokenise_corpus
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.results import TextQuality
-from specheads.runs.progress import bar
+from specheads.runs.progress import progress_bar
 
 NUM_WINDOWS = 64
 """Windows of validation text on which quality is measured."""
@@ -47,7 +47,7 @@ def measure_quality(
 ) -> Scores:
     """Score every next token of windows of text, each window by itself."""
     scores = []
-    for window in bar(windows, "base quality", progress):
+    for window in progress_bar(windows, "base quality", progress):
         tokens = torch.tensor(window, device=base.device)
         logits = base.logits_of(base.read(tokens[None]).hidden[0, :-1])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

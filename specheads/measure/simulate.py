@@ -16,7 +16,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import local_path
-from specheads.core.ranges import NonNegativeFloat, PositiveInt, hints, refuse
+from specheads.core.ranges import NonNegativeFloat, PositiveInt, check_value, setting_hints
 from specheads.data.files import read_jsonl
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.goodput import Goodput, MovingRates, RequestRates, best_draft
@@ -57,8 +57,8 @@ def read_arrivals(path: str | Path) -> list[Arrival]:
     """Return the recorded requests of a .jsonl file in order of time: see docs/serve.md."""
     found = []
     for where, row in read_jsonl(local_path(path)):
-        for name, hint in hints(Arrival).items():
-            refuse(f"{name} in {where}", row.get(name), hint)
+        for name, hint in setting_hints(Arrival).items():
+            check_value(f"{name} in {where}", row.get(name), hint)
         found.append(Arrival(float(row["seconds"]), row["prompt_tokens"], row["new_tokens"]))
     return sorted(found, key=lambda one: one.seconds)
 

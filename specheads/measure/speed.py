@@ -16,7 +16,7 @@ from specheads.decoding.trees.hybrid import own_tree
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.generation import GenerationSettings, decode_batch
 from specheads.measure.results import Gain, Speed
-from specheads.runs.progress import bar
+from specheads.runs.progress import progress_bar
 
 
 @dataclass(slots=True)
@@ -93,13 +93,13 @@ def time_in_turns(
         None: lambda batch: time_generate(base, None, batch, generation.without_drafts),
         **methods,
     }
-    for runner in bar([*runners.values()], "warming up", generation.progress):
+    for runner in progress_bar([*runners.values()], "warming up", generation.progress):
         runner(batches[0])
     if base.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(base.device)
     names, repeats = [*runners], {name: [[] for _ in batches] for name in runners}
     turns = [(repeat, i) for repeat in range(generation.repeats) for i in range(len(batches))]
-    for repeat, i in bar(turns, "speed", generation.progress):
+    for repeat, i in progress_bar(turns, "speed", generation.progress):
         offset = repeat % len(names)
         for name in names[offset:] + names[:offset]:
             repeats[name][i].append(runners[name](batches[i]))

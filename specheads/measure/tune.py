@@ -27,7 +27,7 @@ from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.measure.offline import fixed_tree, lookup_drafts, replay
 from specheads.measure.tables import ConsoleTable, with_interval
 from specheads.measure.tune_trees import TuningTexts, trace_texts, validation_prompts, write_texts
-from specheads.runs.progress import bar
+from specheads.runs.progress import progress_bar
 
 COPIED = (4, 10)
 """Numbers of prompt-lookup nodes that are tried next to the head's tree."""
@@ -204,7 +204,7 @@ def time_finals(
             generation=quiet,
             rounds=rounds // turns,
         )
-        for turn in bar(range(turns), "step times", generation.progress)
+        for turn in progress_bar(range(turns), "step times", generation.progress)
     ]
     seconds = [statistics.fmean(one.seconds for one in each) for each in zip(*points, strict=True)]
     tried, prompts = [], [one.prompt for one in texts.judged]
@@ -361,7 +361,7 @@ def time_steps(
     beyond = (bursts + 1) * burst + widest
     times: list[list[tuple[float, float]]] = [[] for _ in methods]
     states: list[loop.DecodingState] = []
-    for turn in bar(range(rounds), "step times", generation.progress):
+    for turn in progress_bar(range(rounds), "step times", generation.progress):
         if turn % bursts == 0:
             states = []
             for (drafter, _), rows, length in zip(methods, prompts, lengths, strict=True):

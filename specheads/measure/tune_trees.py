@@ -33,7 +33,7 @@ from specheads.decoding.trees.tuned import MatchRates
 from specheads.measure.counts import DepthCounts, number_sources
 from specheads.measure.generation import GenerationSettings, continue_prompts
 from specheads.measure.offline import LookupDraft, RankPath, anchor_mask, guess_ranks, replay
-from specheads.runs.progress import bar
+from specheads.runs.progress import progress_bar
 
 WIDTH = 8
 """Largest number of children of a node."""
@@ -130,7 +130,7 @@ def write_texts(
     each = zip(tokens, written, each_prompt(generation.sampling, len(tokens)), strict=True)
     ranks = [
         guess_ranks(base, head, *text, width=WIDTH, sampling=one, coupled=generation.coupled)
-        for *text, one in bar(list(each), "guesses", generation.progress)
+        for *text, one in progress_bar(list(each), "guesses", generation.progress)
     ]
     numbers = number_sources(sources)
     if not any(numbers):

@@ -52,7 +52,7 @@ def save(folder: Path, content: Checkpoint) -> None:
         shutil.rmtree(other)
 
 
-def newest(folder: Path, log: Callable[[str], object] = warnings.warn) -> Checkpoint | None:
+def load_newest(folder: Path, log: Callable[[str], object] = warnings.warn) -> Checkpoint | None:
     """Return the newest valid checkpoint of a folder; None if the folder has no checkpoint.
 
     Damaged checkpoints after it are logged in one line. If all are damaged, they are refused.

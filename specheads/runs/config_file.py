@@ -27,7 +27,7 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """Return the settings of a run, whose file is not trusted, or refuse it: see `parse`."""
+    """Return the settings of a run, whose file is not trusted: see `parse_settings`."""
     if not file.is_file():
         raise InputError(
             f"a run directory needs a {file.name}, got {file.parent} without it; name another"
@@ -38,7 +38,7 @@ def read_settings(file: Path) -> dict[str, Any]:
             f"{file} must be at most {MAX_SETTINGS_BYTES} bytes of settings, got {size}; shorten it"
         )
     try:
-        return _renamed(parse(file.read_text(encoding="utf-8")))
+        return _renamed(parse_settings(file.read_text(encoding="utf-8")))
     except (ValueError, yaml.YAMLError) as error:
         reason = one_line(error)
         raise InputError(
@@ -46,7 +46,7 @@ def read_settings(file: Path) -> dict[str, Any]:
         ) from error
 
 
-def parse(text: str) -> dict[str, Any]:
+def parse_settings(text: str) -> dict[str, Any]:
     """Return settings from YAML of mappings, lists and scalars; raise a ValueError for the rest."""
     depth = 0
     # events are read one by one, without recursion, before any object is built

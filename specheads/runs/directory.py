@@ -9,10 +9,17 @@ from typing import Any
 from specheads.base import lora
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.files import as_json, atomic_folder, is_ours, read_json, sweep, write_atomic
+from specheads.core.files import (
+    as_json,
+    atomic_folder,
+    is_lock_or_incomplete,
+    read_json,
+    remove_incomplete,
+    write_atomic,
+)
 from specheads.heads.load import load_head
-from specheads.runs.config_file import first_difference, parse, read_settings
-from specheads.runs.provenance import provenance
+from specheads.runs.config_file import first_difference, parse_settings, read_settings
+from specheads.runs.provenance import collect_provenance
 
 KNOWN: dict[str, Any] = {
     "end": str | None,
@@ -66,22 +73,24 @@ class RunDirectory:
             )
         if self.config.is_file():
             self._refuse_changed(config_text, identity)
-        elif self.path.is_dir() and not all(is_ours(item.name) for item in self.path.iterdir()):
+        elif self.path.is_dir() and not all(
+            is_lock_or_incomplete(item.name) for item in self.path.iterdir()
+        ):
             raise InputError(
                 f"a run needs its own folder, {self.path} has other files; choose another run_dir="
             )
         for folder in (self.path, self.checkpoints, self.phases, self.head):
-            sweep(folder)
+            remove_incomplete(folder)
         # first, because config.yaml marks the folder as a run
         write_atomic(self.config, config_text)
-        made = {"start": _now(), "end": None, **identity, **asdict(provenance())}
+        made = {"start": _now(), "end": None, **identity, **asdict(collect_provenance())}
         if self.provenance.is_file():
             # keep facts that training added
             made = {**identity, **self._provenance()}
         write_atomic(self.provenance, as_json(made))
 
     def _refuse_changed(self, config_text: str, identity: dict[str, Any]) -> None:
-        if found := first_difference(read_settings(self.config), parse(config_text)):
+        if found := first_difference(read_settings(self.config), parse_settings(config_text)):
             name, was, now = found
             raise InputError(
                 f"an unfinished run resumes with its own settings: {name} was {was}, now {now}; "

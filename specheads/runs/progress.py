@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 @contextmanager
-def progress(
+def progress_display(
     *, shown: bool, transient: bool = False, line_seconds: float = 30.0, console: Any = None
 ) -> Iterator[Any]:
     """Yield rich's Progress and show it; its tasks need a field `numbers`.
@@ -42,7 +42,7 @@ def progress(
         while not over.wait(line_seconds):
             for task in display.tasks:
                 if not task.finished:
-                    console.file.write(f"{line(task)}\n")
+                    console.file.write(f"{progress_line(task)}\n")
             console.file.flush()
 
     writer = threading.Thread(target=write_lines, name="progress", daemon=True)
@@ -57,7 +57,7 @@ def progress(
             writer.join()
 
 
-def line(task: Any) -> str:
+def progress_line(task: Any) -> str:
     """Return the content of a bar as one line: done, total, rate, time left, numbers."""
     parts = [f"{task.description} {task.completed:.0f}/{task.total or 0:.0f}"]
     if task.speed:
@@ -67,7 +67,7 @@ def line(task: Any) -> str:
     return "  ".join([*parts, *filter(None, [task.fields["numbers"]])])
 
 
-def stages(names: Sequence[str], minutes: Mapping[str, float]) -> Callable[[str], str]:
+def stage_announcer(names: Sequence[str], minutes: Mapping[str, float]) -> Callable[[str], str]:
     """Return a function that begins a stage and returns a line for people, with the time left.
 
     The time left is that of `minutes`, scaled by the time that the finished stages took. A stage
@@ -78,22 +78,22 @@ def stages(names: Sequence[str], minutes: Mapping[str, float]) -> Callable[[str]
     def begin(name: str) -> str:
         begun.append((name, time.monotonic()))
         place = names.index(name)
-        line = f"stage {place + 1} of {len(names)}: {name}"
+        text = f"stage {place + 1} of {len(names)}: {name}"
         if not minutes:
-            return line
+            return text
         times = [(60 * minutes.get(one, 0), end - at) for (one, at), (_, end) in pairwise(begun)]
         # a run that resumes passes through its finished stages
         times = [(planned, taken) for planned, taken in times if taken > planned / 5 > 0]
         planned, taken = map(sum, zip(*times, strict=True)) if times else (1, 1)
         left = sum(minutes.get(one, 0) for one in names[place:]) * taken / planned
-        return f"{line}, about {left:.0f} minutes left in all"
+        return f"{text}, about {left:.0f} minutes left in all"
 
     return begin
 
 
-def bar(items: Sequence[Item], label: str, shown: bool) -> Iterator[Item]:
+def progress_bar(items: Sequence[Item], label: str, shown: bool) -> Iterator[Item]:
     """Yield the items and show progress."""
-    with progress(shown=shown, transient=True) as display:
+    with progress_display(shown=shown, transient=True) as display:
         task = display.add_task(label, total=len(items), numbers="")
         for item in items:
             yield item

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from specheads.core.machine import instructions, processor
+from specheads.core.machine import matrix_instructions, processor_name
 
 PACKAGES = ("specheads", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors")
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -53,44 +53,44 @@ class Provenance:
     hardware: Hardware = field(default_factory=Hardware)
 
 
-def provenance() -> Provenance:
+def collect_provenance() -> Provenance:
     """Return the provenance of this process."""
     versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return Provenance(
-        command=[Path(sys.argv[0]).name, *map(nearby, sys.argv[1:])],
+        command=[Path(sys.argv[0]).name, *map(shorten_paths, sys.argv[1:])],
         versions={"python": platform.python_version()} | versions,
         git=_git(),
         hardware=Hardware(
             machine=platform.machine(),
-            processor=processor(),
+            processor=processor_name(),
             cores=os.cpu_count(),
             threads=torch.get_num_threads(),
             gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            instructions=instructions(),
+            instructions=matrix_instructions(),
         ),
     )
 
 
-def nearby(text: str) -> str:
+def shorten_paths(text: str) -> str:
     """Return a text with paths relative to the checkout or the working folder.
 
     Other absolute paths are cut to their last part.
     """
-    return portable(text, (Path.cwd(), PACKAGE / "_data", PACKAGE.parent))
+    return cut_absolute_paths(text, (Path.cwd(), PACKAGE / "_data", PACKAGE.parent))
 
 
-def portable(value: Any, roots: Sequence[Path] = ()) -> Any:
+def cut_absolute_paths(value: Any, roots: Sequence[Path] = ()) -> Any:
     """Return a JSON value with absolute paths cut to their last part, also in `key=path`.
 
     A path below one of the roots becomes relative to it.
     """
     if isinstance(value, Mapping):
-        return {name: portable(one, roots) for name, one in value.items()}
+        return {name: cut_absolute_paths(one, roots) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [portable(one, roots) for one in value]
+        return [cut_absolute_paths(one, roots) for one in value]
     if not isinstance(value, str):
         return value
     if ABSOLUTE.match(value):

@@ -26,7 +26,7 @@ from specheads.data.packing import BatchStream, PackedText, TokenBatch, slice_ev
 from specheads.data.prompts import PromptSet
 from specheads.data.prompts import held_out_prompts as prompts_of_split
 from specheads.data.tokenise import UnansweredError, tokenise_corpus
-from specheads.runs.progress import progress
+from specheads.runs.progress import progress_display
 from specheads.training.distill.run import Job, job_of, write_folder
 from specheads.training.distill.shards import read_text, refuse_other_text
 from specheads.training.processes import row_share
@@ -111,7 +111,7 @@ class PhaseData:
             text = self.documents
         else:
             begin()
-            with progress(shown=self.accelerator.is_main_process) as bar:
+            with progress_display(shown=self.accelerator.is_main_process) as bar:
                 text = self._generated(next(iter(self._jobs)), bar, lambda: None)
         # every process counts the same text
         order = np.random.default_rng(self.seed).permutation(len(text))
@@ -241,7 +241,7 @@ class PhaseData:
         )
 
     def _corpus(self, split: str) -> TokenisedDocuments:
-        with progress(shown=self.accelerator.is_main_process, transient=True) as bar:
+        with progress_display(shown=self.accelerator.is_main_process, transient=True) as bar:
             return tokenise_corpus(self.data, split, self.tokenizer, self.seed, bar=bar)
 
     @property

@@ -106,7 +106,7 @@ def plan_training(setup: TrainingSetup, accelerator: Accelerator) -> TrainingPla
     and the base, and the run fits, a few real steps give hours and the measured peak.
     """
     device, phases = _device_of(setup, accelerator), schedule_phases(setup.schedule)
-    libraries_bytes = machine.held_bytes(device) if device.type == "cpu" else 0
+    libraries_bytes = machine.process_bytes(device) if device.type == "cpu" else 0
     training = MetaTraining(setup, device)
     num_shares = _num_shares(setup, accelerator)
     refuse_unread(setup.schedule.phases, training.head)
@@ -225,7 +225,7 @@ def _measure_stages(
     teacher, hours = setup.teacher(base, head), {}
     try:
         runner = StepRunner(teacher, setup.schedule, accelerator, setup.seed)
-        machine.restart_peak(base.device)
+        machine.reset_peak_bytes(base.device)
         for phase in phases:
             distill = phase.settings.distill
             if distill and distill.engine == "local" and base.has_layers:
@@ -308,7 +308,7 @@ def largest_batch_sizes(setup: TrainingSetup, accelerator: Accelerator) -> dict[
     num_shares = row_share(sharding, accelerator).world_size
     room_bytes = (1 - FREE_SHARE) * usable_bytes(device)
     if device.type == "cpu":
-        room_bytes -= machine.held_bytes(device)
+        room_bytes -= machine.process_bytes(device)
     if sharding:
         # shapes are those of a base that is not sharded
         elsewhere = 1 - 1 / sharding.mesh.size()
@@ -334,7 +334,7 @@ def usable_bytes(device: torch.device) -> int:
     size = machine.available_bytes(device)
     if device.type == "cpu":
         num_local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        size = size // num_local_processes + machine.held_bytes(device)
+        size = size // num_local_processes + machine.process_bytes(device)
     else:
         # unused memory in torch's allocator already counts as available
         size += torch.cuda.memory_allocated(device)

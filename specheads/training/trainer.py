@@ -21,11 +21,11 @@ from specheads.config.training import Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import ONE_STOP, InputError
 from specheads.core.files import atomic_folder
-from specheads.core.machine import release_freed
+from specheads.core.machine import return_freed_memory
 from specheads.data.packing import BatchStream, TokenBatch
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
-from specheads.runs.progress import progress
+from specheads.runs.progress import progress_display
 from specheads.runs.trackers import Tracker
 from specheads.training.features import FETCHED_BATCHES, FeatureSource
 from specheads.training.log import PhaseLog
@@ -72,7 +72,7 @@ def train(
     try:
         trainer = _Trainer(StepRunner(teacher, schedule, accelerator, seed), run, checkpoint_every)
         teacher.source.halted = lambda: trainer.stop
-        with progress(shown=accelerator.is_main_process) as display, trainer.on_interrupt():
+        with progress_display(shown=accelerator.is_main_process) as display, trainer.on_interrupt():
             trainer.resume(lambda line: display.console.print(line, markup=False, soft_wrap=True))
             if tracker is not None:
                 tracker.resume(trainer.at.step)
@@ -84,7 +84,7 @@ def train(
                 with teacher.as_loaded():
                     text = open_text(phase, display, trainer.halt)
                 # a corpus that was tokenised, or text that was generated, leaves 100 MB and more
-                release_freed()
+                return_freed_memory()
                 log = PhaseLog(phase, trainer.stepper, trainer.at, tracker, display, log_every)
                 try:
                     trainer.run_phase(phase, text, log, watch)
@@ -166,7 +166,9 @@ class _Trainer:
     def resume(self, announce: Callable[[str], object]) -> None:
         """Load the newest intact checkpoint, if any; report damaged ones to `announce`."""
         is_main = self.accelerator.is_main_process
-        found = checkpoint.newest(self.run.checkpoints, announce if is_main else lambda _: None)
+        found = checkpoint.load_newest(
+            self.run.checkpoints, announce if is_main else lambda _: None
+        )
         if found is None:
             return
         try:

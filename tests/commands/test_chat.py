@@ -123,7 +123,8 @@ def test_end_of_a_pipe_ends_the_line(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_two_answers_in_bfloat16_are_decoded_exactly(dtype: str, monkeypatch: pytest.MonkeyPatch):
     base = FrozenBase.load(BASE_FOLDER, device="cpu", dtype=dtype)
-    monkeypatch.setattr(chat, "objects", lambda _: (base, Oracle([[1]], 3, base.vocab_size)))
+    oracle = Oracle([[1]], 3, base.vocab_size)
+    monkeypatch.setattr(chat, "load_base_and_head", lambda _: (base, oracle))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     call("chat", ["head=any", f"base={BASE_FOLDER}", "side_by_side=true", "tree.kind=chain"])
     assert base.exact == (dtype == "bfloat16")

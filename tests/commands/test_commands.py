@@ -160,7 +160,7 @@ def test_interrupted_command_resumes_to_the_same_head(
         with pytest.raises(SystemExit) as left:
             call("train", arguments)
     assert left.value.code == 130
-    held = checkpoint.newest(tmp_path / "run" / "checkpoints")
+    held = checkpoint.load_newest(tmp_path / "run" / "checkpoints")
     assert held is not None
     assert held.state["step"] == 8
     call("train", arguments)

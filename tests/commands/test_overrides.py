@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings, strategies
 
 from specheads.commands import _call
 from specheads.config import compose
-from specheads.core.ranges import hints
+from specheads.core.ranges import setting_hints
 from specheads.heads.kinds.mlp_speculator import Config
 
 UNHURRIED = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
@@ -29,12 +29,14 @@ STRANGE = (
 def leaves(kind: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the full name and the hint of every setting of the smoke recipe."""
     for item in fields(kind):
-        name, hint = f"{where}{item.name}", hints(kind)[item.name]
+        name, hint = f"{where}{item.name}", setting_hints(kind)[item.name]
         inner = [
             one for one in (hint, *get_args(hint)) if isinstance(one, type) and is_dataclass(one)
         ]
         if name == "head":
-            yield from ((f"head.{own.name}", hints(Config)[own.name]) for own in fields(Config))
+            yield from (
+                (f"head.{own.name}", setting_hints(Config)[own.name]) for own in fields(Config)
+            )
         elif name == "schedule.phases":
             section = get_args(get_args(hint)[0])[1]
             for phase in ("corpus", "distilled"):
@@ -59,8 +61,8 @@ def usual(hint: Any) -> strategies.SearchStrategy[str]:
     if get_origin(plain) is list:
         one = usual(get_args(plain)[0])
         return strategies.lists(one, max_size=3).map(lambda found: f"[{','.join(found)}]")
-    if plain is str and rules and getattr(rules[0], "words", "").startswith("one of "):
-        return strategies.sampled_from(rules[0].words.removeprefix("one of ").split(", "))
+    if plain is str and rules and getattr(rules[0], "description", "").startswith("one of "):
+        return strategies.sampled_from(rules[0].description.removeprefix("one of ").split(", "))
     return strategies.sampled_from(["true", "false", "none", "plain"])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from specheads.commands._call import settings_for
+from specheads.commands._call import checked_settings
 from specheads.commands.tune import tune_vllm
 from specheads.config.commands import Tune
 from specheads.core.errors import InputError
@@ -30,7 +30,7 @@ def settings(tmp_path) -> Tune:
     build_for_base({"kind": "mlp_speculator", "depth": DEPTH}, base()).save_pretrained(tmp_path)
     python = os.environ.get("VLLM_PYTHON", sys.executable)
     told = ["engine=vllm", f"head={tmp_path}", f"base={BASE}", "base.dtype=float32"]
-    return settings_for(Tune, [*told, "batch_sizes=[1,4]", "contexts=[32]", f"python={python}"])
+    return checked_settings(Tune, [*told, "batch_sizes=[1,4]", "contexts=[32]", f"python={python}"])
 
 
 def test_head_without_a_calibration_is_refused(settings):

@@ -95,7 +95,7 @@ def test_command_line_beats_the_recipe_and_creates_an_optional_group():
     ],
 )
 def test_short_names_homes_and_quotes_are_written_out(command: str, given: str, full: str):
-    assert compose.lengthen(command, [given]) == [full]
+    assert compose.expand_overrides(command, [given]) == [full]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from specheads.config.shared import EvaluationSettings, TreeSettings
 from specheads.config.training import LOSSES, DistillSettings, JointSettings, Phase, Schedule
 from specheads.config.validation import check
 from specheads.core.errors import InputError
-from specheads.core.ranges import hints
+from specheads.core.ranges import setting_hints
 from specheads.decoding.accept import RULES
 from specheads.training import losses
 
@@ -50,13 +50,20 @@ def mixture(**changes: Any) -> DataSettings:
 @pytest.mark.parametrize("kind", [*COMMANDS, *PARTS], ids=lambda kind: kind.__name__)
 def test_every_number_and_text_declares_its_range(kind: type):
     for item in fields(kind):
-        bare = hints(kind)[item.name] in (int, float, str, list[str], list[int], list[float])
+        bare = setting_hints(kind)[item.name] in (
+            int,
+            float,
+            str,
+            list[str],
+            list[int],
+            list[float],
+        )
         assert not bare, f"{kind.__name__}.{item.name}: declare its range, see ranges.py"
 
 
 def test_choices_are_those_of_the_code():
     assert tuple(losses.LOSSES) == LOSSES
-    known = hints(EvaluationSettings)["acceptance"].__metadata__[0]
+    known = setting_hints(EvaluationSettings)["acceptance"].__metadata__[0]
     assert all(known.func(name) for name in RULES)
 
 

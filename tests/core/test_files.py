@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from specheads.core.errors import InputError
-from specheads.core.files import LOCK, atomic_folder, sole_writer, sweep
+from specheads.core.files import LOCK, atomic_folder, remove_incomplete, sole_writer
 
 HOLD = """
 import sys
@@ -100,7 +100,7 @@ def test_sweep_removes_only_files_of_killed_processes(tmp_path: Path):
     for file in (".config.yaml.deadbeef", ".bashrc", ".a.0123abcx", LOCK):
         (tmp_path / file).touch()
     (tmp_path / ".link.0123abcd").symlink_to(tmp_path / ".git")
-    sweep(tmp_path)
+    remove_incomplete(tmp_path)
     left = {item.name for item in tmp_path.iterdir()}
     assert left == {"step-3", "keep.0123abcd", ".git", ".bashrc", ".a.0123abcx", LOCK}
     assert (tmp_path / ".git" / "file").is_file()
@@ -124,7 +124,7 @@ with atomic_folder(Path(sys.argv[1])) as folder:
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "head")], check=False)
     assert done.returncode == 1
     assert not (tmp_path / "head").exists()
-    sweep(tmp_path)
+    remove_incomplete(tmp_path)
     assert [item.name for item in tmp_path.iterdir()] == ["head"]
     assert [item.name for item in (tmp_path / "head").iterdir()] == ["old"]
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import specheads
 from specheads.base.model import FrozenBase
 from specheads.commands import push
-from specheads.commands._call import read_run
+from specheads.commands._call import read_run_settings
 from specheads.config import compose, data_dir
 from specheads.config.commands import Push, Train
 from specheads.core.errors import InputError
@@ -29,7 +29,7 @@ from specheads.export.card import read_summary
 from specheads.export.layouts import engine_module, engines, objection
 from specheads.heads.load import build_for_base, kinds, load_head
 from specheads.runs.directory import RunDirectory
-from specheads.runs.provenance import portable
+from specheads.runs.provenance import cut_absolute_paths
 from tests import tiny
 from tests.export.hub_server import OWNER, TOKEN, Blob, HubServer, Repository
 from tests.tuned import tuned as made_up
@@ -182,7 +182,7 @@ def test_card_has_the_measurements_as_metadata_and_as_text(publish, server, run)
 
 @pytest.mark.parametrize("kind", kinds())
 def test_card_has_the_commands_of_every_engine_that_serves_the_head(kind, made, base):
-    about = read_summary(made, asdict(read_run(made.config, Train)), base, "ada/base")
+    about = read_summary(made, asdict(read_run_settings(made.config, Train)), base, "ada/base")
     head = build_for_base({"kind": kind, "depth": 3}, base)
     text = card.model_card(about, head, base)
     shown = re.findall(r"engine=(\w+) out=served$", text, re.MULTILINE)
@@ -222,7 +222,7 @@ def test_nothing_of_this_machine_is_uploaded_or_printed(publish, server, run, ca
     settings = json.loads(server.files(REPO)["training.json"])["settings"]
     assert settings["base"]["model"] == "tiny_base"
     assert "command" not in json.loads(server.files(REPO)["results.json"])["provenance"]
-    assert portable({"a": ["/home/eve/x.jsonl", "~/y", "C:\\z\\w", "b/c", 1]}) == {
+    assert cut_absolute_paths({"a": ["/home/eve/x.jsonl", "~/y", "C:\\z\\w", "b/c", 1]}) == {
         "a": ["x.jsonl", "y", "w", "b/c", 1]
     }
 

@@ -25,14 +25,14 @@ def steps(folder: Path) -> list[str]:
 
 
 def newest(folder: Path, told: list[str] | None = None) -> int:
-    found = checkpoint.newest(folder, (told if told is not None else []).append)
+    found = checkpoint.load_newest(folder, (told if told is not None else []).append)
     assert found is not None
     assert found.weights["a"].tolist() == [float(found.state["step"])] * 3
     return found.state["step"]
 
 
 def test_newest_checkpoint_is_read_and_two_are_kept(tmp_path: Path):
-    assert checkpoint.newest(tmp_path) is None
+    assert checkpoint.load_newest(tmp_path) is None
     for step in (3, 20, 100):
         save(tmp_path, step)
     assert newest(tmp_path) == 100
@@ -85,7 +85,7 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_read(damage: str, tmp
     assert told[0].endswith("resuming from step-3")
     shutil.rmtree(tmp_path / "step-3")
     with pytest.raises(InputError, match=r"are damaged: step-4 \(.*remove the folder"):
-        checkpoint.newest(tmp_path)
+        checkpoint.load_newest(tmp_path)
 
 
 def test_checkpoints_of_later_steps_are_removed(tmp_path: Path):

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
-from specheads.commands._call import read_run
+from specheads.commands._call import read_run_settings
 from specheads.config import compose
 from specheads.config.commands import Train
 from specheads.config.facts import Ordered, Remeasured, Resumable, SameText, settings_with
 from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
-from specheads.runs.config_file import first_difference, parse, read_settings
+from specheads.runs.config_file import first_difference, parse_settings, read_settings
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 HOSTILE = {
@@ -45,7 +45,7 @@ def test_hostile_config_is_refused_in_one_line(what, tmp_path, monkeypatch):
     text, told = HOSTILE[what]
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(InputError) as refused:
-        read_run(tmp_path / "config.yaml", Train)
+        read_run_settings(tmp_path / "config.yaml", Train)
     assert told in str(refused.value)
     assert "hunter2" not in str(refused.value)
     assert str(tmp_path / "config.yaml") in str(refused.value)
@@ -88,13 +88,13 @@ class Small:
 @pytest.mark.parametrize("name", STRANGE)
 def test_written_settings_are_read_back(name: str):
     settings = Small(name, {"kind": name, "list": [name, 1e-5, 3, None, True, {"deep": name}]})
-    assert parse(compose.as_yaml(settings)) == asdict(settings)
+    assert parse_settings(compose.as_yaml(settings)) == asdict(settings)
 
 
 def test_settings_of_a_run_are_read_back_typed(tmp_path: Path):
     smoke = compose.settings_of("train", ["recipe=smoke"])
     (tmp_path / "config.yaml").write_text(compose.as_yaml(smoke), encoding="utf-8")
-    assert read_run(tmp_path / "config.yaml", Train) == smoke
+    assert read_run_settings(tmp_path / "config.yaml", Train) == smoke
 
 
 RESUMABLE = """
@@ -137,7 +137,7 @@ def test_run_with_the_former_feature_cache_is_read(gib: float, tmp_path: Path):
     smoke = compose.settings_of("train", ["recipe=smoke"])
     former = yaml.safe_load(compose.as_yaml(smoke)) | {"feature_cache": {"gib": gib, "folder": "f"}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(former))
-    features = read_run(tmp_path / "config.yaml", Train).features
+    features = read_run_settings(tmp_path / "config.yaml", Train).features
     cached = ("cache", 2.5, "f") if gib else ("local", 4.0, "")
     assert (features.source, features.max_gib, features.folder) == cached
 
@@ -160,8 +160,10 @@ def test_other_text_is_refused_on_resume():
     ],
 )
 def test_first_difference_is_a_setting_that_changes_training(now: str, found: object):
-    before = parse("a: 1\nevaluation: {prompts: y}\nname: n\nbase: {device: cuda, dtype: auto}\n")
-    assert first_difference(before, parse(now)) == found
+    before = parse_settings(
+        "a: 1\nevaluation: {prompts: y}\nname: n\nbase: {device: cuda, dtype: auto}\n"
+    )
+    assert first_difference(before, parse_settings(now)) == found
 
 
 @pytest.mark.parametrize("group", ["schedule.phases", "data.sources"])

@@ -7,10 +7,10 @@ import torch
 
 from specheads.core.errors import InputError
 from specheads.core.files import LOCK, as_json, read_json
-from specheads.core.machine import instructions
+from specheads.core.machine import matrix_instructions
 from specheads.heads.load import build_head
 from specheads.runs.directory import RunDirectory
-from specheads.runs.provenance import provenance
+from specheads.runs.provenance import collect_provenance
 
 
 def test_finished_run_is_never_overwritten(tmp_path: Path):
@@ -124,9 +124,9 @@ def test_folder_with_other_files_is_refused(tmp_path: Path):
 def test_provenance_has_versions_and_machine_and_no_secret(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("WANDB_API_KEY", "wandb_secret")
-    found = provenance()
+    found = collect_provenance()
     # some builds leave out the part after the plus sign in their metadata
     assert (found.versions["torch"] or "").split("+")[0] == torch.__version__.split("+")[0]
     assert (found.hardware.cores or 0) >= 1
-    assert found.hardware.instructions == instructions()
+    assert found.hardware.instructions == matrix_instructions()
     assert "secret" not in str(found)

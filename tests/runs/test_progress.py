@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from specheads.runs.progress import progress, stages
+from specheads.runs.progress import progress_display, stage_announcer
 
 
 class Stream(io.StringIO):
@@ -26,7 +26,7 @@ class Stream(io.StringIO):
 def test_lines_appear_during_one_long_task():
     stream = Stream()
     console = Console(file=stream, force_terminal=False, width=80)
-    with progress(shown=True, line_seconds=0.001, console=console) as display:
+    with progress_display(shown=True, line_seconds=0.001, console=console) as display:
         display.add_task("corpus", total=6000, completed=120, numbers="loss 1.5")
         assert stream.written.wait(timeout=60)
     assert stream.getvalue().splitlines()[0] == "corpus 120/6000  loss 1.5"
@@ -56,7 +56,7 @@ def test_stages_have_the_time_that_is_left(
     clock = SimpleNamespace(monotonic=lambda: next(now))
     monkeypatch.setattr("specheads.runs.progress.time", clock)
     names = ["text", "train", "evaluate"]
-    begin = stages(names, minutes)
+    begin = stage_announcer(names, minutes)
     for place, (name, some) in enumerate(zip(names, left, strict=True), start=1):
         about = f", about {some} minutes left in all" if minutes else ""
         assert begin(name) == f"stage {place} of 3: {name}{about}"

@@ -23,7 +23,7 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.heads.load import load_head
-from specheads.runs.progress import progress
+from specheads.runs.progress import progress_display
 from specheads.training.objective import Objective
 from tests import tiny
 
@@ -53,7 +53,7 @@ def begun(folder: Path, *overrides: str, architecture: str = "llama") -> Path:
 
 def last_of(script: ModuleType, source: Any) -> tuple[Any, Tensor]:
     """Return what the last step of a run reads, and which labels it counts."""
-    with progress(shown=False) as bar:
+    with progress_display(shown=False) as bar:
         *_, last = script.lessons(source, bar)
     return last
 

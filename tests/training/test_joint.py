@@ -184,7 +184,7 @@ def test_all_parameters_of_an_adapter_are_trained(kind: str, tmp_path: Path):
     # A moves from the second step on: until then B is zero
     _, run = run_training(tmp_path, base, {"joint": phase(joint=joint())}, kind=kind)
     start = Adapter(base.model, rank=2).weights()
-    found = checkpoint.newest(run.checkpoints)
+    found = checkpoint.load_newest(run.checkpoints)
     assert found is not None
     assert set(found.adapter) == set(start)
     assert [name for name, value in start.items() if torch.equal(value, found.adapter[name])] == []
@@ -202,7 +202,7 @@ def test_phase_without_joint_does_not_change_the_adapter(tmp_path: Path):
     assert_equal(ours, theirs)
     _, last = run_training(tmp_path / "last", base, {"joint": both, "heads": heads_only})
     _, only = run_training(tmp_path / "only", base, {"joint": both})
-    weights = [checkpoint.newest(run.checkpoints).adapter for run in (last, only)]  # pyright: ignore
+    weights = [checkpoint.load_newest(run.checkpoints).adapter for run in (last, only)]  # pyright: ignore
     assert weights[0]
     assert_equal(*weights)
 
@@ -211,7 +211,7 @@ def test_gradients_of_head_and_adapter_are_clipped_together(tmp_path, monkeypatc
     monkeypatch.setattr(teachers, "CLIP_NORM", 0.0)
     base = fresh_base(dtype=torch.float32)
     _, run = run_training(tmp_path, base, {"joint": phase(joint=joint())})
-    found = checkpoint.newest(run.checkpoints)
+    found = checkpoint.load_newest(run.checkpoints)
     assert found is not None
     assert_equal(found.adapter, Adapter(base.model, rank=2).weights())
 

@@ -15,7 +15,7 @@ from specheads.commands._dry_run import setup_of
 from specheads.commands.train import _settle_batches
 from specheads.config import compose
 from specheads.config.commands import Train
-from specheads.core.machine import held_bytes
+from specheads.core.machine import process_bytes
 from specheads.heads.load import build_for_base, kinds
 from specheads.runs.directory import RunDirectory
 from specheads.training import depth_loss
@@ -71,7 +71,9 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Set the room of the device, in bytes above what this process has."""
 
     def set_room(free_bytes: int) -> None:
-        monkeypatch.setattr(planner, "usable_bytes", lambda device: held_bytes(device) + free_bytes)
+        monkeypatch.setattr(
+            planner, "usable_bytes", lambda device: process_bytes(device) + free_bytes
+        )
 
     return set_room
 
@@ -215,7 +217,7 @@ def test_automatic_batch_fits_memory_and_tokens(gib, tokens, rows, folder, monke
 
     monkeypatch.setattr(MetaTraining, "measure_step", measure_step)
     monkeypatch.setattr(planner, "MAX_TOKENS", tokens)
-    room_bytes = gib * 2**30 + held_bytes(CPU) / 0.8
+    room_bytes = gib * 2**30 + process_bytes(CPU) / 0.8
     monkeypatch.setattr(planner, "usable_bytes", lambda _: room_bytes)
     auto_setup = setup(folder, CORPUS_ONLY, "head=medusa", AUTO)
     assert largest_batch_sizes(auto_setup, ACCELERATOR) == {"corpus": rows}

@@ -36,7 +36,7 @@ from tests import tiny
 
 
 def last_step(run: RunDirectory) -> int:
-    held = checkpoint.newest(run.checkpoints)
+    held = checkpoint.load_newest(run.checkpoints)
     return held.state["step"] if held else 0
 
 

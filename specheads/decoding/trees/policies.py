@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from specheads.core.drafter import Drafter, State
-from specheads.core.errors import InputError, whole
+from specheads.core.errors import InputError, require_integer
 from specheads.core.features import Committed
 from specheads.core.tree import BranchSampling, TokenTree, from_paths, level_sizes, refuse_nodes
 from specheads.decoding import noise
@@ -130,7 +130,9 @@ class Static(TreePolicy):
         estimate: Estimate | None = None,
     ) -> None:
         refuse_nodes(1 + len(paths), "tree.paths")
-        ranks = [tuple(whole(rank, "a rank of tree.paths") for rank in path) for path in paths]
+        ranks = [
+            tuple(require_integer(rank, "a rank of tree.paths") for rank in path) for path in paths
+        ]
         ordered = sorted(ranks, key=lambda path: (len(path), path))
         known = {(), *ordered}
         orphans = [path for path in ordered if path[:-1] not in known]

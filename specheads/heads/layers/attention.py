@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from specheads.core.errors import InputError
 from specheads.core.features import PackedDocuments
-from specheads.core.ranges import NonNegativeInt, PositiveInt, WidthOrZero, allows
+from specheads.core.ranges import NonNegativeInt, PositiveInt, WidthOrZero, is_allowed
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.path_attention import path_attention
 from specheads.heads.layers.rotary import rope, rotate
@@ -219,7 +219,7 @@ def draft_window(settings: Mapping[str, Any], num_layers: int) -> tuple[int | No
     A head has one window or none: layers of both kinds are not supported.
     """
     window, kinds = settings.get("sliding_window"), settings.get("layer_types")
-    on = settings.get("use_sliding_window") is not False and allows(PositiveInt, window)
+    on = settings.get("use_sliding_window") is not False and is_allowed(PositiveInt, window)
     sliding = kinds.count("sliding_attention") if isinstance(kinds, list) else 0
     if on and sliding == num_layers == len(kinds or ()):
         return window, {}

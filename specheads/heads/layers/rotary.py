@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specheads.core.errors import InputError
 from specheads.core.foreign import refuse_unused
-from specheads.core.ranges import PositiveFloat, allows
+from specheads.core.ranges import PositiveFloat, is_allowed
 
 ORIGINAL = "original_max_position_embeddings"
 REQUIRED = {
@@ -46,7 +46,7 @@ def rope(theta: float, scaling: Mapping[str, Any]) -> Rope:
             f"{', '.join(optional) or 'no more'}; fix {wrong[0]!r:.80}"
         )
     for name, value in numbers.items():
-        if not allows(bool if name == "truncate" else PositiveFloat, value):
+        if not is_allowed(bool if name == "truncate" else PositiveFloat, value):
             raise InputError(
                 f"rope_scaling.{name} must be a number above 0, got {value!r:.80}; fix it"
             )

@@ -20,7 +20,7 @@ from specheads.config.facts import SameText, settings_with
 from specheads.config.training import EXTERNAL_ENGINES, FAULTS, DistillSettings
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.files import as_json, sole_writer, sweep, write_atomic
+from specheads.core.files import as_json, remove_incomplete, sole_writer, write_atomic
 from specheads.core.repetition import is_repetitive
 from specheads.core.seeds import derive_seed
 from specheads.data.encode import tokenizer_fingerprint
@@ -219,7 +219,7 @@ def write_text(
     # one lock per rank: the processes of a run write together, a second run finds the lock taken
     with sole_writer(job.folder, f".lock-{job.rank}"):
         if job.rank == 0:
-            sweep(job.folder)
+            remove_incomplete(job.folder)
         yield 0, 0, 0, 0.0
         # the processes of a run write the same
         write_atomic(job.folder / MARK, as_json(claim))

@@ -15,7 +15,7 @@ from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
 from specheads.heads.load import build_for_base
-from specheads.runs.progress import progress
+from specheads.runs.progress import progress_display
 from specheads.training.distill import build, engines, run
 from specheads.training.distill.engines import Answer, GenerationRequest
 from specheads.training.distill.run import write_folder, write_text
@@ -127,7 +127,7 @@ def write_shared(folder: Path, num_samples: int) -> None:
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
     )
-    with progress(shown=False) as bar:
+    with progress_display(shown=False) as bar:
         report = write_folder(asked, bar, lambda: None)
     assert (report is None) == (accelerator.process_index > 0)
 
