@@ -22,8 +22,9 @@ from specheads.base.model import FrozenBase
 from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.core.files import writable_folder, write_atomic
-from specheads.data.chat import QUESTION, QUESTION_TEXT, Template
+from specheads.data.chat import Template
 from specheads.data.masks import added_token_ids
+from specheads.data.rendering import QUESTION, QUESTION_TEXT
 from specheads.decoding.sampling import Sampling
 from specheads.runs.progress import progress_display
 from specheads.training.distill import build
@@ -148,8 +149,8 @@ def user_opening(base: FrozenBase) -> list[int]:
     """Return the token ids of a chat template before the user's message."""
     assert base.tokenizer is not None
     template = Template(base.tokenizer)
-    text = template.render([QUESTION])
-    return template.encode(text.partition(QUESTION_TEXT)[0])[0]
+    text = template.renderer.render([QUESTION])
+    return template.renderer.encode(text.partition(QUESTION_TEXT)[0])[0]
 
 
 if __name__ == "__main__":

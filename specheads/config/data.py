@@ -30,7 +30,6 @@ SOURCES = {
     "jsonl": SourceKind("text"),
     "parquet": SourceKind("text"),
     "hub": SourceKind("text"),
-    "stdlib_instructions": SourceKind("conversations", needs_path=False),
     "chat": SourceKind("conversations"),
     "traces": SourceKind("traces"),
 }

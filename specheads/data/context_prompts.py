@@ -21,37 +21,46 @@ def prepend_context(
     end of that stretch, so the prompts of two lengths are paired. `contexts` ascend. `source` is a
     file or folder of text, or "python_stdlib", of which files are used that are never trained on.
     """
-    between = encode_text(tokenizer, "\n\n", add_special_tokens=False)
-    needed = max(len(one.tokens) for one in prompts.prompts) + len(between)
+    separator = encode_text(tokenizer, "\n\n", add_special_tokens=False)
+    needed = max(len(prompt.tokens) for prompt in prompts.prompts) + len(separator)
     if contexts[0] < needed:
         raise InputError(
             f"a context must hold the longest prompt and a blank line, {needed} tokens, got "
             f"{contexts[0]}; leave it out, or choose shorter prompts"
         )
-    stdlib, ids = source == "python_stdlib", list[int]()
-    files = SourceSettings(source=source) if stdlib else SourceSettings(source="files", path=source)
-    most, gaps = contexts[-1], max(len(prompts.prompts) - 1, 1)
-    for split, _, row in read_source(files):
-        if split == "prompts" or not stdlib:
-            ids += encode_text(tokenizer, f"{row['text']}\n\n", add_special_tokens=False)
-        if len(ids) >= most * (gaps + 1):
-            break
-    if len(ids) < most:
+    longest, gaps = contexts[-1], max(len(prompts.prompts) - 1, 1)
+    ids = _read_tokens(source, tokenizer, longest * (gaps + 1))
+    if len(ids) < longest:
         raise InputError(
             f"the text in front of the questions must fill the longest context, {source} has "
-            f"{len(ids)} tokens for {most}; name more text in context_text, or lower contexts"
+            f"{len(ids)} tokens for {longest}; name more text in context_text, or lower contexts"
         )
-    ends = [most + place * (len(ids) - most) // gaps for place in range(len(prompts.prompts))]
+    num_prompts = len(prompts.prompts)
+    ends = [longest + index * (len(ids) - longest) // gaps for index in range(num_prompts)]
 
-    def filled(prompt: Prompt, length: int, end: int) -> Prompt:
-        begin = end - (length - len(prompt.tokens) - len(between))
-        text, at = ids[begin:end] + between, prompt.question
-        return replace(prompt, tokens=prompt.tokens[:at] + text + prompt.tokens[at:])
+    def fill(prompt: Prompt, length: int, end: int) -> Prompt:
+        begin = end - (length - len(prompt.tokens) - len(separator))
+        text, question = ids[begin:end] + separator, prompt.question
+        return replace(prompt, tokens=prompt.tokens[:question] + text + prompt.tokens[question:])
 
     return [
         PromptSet.of(
             prompts.name,
-            [filled(one, length, end) for one, end in zip(prompts.prompts, ends, strict=True)],
+            [fill(prompt, length, end) for prompt, end in zip(prompts.prompts, ends, strict=True)],
         )
         for length in contexts
     ]
+
+
+def _read_tokens(source: str, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> list[int]:
+    """Return the first tokens of a source: at least `num_tokens`, or all that it has."""
+    is_stdlib, ids = source == "python_stdlib", list[int]()
+    files = SourceSettings(
+        source=source if is_stdlib else "files", path="" if is_stdlib else source
+    )
+    for split, _, document in read_source(files):
+        if split == "prompts" or not is_stdlib:
+            ids += encode_text(tokenizer, f"{document['text']}\n\n", add_special_tokens=False)
+        if len(ids) >= num_tokens:
+            break
+    return ids

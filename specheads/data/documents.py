@@ -33,13 +33,14 @@ class TokenisedDocuments:
         self._order = np.arange(table.num_rows) if order is None else order
 
     @classmethod
-    def joined(
-        cls, parts: "Sequence[TokenisedDocuments]", chosen: np.ndarray
+    def concatenate(
+        cls, sources: "Sequence[TokenisedDocuments]", chosen: np.ndarray
     ) -> "TokenisedDocuments":
-        """Return chosen documents of several parts without a copy; the numbers go through all."""
-        first = np.cumsum([0, *(part._table.num_rows for part in parts)])
-        orders = [part._order + begin for part, begin in zip(parts, first, strict=False)]
-        table = pa.concat_tables([part._table for part in parts])
+        """Return chosen documents of several sources without a copy; the numbers go through all."""
+        first_rows = np.cumsum([0, *(source._table.num_rows for source in sources)])
+        pairs = zip(sources, first_rows, strict=False)
+        orders = [source._order + first_row for source, first_row in pairs]
+        table = pa.concat_tables([source._table for source in sources])
         return cls(table, np.concatenate(orders)[chosen])
 
     def without_loss_mask(self) -> "TokenisedDocuments":
@@ -53,18 +54,18 @@ class TokenisedDocuments:
     def lengths(self) -> np.ndarray:
         """Number of tokens of each document."""
         lengths: Any = pc.call_function("list_value_length", [self._tokens])
-        return numbers(lengths.combine_chunks())[self._order]
+        return to_numpy(lengths.combine_chunks())[self._order]
 
     def tokens(self, number: int) -> np.ndarray:
         """Return the token ids of a document: (time,) int32, read-only."""
-        return numbers(self._tokens[int(self._order[number])].values)
+        return to_numpy(self._tokens[int(self._order[number])].values)
 
     def loss_mask(self, number: int) -> np.ndarray:
         """Return which tokens of a document are in the loss: (time,) bool."""
         mask = None if self._masks is None else self._masks[int(self._order[number])]
         if mask is None or not mask.is_valid:
             return np.ones(self.lengths[number], np.bool_)
-        return numbers(mask.values).astype(np.bool_)
+        return to_numpy(mask.values).astype(np.bool_)
 
     def identity(self) -> str:
         """Return the number of documents and tokens, and a sum of the corpus that they are from."""
@@ -76,8 +77,8 @@ class TokenisedDocuments:
         return f"{len(self):,} documents, {int(self.lengths.sum()):,} tokens, sum {checksum:08x}"
 
 
-def numbers(array: Any) -> np.ndarray:
-    """Return an Arrow array without nulls, read-only. `to_numpy` would load pandas, 40 MB."""
+def to_numpy(array: Any) -> np.ndarray:
+    """Return an Arrow array without nulls, read-only. Its own method loads pandas, 40 MB."""
     return np.from_dlpack(array)
 
 
@@ -96,10 +97,10 @@ def cut_windows(
     room = prompt_tokens - len(opening)
     if room < 1:
         raise InputError(f"prompt_tokens must be at least {len(opening) + 1}, got {prompt_tokens}")
-    later: list[list[tuple[int, list[int]]]] = []
+    later_windows: list[list[tuple[int, list[int]]]] = []
     end: Any = tokenizer.eos_token_id
     order = np.random.default_rng(seed).permutation(len(documents))
-    for place, number in enumerate(order.tolist()):
+    for rank, number in enumerate(order.tolist()):
         ids = documents.tokens(number).tolist()
         if ids[: len(opening)] == opening:
             ids = ids[len(opening) :]
@@ -108,9 +109,10 @@ def cut_windows(
         if closing and ids[-len(closing) :] == closing:
             ids = ids[: -len(closing)]
         starts = list(range(0, len(ids) - room + 1, room))
-        random.Random(f"{seed} {place}").shuffle(starts)
+        random.Random(f"{seed} {rank}").shuffle(starts)
         # yield the first round at once: a caller that wants few windows reads few documents
         windows = [(number, opening + ids[start : start + room]) for start in starts]
         yield from windows[:1]
-        later.append(windows[1:])
-    yield from (row for row in chain.from_iterable(zip_longest(*later)) if row is not None)
+        later_windows.append(windows[1:])
+    rounds = chain.from_iterable(zip_longest(*later_windows))
+    yield from (window for window in rounds if window is not None)

@@ -29,13 +29,13 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def affix_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the tokens that the tokenizer adds before and after every text."""
-    whole, plain = (
+    ids, plain_ids = (
         encode_text(tokenizer, "a", add_special_tokens=special) for special in (True, False)
     )
-    if not plain or plain[0] not in whole:
+    if not plain_ids or plain_ids[0] not in ids:
         raise InputError("text needs a tokenizer that reads any letter, this one cannot read 'a'")
-    first = whole.index(plain[0])
-    return whole[:first], whole[first + len(plain) :]
+    first = ids.index(plain_ids[0])
+    return ids[:first], ids[first + len(plain_ids) :]
 
 
 def call_tokenizer(
@@ -58,11 +58,11 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = {"vocab": tokenizer.get_vocab()} if backend is None else json.loads(backend.to_str())
     # these two depend on the last call, not on the tokenizer
-    kept = {name: rules[name] for name in rules if name not in ("truncation", "padding")}
-    whole = {
-        "rules": kept,
+    rules = {name: rules[name] for name in rules if name not in ("truncation", "padding")}
+    identity = {
+        "rules": rules,
         "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "chat_template": tokenizer.chat_template,
     }
-    text = json.dumps(whole, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -4,9 +4,7 @@ import gzip
 import json
 import os
 import sysconfig
-import warnings
 import zlib
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -18,6 +16,7 @@ import pyarrow.parquet as pq
 
 from specheads.core.errors import InputError, first_line
 from specheads.core.files import local_path
+from specheads.data.bad_rows import BadRows, locate_errors
 
 Row = dict[str, Any]
 Rows = Iterator[tuple[str, Row]]
@@ -36,107 +35,44 @@ PASSAGE_CHARACTERS = 8000
 """A long text is cut at the first blank line after this many characters."""
 TABLE_ROWS = 256
 """Rows of a table in memory at a time."""
-SHOWN = 5
-"""Rows shown for each reason, and reasons shown, if rows cannot be used."""
-
-
-# rows that cannot be used
-
-
-@contextmanager
-def located(where: str) -> Iterator[None]:
-    """Name the row in the errors of a block."""
-    try:
-        yield
-    except InputError as error:
-        error.where = where
-        raise
-
-
-class BadRows:
-    """Collects rows that cannot be used, to report them together."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._first: defaultdict[str, list[InputError]] = defaultdict(list)
-
-    def add(self, error: InputError) -> None:
-        """Count a row, and keep the first ones of each reason; raise any other error."""
-        if not error.fault:
-            raise error
-        self._counts[error.rule] += 1
-        if self._counts[error.rule] <= SHOWN:
-            self._first[error.rule].append(error)
-
-    def report(self, name: str, choice: str) -> None:
-        """Raise with all bad rows of a source if the choice is "stop", or warn if it is "drop"."""
-        if not self._counts:
-            return
-        common = self._counts.most_common(SHOWN)
-        reasons = [f"{rule} ({count:,}: {_places(self._first[rule])})" for rule, count in common]
-        if more := len(self._counts) - len(common):
-            reasons.append(f"and {more} more reasons")
-        total = self._counts.total()
-        rows = "1 row" if total == 1 else f"{total:,} rows"
-        line = f"{rows} of {name} cannot be used: {'; '.join(reasons)}"
-        if choice == "drop":
-            warnings.warn(f"{line}; they are left out", stacklevel=2)
-            return
-        raise InputError(
-            f"{line}; fix or remove them, or leave them out with data.bad_rows=drop",
-            self._first[common[0][0]][0].details,
-        )
-
-
-def _places(errors: list[InputError]) -> str:
-    """Return the locations of rows, the first with its fault; name a file once."""
-    out, last = [], ""
-    for error in errors:
-        place, _, file = error.where.partition(" of ")
-        shown = place if file == last else error.where
-        out.append(shown if out else f"{shown} {error.fault}")
-        last = file
-    return ", ".join(out)
-
-
-# finding files
+JSONL_RULE = "a .jsonl file has one JSON object a line"
 
 
 def stdlib_files() -> list[Path]:
     """Return the Python files of the running interpreter's standard library."""
-    found: list[Path] = []
-    for folder, inner, files in os.walk(sysconfig.get_paths()["stdlib"]):
+    paths: list[Path] = []
+    for folder, inner_folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
         # skip these before they are listed: site-packages can hold 100 times as many files
-        inner[:] = {*inner} - STDLIB_LEFT_OUT
-        found += [Path(folder, file) for file in files if file.endswith(".py")]
-    return sorted(found)
+        inner_folders[:] = {*inner_folders} - STDLIB_LEFT_OUT
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(paths)
 
 
-def find(path: str, suffixes: tuple[str, ...], patterns: Sequence[str] = ()) -> list[Path]:
+def find_files(path: str, suffixes: tuple[str, ...], patterns: Sequence[str] = ()) -> list[Path]:
     """Return the files that a path stands for: a file, a folder or a glob.
 
     A folder stands for its files that match a pattern and a suffix and are not hidden.
     """
-    place = local_path(path)
-    found, fault = list[Path](), "has none" if place.exists() else "is not there"
+    root = local_path(path)
+    matches, fault = list[Path](), "has none" if root.exists() else "is not there"
     try:
-        if place.is_file():
-            found = [place]
-        elif place.is_dir():
-            for file in chain.from_iterable(map(place.glob, patterns or ["**/*"])):
-                is_hidden = any(part.startswith(".") for part in file.relative_to(place).parts)
+        if root.is_file():
+            matches = [root]
+        elif root.is_dir():
+            for file in chain.from_iterable(map(root.glob, patterns or ["**/*"])):
+                is_hidden = any(name.startswith(".") for name in file.relative_to(root).parts)
                 if file.name.endswith(suffixes) and not is_hidden:
-                    found.append(file)
+                    matches.append(file)
         else:
-            root = Path(place.anchor or ".")
-            found = list(root.glob(str(place.relative_to(place.anchor))))
+            folder = Path(root.anchor or ".")
+            matches = list(folder.glob(str(root.relative_to(root.anchor))))
     # pathlib reports bad patterns by many exception types
     except (IndexError, NotImplementedError, OSError, ValueError) as error:
         fault = f"is no such glob ({first_line(error):.120})"
-    if not (files := sorted({file for file in found if file.is_file()})):
-        wanted = " or ".join(patterns or filter(None, suffixes)) or "some"
+    if not (files := sorted({file for file in matches if file.is_file()})):
+        kinds = " or ".join(patterns or filter(None, suffixes)) or "some"
         raise InputError(
-            f"a source needs a file, a folder or a glob that holds {wanted:.200} files, and "
+            f"a source needs a file, a folder or a glob that holds {kinds:.200} files, and "
             f"{path!r:.200} {fault}; change the path, or data.patterns"
         )
     return files
@@ -145,12 +81,12 @@ def find(path: str, suffixes: tuple[str, ...], patterns: Sequence[str] = ()) -> 
 # text
 
 
-def whole_files(files: Iterable[Path], min_characters: int = 0) -> Rows:
+def read_text_files(files: Iterable[Path], min_characters: int = 0) -> Rows:
     """Yield every UTF-8 file as one document; skip files that are shorter or not UTF-8."""
     for file in files:
-        with _readable(file), file.open(encoding="utf-8-sig") as stream:
+        with _name_unreadable(file), file.open(encoding="utf-8-sig") as stream:
             try:
-                # a binary file fails in the first part, before all of it is in memory
+                # a binary file fails in the first characters, before all of it is in memory
                 text = stream.read(2**16) + stream.read()
             except UnicodeDecodeError:
                 continue
@@ -158,44 +94,44 @@ def whole_files(files: Iterable[Path], min_characters: int = 0) -> Rows:
             yield str(file), {"text": text}
 
 
-def passages(files: Iterable[Path]) -> Rows:
-    """Yield text files in pieces that end at blank lines, so that one file has every split."""
+def read_passages(files: Iterable[Path]) -> Rows:
+    """Yield text files in passages that end at blank lines, so that one file has every split."""
     for file in files:
-        with _readable(file), file.open(encoding="utf-8-sig") as stream:
-            for number, text in enumerate(_cut(stream), start=1):
+        with _name_unreadable(file), file.open(encoding="utf-8-sig") as stream:
+            for number, text in enumerate(_cut_passages(stream), start=1):
                 yield f"passage {number} of {file}", {"text": text}
 
 
-def _cut(stream: Any) -> Iterator[str]:
-    parts, size = [], 0
+def _cut_passages(stream: Any) -> Iterator[str]:
+    lines, size = [], 0
     # readline with a limit also splits a file without line breaks
-    while piece := stream.readline(PASSAGE_CHARACTERS):
-        parts.append(piece)
-        size += len(piece)
-        if size >= 8 * PASSAGE_CHARACTERS or (size >= PASSAGE_CHARACTERS and piece.isspace()):
-            yield "".join(parts)
-            parts, size = [], 0
-    if parts:
-        yield "".join(parts)
+    while line := stream.readline(PASSAGE_CHARACTERS):
+        lines.append(line)
+        size += len(line)
+        if size >= 8 * PASSAGE_CHARACTERS or (size >= PASSAGE_CHARACTERS and line.isspace()):
+            yield "".join(lines)
+            lines, size = [], 0
+    if lines:
+        yield "".join(lines)
 
 
 # rows
 
 
-def rows_of(files: Iterable[Path], bad: BadRows | None = None, column: str = "") -> Rows:
+def read_rows(files: Iterable[Path], bad: BadRows | None = None, column: str = "") -> Rows:
     """Yield the rows of JSON lines and parquet files; `column` is the only one of a table to read.
 
     Lines that are no JSON object are added to `bad`.
     """
     for file in files:
         if file.name.endswith(PARQUET):
-            yield from _table_rows(file, column)
+            yield from _read_parquet(file, column)
         else:
             yield from read_jsonl(file, bad)
 
 
-def _table_rows(file: Path, column: str) -> Rows:
-    with _readable(file, "parquet"), pq.ParquetFile(file) as table:
+def _read_parquet(file: Path, column: str) -> Rows:
+    with _name_unreadable(file, "parquet"), pq.ParquetFile(file) as table:
         columns = [column] if column in table.schema_arrow.names else None
         batches = table.iter_batches(TABLE_ROWS, columns=columns)
         rows = (row for batch in batches for row in batch.to_pylist())
@@ -205,13 +141,13 @@ def _table_rows(file: Path, column: str) -> Rows:
 
 def without_nulls(row: Row) -> Row:
     """Remove null from the objects in a row: tables give every object the keys of all others."""
-    return {column: _without_nulls(value) for column, value in row.items()}
+    return {column: _remove_nulls(value) for column, value in row.items()}
 
 
-def _without_nulls(value: Any) -> Any:
+def _remove_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: _remove_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_remove_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def read_jsonl(file: Path, bad: BadRows | None = None) -> Rows:
@@ -220,37 +156,40 @@ def read_jsonl(file: Path, bad: BadRows | None = None) -> Rows:
     `datasets` cannot replace this parser: it names no line, converts text such as dates, and adds
     null to objects in lists.
     """
-    with _readable(file):
+    with _name_unreadable(file):
         with file.open("rb") as binary:
-            is_packed = binary.read(2) == b"\x1f\x8b"
-        reading: Any = gzip.open if is_packed else open
-        with reading(file, mode="rt", encoding="utf-8-sig") as stream:
-            lines = _lines(stream, file)
+            is_compressed = binary.read(2) == b"\x1f\x8b"
+        open_text: Any = gzip.open if is_compressed else open
+        with open_text(file, mode="rt", encoding="utf-8-sig") as stream:
+            lines = _read_lines(stream, file)
             first = next(lines, None)
             if first is None:
                 raise InputError(f"{file} holds no row; give one JSON object a line")
             lines = chain([first], lines)
             if first[1].lstrip().startswith("["):
-                with located(f"the list in {file}"):
-                    values = _value("".join(line for _, line in lines))
-                lines = ((f"row {n}", json.dumps(one)) for n, one in enumerate(values, start=1))
-            for place, line in lines:
+                with locate_errors(f"the list in {file}"):
+                    values = _parse_json("".join(line for _, line in lines))
+                lines = (
+                    (f"row {number}", json.dumps(value))
+                    for number, value in enumerate(values, start=1)
+                )
+            for position, line in lines:
                 try:
-                    with located(f"{place} of {file}"):
-                        row = _value(line)
+                    with locate_errors(f"{position} of {file}"):
+                        row = _parse_json(line)
                         if not isinstance(row, dict):
                             kind = type(row).__name__
-                            raise InputError(ROW_RULE, fault=f"is a {kind}, {row!r:.40}")
+                            raise InputError(JSONL_RULE, fault=f"is a {kind}, {row!r:.40}")
                 except InputError as error:
                     if bad is None:
                         raise
                     bad.add(error)
                 else:
-                    yield f"{place} of {file}", row
+                    yield f"{position} of {file}", row
 
 
 @contextmanager
-def _readable(file: Path, kind: str = "UTF-8") -> Iterator[None]:
+def _name_unreadable(file: Path, kind: str = "UTF-8") -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, UnicodeDecodeError, zlib.error, pa.ArrowException) as error:
@@ -260,7 +199,7 @@ def _readable(file: Path, kind: str = "UTF-8") -> Iterator[None]:
         ) from error
 
 
-def _lines(stream: Any, file: Path) -> Iterator[tuple[str, str]]:
+def _read_lines(stream: Any, file: Path) -> Iterator[tuple[str, str]]:
     """Yield the number and the text of each line that is not blank."""
     number = 0
     while line := stream.readline(MAX_LINE):
@@ -274,23 +213,12 @@ def _lines(stream: Any, file: Path) -> Iterator[tuple[str, str]]:
             yield f"line {number}", line
 
 
-ROW_RULE = "a .jsonl file has one JSON object a line"
-
-
-def _value(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         value = json.loads(text)
         if "\\u" in text:
             # json accepts half of a surrogate pair, tokenizers do not
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise InputError(ROW_RULE, fault=f"is none, {text.strip()!r:.40}: {error}") from error
+        raise InputError(JSONL_RULE, fault=f"is none, {text.strip()!r:.40}: {error}") from error
     return value
-
-
-# for messages
-
-
-def names(keys: Iterable[str]) -> str:
-    """Return the keys of a row in one line of at most 100 characters."""
-    return f"{' '.join(', '.join(keys).split()) or 'no key':.100}"

@@ -39,29 +39,29 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> "TokenBatch":
         """Copy the batch to a device; from pinned memory the copy is asynchronous."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "TokenBatch":
         """Copy the batch to pinned memory."""
-        return self._each(Tensor.pin_memory)
+        return self._map_tensors(Tensor.pin_memory)
 
     def split(self, count: int) -> "Iterator[TokenBatch]":
-        """Yield the rows in nearly equal parts."""
-        for number in range(count):
-            rows = slice_evenly(range(len(self.tokens)), number, count)
-            part = self._each(itemgetter(slice(rows.start, rows.stop)))
-            yield replace(part, first_sample=self.first_sample + rows.start)
+        """Yield the rows in `count` nearly equal batches."""
+        for index in range(count):
+            rows = slice_evenly(range(len(self.tokens)), index, count)
+            batch = self._map_tensors(itemgetter(slice(rows.start, rows.stop)))
+            yield replace(batch, first_sample=self.first_sample + rows.start)
 
-    def _each(self, change: Any) -> "TokenBatch":
+    def _map_tensors(self, change: Any) -> "TokenBatch":
         ids = None if self.document_ids is None else change(self.document_ids)
         return replace(
             self, tokens=change(self.tokens), loss_mask=change(self.loss_mask), document_ids=ids
         )
 
 
-def slice_evenly(rows: range, number: int, count: int) -> range:
-    """Return the `number`-th of `count` nearly equal runs of rows."""
-    return rows[len(rows) * number // count : len(rows) * (number + 1) // count]
+def slice_evenly(rows: range, index: int, count: int) -> range:
+    """Return the `index`-th of `count` nearly equal runs of rows."""
+    return rows[len(rows) * index // count : len(rows) * (index + 1) // count]
 
 
 @runtime_checkable
@@ -108,7 +108,7 @@ class PackedText:
         self.length = sequence_length or int(documents.lengths.max(initial=1))
         self._batch_size, self._seed = batch_size, seed
         self._rank, self._world_size = rank, world_size
-        self._epoch, self._rows = -1, self._layout(0)
+        self._epoch, self._rows = -1, self._pack(0)
         self.rows_per_epoch = len(self._rows)
         if self.rows_per_epoch < batch_size:
             raise InputError(
@@ -130,9 +130,9 @@ class PackedText:
         """Sizes, padding, cut documents and tokens left out, for people."""
         rows, lengths = self._rows, self._documents.lengths
         packed, total = int(rows.lengths.sum()), int(lengths.sum())
-        whole = np.count_nonzero(rows.lengths == lengths[rows.documents])
+        num_uncut = np.count_nonzero(rows.lengths == lengths[rows.documents])
         padding = 1 - packed / (len(rows) * self.length)
-        cut = 1 - whole / np.count_nonzero(lengths)
+        cut = 1 - num_uncut / np.count_nonzero(lengths)
         return (
             f"{len(lengths):,} documents in {len(rows):,} rows of {self.length:,} tokens, "
             f"{padding:.1%} padding, {cut:.1%} of documents cut, {1 - packed / total:.1%} of "
@@ -154,7 +154,7 @@ class PackedText:
         shape = len(samples), self.length
         tokens = np.full(shape, self._padding_id, np.int64)
         loss_mask, numbers = np.zeros(shape, np.bool_), np.zeros(shape, np.int64)
-        most = 1
+        num_documents = 1
         for row, sample in enumerate(samples):
             end = number = 0
             for number, (document, start, stop) in enumerate(self._pieces(sample)):
@@ -163,33 +163,33 @@ class PackedText:
                 loss_mask[row, begin:end] = self._documents.loss_mask(document)[start:stop]
                 numbers[row, begin:end] = number
                 if start and len(self._opening):
-                    self._open(document, tokens[row, begin:end], loss_mask[row, begin:end])
+                    self._write_opening(document, tokens[row, begin:end], loss_mask[row, begin:end])
             numbers[row, end:] = number + 1
-            most = max(most, number + 1)
-        alone = self._packing != "best_fit" or most == 1
-        document_ids = None if alone else torch.from_numpy(numbers)
+            num_documents = max(num_documents, number + 1)
+        is_single = self._packing != "best_fit" or num_documents == 1
+        document_ids = None if is_single else torch.from_numpy(numbers)
         rows = torch.from_numpy(tokens), torch.from_numpy(loss_mask)
         return TokenBatch(*rows, document_ids, samples.start)
 
-    def _open(self, document: int, tokens: np.ndarray, loss_mask: np.ndarray) -> None:
+    def _write_opening(self, document: int, tokens: np.ndarray, loss_mask: np.ndarray) -> None:
         """Begin a later piece of a document as the document begins; no label is there."""
         size = len(self._opening)
         if len(tokens) > size and (self._documents.tokens(document)[:size] == self._opening).all():
             tokens[:size], loss_mask[:size] = self._opening, False
 
     def _pieces(self, sample: int) -> Iterator[tuple[int, int, int]]:
-        epoch, place = divmod(sample, self.rows_per_epoch)
+        epoch, index = divmod(sample, self.rows_per_epoch)
         if epoch != self._epoch:
             if self._packing == "stream":
-                self._rows = self._layout(epoch)
+                self._rows = self._pack(epoch)
             self._epoch, self._order = epoch, self._shuffled(epoch, 0, self.rows_per_epoch)
-        return self._rows.pieces(int(self._order[place]))
+        return self._rows.pieces(int(self._order[index]))
 
-    def _layout(self, epoch: int) -> "Layout":
+    def _pack(self, epoch: int) -> "PackedRows":
         lengths = self._documents.lengths
         if self._packing == "stream":
-            return end_to_end(lengths, self.length, self._shuffled(epoch, 1, len(lengths)))
-        return (best_fit if self._packing == "best_fit" else one_a_row)(lengths, self.length)
+            return pack_end_to_end(lengths, self.length, self._shuffled(epoch, 1, len(lengths)))
+        return (pack_best_fit if self._packing == "best_fit" else pad_each)(lengths, self.length)
 
     def _shuffled(self, epoch: int, purpose: int, count: int) -> np.ndarray:
         return np.random.default_rng((self._seed, epoch, purpose)).permutation(count)
@@ -199,7 +199,7 @@ class PackedText:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PackedRows:
     """Rows of equal length, made of pieces of documents; row r has pieces ends[r] : ends[r + 1]."""
 
     documents: np.ndarray
@@ -216,19 +216,20 @@ class Layout:
 
     def pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
         """Yield (document, start, stop) of each piece of a row."""
-        for at in range(self.ends[row], self.ends[row + 1]):
-            start = int(self.starts[at])
-            yield int(self.documents[at]), start, start + int(self.lengths[at])
+        for piece in range(self.ends[row], self.ends[row + 1]):
+            start = int(self.starts[piece])
+            yield int(self.documents[piece]), start, start + int(self.lengths[piece])
 
 
-def one_a_row(lengths: np.ndarray, length: int) -> Layout:
+def pad_each(lengths: np.ndarray, length: int) -> PackedRows:
     """Give each document its own row; drop tokens after the row's end."""
     (documents,) = np.nonzero(lengths)
-    kept = np.minimum(lengths[documents], length)
-    return Layout(documents, np.zeros_like(kept), kept, np.arange(len(documents) + 1))
+    row_lengths = np.minimum(lengths[documents], length)
+    starts = np.zeros_like(row_lengths)
+    return PackedRows(documents, starts, row_lengths, np.arange(len(documents) + 1))
 
 
-def end_to_end(lengths: np.ndarray, length: int, order: np.ndarray) -> Layout:
+def pack_end_to_end(lengths: np.ndarray, length: int, order: np.ndarray) -> PackedRows:
     """Concatenate documents in an order and cut rows; drop the last row if it is not full."""
     bounds = np.concatenate([[0], np.cumsum(lengths[order], dtype=np.int64)])
     num_rows = int(bounds[-1]) // length
@@ -236,11 +237,11 @@ def end_to_end(lengths: np.ndarray, length: int, order: np.ndarray) -> Layout:
     edges = np.union1d(bounds[bounds <= cuts[-1]], cuts)
     starts, sizes = edges[:-1], np.diff(edges)
     # side="right": an empty document begins where the next one does
-    at = np.searchsorted(bounds, starts, side="right") - 1
-    return Layout(order[at], starts - bounds[at], sizes, np.searchsorted(starts, cuts))
+    index = np.searchsorted(bounds, starts, side="right") - 1
+    return PackedRows(order[index], starts - bounds[index], sizes, np.searchsorted(starts, cuts))
 
 
-def best_fit(lengths: np.ndarray, length: int) -> Layout:
+def pack_best_fit(lengths: np.ndarray, length: int) -> PackedRows:
     """Put each document into the fullest row that has room, longest documents first.
 
     Documents longer than a row fill whole rows first, and their rest is packed. Documents of equal
@@ -248,60 +249,61 @@ def best_fit(lengths: np.ndarray, length: int) -> Layout:
 
     Source: Ding et al. 2024, arXiv:2404.10830.
     """
-    full, rest = np.divmod(lengths.astype(np.int64), length)
-    num_full = int(full.sum())
-    cut = np.repeat(np.arange(len(lengths)), full)
-    nth = np.arange(num_full) - np.repeat(np.cumsum(full) - full, full)
-    (short,) = np.nonzero(rest)
-    short = short[np.argsort(-rest[short], kind="stable")]
-    row = num_full + _fit(rest[short], length)
-    rows = np.concatenate([np.arange(num_full), row])
+    num_full_rows, tails = np.divmod(lengths.astype(np.int64), length)
+    num_full = int(num_full_rows.sum())
+    cut = np.repeat(np.arange(len(lengths)), num_full_rows)
+    first_full = np.repeat(np.cumsum(num_full_rows) - num_full_rows, num_full_rows)
+    full_starts = (np.arange(num_full) - first_full) * length
+    (short,) = np.nonzero(tails)
+    short = short[np.argsort(-tails[short], kind="stable")]
+    rows = np.concatenate([np.arange(num_full), num_full + _assign_rows(tails[short], length)])
     by_row = np.argsort(rows, kind="stable")
     counts = np.bincount(rows, minlength=int(rows.max(initial=-1)) + 1)
-    return Layout(
+    return PackedRows(
         np.concatenate([cut, short])[by_row],
-        np.concatenate([nth * length, full[short] * length])[by_row],
-        np.concatenate([np.full(num_full, length), rest[short]])[by_row],
+        np.concatenate([full_starts, num_full_rows[short] * length])[by_row],
+        np.concatenate([np.full(num_full, length), tails[short]])[by_row],
         np.concatenate([[0], np.cumsum(counts)]),
     )
 
 
-def _fit(lengths: np.ndarray, length: int) -> np.ndarray:
+def _assign_rows(lengths: np.ndarray, length: int) -> np.ndarray:
     """Return the row of each piece; lengths are in descending order, from 1 to `length`."""
-    found = np.empty(len(lengths), np.int64)
+    row_of_piece = np.empty(len(lengths), np.int64)
     rooms: list[int] = []
     """The distinct amounts of room left in rows, ascending."""
-    by_room: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+    rows_by_room: defaultdict[int, list[np.ndarray]] = defaultdict(list)
 
-    def keep(room: int, rows: np.ndarray) -> None:
+    def add_rows(room: int, rows: np.ndarray) -> None:
         if room and len(rows):
-            if not by_room[room]:
+            if not rows_by_room[room]:
                 insort(rooms, room)
-            by_room[room].append(rows)
+            rows_by_room[room].append(rows)
 
-    num_rows = at = 0
+    num_rows = num_placed = 0
     sizes, counts = np.unique(lengths, return_counts=True)
-    for size, left in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        while left:
-            place = bisect_left(rooms, size)
-            if place < len(rooms):
-                room = rooms[place]
-                rows = by_room[room].pop()
-                if not by_room[room]:
-                    rooms.pop(place)
+    for size, num_left in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        while num_left:
+            index = bisect_left(rooms, size)
+            if index < len(rooms):
+                room = rooms[index]
+                rows = rows_by_room[room].pop()
+                if not rows_by_room[room]:
+                    rooms.pop(index)
             else:
                 room = length
-                rows = np.arange(num_rows, num_rows + -(-left // (room // size)))
+                rows = np.arange(num_rows, num_rows + -(-num_left // (room // size)))
                 num_rows += len(rows)
             # a row that takes one piece becomes the fullest, so it takes as many as fit
-            each = room // size
-            whole = min(len(rows), left // each)
-            some = left % each if whole < len(rows) else 0
-            for taken, times in ((rows[:whole], each), (rows[whole : whole + 1], some)):
-                placed = len(taken) * times
-                found[at : at + placed] = np.repeat(taken, times)
-                at, left = at + placed, left - placed
+            capacity = room // size
+            num_filled = min(len(rows), num_left // capacity)
+            remainder = num_left % capacity if num_filled < len(rows) else 0
+            filled, next_row = rows[:num_filled], rows[num_filled : num_filled + 1]
+            for target_rows, times in ((filled, capacity), (next_row, remainder)):
+                stop = num_placed + len(target_rows) * times
+                row_of_piece[num_placed:stop] = np.repeat(target_rows, times)
+                num_placed, num_left = stop, num_left - (stop - num_placed)
                 if times:
-                    keep(room - times * size, taken)
-            keep(room, rows[whole + (some > 0) :])
-    return found
+                    add_rows(room - times * size, target_rows)
+            add_rows(room, rows[num_filled + (remainder > 0) :])
+    return row_of_piece

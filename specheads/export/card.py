@@ -16,7 +16,7 @@ from specheads.base.ignored_settings import auto_class
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.files import HUB_ID, from_json, read_json, write_atomic
-from specheads.data.prompts import PUBLIC_PROMPT_SETS
+from specheads.data.prompt_sets import PUBLIC_PROMPT_SETS
 from specheads.export.layouts import engine_module, engines, objection
 from specheads.measure.results import Results
 from specheads.measure.summary import depth_rows, summary_rows, verdict
@@ -25,8 +25,8 @@ from specheads.runs.provenance import cut_absolute_paths
 from specheads.runs.trackers import read_metrics
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-KNOWN_LICENCES = {"python_stdlib": "PSF-2.0", "stdlib_instructions": "PSF-2.0"}
-"""Licences of the corpora that are part of Python."""
+KNOWN_LICENCES = {"python_stdlib": "PSF-2.0", "stdlib_questions.jsonl.gz": "PSF-2.0"}
+"""Licences of the corpora that are part of Python, by source or file."""
 PUBLIC_SETTINGS = ("seed", "base", "head", "init", "data", "schedule", "tree", "evaluation")
 """Settings that describe training and measurement. The others describe the machine."""
 PUBLIC_PROVENANCE = ("start", "end", "base_fingerprint", "draft_vocabulary", "versions", "git")
@@ -171,7 +171,7 @@ def model_card(
         else [],
         depths=depth_rows(results) if results else [],
         verdict=verdict(results) if results else "",
-        data_licence=data_licence or KNOWN_LICENCES.get(data["source"], "unknown"),
+        data_licence=data_licence or licence_of(data),
         tokens={
             phase: f"{ends[phase] - start:,}" for phase, start in zip(phases, starts, strict=False)
         },
@@ -180,6 +180,12 @@ def model_card(
         engines=[] if about.adapted else list(_engines(about, head, base, head_path)),
     )
     return f"{card}\n"
+
+
+def licence_of(data: Mapping[str, Any]) -> str:
+    """Return the licence of a corpus, or "unknown"."""
+    names = data["source"], Path(data["path"]).name
+    return next((KNOWN_LICENCES[name] for name in names if name in KNOWN_LICENCES), "unknown")
 
 
 def _evaluations(about: Summary) -> Iterator[EvalResult]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from specheads.config import data_dir
 from specheads.config.commands import Train
 from specheads.config.facts import Ordered, Resumable, settings_with
 from specheads.core.errors import InputError, one_line
@@ -72,6 +73,11 @@ def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
     if cache_settings.get("gib"):
         features |= {"source": "cache", "max_gib": cache_settings["gib"]}
         features["folder"] = cache_settings["folder"]
+    data = settings.get("data", {})
+    for source in (data, *data.get("sources", {}).values()):
+        if source.get("source") == "stdlib_instructions":
+            questions = data_dir("recipes") / "smollm2" / "stdlib_questions.jsonl.gz"
+            source |= {"source": "chat", "path": str(questions)}
     return settings
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from specheads.core.errors import InputError
 from specheads.data.documents import TokenisedDocuments
-from specheads.data.packing import PackedText, TokenBatch, best_fit, end_to_end
+from specheads.data.packing import PackedText, TokenBatch, pack_best_fit, pack_end_to_end
 
 PACKINGS = "best_fit", "stream", "none"
 LENGTHS = [3, 9, 1, 16, 5, 0, 40, 2, 7, 11, 4, 30, 6, 8, 13]
@@ -62,14 +62,14 @@ def best_fit_one_by_one(lengths: list[int], length: int) -> list[int]:
 
 @given(st.lists(st.integers(1, 30), max_size=80), st.integers(30, 40))
 def test_best_fit_equals_placing_documents_one_by_one(sizes: list[int], length: int):
-    rows = best_fit(np.array(sizes, dtype=np.int64), length)
+    rows = pack_best_fit(np.array(sizes, dtype=np.int64), length)
     held = [sum(stop - start for _, start, stop in rows.pieces(row)) for row in range(len(rows))]
     assert sorted(length - one for one in held) == best_fit_one_by_one(sizes, length)
 
 
 @given(st.lists(st.integers(0, 60), max_size=40), st.integers(1, 20))
 def test_best_fit_has_every_token_once_and_no_overfull_row(sizes: list[int], length: int):
-    rows = best_fit(np.array(sizes, dtype=np.int64), length)
+    rows = pack_best_fit(np.array(sizes, dtype=np.int64), length)
     seen: Counter[tuple[int, int]] = Counter()
     for row in range(len(rows)):
         pieces = list(rows.pieces(row))
@@ -84,7 +84,7 @@ def test_stream_has_all_documents_in_order_without_the_short_last_row(
 ):
     order = list(range(len(sizes)))
     chance.shuffle(order)
-    rows = end_to_end(np.array(sizes, dtype=np.int64), length, np.array(order, dtype=np.int64))
+    rows = pack_end_to_end(np.array(sizes, dtype=np.int64), length, np.array(order, dtype=np.int64))
     flat = [(one, at) for one in order for at in range(sizes[one])]
     found = [
         (one, at)

@@ -16,10 +16,17 @@ from tokenizers.processors import (
 )
 from transformers import PreTrainedTokenizerBase
 
+from specheads.config.data import DataSettings
 from specheads.core.errors import InputError
 from specheads.data import files, sources
 from specheads.data.context_prompts import prepend_context
-from specheads.data.prompts import PromptSet, drop_long_prompts, load_prompts
+from specheads.data.prompts import (
+    PromptSet,
+    drop_long_prompts,
+    held_out_prompts,
+    load_prompts,
+)
+from specheads.data.sources import split_of
 from tests.data.conftest import CATEGORIES, ENTROPIES, LENGTHS, speed_bench, write_jsonl
 
 TEXTS = [f"document {number}: " + "word " * (number % 7 + 1) for number in range(120)]
@@ -139,7 +146,7 @@ def test_row_without_prompt_is_refused_with_its_line(tokenizer, tmp_path, line, 
 
 
 def test_unknown_or_empty_prompts_are_refused(tokenizer, tmp_path):
-    with pytest.raises(ValueError, match=r"python_stdlib, stdlib_.*spec_bench, .* got 'human'"):
+    with pytest.raises(ValueError, match=r"python_stdlib, held_out.*spec_bench, .* got 'human'"):
         load_prompts("human", tokenizer, num_prompts=1)
     with pytest.raises(ValueError, match=r"file that exists; got '.*/a.jsonl'"):
         load_prompts(str(tmp_path / "a.jsonl"), tokenizer, num_prompts=1)
@@ -301,8 +308,12 @@ def test_thinking_asks_every_question_with_and_without(chat_tokenizer, tmp_path)
         ("<user>ho<assistant><nothink>", "off"), ("<user>ho<assistant>", "on"),
     ]  # fmt: skip
     assert [one.source for one in found][::2] == [one.source for one in found][1::2]
-    asked = load_prompts("stdlib_instructions", chat_tokenizer, num_prompts=2, thinking=[False])
-    assert all(one.text.endswith("<nothink>") for one in asked.prompts)
+    questions = write_jsonl(
+        tmp_path / "c.jsonl", [{"messages": [{"role": "user", "content": "hey"}]}]
+    )
+    corpus = DataSettings(source="chat", path=questions)
+    asked = held_out_prompts(corpus, split_of('["hey"]'), chat_tokenizer, 16, 2, thinking=[False])
+    assert [prompt.text for prompt in asked] == ["<user>hey<assistant><nothink>"]
     plain = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "def f():"}])
     for name in (plain, "python_stdlib"):
         with pytest.raises(InputError, match="thinking needs questions in the chat template"):

@@ -19,10 +19,10 @@ from transformers import AutoTokenizer
 
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
+from specheads.data.bad_rows import BadRows
 from specheads.data.chat import Sample, Template, turn_end_ids
 from specheads.data.conversations import conversation
-from specheads.data.files import BadRows
-from specheads.data.masks import squeezed
+from specheads.data.masks import strip_spaces
 from specheads.decoding.generate import generate
 from specheads.training.distill.prompts import Conversations
 
@@ -353,7 +353,7 @@ def test_answers_and_their_ends_are_counted_or_the_row_is_refused(family: str, c
     read = conversation({"messages": CASES[case]}, "a row")["messages"]
     places = [place for place, one in enumerate(read, 1) if one["role"] == "assistant"]
     for one, size in zip(found, accumulate(map(len, texts)), strict=True):
-        assert one.text == template.render(read[: places[size - 1]])
+        assert one.text == template.renderer.render(read[: places[size - 1]])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -490,19 +490,19 @@ def test_second_turn_keeps_the_ids_of_the_answer_or_is_what_the_template_makes(
     prompt, ids = source.first(0), spelt(tokenizer, wrote, "Four.")
     found = source.following(0, prompt + ids, [ids])
     history = [first, answer("Four.", thought), second]
-    rendered = template.render(history, ask=True)
+    rendered = template.renderer.render(history, add_generation_prompt=True)
     body = list(ids)
     while body[-1] in tokenizer.all_special_ids:
         body.pop()
     assert found is not None
-    if squeezed(rendered).startswith(squeezed(tokenizer.decode(prompt + body))):
+    if strip_spaces(rendered).startswith(strip_spaces(tokenizer.decode(prompt + body))):
         # the end is the template's, which may be another one between turns
-        is_whole = squeezed(rendered).startswith(squeezed(tokenizer.decode(prompt + ids)))
+        is_whole = strip_spaces(rendered).startswith(strip_spaces(tokenizer.decode(prompt + ids)))
         kept = prompt + (ids if is_whole else body)
         assert is_whole or family.startswith("gptoss")
         assert found[: len(kept)] == kept
         assert found != template.encode_prompt(history)
-        assert squeezed(tokenizer.decode(found)) == squeezed(rendered)
+        assert strip_spaces(tokenizer.decode(found)) == strip_spaces(rendered)
     else:
         # the template removes a thought, or an empty one
         assert found == template.encode_prompt(history)

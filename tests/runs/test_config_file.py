@@ -173,3 +173,14 @@ def test_phases_and_sources_resume_in_their_order(group: str, names: str):
     before, now = ({outer: {inner: {name: {"x": 1} for name in one}}} for one in ("ab", names))
     assert first_difference(before, before) is None
     assert first_difference(before, now) == (group, ["a", "b"], [*names])
+
+
+def test_older_run_on_questions_about_the_standard_library_reads_their_file(tmp_path: Path):
+    former: dict = {"source": "stdlib_instructions", "path": "", "max_documents": 9}
+    for data in (former, {"source": "mixture", "path": "", "sources": {"library": former}}):
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": data}), encoding="utf-8")
+        settings = read_settings(tmp_path / "config.yaml")["data"]
+        settings = settings.get("sources", {}).get("library", settings)
+        assert settings["source"] == "chat"
+        assert settings["max_documents"] == 9
+        assert Path(settings["path"]).is_file()
