@@ -142,14 +142,14 @@ def steps(bench: Bench) -> list[dict[str, Any]]:
         {
             "nodes": nodes,
             "context": len(prompt),
-            "step_milliseconds": 1e3 * statistics.median(taken),
+            "step_milliseconds": 1e3 * statistics.median(seconds),
             "bare_milliseconds": 1e3 * statistics.median(alone),
-            "over_bare_forward": statistics.median(taken) / statistics.median(alone),
-            "interval": list(bootstrap_interval(taken, alone)),
-            "over_bare_forward_of_n": statistics.median(taken) / statistics.median(equal),
+            "over_bare_forward": statistics.median(seconds) / statistics.median(alone),
+            "interval": list(bootstrap_interval(seconds, alone)),
+            "over_bare_forward_of_n": statistics.median(seconds) / statistics.median(equal_seconds),
         }
         for nodes in bench.nodes
-        for taken, equal in [(times[f"step {nodes}"], times[f"bare {nodes}"])]
+        for seconds, equal_seconds in [(times[f"step {nodes}"], times[f"bare {nodes}"])]
     ]
 
 
@@ -170,13 +170,13 @@ def bare_forward(
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Return what takes a plain forward of the model, and what takes it back."""
     cache = DynamicCache(config=base.config)
-    read = torch.tensor([prompt], device=base.device)
-    given: Any = {base.cache_argument: cache, "use_cache": True}
-    base.model(input_ids=read, logits_to_keep=1, **given)
+    prompt_tokens = torch.tensor([prompt], device=base.device)
+    options: Any = {base.cache_argument: cache, "use_cache": True}
+    base.model(input_ids=prompt_tokens, logits_to_keep=1, **options)
     tokens = torch.zeros(1, nodes, dtype=torch.long, device=base.device)
 
     def forward() -> None:
-        base.model(input_ids=tokens, **given)
+        base.model(input_ids=tokens, **options)
 
     return forward, lambda: cache.crop(-nodes)
 
@@ -185,10 +185,10 @@ def batch_row(bench: Bench, size: int) -> dict[str, Any]:
     """Return tokens/s of a batch; the first call of each way is not timed."""
     base, tokens = bench.base, size * bench.new_tokens
     prompts = [bench.prompt(64, seed) for seed in range(size)]
-    how: dict[str, Any] = {"max_new_tokens": bench.new_tokens, "stop_at_eos": False}
-    alone = partial(generate, base, None, prompts, **how)
+    options: dict[str, Any] = {"max_new_tokens": bench.new_tokens, "stop_at_eos": False}
+    alone = partial(generate, base, None, prompts, **options)
     planted, rule = Planted(3, base.vocab_size, base.device), planted_rule(base)
-    drafted = partial(generate, base, planted, prompts, acceptance=rule, **how)
+    drafted = partial(generate, base, planted, prompts, acceptance=rule, **options)
     alone()
     forwards = sum(drafted().forwards)
     return {
@@ -210,8 +210,8 @@ def planted_rule(base: FrozenBase) -> Any:
 
     def rule(tree: TokenTree, logits: Tensor, *_: Any) -> accept.Verdict:
         rows, nodes = tree.tokens.shape
-        drawn = torch.rand(rows, nodes - 1, device=logits.device, generator=generator)
-        count = 1 + (drawn < RATE).long().cumprod(1).sum(1)
+        uniforms = torch.rand(rows, nodes - 1, device=logits.device, generator=generator)
+        count = 1 + (uniforms < RATE).long().cumprod(1).sum(1)
         path = torch.arange(nodes, device=logits.device).expand(rows, -1)
         best = logits.argmax(-1).gather(1, count[:, None] - 1)[:, 0]
         return accept.Verdict(path, count, best)
@@ -223,10 +223,10 @@ def draft_times(bench: Bench, kind: str) -> dict[str, Any]:
     """Return the median milliseconds of drafting chains with a head of random weights."""
     drafter = bench.head(kind)
     by_depth = [draft_milliseconds(bench, drafter, depth + 1) for depth in range(drafter.depth)]
-    levels = [more - less for less, more in pairwise(by_depth)]
+    levels = [upper - lower for lower, upper in pairwise(by_depth)]
     return {
         "depth": drafter.depth,
-        "parameters": sum(one.numel() for one in drafter.parameters()),
+        "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
         "milliseconds_by_depth": by_depth,
         "milliseconds_per_level": statistics.median(levels or by_depth),
     }
@@ -246,41 +246,43 @@ def draft_milliseconds(bench: Bench, drafter: Drafter, depth: int) -> float:
 
 def alone(bench: Bench) -> dict[str, dict[str, float]]:
     """Return milliseconds per token of the base alone: our loop, and transformers' generate."""
-    base, found = bench.base, {}
+    base, results = bench.base, {}
     graphs = FrozenBase(base.model, compile=True, owned=False)
     static = {"cache_implementation": "static"}
 
-    def ours(base: FrozenBase, count: int) -> Any:
+    def our_loop(base: FrozenBase, count: int) -> Any:
         return generate(base, None, [bench.prompt()], max_new_tokens=count, stop_at_eos=False)
 
     arms: dict[str, Callable[[int], Any]] = {
-        "base_compiled": partial(ours, graphs),
+        "base_compiled": partial(our_loop, graphs),
         # transformers compiles a static cache by itself
         "transformers_static_compiled": partial(_transformers, bench, **static),
-        "base_eager": partial(ours, base),
+        "base_eager": partial(our_loop, base),
         "transformers_eager": partial(_transformers, bench),
     }
     for name, run in arms.items():
         seconds = seconds_of(base.device, partial(run, bench.new_tokens))
         print(f"{name}: first call {seconds:.1f} s", flush=True)
-        found[name] = {"first_call_seconds": seconds}
+        results[name] = {"first_call_seconds": seconds}
     short, long = bench.new_tokens // 3, bench.new_tokens
     times: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(3):
         for name, run in arms.items():
             # the prompt is read in both, so the difference is decoding alone
-            few, many = (seconds_of(base.device, partial(run, count)) for count in (short, long))
-            times[name].append((many - few) / (long - short))
-    for name, taken in times.items():
-        found[name]["milliseconds_per_token"] = 1e3 * statistics.median(taken)
-    return found
+            short_seconds, long_seconds = (
+                seconds_of(base.device, partial(run, count)) for count in (short, long)
+            )
+            times[name].append((long_seconds - short_seconds) / (long - short))
+    for name, seconds_per_token in times.items():
+        results[name]["milliseconds_per_token"] = 1e3 * statistics.median(seconds_per_token)
+    return results
 
 
-def _transformers(bench: Bench, count: int, **how: Any) -> Any:
+def _transformers(bench: Bench, count: int, **options: Any) -> Any:
     tokens = torch.tensor([bench.prompt()], device=bench.base.device)
-    how |= {"attention_mask": torch.ones_like(tokens), "do_sample": False, "pad_token_id": 0}
-    how |= {"max_new_tokens": count, "min_new_tokens": count}
-    return bench.base.model.generate(tokens, **how)  # pyright: ignore[reportCallIssue]
+    options |= {"attention_mask": torch.ones_like(tokens), "do_sample": False, "pad_token_id": 0}
+    options |= {"max_new_tokens": count, "min_new_tokens": count}
+    return bench.base.model.generate(tokens, **options)  # pyright: ignore[reportCallIssue]
 
 
 def engine(bench: Bench) -> list[dict[str, Any]]:
@@ -317,10 +319,10 @@ def engine_row(
     arms: dict[str, Any] = {"alone": None, "head": policies.chain(head.depth)}
     if cost is not None:
         arms["goodput"] = Goodput(cost, [RATE] * head.depth)
-    found: dict[str, Any] = {"batch": size, "context": context, "rate": RATE, "arms": [*arms]}
+    results: dict[str, Any] = {"batch": size, "context": context, "rate": RATE, "arms": [*arms]}
     for name, tree in arms.items():
-        found[name] = _run_engine(bench.base, head if tree else None, tree, prompts, steps)
-    return found
+        results[name] = _run_engine(bench.base, head if tree else None, tree, prompts, steps)
+    return results
 
 
 def _run_engine(
@@ -344,9 +346,9 @@ def _run_engine(
         for prompt in prompts
     ]
     reading = seconds_of(base.device, serving.step)
-    written = sum(len(stream.tokens) for stream in streams)
+    num_before = sum(len(stream.tokens) for stream in streams)
     seconds = seconds_of(base.device, lambda: [serving.step() for _ in range(steps)])
-    new_tokens = sum(len(stream.tokens) for stream in streams) - written
+    new_tokens = sum(len(stream.tokens) for stream in streams) - num_before
     for stream in streams:
         stream.cancel()
     return {

@@ -90,7 +90,7 @@ class Source:
         """Return features, and the input of the base's last norm, which speculators normalises."""
         streams: list[Tensor] = []
         norm: Any = self.base.model.base_model.norm
-        hook = norm.register_forward_pre_hook(lambda _, given: streams.append(given[0]))
+        hook = norm.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0]))
         try:
             return self.base.read(batch.tokens, self.layers, batch.document_ids), streams.pop()
         finally:
@@ -135,8 +135,8 @@ def read_plan(options: argparse.Namespace) -> dict[str, Any]:
     if not isinstance(plan, dict) or not {"recipe", "variants", "compare"} <= plan.keys():
         raise InputError(f"{options.file} must have recipe, variants and compare; add them")
     if unknown := sorted({*(options.only or ())} - plan["variants"].keys()):
-        known = ", ".join(plan["variants"])
-        raise InputError(f"--only must be among {known}, got {unknown[0]}; correct its name")
+        names = ", ".join(plan["variants"])
+        raise InputError(f"--only must be among {names}, got {unknown[0]}; correct its name")
     chosen = options.only or [*plan["variants"]]
     taught = plan.get("speculators")
     if taught is not None:
@@ -164,9 +164,9 @@ def bench(plan: Mapping[str, Any], options: argparse.Namespace) -> int:
     table: dict[str, Any] = {"schema": 3, **plan, "training": training}
     out = options.out / f"{options.file.stem}.json"
     heads = f"heads=[{','.join(map(str, compared))}]"
-    for name, asked in plan["compare"].items():
+    for name, selection in plan["compare"].items():
         folder = options.out / f"{options.file.stem}-{name}"
-        words = [heads, f"out={folder}", "drafters=[head]", *asked, *options.measure]
+        words = [heads, f"out={folder}", "drafters=[head]", *selection, *options.measure]
         if not (folder / "compare.json").is_file() and (code := _run("compare", *words)[0]):
             return code
         table[name] = to_json(read_results(Comparison, folder / "compare.json"))
@@ -244,10 +244,10 @@ def train_speculators(run: Path, out: Path, words: Sequence[str]) -> str:
             if not rows:
                 refuse_misread(source, trainer.model, batch)
             sizes = {"tokens": batch.tokens.numel(), "labels": int(labels.sum())}
-            said = step(trainer, collated(source, batch, labels), sizes["labels"])
-            rows.append(said | sizes | {"seconds": time.perf_counter() - began})
-            bar.update(task, advance=1, numbers=f"loss {said['loss']:.3f}")
-    told = summary(rows, source.settings.log_every) | {
+            losses = step(trainer, collated(source, batch, labels), sizes["labels"])
+            rows.append(losses | sizes | {"seconds": time.perf_counter() - began})
+            bar.update(task, advance=1, numbers=f"loss {losses['loss']:.3f}")
+    record = summary(rows, source.settings.log_every) | {
         "run": shorten_paths(str(run)),
         "base": source.base.fingerprint,
         "speculators": {"version": metadata.version("speculators")} | chosen,
@@ -255,22 +255,24 @@ def train_speculators(run: Path, out: Path, words: Sequence[str]) -> str:
     }
     with atomic_folder(out) as folder:
         trainer.model.save_pretrained(folder)
-        (folder / "training.json").write_text(as_json(told), encoding="utf-8")
+        (folder / "training.json").write_text(as_json(record), encoding="utf-8")
     return f"wrote {out} after {len(rows)} steps, at a loss of {rows[-1]['loss']:.3f}\n"
 
 
-def opened(place: Path) -> Source:
+def opened(run_folder: Path) -> Source:
     """Open a run, finished or not; missing text is generated first."""
-    run = RunDirectory(place)
+    run = RunDirectory(run_folder)
     if not run.config.is_file():
         raise InputError(
-            f"--speculators must be a run's folder, and {place} has no config.yaml; name one"
+            f"--speculators must be a run's folder, and {run_folder} has no config.yaml; name one"
         )
     settings: Any = read_run_settings(run.config, Train)
     if auto_phases(settings.schedule) or any(
-        one.joint for one in settings.schedule.phases.values()
+        phase.joint for phase in settings.schedule.phases.values()
     ):
-        raise InputError(f"choose a run without joint phase or batch_size=auto: {place} has one")
+        raise InputError(
+            f"choose a run without joint phase or batch_size=auto: {run_folder} has one"
+        )
     accelerator = accelerator_of_environment(settings.base.dtype)
     base = load_base(settings.base, accelerator)
     if not hasattr(base.model.base_model, "norm"):
@@ -300,7 +302,8 @@ def opened(place: Path) -> Source:
 def lessons(source: Source, bar: Progress) -> Iterator[tuple[TokenBatch, Tensor]]:
     """Yield the batch of each step of the run, and its labels."""
     head, seed = source.head, source.settings.seed
-    for phase in (one for one in schedule_phases(source.settings.schedule) if one.settings.steps):
+    phases = [phase for phase in schedule_phases(source.settings.schedule) if phase.settings.steps]
+    for phase in phases:
         chains = in_chains(head, phase.settings)
         text = source.texts.open(phase, bar, lambda: None)
         for number, (batch, _) in zip(range(phase.first, phase.end), text.batches(), strict=False):
@@ -317,14 +320,14 @@ def collated(source: Source, batch: TokenBatch, labels: Tensor) -> Iterator[dict
 
     features, last = source.read(batch.to(source.base.device))
     assert features.aux is not None
-    places = features.positions().expand(labels.shape)
+    positions = features.positions().expand(labels.shape)
     for row in range(len(labels)):
         # its mask marks the token before the predicted one, ours the predicted one
         columns = (batch.tokens[row], features.aux[row], last[row], labels[row].roll(-1))
-        lengths = document_lengths(places[row : row + 1])
-        parts = zip(*(column.cpu().split(lengths) for column in columns), strict=True)
-        if samples := [_sample(*part) for part in parts if part[-1].any()]:
-            sizes = sum(len(one["input_ids"]) - 1 for one in samples), source.base.width
+        lengths = document_lengths(positions[row : row + 1])
+        columns_by_document = zip(*(column.cpu().split(lengths) for column in columns), strict=True)
+        if samples := [_sample(*columns) for columns in columns_by_document if columns[-1].any()]:
+            sizes = sum(len(sample["input_ids"]) - 1 for sample in samples), source.base.width
             yield CollateFn(*sizes, len(source.layers), source.dtype, shift_batch)(samples)
 
 
@@ -346,11 +349,15 @@ def made(source: Source, words: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     flat = config.flatten()
     set_seed(flat["seed"])
     d2t, t2d = source.head.draft_maps()
-    asked = argparse.Namespace(**flat)
-    model = build_draft_model(asked, Eagle3DraftModel, t2d, d2t, source.head.drafted_size)
-    known = {name: flat[name] for name in TrainerConfig._fields if name in flat}
+    arguments = argparse.Namespace(**flat)
+    model = build_draft_model(arguments, Eagle3DraftModel, t2d, d2t, source.head.drafted_size)
+    config_values = {name: flat[name] for name in TrainerConfig._fields if name in flat}
     call, _ = Eagle3DraftModel.get_trainer_kwargs(**flat)
-    known |= {"hidden_states_dtype": source.dtype, "num_epochs": 1, "train_call_kwargs": call}
+    config_values |= {
+        "hidden_states_dtype": source.dtype,
+        "num_epochs": 1,
+        "train_call_kwargs": call,
+    }
 
     class Here(Trainer):
         """Trains on the device of the base, not on the first accelerator."""
@@ -358,10 +365,10 @@ def made(source: Source, words: Sequence[str]) -> tuple[Any, dict[str, Any]]:
         def setup_trainer(self) -> None:
             self.local_rank = source.base.device
 
-    told = ("draft", "loss", "optimizer", "scheduler")
+    stages = ("draft", "loss", "optimizer", "scheduler")
     # it needs only the length of the data, and stops at max_steps
-    trainer = Here(model.train(), TrainerConfig(**known), range(flat["max_steps"]))
-    return trainer, {name: getattr(config, name).model_dump() for name in told}
+    trainer = Here(model.train(), TrainerConfig(**config_values), range(flat["max_steps"]))
+    return trainer, {name: getattr(config, name).model_dump() for name in stages}
 
 
 def _config(source: Source, words: Sequence[str]) -> Any:
@@ -370,7 +377,7 @@ def _config(source: Source, words: Sequence[str]) -> Any:
     from speculators.train.config.schema import CONFIG_DESTS
 
     chosen = {name: value for name, _, value in (word.partition("=") for word in words)}
-    ours: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "verifier_name_or_path": source.base.place,
         "target_layer_ids": [*source.layers],
         "mask_token_id": 0,
@@ -381,15 +388,15 @@ def _config(source: Source, words: Sequence[str]) -> Any:
         # its default is a window of 2,048 positions; the head next to it attends to all of them
         "full_attention_indices": [*range(int(chosen.get("num_layers", 1)))],
         "ttt_steps": source.head.depth,
-        "max_steps": sum(one.steps for one in source.settings.schedule.phases.values()),
+        "max_steps": sum(phase.steps for phase in source.settings.schedule.phases.values()),
         "seed": source.settings.seed,
     }
-    if unknown := sorted(chosen.keys() - (CONFIG_DESTS - ours.keys())):
+    if unknown := sorted(chosen.keys() - (CONFIG_DESTS - settings.keys())):
         raise InputError(
             f"--set must be a setting of speculators, got {unknown[0]!r}; leave it out"
         )
     try:
-        return TrainConfig.from_flat(ours | chosen)
+        return TrainConfig.from_flat(settings | chosen)
     except ValueError as error:
         raise InputError(f"speculators refuses --set: {' '.join(str(error).split())}") from error
 
@@ -406,12 +413,14 @@ def step(trainer: Any, rows: Iterable[Mapping[str, Any]], labels: int) -> dict[s
     logged = {"learning_rate": trainer.optimizers[0].param_groups[0]["lr"], "loss": 0.0}
     trainer._optimizers_zero_grad()
     for row in rows:
-        inputs = {name: one.to(device) for name, one in row.items() if isinstance(one, Tensor)}
+        inputs = {
+            name: value.to(device) for name, value in row.items() if isinstance(value, Tensor)
+        }
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
             _, loss, metrics = trainer.model(**inputs, **trainer.config.train_call_kwargs)
         share = int(row["loss_mask"].sum()) / labels
         (loss * share).backward()
-        means = normalize_counted_metrics({name: one.item() for name, one in metrics.items()})
+        means = normalize_counted_metrics({name: value.item() for name, value in metrics.items()})
         logged |= {name: logged.get(name, 0.0) + share * mean for name, mean in means.items()}
     torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
     trainer._optimizers_step()
@@ -424,10 +433,12 @@ def refuse_misread(source: Source, model: Any, batch: TokenBatch) -> None:
     """Refuse a base whose logits differ from those that speculators computes."""
     row = next(batch.split(len(batch.tokens)))
     features, last = source.read(row.to(source.base.device))
-    own = source.base.projection.rows(source.head.draft_ids)(features.hidden).float()
-    theirs = model.verifier_lm_head(model.verifier_norm(last.float()))
-    said, wanted = (one.log_softmax(-1).flatten(0, 1) for one in (theirs, own))
-    apart = F.kl_div(said, wanted, log_target=True, reduction="batchmean")
+    base_logits = source.base.projection.rows(source.head.draft_ids)(features.hidden).float()
+    verifier_logits = model.verifier_lm_head(model.verifier_norm(last.float()))
+    verifier_log_probs, base_log_probs = (
+        logits.log_softmax(-1).flatten(0, 1) for logits in (verifier_logits, base_logits)
+    )
+    apart = F.kl_div(verifier_log_probs, base_log_probs, log_target=True, reduction="batchmean")
     if not apart <= MOST_APART:
         raise InputError(
             f"speculators must compute the logits of the base, and those of {source.base.name} "
@@ -441,9 +452,9 @@ def summary(rows: Sequence[Mapping[str, float]], every: int) -> dict[str, Any]:
     totals["tokens_per_second"] = totals["tokens"] / totals["seconds"]
     curve = []
     for first in range(0, len(rows), every):
-        some = rows[first : first + every]
-        means = {name: sum(row.get(name, 0.0) for row in some) / len(some) for name in some[0]}
-        curve.append({"step": first + len(some)} | means)
+        group = rows[first : first + every]
+        means = {name: sum(row.get(name, 0.0) for row in group) / len(group) for name in group[0]}
+        curve.append({"step": first + len(group)} | means)
     return {"schema": 1, "steps": len(rows)} | totals | {"curve": curve}
 
 

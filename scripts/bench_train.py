@@ -117,32 +117,32 @@ def load_base(name: str, device: str = "auto", dtype: str = "auto") -> FrozenBas
     """Load a base, or build one of `SHAPES` with random weights on the device."""
     if name not in SHAPES:
         return FrozenBase.load(BASES.get(name, name), device=device, dtype=dtype)
-    usual = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(usual if device == "auto" else device)
-    usual = "bfloat16" if place.type == "cuda" else "float32"
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    torch_device = torch.device(default if device == "auto" else device)
+    default = "bfloat16" if torch_device.type == "cuda" else "float32"
     torch.manual_seed(0)
-    with place:
+    with torch_device:
         model = AutoModelForCausalLM.from_config(
-            SHAPES[name], dtype=getattr(torch, usual if dtype == "auto" else dtype)
+            SHAPES[name], dtype=getattr(torch, default if dtype == "auto" else dtype)
         )
     model.eval().requires_grad_(False)
     # in bfloat16 random weights of granite-8b differ by a third between transformers' own kernels,
     # so a check of the base would refuse them; layers are packed on a CPU only
-    is_owned = place.type == "cpu"
+    is_owned = torch_device.type == "cpu"
     return FrozenBase(model, name=f"random weights, shape {name}", owned=is_owned)
 
 
 def head_settings(kind: str, base: FrozenBase, draft_tokens: int = 0) -> dict[str, Any]:
     """Return settings of a head that fits the base; `draft_tokens` replaces those of `HEADS`."""
-    made = dict(HEADS[kind])
-    if "draft_tokens" in made:
-        made["draft_tokens"] = draft_tokens or made["draft_tokens"]
-    if made.get("draft_tokens", 0) >= base.vocab_size:
-        del made["draft_tokens"]
+    settings = dict(HEADS[kind])
+    if "draft_tokens" in settings:
+        settings["draft_tokens"] = draft_tokens or settings["draft_tokens"]
+    if settings.get("draft_tokens", 0) >= base.vocab_size:
+        del settings["draft_tokens"]
     if kind == "eagle3" and base.num_layers < 3:
         # three layers of a base cannot differ there
-        made["aux_layers"] = [0, 1]
-    return made
+        settings["aux_layers"] = [0, 1]
+    return settings
 
 
 def bench_of(
@@ -150,13 +150,13 @@ def bench_of(
 ) -> Bench:
     """Build a head of this kind, a batch of random packed tokens, and the trainer's own step."""
     torch.manual_seed(0)
-    made = head_settings(kind, base, draft_tokens)
+    settings = head_settings(kind, base, draft_tokens)
     # tokens as they are counted in no text: any are as good
-    counts = torch.arange(base.vocab_size) if "draft_tokens" in made else None
+    counts = torch.arange(base.vocab_size) if "draft_tokens" in settings else None
     # the initial weights of a large head are drawn in seconds on a GPU, and in a minute on a CPU
     with base.device:
-        head = build_for_base(made, base, counts)
-    shape, drafted = (batch_size, length), made.get("draft_tokens", base.vocab_size)
+        head = build_for_base(settings, base, counts)
+    shape, drafted = (batch_size, length), settings.get("draft_tokens", base.vocab_size)
     documents = torch.arange(length) // -(-length // 3)
     batch = TokenBatch(
         torch.randint(base.vocab_size - drafted, base.vocab_size, shape),
@@ -177,9 +177,9 @@ def bench_of(
     accelerator = Accelerator(cpu=base.device.type == "cpu", mixed_precision=precision)
     teacher = Teacher(base, head, None, 0)
     stepper = StepRunner(teacher, schedule, accelerator, 0)
-    where = schedule_phases(schedule)[0]
-    teacher.begin(where)
-    return Bench(base, head, batch, where, stepper, muon)
+    phase_position = schedule_phases(schedule)[0]
+    teacher.begin(phase_position)
+    return Bench(base, head, batch, phase_position, stepper, muon)
 
 
 def measure(bench: Bench, turns: int, *, plain: bool) -> dict[str, Any]:
@@ -223,10 +223,10 @@ def plain_against_step(bench: Bench, turns: int) -> dict[str, Any]:
         times = take_turns(bench.base.device, sides, turns)
     except torch.OutOfMemoryError:
         return {"plain_over_step": None}
-    theirs, ours = times.values()
+    plain_seconds, step_seconds = times.values()
     return {
-        "plain_over_step": statistics.median(theirs) / statistics.median(ours),
-        "plain_interval": list(bootstrap_interval(theirs, ours)),
+        "plain_over_step": statistics.median(plain_seconds) / statistics.median(step_seconds),
+        "plain_interval": list(bootstrap_interval(plain_seconds, step_seconds)),
     }
 
 
@@ -251,15 +251,17 @@ def _plain(bench: Bench) -> Callable[[], object]:
     def step() -> None:
         with torch.no_grad():
             features = base.read(tokens, head.aux_layers, documents)
-            wanted = logits_of(features.hidden).float().softmax(-1)
+            base_probs = logits_of(features.hidden).float().softmax(-1)
         with torch.autocast(base.device.type, enabled=base.dtype == torch.bfloat16):
             loss = torch.zeros((), device=base.device)
             states = list(head.states(features, tokens))
-            drafts = [F.linear(one, *head.projection(level)) for level, one in enumerate(states)]
+            drafts = [
+                F.linear(state, *head.projection(level)) for level, state in enumerate(states)
+            ]
         for level, draft in enumerate(drafts):
             end = tokens.shape[1] - 1 - level
-            own, aims = draft[:, :end].float(), wanted[:, level + 1 :]
-            loss = loss + F.cross_entropy(own.flatten(0, 1), aims.flatten(0, 1))
+            draft_logits, targets = draft[:, :end].float(), base_probs[:, level + 1 :]
+            loss = loss + F.cross_entropy(draft_logits.flatten(0, 1), targets.flatten(0, 1))
         loss.backward()
         for optimizer in stepper.optimizers:
             optimizer.step()
@@ -276,24 +278,28 @@ def loss_memory(base: FrozenBase, rows: int, depth: int = 5) -> dict[str, Any]:
     """
     torch.manual_seed(0)
     device, shape = base.device, (base.vocab_size, base.width)
-    how: dict[str, Any] = {"device": device, "dtype": base.dtype}
-    states = [torch.randn(rows, base.width, **how).requires_grad_() for _ in range(depth)]
-    own, frozen = (torch.randn(shape, **how).mul_(base.width**-0.5) for _ in range(2))
+    options: dict[str, Any] = {"device": device, "dtype": base.dtype}
+    states = [torch.randn(rows, base.width, **options).requires_grad_() for _ in range(depth)]
+    head_projection, base_projection = (
+        torch.randn(shape, **options).mul_(base.width**-0.5) for _ in range(2)
+    )
     labels, hidden = torch.randint(shape[0], (rows,), device=device), torch.randn_like(states[0])
-    targets = Targets(labels, hidden, partial(F.linear, weight=frozen))
-    own.requires_grad_()
+    targets = Targets(labels, hidden, partial(F.linear, weight=base_projection))
+    head_projection.requires_grad_()
 
     def fused() -> None:
-        pairs = [(own, None)] * depth
+        pairs = [(head_projection, None)] * depth
         depth_loss(states, pairs, targets, kind="soft_cross_entropy").total.backward()
 
     def dense() -> None:
         with torch.no_grad():
-            wanted = F.linear(hidden, frozen).float().softmax(-1)
-        logits = torch.stack([F.linear(state, own) for state in states]).float()
-        torch.stack([F.cross_entropy(one, wanted) for one in logits]).sum().backward()
+            base_probs = F.linear(hidden, base_projection).float().softmax(-1)
+        logits = torch.stack([F.linear(state, head_projection) for state in states]).float()
+        torch.stack(
+            [F.cross_entropy(level_logits, base_probs) for level_logits in logits]
+        ).sum().backward()
 
-    found: dict[str, Any] = {"rows": rows, "vocab": base.vocab_size, "depth": depth}
+    results: dict[str, Any] = {"rows": rows, "vocab": base.vocab_size, "depth": depth}
     for name, loss in (("fused", fused), ("dense", dense)):
         try:
             # the first call allocates the gradients
@@ -302,12 +308,12 @@ def loss_memory(base: FrozenBase, rows: int, depth: int = 5) -> dict[str, Any]:
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
                 loss()
-                found[f"{name}_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+                results[f"{name}_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
             times = [seconds_of(device, loss) for _ in range(2)]
-            found[f"{name}_seconds"] = statistics.median(times)
+            results[f"{name}_seconds"] = statistics.median(times)
         except torch.OutOfMemoryError:
-            found[f"{name}_seconds"] = None
-    return found
+            results[f"{name}_seconds"] = None
+    return results
 
 
 def seconds_of(device: torch.device, act: Callable[[], object]) -> float:

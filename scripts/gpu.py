@@ -122,20 +122,20 @@ class Report:
         self.write()
         return self.values.get(name)
 
-    def row(self, what: str, value: str, aim: str = "") -> None:
+    def row(self, quantity: str, value: str, aim: str = "") -> None:
         """Add a row to the table of this stage."""
-        self.summary.append([what, value, aim])
+        self.summary.append([quantity, value, aim])
         self.write()
 
     def write(self) -> None:
         """Write the file: whole or not at all."""
         from specheads.core.files import dumps, write_atomic
 
-        asked = {name: getattr(self.options, name) for name in ("stage", "device", "tiny")}
+        stage_options = {name: getattr(self.options, name) for name in ("stage", "device", "tiny")}
         names = ("summary", "failed", "skipped", "values", "provenance")
-        found = {"schema": 1, **asked, "seconds": time.monotonic() - self.began}
-        found |= {name: getattr(self, name) for name in names}
-        write_atomic(self.options.out / f"{self.options.stage}.json", dumps(found))
+        record = {"schema": 1, **stage_options, "seconds": time.monotonic() - self.began}
+        record |= {name: getattr(self, name) for name in names}
+        write_atomic(self.options.out / f"{self.options.stage}.json", dumps(record))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -193,10 +193,10 @@ def _run_stages(options: argparse.Namespace, scratch: str) -> list[str]:
     # a stage that is stopped while it compiles leaves a damaged cache behind
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = scratch
     end = time.monotonic() + 60 * options.minutes
-    left, failed = list(options.stages), []
+    stages_left, failed = list(options.stages), []
     for stage in options.stages:
-        share = SHARES[stage] / sum(SHARES[one] for one in left)
-        left.remove(stage)
+        share = SHARES[stage] / sum(SHARES[remaining] for remaining in stages_left)
+        stages_left.remove(stage)
         # the last seconds are for the table
         seconds = (end - time.monotonic() - 5) * share
         if not _stage_process(stage, options, seconds):
@@ -275,8 +275,8 @@ def bench_of(report: Report) -> Any:
     from bench_train import load_base
 
     sizes = asdict(report.sizes)
-    known = {name: sizes[name] for name in Bench.__dataclass_fields__ if name in sizes}
-    return Bench(load_base(report.sizes.decode_base, report.options.device), **known)
+    bench_sizes = {name: sizes[name] for name in Bench.__dataclass_fields__ if name in sizes}
+    return Bench(load_base(report.sizes.decode_base, report.options.device), **bench_sizes)
 
 
 def decode(report: Report) -> None:
@@ -297,17 +297,25 @@ def decode(report: Report) -> None:
             gain = f"({row['tokens_per_forward']:.2f} tokens per forward)"
             report.row(f"tokens/s at batch {size}: alone, planted drafts", f"{rates} {gain}")
     for kind in bench.heads:
-        found = report.part(f"draft_{kind}", bench_decode.draft_times, bench, kind, seconds=6)
-        if found is not None:
-            first, more = found["milliseconds_by_depth"][0], found["milliseconds_per_level"]
-            text = f"{first:.2f} ms for 1 level, {more:.3f} for each further one"
-            report.row(f"drafting with {kind}, depth {found['depth']}", text)
+        times = report.part(f"draft_{kind}", bench_decode.draft_times, bench, kind, seconds=6)
+        if times is not None:
+            first_ms, further_ms = (
+                times["milliseconds_by_depth"][0],
+                times["milliseconds_per_level"],
+            )
+            text = f"{first_ms:.2f} ms for 1 level, {further_ms:.3f} for each further one"
+            report.row(f"drafting with {kind}, depth {times['depth']}", text)
     if alone := report.part("alone", bench_decode.alone, bench, seconds=30):
-        each = {name: row["milliseconds_per_token"] for name, row in alone.items()}
-        ratio = each["transformers_static_compiled"] / each["base_compiled"]
-        what = "tokens/s of the base alone, compiled / transformers, static compiled"
-        report.row(what, f"{ratio:.2f}", "at least 1")
-        for name, milliseconds in each.items():
+        milliseconds_per_token = {
+            name: row["milliseconds_per_token"] for name, row in alone.items()
+        }
+        ratio = (
+            milliseconds_per_token["transformers_static_compiled"]
+            / milliseconds_per_token["base_compiled"]
+        )
+        quantity = "tokens/s of the base alone, compiled / transformers, static compiled"
+        report.row(quantity, f"{ratio:.2f}", "at least 1")
+        for name, milliseconds in milliseconds_per_token.items():
             report.row(f"ms per token: {name.replace('_', ' ')}", f"{milliseconds:.2f}")
 
 
@@ -318,8 +326,8 @@ def train(report: Report) -> None:
     for name in report.sizes.train_bases:
         base = bench_train.load_base(name, report.options.device)
         for kind in TRAINED:
-            part = f"{name}_{kind}"
-            row = report.part(part, train_row, report, base, kind, seconds=12)
+            part_name = f"{name}_{kind}"
+            row = report.part(part_name, train_row, report, base, kind, seconds=12)
             if row is not None:
                 _train_rows(report, f"{name}, {kind}", kind, row)
         if name == report.sizes.train_bases[0]:
@@ -334,21 +342,21 @@ def train(report: Report) -> None:
         free_memory()
 
 
-def _train_rows(report: Report, what: str, kind: str, row: Mapping[str, Any]) -> None:
+def _train_rows(report: Report, label: str, kind: str, row: Mapping[str, Any]) -> None:
     from specheads.measure.tables import with_interval
 
     aims = {"eagle3": "MFU at least 0.45", "mlp_speculator": "MFU at least 0.50"}
     rate = f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.2f}"
-    report.row(what, rate, aims.get(kind, ""))
+    report.row(label, rate, aims.get(kind, ""))
     measured, planned = row["peak_gib"], row["planned_gib"]
     memory = f"{measured:.1f} GiB measured, {planned:.1f} planned"
     # on a CPU the peak is that of the process, with all libraries
     if report.options.device == "cuda":
         memory += f" ({planned / measured - 1:+.0%})"
-    report.row(f"{what}: peak memory", memory, "within 15 %")
+    report.row(f"{label}: peak memory", memory, "within 15 %")
     plain = row["plain_over_step"]
     text = "out of memory" if plain is None else with_interval(plain, row["plain_interval"])
-    report.row(f"{what}: plain step / step", text)
+    report.row(f"{label}: plain step / step", text)
 
 
 def train_row(report: Report, base: Any, kind: str) -> dict[str, Any]:
@@ -402,9 +410,13 @@ def smollm2(report: Report) -> None:
         if code != 0 or not results.is_file():
             report.failed["quickstart"] = f"exit code {code}"
             return
-        found = json.loads(results.read_text(encoding="utf-8"))
-        report.values |= {"seconds": seconds, "overrides": options.overrides, "results": found}
-    speed, online = found["speed"], found["online"]
+        results_json = json.loads(results.read_text(encoding="utf-8"))
+        report.values |= {
+            "seconds": seconds,
+            "overrides": options.overrides,
+            "results": results_json,
+        }
+    speed, online = results_json["speed"], results_json["online"]
     report.row("quickstart", f"{seconds / 60:.1f} minutes")
     speedup = with_interval(speed["speedup"], speed["interval"])
     report.row("quickstart: speed-up", speedup, "above 1.5")

@@ -56,15 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="of the checkout")
     options = parser.parse_args(arguments)
     try:
-        wanted = render(options.root)
+        pages = render(options.root)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    stale = [file for file, text in wanted.items() if file.read_text(encoding="utf-8") != text]
+    stale = [file for file, text in pages.items() if file.read_text(encoding="utf-8") != text]
     for file in stale:
         print(f"{'not current' if options.check else 'wrote'}: {file.relative_to(options.root)}")
         if not options.check:
-            file.write_text(wanted[file], encoding="utf-8")
+            file.write_text(pages[file], encoding="utf-8")
             if file.name == "load.md":
                 plot(_served(options.root / "recipes"), file.with_suffix(".png"))
     return int(options.check and bool(stale))
@@ -81,16 +81,16 @@ def render(root: Path) -> dict[Path, str]:
     measured = {folder.name: read_results(Results, folder / "results.json") for folder in folders}
     blocks: dict[Path, dict[str, str]] = {}
     for folder in folders:
-        found = blocks[folder / "README.md"] = {"results": card(measured[folder.name])}
+        tables = blocks[folder / "README.md"] = {"results": card(measured[folder.name])}
         patterns = {"*/results.json": sets, "*/compare.json": ways, "contexts*.json": contexts}
-        for pattern, shown in patterns.items():
+        for pattern, describe in patterns.items():
             if files := sorted(folder.glob(pattern)):
-                found[shown.__name__] = shown(files)
+                tables[describe.__name__] = describe(files)
         if (file := folder / "serve.json").is_file():
-            found["served"] = served(_json(file))
+            tables["served"] = served(_json(file))
         for name in ("speculators", "ablations"):
             if (file := folder / f"{name}.json").is_file():
-                found[name] = rivals(file)
+                tables[name] = rivals(file)
         if (file := folder / "heads.json").is_file():
             compared.append(heads(_json(file)))
     blocks[recipes / "README.md"] = {
@@ -100,10 +100,10 @@ def render(root: Path) -> dict[Path, str]:
     if (recipes / "gpu").is_dir():
         blocks[recipes / "gpu" / "README.md"] = {"gpu": gpu(recipes / "gpu")}
     pages = {"export_matrix": ("matrix", matrix), "load": ("load", lambda: load(recipes))}
-    found = {root / "docs" / f"{page}.md": block for page, block in pages.items()}
-    blocks |= {file: {name: shown()} for file, (name, shown) in found.items() if file.is_file()}
+    page_blocks = {root / "docs" / f"{page}.md": block for page, block in pages.items()}
+    blocks |= {file: {name: make()} for file, (name, make) in page_blocks.items() if file.is_file()}
     blocks[root / "README.md"] = {"results": worth(recipes)}
-    return {file: _replace(file, wanted) for file, wanted in blocks.items()}
+    return {file: _replace(file, tables_by_name) for file, tables_by_name in blocks.items()}
 
 
 def _json(file: Path) -> Any:
@@ -114,10 +114,13 @@ def _replace(file: Path, blocks: Mapping[str, str]) -> str:
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     for name, block in blocks.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        text, found = pattern.subn(lambda match, new=block: f"{match[1]}{new}\n{match[2]}", text)
-        if found != 1:
+        text, num_replaced = pattern.subn(
+            lambda match, new=block: f"{match[1]}{new}\n{match[2]}", text
+        )
+        if num_replaced != 1:
             raise ValueError(
-                f"{file} needs one block from <!-- {name} --> to <!-- /{name} -->, it has {found}; "
+                f"{file} needs one block from <!-- {name} --> to <!-- /{name} -->, it has "
+                f"{num_replaced}; "
                 "put both lines where the table belongs"
             )
     return text
@@ -131,9 +134,9 @@ def overview(measured: Mapping[str, Results | None]) -> str:
         if results is None:
             rows.append((link, *_planned(name), NOT_YET, NOT_YET, ""))
             continue
-        shown = (base_name(results.base.name), f"`{results.head.kind}`")
+        cells = (base_name(results.base.name), f"`{results.head.kind}`")
         hardware = str(results.provenance.hardware)
-        rows.append((link, *shown, rate(results.online), speedup(results.speed), hardware))
+        rows.append((link, *cells, rate(results.online), speedup(results.speed), hardware))
     return table(("recipe", "base", "head", "tokens per forward", "speed-up", "hardware"), rows)
 
 
@@ -148,18 +151,20 @@ def worth(recipes: Path) -> str:
     for file in (quick, *(recipes / PUBLISHED / name / "results.json" for name in SETS)):
         if (results := read_results(Results, file)) is None:
             continue
-        what = _card("published head", PUBLISHED), SETS.get(file.parent.name, "")
+        first_cells = _card("published head", PUBLISHED), SETS.get(file.parent.name, "")
         if file == quick:
             count = f"{results.prompts.count} held-out prompts"
-            what = _card("`make quickstart`", QUICKSTART), count
-        rows.append((*what, rate(results.online), speedup(results.speed)))
+            first_cells = _card("`make quickstart`", QUICKSTART), count
+        rows.append((*first_cells, rate(results.online), speedup(results.speed)))
         hardware.add(str(results.provenance.hardware))
     if (file := recipes / PUBLISHED / "serve.json").is_file():
         measured = _json(file)
         single = [row for row in measured["rows"] if row["batch"] == 1]
         depth = max(
             {row["depth"] for row in single},
-            key=lambda one: min(row["speedup"]["ratio"] for row in single if row["depth"] == one),
+            key=lambda candidate: min(
+                row["speedup"]["ratio"] for row in single if row["depth"] == candidate
+            ),
         )
         engine = f"`{measured['kind']}` in vLLM {measured['engine']['vllm']}, chain of {depth}"
         for row in single:
@@ -190,11 +195,11 @@ def sets(files: Sequence[Path]) -> str:
     for file in files:
         results = read_results(Results, file)
         assert results is not None
-        how, same = results.settings, results.lossless
-        what = file.parent.name, f"{how.temperature:g}", str(results.prompts.count)
-        identical = f"{same.identical} of {same.compared}" if same else NOT_MEASURED
+        settings, lossless = results.settings, results.lossless
+        first_cells = file.parent.name, f"{settings.temperature:g}", str(results.prompts.count)
+        identical = f"{lossless.identical} of {lossless.compared}" if lossless else NOT_MEASURED
         figures = rate(results.online), speedup(results.speed), identical
-        rows.append((*what, f"{how.tree}, {how.num_nodes} nodes", *figures))
+        rows.append((*first_cells, f"{settings.tree}, {settings.num_nodes} nodes", *figures))
     header = ("set", "T", "prompts", "tree", "tokens per forward", "speed-up", "identical")
     return table(header, rows)
 
@@ -205,11 +210,11 @@ def contexts(files: Sequence[Path]) -> str:
     for file in files:
         results = read_results(Results, file)
         assert results is not None
-        how, header, *rows = results.settings, *context_rows(results)
-        what = f"`{results.head.kind}`, {how.tree}, {how.num_nodes} nodes"
-        asked = f"{results.prompts.count} prompts of {results.prompts.name}"
-        length = f"{how.max_new_tokens} new tokens, {how.dtype}"
-        origin = f"{what}, {asked}, {length}; {_machine(results.provenance)}"
+        settings, header, *rows = results.settings, *context_rows(results)
+        method = f"`{results.head.kind}`, {settings.tree}, {settings.num_nodes} nodes"
+        prompts = f"{results.prompts.count} prompts of {results.prompts.name}"
+        length = f"{settings.max_new_tokens} new tokens, {settings.dtype}"
+        origin = f"{method}, {prompts}, {length}; {_machine(results.provenance)}"
         tables.append(f"{origin}.\n\n{table(header, rows)}")
     return "\n\n".join(tables)
 
@@ -221,12 +226,12 @@ def ways(files: Sequence[Path]) -> str:
         compared = read_results(Comparison, file)
         assert compared is not None
         for condition in compared.conditions:
-            what = file.parent.name, f"{condition.temperature:g}"
-            both = condition.drafters.get("hybrid")
+            first_cells = file.parent.name, f"{condition.temperature:g}"
+            hybrid = condition.drafters.get("hybrid")
             for name in condition.ranking:
                 row = condition.drafters[name]
-                over = figure(both.over.get(name) if both else None)
-                rows.append((*what, name, rate(row.online), speedup(row.speed), over))
+                over = figure(hybrid.over.get(name) if hybrid else None)
+                rows.append((*first_cells, name, rate(row.online), speedup(row.speed), over))
     header = ("set", "T", "way", "tokens per forward", "speed-up", "hybrid over it")
     return table(header, rows)
 
@@ -237,21 +242,21 @@ def served(measured: Mapping[str, Any]) -> str:
         (
             *(row["prompts"], str(row["batch"]), str(row["depth"])),
             # a budget has no replay: its drafts depend on the load
-            *(figure(row.get(one), "tokens_per_forward") for one in ("served", "replay")),
+            *(figure(row.get(source), "tokens_per_forward") for source in ("served", "replay")),
             *(f"{row[speed]:.1f}" for speed in ("alone_tokens_per_second", "tokens_per_second")),
             figure(row["speedup"]),
             f"{row['identical']} of {row['count']}",
         )
         for row in _by_batch(measured)
     ]
-    made, engine = from_json(Provenance, measured["provenance"]), measured["engine"]
+    provenance, engine = from_json(Provenance, measured["provenance"]), measured["engine"]
     versions = ", ".join(f"{name} {engine[name]}" for name in engine).replace("vllm", "vLLM")
     length = f"`{measured['kind']}`, {measured['dtype']}, {measured['new_tokens']} new tokens, T=0"
     header = (
         *("set", "batch", "chain", "tokens per forward", "in our replay", "tokens/s alone"),
         *("with head", "speed-up over it alone", "identical"),
     )
-    return f"{versions}, {length}; {_machine(made)}.\n\n{table(header, rows)}"
+    return f"{versions}, {length}; {_machine(provenance)}.\n\n{table(header, rows)}"
 
 
 def _by_batch(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -269,25 +274,28 @@ def load(recipes: Path) -> str:
     measured = _served(recipes)
     methods = list(dict.fromkeys(row["depth"] for row in measured["rows"]))
     rows = _by_batch(measured) + [row for row in measured["rows"] if row["batch"] == "load"]
-    found = {(row["prompts"], row["batch"], row["depth"]): row for row in rows}
+    by_condition = {(row["prompts"], row["batch"], row["depth"]): row for row in rows}
     cells, requests = list[tuple[str, ...]](), list[tuple[str, ...]]()
-    for name, batch in dict.fromkeys(place[:2] for place in found):
-        each = [found[name, batch, method] for method in methods]
+    for name, batch in dict.fromkeys(condition[:2] for condition in by_condition):
+        condition_rows = [by_condition[name, batch, method] for method in methods]
         if batch != "load":
-            cells.append((name, str(batch), *(figure(row["speedup"]) for row in each)))
+            cells.append((name, str(batch), *(figure(row["speedup"]) for row in condition_rows)))
             continue
-        alone = each[0]["requests_alone"], "vLLM alone", ""
-        drafted = [(row["requests"], _method(row["depth"]), figure(row["speedup"])) for row in each]
+        alone = condition_rows[0]["requests_alone"], "vLLM alone", ""
+        drafted = [
+            (row["requests"], _method(row["depth"]), figure(row["speedup"]))
+            for row in condition_rows
+        ]
         for times, method, gain in (alone, *drafted):
-            shown = (f"{times[part]:.2f} s" for part in ("mean", "p50", "p95"))
-            requests.append((name, method, *shown, f"{1e3 * times['per_token']:.1f} ms", gain))
-    made, engine = from_json(Provenance, measured["provenance"]), measured["engine"]
+            seconds = (f"{times[statistic]:.2f} s" for statistic in ("mean", "p50", "p95"))
+            requests.append((name, method, *seconds, f"{1e3 * times['per_token']:.1f} ms", gain))
+    provenance, engine = from_json(Provenance, measured["provenance"]), measured["engine"]
     about = f"vLLM {engine['vllm']}, {measured['dtype']}, {measured['new_tokens']} new tokens, T=0"
     tables = [table(("set", "batch", *map(_method, methods)), cells)] if cells else []
     if requests:
         times = ("mean latency", "p50", "p95", "per token", "speed-up over vLLM alone")
         tables.append(table(("set", "method", *times), requests))
-    return "\n\n".join([f"{about}; {_machine(made)}.", *tables])
+    return "\n\n".join([f"{about}; {_machine(provenance)}.", *tables])
 
 
 def _method(depth: int | str) -> str:
@@ -302,8 +310,8 @@ def plot(measured: Mapping[str, Any], file: Path) -> None:
     axes = figure.add_subplot(xlabel="requests in flight", ylabel="speed-up over vLLM alone")
     for depth in dict.fromkeys(row["depth"] for row in rows):
         ratios = [
-            [row["speedup"]["ratio"] for row in rows if (row["depth"], row["batch"]) == place]
-            for place in ((depth, batch) for batch in batches)
+            [row["speedup"]["ratio"] for row in rows if (row["depth"], row["batch"]) == condition]
+            for condition in ((depth, batch) for batch in batches)
         ]
         means, width = [*map(statistics.geometric_mean, ratios)], 3 if depth == "budget" else 1.5
         axes.plot(range(len(batches)), means, marker="o", linewidth=width, label=_method(depth))
@@ -313,45 +321,57 @@ def plot(measured: Mapping[str, Any], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def _machine(made: Provenance) -> str:
-    return f"{made.hardware}, commit {_commit(made.git)}"
+def _machine(provenance: Provenance) -> str:
+    return f"{provenance.hardware}, commit {_commit(provenance.git)}"
 
 
 def gpu(folder: Path) -> str:
     """Return the tables of scripts/gpu.py, one for each JSON file, stage after stage."""
     tables = []
     for file in [file for stage in GPU_STAGES for file in sorted(folder.glob(f"{stage}*.json"))]:
-        found = _json(file)
-        made = from_json(Provenance, found["provenance"])
-        versions = ", ".join(f"{name} {made.versions[name]}" for name in ("torch", "transformers"))
-        origin = f"{made.hardware}, {versions}, commit {_commit(made.git)}"
-        rows = table(("what", "measured", "aim"), gpu_rows(found))
+        record = _json(file)
+        provenance = from_json(Provenance, record["provenance"])
+        versions = ", ".join(
+            f"{name} {provenance.versions[name]}" for name in ("torch", "transformers")
+        )
+        origin = f"{provenance.hardware}, {versions}, commit {_commit(provenance.git)}"
+        rows = table(("what", "measured", "aim"), gpu_rows(record))
         tables.append(f"**{file.stem}**: {origin}.\n\n{rows}")
     return "\n\n".join(tables) or NOT_YET
 
 
-def gpu_rows(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def gpu_rows(record: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return what a stage of scripts/gpu.py measured, what failed and what was skipped."""
-    rows = [(what, measured, aim) for what, measured, aim in found["summary"]]
-    rows += [(part, f"failed: {why}", "") for part, why in found["failed"].items()]
-    return rows + [(part, f"skipped: {why}", "") for part, why in found["skipped"].items()]
+    rows = [(quantity, measured, aim) for quantity, measured, aim in record["summary"]]
+    rows += [(part_name, f"failed: {why}", "") for part_name, why in record["failed"].items()]
+    return rows + [
+        (part_name, f"skipped: {why}", "") for part_name, why in record["skipped"].items()
+    ]
 
 
 def rivals(file: Path) -> str:
     """Return the table of several heads on the same prompts, a row each, the fastest first."""
-    found = _json(file)
+    record = _json(file)
     # bench_heads writes several comparisons, the chain first
-    compared = from_json(Comparison, found.get("chain", found))
+    compared = from_json(Comparison, record.get("chain", record))
     rows: Rows = []
     for condition in compared.conditions:
         first = condition.drafters[condition.ranking[0]]
         for name in condition.ranking:
             row, head = condition.drafters[name], compared.heads[name]
-            what = name, f"`{head.kind}`", f"{head.parameters:,}", f"{condition.temperature:g}"
-            over = (figure(some.get(name)) for some in (first.over, first.accepted_over))
-            rows.append((*what, rate(row.online), speedup(row.speed), *over))
-    how = compared.settings
-    length = f"{how['max_new_tokens']} new tokens, {how['dtype']}"
+            first_cells = (
+                name,
+                f"`{head.kind}`",
+                f"{head.parameters:,}",
+                f"{condition.temperature:g}",
+            )
+            over = (
+                figure(ratios_by_head.get(name))
+                for ratios_by_head in (first.over, first.accepted_over)
+            )
+            rows.append((*first_cells, rate(row.online), speedup(row.speed), *over))
+    settings = compared.settings
+    length = f"{settings['max_new_tokens']} new tokens, {settings['dtype']}"
     origin = f"{compared.prompts.count} prompts of {length}; {_machine(compared.provenance)}"
     header = (
         *("head", "kind", "parameters", "T", "tokens per forward", "speed-up"),
@@ -364,55 +384,59 @@ def heads(compared: Mapping[str, Any]) -> str:
     """Return the tables of all kinds of head on one recipe, and what they have in common."""
     chain = from_json(Comparison, compared["chain"])
     tuned = from_json(Comparison, compared["tuned"]) if compared.get("tuned") else None
-    greedy, drawn = (one.drafters for one in chain.conditions)
+    greedy, sampled = (condition.drafters for condition in chain.conditions)
     rows: Rows = []
     for kind in sorted(chain.heads, key=lambda kind: greedy[kind].online.tokens_per_forward):
         training, parameters = compared["training"][kind], chain.heads[kind].parameters
         figures = f"{training['tokens_per_second']:,.0f}", f"{training['peak_gib']:.2f}"
-        rates = rate(greedy[kind].online), rate(drawn[kind].online)
-        own = NOT_MEASURED, NOT_MEASURED
+        rates = rate(greedy[kind].online), rate(sampled[kind].online)
+        tree_cells = NOT_MEASURED, NOT_MEASURED
         if tuned:
             row = tuned.conditions[0].drafters[kind]
-            own = f"{rate(row.online)}, {row.num_nodes} nodes", speedup(row.speed)
-        rows.append((f"`{kind}`", f"{parameters:,}", *figures, *rates, *own))
+            tree_cells = f"{rate(row.online)}, {row.num_nodes} nodes", speedup(row.speed)
+        rows.append((f"`{kind}`", f"{parameters:,}", *figures, *rates, *tree_cells))
     tokens = next(iter(compared["training"].values()))["tokens"]
     of_trees = f", {tuned.prompts.count} of the tuned trees" if tuned else ""
-    made = chain.provenance
+    provenance = chain.provenance
     common = (
         f"`{compared['recipe']}` with each kind of head in turn: {tokens:,} training tokens, depth "
         f"{chain.head.depth}, {chain.prompts.count} prompts{of_trees}, {chain.settings['dtype']}; "
-        f"{made.hardware}, torch {made.versions['torch']}, commit {_commit(made.git)}"
+        f"{provenance.hardware}, torch {provenance.versions['torch']}, commit "
+        f"{_commit(provenance.git)}"
     )
     header = (
         *("head", "parameters", "training tokens/s", "peak GiB", "chain, T=0", "chain, T=1"),
         *("tuned tree, T=0", "speed-up, tuned tree"),
     )
     pairs = ratios(chain.conditions[0], [*chain.heads], "forward")
-    told = f"{pairs.title}, chain, T=0:\n\n{table(pairs.header, pairs.rows)}"
-    return f"{common}.\n\n{table(header, rows)}\n\n{told}"
+    paired = f"{pairs.title}, chain, T=0:\n\n{table(pairs.header, pairs.rows)}"
+    return f"{common}.\n\n{table(header, rows)}\n\n{paired}"
 
 
 def base_name(name: str) -> str:
     """Return a base's Hub id, or its folder as seen from the checkout."""
-    before, found, inner = name.rpartition("recipes/")
-    return f"`recipes/{inner}`" if found and (not before or before.endswith("/")) else f"`{name}`"
+    before, folder, inner = name.rpartition("recipes/")
+    return f"`recipes/{inner}`" if folder and (not before or before.endswith("/")) else f"`{name}`"
 
 
 def card(results: Results | None) -> str:
     """Return the table of one recipe."""
     if results is None:
         return NOT_YET
-    how, made = results.settings, results.provenance
-    versions = ", ".join(f"{x} {made.versions[x]}" for x in ("specheads", "torch", "transformers"))
-    decoding = f"{how.max_new_tokens} new tokens, temperature {how.temperature:g}, {how.dtype}"
+    settings, provenance = results.settings, results.provenance
+    versions = ", ".join(
+        f"{x} {provenance.versions[x]}" for x in ("specheads", "torch", "transformers")
+    )
+    length = f"{settings.max_new_tokens} new tokens"
+    decoding = f"{length}, temperature {settings.temperature:g}, {settings.dtype}"
     rows = summary_rows(
         replace(results, base=replace(results.base, name=base_name(results.base.name)))
     )
     if speed := results.speed:
         rows.append(("peak memory", f"{speed.peak_gib:.2f} GiB"))
     rows += [
-        ("decoding", f"{decoding}, batch {how.batch_size}, seed {how.seed}"),
-        ("measured on", f"{_machine(made)}; {versions}"),
+        ("decoding", f"{decoding}, batch {settings.batch_size}, seed {settings.seed}"),
+        ("measured on", f"{_machine(provenance)}; {versions}"),
     ]
     return table(("what", "measured"), rows)
 
@@ -423,12 +447,12 @@ def _commit(git: Mapping[str, Any] | None) -> str:
     return f"`{git['commit'][:12]}`" + (" and uncommitted changes" if git["dirty"] else "")
 
 
-def figure(found: Any, name: str = "ratio", missing: str = "") -> str:
+def figure(section: Any, name: str = "ratio", missing: str = "") -> str:
     """Return a number of a section, JSON or not, with its interval; `missing` if there is none."""
-    if not found:
+    if not section:
         return missing
-    of = found.__getitem__ if isinstance(found, Mapping) else partial(getattr, found)
-    return with_interval(of(name), of("interval"))
+    value_of = section.__getitem__ if isinstance(section, Mapping) else partial(getattr, section)
+    return with_interval(value_of(name), value_of("interval"))
 
 
 rate = partial(figure, name="tokens_per_forward", missing=NOT_MEASURED)
@@ -443,19 +467,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def matrix() -> str:
     """Return every head on every engine, and how each layout was verified."""
-    known = engines()
+    engine_names = engines()
     cells: Rows = []
     for kind in kinds():
-        layouts = (engine_module(engine).LAYOUTS.get(kind) for engine in known)
-        cells.append((kind, *("no" if one is None else one.verified for one in layouts)))
+        layouts = (engine_module(engine).LAYOUTS.get(kind) for engine in engine_names)
+        cells.append((kind, *("no" if layout is None else layout.verified for layout in layouts)))
     details = [
         (f"`{engine}`: {module.ABOUT}", kind, f"{layout.verified}: {layout.note}")
-        for engine in known
+        for engine in engine_names
         for module in [engine_module(engine)]
         for kind, layout in sorted(module.LAYOUTS.items())
     ]
     header = ("engine", "head", "verified")
-    return f"{table(('head', *known), cells)}\n\n{table(header, details)}"
+    return f"{table(('head', *engine_names), cells)}\n\n{table(header, details)}"
 
 
 if __name__ == "__main__":

@@ -59,17 +59,17 @@ def main() -> None:
         if options.out.is_dir():
             raise InputError(f"--out must be a file, and {options.out} is a folder; name another")
         base = FrozenBase.load(options.base, dtype=options.dtype)
-        found = questions(base, options)
+        texts = questions(base, options)
     except InputError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; run the same command to resume\n")
         sys.exit(130)
-    lines = ({"messages": [{"role": "user", "content": one}]} for one in found)
+    lines = ({"messages": [{"role": "user", "content": text}]} for text in texts)
     write_atomic(options.out, "".join(f"{json.dumps(line)}\n" for line in lines))
     part_of(options).unlink(missing_ok=True)
-    Console().print(f"{len(found)} questions are in {options.out}")
+    Console().print(f"{len(texts)} questions are in {options.out}")
 
 
 def part_of(options: argparse.Namespace) -> Path:
@@ -77,12 +77,12 @@ def part_of(options: argparse.Namespace) -> Path:
     return options.out.with_name(f"{options.out.name}.part")
 
 
-def unfinished(part: Path, options: dict[str, Any]) -> tuple[list[str], set[int]]:
+def unfinished(file: Path, options: dict[str, Any]) -> tuple[list[str], set[int]]:
     """Return the questions of a script stopped with these options, and its requests so far."""
-    before = json.loads(part.read_bytes()) if part.is_file() else {}
-    if before.get("options") != options:
+    progress_record = json.loads(file.read_bytes()) if file.is_file() else {}
+    if progress_record.get("options") != options:
         return [], set()
-    return before["questions"], {*before["done"]}
+    return progress_record["questions"], {*progress_record["done"]}
 
 
 def questions(base: FrozenBase, options: argparse.Namespace) -> list[str]:
@@ -97,51 +97,54 @@ def questions(base: FrozenBase, options: argparse.Namespace) -> list[str]:
         )
     opening, room = user_opening(base), options.new_tokens
     special = added_token_ids(base.tokenizer)
-    part = part_of(options)
-    own = {name: value for name, value in vars(options).items() if name not in FREE}
-    found, done = unfinished(part, own)
-    found, seen = found[: options.num], {*found}
-    numbers = (number for number in range(ATTEMPTS * options.num) if number not in done)
+    unfinished_file = part_of(options)
+    conditions = {name: value for name, value in vars(options).items() if name not in FREE}
+    texts, finished_numbers = unfinished(unfinished_file, conditions)
+    texts, known_texts = texts[: options.num], {*texts}
+    numbers = (number for number in range(ATTEMPTS * options.num) if number not in finished_numbers)
 
     def save() -> None:
-        write_atomic(part, json.dumps({"options": own, "questions": found, "done": [*done]}))
+        write_atomic(
+            unfinished_file,
+            json.dumps({"options": conditions, "questions": texts, "done": [*finished_numbers]}),
+        )
 
     def pull() -> GenerationRequest | None:
         if (number := next(numbers, None)) is None:
             return None
-        how = {"temperature": options.temperature, "top_p": options.top_p}
-        sampling = Sampling(**how, seed=options.seed + number)
+        distribution = {"temperature": options.temperature, "top_p": options.top_p}
+        sampling = Sampling(**distribution, seed=options.seed + number)
         return GenerationRequest(number, opening, room, sampling)
 
-    if len(found) == options.num:
-        return found
+    if len(texts) == options.num:
+        return texts
     settings = DistillSettings(
         num_samples=options.num, batch_size=options.batch, engine=options.engine
     )
     answers = build(settings, base, max_length=len(opening) + room)(pull)
     with progress_display(shown=True) as bar, closing(answers):
-        task = bar.add_task("questions", total=options.num, completed=len(found), numbers="")
+        task = bar.add_task("questions", total=options.num, completed=len(texts), numbers="")
         try:
-            for answer in (one for one in answers if isinstance(one, Answer)):
-                if len(done) % options.batch == 0:
+            for answer in (event for event in answers if isinstance(event, Answer)):
+                if len(finished_numbers) % options.batch == 0:
                     save()
-                done.add(answer.number)
-                written = answer.tokens[:-1]
-                text = str(base.tokenizer.decode(written)).strip()
-                is_whole = answer.finish == "eos" and not special.intersection(written)
-                if not is_whole or len(text.split()) < FEWEST_WORDS or text in seen:
+                finished_numbers.add(answer.number)
+                tokens = answer.tokens[:-1]
+                text = str(base.tokenizer.decode(tokens)).strip()
+                is_whole = answer.finish == "eos" and not special.intersection(tokens)
+                if not is_whole or len(text.split()) < FEWEST_WORDS or text in known_texts:
                     continue
-                seen.add(text)
-                found.append(text)
+                known_texts.add(text)
+                texts.append(text)
                 bar.advance(task)
-                if len(found) == options.num:
-                    return found
+                if len(texts) == options.num:
+                    return texts
         finally:
             save()
     raise InputError(
-        f"a base must write whole questions, {options.base} wrote {len(seen)} different ones in "
-        f"{ATTEMPTS * options.num} texts, asked for {options.num}; raise --new-tokens, or ask for "
-        "fewer"
+        f"a base must write whole questions, {options.base} wrote {len(known_texts)} different "
+        f"ones in {ATTEMPTS * options.num} texts, asked for {options.num}; raise --new-tokens, or "
+        "ask for fewer"
     )
 
 

@@ -89,7 +89,7 @@ def test_counters_are_those_of_the_turn_and_drafts_beyond_the_end_do_not_count(s
     before = {"drafts": 10, "accepted_tokens_per_pos": [5, 2]}
     now = {"drafts": 12, "accepted_tokens_per_pos": [7, 3]}
     answer = {"tokens": [[1, 2, 3, 4]], "latencies": [1.0], "counters": now}
-    turn = script.turn(answer, before)
+    turn = script.turn_of(answer, before)
     assert (turn.forwards, turn.accepted) == (2, [2, 1])
     # three tokens after the first one; vLLM accepted a fourth, which was cut off
     assert script._counted([turn])["tokens_per_forward"] == 1.5
@@ -162,18 +162,18 @@ def test_counters_of_vllm_are_read_by_the_same_names(script):
 
 
 def test_load_rises_and_falls_at_random(script):
-    arrivals = torch.tensor(script.rising([1.0, 10.0], 600, 0))
+    arrivals = torch.tensor(script.arrival_times([1.0, 10.0], 600, 0))
     gaps = arrivals.diff(prepend=torch.zeros(1))
     assert (gaps > 0).all()
     ends, middle = torch.cat([gaps[:100], gaps[500:]]).mean(), gaps[200:400].mean()
     # rates of 2.5 and 8.5 on average
     assert 2.5 < ends / middle < 5
-    assert script.rising([1.0, 10.0], 600, 1) != arrivals.tolist()
+    assert script.arrival_times([1.0, 10.0], 600, 1) != arrivals.tolist()
 
 
 def test_latencies_are_those_of_requests(script):
     turns = [script.Turn([[0] * 10], [1.0]), script.Turn([[0] * 20], [4.0])]
-    found = script.latencies(turns)
+    found = script.latency_summary(turns)
     assert (found["mean"], found["p50"], found["p95"]) == (2.5, 4.0, 4.0)
     assert found["per_token"] == pytest.approx(0.15)
 
@@ -183,7 +183,7 @@ def test_budget_row_counts_forwards_without_drafts(script):
     # nine tokens after the first one, of which three were drafts
     drafted = [script.Turn([[0] * 10], [0.5], 2, [2, 1])]
     arms = {script.ALONE: alone, script.BUDGET: drafted}
-    (row,) = script.rows(None, "gsm8k", 1, [[1]], arms)
+    (row,) = script.compare_rows(None, "gsm8k", 1, [[1]], arms)
     assert (row["depth"], row["speedup"]["ratio"]) == ("budget", 2.0)
     assert row["served"]["forwards"] == 6
     assert "replay" not in row
