@@ -78,9 +78,11 @@ class HubServer:
 
     def files(self, repo: str) -> dict[str, bytes]:
         """Return the files of a repository by path; empty if it does not exist."""
-        known = self.repositories.get(repo)
+        repository = self.repositories.get(repo)
         return (
-            {path: blob.data for path, blob in known.commits[known.head].items()} if known else {}
+            {path: blob.data for path, blob in repository.commits[repository.head].items()}
+            if repository
+            else {}
         )
 
     def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
@@ -126,9 +128,9 @@ class HubServer:
         """Find the route and call it."""
         for verb, pattern, route in ROUTES:
             if verb == method and (match := re.fullmatch(pattern, path)):
-                parts = {name: unquote(value or "") for name, value in match.groupdict().items()}
+                groups = {name: unquote(value or "") for name, value in match.groupdict().items()}
                 with self.lock:
-                    return route(self, body, **parts)
+                    return route(self, body, **groups)
         return _refused(404, f"no route {method} {path}")
 
 
@@ -149,15 +151,15 @@ def _reply(value: Any, status: int = 200) -> Reply:
 
 
 def _create(hub: HubServer, body: bytes) -> Reply:
-    asked = json.loads(body)
-    owner = asked.get("organization") or OWNER
+    request = json.loads(body)
+    owner = request.get("organization") or OWNER
     if owner != OWNER:
         return _refused(403, f"You don't have the rights to create a model under {owner}", "")
-    repo = f"{owner}/{asked['name']}"
+    repo = f"{owner}/{request['name']}"
     url = {"url": f"{hub.url}/{repo}", "id": repo}
     if repo in hub.repositories:
         return _reply({"error": "You already created this model repo", **url}, 409)
-    private = asked.get("visibility") == "private" or bool(asked.get("private"))
+    private = request.get("visibility") == "private" or bool(request.get("private"))
     hub.repositories[repo] = Repository(private)
     hub.repositories[repo].commit({})
     return _reply(url)
@@ -169,21 +171,21 @@ def _validate(hub: HubServer, body: bytes) -> Reply:
 
 
 def _settings(hub: HubServer, body: bytes, repo: str) -> Reply:
-    repository, asked = hub.repositories[repo], json.loads(body)
-    if "visibility" in asked:
-        repository.private = asked["visibility"] == "private"
+    repository, request = hub.repositories[repo], json.loads(body)
+    if "visibility" in request:
+        repository.private = request["visibility"] == "private"
     return _reply({})
 
 
 def _preupload(hub: HubServer, body: bytes, repo: str) -> Reply:
     repository = hub.repositories[repo]
-    there = repository.commits[repository.head]
+    stored = repository.commits[repository.head]
     files = [
         {
             "path": file["path"],
             "uploadMode": "lfs" if file["size"] >= LARGE_BYTES else "regular",
             "shouldIgnore": False,
-            "oid": there[file["path"]].oid if file["path"] in there else None,
+            "oid": stored[file["path"]].oid if file["path"] in stored else None,
         }
         for file in json.loads(body)["files"]
     ]
@@ -193,15 +195,15 @@ def _preupload(hub: HubServer, body: bytes, repo: str) -> Reply:
 def _batch(hub: HubServer, body: bytes, repo: str) -> Reply:
     del repo
     actions = {
-        asked["oid"]: {
-            "upload": {"href": f"{hub.url}/_lfs/{asked['oid']}"},
+        pointer["oid"]: {
+            "upload": {"href": f"{hub.url}/_lfs/{pointer['oid']}"},
             "verify": {"href": f"{hub.url}/_lfs/verify"},
         }
-        for asked in json.loads(body)["objects"]
+        for pointer in json.loads(body)["objects"]
     }
     objects = [
-        asked | ({} if asked["oid"] in hub.objects else {"actions": actions[asked["oid"]]})
-        for asked in json.loads(body)["objects"]
+        pointer | ({} if pointer["oid"] in hub.objects else {"actions": actions[pointer["oid"]]})
+        for pointer in json.loads(body)["objects"]
     ]
     return _reply({"transfer": "basic", "objects": objects})
 
@@ -213,8 +215,8 @@ def _put(hub: HubServer, body: bytes, oid: str) -> Reply:
 
 
 def _verify(hub: HubServer, body: bytes) -> Reply:
-    asked = json.loads(body)
-    assert len(hub.objects[asked["oid"]]) == asked["size"]
+    request = json.loads(body)
+    assert len(hub.objects[request["oid"]]) == request["size"]
     return _reply({})
 
 
@@ -243,8 +245,8 @@ def _info(hub: HubServer, body: bytes, repo: str) -> Reply:
     repository = hub.repositories[repo]
     state = {"private": repository.private, "gated": False, "downloads": 0, "likes": 0}
     siblings = [{"rfilename": path} for path in hub.files(repo)]
-    known = {"id": repo, "modelId": repo, "sha": repository.head, "tags": []}
-    return _reply({**known, "siblings": siblings, **state})
+    info = {"id": repo, "modelId": repo, "sha": repository.head, "tags": []}
+    return _reply({**info, "siblings": siblings, **state})
 
 
 def _tree(hub: HubServer, body: bytes, repo: str) -> Reply:
@@ -314,12 +316,12 @@ class Handler(BaseHTTPRequestHandler):
     def body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
             return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        parts = []
+        segments = []
         while size := int(self.rfile.readline(), 16):
-            parts.append(self.rfile.read(size))
+            segments.append(self.rfile.read(size))
             self.rfile.readline()
         self.rfile.readline()
-        return b"".join(parts)
+        return b"".join(segments)
 
     def log_message(self, format: str, *args: object) -> None:
         """Print nothing."""

@@ -63,9 +63,9 @@ def settings(**changes: Any) -> dict[str, Any]:
     return {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD} | changes
 
 
-def token_of(place: int, index: int) -> int:
+def token_of(prompt: int, index: int) -> int:
     """Return the token that the base generates at this index in a row of `BATCH`."""
-    return tiny.continuations()[place][index]
+    return tiny.continuations()[prompt][index]
 
 
 def model() -> Any:
@@ -104,9 +104,9 @@ def test_greedy_output_equals_generate_for_every_head(kind: str, inputs: dict[st
 def test_the_cache_may_have_its_name_of_transformers_5_24():
     decode = specheads.custom_generate(tiny.oracle(3))
 
-    def renamed(*args: Any, **given: Any) -> Any:
-        cache = given.pop("past_key_values", None)
-        return decode(*args, **{"cache": cache} | given)
+    def renamed(*args: Any, **keywords: Any) -> Any:
+        cache = keywords.pop("past_key_values", None)
+        return decode(*args, **{"cache": cache} | keywords)
 
     assert torch.equal(model().generate(**ALONE, **settings(), custom_generate=renamed), plain())
 
@@ -206,11 +206,11 @@ def test_samples_have_the_distribution_of_generate():
         do_sample=True, max_new_tokens=1, output_scores=True, return_dict_in_generate=True, **LAW
     )
     law = output.scores[0][0].softmax(-1)
-    drawn = speculated(
+    sampled = speculated(
         head=small_head(), do_sample=True, max_new_tokens=1, num_return_sequences=count, **LAW
     )
     expected = count * law[law > 0]
-    counts = drawn[:, -1].bincount(minlength=tiny.VOCAB)
+    counts = sampled[:, -1].bincount(minlength=tiny.VOCAB)
     assert counts[law == 0].sum() == 0
     assert 3 < len(expected) < 21
     # the 0.1 % quantile of chi-squared with 20 degrees of freedom
@@ -263,32 +263,36 @@ def test_unsupported_argument_is_refused_in_one_line(changes: dict[str, Any], ru
 
 
 def test_model_of_the_user_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    ours, head, tries = fresh_model(), small_head(), []
+    model, head, tries = fresh_model(), small_head(), []
     try_out = plugin.check
-    monkeypatch.setattr(plugin, "check", lambda one: (tries.append(one.model), try_out(one)))
-    strides = {name: value.stride() for name, value in ours.named_parameters()}
-    ours.lm_head.weight.requires_grad_(False)
-    weights, learning = copy.deepcopy(ours.state_dict()), trainable(ours)
-    expected = ours.generate(**ALONE, **settings())
+    monkeypatch.setattr(
+        plugin, "check", lambda candidate: (tries.append(candidate.model), try_out(candidate))
+    )
+    strides = {name: value.stride() for name, value in model.named_parameters()}
+    model.lm_head.weight.requires_grad_(False)
+    weights, learning = copy.deepcopy(model.state_dict()), trainable(model)
+    expected = model.generate(**ALONE, **settings())
     for _ in range(2):
         # a new function per call, in a mode that marks tensors
         with torch.inference_mode():
             custom = specheads.custom_generate(head, force=True)
             assert torch.equal(
-                ours.generate(**ALONE, **settings(), custom_generate=custom), expected
+                model.generate(**ALONE, **settings(), custom_generate=custom), expected
             )
-    assert tries == [ours]
-    assert not any(one._forward_pre_hooks or one._forward_hooks for one in ours.modules())
-    assert not any(one.training for one in ours.modules())
-    assert {name: value.stride() for name, value in ours.named_parameters()} == strides
-    assert trainable(ours) == learning
-    assert all(torch.equal(value, weights[name]) for name, value in ours.state_dict().items())
-    ours.train()
-    ours(**ALONE, labels=ALONE["input_ids"]).loss.backward()
-    ours.save_pretrained(tmp_path)
+    assert tries == [model]
+    assert not any(
+        candidate._forward_pre_hooks or candidate._forward_hooks for candidate in model.modules()
+    )
+    assert not any(candidate.training for candidate in model.modules())
+    assert {name: value.stride() for name, value in model.named_parameters()} == strides
+    assert trainable(model) == learning
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    model.train()
+    model(**ALONE, labels=ALONE["input_ids"]).loss.backward()
+    model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").is_file()
     with pytest.raises(ValueError, match=r"call model\.eval\(\) first"):
-        ours.generate(**ALONE, **settings(), custom_generate=specheads.custom_generate(head))
+        model.generate(**ALONE, **settings(), custom_generate=specheads.custom_generate(head))
 
 
 def trainable(model: PreTrainedModel) -> set[str]:
@@ -296,39 +300,39 @@ def trainable(model: PreTrainedModel) -> set[str]:
 
 
 def test_model_is_freed_after_use():
-    ours, head = fresh_model(), small_head()
+    model, head = fresh_model(), small_head()
     custom = specheads.custom_generate(head, force=True)
-    ours.generate(**ALONE, **settings(), custom_generate=custom)
-    reference = weakref.ref(ours)
+    model.generate(**ALONE, **settings(), custom_generate=custom)
+    reference = weakref.ref(model)
     # the head is bound to the embedding of `ours` until another model is used
     model().generate(**ALONE, **settings(), custom_generate=custom)
-    del ours
+    del model
     gc.collect()
     assert reference() is None
 
 
 def test_head_follows_the_dtype_of_the_model():
-    ours = fresh_model()
+    model = fresh_model()
     custom = specheads.custom_generate(small_head("hydra_heads"), force=True)
     for dtype in (torch.float32, torch.float64):
-        ours.to(dtype)
-        expected = ours.generate(**ALONE, **settings())
-        assert torch.equal(ours.generate(**ALONE, **settings(), custom_generate=custom), expected)
-    ours.config._attn_implementation = "flash_attention_2"
+        model.to(dtype)
+        expected = model.generate(**ALONE, **settings())
+        assert torch.equal(model.generate(**ALONE, **settings(), custom_generate=custom), expected)
+    model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="needs attention of"):
-        ours.generate(**ALONE, **settings(), custom_generate=custom)
+        model.generate(**ALONE, **settings(), custom_generate=custom)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with a head and its code; transformers gets its own module cache."""
-    place = tmp_path / "head"
-    small_head().save_pretrained(place)
+    folder = tmp_path / "head"
+    small_head().save_pretrained(folder)
     for path, text in hub_files("ada/absent").items():
-        (place / path).parent.mkdir(exist_ok=True)
-        (place / path).write_text(text)
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(text)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
-    return place
+    return folder
 
 
 def from_folder(folder: Path, inputs: dict[str, Tensor] = ALONE, **changes: Any) -> Any:
@@ -375,15 +379,15 @@ def test_code_of_a_repository_refuses_unsupported_arguments(
 
 
 def test_repository_of_the_base_can_hold_the_code(folder: Path):
-    ours, code = fresh_model(), folder / "custom_generate" / "generate.py"
+    model, code = fresh_model(), folder / "custom_generate" / "generate.py"
     names: dict[str, Any] = {"__file__": str(code)}
     exec(compile(hub_files(str(folder))["custom_generate/generate.py"], code, "exec"), names)
-    expected = ours.generate(ALONE["input_ids"], **settings())
+    expected = model.generate(ALONE["input_ids"], **settings())
     # transformers does this for a model with trust_remote_code
-    ours.generate = functools.partial(names["generate"], model=ours)
+    model.generate = functools.partial(names["generate"], model=model)
     with pytest.raises(ValueError, match="a head fits the weights it was trained on"):
-        ours.generate(ALONE["input_ids"], **settings())
-    assert torch.equal(ours.generate(ALONE["input_ids"], **settings(), force=True), expected)
+        model.generate(ALONE["input_ids"], **settings())
+    assert torch.equal(model.generate(ALONE["input_ids"], **settings(), force=True), expected)
 
 
 def push(hub: HubServer, repo: str, folder: Path) -> None:

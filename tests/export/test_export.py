@@ -152,8 +152,8 @@ def oracles_of(kind: str, engine: str) -> list[DraftOracle]:
     """Return the readers of a folder: vLLM 0.32 reads TGI's Medusa folder, too."""
     if engine == "vllm" and kind in PLUGIN:
         return []
-    both = (kind, engine) == ("medusa", "tgi")
-    return [ORACLES[kind, engine], *([medusa.vllm_0_32] if both else [])]
+    is_medusa_on_tgi = (kind, engine) == ("medusa", "tgi")
+    return [ORACLES[kind, engine], *([medusa.vllm_0_32] if is_medusa_on_tgi else [])]
 
 
 def drafts_of_head(
@@ -222,31 +222,33 @@ OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "t2d")
     ],
 )
 def test_gate_refuses_a_mutation_of_any_tensor(kind, engine, base, texts, tables, tmp_path):
-    passed, one = [], texts[:1]
+    accepted, text = [], texts[:1]
     for number, head in enumerate(variants(kind, engine, base, depth=2)):
         folder = tmp_path / str(number)
-        export_head(head, base, engine, folder, one)
-        expected = drafts_of_head(head, base, one, tables)
+        export_head(head, base, engine, folder, text)
+        expected = drafts_of_head(head, base, text, tables)
         (file,) = folder.glob("*.safetensors")
-        whole = load_file(file)
-        for name, value in whole.items():
-            for how, changed in mutations(value):
-                others = {other: whole[other] for other in whole if other != name}
+        weights = load_file(file)
+        for name, value in weights.items():
+            for mutation, changed in mutations(value):
+                mutated = {
+                    other_name: weights[other_name] for other_name in weights if other_name != name
+                }
                 if changed is not None:
-                    others[f"{name}_" if how == "renamed" else name] = changed.contiguous()
-                save_file(others, file)
+                    mutated[f"{name}_" if mutation == "renamed" else name] = changed.contiguous()
+                save_file(mutated, file)
                 try:
-                    if how != "deleted" or name not in OPTIONAL or kind in PLUGIN:
+                    if mutation != "deleted" or name not in OPTIONAL or kind in PLUGIN:
                         loaded = load_export(folder, head, base)
                         pairs = zip(
-                            expected, drafts_of_head(loaded, base, one, tables), strict=True
+                            expected, drafts_of_head(loaded, base, text, tables), strict=True
                         )
                         largest_difference(pairs)
-                    compare(expected, folder, engine, head, base, one, tables)
+                    compare(expected, folder, engine, head, base, text, tables)
                 except ValueError:
                     continue
-                passed.append((head.config, name, how))
-    assert passed == []
+                accepted.append((head.config, name, mutation))
+    assert accepted == []
 
 
 def test_gate_refuses_a_wrong_writer_and_leaves_no_folder(base, texts, tmp_path, monkeypatch):
@@ -275,8 +277,8 @@ BLOCKS = {"target_layer_ids": [0, 1, 3, 4, 5], "mask_token_id": 60}
 def edit(folder: Path, **changes) -> None:
     file = folder / "config.json"
     config = json.loads(file.read_text()) | changes
-    kept = {name: value for name, value in config.items() if value is not ...}
-    file.write_text(json.dumps(kept))
+    settings = {name: value for name, value in config.items() if value is not ...}
+    file.write_text(json.dumps(settings))
 
 
 @pytest.mark.parametrize(
@@ -320,12 +322,12 @@ def edit(folder: Path, **changes) -> None:
 def test_oracle_refuses_settings_that_an_engine_would_read_differently(
     kind, engine, settings, changes, base, texts, tables, tmp_path
 ):
-    head, one = make(kind, base, **settings), texts[1:2]
-    export_head(head, base, engine, tmp_path / "out", one)
+    head, text = make(kind, base, **settings), texts[1:2]
+    export_head(head, base, engine, tmp_path / "out", text)
     edit(tmp_path / "out", **changes)
-    expected = drafts_of_head(head, base, one, tables)
+    expected = drafts_of_head(head, base, text, tables)
     with pytest.raises((ValueError, KeyError)):
-        compare(expected, tmp_path / "out", engine, head, base, one, tables)
+        compare(expected, tmp_path / "out", engine, head, base, text, tables)
 
 
 YARN = STRETCHED["yarn"] | {"truncate": False, "mscale": 1.0}
@@ -349,8 +351,8 @@ UNSUPPORTED = [
     ("eagle3", "speculators", {"parallel": True, "fc_norm": True}, "fc_norm of a .*: vllm$"),
     ("eagle3", "vllm", {"aux_layers": [2, 3, 7]}, "streams after layers 0 to 6.*: none$"),
     *(
-        ("eagle3", one, {"sliding_window": 64}, "hold sliding_window=64; .*: speculators, vllm$")
-        for one in ("sglang", "llama_cpp", "tensorrt_llm")
+        ("eagle3", engine, {"sliding_window": 64}, "hold sliding_window=64; .*: speculators, vllm$")
+        for engine in ("sglang", "llama_cpp", "tensorrt_llm")
     ),
     ("dflash", "sglang", {"sliding_window": 64}, "hold sliding_window=64; .*: speculators$"),
     (
@@ -368,8 +370,13 @@ UNSUPPORTED = [
         "hold window_counts_slots=True; .*: vllm$",
     ),
     *(
-        ("dflash", one, {"attention_sink": True}, "hold attention_sink=True; .*: speculators, vllm")
-        for one in ("sglang", "llama_cpp", "transformers")
+        (
+            "dflash",
+            engine,
+            {"attention_sink": True},
+            "hold attention_sink=True; .*: speculators, vllm",
+        )
+        for engine in ("sglang", "llama_cpp", "transformers")
     ),
     ("dspark", "sglang", {"attention_sink": True}, "hold attention_sink=True; .*: speculators$"),
     ("eagle3", "vllm", {"attention_sink": True}, "hold attention_sink=True; .* can: none$"),
@@ -523,9 +530,9 @@ def test_export_replaces_only_an_earlier_export(base, texts, tmp_path, monkeypat
     export_head(head, base, "vllm", out, texts[:1])
     export_head(head, base, "vllm", out, texts[:1])
     assert [item.name for item in tmp_path.iterdir()] == ["out"]
-    for what in ("base", "working folder"):
+    for subject in ("base", "working folder"):
         with monkeypatch.context() as patch:
-            if what == "base":
+            if subject == "base":
                 patch.setattr(base, "place", str(out / "config.json"))
             else:
                 patch.chdir(out)
@@ -557,7 +564,7 @@ def test_unwritable_folder_is_refused_before_any_work(
     (tmp_path / "locked").mkdir()
     before = sorted(tmp_path.iterdir())
     # root can write anywhere
-    monkeypatch.setattr("os.access", lambda place, _: Path(place).name != "locked")
+    monkeypatch.setattr("os.access", lambda path, _: Path(path).name != "locked")
     head, out = make("medusa", base), tmp_path / name
     for attempt in (
         lambda: export_head(head, base, "vllm", out, []),
@@ -604,7 +611,7 @@ def command(head: Head, base: FrozenBase, engine: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "engine", "part"),
+    ("kind", "engine", "component"),
     [
         ("medusa", "vllm", "serve ada/base --revision v2 --spec"),
         ("eagle3", "sglang", "--model-path ada/base --revision v2 --spec"),
@@ -615,10 +622,10 @@ def command(head: Head, base: FrozenBase, engine: str) -> str:
     ],
 )
 def test_serving_command_names_a_base_revision_other_than_main(
-    kind, engine, part, base, monkeypatch
+    kind, engine, component, base, monkeypatch
 ):
     head = make(kind, base)
     assert "revision" not in command(head, base, engine)
     monkeypatch.setattr(base, "place", "ada/base")
     monkeypatch.setattr(base, "revision", "v2")
-    assert part in command(head, base, engine)
+    assert component in command(head, base, engine)

@@ -111,7 +111,9 @@ def ask(target, export, tmp_path) -> Callable[..., dict[str, Any]]:
         changed = {"BASE.gguf": str(target)}
         if num_tokens != DEPTH:
             changed[str(DEPTH)] = str(num_tokens)
-        arguments = [changed.get(one, one) for one in arguments if one != without]
+        arguments = [
+            changed.get(argument, argument) for argument in arguments if argument != without
+        ]
         arguments += ["--parallel", str(parallel), "--ctx-size", str(256 * parallel), *EXACT]
         command = [str(engine.BUILT / engine.LLAMA_SERVER), *arguments, "--metrics"]
         server = engine.LlamaServer(command, tmp_path / "server.log")
@@ -149,12 +151,12 @@ def engine_counts(name: str, depth: int = DEPTH) -> dict[str, Any]:
 def check(answer: dict[str, Any], name: str) -> None:
     """Require the text of the base and the counters of our replay."""
     assert answer["tokens"] == [text[:NEW_TOKENS] for text in continuations()]
-    wanted = engine_counts(name)
+    counts = engine_counts(name)
     # some are accepted at every depth, and some are rejected
-    per_depth = wanted["accepted_tokens_per_pos"]
+    per_depth = counts["accepted_tokens_per_pos"]
     assert per_depth[-1] > 0
-    assert per_depth[0] < wanted["drafts"]
-    assert {one: answer["counters"][one] for one in wanted} == wanted
+    assert per_depth[0] < counts["drafts"]
+    assert {name: answer["counters"][name] for name in counts} == counts
 
 
 def test_llama_cpp_without_a_head_generates_the_text_of_the_base(ask):
@@ -173,10 +175,10 @@ def test_counters_of_parallel_requests_equal_the_replay(name, ask):
 
 def test_backend_sampling_accepts_less_for_parallel_requests(ask):
     """Exports turn it off. If this test fails, llama.cpp was fixed and the flag can go."""
-    answer, wanted = ask("eagle3", parallel=3, without=NO_BACKEND_SAMPLING), engine_counts("eagle3")
+    answer, counts = ask("eagle3", parallel=3, without=NO_BACKEND_SAMPLING), engine_counts("eagle3")
     assert answer["tokens"] == [text[:NEW_TOKENS] for text in continuations()]
     total = "accepted_tokens"
-    assert 0 < answer["counters"][total] < wanted[total]
+    assert 0 < answer["counters"][total] < counts[total]
 
 
 def test_serving_benchmark_counts_equal_its_replay(target, tmp_path, monkeypatch):

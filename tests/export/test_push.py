@@ -49,8 +49,8 @@ def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny_base"
     tiny.base(dtype=torch.float32).model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        there = data_dir("recipes") / "tiny_code" / "base" / name
-        (folder / name).write_bytes(there.read_bytes())
+        source = data_dir("recipes") / "tiny_code" / "base" / name
+        (folder / name).write_bytes(source.read_bytes())
     return folder
 
 
@@ -64,29 +64,29 @@ def made(
     base: FrozenBase, base_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> RunDirectory:
     """Return a finished and evaluated run of a Medusa head."""
-    made = RunDirectory(tmp_path_factory.mktemp("work") / "run")
+    run = RunDirectory(tmp_path_factory.mktemp("work") / "run")
     compose.register()
     with hydra.initialize_config_dir(str(data_dir("configs")), version_base="1.3"):
-        asked = ["recipe=smoke", f"base.model={base_folder}", f"run_dir={made.path}"]
-        settings = OmegaConf.to_object(hydra.compose("train", asked))
-    made.begin(compose.as_yaml(settings), {"base_fingerprint": base.fingerprint})
-    made.end(build_for_base({"kind": "medusa", "depth": 3}, base))
+        overrides = ["recipe=smoke", f"base.model={base_folder}", f"run_dir={run.path}"]
+        settings = OmegaConf.to_object(hydra.compose("train", overrides))
+    run.begin(compose.as_yaml(settings), {"base_fingerprint": base.fingerprint})
+    run.end(build_for_base({"kind": "medusa", "depth": 3}, base))
     rows = [{"step": 6, "phase": "corpus", "tokens": 1536}]
     rows += [{"step": 10, "phase": "distilled", "tokens": 2560}]
-    made.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     results = json.loads((data_dir("recipes") / "tiny_code" / "results.json").read_text())
     results["base"] |= {"name": str(base_folder), "fingerprint": base.fingerprint}
     results["head"]["kind"] = "medusa"
-    results["provenance"]["command"] = [f"out={made.path}"]
-    made.report.mkdir()
-    (made.report / "results.json").write_text(json.dumps(results))
-    return made
+    results["provenance"]["command"] = [f"out={run.path}"]
+    run.report.mkdir()
+    (run.report / "results.json").write_text(json.dumps(results))
+    return run
 
 
 @pytest.fixture
-def run(made: RunDirectory, tmp_path: Path) -> RunDirectory:
+def run(trained_run: RunDirectory, tmp_path: Path) -> RunDirectory:
     """Return a copy of that run, for tests that change it."""
-    return RunDirectory(shutil.copytree(made.path, tmp_path / "secret_place" / "run"))
+    return RunDirectory(shutil.copytree(trained_run.path, tmp_path / "secret_place" / "run"))
 
 
 @pytest.fixture
@@ -135,32 +135,32 @@ def blobs(files: hub.Contents) -> dict[str, Blob]:
 def test_download_equals_push(publish, server, run, capsys):
     publish(base_repo="ada/base", **LICENCES)
     assert f"pushed: {server.url}/{REPO}/commit/" in capsys.readouterr().out
-    there = server.files(REPO)
-    assert set(there) == {
+    uploaded = server.files(REPO)
+    assert set(uploaded) == {
         "README.md", "config.json", "custom_generate/generate.py", "results.json",
         "custom_generate/requirements.txt", "model.safetensors", "training.json",
     }  # fmt: skip
     folder = Path(huggingface_hub.snapshot_download(REPO))
-    found = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
-    assert {name: file.read_bytes() for name, file in found.items()} == there
+    files = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
+    assert {name: file.read_bytes() for name, file in files.items()} == uploaded
     for name in ("config.json", "model.safetensors"):
-        assert there[name] == (run.head / name).read_bytes()
-    ours, theirs = load_head(run.head), specheads.load_head(REPO)
-    assert (theirs.kind, theirs.config) == ("medusa", ours.config)
-    for name, value in ours.state_dict().items():
-        assert torch.equal(theirs.state_dict()[name], value)
+        assert uploaded[name] == (run.head / name).read_bytes()
+    local_head, hub_head = load_head(run.head), specheads.load_head(REPO)
+    assert (hub_head.kind, hub_head.config) == ("medusa", local_head.config)
+    for name, value in local_head.state_dict().items():
+        assert torch.equal(hub_head.state_dict()[name], value)
 
 
 def test_card_has_the_measurements_as_metadata_and_as_text(publish, server, run):
     publish(base_repo="ada/base", **LICENCES)
-    found = ModelCard(server.files(REPO)["README.md"].decode())
+    card = ModelCard(server.files(REPO)["README.md"].decode())
     results = json.loads((run.report / "results.json").read_text())
-    metadata = found.data.to_dict()
+    metadata = card.data.to_dict()
     assert (metadata["base_model"], metadata["base_model_relation"]) == ("ada/base", "adapter")
     assert (metadata["license"], metadata["library_name"]) == ("apache-2.0", "specheads")
     assert metadata["tags"] == ["speculative-decoding", "speculator", "medusa"]
     metrics = metadata["model-index"][0]["results"][0]["metrics"]
-    assert {one["name"].partition(" (")[0]: one["value"] for one in metrics} == {
+    assert {metric["name"].partition(" (")[0]: metric["value"] for metric in metrics} == {
         "Tokens per forward, offline replay": round(results["offline"]["tokens_per_forward"], 4),
         "Tokens per forward, online": round(results["online"]["tokens_per_forward"], 4),
         "Speed-up over the base alone": round(results["speed"]["speedup"], 4),
@@ -177,21 +177,22 @@ def test_card_has_the_measurements_as_metadata_and_as_text(publish, server, run)
         "custom_generate=",
         "text loops on 23 of the prompts",
     ):
-        assert line in found.text, line
+        assert line in card.text, line
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_card_has_the_commands_of_every_engine_that_serves_the_head(kind, made, base):
-    about = read_summary(made, asdict(read_run_settings(made.config, Train)), base, "ada/base")
+def test_card_has_the_commands_of_every_engine_that_serves_the_head(kind, trained_run, base):
+    settings = asdict(read_run_settings(trained_run.config, Train))
+    about = read_summary(trained_run, settings, base, "ada/base")
     head = build_for_base({"kind": kind, "depth": 3}, base)
     text = card.model_card(about, head, base)
-    shown = re.findall(r"engine=(\w+) out=served$", text, re.MULTILINE)
+    served_by = re.findall(r"engine=(\w+) out=served$", text, re.MULTILINE)
     # a copy of the base is not for the head's repository
     layouts = {engine: engine_module(engine).LAYOUTS.get(kind) for engine in engines()}
     able = [name for name, layout in layouts.items() if not objection(head, base, layout)]
-    assert shown == [name for name in able if name != "base"]
+    assert served_by == [name for name in able if name != "base"]
     # vLLM serves every kind, by its plug-in or in the speculators format
-    assert {"vllm", "speculators"} & {*shown}
+    assert {"vllm", "speculators"} & {*served_by}
 
 
 def test_access_is_set_before_any_file_is_public(publish, server):
@@ -247,9 +248,9 @@ def test_dry_run_lists_every_file_without_a_request(publish, server, capsys, mon
     assert server.requests == []
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     publish()
-    there = server.files(REPO)
+    uploaded = server.files(REPO)
     sizes = {line.split()[1]: int(line.split()[0].replace(",", "")) for line in listed[:-1]}
-    assert sizes == {name: len(data) for name, data in there.items()}
+    assert sizes == {name: len(data) for name, data in uploaded.items()}
     assert listed[-1].split()[0].replace(",", "") == str(sum(sizes.values()))
 
 
@@ -287,18 +288,18 @@ def test_interrupted_upload_leaves_the_old_or_the_new_content(
 
 
 @pytest.mark.parametrize(
-    ("written", "what"),
+    ("setting", "secret"),
     [("swordfish99", "the value of STORE_API_KEY"), ("see {home}/corpus", "the home folder")],
 )
-def test_secret_in_the_settings_is_refused(written, what, publish, server, run, monkeypatch):
+def test_secret_in_the_settings_is_refused(setting, secret, publish, server, run, monkeypatch):
     monkeypatch.setenv("STORE_API_KEY", "swordfish99")
-    written = written.format(home=Path.home())
+    setting = setting.format(home=Path.home())
     settings = OmegaConf.load(run.config)
-    settings.data.config = written
+    settings.data.config = setting
     run.config.write_text(OmegaConf.to_yaml(settings))
     message = refusal(publish)
-    assert f"holds {what}" in message
-    assert written not in message
+    assert f"holds {secret}" in message
+    assert setting not in message
     assert server.requests == []
 
 
@@ -337,9 +338,9 @@ SPOILT: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("how", SPOILT)
-def test_unfit_run_is_refused_without_a_request(how, publish, server, run, monkeypatch):
-    spoil, expected = SPOILT[how]
+@pytest.mark.parametrize("change", SPOILT)
+def test_unfit_run_is_refused_without_a_request(change, publish, server, run, monkeypatch):
+    spoil, expected = SPOILT[change]
     spoil(run, monkeypatch)
     assert expected in refusal(publish)
     assert server.requests == []

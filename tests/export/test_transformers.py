@@ -114,16 +114,16 @@ def test_transformers_drafts_with_an_exported_dflash_head_as_we_do(tmp_path, dec
 
 def add_module(folder: Path, head: Head, dtype: torch.dtype) -> None:
     """Store a head in a base's folder as its MTP module, by the names of Mellum and Qwen3-Next."""
-    named = tiny.module(head.to(dtype), "mtp.", column=2)
+    tensors = tiny.module(head.to(dtype), "mtp.", column=2)
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         file = folder / "model.safetensors"
-        save_file(load_file(file) | named, file, {"format": "pt", "made": "by hand"})
+        save_file(load_file(file) | tensors, file, {"format": "pt", "made": "by hand"})
         return
-    save_file(named, folder / "model-mtp.safetensors", {"format": "pt"})
-    told = json.loads(index.read_text())
-    told["weight_map"] |= dict.fromkeys(named, "model-mtp.safetensors")
-    index.write_text(json.dumps(told))
+    save_file(tensors, folder / "model-mtp.safetensors", {"format": "pt"})
+    index_json = json.loads(index.read_text())
+    index_json["weight_map"] |= dict.fromkeys(tensors, "model-mtp.safetensors")
+    index.write_text(json.dumps(index_json))
 
 
 def based(folder: Path, dtype: torch.dtype, shard: str = "1GB") -> FrozenBase:

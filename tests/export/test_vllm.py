@@ -124,7 +124,7 @@ def serve(
         | (sampling or {}),
         "repair": repair,
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", START],
         input=json.dumps(job),
         cwd=ROOT,
@@ -132,8 +132,8 @@ def serve(
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout)
+    assert process.returncode == 0, process.stderr[-5000:]
+    return json.loads(process.stdout)
 
 
 def plugged(folder: Path, recorded: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
@@ -149,15 +149,15 @@ def alone() -> list[list[int]]:
     return serve({"max_num_seqs": 4})["tokens"]
 
 
-def engine_counts(kind: str, places: Sequence[int] = range(6)) -> dict[str, Any]:
+def engine_counts(kind: str, indices: Sequence[int] = range(6)) -> dict[str, Any]:
     """Return the counters of our own replay of a chain, as vLLM counts them.
 
     vLLM truncates a text after counting, so it also counts drafts accepted beyond the limit. So
     the replayed text ends with the tokens of the last forward.
     """
     counts = []
-    for place in places:
-        ranks = guess_ranks(base(), head(kind), prompts()[place], continuations()[place], width=1)
+    for index in indices:
+        ranks = guess_ranks(base(), head(kind), prompts()[index], continuations()[index], width=1)
         anchor = 0
         while anchor + 1 < NEW_TOKENS:
             anchor += int((ranks[anchor] == 0).cumprod(0).sum()) + 1
@@ -173,19 +173,19 @@ def engine_counts(kind: str, places: Sequence[int] = range(6)) -> dict[str, Any]
 
 def _cut(ranks: torch.Tensor, num_roots: int) -> torch.Tensor:
     """Truncate the ranks to a text with this number of roots."""
-    known = torch.arange(num_roots)[:, None] + torch.arange(ranks.shape[1]) < num_roots
-    return ranks[:num_roots].where(known, -1)
+    is_within = torch.arange(num_roots)[:, None] + torch.arange(ranks.shape[1]) < num_roots
+    return ranks[:num_roots].where(is_within, -1)
 
 
-def check(answer: dict[str, Any], kind: str, places: Sequence[int] = range(6)) -> None:
+def check(answer: dict[str, Any], kind: str, indices: Sequence[int] = range(6)) -> None:
     """Require the text of vLLM without speculation and the counters of our replay."""
-    assert answer["tokens"] == [alone()[place] for place in places]
-    wanted = engine_counts(kind, places)
+    assert answer["tokens"] == [alone()[index] for index in indices]
+    counts = engine_counts(kind, indices)
     # some of all texts' drafts are accepted at every depth, and some are rejected
-    per_depth = wanted["spec_decode_num_accepted_tokens_per_pos"]
-    assert per_depth[-1] > 0 or len(places) < len(prompts())
-    assert per_depth[0] < wanted["spec_decode_num_drafts"] or len(places) < len(prompts())
-    assert {name: answer["counters"][name] for name in wanted} == wanted
+    per_depth = counts["spec_decode_num_accepted_tokens_per_pos"]
+    assert per_depth[-1] > 0 or len(indices) < len(prompts())
+    assert per_depth[0] < counts["spec_decode_num_drafts"] or len(indices) < len(prompts())
+    assert {name: answer["counters"][name] for name in counts} == counts
 
 
 def test_vllm_without_a_head_generates_the_text_of_the_base():
@@ -233,11 +233,11 @@ def test_budget_cuts_drafts_and_keeps_the_text(kind, export, tmp_path):
     assert len(lengths) > 1
     for text, draft in answer["drafts"]:
         assert draft == drafted(kind, text)[: len(draft)]
-    counters, whole = answer["counters"], engine_counts(kind)
+    counters, full_counts = answer["counters"], engine_counts(kind)
     accepted, offered = "spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"
-    assert counters[offered] < whole[offered]
+    assert counters[offered] < full_counts[offered]
     # the drafts that are left out are those that are seldom right
-    assert counters[accepted] / counters[offered] > whole[accepted] / whole[offered]
+    assert counters[accepted] / counters[offered] > full_counts[accepted] / full_counts[offered]
 
 
 def test_budget_drafts_nothing_if_each_verified_token_costs_a_step(export, tmp_path):
@@ -266,18 +266,20 @@ def test_sampled_texts_have_the_distribution_of_the_base_with_ragged_drafts(expo
     laws = {(): 1.0}
     for _ in range(3):
         longer = dict[tuple[int, ...], float]()
-        for begun, prob in laws.items():
-            read = base().read(torch.tensor([[*prompt, *begun]])).hidden[0, -1]
-            law = (base().projection(read).double() / 0.7).softmax(-1) * prob
+        for prefix, prob in laws.items():
+            hidden = base().read(torch.tensor([[*prompt, *prefix]])).hidden[0, -1]
+            law = (base().projection(hidden).double() / 0.7).softmax(-1) * prob
             # others are expected less than five times, and count as one
             often = (law > 5 / len(texts)).nonzero()[:, 0].tolist()
-            longer |= {(*begun, token): float(law[token]) for token in often}
+            longer |= {(*prefix, token): float(law[token]) for token in often}
         laws = longer
     counts = torch.tensor([float(texts.count(text)) for text in laws])
     expected = torch.tensor([*laws.values()]) * len(texts)
-    rest = len(texts) - torch.stack([counts.sum(), expected.sum()])
+    remainder = len(texts) - torch.stack([counts.sum(), expected.sum()])
     assert len(laws) > 3
-    assert chi_square(torch.cat([counts, rest[:1]]), torch.cat([expected, rest[1:]])) < FAR
+    assert (
+        chi_square(torch.cat([counts, remainder[:1]]), torch.cat([expected, remainder[1:]])) < FAR
+    )
 
 
 def test_plugin_is_loaded_in_processes_that_vllm_starts(export):
@@ -330,12 +332,12 @@ def mimo(folder: Path) -> FrozenBase:
 
 
 def test_copy_of_a_base_loads_as_the_base_and_drafts_with_the_trained_module(tmp_path):
-    own, copy = tmp_path / "mimo", tmp_path / "copy"
+    base_folder, copy = tmp_path / "mimo", tmp_path / "copy"
     head = trained({"kind": "mtp", "depth": 1, **MIMO}, 100)
     head.base_fingerprint = ""
-    _, parity = export_head(head, mimo(own), "base", copy, check_texts())
+    _, parity = export_head(head, mimo(base_folder), "base", copy, check_texts())
     rates = []
-    for folder in (own, copy):
+    for folder in (base_folder, copy):
         answer = serve(
             {
                 "model": str(folder),
@@ -368,8 +370,8 @@ def test_serving_benchmark_counts_equal_its_replay(tmp_path):
         *("--vllm-python", sys.executable, "--out", str(tmp_path / "serve.json")),
     ]
     environment = os.environ | QUIET | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-5000:]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-5000:]
     served = json.loads((tmp_path / "serve.json").read_text())
     settings = [(row["batch"], row["depth"]) for row in served["rows"]]
     assert settings == [(1, 1), (1, 3), (4, 1), (4, 3)]
@@ -405,10 +407,10 @@ def test_drafts_do_not_depend_on_chunks_shared_prefixes_or_preemption(kind, expo
         assert draft == drafted(kind, text)
 
 
-def decision(place: int) -> float:
+def decision(index: int) -> float:
     """Return the smallest difference between the base's two best logits."""
-    first = len(prompts()[place]) - 1
-    text = torch.tensor([prompts()[place] + continuations()[place]])
+    first = len(prompts()[index]) - 1
+    text = torch.tensor([prompts()[index] + continuations()[index]])
     logits = base().projection(base().read(text).hidden[0, first : first + NEW_TOKENS])
     best, second = logits.topk(2).values.T
     return (best - second).min().item()
@@ -417,14 +419,14 @@ def decision(place: int) -> float:
 def test_sampling_at_low_temperature_accepts_as_greedy(export):
     # at vLLM's lowest temperature, 0.01, this text is sampled with probability 1 - 1e-9; without
     # the repair vLLM samples wrongly on a CPU (docs/vllm.md)
-    place = max(range(len(prompts())), key=decision)
-    assert decision(place) > 0.2
+    index = max(range(len(prompts())), key=decision)
+    assert decision(index) > 0.2
     engine, environment = plugged(export("redrafter", "vllm"))
     answer = serve(
         engine,
         environment,
-        texts=[prompts()[place]] * 3,
+        texts=[prompts()[index]] * 3,
         sampling={"temperature": 0.01, "seed": 1},
         repair=True,
     )
-    check(answer, "redrafter", [place] * 3)
+    check(answer, "redrafter", [index] * 3)

@@ -63,13 +63,13 @@ def extract(kv_cache: torch.Tensor, slots: torch.Tensor, count: int) -> torch.Te
 @pytest.fixture
 def connector(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Return our connector's class, imported as vLLM imports it."""
-    own = {"ExampleHiddenStatesConnector": Own, "extract_from_kv_cache": extract}
-    module = SimpleNamespace(**own)
+    modules = {"ExampleHiddenStatesConnector": Own, "extract_from_kv_cache": extract}
+    module = SimpleNamespace(**modules)
     package: Any = ModuleType(NAME)
     package.example_hidden_states_connector = module
     monkeypatch.setitem(sys.modules, NAME, package)
-    found = runpy.run_path(str(PLUGIN / f"{CONNECTOR['kv_connector_module_path']}.py"))
-    return found[CONNECTOR["kv_connector"]]
+    module = runpy.run_path(str(PLUGIN / f"{CONNECTOR['kv_connector_module_path']}.py"))
+    return module[CONNECTOR["kv_connector"]]
 
 
 def pending(folder: Path, tokens: int) -> Any:
@@ -82,33 +82,41 @@ def pending(folder: Path, tokens: int) -> Any:
 @pytest.mark.parametrize("tokens", [1, 4, 11])
 def test_states_of_a_request_are_written_and_its_lock_is_released(tokens, connector, tmp_path):
     cache = torch.randn(BLOCKS, LAYERS, BLOCK, WIDTH)
-    wanted = torch.cat([cache[block].transpose(0, 1) for block in (4, 1, 3)])[:tokens].clone()
-    asked, made = pending(tmp_path, tokens), connector(cache)
-    made._lock_fds["a"] = os.open(tmp_path / "lock", os.O_CREAT | os.O_WRONLY)
-    fcntl.flock(made._lock_fds["a"], fcntl.LOCK_EX)
-    made._submit_async_write(asked)
+    expected = torch.cat([cache[block].transpose(0, 1) for block in (4, 1, 3)])[:tokens].clone()
+    request, connector_object = pending(tmp_path, tokens), connector(cache)
+    connector_object._lock_fds["a"] = os.open(tmp_path / "lock", os.O_CREAT | os.O_WRONLY)
+    fcntl.flock(connector_object._lock_fds["a"], fcntl.LOCK_EX)
+    connector_object._submit_async_write(request)
     # vLLM may use the blocks again
     cache.zero_()
-    assert made._req_copy_events["a"].query()
+    assert connector_object._req_copy_events["a"].query()
     with (tmp_path / "lock").open() as lock:
         # waits until the file is complete
         fcntl.flock(lock, fcntl.LOCK_SH)
-        found = load_file(asked.filename)
-    made._executor.shutdown()
-    assert (made._lock_fds, made.done, made.left) == ({}, ["a"], [])
-    assert torch.equal(found["hidden_states"], wanted)
-    assert torch.equal(found["token_ids"], asked.token_ids)
-    assert found["layer_ids"].tolist() == [0, 2, 4]
+        saved = load_file(request.filename)
+    connector_object._executor.shutdown()
+    assert (connector_object._lock_fds, connector_object.done, connector_object.left) == (
+        {},
+        ["a"],
+        [],
+    )
+    assert torch.equal(saved["hidden_states"], expected)
+    assert torch.equal(saved["token_ids"], request.token_ids)
+    assert saved["layer_ids"].tolist() == [0, 2, 4]
 
 
 def test_other_ranks_write_nothing_and_other_devices_use_vllm_s_own(connector, tmp_path):
-    asked = pending(tmp_path, 4)
-    other = connector(torch.zeros(BLOCKS, LAYERS, BLOCK, WIDTH), rank=1)
-    other._submit_async_write(asked)
-    assert (other.left, other._req_futures, list(tmp_path.iterdir())) == ([], {}, [])
+    request = pending(tmp_path, 4)
+    second_connector = connector(torch.zeros(BLOCKS, LAYERS, BLOCK, WIDTH), rank=1)
+    second_connector._submit_async_write(request)
+    assert (second_connector.left, second_connector._req_futures, list(tmp_path.iterdir())) == (
+        [],
+        {},
+        [],
+    )
     elsewhere = connector(torch.zeros(BLOCKS, LAYERS, BLOCK, WIDTH, device="meta"))
-    elsewhere._submit_async_write(asked)
-    assert elsewhere.left == [asked]
+    elsewhere._submit_async_write(request)
+    assert elsewhere.left == [request]
 
 
 def states_of(address: str, prompt: list[int]) -> dict[str, torch.Tensor]:
@@ -117,12 +125,12 @@ def states_of(address: str, prompt: list[int]) -> dict[str, torch.Tensor]:
     reply = httpx2.post(f"{address}/completions", json=body, timeout=None, trust_env=False)
     file = Path(reply.raise_for_status().json()["kv_transfer_params"]["hidden_states_path"])
     lock = file.with_name(f"{file.name}.lock")
-    with lock.open() as held:
-        fcntl.flock(held, fcntl.LOCK_SH)
-        found = load_file(file)
+    with lock.open() as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_SH)
+        saved = load_file(file)
     file.unlink()
     lock.unlink()
-    return found
+    return saved
 
 
 @pytest.mark.vllm
@@ -141,7 +149,7 @@ def test_real_server_gives_the_states_of_transformers(overrides, environment, tm
     log, folder = tmp_path / "log", tmp_path / "shared"
     with features_server(BASE, folder, log, *overrides, **environment) as (address, server):
         with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(lambda prompt: states_of(address, prompt), prompts * 2))
+            answers = list(pool.map(lambda prompt: states_of(address, prompt), prompts * 2))
         assert list(folder.iterdir()) == []
         server.send_signal(signal.SIGTERM)
         # the code of the server, and no code of ours
@@ -150,13 +158,13 @@ def test_real_server_gives_the_states_of_transformers(overrides, environment, tm
     ends: list[torch.Tensor] = []
     # transformers' own last state is after the final norm
     model.model.norm.register_forward_pre_hook(lambda _, inputs: ends.append(inputs[0]))
-    for prompt, one in zip(prompts * 2, found, strict=True):
+    for prompt, answer in zip(prompts * 2, answers, strict=True):
         with torch.inference_mode():
             out = model(torch.tensor([prompt]), output_hidden_states=True)
         states = [*out.hidden_states[:-1], ends[-1]]
-        wanted = torch.stack([states[layer][0] for layer in one["layer_ids"].tolist()], dim=1)
-        assert one["token_ids"].tolist() == prompt
-        assert one["layer_ids"].tolist()[-1] == len(states) - 1
-        error = (one["hidden_states"] - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        expected = torch.stack([states[layer][0] for layer in answer["layer_ids"].tolist()], dim=1)
+        assert answer["token_ids"].tolist() == prompt
+        assert answer["layer_ids"].tolist()[-1] == len(states) - 1
+        error = (answer["hidden_states"] - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert error.max() < 2e-5
-        assert torch.equal(one["hidden_states"][:, 0], states[0][0])
+        assert torch.equal(answer["hidden_states"][:, 0], states[0][0])

@@ -96,13 +96,13 @@ def prepared(monkeypatch) -> Iterator[type[Runner]]:
     class GPUModelRunner(Runner):
         """A new class for each test, because the plug-in changes it."""
 
-    parts = {
+    modules = {
         vllm.RUNNER: {"GPUModelRunner": GPUModelRunner},
         vllm_positions.CACHE: {"FullAttentionSpec": FullAttentionSpec},
         vllm_head.EMBEDDING: {"VocabParallelEmbedding": Embedding, "ParallelLMHead": LMHead},
         vllm_head.PARALLEL: {"tensor_model_parallel_all_gather": lambda values, _: values},
     }
-    for name, content in parts.items():
+    for name, content in modules.items():
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
@@ -196,30 +196,32 @@ def forward(
     """Run one forward; `plan` has (start, positions, drafts, known tokens) for each text."""
     batch, sampled, hidden, aux = runner.input_batch, [], [], []
     layers = runner.drafter.head.aux_layers
-    for row, (text, (start, length, drafts, known)) in enumerate(zip(texts, plan, strict=True)):
+    for row, (text, (start, length, drafts, num_tokens)) in enumerate(
+        zip(texts, plan, strict=True)
+    ):
         batch.num_computed_tokens_cpu[row] = start
         # vLLM knows a whole prompt, whose chunks it reads before it samples
-        whole = known if known > start + length - drafts else len(text)
-        batch.token_ids_cpu[row, :whole] = text[:whole]
+        text_length = num_tokens if num_tokens > start + length - drafts else len(text)
+        batch.token_ids_cpu[row, :text_length] = text[:text_length]
         # the forward also reads rejected drafts, which are other tokens
-        rejected = start + length - (known - 1) if known > start + length - drafts else 0
+        rejected = start + length - (num_tokens - 1) if num_tokens > start + length - drafts else 0
         fed = text[: start + length - rejected] + [0] * rejected
         features = tiny.base().read(torch.tensor([fed]), layers)
         hidden.append(features.hidden[0, start:])
         if features.aux is not None:
             aux.append(features.aux[0, start:])
-        sampled.append(text[start + length - drafts : known])
+        sampled.append(text[start + length - drafts : num_tokens])
     counts = {name: length for name, (_, length, *_) in zip(batch.req_ids, plan, strict=True)}
-    read = torch.cat(hidden), [*torch.cat(aux).chunk(len(layers), dim=-1)] if aux else None
+    states = torch.cat(hidden), [*torch.cat(aux).chunk(len(layers), dim=-1)] if aux else None
     drafts = runner.propose_draft_token_ids(
         SimpleNamespace(num_scheduled_tokens=counts, finished_req_ids={*finished}),
         sampled,
-        *read,
+        *states,
         SimpleNamespace(num_draft_tokens=[drafts for _, _, drafts, _ in plan]),
     )
     # the engine writes the next states to the same memory
-    for states in (read[0], *(read[1] or ())):
-        states.fill_(9.0)
+    for layer_states in (states[0], *(states[1] or ())):
+        layer_states.fill_(9.0)
     return drafts
 
 
@@ -334,7 +336,7 @@ def test_head_with_a_cache_refuses_unsupported_vllm_caches(
 
 
 @pytest.mark.parametrize(
-    ("made", "num_drafted", "message"),
+    ("head", "num_drafted", "message"),
     [
         (("dflash", {"attention_heads": 4, "mask_token": 1}), DEPTH, "drafts blocks"),
         (("eagle3", {"aux_layers": [0, 1, 2]}), DEPTH, "which vLLM does not return"),
@@ -342,14 +344,16 @@ def test_head_with_a_cache_refuses_unsupported_vllm_caches(
     ],
 )
 @pytest.mark.usefixtures("prepared")
-def test_unsupported_head_is_refused(made, num_drafted, message, tmp_path, monkeypatch):
-    kind, settings = made
+def test_unsupported_head_is_refused(head, num_drafted, message, tmp_path, monkeypatch):
+    kind, settings = head
     build(kind, **settings).save_pretrained(tmp_path)
     monkeypatch.setenv(HEAD_VARIABLE, str(tmp_path))
     vllm.register()
-    wanted = SimpleNamespace(num_speculative_tokens=num_drafted)
+    speculative_config = SimpleNamespace(num_speculative_tokens=num_drafted)
     with pytest.raises(ValueError, match=message):
-        vllm.Proposer(config(speculative_config=wanted)).load_model(nn.ModuleList(target()))
+        vllm.Proposer(config(speculative_config=speculative_config)).load_model(
+            nn.ModuleList(target())
+        )
 
 
 @pytest.mark.usefixtures("prepared")
@@ -428,18 +432,22 @@ def tune(
 ) -> None:
     """Write what `specheads tune` and `specheads tune engine=vllm` measured."""
     machine = Machine.of(torch.device("cpu"), dtype)
-    found = tuned.tuned(machine=machine)
-    acceptance = replace(found.acceptance, per_depth=rates, curves=curves)
-    measured = replace(found, acceptance=acceptance)
+    tuned_head = tuned.tuned(machine=machine)
+    acceptance = replace(tuned_head.acceptance, per_depth=rates, curves=curves)
+    measured = replace(tuned_head, acceptance=acceptance)
     (folder / FILE).write_text(dumps(measured))
     served = vllm_head.ServingCost(engine="vLLM", machine=machine, cost=spent, cost_error={})
     (folder / vllm_head.COST_FILE).write_text(dumps(served))
 
 
 def budgeted(
-    prepared: type[Runner], folder: Any, monkeypatch: Any, *told: Any, kind: str = "redrafter"
+    prepared: type[Runner],
+    folder: Any,
+    monkeypatch: Any,
+    *measurements: Any,
+    kind: str = "redrafter",
 ) -> tuple[Runner, Head]:
-    tune(folder, *told)
+    tune(folder, *measurements)
     head = build(kind, **KINDS[kind])
     return serve(prepared, head, folder, monkeypatch), head
 
@@ -465,17 +473,17 @@ def test_drafting_stops_below_a_token_that_is_seldom_accepted(
     first, prepared, tmp_path, monkeypatch
 ):
     # after the second token nothing more pays
-    told = cost(1.0, 0.3, 0.01), [SURE, UNSURE, SURE], [0.9] * DEPTH
-    runner, head = budgeted(prepared, tmp_path, monkeypatch, *told)
-    read = []
+    measurements = cost(1.0, 0.3, 0.01), [SURE, UNSURE, SURE], [0.9] * DEPTH
+    runner, head = budgeted(prepared, tmp_path, monkeypatch, *measurements)
+    calls = []
     extend = runner.drafter.head.extend
     monkeypatch.setattr(
-        runner.drafter.head, "extend", lambda *given: read.append(given) or extend(*given)
+        runner.drafter.head, "extend", lambda *inputs: calls.append(inputs) or extend(*inputs)
     )
     drafts = forward(runner, TEXTS, [first, (0, 6, 0, 7)])
-    wanted = [drafted(head, text[:7])[:1] for text in TEXTS]
-    assert drafts == [wanted[0] if first[1] == 6 else [], wanted[1]]
-    assert len(read) == 1
+    first_levels = [drafted(head, text[:7])[:1] for text in TEXTS]
+    assert drafts == [first_levels[0] if first[1] == 6 else [], first_levels[1]]
+    assert len(calls) == 1
 
 
 def make_faster(runner: Runner) -> None:
@@ -489,8 +497,8 @@ def make_faster(runner: Runner) -> None:
 
 def with_unread(prepared: type[Runner], folder: Any, monkeypatch: Any) -> tuple[Runner, Head]:
     """Serve both texts without drafts; the head has not read the last position of either."""
-    told = cost(0.0, 1.0), [SURE] * DEPTH
-    runner, head = budgeted(prepared, folder, monkeypatch, *told, kind="eagle_gru")
+    measurements = cost(0.0, 1.0), [SURE] * DEPTH
+    runner, head = budgeted(prepared, folder, monkeypatch, *measurements, kind="eagle_gru")
     forward(runner, TEXTS, [(0, 4, 0, 5), (0, 5, 0, 6)])
     forward(runner, TEXTS, [(4, 1, 0, 6), (5, 1, 0, 7)])
     assert set(runner.drafter.unread.spans) == {"a", "b"}
@@ -501,8 +509,8 @@ def with_unread(prepared: type[Runner], folder: Any, monkeypatch: Any) -> tuple[
 def test_positions_are_read_once_a_block_is_full_while_nothing_is_drafted(
     kind, prepared, tmp_path, monkeypatch
 ):
-    told = cost(0.0, 1.0), [SURE] * DEPTH
-    runner, head = budgeted(prepared, tmp_path, monkeypatch, *told, kind=kind)
+    measurements = cost(0.0, 1.0), [SURE] * DEPTH
+    runner, head = budgeted(prepared, tmp_path, monkeypatch, *measurements, kind=kind)
     assert forward(runner, TEXTS, [(0, 4, 0, 5), (0, 5, 0, 6)]) == [[], []]
     served, counts = runner.drafter.head, list[list[int]]()
     store_committed = served.store_committed
@@ -542,27 +550,27 @@ def test_a_request_that_waits_for_its_turn_keeps_its_unread_positions(
     runner, head = with_unread(prepared, tmp_path, monkeypatch)
     # the engine runs only the second request, which has the second row of the block table
     batch, table = runner.input_batch, runner.input_batch.block_table[0].get_device_tensor(2)
-    batch.req_ids, kept = ["b"], table.clone()
-    table[0] = kept[1]
+    batch.req_ids, saved_table = ["b"], table.clone()
+    table[0] = saved_table[1]
     forward(runner, TEXTS[1:], [(6, 1, 0, 8)])
     batch.req_ids = ["a", "b"]
-    table[:] = kept
+    table[:] = saved_table
     make_faster(runner)
     drafts = forward(runner, TEXTS, [(5, 1, 0, 7), (7, 1, 0, 9)])
     assert drafts == [drafted(head, TEXTS[0][:7]), drafted(head, TEXTS[1][:9])]
 
 
 def test_times_of_steps_without_prompts_are_followed(prepared, tmp_path, monkeypatch):
-    told = cost(1.0, 0.0), [SURE] * DEPTH
-    runner, _ = budgeted(prepared, tmp_path, monkeypatch, *told)
+    measurements = cost(1.0, 0.0), [SURE] * DEPTH
+    runner, _ = budgeted(prepared, tmp_path, monkeypatch, *measurements)
     budget, noted, drafting = runner.drafter.budget, [], []
     assert budget is not None
     clock = iter(range(100))
     monkeypatch.setattr(vllm.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(budget.verify, "note", lambda *given: noted.append(given))
-    monkeypatch.setattr(budget.draft, "note", lambda *given: drafting.append(given))
-    asked = set[tuple[int, int]]()
-    monkeypatch.setattr(budget, "continues", lambda _, *given: asked.add(given) is None)
+    monkeypatch.setattr(budget.verify, "note", lambda *inputs: noted.append(inputs))
+    monkeypatch.setattr(budget.draft, "note", lambda *inputs: drafting.append(inputs))
+    decisions = set[tuple[int, int]]()
+    monkeypatch.setattr(budget, "continues", lambda _, *inputs: decisions.add(inputs) is None)
     drafts = forward(runner, TEXTS, [(0, 6, 0, 7), (0, 6, 0, 7)])
     assert noted == []
     # one accepted draft of each request, and one new token
@@ -571,7 +579,7 @@ def test_times_of_steps_without_prompts_are_followed(prepared, tmp_path, monkeyp
     assert noted == [(2 * (1 + DEPTH), 2 * 8, 1)]
     # one level takes its share
     assert drafting == [(2, 2 * 8, 1 / DEPTH)]
-    assert asked == {(level, 2 * end) for level in range(1, DEPTH) for end in (6, 8)}
+    assert decisions == {(level, 2 * end) for level in range(1, DEPTH) for end in (6, 8)}
     # the second request reads a prompt
     forward(runner, TEXTS, [(8, 1, 0, 10), (0, 3, 0, 4)])
     assert len(noted) == len(drafting) == 1

@@ -25,9 +25,9 @@ def run(script: str, arguments: str, out: Path) -> dict[str, Any]:
 
 
 def test_steps_and_batches_are_timed(tmp_path: Path):
-    found = run("bench_decode", DECODE, tmp_path / "decode.json")
-    assert [row["nodes"] for row in found["steps"]] == [1, 3]
-    assert [row["batch"] for row in found["batch"]] == [1, 2]
+    results = run("bench_decode", DECODE, tmp_path / "decode.json")
+    assert [row["nodes"] for row in results["steps"]] == [1, 3]
+    assert [row["batch"] for row in results["batch"]] == [1, 2]
 
 
 @pytest.mark.slow

@@ -36,30 +36,32 @@ def test_an_ablation_is_the_recipe_but_for_what_it_names(script: ModuleType, tmp
     plan = script.read_plan(options)
 
     def settings(name: str) -> dict[str, Any]:
-        found = asdict(compose.settings_of("train", script.training_of(plan, name, options)))
-        return {key: value for key, value in found.items() if key not in ("name", "run_dir")}
+        values = asdict(compose.settings_of("train", script.training_of(plan, name, options)))
+        return {key: value for key, value in values.items() if key not in ("name", "run_dir")}
 
-    def changed(one: Any, other: Any, path: str = "") -> set[str]:
-        if not isinstance(one, dict) or one.keys() != other.keys():
-            return {path.removeprefix(".")} if one != other else set()
-        return {found for key in one for found in changed(one[key], other[key], f"{path}.{key}")}
+    def changed(before: Any, after: Any, path: str = "") -> set[str]:
+        if not isinstance(before, dict) or before.keys() != after.keys():
+            return {path.removeprefix(".")} if before != after else set()
+        return {
+            name for key in before for name in changed(before[key], after[key], f"{path}.{key}")
+        }
 
     as_it_is = settings("as_it_is")
     text = as_it_is["schedule"]["phases"]["distilled"]["distill"]["folder"]
     assert text == str(tmp_path / "text")
-    found = {name: sorted(changed(as_it_is, settings(name))) for name in plan["variants"]}
+    changes = {name: sorted(changed(as_it_is, settings(name))) for name in plan["variants"]}
     # each one changes something, and most of them one setting
-    assert [name for name, names in found.items() if not names] == ["as_it_is"]
-    assert found["hard_labels"] == [f"{PHASE}.loss"]
-    assert found["text_10"] == [f"{PHASE}.distill.folder", f"{PHASE}.distill.num_samples"]
-    assert found["corpus_alone"] == ["data.source", "head.draft_tokens", "schedule.phases"]
-    several = {name for name, names in found.items() if len(names) > 1}
+    assert [name for name, names in changes.items() if not names] == ["as_it_is"]
+    assert changes["hard_labels"] == [f"{PHASE}.loss"]
+    assert changes["text_10"] == [f"{PHASE}.distill.folder", f"{PHASE}.distill.num_samples"]
+    assert changes["corpus_alone"] == ["data.source", "head.draft_tokens", "schedule.phases"]
+    several = {name for name, names in changes.items() if len(names) > 1}
     assert several == {"text_10", "text_30", "corpus_alone"}
     assert settings("corpus_first")["init"] == str(tmp_path / "corpus_alone" / "head")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", FILES, ids=[f"{one.parent.name}/{one.stem}" for one in FILES])
+@pytest.mark.parametrize("file", FILES, ids=[f"{file.parent.name}/{file.stem}" for file in FILES])
 def test_every_file_of_variants_asks_for_settings_that_exist(
     script: ModuleType, monkeypatch: Any, file: Path
 ):
@@ -73,7 +75,7 @@ def test_every_file_of_variants_asks_for_settings_that_exist(
 
 
 @pytest.mark.parametrize(
-    ("text", "more", "told"),
+    ("text", "arguments", "message"),
     [
         (None, [], "needs a YAML file"),
         ("a: [", [], "must be YAML"),
@@ -84,15 +86,15 @@ def test_every_file_of_variants_asks_for_settings_that_exist(
     ],
 )
 def test_a_mistake_is_one_line(
-    script: ModuleType, tmp_path: Path, capsys: Any, monkeypatch: Any, text, more, told
+    script: ModuleType, tmp_path: Path, capsys: Any, monkeypatch: Any, text, arguments, message
 ):
     monkeypatch.setattr(script, "find_spec", lambda _: None)
     file = tmp_path / "plan.yaml"
     if text is not None:
         file.write_text(text)
-    assert script.main([str(file), *more]) == 2
+    assert script.main([str(file), *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert message in line
 
 
 @pytest.mark.slow
@@ -115,23 +117,23 @@ def test_variants_share_text_and_prompts_and_finished_parts_are_kept(tmp_path: P
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
     def bench() -> str:
-        done = subprocess.run(
+        process = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert process.returncode == 0, process.stderr
+        return process.stdout
 
-    said = bench()
-    assert (said.count("$ specheads train"), said.count("$ specheads compare")) == (2, 2)
+    output = bench()
+    assert (output.count("$ specheads train"), output.count("$ specheads compare")) == (2, 2)
     table = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert table["variants"] == plan["variants"]
-    tokens = {kind: how["tokens"] for kind, how in table["training"].items()}
+    tokens = {kind: training["tokens"] for kind, training in table["training"].items()}
     assert tokens["medusa"] == tokens["redrafter"] > 0
     for name, temperatures in (("chain", [0.0, 1.0]), ("tuned", [0.0])):
-        assert [one["temperature"] for one in table[name]["conditions"]] == temperatures
-        for one in table[name]["conditions"]:
-            assert [*one["drafters"]] == ["medusa", "redrafter"]
-            assert [*one["drafters"]["medusa"]["accepted_over"]] == ["redrafter"]
+        assert [condition["temperature"] for condition in table[name]["conditions"]] == temperatures
+        for condition in table[name]["conditions"]:
+            assert [*condition["drafters"]] == ["medusa", "redrafter"]
+            assert [*condition["drafters"]["medusa"]["accepted_over"]] == ["redrafter"]
     # the base wrote once, for both
     assert len(list((tmp_path / "out" / "text").glob("shard-*.parquet"))) == 1
     assert not (tmp_path / "out" / "redrafter" / "text").exists()

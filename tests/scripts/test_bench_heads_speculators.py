@@ -40,13 +40,13 @@ def begun(folder: Path, *overrides: str, architecture: str = "llama") -> Path:
     # as it was made its weights are ones, and to norm twice is to norm once
     tensors["model.norm.weight"].uniform_(0.2, 2.0)
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    asked = [
+    words = [
         *("recipe=smoke", f"base.model={base}", "base.dtype=float32", "head=eagle3"),
         *("head.depth=3", "schedule.phases.corpus.steps=2", "data.max_documents=20"),
         *("schedule.phases.distilled.sequence_length=150", "log_every=4", *overrides),
     ]
     (folder / "run").mkdir()
-    settings = compose.settings_of("train", asked)
+    settings = compose.settings_of("train", words)
     (folder / "run" / "config.yaml").write_text(compose.as_yaml(settings))
     return folder / "run"
 
@@ -81,27 +81,31 @@ def test_it_trains_the_logits_that_our_head_of_the_same_weights_trains(
     assert 0 < int(labels.sum()) <= int(batch.loss_mask.sum()) < batch.tokens.numel() // 2
     assert int(batch.document_ids.max()) == 2
 
-    said: list[Tensor] = []
-    aims: list[Tensor] = []
-    trainer.model.lm_head.register_forward_hook(lambda *called: said.append(called[2][0]))
-    trainer.model.verifier_lm_head.register_forward_hook(lambda *c: aims.append(c[2][0]))
-    drafted, wanted = [], []
+    level_logits: list[Tensor] = []
+    target_logits: list[Tensor] = []
+    trainer.model.lm_head.register_forward_hook(lambda *called: level_logits.append(called[2][0]))
+    trainer.model.verifier_lm_head.register_forward_hook(lambda *c: target_logits.append(c[2][0]))
+    drafted, targets = [], []
     with torch.no_grad():
         for row in script.collated(source, batch, labels):
             row.pop("error_records")
             trainer.model(**row, **trainer.config.train_call_kwargs)
-            at = row["loss_mask"][0].nonzero()[:, 0]
-            drafted.append(torch.stack([said[level][at - level] for level in range(3)]))
-            wanted.append(aims[0][at])
-            said.clear()
-            aims.clear()
+            positions = row["loss_mask"][0].nonzero()[:, 0]
+            drafted.append(
+                torch.stack([level_logits[level][positions - level] for level in range(3)])
+            )
+            targets.append(target_logits[0][positions])
+            level_logits.clear()
+            target_logits.clear()
         features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
-        rows, at = labels.nonzero(as_tuple=True)
+        rows, positions = labels.nonzero(as_tuple=True)
         states = enumerate(head.states(features, batch.tokens))
-        ours = [head.logits(state[rows, at - 2 - level], level) for level, state in states]
-        own = base.projection.rows(head.draft_ids)(features.hidden[rows, at - 1])
-    torch.testing.assert_close(torch.cat(drafted, 1), torch.stack(ours), rtol=0, atol=1e-4)
-    torch.testing.assert_close(torch.cat(wanted), own, rtol=0, atol=1e-4)
+        our_logits = [
+            head.logits(state[rows, positions - 2 - level], level) for level, state in states
+        ]
+        base_logits = base.projection.rows(head.draft_ids)(features.hidden[rows, positions - 1])
+    torch.testing.assert_close(torch.cat(drafted, 1), torch.stack(our_logits), rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.cat(targets), base_logits, rtol=0, atol=1e-4)
 
 
 @with_speculators
@@ -115,12 +119,12 @@ def test_a_step_descends_the_loss_that_ours_has_of_the_same_labels(
     features = source.base.read(batch.tokens, head.aux_layers, batch.document_ids)
     phase = replace(source.settings.schedule.phases["distilled"], loss="kl", decay=1.0)
     logits_of = source.base.projection
-    ours = Objective(head)(features, batch, labels, logits_of, phase)
+    our_loss = Objective(head)(features, batch, labels, logits_of, phase)
     logged = script.step(trainer, script.collated(source, batch, labels), int(labels.sum()))
     assert chosen["loss"]["loss_fn"] == "kl_div"
-    assert logged["loss"] == pytest.approx(float(ours.total), rel=1e-4)
+    assert logged["loss"] == pytest.approx(float(our_loss.total), rel=1e-4)
     by_depth = [logged[f"loss_{level}"] for level in range(3)]
-    assert by_depth == pytest.approx(ours.by_depth.tolist(), rel=1e-4)
+    assert by_depth == pytest.approx(our_loss.by_depth.tolist(), rel=1e-4)
 
 
 @with_speculators
@@ -131,13 +135,16 @@ def test_it_trains_on_a_run_s_own_text_and_its_folder_drafts_here(
     assert script.main(["--speculators", str(run), "--out", str(out), "--set", "lr=3e-3"]) == 0
     assert f"wrote {out} after 40 steps" in capsys.readouterr().out
     assert len(list((run / "text").glob("shard-*.parquet"))) == 1
-    told = json.loads((out / "training.json").read_text())
-    assert (told["steps"], told["tokens"]) == (40, 2 * 2 * 128 + 38 * 4 * 150)
-    assert [point["step"] for point in told["curve"]] == [*range(4, 41, 4)]
-    assert told["curve"][-1]["loss"] < 0.9 * told["curve"][1]["loss"]
-    theirs = told["speculators"]
-    assert (theirs["version"], theirs["optimizer"]["optimizer"]) == ("0.9.0", "muon")
-    assert theirs["optimizer"]["muon_lr"] == 3e-3
+    record = json.loads((out / "training.json").read_text())
+    assert (record["steps"], record["tokens"]) == (40, 2 * 2 * 128 + 38 * 4 * 150)
+    assert [point["step"] for point in record["curve"]] == [*range(4, 41, 4)]
+    assert record["curve"][-1]["loss"] < 0.9 * record["curve"][1]["loss"]
+    their_settings = record["speculators"]
+    assert (their_settings["version"], their_settings["optimizer"]["optimizer"]) == (
+        "0.9.0",
+        "muon",
+    )
+    assert their_settings["optimizer"]["muon_lr"] == 3e-3
     source = script.opened(run)
     head = load_head(out, source.base)
     prompts = [[5, 6, 7, 8], [40, 3, 9]]
@@ -164,12 +171,12 @@ def test_a_file_of_variants_compares_it_too(script: ModuleType, tmp_path: Path):
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
     short = ("num_prompts=2", "max_new_tokens=8", "speed_prompts=1")
     words = [str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "out"), "--measure"]
-    assert script.main([*words, *(f"evaluation.{one}" for one in short)]) == 0
+    assert script.main([*words, *(f"evaluation.{setting}" for setting in short)]) == 0
     table = json.loads((tmp_path / "out" / "plan.json").read_text())
     (condition,) = table["chain"]["conditions"]
     assert [*condition["drafters"]] == ["mine", "speculators"]
-    told = json.loads((tmp_path / "out" / "speculators" / "training.json").read_text())
-    assert told["tokens"] == table["training"]["mine"]["tokens"]
+    record = json.loads((tmp_path / "out" / "speculators" / "training.json").read_text())
+    assert record["tokens"] == table["training"]["mine"]["tokens"]
 
 
 @with_speculators
@@ -183,6 +190,6 @@ def test_a_base_that_scales_its_logits_is_refused(script: ModuleType, tmp_path: 
 
 def test_a_point_of_the_curve_is_the_mean_of_some_steps(script: ModuleType):
     rows = [{"loss": float(n), "tokens": 4, "labels": 2, "seconds": 0.5} for n in (5, 3, 2)]
-    told = script.summary(rows, 2)
-    assert (told["steps"], told["tokens"], told["tokens_per_second"]) == (3, 12, 8.0)
-    assert [(one["step"], one["loss"]) for one in told["curve"]] == [(2, 4.0), (3, 2.0)]
+    summary = script.summary(rows, 2)
+    assert (summary["steps"], summary["tokens"], summary["tokens_per_second"]) == (3, 12, 8.0)
+    assert [(point["step"], point["loss"]) for point in summary["curve"]] == [(2, 4.0), (3, 2.0)]

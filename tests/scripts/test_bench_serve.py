@@ -41,7 +41,9 @@ def trained(base: FrozenBase) -> Head:
     head = build_for_base(
         {"kind": "mlp_speculator", "depth": 3, "inner_dim": 64, "draft_tokens": 32}, base, counts
     )
-    tokens = torch.tensor([one[-3:] + text for one, text in zip(prompts, texts, strict=True)][::2])
+    tokens = torch.tensor(
+        [prompt[-3:] + text for prompt, text in zip(prompts, texts, strict=True)][::2]
+    )
     return train_head(head, base, tokens, 12, learning_rate=3e-3)
 
 
@@ -58,8 +60,8 @@ def test_plain_prompts_are_said_by_a_user_and_mt_bench_is_eight_categories(scrip
     ]
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = script.first_turns(base, "mt_bench", str(file), options)
-    assert [prompt.text for prompt in found.prompts] == [
+    prompt_set = script.first_turns(base, "mt_bench", str(file), options)
+    assert [prompt.text for prompt in prompt_set.prompts] == [
         "<user>how many?<assistant>",
         "<user>say it<assistant>",
     ]
@@ -87,12 +89,12 @@ def test_an_engine_runs_while_it_is_awake_and_ends_when_it_is_stopped(script):
 
 def test_counters_are_those_of_the_turn_and_drafts_beyond_the_end_do_not_count(script):
     before = {"drafts": 10, "accepted_tokens_per_pos": [5, 2]}
-    now = {"drafts": 12, "accepted_tokens_per_pos": [7, 3]}
-    answer = {"tokens": [[1, 2, 3, 4]], "latencies": [1.0], "counters": now}
+    after = {"drafts": 12, "accepted_tokens_per_pos": [7, 3]}
+    answer = {"tokens": [[1, 2, 3, 4]], "latencies": [1.0], "counters": after}
     turn = script.turn_of(answer, before)
     assert (turn.forwards, turn.accepted) == (2, [2, 1])
     # three tokens after the first one; vLLM accepted a fourth, which was cut off
-    assert script._counted([turn])["tokens_per_forward"] == 1.5
+    assert script._total_counts([turn])["tokens_per_forward"] == 1.5
 
 
 def test_speed_is_paired_by_request_and_for_as_many_tokens(script):
@@ -104,12 +106,12 @@ def test_speed_is_paired_by_request_and_for_as_many_tokens(script):
 
 
 def test_a_request_that_ends_is_replaced_at_once(script):
-    server, running, most = object.__new__(script.Server), set[int](), list[int]()
+    server, running, max_running = object.__new__(script.Server), set[int](), list[int]()
 
     def complete(prompt: list[int], limit: int, ignore_eos: bool) -> list[int]:
         del limit, ignore_eos
         running.add(prompt[0])
-        most.append(len(running))
+        max_running.append(len(running))
         # the first text takes longer than all others together
         time.sleep(0.5 if prompt[0] == 0 else 0.05)
         running.remove(prompt[0])
@@ -117,7 +119,7 @@ def test_a_request_that_ends_is_replaced_at_once(script):
 
     server.complete, server.counters = complete, dict
     answer = server.ask([[number] for number in range(8)], 1, in_flight=2)
-    assert max(most) == 2
+    assert max(max_running) == 2
     assert answer["tokens"] == [[number] for number in range(8)]
     # seconds of a request do not include those that it waited for a place
     assert answer["latencies"][0] > 2 * max(answer["latencies"][1:])
@@ -127,11 +129,11 @@ def test_a_request_that_ends_is_replaced_at_once(script):
     ("batch", "sizes"), [(16, [40]), (8, [20, 20]), (1, [2] * 20), (32, [40]), (0, [13, 13, 14])]
 )
 def test_turns_are_equal_and_use_all_prompts(script, batch, sizes):
-    asked = []
+    requests = []
 
-    def ask(prompts: Any, limit: int, **how: Any) -> dict[str, Any]:
+    def ask(prompts: Any, limit: int, **options: Any) -> dict[str, Any]:
         if limit != script.WARM_UP:
-            asked.append((len(prompts), how["in_flight"], len(how["arrivals"])))
+            requests.append((len(prompts), options["in_flight"], len(options["arrivals"])))
         texts = [[0] for _ in prompts]
         return {"tokens": texts, "latencies": [1.0] * len(prompts), "counters": {}}
 
@@ -139,14 +141,14 @@ def test_turns_are_equal_and_use_all_prompts(script, batch, sizes):
     options = SimpleNamespace(periods=3, load=[1.0, 2.0], new_tokens=64)
     prompts = [[number] for number in range(40)]
     arms = script._measure({script.ALONE: engine}, prompts, batch, "set", options)
-    assert asked == [(size, batch, 0 if batch else size) for size in sizes]
+    assert requests == [(size, batch, 0 if batch else size) for size in sizes]
     assert sum(len(turn.tokens) for turn in arms[script.ALONE]) == 40
 
 
 def test_one_turn_has_no_interval(script):
     turn = script.Turn([[0] * 7], [1.0], 3, [2, 1])
-    assert script._counted([turn])["interval"] == ()
-    assert len(script._counted([turn, turn])["interval"]) == 2
+    assert script._total_counts([turn])["interval"] == ()
+    assert len(script._total_counts([turn, turn])["interval"]) == 2
 
 
 def test_counters_of_vllm_are_read_by_the_same_names(script):
@@ -173,9 +175,9 @@ def test_load_rises_and_falls_at_random(script):
 
 def test_latencies_are_those_of_requests(script):
     turns = [script.Turn([[0] * 10], [1.0]), script.Turn([[0] * 20], [4.0])]
-    found = script.latency_summary(turns)
-    assert (found["mean"], found["p50"], found["p95"]) == (2.5, 4.0, 4.0)
-    assert found["per_token"] == pytest.approx(0.15)
+    summary = script.latency_summary(turns)
+    assert (summary["mean"], summary["p50"], summary["p95"]) == (2.5, 4.0, 4.0)
+    assert summary["per_token"] == pytest.approx(0.15)
 
 
 def test_budget_row_counts_forwards_without_drafts(script):

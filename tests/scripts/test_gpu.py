@@ -23,7 +23,7 @@ def report(script: ModuleType, tmp_path: Path) -> Any:
     return script.Report(options)
 
 
-def found(folder: Path, stage: str) -> dict[str, Any]:
+def read_stage(folder: Path, stage: str) -> dict[str, Any]:
     return json.loads((folder / f"{stage}.json").read_text(encoding="utf-8"))
 
 
@@ -34,18 +34,18 @@ def test_failed_part_is_recorded_and_the_next_part_runs(report: Any, tmp_path: P
     assert report.part("broken", broken) is None
     assert report.part("fine", lambda value: {"value": value}, 3) == {"value": 3}
     report.row("fine", "3", "at most 4")
-    written = found(tmp_path, "decode")
-    assert written["failed"] == {"broken": "ValueError: no such kernel"}
-    assert written["values"] == {"fine": {"value": 3}}
-    assert written["summary"] == [["fine", "3", "at most 4"]]
-    assert written["provenance"]["versions"]["torch"] == torch.__version__
+    record = read_stage(tmp_path, "decode")
+    assert record["failed"] == {"broken": "ValueError: no such kernel"}
+    assert record["values"] == {"fine": {"value": 3}}
+    assert record["summary"] == [["fine", "3", "at most 4"]]
+    assert record["provenance"]["versions"]["torch"] == torch.__version__
 
 
 def test_part_that_needs_more_time_than_is_left_is_skipped(report: Any, tmp_path: Path):
     assert report.part("long", lambda: 1 / 0, seconds=61) is None
-    written = found(tmp_path, "decode")
-    assert list(written["skipped"]) == ["long"]
-    assert written["failed"] == {}
+    record = read_stage(tmp_path, "decode")
+    assert list(record["skipped"]) == ["long"]
+    assert record["failed"] == {}
 
 
 def test_missing_cuda_device_is_refused_in_one_line(
@@ -69,20 +69,20 @@ def test_stage_that_runs_over_its_time_is_stopped_with_its_children(
 
 @pytest.mark.slow
 def test_rehearsal_measures_every_stage(tmp_path: Path):
-    done = subprocess.run(
+    process = subprocess.run(
         [*REHEARSAL, "--out", str(tmp_path), "--minutes", "20"], capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     for stage in ("tests", "decode", "train", "smollm2", "engine"):
-        written = found(tmp_path, stage)
-        assert written["failed"] == {}
-        assert written["summary"]
-        assert f"**{stage}**" in done.stdout
-    assert found(tmp_path, "tests")["values"]["tests"]["passed"] >= 10
-    assert {"steps", "batch_2", "alone"} <= found(tmp_path, "decode")["values"].keys()
-    assert found(tmp_path, "train")["values"]["tiny_eagle3"]["planned_gib"] > 0
-    assert found(tmp_path, "smollm2")["values"]["results"]["schema"] == 1
-    assert found(tmp_path, "engine")["values"]["batch_2_context_40"]["goodput"]["steps"] > 0
+        record = read_stage(tmp_path, stage)
+        assert record["failed"] == {}
+        assert record["summary"]
+        assert f"**{stage}**" in process.stdout
+    assert read_stage(tmp_path, "tests")["values"]["tests"]["passed"] >= 10
+    assert {"steps", "batch_2", "alone"} <= read_stage(tmp_path, "decode")["values"].keys()
+    assert read_stage(tmp_path, "train")["values"]["tiny_eagle3"]["planned_gib"] > 0
+    assert read_stage(tmp_path, "smollm2")["values"]["results"]["schema"] == 1
+    assert read_stage(tmp_path, "engine")["values"]["batch_2_context_40"]["goodput"]["steps"] > 0
 
 
 @pytest.mark.slow
@@ -90,7 +90,10 @@ def test_killed_stage_leaves_its_numbers_and_the_other_stages(tmp_path: Path):
     command = [*REHEARSAL, "--out", str(tmp_path), "--minutes", "20"]
     with subprocess.Popen([*command, "--stages", "train", "engine"], stdout=-1, text=True) as run:
         try:
-            while not (tmp_path / "train.json").is_file() or not found(tmp_path, "train")["values"]:
+            while (
+                not (tmp_path / "train.json").is_file()
+                or not read_stage(tmp_path, "train")["values"]
+            ):
                 assert run.poll() is None
                 time.sleep(0.05)
             for child in psutil.Process(run.pid).children():
@@ -101,8 +104,11 @@ def test_killed_stage_leaves_its_numbers_and_the_other_stages(tmp_path: Path):
     assert run.returncode == 1
     assert "train: failed" in printed
     assert "engine: done" in printed
-    assert found(tmp_path, "train")["values"].keys() < {"tiny_eagle3", "tiny_mlp_speculator"} | {
+    assert read_stage(tmp_path, "train")["values"].keys() < {
+        "tiny_eagle3",
+        "tiny_mlp_speculator",
+    } | {
         "tiny_dflash",
         "loss",
     }
-    assert found(tmp_path, "engine")["values"]["batch_1_context_16"]["alone"]["steps"] > 0
+    assert read_stage(tmp_path, "engine")["values"]["batch_1_context_16"]["alone"]["steps"] > 0

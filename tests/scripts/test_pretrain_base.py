@@ -24,8 +24,8 @@ def data(tmp_path: Path) -> str:
     return str(folder)
 
 
-def pretrain(script: ModuleType, data: str, out: Path, *more: str) -> int:
-    return script.main(["--data", data, "--out", str(out), *SIZES, *more])
+def pretrain(script: ModuleType, data: str, out: Path, *arguments: str) -> int:
+    return script.main(["--data", data, "--out", str(out), *SIZES, *arguments])
 
 
 def test_a_folder_of_text_becomes_a_base_that_loads_and_has_learnt(script, data, tmp_path):
@@ -44,36 +44,38 @@ def test_a_folder_of_text_becomes_a_base_that_loads_and_has_learnt(script, data,
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bits(script, data, tmp_path, monkeypatch):
-    one, two = tmp_path / "one", tmp_path / "two"
+    first, second = tmp_path / "one", tmp_path / "two"
     choices = ["--steps", "9", "--checkpoint-every", "3", *SHAPE]
-    assert pretrain(script, data, one, *choices) == 0
+    assert pretrain(script, data, first, *choices) == 0
 
     class Interrupted(script.Trainer):
-        def training_step(self, *arguments, **named):
+        def training_step(self, *arguments, **keywords):
             if self.state.global_step == 5:
                 raise KeyboardInterrupt
-            return super().training_step(*arguments, **named)
+            return super().training_step(*arguments, **keywords)
 
     monkeypatch.setattr(script, "Trainer", Interrupted)
-    assert pretrain(script, data, two, *choices) == 130
-    assert not two.exists()
+    assert pretrain(script, data, second, *choices) == 130
+    assert not second.exists()
     monkeypatch.undo()
     torch.manual_seed(99)
-    assert pretrain(script, data, two, *choices) == 0
-    assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
+    assert pretrain(script, data, second, *choices) == 0
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("arguments", "message"),
     [
         (["--width", "30", *SHAPE[:4]], "--width must be a multiple of twice --heads"),
         (["--sequence-length", "999999", *SHAPE], "4 x 999999 tokens, it fills 0 rows"),
         (["--data", "nowhere"], "--data must be a file, a folder of text"),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(script, data, tmp_path, capsys, more, message):
-    assert pretrain(script, data, tmp_path / "out", *more) == 2
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(told) == 1
-    assert message in told[0]
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    script, data, tmp_path, capsys, arguments, message
+):
+    assert pretrain(script, data, tmp_path / "out", *arguments) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
     assert [path.name for path in tmp_path.iterdir()] == ["data"]

@@ -38,12 +38,12 @@ def test_a_recipe_never_run_says_so_and_still_names_its_base(script: ModuleType,
     script.main(["--root", str(checkout)])
     assert block(checkout / "recipes/granite_code/README.md") == "not yet run"
     granite = "`ibm-granite/granite-3b-code-base-2k` | `mlp_speculator` | not yet run | not yet run"
-    one, other = block(checkout / "recipes/README.md").splitlines()[2:]
-    assert one == f"| [granite_code](granite_code/README.md) | {granite} | |"
+    first, second = block(checkout / "recipes/README.md").splitlines()[2:]
+    assert first == f"| [granite_code](granite_code/README.md) | {granite} | |"
     figure = f"{RESULTS['online']['tokens_per_forward']:.2f}"
     assert (
         f"| [tiny_code](tiny_code/README.md) | `recipes/tiny_code/base` | `{KIND}` | {figure}"
-        in other
+        in second
     )
     assert block(checkout / "README.md") == "not yet run"
 

@@ -24,17 +24,17 @@ STAND_INS = {
 }
 
 
-def job(place: Path, script: str = "two_nodes", **environment: str) -> "subprocess.Popen[str]":
+def job(folder: Path, script: str = "two_nodes", **environment: str) -> "subprocess.Popen[str]":
     """Start a script as Slurm would, with replacements of the programs it calls."""
     for name, body in STAND_INS.items():
-        (place / name).write_text(f"#!/bin/bash\n{body}\n")
-        (place / name).chmod(0o755)
-    known = {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_ID": "7"}
-    path = f"{place}:{os.environ['PATH']}"
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    variables = {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_ID": "7"}
+    path = f"{folder}:{os.environ['PATH']}"
     return subprocess.Popen(
         ["bash", str(SCRIPTS / f"{script}.sbatch"), "recipe=smoke", "name=a b"],
-        cwd=place,
-        env=os.environ | known | {"PATH": path} | environment,
+        cwd=folder,
+        env=os.environ | variables | {"PATH": path} | environment,
         text=True,
     )
 
