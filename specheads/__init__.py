@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from specheads.core.drafter import Memory as Memory
     from specheads.core.tree import TokenTree as TokenTree
     from specheads.decoding.engine import Engine as Engine
+    from specheads.decoding.engine import Stream as Stream
     from specheads.decoding.generate import Decoding as Decoding
     from specheads.decoding.generate import generate as generate
     from specheads.decoding.request import Request as Request
-    from specheads.decoding.request import Stream as Stream
     from specheads.decoding.sampling import Sampling as Sampling
     from specheads.export.custom_generate import custom_generate as custom_generate
     from specheads.heads.load import load_head as load_head
@@ -50,9 +50,9 @@ _PUBLIC = {
     "core.drafter": ["Committed", "Drafter", "Features", "Head", "Memory"],
     "core.tree": ["TokenTree"],
     "decoding.sampling": ["Sampling"],
-    "decoding.engine": ["Engine"],
+    "decoding.engine": ["Engine", "Stream"],
     "decoding.generate": ["Decoding", "generate"],
-    "decoding.request": ["Request", "Stream"],
+    "decoding.request": ["Request"],
     "export.custom_generate": ["custom_generate"],
     "heads.load": ["load_head"],
     "measure.offline": ["offline_logits"],

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from io import TextIOWrapper
 
 from rich.console import Console
@@ -48,13 +48,14 @@ def run(settings: Chat) -> None:
     tokenizer = base.tokenizer_for("a chat")
     if settings.side_by_side:
         make_exact(base)
-    tree = fixed_policy(head_depth=head.depth, **asdict(settings.tree))
+    tree = fixed_policy(settings.tree, head.depth)
     dialogue = Dialogue(tokenizer, settings.system)
     console = Console(highlight=False, markup=False)
     limit, sampling = settings.max_new_tokens, Sampling.of(settings, settings.seed)
     if console.is_terminal:
         console.print(f"{base.name} with a {head.kind} head of depth {head.depth}; {HELP}")
-        console.print(legend(head.depth, copies=(tree or default_tree(head, base)).copied > 0))
+        copies = (tree or default_tree(head, base)).lookup_length > 0
+        console.print(legend(head.depth, copies=copies))
     with suppress(KeyboardInterrupt):
         for turn, text in enumerate(_lines(console, dialogue)):
             one = replace(sampling, seed=sampling.seed + turn)
@@ -126,7 +127,7 @@ class Answer:
                 f"{len(prompt)}; type /reset"
             )
         room = min(len(prompt) + max_new_tokens, base.max_length)
-        self._engine = Engine(base, drafter, tree=tree, max_batch=1, max_length=room, timed=True)
+        self._engine = Engine(base, drafter, tree=tree, max_batch=1, max_length=room)
         self.stream = self._engine.submit(
             Request(prompt=prompt, max_new_tokens=max_new_tokens, sampling=sampling)
         )

@@ -27,7 +27,7 @@ from specheads.core.errors import InputError
 from specheads.core.files import dumps, writable_folder, write_atomic
 from specheads.core.machine import dtype_name
 from specheads.decoding.draft_model import refuse_vocabulary
-from specheads.decoding.trees.hybrid import own_tree
+from specheads.decoding.trees.hybrid import remove_lookup
 from specheads.heads.load import load_head
 from specheads.measure.compare import (
     compare_methods,
@@ -87,7 +87,7 @@ def compare(
             found = {
                 one: choose_policy(base, heads[one], here, prompts, generation) for one in heads
             }
-            trees = {name: own_tree(tree) for name, (tree, _) in found.items()}
+            trees = {name: remove_lookup(tree) for name, (tree, _) in found.items()}
         methods = make_methods(names, base, heads, trees, draft_model)
         alone = continue_prompts(base, tokens, replace(generation, batch_size=8))
         texts = BaseTexts(tokens, alone, prompts.groups)

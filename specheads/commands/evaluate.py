@@ -140,7 +140,7 @@ def evaluation_prompts(
 ) -> PromptSet:
     """Return the prompts of an evaluation; raise for one that would fail later."""
     evaluation = settings.evaluation
-    fixed_policy(head_depth=head_depth, **asdict(settings.tree))
+    fixed_policy(settings.tree, head_depth)
     prompts = load_prompts(
         evaluation.prompts,
         base.tokenizer_for("an evaluation"),
@@ -201,7 +201,7 @@ def choose_policy(
     generation: GenerationSettings,
 ) -> tuple[TreePolicy, Tuned | None]:
     """Return the tree of the settings, and the measurements that chose it, if there are any."""
-    if (tree := fixed_policy(head_depth=head.depth, **asdict(settings.tree))) is not None:
+    if (tree := fixed_policy(settings.tree, head.depth)) is not None:
         return tree, None
     return choose_tree(
         base,

@@ -5,6 +5,7 @@ See docs/serve.md.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from specheads.base.cache import RowCache
 from specheads.base.model import FrozenBase
@@ -13,8 +14,10 @@ from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError, require_integer
 from specheads.core.machine import device_bytes
 from specheads.decoding import accept
-from specheads.decoding.loop import DecodingState, start, step
-from specheads.decoding.request import Request, Stream, alike
+from specheads.decoding.detokenize import TextStream
+from specheads.decoding.load import RequestRates, RowLoad, StepLoad
+from specheads.decoding.loop import NO_LEDGER, DecodingState, DecodingStep, StepLedger, start, step
+from specheads.decoding.request import Request, group_by_length, split_stop
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import Tuned
 
@@ -46,11 +49,11 @@ def drafted_by(
         policy = tree
     if not isinstance(policy, policies.TreePolicy):
         raise InputError(f"a tree is a TreePolicy, such as policies.chain(3), got {tree!r:.80}")
-    if not policy.own_depth:
+    if not policy.draft_depth:
         return None, policy
-    if drafter is None or policy.own_depth > drafter.depth:
+    if drafter is None or policy.draft_depth > drafter.depth:
         raise InputError(
-            f"the tree has {policy.own_depth} levels but the head drafts "
+            f"the tree has {policy.draft_depth} levels but the head drafts "
             f"{drafter.depth if drafter else 0}; choose a shallower tree"
         )
     if 0 < drafter.drafted_size < policy.num_guesses:
@@ -59,6 +62,111 @@ def drafted_by(
             f"{drafter.drafted_size} tokens; lower its ranks or branches"
         )
     return drafter, policy
+
+
+FinishReason = Literal["eos", "stop", "length", "context", "cancelled", "failed"]
+"""An end-of-text token, a stop string, the request's limit, a full context, `cancel`, or an error
+in a step of this request."""
+
+
+class Stream:
+    """Output of one request. Iterating over it steps the engine, for all requests.
+
+    `limit` is the number of new tokens that request and context allow, `num_blocks` the number of
+    blocks of the pool that it may need.
+    """
+
+    def __init__(self, request: Request, engine: "Engine", limit: int, num_blocks: int) -> None:
+        self.request, self.num_blocks, self._engine = request, num_blocks, engine
+        self.rates = RequestRates()
+        """Acceptance rates that the engine's tree policy follows."""
+        self.steps: list[DecodingStep] = []
+        """Steps of this request, without the prefill."""
+        self.finish_reason: FinishReason | None = None
+        """None while it is not done."""
+        self._limit, base = limit, engine.base
+        self._stop, special = split_stop(request.stop, base.tokenizer)
+        self._eos = {*(base.eos_ids if request.eos_ids is None else request.eos_ids), *special}
+        self._text: TextStream | None = None
+        self._tokens: list[int] = []
+        self._yielded = 0, 0
+        self._limit_reason: FinishReason = (
+            "length" if limit == request.max_new_tokens else "context"
+        )
+        if not limit:
+            self.finish_reason = self._limit_reason
+
+    @property
+    def tokens(self) -> list[int]:
+        """Final new tokens, with an end-of-text token and without any part of a stop string."""
+        # only a stop string can remove tokens
+        text = self._decode_text() if self._stop else None
+        if text is None or self.finish_reason not in (None, "stop"):
+            return self._tokens.copy()
+        return self._tokens[: text.settled()[0]]
+
+    @property
+    def load(self) -> RowLoad:
+        """What tree policies know of this request; a stop string may still remove tokens."""
+        num_tokens = len(self._tokens)
+        context = len(self.request.prompt) + num_tokens
+        return RowLoad(context, self._limit - num_tokens, self.rates)
+
+    @property
+    def text(self) -> str:
+        """Final text, without a stop string; empty if the base has no tokenizer."""
+        text = self._decode_text()
+        return "" if text is None else text.written[: text.settled()[1]]
+
+    def cancel(self) -> None:
+        """Remove the request from the engine and release its memory."""
+        self._engine.cancel(self)
+
+    def __iter__(self) -> Iterator[tuple[list[int], str]]:
+        """Yield new final tokens and their text, each once, after as many steps as needed."""
+        while True:
+            num_tokens, num_characters = self._yielded
+            tokens, text = self.tokens[num_tokens:], self.text[num_characters:]
+            if tokens or text:
+                self._yielded = num_tokens + len(tokens), num_characters + len(text)
+                yield tokens, text
+            elif self.finish_reason is not None:
+                return
+            else:
+                self._engine.step()
+
+    def add_step(self, step: DecodingStep) -> None:
+        """Append the tokens of a step, and observe how much of its draft was accepted."""
+        self.steps.append(step)
+        self.rates.observe(step.num_drafted, step.num_accepted, step.tokens)
+        self.append_tokens(step.tokens)
+
+    def append_tokens(self, tokens: list[int]) -> None:
+        """Append decoded tokens up to the end of the request."""
+        for token in tokens:
+            self._tokens.append(token)
+            if token in self._eos:
+                self.finish_reason = "eos"
+            elif self._stop and (text := self._decode_text()) and text.is_over:
+                self.finish_reason = "stop"
+            elif len(self._tokens) == self._limit:
+                self.finish_reason = self._limit_reason
+            if self.finish_reason is not None:
+                break
+
+    def _decode_text(self) -> TextStream | None:
+        """Return the text of all tokens except an end-of-text token."""
+        tokenizer = self._engine.base.tokenizer
+        if tokenizer is None:
+            return None
+        if self._text is None:
+            self._text = TextStream(tokenizer, self.request.prompt, self._stop)
+        end = len(self._tokens) - (self.finish_reason == "eos")
+        for token in self._tokens[self._text.num_tokens : end]:
+            self._text.push(token)
+        if self.finish_reason is not None:
+            self._text.close()
+        return self._text
 
 
 class Engine:
@@ -74,7 +182,7 @@ class Engine:
             Without a pool every row, and the drafter's memory, has this length from the start.
         pool: Blocks for keys and values, for this engine only; None uses contiguous rows. A request
             waits until the pool has all blocks that it may need.
-        timed: Whether steps synchronise so that their times are exact: see `loop.step`.
+        ledger: Adds up the seconds of the parts of all steps: see `StepLedger`.
 
     Raises:
         ValueError: The drafter cannot draft the tree, a setting is out of range, or the head's
@@ -92,7 +200,7 @@ class Engine:
         max_length: int | None = None,
         pool: BlockPool | None = None,
         coupled: bool = True,
-        timed: bool = False,
+        ledger: StepLedger = NO_LEDGER,
     ) -> None:
         weight = next(drafter.parameters(), None) if isinstance(drafter, Head) else None
         if weight is not None and (weight.dtype, weight.device) != (base.dtype, base.device):
@@ -100,7 +208,7 @@ class Engine:
                 f"a head needs its base's dtype and device: {weight.dtype} on {weight.device} for "
                 f"a base in {base.dtype} on {base.device}; load it with load_head(path, base)"
             )
-        self.base, self.pool, self.timed = base, pool, timed
+        self.base, self.pool, self.ledger = base, pool, ledger
         self.max_batch = require_integer(max_batch, "max_batch", 1)
         self.acceptance = accept.acceptance_rule(acceptance)
         self.drafter, self.tree = drafted_by(drafter, tree, base)
@@ -111,22 +219,22 @@ class Engine:
         self.max_length = min(length, context)
         # a row may exceed its limit by one draft, and its last step needs slots for a tree
         self._capacity = self.max_length + 2 * self.tree.num_nodes
-        self.max_batch = max(1, min(self.max_batch, self._fitting()))
+        self.max_batch = max(1, min(self.max_batch, self._num_fitting_rows()))
         self.waiting: list[Stream] = []
         """Requests that wait, in order of submission."""
         self.running: list[Stream] = []
         """The requests of the rows of the batch, in order of the rows."""
         self._state: DecodingState | None = None
 
-    def _fitting(self) -> int:
+    def _num_fitting_rows(self) -> int:
         """Return how many rows fit into the memory of the device."""
-        base, tree, number = self.base, self.tree, self.base.dtype.itemsize
+        base, num_nodes = self.base, self.tree.num_nodes
         # rows that join are copied: memory briefly has all of them twice
-        row = 0 if self.pool is not None else 2 * self._capacity * base.slot_bytes
+        cache_bytes = 0 if self.pool is not None else 2 * self._capacity * base.slot_bytes
         # mask, ancestors, and logits of base and drafter of each node
         logits = base.vocab_size + (self.drafter.drafted_size if self.drafter else 0)
-        node = (self.max_length + tree.num_nodes + logits) * number + tree.num_nodes
-        return int(device_bytes(base.device) / (row + tree.num_nodes * node))
+        node_bytes = (self.max_length + num_nodes + logits) * base.dtype.itemsize + num_nodes
+        return int(device_bytes(base.device) / (cache_bytes + num_nodes * node_bytes))
 
     def submit(self, request: Request) -> Stream:
         """Append a request to the queue; raise a ValueError if it can never be decoded."""
@@ -135,8 +243,8 @@ class Engine:
             raise InputError(
                 f"token ids must be below {vocab}, got {largest}; use this base's own tokenizer"
             )
-        if pictured := self.base.media_ids.keys() & {*request.prompt}:
-            token = min(pictured)
+        if media := self.base.media_ids.keys() & {*request.prompt}:
+            token = min(media)
             raise InputError(
                 f"a prompt must be text, and token {token} stands for a picture or a sound "
                 f"({self.base.media_ids[token]} of config.json); leave it out"
@@ -150,21 +258,21 @@ class Engine:
                 f"stop strings need a base with a tokenizer, got {self.base.name!r}; name eos_ids"
             )
         limit = min(request.max_new_tokens, self.max_length - length)
-        drafted = self.drafter.max_length if self.drafter else None
-        if drafted is not None and length + limit > drafted:
+        draft_context = self.drafter.max_length if self.drafter else None
+        if draft_context is not None and length + limit > draft_context:
             raise InputError(
                 f"prompt and new tokens must fit the context of the draft model: {length} + "
-                f"{limit} exceed {drafted}; choose another draft model, or ask for less"
+                f"{limit} exceed {draft_context}; choose another draft model, or ask for less"
             )
-        size, nodes, needed = length + limit, self.tree.num_nodes, 0
+        size, num_nodes, num_blocks = length + limit, self.tree.num_nodes, 0
         if self.pool is not None:
-            needed = self.pool.blocks_for(size + nodes)
-            if needed > self.pool.num_blocks:
+            num_blocks = self.pool.blocks_for(size + num_nodes)
+            if num_blocks > self.pool.num_blocks:
                 raise InputError(
-                    f"a request must fit the pool: {size} tokens and a tree of {nodes} need "
-                    f"{needed} blocks of {self.pool.num_blocks}; ask for less or allocate more"
+                    f"a request must fit the pool: {size} tokens and a tree of {num_nodes} need "
+                    f"{num_blocks} blocks of {self.pool.num_blocks}; ask for less or allocate more"
                 )
-        stream = Stream(request, self, limit, needed)
+        stream = Stream(request, self, limit, num_blocks)
         if stream.finish_reason is None:
             self.waiting.append(stream)
         return stream
@@ -181,15 +289,15 @@ class Engine:
         """
         self._admit()
         if (state := self._state) is not None:
-            tree = self.tree.of_step(self.running)
+            tree = self.tree.choose_policy(StepLoad([stream.load for stream in self.running]))
             with self._failing(self.running, state.cache):
                 steps = step(
-                    self.base, self.drafter, tree, self.acceptance, state, timed=self.timed
+                    self.base, self.drafter, tree, self.acceptance, state, ledger=self.ledger
                 )
-                for stream, taken in zip(self.running, steps, strict=True):
-                    stream.steps.append(taken)
-                    stream.take(taken.tokens)
-            self._let_go()
+                for stream, decoded in zip(self.running, steps, strict=True):
+                    stream.add_step(decoded)
+            self._release_finished()
+            self.ledger.end_part("host")
         return bool(self.running or self.waiting)
 
     def cancel(self, stream: Stream) -> None:
@@ -198,21 +306,21 @@ class Engine:
             stream.finish_reason = "cancelled"
             if stream in self.waiting:
                 self.waiting.remove(stream)
-            self._let_go()
+            self._release_finished()
 
     def _admit(self) -> None:
         """Move waiting requests that fit into the batch."""
         newcomers: list[Stream] = []
         for stream in self.waiting:
-            served = [*self.running, *newcomers]
-            if len(served) == self.max_batch or not self._has_blocks([*served, stream]):
+            batch = [*self.running, *newcomers]
+            if len(batch) == self.max_batch or not self._has_blocks([*batch, stream]):
                 break
             newcomers.append(stream)
         if self.waiting and not self.running and not newcomers:
             raise PoolFullError("others hold the pool's blocks; give an engine its own pool")
-        for places in alike([len(stream.request.prompt) for stream in newcomers]):
-            self._start([newcomers[place] for place in places])
-        self._let_go()
+        for group in group_by_length([len(stream.request.prompt) for stream in newcomers]):
+            self._start([newcomers[index] for index in group])
+        self._release_finished()
 
     def _start(self, streams: list[Stream]) -> None:
         """Read the prompts of these waiting requests, decode their first tokens, and join them."""
@@ -226,8 +334,9 @@ class Engine:
             state, first = start(
                 self.base, self.drafter, prompts, self._capacity, sampling, cache, self.coupled
             )
-            for stream, token in zip(streams, first, strict=True):
-                stream.take([token])
+            for stream, token, text in zip(streams, first, state.texts, strict=True):
+                stream.append_tokens([token])
+                stream.rates = self.tree.start_rates(text)
         self.running += streams
         if self._state is None:
             self._state = state
@@ -257,29 +366,29 @@ class Engine:
                 stream.finish_reason = stream.finish_reason or "failed"
             if cache is not None:
                 cache.keep_rows([])
-            self._let_go()
+            self._release_finished()
             raise
 
-    def _has_blocks(self, served: list[Stream]) -> bool:
+    def _has_blocks(self, streams: list[Stream]) -> bool:
         """Return whether the pool has enough blocks for all of these."""
         if self.pool is None:
             return True
         cache = self._state.cache if self._state else None
-        held = sum(map(len, cache.blocks)) if isinstance(cache, PagedKVCache) else 0
-        return sum(stream.num_blocks for stream in served) <= self.pool.num_free + held
+        num_used = sum(map(len, cache.blocks)) if isinstance(cache, PagedKVCache) else 0
+        return sum(stream.num_blocks for stream in streams) <= self.pool.num_free + num_used
 
-    def _let_go(self) -> None:
+    def _release_finished(self) -> None:
         """Drop finished rows and release their memory."""
         if (state := self._state) is None:
             return
-        kept = [row for row, one in enumerate(self.running) if one.finish_reason is None]
-        if not kept:
+        rows = [row for row, stream in enumerate(self.running) if stream.finish_reason is None]
+        if not rows:
             state.cache.keep_rows([])
             self._state, self.running = None, []
-        elif len(kept) < len(self.running):
+        elif len(rows) < len(self.running):
             # in the order that moves the fewest rows: the last ones fill the gaps
-            stay, last = {*kept}, iter([row for row in kept if row >= len(kept)])
-            kept = [row if row in stay else next(last) for row in range(len(kept))]
+            unfinished, last = {*rows}, iter([row for row in rows if row >= len(rows)])
+            rows = [row if row in unfinished else next(last) for row in range(len(rows))]
             with self._failing(self.running, state.cache):
-                state.keep(kept)
-            self.running = [self.running[row] for row in kept]
+                state.keep(rows)
+            self.running = [self.running[row] for row in rows]

@@ -29,10 +29,8 @@ class StepTimes(NamedTuple):
     """Times of a step of the whole batch, in seconds of `time.perf_counter`."""
 
     began: float
-    drafted: float
-    """End of drafting; with CUDA the end of its launches, unless the step was timed."""
     ended: float
-    """When the verdict was read on the host."""
+    """When the verdict was on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +55,16 @@ class DecodingStep:
         """Whether a node below the last accepted one was refused."""
         return self.path[-1] in self.parents
 
+    @property
+    def num_drafted(self) -> int:
+        """Number of nodes that the head drafted."""
+        return len(self.drafted) - self.num_copied - 1
+
+    @property
+    def num_accepted(self) -> int:
+        """Number of nodes that the head drafted and the base accepted."""
+        return sum(node <= self.num_drafted for node in self.path) - 1
+
 
 @dataclass(slots=True)
 class DecodingState:
@@ -66,8 +74,10 @@ class DecodingState:
     committed: Committed
     """Tokens committed since the drafter read last, in one step or several."""
     memory: Memory | None
-    rows: SamplingState
+    sampling: SamplingState
     """Sampling settings, positions and noise of the rows."""
+    texts: list[LookupText]
+    """Each row's text up to the root, on the host, for prompt lookup."""
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
@@ -75,7 +85,8 @@ class DecodingState:
         index = upload(rows, self.committed.counts.device)
         self.cache.keep_rows(rows)
         self.committed = self.committed.keep(index)
-        self.rows = self.rows.keep(rows)
+        self.sampling = self.sampling.keep(rows)
+        self.texts = [self.texts[row] for row in rows]
         if self.memory is not None:
             self.memory = self.memory.keep(index)
 
@@ -84,9 +95,51 @@ class DecodingState:
         """Append another state's rows; the other state must not be used again."""
         self.cache.join(other.cache)
         self.committed = self.committed.join(other.committed)
-        self.rows = self.rows.join(other.rows)
+        self.sampling = self.sampling.join(other.sampling)
+        self.texts += other.texts
         if self.memory is not None and other.memory is not None:
             self.memory = self.memory.join(other.memory)
+
+
+PARTS = ("draft", "verify", "accept", "host")
+"""Parts of a step in order: the tree, the base's forward, the rule with the copy of its verdict to
+the host, and the rest, which commits the accepted path."""
+
+
+@dataclass(slots=True)
+class StepLedger:
+    """Seconds of each part of decoding steps, summed over steps of whole batches.
+
+    The device is synchronised at the end of each of `parts`, so that its work counts where it was
+    launched. That takes time on CUDA: a step with a ledger is slower. Without a device the ledger
+    stays empty.
+    """
+
+    device: torch.device | None
+    parts: tuple[str, ...] = PARTS
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    num_steps: int = 0
+    _last: float = 0.0
+
+    def begin_step(self) -> None:
+        """Start the clock of a step."""
+        if self.device is not None:
+            synchronise(self.device)
+            self.num_steps += 1
+            self._last = time.perf_counter()
+
+    def end_part(self, part: str) -> None:
+        """Add the time since the last call to a part."""
+        if self.device is not None:
+            if part in self.parts:
+                synchronise(self.device)
+            now = time.perf_counter()
+            self.seconds[part] += now - self._last
+            self._last = now
+
+
+NO_LEDGER = StepLedger(None)
+"""Measures nothing."""
 
 
 @torch.inference_mode()
@@ -97,59 +150,60 @@ def step(
     acceptance: AcceptanceRule,
     state: DecodingState,
     *,
-    timed: bool = False,
+    ledger: StepLedger = NO_LEDGER,
 ) -> list[DecodingStep]:
     """Decode one step for every row and advance `state`; without a drafter, with the base alone.
 
     A drafter with a memory reads the tokens of steps without a draft when it drafts again, or when
-    there are as many as it reads at once. `timed` waits for the device before and after drafting,
-    so that `StepTimes.drafted` is true on a GPU too.
+    there are as many as it reads at once. `ledger` adds up the seconds of the step's parts.
     """
-    began = _now(base, wait=timed)
-    state.rows.depth = tree.depth
+    ledger.begin_step()
+    began = time.perf_counter()
+    # draft
+    state.sampling.depth = tree.depth
     unread = None
     with without_cudnn_attention(base.device):
-        grown = tree.grow(drafter, state.committed, state.memory, state.rows)
-        if drafter is not None and not tree.own_depth and state.memory is not None:
+        drafted = tree.grow(drafter, state.committed, state.memory, state.sampling, state.texts)
+        if drafter is not None and not tree.draft_depth and state.memory is not None:
             if state.committed.next_tokens.shape[1] < drafter.max_unread_positions:
                 unread = state.committed
             else:
                 drafter.store_committed(state.committed, state.memory)
-    drafted = _now(base, wait=timed)
-    verified = base.verify(grown, state.cache, drafter.aux_layers if drafter else ())
-    verdict = acceptance(grown, verified.logits, verified.ancestors, state.rows)
-    read = _read(grown, verdict)
-    steps = _steps(read, grown, StepTimes(began, drafted, time.perf_counter()))
-    state.cache.commit([taken.path for taken in steps])
-    width = max(len(taken.path) for taken in steps)
-    padded = [taken.tokens + taken.tokens[-1:] * (width - len(taken.tokens)) for taken in steps]
+    ledger.end_part("draft")
+    # verify
+    verified = base.verify(drafted, state.cache, drafter.aux_layers if drafter else ())
+    ledger.end_part("verify")
+    # accept
+    verdict = acceptance(drafted, verified.logits, verified.ancestors, state.sampling)
+    rows = copy_to_host(drafted, verdict)
+    steps = decode_rows(rows, drafted, StepTimes(began, time.perf_counter()))
+    ledger.end_part("accept")
+    # commit
+    state.cache.commit([row.path for row in steps])
+    width = max(len(row.path) for row in steps)
+    padded = [row.tokens + row.tokens[-1:] * (width - len(row.tokens)) for row in steps]
     features = verified.features.gather(verdict.path[:, :width])
     state.committed = Committed(features, upload(padded, verdict.path.device), verdict.count)
-    state.rows.advance(state.committed.next_tokens, state.cache.positions)
-    for text, taken in zip(state.rows.texts, steps, strict=True):
-        text.extend(taken.tokens)
+    state.sampling.advance(state.committed.next_tokens, state.cache.positions)
+    for text, row in zip(state.texts, steps, strict=True):
+        text.extend(row.tokens)
     if unread is not None:
         state.committed = unread.append(state.committed)
+    ledger.end_part("host")
     return steps
 
 
-def _now(base: FrozenBase, *, wait: bool) -> float:
-    if wait:
-        synchronise(base.device)
-    return time.perf_counter()
-
-
-def _read(tree: TokenTree, verdict: Verdict) -> list[list[int]]:
+def copy_to_host(tree: TokenTree, verdict: Verdict) -> list[list[int]]:
     """Copy verdict and tree to the host: the only synchronisation of a step."""
     ends = [verdict.count[:, None], verdict.bonus[:, None]]
     return torch.cat([*ends, tree.tokens, tree.parents, verdict.path], dim=1).tolist()
 
 
-def _steps(read: list[list[int]], tree: TokenTree, times: StepTimes) -> list[DecodingStep]:
-    """Return the step of each row from the values that `_read` returned."""
+def decode_rows(rows: list[list[int]], tree: TokenTree, times: StepTimes) -> list[DecodingStep]:
+    """Return the step of each row from the values that `copy_to_host` returned."""
     size = tree.tokens.shape[1]
     steps = []
-    for count, bonus, *row in read:
+    for count, bonus, *row in rows:
         drafted, parents, path = row[:size], row[size : 2 * size], row[2 * size :][:count]
         tokens = [*(drafted[node] for node in path[1:]), bonus]
         steps.append(DecodingStep(tokens, path, drafted, parents, times, tree.num_copied))
@@ -181,17 +235,17 @@ def start(
     counts = upload(lengths, base.device)
     text = pad(padded, (0, capacity - padded.shape[1]))
     sampling = sampling or [GREEDY] * batch
-    rows = SamplingState(
+    state = SamplingState(
         sampling, counts - 1, text, logits.shape[-1], dtype=logits.dtype, coupled=coupled
     )
     root = root_only(Committed(features, padded, counts))
     # there is no draft yet: under every rule the first token is the base's own
-    first = rows.choose(root, logits[:, None], root.ancestors())
-    rows.advance(first, counts)
+    first = state.choose(root, logits[:, None], root.ancestors())
+    state.advance(first, counts)
     roots = first[:, 0].tolist()
-    rows.texts = [LookupText([*text, root]) for text, root in zip(prompts, roots, strict=True)]
-    following = padded.roll(-1, dims=1).scatter(1, counts[:, None] - 1, first)
-    committed = Committed(features, following, counts)
+    texts = [LookupText([*prompt, root]) for prompt, root in zip(prompts, roots, strict=True)]
+    next_tokens = padded.roll(-1, dims=1).scatter(1, counts[:, None] - 1, first)
+    committed = Committed(features, next_tokens, counts)
     if drafter is None or memory is None:
         committed = committed.last_positions()
     elif min(lengths) > 1:
@@ -199,7 +253,7 @@ def start(
         with without_cudnn_attention(base.device):
             drafter.store_committed(replace(committed, counts=counts - 1), memory)
         committed = committed.last_positions()
-    return DecodingState(cache, committed, memory, rows), roots
+    return DecodingState(cache, committed, memory, state, texts), roots
 
 
 class Origin(NamedTuple):

@@ -37,7 +37,6 @@ from specheads.core.seeds import derive_seed
 from specheads.core.tree import TokenTree
 from specheads.decoding import noise
 from specheads.decoding.noise import likeliest
-from specheads.decoding.prompt_lookup import LookupText
 
 Nodes = Int[Tensor, "batch node"]
 Scores = Float[Tensor, "batch node vocab"]
@@ -94,7 +93,7 @@ CHUNK = 2**22
 
 @dataclass(slots=True)
 class SamplingState:
-    """Sampling settings, positions, texts and noise of a batch's rows."""
+    """Sampling settings, positions and noise of a batch's rows."""
 
     sampling: list[Sampling]
     lengths: Int[Tensor, " batch"]
@@ -111,8 +110,6 @@ class SamplingState:
     depth: int | None = None
     """Most levels of the next trees; None is the number of nodes. Noise is computed for this
     many positions at once."""
-    texts: list[LookupText] = field(default_factory=list)
-    """Each row's text up to the root, on the host, for prompt lookup; `loop` fills them in."""
     greedy: bool = field(init=False)
     """Whether every row is greedy."""
     draws: bool = field(init=False)
@@ -153,15 +150,13 @@ class SamplingState:
             sampling=[self.sampling[row] for row in rows],
             lengths=self.lengths[index],
             text=self.text[index],
-            texts=[self.texts[row] for row in rows if self.texts],
         )
 
     def join(self, other: "SamplingState") -> "SamplingState":
-        """Return the state of both batches' rows; their texts must have the same width."""
+        """Return the state of both batches' rows; both `text`s must have the same width."""
         lengths = torch.cat([self.lengths, other.lengths])
         text = torch.cat([self.text, other.text])
-        sampling, texts = self.sampling + other.sampling, self.texts + other.texts
-        return replace(self, sampling=sampling, lengths=lengths, text=text, texts=texts)
+        return replace(self, sampling=self.sampling + other.sampling, lengths=lengths, text=text)
 
     def advance(self, tokens: Int[Tensor, "batch path"], lengths: Int[Tensor, " batch"]) -> None:
         """Append the tokens to each row, and move the roots to `lengths`."""

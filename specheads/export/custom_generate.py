@@ -29,9 +29,9 @@ from specheads.base.selfcheck import check
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
 from specheads.decoding import accept
-from specheads.decoding.engine import Engine
+from specheads.decoding.engine import Engine, Stream
 from specheads.decoding.generate import refuse_unfit
-from specheads.decoding.request import Request, Stream
+from specheads.decoding.request import Request
 from specheads.decoding.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
 from specheads.heads.load import fit_to_base, load_head

@@ -13,7 +13,7 @@ from specheads.data.prompts import PromptSet
 from specheads.decoding.accept import LOSSY
 from specheads.decoding.calibration import Reliability, reliability
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import HybridTree, own_tree
+from specheads.decoding.trees.hybrid import HybridTree, remove_lookup
 from specheads.decoding.trees.tuned import Tuned
 from specheads.heads.load import load_head
 from specheads.measure import results
@@ -183,7 +183,7 @@ def evaluation_settings(
 ) -> results.EvaluationSettings:
     """Return the conditions of decoding as results.json stores them."""
     tree, sampling = generation.tree_of(head), generation.sampling
-    head_tree = own_tree(tree)
+    head_tree = remove_lookup(tree)
     is_static = isinstance(head_tree, policies.Static)
     return results.EvaluationSettings(
         **asdict(sampling),
@@ -195,7 +195,7 @@ def evaluation_settings(
         tree=tree.name,
         num_nodes=tree.num_nodes,
         paths=[list(path) for path in head_tree.paths] if is_static else [],
-        copied_tokens=tree.size if isinstance(tree, HybridTree) else 0,
+        copied_tokens=tree.num_copied if isinstance(tree, HybridTree) else 0,
         dtype=dtype_name(base.dtype),
         device=base.device.type,
     )

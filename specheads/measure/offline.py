@@ -28,7 +28,8 @@ from specheads.decoding.sampling import (
     with_noise,
 )
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import HybridTree, own_tree
+from specheads.decoding.trees.hybrid import HybridTree
+from specheads.decoding.trees.named import fixed_tree
 from specheads.measure.counts import DepthCounts, compute_rate, conditional_acceptance
 from specheads.measure.generation import BaseTexts, GenerationSettings
 from specheads.measure.results import Offline
@@ -229,9 +230,9 @@ def replay(
     The integers are exact except at ties: reading a text at once and token by token round
     differently, so the two best guesses may swap.
     """
-    head_tree, size = fixed_tree(tree), tree.size if isinstance(tree, HybridTree) else 0
+    head_tree, size = fixed_tree(tree), tree.num_copied if isinstance(tree, HybridTree) else 0
     assert head_tree is not None
-    drafts = lookup_drafts(*text, tree.copied) if size else []
+    drafts = lookup_drafts(*text, tree.lookup_length) if size else []
     paths, inner_paths = {(), *head_tree.paths}, {path[:-1] for path in head_tree.paths}
     counts = DepthCounts.zeros(head_tree.depth + size, source)
     rows: list[list[int]] = ranks.tolist()
@@ -256,11 +257,3 @@ def replay(
         counts.add(num_accepted, drafted_beyond=drafted_beyond)
         anchor += num_accepted + 1
     return counts
-
-
-def fixed_tree(tree: policies.TreePolicy) -> policies.Static | None:
-    """Return the head's own tree if it is the same in every step, else None."""
-    head_tree = own_tree(tree)
-    return (
-        head_tree if isinstance(head_tree, policies.Static) and not head_tree.confidence else None
-    )

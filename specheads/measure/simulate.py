@@ -19,8 +19,9 @@ from specheads.core.files import local_path
 from specheads.core.ranges import NonNegativeFloat, PositiveInt, check_value, setting_hints
 from specheads.data.files import read_jsonl
 from specheads.decoding.cost import ForwardCost, StepCost
-from specheads.decoding.goodput import Goodput, MovingRates, RequestRates, best_draft
-from specheads.decoding.request import alike
+from specheads.decoding.goodput import Goodput, best_draft
+from specheads.decoding.load import MovingRates, RequestRates, RowLoad, StepLoad
+from specheads.decoding.request import group_by_length
 from specheads.heads.layers.block import BlockHead
 from specheads.measure.tables import ConsoleTable
 
@@ -107,7 +108,7 @@ class Served:
         right = self.right[self.tokens - 1]
         accepted = min(right, depth)
         if observed:
-            self.rates.own.note(accepted, refused=right < depth)
+            self.rates.drafted.update(accepted, refused=right < depth)
         self.tokens += min(accepted + 1, self.room)
 
 
@@ -140,7 +141,7 @@ def simulate(
         while waiting and len(rows) + len(new) < max_batch and waiting[0].arrival.seconds <= clock:
             new.append(waiting.popleft())
         lengths = [row.arrival.prompt_tokens for row in new]
-        for group in alike(lengths):
+        for group in group_by_length(lengths):
             seconds = policy.cost.verify.seconds(len(group) * max(lengths[one] for one in group), 0)
             clock += seconds
             for row in [new[place] for place in group]:
@@ -149,9 +150,11 @@ def simulate(
         rows = [row for row in rows if row.room]
         if not rows:
             continue
-        known = [(row, row.rates) for row in rows]
-        # without copied text a draft's index is its depth
-        drafted = best_draft(policy.cost, policy.drafts, known) if depth is None else depth
+        drafted = depth
+        if drafted is None:
+            load = StepLoad([RowLoad(row.length, row.room, row.rates) for row in rows])
+            # without copied text a draft's index is its depth
+            drafted = best_draft(policy.cost, policy.drafts, load)
         context = max(row.length for row in rows)
         seconds = policy.cost.seconds(len(rows), context, drafted + 1, drafted)
         steps.append((clock, seconds, len(rows), drafted))

@@ -12,7 +12,7 @@ import torch
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
 from specheads.core.machine import peak_gib, synchronise
-from specheads.decoding.trees.hybrid import own_tree
+from specheads.decoding.trees.hybrid import remove_lookup
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.generation import GenerationSettings, decode_batch
 from specheads.measure.results import Gain, Speed
@@ -126,7 +126,7 @@ def measure_speed(
     only. Intervals are over batches. A tree with prompt lookup is also timed without it.
     """
     trees, tree = {"drafted": generation.tree}, generation.tree
-    if tree is not None and (head_tree := own_tree(tree)) is not tree and head_tree.depth:
+    if tree is not None and (head_tree := remove_lookup(tree)) is not tree and head_tree.depth:
         trees["head alone"] = head_tree
     methods = {
         name: partial(time_generate, base, drafter, generation=replace(generation, tree=tree))

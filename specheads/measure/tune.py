@@ -1,7 +1,6 @@
 """Choose a draft tree for this machine: fit step times, predict, time the best, choose."""
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,17 +13,17 @@ from specheads.base.model import FrozenBase
 from specheads.config.data import DataSettings
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
-from specheads.core.machine import synchronise
 from specheads.data.prompts import PromptSet
 from specheads.decoding import accept, loop
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees import policies, tuned
-from specheads.decoding.trees.hybrid import HybridTree, own_tree
+from specheads.decoding.trees.hybrid import HybridTree
+from specheads.decoding.trees.named import candidate_policies, fixed_tree
 from specheads.decoding.trees.tuned import TimedTree, Tuned, TunedTree
 from specheads.measure import tune_trees
 from specheads.measure.counts import DepthCounts, compute_rate
 from specheads.measure.generation import GenerationSettings, decode_prompts
-from specheads.measure.offline import fixed_tree, lookup_drafts, replay
+from specheads.measure.offline import lookup_drafts, replay
 from specheads.measure.tables import ConsoleTable, with_interval
 from specheads.measure.tune_trees import TuningTexts, trace_texts, validation_prompts, write_texts
 from specheads.runs.progress import progress_bar
@@ -165,17 +164,15 @@ def finalists(
     These are the best by prediction, two of another size, the best chain, the chain that stops
     early and, if `grown`, a best-first tree about as large, some also with prompt lookup.
     """
-    depth, branch = head.depth, min(4, head.drafted_size or 4)
     ranks = [one.ranks for one in texts.judged]
     place = cost, batch, texts.context
     ordered = sorted(trees, key=lambda tree: -tune_trees.predict(tree, ranks, *place))
     first, chain = ordered[0], next(tree for tree in ordered if tree.name == "chain")
     others = [tree for tree in ordered if abs(tree.num_nodes - first.num_nodes) > 1]
     plain: list[policies.TreePolicy] = [first, chain]
-    if grown and branch > 1:
-        most = min(max_nodes, 1 + branch + (depth - 1) * 4 * branch)
-        nodes = min(max(first.num_nodes, depth + 3), most)
-        plain.append(policies.BestFirst(nodes, depth, 4, branch))
+    if grown:
+        size = first.num_nodes
+        plain += candidate_policies(head.depth, head.drafted_size, size, max_nodes)
     joined = [HybridTree(tree, size) for tree in dict.fromkeys(plain) for size in COPIED]
     short = [stop] if stop and stop.num_nodes <= max_nodes else []
     found = dict.fromkeys([*plain, *others[:2], *short, *joined])
@@ -230,28 +227,7 @@ def time_finals(
         tried.append(row)
     fastest = max(range(len(tried)), key=lambda index: tried[index].speedup)
     tried[fastest] = replace(tried[fastest], chosen=True)
-    return tried, _tuned_tree(tried[fastest], methods[fastest][1])
-
-
-def _tuned_tree(row: TimedTree, tree: policies.TreePolicy) -> TunedTree:
-    """Return a tree as tuned.json stores it."""
-    own = own_tree(tree)
-    chosen = TunedTree(
-        batch=row.batch,
-        context=row.context,
-        tokens_per_forward=row.tokens_per_forward,
-        predicted_speedup=row.speedup,
-        interval=row.interval,
-        kind="static" if own.depth else "none",
-        num_nodes=own.num_nodes,
-        depth=own.depth,
-        copied=tree.size if isinstance(tree, HybridTree) else 0,
-    )
-    if isinstance(own, policies.BestFirst):
-        return replace(chosen, kind="best_first", beam=own.beam, branch=own.branch)
-    assert isinstance(own, policies.Static)
-    paths = [list(path) for path in own.paths]
-    return replace(chosen, paths=paths, confidence=own.confidence, stop=own.estimate)
+    return tried, TunedTree.of(methods[fastest][1], tried[fastest])
 
 
 def choose_tree(
@@ -396,10 +372,9 @@ def _time_step(
     base: FrozenBase, drafter: Drafter | None, tree: policies.TreePolicy, state: loop.DecodingState
 ) -> tuple[float, float]:
     """Return the seconds of one step, and those of its draft."""
-    taken = loop.step(base, drafter, tree, accept.match_rule, state, timed=True)
-    synchronise(base.device)
-    began, drafted, _ = taken[0].times
-    return time.perf_counter() - began, drafted - began
+    ledger = loop.StepLedger(base.device, parts=("draft", "host"))
+    loop.step(base, drafter, tree, accept.match_rule, state, ledger=ledger)
+    return sum(ledger.seconds.values()), ledger.seconds["draft"]
 
 
 def trimmed_mean(seconds: Sequence[int | float]) -> float:

@@ -15,10 +15,10 @@ from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PoolFullError
 from specheads.core.drafter import Drafter
 from specheads.decoding.draft_model import DraftModel, Streaming
-from specheads.decoding.engine import Engine
+from specheads.decoding.engine import Engine, Stream
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.loop import DecodingStep
-from specheads.decoding.request import Request, Stream
+from specheads.decoding.request import Request
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
@@ -356,7 +356,7 @@ def test_a_stop_string_that_is_a_special_token_ends_the_text_at_it(base):
     said = tiny.continuations()[0][:3]
     for stop, kept in ((special, [*said, number]), ("never said", [*said, number, *said])):
         stream = ask(Engine(base), max_new_tokens=7, eos_ids=(), stop=("never", stop))
-        stream.take([*said, number, *said])
+        stream.append_tokens([*said, number, *said])
         assert stream.tokens == kept
         assert stream.finish_reason == ("eos" if stop == special else "length")
 

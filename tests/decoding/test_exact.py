@@ -15,7 +15,6 @@ from torch import Tensor
 import specheads.base.forward
 from specheads.base.model import FrozenBase
 from specheads.config.training import Schedule
-from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.trees import policies
@@ -42,7 +41,9 @@ class RandomTrees(policies.TreePolicy):
         self.share_right = share_right
         self.generator = torch.Generator().manual_seed(3)
 
-    def grow(self, drafter: Any, committed: Committed, memory: Any, rows: Any = None) -> TokenTree:
+    def grow(
+        self, drafter: Any, committed: Any, memory: Any, sampling: Any = None, texts: Any = ()
+    ) -> TokenTree:
         assert isinstance(drafter, tiny.Oracle)
         assert isinstance(memory, TextPositions)
         drafter.begin(committed, memory)

@@ -90,7 +90,7 @@ def test_the_context_can_be_filled_to_its_last_position():
     assert len(prompt) + len(out.tokens[0]) == base.max_length
 
 
-NEVER = StepTimes(0.0, 0.0, 0.0)
+NEVER = StepTimes(0.0, 0.0)
 
 
 def test_depths_are_edges_below_the_root_and_the_last_nodes_are_copied():

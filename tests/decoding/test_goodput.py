@@ -5,7 +5,6 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -16,17 +15,15 @@ from specheads.base.paged import BlockPool
 from specheads.core.drafter import Drafter
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.draft_model import DraftModel, Streaming
-from specheads.decoding.engine import Engine
+from specheads.decoding.engine import Engine, Stream
 from specheads.decoding.goodput import (
     Goodput,
-    MovingRates,
-    RequestRates,
     best_draft,
-    drafted_levels,
 )
+from specheads.decoding.load import MovingRates, RequestRates, RowLoad, StepLoad
 from specheads.decoding.loop import DecodingStep, StepTimes
 from specheads.decoding.prompt_lookup import LookupText, common_prefix_length
-from specheads.decoding.request import Request, Stream
+from specheads.decoding.request import Request
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.heads.load import kinds
@@ -38,34 +35,25 @@ from tests.tuned import MATCH, tuned
 CHAINS = [(depth, 0) for depth in range(12)]
 
 
-@dataclass(frozen=True)
-class Standing:
-    """A request as goodput sees it."""
-
-    length: int
-    room: int = 1000
-
-
 def linear(fixed: float, token: float, context: float = 0.0, share: float = 0.1) -> StepCost:
     """Return a base's cost, and of one level of drafting that share of it."""
     drafted = ForwardCost(fixed=share * fixed, token=share * token, context=share * context)
     return StepCost(verify=ForwardCost(fixed=fixed, token=token, context=context), draft=drafted)
 
 
-def goodput(cost: StepCost, group: list[Any], depth: int) -> float:
+def goodput(cost: StepCost, load: StepLoad, depth: int) -> float:
     """Return the tokens of all rows over the seconds of their step, computed independently."""
-    context = sum(row.length for row, _ in group) / len(group)
     tokens = sum(
-        1 + sum(math.prod(known.own.rates[:k]) for k in range(1, depth + 1)) for _, known in group
+        1 + sum(math.prod(row.rates.drafted.rates[:k]) for k in range(1, depth + 1))
+        for row in load.rows
     )
-    return tokens / cost.seconds(len(group), context, depth + 1, depth)
+    return tokens / cost.seconds(load.batch, load.mean_context, depth + 1, depth)
 
 
-def rows(batch: int, *rates: float, context: int = 1000, room: int = 1000) -> list[Any]:
-    return [
-        (Standing(context, room), RequestRates(MovingRates(rates), [*map(MovingRates, COPIED)]))
-        for _ in range(batch)
-    ]
+def rows(batch: int, *rates: float, context: int = 1000, room: int = 1000) -> StepLoad:
+    copied = [*map(MovingRates, COPIED)]
+    row = RowLoad(context, room, RequestRates(MovingRates(rates), copied))
+    return StepLoad([row] * batch)
 
 
 COPIED = [[0.5, 0.5, 0.5], [0.5, 1.0, 1.0]]
@@ -91,10 +79,10 @@ RATES = st.lists(st.floats(0, 0.99), min_size=3, max_size=3)
 
 @given(cost=COSTS, batch=st.integers(1, 300), rates=st.one_of(st.just([0.0] * 3), RATES))
 def test_no_other_depth_has_a_higher_goodput(cost, batch, rates):
-    group = rows(batch, *rates, context=100)
-    best = best_draft(cost, CHAINS[:4], group)
-    found = goodput(cost, group, best)
-    assert found == pytest.approx(max(goodput(cost, group, one) for one in range(4)))
+    load = rows(batch, *rates, context=100)
+    best = best_draft(cost, CHAINS[:4], load)
+    expected = max(goodput(cost, load, depth) for depth in range(4))
+    assert goodput(cost, load, best) == pytest.approx(expected)
     assert best == 0 or rates[0] > 0
 
 
@@ -106,12 +94,12 @@ def test_a_request_that_takes_one_more_token_is_not_drafted_for():
 def test_averages_follow_acceptance_and_return_to_the_seed_without_observations():
     known = MovingRates([0.5, 0.5, 0.5])
     for _ in range(200):
-        known.note(1, refused=True)
+        known.update(1, refused=True)
     assert known.rates[0] > 0.99
     assert known.rates[1] < 0.01
     assert known.rates[2] == 0.5
     for _ in range(400):
-        known.note(0, refused=False)
+        known.update(0, refused=False)
     assert known.rates == pytest.approx([0.5, 0.5, 0.5], abs=0.02)
 
 
@@ -144,11 +132,11 @@ FREE, DEAR = linear(1.0, 0.05), linear(1.0, 0.4)
     ],
 )
 def test_as_much_is_copied_and_drafted_as_pays(cost, batch, rate, matched, best):
-    group = rows(batch, rate)
-    for _, known in group:
-        known.match = known.copied[matched - 1] if matched else None
+    load = rows(batch, rate)
+    for row in load.rows:
+        row.rates.match = row.rates.copied[matched - 1] if matched else None
     drafts = [(depth, size) for size in (0, 1, 3) for depth in (0, 1)]
-    assert drafts[best_draft(cost, drafts, group)] == best
+    assert drafts[best_draft(cost, drafts, load)] == best
 
 
 @pytest.mark.parametrize(
@@ -165,8 +153,10 @@ def test_as_much_is_copied_and_drafted_as_pays(cost, batch, rate, matched, best)
 )
 def test_a_step_gives_the_accepted_levels_of_the_heads_own_tree(path, copied, own):
     parents = [-1, 0, 1, *copied]
-    nodes, never = list(range(len(parents))), StepTimes(0.0, 0.0, 0.0)
-    assert drafted_levels(DecodingStep(path, path, nodes, parents, never, len(copied))) == own
+    nodes, never = list(range(len(parents))), StepTimes(0.0, 0.0)
+    step = DecodingStep(path, path, nodes, parents, never, len(copied))
+    assert step.num_accepted == own
+    assert step.num_drafted == 2
 
 
 # --- in an engine --------------------------------------------------------------------------------
@@ -186,16 +176,13 @@ class Switching(policies.TreePolicy):
         self.num_guesses = max(tree.num_guesses for tree in self.trees)
 
     @property
-    def own_depth(self) -> int:
-        return max(tree.own_depth for tree in self.trees)
+    def draft_depth(self) -> int:
+        return max(tree.draft_depth for tree in self.trees)
 
-    def of_step(self, requests: Sequence[Any]) -> policies.TreePolicy:
-        del requests
+    def choose_policy(self, load: StepLoad) -> policies.TreePolicy:
+        del load
         self.turns.append(len(self.turns) % len(self.trees))
         return self.trees[self.turns[-1]]
-
-    def grow(self, drafter: Any, committed: Any, memory: Any, rows: Any = None) -> Any:
-        return self.trees[0].grow(drafter, committed, memory, rows)
 
 
 TREE = policies.Static([(0,), (1,), (0, 0), (0, 0, 0)])
@@ -277,26 +264,25 @@ def test_goodput_learns_how_often_copied_text_is_right_whether_it_copies_or_not(
     engine.run()
     assert any(step.num_copied for step in stream.steps) == copies
     expected = [MovingRates(one) for one in rates]
-    text = stream.all_tokens[: len(prompt) + 1]
-    # the observations of the last step are not needed
-    for said in [step.tokens for step in stream.steps[:-1]]:
-        matched, copied = LookupText(text).find(policy.copied)
+    text = prompt + stream.tokens[:1]
+    for said in [step.tokens for step in stream.steps]:
+        matched, copied = LookupText(text).find(policy.lookup_length)
         right = common_prefix_length(copied, said)
         if matched:
-            expected[matched - 1].note(right, refused=right < min(len(copied), len(said)))
+            expected[matched - 1].update(right, refused=right < min(len(copied), len(said)))
         text = text + said
-    known = policy._rates[stream]
-    assert [one.rates for one in known.copied] == [one.rates for one in expected]
-    assert known.copied[2].rates != rates[2]
+    copied = stream.rates.copied
+    assert [one.rates for one in copied] == [one.rates for one in expected]
+    assert copied[2].rates != rates[2]
 
 
 def test_goodput_of_a_tuned_head_copies_where_that_was_measured():
     found = tuned()
     plain = Goodput.of(found)
-    assert (plain.depth, plain.copied) == (2, 0)
+    assert (plain.depth, plain.lookup_length) == (2, 0)
     found.acceptance.matches[:] = [MATCH] * 3
     policy = Goodput.of(found)
-    assert (policy.own_depth, policy.depth, policy.num_nodes) == (2, 12, 13)
+    assert (policy.draft_depth, policy.depth, policy.num_nodes) == (2, 12, 13)
     assert policy.drafts == [(depth, size) for size in (0, 2, 4, 7, 10) for depth in (0, 1, 2)]
     assert [tree.depth for tree in policy.trees] == [sum(draft) for draft in policy.drafts]
 

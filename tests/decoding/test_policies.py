@@ -3,7 +3,6 @@
 import itertools
 import json
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -254,7 +253,7 @@ def test_paths_enter_by_the_probability_of_the_whole(num_nodes: int):
 
 
 def policy_of(tree: TreeSettings, head_depth: int) -> TreePolicy | None:
-    return fixed_policy(head_depth=head_depth, **asdict(tree))
+    return fixed_policy(tree, head_depth)
 
 
 @pytest.mark.parametrize(

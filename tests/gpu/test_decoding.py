@@ -134,9 +134,9 @@ def test_a_step_does_not_wait_for_the_device(tree: str, device: torch.device) ->
         torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.inference_mode():
-            drafted = POLICIES[tree].grow(head, state.committed, state.memory, state.rows)
+            drafted = POLICIES[tree].grow(head, state.committed, state.memory, state.sampling)
             verified = base.verify(drafted, state.cache)
-            verdict = match(drafted, verified.logits, verified.ancestors, state.rows)
+            verdict = match(drafted, verified.logits, verified.ancestors, state.sampling)
     finally:
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")

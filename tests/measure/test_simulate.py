@@ -90,7 +90,7 @@ def test_a_draft_that_is_right_to_its_end_says_nothing_of_deeper_levels():
     served = Served(Arrival(0.0, 1, 9), [2] * 9, RequestRates(MovingRates(RATES)), tokens=1)
     served.take(2, observed=True)
     assert served.tokens == 4
-    found = served.rates.own.rates
+    found = served.rates.drafted.rates
     assert found[0] > RATES[0]
     assert found[1] > RATES[1]
     assert found[2:] == RATES[2:]

@@ -1,5 +1,6 @@
 """Trees with copied text: prompt lookup alone, or joined with a head's own tree."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,9 +8,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from specheads.base.cache import upload
+from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree, refuse_nodes
 from specheads.decoding.accept import kept
+from specheads.decoding.prompt_lookup import LookupText
+from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees.policies import NOTHING, TreePolicy
 
 
@@ -48,42 +52,54 @@ def join_copied(
 class HybridTree(TreePolicy):
     """A head's own tree joined with copied text, so that one forward verifies both.
 
-    `inner` grows the head's tree, and up to `size` nodes are added for copied tokens that the head
-    does not draft too. If `inner` drafts nothing, the tree is copied text alone. `trim` leaves out
-    added nodes that no row needs, which gives up a static shape; None trims on a CPU. At most
-    `copied` tokens are looked up; by default as many as fit.
+    `head_tree` grows the head's tree, and up to `num_copied` nodes are added for copied tokens that
+    the head does not draft too. If `head_tree` drafts nothing, the tree is copied text alone.
+    `trim` leaves out added nodes that no row needs, which gives up a static shape; None trims on a
+    CPU. At most `lookup_length` tokens are looked up; by default as many as fit.
 
     Source: Saxena 2023, prompt lookup, for what is copied; the union of drafts of several
     sources in one verified tree is that of Miao et al. 2023, SpecInfer, arXiv:2305.09781.
     """
 
     def __init__(
-        self, inner: TreePolicy, size: int, *, trim: bool | None = None, copied: int | None = None
+        self,
+        head_tree: TreePolicy,
+        num_copied: int,
+        *,
+        trim: bool | None = None,
+        lookup_length: int | None = None,
     ) -> None:
-        self.name = f"{inner.name}+lookup" if inner.depth else "lookup"
-        self.inner, self.size, self.trim = inner, size, trim
-        self.num_nodes = refuse_nodes(inner.num_nodes + size, "copied_tokens")
-        self.depth = inner.depth + size
-        self.copied = self.depth if copied is None else copied
-        self.num_guesses = inner.num_guesses
+        self.name = f"{head_tree.name}+lookup" if head_tree.depth else "lookup"
+        self.head_tree, self.num_copied, self.trim = head_tree, num_copied, trim
+        self.num_nodes = refuse_nodes(head_tree.num_nodes + num_copied, "copied_tokens")
+        self.depth = head_tree.depth + num_copied
+        self.lookup_length = self.depth if lookup_length is None else lookup_length
+        self.num_guesses = head_tree.num_guesses
 
     @property
-    def own_depth(self) -> int:
+    def draft_depth(self) -> int:
         """Levels of the head's own tree."""
-        return self.inner.own_depth
+        return self.head_tree.draft_depth
 
-    def grow(self, drafter: Any, committed: Committed, memory: Any, rows: Any = None) -> TokenTree:
+    def grow(
+        self,
+        drafter: Drafter | None,
+        committed: Committed,
+        memory: Any,
+        sampling: SamplingState | None = None,
+        texts: Sequence[LookupText] = (),
+    ) -> TokenTree:
         """Draft with the head, copy, and join the two."""
-        tree = self.inner.grow(drafter, committed, memory, rows)
-        found = [text.find(self.copied)[1] for text in rows.texts]
-        if not (longest := max(map(len, found))):
+        tree = self.head_tree.grow(drafter, committed, memory, sampling)
+        matches = [text.find(self.lookup_length)[1] for text in texts]
+        if not (longest := max(map(len, matches))):
             return tree
-        padded = [tokens + [-1] * (longest - len(tokens)) for tokens in found]
+        padded = [tokens + [-1] * (longest - len(tokens)) for tokens in matches]
         copied = upload(padded, tree.tokens.device)
-        if not self.inner.depth:
-            return join_copied(tree, copied, min(longest, self.size))
+        if not self.head_tree.depth:
+            return join_copied(tree, copied, min(longest, self.num_copied))
         trim = copied.device.type == "cpu" if self.trim is None else self.trim
-        return join_copied(tree, copied, self.size, trim=trim)
+        return join_copied(tree, copied, self.num_copied, trim=trim)
 
 
 def lookup_tree(size: int) -> HybridTree:
@@ -91,6 +107,6 @@ def lookup_tree(size: int) -> HybridTree:
     return HybridTree(NOTHING, size)
 
 
-def own_tree(tree: TreePolicy) -> TreePolicy:
-    """Return the policy of the drafter's own tree, without copied text."""
-    return tree.inner if isinstance(tree, HybridTree) else tree
+def remove_lookup(policy: TreePolicy) -> TreePolicy:
+    """Return the policy of the head's own tree, without copied text."""
+    return policy.head_tree if isinstance(policy, HybridTree) else policy

@@ -13,7 +13,9 @@ from specheads.core.errors import InputError, require_integer
 from specheads.core.features import Committed
 from specheads.core.tree import BranchSampling, TokenTree, from_paths, level_sizes, refuse_nodes
 from specheads.decoding import noise
+from specheads.decoding.load import RequestRates, StepLoad
 from specheads.decoding.noise import likeliest
+from specheads.decoding.prompt_lookup import LookupText
 from specheads.decoding.sampling import Coupled, SamplingState, Scores, over_vocabulary
 from specheads.decoding.trees.early_stop import Estimate, chances
 
@@ -28,16 +30,20 @@ class TreePolicy:
     """Levels below the root."""
     num_guesses: int = 1
     """Most guesses taken after one node."""
-    copied: int = 0
-    """Tokens copied by prompt lookup in addition to drafted ones; zero is none: see `hybrid`."""
+    lookup_length: int = 0
+    """Most tokens that prompt lookup copies in addition to drafted ones: see `hybrid`."""
 
     @property
-    def own_depth(self) -> int:
+    def draft_depth(self) -> int:
         """Levels that the drafter drafts, without copied text; with zero it reads nothing."""
         return self.depth
 
-    def of_step(self, requests: Sequence[Any]) -> "TreePolicy":
-        """Return the policy for the next step of these streams, none larger than this one."""
+    def start_rates(self, text: LookupText) -> RequestRates:
+        """Return the acceptance rates to follow for a new request with this text."""
+        return RequestRates()
+
+    def choose_policy(self, load: StepLoad) -> "TreePolicy":
+        """Return the policy for the next step, none larger than this one."""
         return self
 
     def grow(
@@ -45,9 +51,10 @@ class TreePolicy:
         drafter: Drafter | None,
         committed: Committed,
         memory: Any,
-        rows: SamplingState | None = None,
+        sampling: SamplingState | None = None,
+        texts: Sequence[LookupText] = (),
     ) -> TokenTree:
-        """Draft one tree per row; `rows` has their sampling settings and noise.
+        """Draft one tree per row; `sampling` has the settings and noise, `texts` are for lookup.
 
         If rows sample, the drafter's logits get the noise that the base samples with. Copied text
         and the base alone need no drafter.
@@ -55,8 +62,8 @@ class TreePolicy:
         if not self.depth:
             return root_only(committed)
         assert drafter is not None
-        if rows is not None and rows.draws and rows.coupled:
-            drafter = Coupled(drafter, rows)
+        if sampling is not None and sampling.draws and sampling.coupled:
+            drafter = Coupled(drafter, sampling)
         logits, state = drafter.begin(committed, memory)
         return self.draft(drafter, committed.root(), logits, state)
 
@@ -356,17 +363,26 @@ class Sampled(TreePolicy):
         self.num_nodes, self.depth = sum(level_sizes(branches)), len(branches)
         self.num_guesses = max(branches)
 
-    def grow(self, drafter: Any, committed: Committed, memory: Any, rows: Any = None) -> TokenTree:
+    def grow(
+        self,
+        drafter: Drafter | None,
+        committed: Committed,
+        memory: Any,
+        sampling: SamplingState | None = None,
+        texts: Sequence[LookupText] = (),
+    ) -> TokenTree:
         """Sample level by level."""
+        assert drafter is not None
+        assert sampling is not None
         logits, state = drafter.begin(committed, memory)
         drafted, probs = [committed.root()], []
         paths = drafted[0][..., None]
         batch, device = len(paths), paths.device
         nodes, above = [torch.full((1,), -1, device=device)], 0
         for level, width in enumerate(self.branches):
-            logits = over_vocabulary(drafter, logits, rows.vocab_size)
-            probs.append(rows.probs(logits, paths))
-            drawn = _drawn(rows, logits, probs[-1], level, width).flatten(1)
+            logits = over_vocabulary(drafter, logits, sampling.vocab_size)
+            probs.append(sampling.probs(logits, paths))
+            drawn = _drawn(sampling, logits, probs[-1], level, width).flatten(1)
             drafted.append(drawn)
             parents = torch.arange(logits.shape[1], device=device).repeat_interleave(width)
             nodes.append(above + parents)

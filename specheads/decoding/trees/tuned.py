@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import torch
 
 from specheads.core.errors import InputError
-from specheads.core.features import Committed
 from specheads.core.files import from_json
 from specheads.core.machine import device_name, dtype_name
 from specheads.core.ranges import (
@@ -23,12 +22,13 @@ from specheads.core.ranges import (
     Probability,
     one_of,
 )
-from specheads.core.tree import TokenTree
 from specheads.decoding.calibration import Curve
 from specheads.decoding.cost import StepCost
+from specheads.decoding.load import StepLoad
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
-from specheads.decoding.trees.hybrid import HybridTree
+from specheads.decoding.trees.hybrid import HybridTree, remove_lookup
+from specheads.decoding.trees.named import TUNED_KINDS, build_policy, policy_settings
 
 FILE = "tuned.json"
 """Its name in a head's folder."""
@@ -36,7 +36,7 @@ SCHEMA = 1
 
 
 class Choice(policies.TreePolicy):
-    """Uses one of several trees in each step, the one whose index `choose` returns.
+    """Uses one of several trees in each step of an engine, the one whose index `choose` returns.
 
     Source: Chen et al. 2024, arXiv:2402.12374, for trees that depend on the machine; Together AI's
     adaptive Sequoia, 2024, for trees that depend on the context.
@@ -46,24 +46,20 @@ class Choice(policies.TreePolicy):
         self,
         name: str,
         trees: Sequence[policies.TreePolicy],
-        choose: Callable[[Sequence[Any]], int],
+        choose: Callable[[StepLoad], int],
     ) -> None:
         self.name, self.trees, self.choose = name, trees, choose
-        for limit in ("num_nodes", "depth", "num_guesses", "copied"):
+        for limit in ("num_nodes", "depth", "num_guesses", "lookup_length"):
             setattr(self, limit, max(getattr(tree, limit) for tree in trees))
 
     @property
-    def own_depth(self) -> int:
+    def draft_depth(self) -> int:
         """Levels of the deepest of the head's own trees."""
-        return max(tree.own_depth for tree in self.trees)
+        return max(tree.draft_depth for tree in self.trees)
 
-    def of_step(self, requests: Sequence[Any]) -> policies.TreePolicy:
+    def choose_policy(self, load: StepLoad) -> policies.TreePolicy:
         """Return the chosen tree."""
-        return self.trees[self.choose(requests)]
-
-    def grow(self, drafter: Any, committed: Committed, memory: Any, rows: Any = None) -> TokenTree:
-        """Draft the last tree, for steps without an engine."""
-        return self.trees[-1].grow(drafter, committed, memory, rows)
+        return self.trees[self.choose(load)]
 
 
 # --- the file ----------------------------------------------------------------------------------
@@ -120,7 +116,7 @@ class TunedTree:
     predicted_speedup: NonNegativeFloat
     interval: list[float] = field(default_factory=list)
     """95 % interval of the speed-up, as in `TimedTree`."""
-    kind: Annotated[str, one_of("none", "static", "best_first")]
+    kind: Annotated[str, one_of(*TUNED_KINDS)]
     paths: list[list[int]] = field(default_factory=list)
     """Rank paths of a static tree or chain."""
     confidence: float = 0.0
@@ -134,14 +130,33 @@ class TunedTree:
     copied: NonNegativeInt = 0
     """Nodes for copied text: see `HybridTree`."""
 
+    @classmethod
+    def of(cls, policy: policies.TreePolicy, timed: "TimedTree") -> "TunedTree":
+        """Return a policy as tuned.json stores it, with the measurements of its decoding."""
+        return cls(
+            batch=timed.batch,
+            context=timed.context,
+            tokens_per_forward=timed.tokens_per_forward,
+            predicted_speedup=timed.speedup,
+            interval=timed.interval,
+            copied=policy.num_copied if isinstance(policy, HybridTree) else 0,
+            **policy_settings(remove_lookup(policy)),
+        )
+
     def policy(self) -> policies.TreePolicy:
         """Return the tree policy."""
-        own: policies.TreePolicy = policies.NOTHING
-        if self.kind == "static":
-            own = policies.Static(self.paths, "tuned", self.confidence, self.stop)
-        elif self.kind == "best_first":
-            own = policies.BestFirst(self.num_nodes, self.depth, self.beam, self.branch)
-        return HybridTree(own, self.copied) if self.copied else own
+        tree = build_policy(
+            self.kind,
+            depth=self.depth,
+            num_nodes=self.num_nodes,
+            beam=self.beam,
+            branch=self.branch,
+            confidence=self.confidence,
+            stop=self.stop,
+            paths=self.paths,
+            name="tuned",
+        )
+        return HybridTree(tree, self.copied) if self.copied else tree
 
     def shape(self) -> "TunedTree":
         """Return the tree without its place and measurements, to compare it with others."""
@@ -200,7 +215,7 @@ class Tuned:
             )
         try:
             tuned = from_json(cls, dict(value), where)
-            deepest = max(tree.policy().own_depth for tree in tuned.trees)
+            deepest = max(tree.policy().draft_depth for tree in tuned.trees)
             rates, curves = tuned.acceptance.per_depth, tuned.acceptance.curves
             if curves and len(curves) != len(rates):
                 raise InputError(
@@ -235,7 +250,6 @@ class Tuned:
             return trees[0]
         return Choice("tuned", trees, self._nearest)
 
-    def _nearest(self, requests: Sequence[Any]) -> int:
-        """Return the index of the tree for these requests and their mean context."""
-        context = sum(one.length for one in requests) / len(requests)
-        return self.trees.index(self.best(len(requests), context))
+    def _nearest(self, load: StepLoad) -> int:
+        """Return the index of the tree for the batch and the mean context."""
+        return self.trees.index(self.best(load.batch, load.mean_context))

@@ -25,8 +25,8 @@ from specheads.core.errors import InputError, first_line
 from specheads.core.machine import dtype_name
 from specheads.core.tree import TokenTree
 from specheads.decoding import accept
-from specheads.decoding.engine import Engine
-from specheads.decoding.request import Request, Stream
+from specheads.decoding.engine import Engine, Stream
+from specheads.decoding.request import Request
 from specheads.decoding.sampling import Sampling, SamplingState
 
 REFILL = 8
@@ -107,7 +107,7 @@ def local(
             for stream in running:
                 # not read here; in a large batch, the garbage collector scans millions of them
                 stream.steps.clear()
-            yield sum(stream.length - len(stream.request.prompt) for stream in running)
+            yield sum(stream.load.context - len(stream.request.prompt) for stream in running)
             for stream in [one for one in running if one.finish_reason is not None]:
                 number = running.pop(stream).number
                 finish = "eos" if stream.finish_reason == "eos" else "length"
