@@ -18,7 +18,7 @@ from transformers import (
 from specheads.base.model import FrozenBase
 from specheads.config import data_dir
 from specheads.core.drafter import Head
-from specheads.heads.kinds.mtp import PARTS
+from specheads.heads.kinds.mtp import MODULES
 from tests.oracle import Oracle
 
 CPU = torch.device("cpu")
@@ -208,8 +208,8 @@ def _sharpen(model: PreTrainedModel, recipe: Recipe) -> None:
 
 
 def module(head: Head, prefix: str, column: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of an MTP head by published names: see `PARTS` in heads/kinds/mtp.py."""
-    parts, named = {ours: theirs[column] for ours, theirs in PARTS.items()}, {}
+    """Return the tensors of an MTP head by published names: see `MODULES` in heads/kinds/mtp.py."""
+    parts, named = {ours: theirs[column] for ours, theirs in MODULES.items()}, {}
     for name, value in head.state_dict().items():
         part, what = name.removeprefix("layer.mtp_block.").rsplit(".", 1)
         inner = "layers.0." if prefix == "mtp." else ""

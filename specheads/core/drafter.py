@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin
@@ -31,8 +31,13 @@ Guesses = tuple[Float[Tensor, "batch node vocab"], State]
 Weight = Float[Tensor, "vocab width"]
 Hidden = Float[Tensor, "*batch width"]
 """States of a head, from which logits are computed."""
-Projection = tuple[Weight, Float[Tensor, " vocab"] | None]
-"""Matrix and bias that turn a state into logits."""
+
+
+class Projection(NamedTuple):
+    """Matrix and bias that turn a state into logits."""
+
+    weight: Weight
+    bias: Float[Tensor, " vocab"] | None = None
 
 
 @runtime_checkable
@@ -141,6 +146,8 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     num_anchors: int = 0
     """Number of positions per row from which it drafts in a training step, sampled at each step.
     Zero: every depth learns from every position of the loss mask."""
+    drafts_blocks: bool = False
+    """Whether one forward drafts all levels, after an anchor."""
     reads_drafts: bool = True
     """Whether `states` reads the tokens that are sent to it."""
     base_fingerprint: str = ""

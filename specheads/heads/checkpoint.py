@@ -69,34 +69,34 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             f"masks of a head are embedded by the base's row of mask_token_id, and {folder} has an "
             f"embedding of its own in {MASK_EMBEDDING}; choose another checkpoint"
         )
-    files = next(filter(None, (_files(folder, pattern) for pattern in WEIGHT_FILES)), None)
+    files = next(filter(None, (_list_files(folder, pattern) for pattern in WEIGHT_FILES)), None)
     if files is None:
         raise InputError(
             f"a head needs weights, as *.safetensors, *.bin or *.pt; {folder} has none"
         )
-    for index in _files(folder, f"*{INDEX_SUFFIX}"):
+    for index in _list_files(folder, f"*{INDEX_SUFFIX}"):
         shards = read_json(index).get("weight_map")
         names = set(map(str, shards.values())) if isinstance(shards, dict) else {""}
         # compared as names: a path may be too long for the file system
-        if strange := sorted(names - {file.name for file in _files(folder, "*")}):
+        if missing := sorted(names - {file.name for file in _list_files(folder, "*")}):
             raise InputError(
-                f"{index} must name files of its folder, got {strange[0]!r:.80}; download it again"
+                f"{index} must name files of its folder, got {missing[0]!r:.80}; download it again"
             )
     tensors: dict[str, Tensor] = {}
     for file in files:
         refuse_outside(file)
-        found = _read(file)
-        if twice := sorted(set(found) & set(tensors)):
-            raise InputError(f"{twice[0]!r} is in two files of {folder}; keep one of them")
-        tensors |= found
+        shard = _read_weight_file(file)
+        if repeated := sorted(set(shard) & set(tensors)):
+            raise InputError(f"{repeated[0]!r} is in two files of {folder}; keep one of them")
+        tensors |= shard
     return tensors
 
 
-def _files(folder: Path, pattern: str) -> list[Path]:
+def _list_files(folder: Path, pattern: str) -> list[Path]:
     return sorted(file for file in folder.glob(pattern) if file.is_file())
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def _read_weight_file(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a file. A pickle is read without its other objects."""
     try:
         if file.suffix == ".safetensors":
@@ -106,36 +106,36 @@ def _read(file: Path) -> dict[str, Tensor]:
                 size = sum(entry.file_size for entry in archive.infolist())
             if size > file.stat().st_size:
                 raise ValueError(f"it unpacks to {size} bytes, and torch.save never compresses")
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
         # a file without a dictionary has no names
-        for name, value in found.items() if isinstance(found, dict) else [(None, found)]:
-            if not isinstance(name, str) or not _is_whole(value):
+        for name, value in tensors.items() if isinstance(tensors, dict) else [(None, tensors)]:
+            if not isinstance(name, str) or not _has_all_elements(value):
                 raise ValueError(f"{name!r:.80} is not one")
     # a damaged file can raise any error
     except Exception as error:
-        pickled = isinstance(error, pickle.UnpicklingError)
-        reason = "it has other objects" if pickled else first_line(error)
+        is_pickle = isinstance(error, pickle.UnpicklingError)
+        reason = "it has other objects" if is_pickle else first_line(error)
         raise InputError(
             f"{file} must hold complete tensors by name and nothing else: {reason}; replace it"
         ) from error
-    return found
+    return tensors
 
 
-def _is_whole(value: Any) -> bool:
+def _has_all_elements(value: Any) -> bool:
     """Return whether a value is a tensor with memory for each of its elements."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
-def fill(head: Head, tensors: Mapping[str, Tensor]) -> None:
+def fill_head(head: Head, tensors: Mapping[str, Tensor]) -> None:
     """Load tensors into a head by name; refuse a missing, unexpected or misshapen one by name.
 
     The head may be on the meta device, because its tensors are replaced.
     """
-    wanted = head.state_dict()
+    parameters = head.state_dict()
     copies = {
-        name: value.to(wanted[name].dtype, copy=True) if name in wanted else value
+        name: value.to(parameters[name].dtype, copy=True) if name in parameters else value
         for name, value in tensors.items()
     }
     try:
@@ -148,16 +148,16 @@ def fill(head: Head, tensors: Mapping[str, Tensor]) -> None:
         ) from error
     if (ids := tensors.get("draft_ids")) is None:
         return
-    inside = ids[0] >= 0 and ids[-1] < head.vocab_size
-    if ids.is_floating_point() or not inside or (ids.diff() < 1).any():
+    in_range = ids[0] >= 0 and ids[-1] < head.vocab_size
+    if ids.is_floating_point() or not in_range or (ids.diff() < 1).any():
         raise InputError(
             f"draft_ids must increase and be below {head.vocab_size}; repair the checkpoint"
         )
 
 
-def take_maps(head: Head, named: dict[str, Tensor]) -> None:
+def read_draft_maps(head: Head, named: dict[str, Tensor]) -> None:
     """Replace the maps d2t and t2d by `draft_ids`; refuse maps that contradict each other."""
-    marks, offsets = named.pop("t2d", None), named.pop("d2t", None)
+    mask, offsets = named.pop("t2d", None), named.pop("d2t", None)
     if offsets is None:
         return
     if len(offsets) != head.drafted_size:
@@ -166,7 +166,7 @@ def take_maps(head: Head, named: dict[str, Tensor]) -> None:
         )
     # the i-th draft token is token i + d2t[i] of the base
     ids = torch.arange(head.drafted_size, device=offsets.device) + offsets
-    if marks is not None and not torch.equal(marks.nonzero()[:, 0], ids):
+    if mask is not None and not torch.equal(mask.nonzero()[:, 0], ids):
         raise InputError("d2t and t2d must name the same tokens, in order; repair the maps")
     if head.draft_ids is not None:
         named["draft_ids"] = ids

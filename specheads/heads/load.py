@@ -33,14 +33,20 @@ from specheads.core.machine import host_bytes
 from specheads.core.ranges import check_value, setting_hints
 from specheads.core.weight_layout import for_few_rows
 from specheads.decoding.trees import tuned
-from specheads.heads.checkpoint import INDEX_SUFFIX, WEIGHT_FILES, fill, read_settings, read_tensors
-from specheads.heads.layers.attention import LlamaLayer
+from specheads.heads.checkpoint import (
+    INDEX_SUFFIX,
+    WEIGHT_FILES,
+    fill_head,
+    read_settings,
+    read_tensors,
+)
+from specheads.heads.layers.attention import AttentionContext, LlamaLayer
 from specheads.heads.layers.feedback import FeedbackHead
-from specheads.heads.layers.rotary import published
+from specheads.heads.layers.rotary import read_rope_settings
 
 FEW_TOKENS = 8
 """Tokens with which a copy of a base's layer is compared with it: fewer than any window."""
-UNLIKE = 0.05
+MAX_DIFFERENCE = 0.05
 """Largest mean difference between the updates of both layers, relative to the update's mean."""
 
 
@@ -50,7 +56,7 @@ def kinds() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules([folder]))
 
 
-def _module(kind: Any) -> ModuleType:
+def _import_kind(kind: Any) -> ModuleType:
     if kind not in kinds():
         raise InputError(f"head kind must be one of {', '.join(kinds())}; got {kind!r:.80}")
     return importlib.import_module(f"specheads.heads.kinds.{kind}")
@@ -59,11 +65,11 @@ def _module(kind: Any) -> ModuleType:
 def configure(settings: Mapping[str, Any]) -> Any:
     """Return the `Config` of `kind` for its settings; refuse unknown and invalid ones."""
     values = dict(settings)
-    module = _module(values.pop("kind", None))
-    known = sorted(field.name for field in dataclasses.fields(module.Config))
-    if unknown := sorted(set(values) - {*known}):
+    module = _import_kind(values.pop("kind", None))
+    names = sorted(field.name for field in dataclasses.fields(module.Config))
+    if unknown := sorted(set(values) - {*names}):
         raise InputError(
-            f"head={settings['kind']} has no setting {unknown[0]!r}; it has {', '.join(known)}"
+            f"head={settings['kind']} has no setting {unknown[0]!r}; it has {', '.join(names)}"
         )
     # before the dataclass is made, because tests check its annotations at runtime
     for name, hint in setting_hints(module.Config).items():
@@ -79,7 +85,7 @@ def build_head(settings: Mapping[str, Any], *, width: int, vocab_size: int) -> H
     `configure`.
     """
     config = configure(settings)
-    return _module(settings["kind"]).Head(config, width=width, vocab_size=vocab_size)
+    return _import_kind(settings["kind"]).Head(config, width=width, vocab_size=vocab_size)
 
 
 def head_sizes(base: FrozenBase) -> dict[str, int]:
@@ -108,10 +114,10 @@ def build_for_base(
     """
     sizes = head_sizes(base)
     from_base = settings.get("init_from_base")
-    settings = _sized_as(base, settings) if from_base else settings
-    with planning("head settings"):
-        planned = build_head(settings, **sizes)
-    refuse_too_large(planned, base.device)
+    settings = _fill_sizes(settings, base) if from_base else settings
+    with on_meta_device("head settings"):
+        shapes = build_head(settings, **sizes)
+    refuse_too_large(shapes, base.device)
     head = build_head(settings, **sizes)
     if counts is not None:
         head.choose_vocabulary(counts)
@@ -123,15 +129,15 @@ def build_for_base(
         assert isinstance(head, FeedbackHead)
         layers: Any = base.model.base_model.layers
         tensors = dict(layers[-1].named_parameters())
-        _refuse_unlike(head.blocks()[0], tensors, base)
+        _refuse_other_layer(head.blocks()[0], tensors, base)
         head.initialise_layer(tensors, base.final_norm.get_parameter("weight"))
         head.config = dataclasses.replace(head.config, init_from_base=False)
-    _lend(head, base)
+    _bind_to_base(head, base)
     head.base_fingerprint = _fingerprint(base)
     return head
 
 
-def _sized_as(base: FrozenBase, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _fill_sizes(settings: Mapping[str, Any], base: FrozenBase) -> dict[str, Any]:
     """Return settings with the base's rotary embedding, and its sizes where they are zero."""
     if not base.has_layers or not hasattr(base.model.base_model, "layers"):
         raise InputError(
@@ -145,31 +151,33 @@ def _sized_as(base: FrozenBase, settings: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": "head_dim",
         "inner_dim": "intermediate_size",
     }
-    sizes = {ours: settings.get(ours) or config.get(name) or 0 for ours, name in names.items()}
-    return {**settings, **sizes, **published(config)}
+    sizes = {
+        name: settings.get(name) or config.get(base_name) or 0 for name, base_name in names.items()
+    }
+    return {**settings, **sizes, **read_rope_settings(config)}
 
 
 @torch.no_grad()
-def _refuse_unlike(layer: LlamaLayer, tensors: Mapping[str, Tensor], base: FrozenBase) -> None:
+def _refuse_other_layer(layer: LlamaLayer, tensors: Mapping[str, Tensor], base: FrozenBase) -> None:
     """Refuse a base whose last layer computes something else than a Llama layer of its tensors.
 
     Gemma's norms, Granite's multipliers, interleaved rotary embeddings and layers without one have
     the same tensors.
     """
     layer = deepcopy(layer)
-    # a base has neither
+    # the base has no such settings
     layer.norm_before_residual, layer.self_attn.attention_sink_bias = False, None
-    layer.copy(tensors)
+    layer.copy_layer(tensors)
     tokens = torch.arange(FEW_TOKENS, device=base.device)[None] % base.vocab_size
     streams = base.read(tokens, (base.num_layers - 1, base.num_layers)).aux
     assert streams is not None
     before, after = streams.float().chunk(2, dim=-1)
-    places = torch.arange(FEW_TOKENS, device=base.device)[None]
-    stream, inputs, past = layer.read(before, places, torch.zeros_like(before))
-    visible = torch.ones(1, FEW_TOKENS, FEW_TOKENS, dtype=torch.bool, device=base.device).tril()
-    wrong = (layer(stream, inputs, places, past, visible) - after).abs().mean()
+    positions = torch.arange(FEW_TOKENS, device=base.device)[None]
+    inputs = layer.prepare(before, positions, torch.zeros_like(before))
+    visible = positions[..., None] >= positions
+    difference = (layer(inputs, AttentionContext(inputs.keys_values, visible)) - after).abs().mean()
     rounding = 4 * torch.finfo(base.dtype).eps * after.abs().mean()
-    if not wrong <= UNLIKE * (after - before).abs().mean() + rounding:
+    if not difference <= MAX_DIFFERENCE * (after - before).abs().mean() + rounding:
         raise InputError(
             "head.init_from_base=true needs a base whose last layer computes what a Llama layer "
             f"does, and that of {base.config.model_type!r} does not; leave it out"
@@ -183,7 +191,7 @@ def resume_head(path: str | Path, base: FrozenBase, kind: str) -> Head:
         raise InputError(f"init={path} is a head of kind {head.kind}: set head={head.kind}")
     refuse_misfit(head, base.embedding)
     head.to(base.device).train()
-    _lend(head, base)
+    _bind_to_base(head, base)
     head.base_fingerprint, head.tuned = _fingerprint(base), None
     return head
 
@@ -215,11 +223,11 @@ def load_head(
         ValueError: The folder is incomplete, unsafe (see checkpoint.py) or of an unknown layout,
             the head does not fit the base, or tuned.json is damaged or of another head.
     """
-    folder = _fetch(path, revision)
+    folder = _find_folder(path, revision)
     config, tensors = read_settings(folder), read_tensors(folder)
     # on the meta device until the sizes in config.json are checked against the tensors
-    with planning(f"config.json and tensors of {folder}"):
-        head = _interpret(config, tensors)
+    with on_meta_device(f"config.json and tensors of {folder}"):
+        head = _read_head(config, tensors)
     if head is None:
         raise InputError(
             f"{folder} must be a checkpoint of {', '.join(kinds())}, and its config.json names "
@@ -232,17 +240,17 @@ def load_head(
     return head.eval()
 
 
-def _interpret(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
+def _read_head(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
     """Return the head of a checkpoint; None if no kind reads its layout."""
     if "kind" not in config:
-        readers = (getattr(_module(kind), "read_public", None) for kind in kinds())
-        found = (read(config, tensors) for read in readers if read)
-        return next((head for head in found if head is not None), None)
+        readers = (getattr(_import_kind(kind), "read_public", None) for kind in kinds())
+        heads = (read_public(config, tensors) for read_public in readers if read_public)
+        return next((head for head in heads if head is not None), None)
     sizes = {name: config.pop(name, 0) for name in ("width", "vocab_size")}
-    made_for = config.pop("base_fingerprint", "")
+    fingerprint = config.pop("base_fingerprint", "")
     head = build_head(config, **sizes)
-    head.base_fingerprint = str(made_for)
-    fill(head, tensors)
+    head.base_fingerprint = str(fingerprint)
+    fill_head(head, tensors)
     return head
 
 
@@ -251,11 +259,11 @@ def fit_to_base(head: Head, base: FrozenBase, *, force: bool = False) -> None:
 
     A head for another width, vocabulary or weights, or for more layers, is refused.
     """
-    known = head.base_fingerprint and not force
-    refuse_misfit(head, base.embedding, _fingerprint(base) if known else "")
+    is_checked = head.base_fingerprint and not force
+    refuse_misfit(head, base.embedding, _fingerprint(base) if is_checked else "")
     head.to(base.device, base.dtype)
     for_few_rows(head)
-    _lend(head, base)
+    _bind_to_base(head, base)
 
 
 def refuse_misfit(
@@ -266,16 +274,16 @@ def refuse_misfit(
     `fingerprint` is that of this base, or only its first half; empty compares sizes only. Older and
     public heads have none.
     """
-    for name, ours in zip(("width", "vocab_size"), reversed(embedding.shape), strict=True):
-        if ours != (theirs := getattr(head, name)):
+    for name, size in zip(("width", "vocab_size"), reversed(embedding.shape), strict=True):
+        if size != (head_size := getattr(head, name)):
             raise InputError(
-                f"the head was made for a base of {name} {theirs}, this base has {ours}; "
+                f"the head was made for a base of {name} {head_size}, this base has {size}; "
                 "load the base it was trained on"
             )
     if not head.matches_fingerprint(fingerprint):
-        made_for = head.base_fingerprint[: len(fingerprint)]
+        trained_on = head.base_fingerprint[: len(fingerprint)]
         raise InputError(
-            f"a head fits the weights it was trained on: those are {made_for}, this base has "
+            f"a head fits the weights it was trained on: those are {trained_on}, this base has "
             f"{fingerprint}; load its own base, train it on this one (init=), or override with "
             "force=true"
         )
@@ -286,7 +294,7 @@ def _fingerprint(base: FrozenBase) -> str:
     return base_fingerprint(base.model, *tables) if base.has_layers else tables_fingerprint(*tables)
 
 
-def _lend(head: Head, base: FrozenBase) -> None:
+def _bind_to_base(head: Head, base: FrozenBase) -> None:
     """Bind a head to its base: choose the layers that it reads and set borrowed tensors."""
     choose_layers(head, base.num_layers)
     projection = base.projection
@@ -303,7 +311,7 @@ def choose_layers(head: Head, num_layers: int) -> None:
         )
 
 
-def _fetch(path: str | Path, revision: str) -> Path:
+def _find_folder(path: str | Path, revision: str) -> Path:
     """Return the folder; from the Hub, download the settings and the weights."""
     folder = local_path(path)
     if folder.is_dir():
@@ -323,30 +331,30 @@ def _fetch(path: str | Path, revision: str) -> Path:
 
 TRAINING_BYTES = 16
 """Bytes per trained parameter: the value, its gradient and the two moments of AdamW, in float32."""
-UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+SIZE_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that settings of an impossible head raise."""
 
 
 @contextmanager
-def planning(what: str) -> Iterator[None]:
+def on_meta_device(source: str) -> Iterator[None]:
     """Make heads on the meta device; report any error of their sizes and names in one line."""
     try:
         with torch.device("meta"):
             yield
     except InputError:
         raise
-    except UNFIT as error:
+    except SIZE_ERRORS as error:
         raise InputError(
-            f"{what} do not describe a head: {type(error).__name__} {first_line(error)}; fix them"
+            f"{source} do not describe a head: {type(error).__name__} {first_line(error)}; fix them"
         ) from error
 
 
 def refuse_too_large(head: Head, device: torch.device) -> None:
     """Refuse a head that is too large to train in the memory of a device."""
     parameters = sum(parameter.numel() for parameter in head.parameters())
-    there = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes()
-    if (needed := TRAINING_BYTES * parameters) > there:
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes()
+    if (required := TRAINING_BYTES * parameters) > memory:
         raise InputError(
             f"a head must fit in memory, and one with {parameters:,} parameters needs "
-            f"{needed / 2**30:,.1f} of {there / 2**30:,.1f} GiB; lower the sizes under head="
+            f"{required / 2**30:,.1f} of {memory / 2**30:,.1f} GiB; lower the sizes under head="
         )

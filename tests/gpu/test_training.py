@@ -24,7 +24,7 @@ from specheads.runs.trackers import read_metrics
 from specheads.training.depth_loss import depth_loss
 from specheads.training.losses import LOSSES
 from tests import tiny
-from tests.heads.test_path_attention import agree, backward, forward, problem
+from tests.heads.test_path_attention import backward, check_agreement, forward, random_leaves
 from tests.packed import packed, texts
 from tests.training import test_trainer
 from tests.training.in_processes import documents
@@ -219,4 +219,4 @@ def test_flash_attention_with_paths_equals_the_plain_one(levels, device, monkeyp
         monkeypatch.setattr(path_attention, "_flash_forward", forward)
         monkeypatch.setattr(path_attention, "_flash_backward", backward)
         how["dtype"] = torch.float64
-    agree(problem(4, 2, levels, how), 3e-2)
+    check_agreement(random_leaves(4, 2, levels, how), 3e-2)

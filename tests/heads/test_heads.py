@@ -345,7 +345,7 @@ def test_a_head_with_aux_layers_starts_as_the_head_without_them(kind: str, base:
     assert features.aux is not None
     stream = features.aux[..., base.width : 2 * base.width]
     normed = stream / stream.square().mean(-1, keepdim=True).sqrt()
-    fused = head.fused(features).hidden - features.hidden
+    fused = head.fuse_streams(features).hidden - features.hidden
     torch.testing.assert_close(fused, normed, rtol=1e-4, atol=1e-4)
 
 

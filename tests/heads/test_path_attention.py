@@ -1,79 +1,90 @@
 """Flash attention with paths equals the plain attention of training rounds, gradients included."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from specheads.core.features import PackedDocuments
+from specheads.core.features import PackedDocuments, document_positions
 from specheads.heads.layers import path_attention
-from specheads.heads.layers.attention import _mix, near
+from specheads.heads.layers.attention import _mix, limit_to_window
 
 ROWS, TIME, WIDTH = 2, 11, 8
-DOCUMENTS = torch.tensor([[0] * 4 + [1] * 7, [0] * 11])
+DOCUMENT_IDS = torch.tensor([[0] * 4 + [1] * 7, [0] * 11])
 
 
-def places() -> Tensor:
-    return torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6], [*range(TIME)]])
-
-
-def scores_of(queries: Tensor, keys: Tensor, documents: path_attention.Bounds) -> Tensor:
+def masked_scores(
+    documents: PackedDocuments, window: int | None, queries: Tensor, keys: Tensor
+) -> Tensor:
     """Return masked scores (head, position, position), keys repeated for each head of a group."""
     keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
     scores = torch.einsum("thd,shd->hts", queries, keys) / math.sqrt(queries.shape[-1])
     index = torch.arange(len(queries))
-    number = (index[:, None] >= documents[0][1:]).sum(-1)
-    visible = (number[:, None] == number) & (index[:, None] >= index)
-    if documents[2] is not None:
-        visible &= index > index[:, None] - documents[2]
+    document = (index[:, None] >= documents.bounds[1:]).sum(-1)
+    visible = (document[:, None] == document) & (index[:, None] >= index)
+    if window is not None:
+        visible &= index > index[:, None] - window
     return scores.masked_fill(~visible, -math.inf)
 
 
-def forward(documents: path_attention.Bounds, queries: Tensor, keys: Tensor, values: Tensor):
+def forward(
+    documents: PackedDocuments, window: int | None, queries: Tensor, keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
     """Replace the kernel's forward pass: return the output and its log-sum-exp."""
-    scores = scores_of(queries, keys, documents)
+    scores = masked_scores(documents, window, queries, keys)
     values = values.repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
     return torch.einsum("hts,shd->thd", scores.softmax(-1), values), scores.logsumexp(-1)
 
 
-def backward(documents: path_attention.Bounds, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    documents: PackedDocuments,
+    window: int | None,
+    grad: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mixed: Tensor,
+    total: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Replace the kernel's backward pass, which gets only the log-sum-exp and the output."""
-    grad, queries, keys, values, mixed, total = tensors
     group = queries.shape[1] // keys.shape[1]
-    weights = (scores_of(queries, keys, documents) - total[..., None]).exp()
-    wide_keys, wide_values = (one.repeat_interleave(group, dim=1) for one in (keys, values))
-    meant = (grad * mixed).sum(-1).T[..., None]
-    slopes = weights * (torch.einsum("thd,shd->hts", grad, wide_values) - meant)
+    weights = (masked_scores(documents, window, queries, keys) - total[..., None]).exp()
+    wide_keys, wide_values = (shared.repeat_interleave(group, dim=1) for shared in (keys, values))
+    mean = (grad * mixed).sum(-1).T[..., None]
+    slopes = weights * (torch.einsum("thd,shd->hts", grad, wide_values) - mean)
     slopes = slopes / math.sqrt(queries.shape[-1])
-    of_keys = torch.einsum("hts,thd->shd", slopes, queries).unflatten(1, (-1, group)).sum(2)
-    of_values = torch.einsum("hts,thd->shd", weights, grad).unflatten(1, (-1, group)).sum(2)
-    return torch.einsum("hts,shd->thd", slopes, wide_keys), of_keys, of_values
+    grad_keys = torch.einsum("hts,thd->shd", slopes, queries).unflatten(1, (-1, group)).sum(2)
+    grad_values = torch.einsum("hts,thd->shd", weights, grad).unflatten(1, (-1, group)).sum(2)
+    return torch.einsum("hts,shd->thd", slopes, wide_keys), grad_keys, grad_values
 
 
-def problem(heads: int, shared: int, levels: int, how: dict) -> list[Tensor]:
+def random_leaves(heads: int, shared: int, levels: int, options: dict[str, Any]) -> list[Tensor]:
+    """Return queries, text and paths of random values."""
     torch.manual_seed(levels)
     return [
-        torch.randn(ROWS, heads, TIME, WIDTH, **how).requires_grad_(),
-        torch.randn(ROWS, shared, 2, TIME, WIDTH, **how).requires_grad_(),
-        torch.randn(ROWS, shared, 2, TIME, levels, WIDTH, **how).requires_grad_(),
+        torch.randn(ROWS, heads, TIME, WIDTH, **options).requires_grad_(),
+        torch.randn(ROWS, shared, 2, TIME, WIDTH, **options).requires_grad_(),
+        torch.randn(ROWS, shared, 2, TIME, levels, WIDTH, **options).requires_grad_(),
     ]
 
 
-def agree(leaves: list[Tensor], tolerance: float, window: int | None = None) -> None:
-    device = leaves[0].device
-    documents = DOCUMENTS.to(device)
-    visible = near((documents[:, :, None] == documents[:, None]).tril(), window)
-    mixed = path_attention.path_attention(
-        leaves[0], leaves[1], leaves[2], PackedDocuments.of(places().to(device)), window
-    )
-    outer = torch.randn_like(mixed)
-    found = [mixed, *torch.autograd.grad(mixed, leaves, outer, allow_unused=True)]
-    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    plain = _mix(wide[0], wide[1], visible, wide[2])
-    wanted = [plain, *torch.autograd.grad(plain, wide, outer.double(), allow_unused=True)]
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)
+def check_agreement(leaves: list[Tensor], tolerance: float, window: int | None = None) -> None:
+    """Compare with plain attention in float64."""
+    document_ids = DOCUMENT_IDS.to(leaves[0].device)
+    visible = (document_ids[:, :, None] == document_ids[:, None]).tril()
+    documents = PackedDocuments.of(document_positions(document_ids))
+    queries, text, path = leaves
+    mixed = path_attention.path_attention(queries, text, path, documents, window)
+    grad = torch.randn_like(mixed)
+    results = [mixed, *torch.autograd.grad(mixed, leaves, grad, allow_unused=True)]
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    queries, text, path = doubles
+    plain = _mix(queries, text, path, limit_to_window(visible, window), None)
+    expected = [plain, *torch.autograd.grad(plain, doubles, grad.double(), allow_unused=True)]
+    for result, expected_result in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.double(), expected_result, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("levels", [0, 1, 3])
@@ -83,14 +94,15 @@ def test_merged_softmax_and_its_gradients_equal_the_plain_ones(
 ):
     monkeypatch.setattr(path_attention, "_flash_forward", forward)
     monkeypatch.setattr(path_attention, "_flash_backward", backward)
-    agree(problem(heads, shared, levels, {"dtype": torch.float64}), 1e-10, window)
+    leaves = random_leaves(heads, shared, levels, {"dtype": torch.float64})
+    check_agreement(leaves, 1e-10, window)
 
 
 def test_an_error_of_the_backward_pass_would_be_seen(monkeypatch: pytest.MonkeyPatch):
-    def shifted(documents: path_attention.Bounds, grad: Tensor, *rest: Tensor):
-        return backward(documents, grad.roll(1, 0), *rest)
+    def shifted(documents: PackedDocuments, window: int | None, grad: Tensor, *tensors: Any):
+        return backward(documents, window, grad.roll(1, 0), *tensors)
 
     monkeypatch.setattr(path_attention, "_flash_forward", forward)
     monkeypatch.setattr(path_attention, "_flash_backward", shifted)
     with pytest.raises(AssertionError):
-        agree(problem(2, 2, 1, {"dtype": torch.float64}), 1e-10)
+        check_agreement(random_leaves(2, 2, 1, {"dtype": torch.float64}), 1e-10)

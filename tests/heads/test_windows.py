@@ -69,39 +69,42 @@ def test_a_sink_is_one_more_logit_without_a_value(how: str):
     layer = attention.Attention(config, 16).double()
     assert layer.attention_sink_bias is not None
     layer.attention_sink_bias.data.normal_(std=2)
-    inputs, places = torch.randn(2, time, 16).double(), torch.arange(time).expand(2, -1)
-    past = layer.keys_values(torch.randn(2, time, 16).double(), places).detach().requires_grad_()
+    inputs, positions = torch.randn(2, time, 16).double(), torch.arange(time).expand(2, -1)
+    text = layer.project_keys_values(torch.randn(2, time, 16).double(), positions)
+    text = text.detach().requires_grad_()
     path = torch.randn(2, shared, 2, time, levels, size).double().requires_grad_()
-    of_a_text = torch.ones(time, time, dtype=torch.bool).tril()
-    visible = of_a_text.triu(1 - WINDOW)[None]
+    visible = torch.ones(time, time, dtype=torch.bool).tril().triu(1 - WINDOW)[None]
+    context = attention.AttentionContext(text, visible, None if how == "slots" else path)
     documents = PackedDocuments([time, 4, time - 4], torch.tensor([0, time, time + 4, 2 * time]))
-    given: dict[str, Any] = {} if how == "slots" else {"path": path}
     if how == "documents":
-        given |= {"documents": documents, "window": WINDOW}
-        own = visible & (torch.arange(time)[:, None] < 4).eq(torch.arange(time) < 4)
-        visible = torch.cat([visible, own])
-    found = layer(inputs, places, past, visible, **given)
+        context = attention.AttentionContext(text, None, path, documents, WINDOW)
+        is_same_document = (torch.arange(time)[:, None] < 4).eq(torch.arange(time) < 4)
+        visible = torch.cat([visible, visible & is_same_document])
+    output = layer(inputs, positions, context)
 
     queries = layer.q_proj(inputs).unflatten(-1, (heads, size)).transpose(1, 2)
-    queries = rotate(layer.rope, queries, places)
-    keys, values = past.repeat_interleave(heads // shared, dim=1).unbind(2)
-    own_keys, own_values = path.repeat_interleave(heads // shared, dim=1).unbind(2)
+    queries = rotate(layer.rope, queries, positions)
+    keys, values = text.repeat_interleave(heads // shared, dim=1).unbind(2)
+    path_keys, path_values = path.repeat_interleave(heads // shared, dim=1).unbind(2)
     scores = queries @ keys.mT / math.sqrt(size)
-    drafted = (queries[..., None, :] * own_keys).sum(-1) / math.sqrt(size)
+    path_scores = (queries[..., None, :] * path_keys).sum(-1) / math.sqrt(size)
     weights = scores.masked_fill(~visible[:, None], -math.inf).exp()
-    own = drafted.exp() if given else 0 * drafted
+    path_weights = path_scores.exp() * (how != "slots")
     sink = layer.attention_sink_bias.exp()[:, None, None]
-    mixed = weights @ values + (own[..., None] * own_values).sum(-2)
-    mixed = mixed / (weights.sum(-1, True) + own.sum(-1, True) + sink)
-    wanted = layer.o_proj(mixed.transpose(1, 2).flatten(2))
+    mixed = weights @ values + (path_weights[..., None] * path_values).sum(-2)
+    mixed = mixed / (weights.sum(-1, True) + path_weights.sum(-1, True) + sink)
+    expected_output = layer.o_proj(mixed.transpose(1, 2).flatten(2))
 
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-    reached = [past, layer.attention_sink_bias, layer.q_proj.weight, *([path] if given else [])]
-    aim = torch.randn_like(found)
-    gradients = [torch.autograd.grad((one * aim).sum(), reached) for one in (found, wanted)]
-    for ours, plain in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)
-        assert plain.abs().max() > 0
+    torch.testing.assert_close(output, expected_output, rtol=0, atol=1e-12)
+    leaves = [text, layer.attention_sink_bias, layer.q_proj.weight]
+    leaves += [] if how == "slots" else [path]
+    target = torch.randn_like(output)
+    gradients, expected_gradients = (
+        torch.autograd.grad((values * target).sum(), leaves) for values in (output, expected_output)
+    )
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-12)
+        assert expected_gradient.abs().max() > 0
 
 
 @pytest.mark.parametrize(

@@ -43,14 +43,15 @@ class Head(BlockHead):
         self.markov_head = nn.ModuleDict({"markov_w1": first, "markov_w2": second})
         self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width + rank, 1)})
 
-    def answering(self, hidden: Tensor, tokens: Nodes) -> Float[Tensor, "batch node answer"]:
+    def node_states(self, hidden: Tensor, tokens: Nodes) -> Float[Tensor, "batch node state"]:
         """Return the hidden states of a level, concatenated with those of the previous tokens."""
-        before = self.markov_head["markov_w1"](tokens)
-        return torch.cat([hidden.expand(-1, tokens.shape[1], -1).to(before.dtype), before], dim=-1)
+        embedded = self.markov_head["markov_w1"](tokens)
+        hidden = hidden.expand(-1, tokens.shape[1], -1).to(embedded.dtype)
+        return torch.cat([hidden, embedded], dim=-1)
 
     def projection(self, level: int) -> Projection:
         """Return the projections of the base and of the correction, concatenated."""
-        return self.corrected(self.markov_head["markov_w2"])
+        return self.corrected_projection(self.markov_head["markov_w2"])
 
     def projections(self) -> list[Projection]:
         """Return the same projection for every level, concatenated once."""
@@ -67,8 +68,7 @@ class Head(BlockHead):
     @torch.no_grad()
     def confidence(self, state: State) -> Float[Tensor, "batch node"]:
         """Return the probability that the base accepts a token after each last node."""
-        _, _, states = state
-        return self.confidence_logits(states).sigmoid()
+        return self.confidence_logits(state.states).sigmoid()
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead | None:

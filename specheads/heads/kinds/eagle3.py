@@ -17,7 +17,7 @@ from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, PositiveInt
-from specheads.heads.checkpoint import fill, take_maps
+from specheads.heads.checkpoint import fill_head, read_draft_maps
 from specheads.heads.layers.attention import (
     AttentionConfig,
     HeadCache,
@@ -27,7 +27,7 @@ from specheads.heads.layers.attention import (
 )
 from specheads.heads.layers.common import NUM_FUSED_LAYERS, RMSNorm
 from specheads.heads.layers.feedback import FeedbackHead
-from specheads.heads.layers.rotary import HALVES, published
+from specheads.heads.layers.rotary import HALVES, read_rope_settings
 
 
 @dataclass(kw_only=True, slots=True)
@@ -95,7 +95,7 @@ class Head(FeedbackHead):
     earlier rounds on its path. With `parallel` the later rounds read masks, all in one pass.
     """
 
-    fuses_alone = True
+    has_own_fusion = True
     has_copy = False
     """Whether `embedding` is of its checkpoint, where it is most often a copy of the base's."""
 
@@ -113,8 +113,8 @@ class Head(FeedbackHead):
         self.fc = nn.Linear(num_aux * width, width, bias=False)
         self.midlayer = LlamaLayer(config, width, reads_tokens=True)
         # numbered from 1, as in public checkpoints
-        further = (str(place) for place in range(1, config.num_layers))
-        self.layers = nn.ModuleDict({place: LlamaLayer(config, width) for place in further})
+        names = (str(index) for index in range(1, config.num_layers))
+        self.layers = nn.ModuleDict({name: LlamaLayer(config, width) for name in names})
         self.norm, self.feeds_normed = RMSNorm(width, epsilon), config.norm_output
         self.lm_head = nn.Linear(width, self.drafted_size, bias=False)
         self.embed_tokens = nn.Embedding(vocab_size, width) if config.own_embedding else None
@@ -166,20 +166,20 @@ class Head(FeedbackHead):
 
     def embed(self, tokens: Int[Tensor, "*any"], like: Tensor) -> Float[Tensor, "*any width"]:
         """Return embeddings from its own table, if it has one, or from the base's."""
-        own = self.embed_tokens
-        return super().embed(tokens, like) if own is None else own(tokens)
+        table = self.embed_tokens
+        return super().embed(tokens, like) if table is None else table(tokens)
 
-    def embeddings(self, tokens: Tokens) -> Iterator[Float[Tensor, "batch time width"]]:
+    def embed_rounds(self, tokens: Tokens) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield the embeddings that each round of training reads: masks, with `parallel`."""
-        read = super().embeddings(tokens)
+        rounds = super().embed_rounds(tokens)
         if not self.config.parallel:
-            return read
-        masks = self.embedded(torch.full_like(tokens, self.config.mask_token))
-        return (masks if level else one for level, one in enumerate(read))
+            return rounds
+        masks = self.embed_in_layer_dtype(torch.full_like(tokens, self.config.mask_token))
+        return (masks if level else embedded for level, embedded in enumerate(rounds))
 
     def projection(self, level: int) -> Projection:
         """Return the projection to the draft vocabulary, the same at every level."""
-        return self.lm_head.weight, None
+        return Projection(self.lm_head.weight)
 
     @torch.no_grad()
     def begin(self, committed: Committed, memory: HeadCache) -> Guesses:
@@ -189,11 +189,12 @@ class Head(FeedbackHead):
         """
         if not self.config.parallel:
             return super().begin(committed, memory)
-        hidden, tokens = self.first(committed.features), committed.next_tokens
-        behind = (len(tokens), self.depth - 1)
-        tokens = torch.cat([tokens, tokens.new_full(behind, self.config.mask_token)], dim=1)
-        hidden = torch.cat([hidden, self.feed_back(hidden[:, :1]).expand(*behind, -1)], dim=1)
-        logits, _ = self._answer(self.commit(hidden, tokens, committed, memory))
+        hidden, tokens = self.first_input(committed.features), committed.next_tokens
+        mask_shape = (len(tokens), self.depth - 1)
+        tokens = torch.cat([tokens, tokens.new_full(mask_shape, self.config.mask_token)], dim=1)
+        masks = self.next_input(hidden[:, :1]).expand(*mask_shape, -1)
+        hidden = torch.cat([hidden, masks], dim=1)
+        logits, _ = self.guess(self.run_committed(hidden, tokens, committed, memory))
         return logits[:, :1], logits[:, 1:]
 
     @torch.no_grad()
@@ -203,21 +204,21 @@ class Head(FeedbackHead):
             return super().extend(state, tokens, parents)
         return state[:, :1].expand(-1, tokens.shape[1], -1), state[:, 1:]
 
-    def feed_back(self, hidden: Tensor) -> Tensor:
+    def next_input(self, hidden: Tensor) -> Tensor:
         """Return the input of the next round; with `parallel` it does not depend on this one."""
         if self.mask_hidden is None:
-            return super().feed_back(hidden)
+            return super().next_input(hidden)
         return self._fuse(self.mask_hidden).expand(*hidden.shape[:2], -1)
 
-    def first(self, features: Features) -> Float[Tensor, "batch time width"]:
+    def first_input(self, features: Features) -> Float[Tensor, "batch time width"]:
         """Return the fused residual streams of the base."""
         return self._fuse(self.streams(features))
 
     def _fuse(self, aux: Tensor) -> Tensor:
         normed = aux if self.input_norm is None else self.input_norm(aux)
         if self.fc_norm:
-            parts = zip(self.fc_norm, normed.chunk(len(self.fc_norm), dim=-1), strict=True)
-            normed = torch.cat([norm(part) for norm, part in parts], dim=-1)
+            streams = zip(self.fc_norm, normed.chunk(len(self.fc_norm), dim=-1), strict=True)
+            normed = torch.cat([norm(stream) for norm, stream in streams], dim=-1)
         return self.fc(normed)
 
 
@@ -273,7 +274,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     )
     own: dict[str, Any] = {
         **published_sizes(settings),
-        **published(settings),
+        **read_rope_settings(settings),
         "aux_layers": sorted(set(settings.get(IDS) or ())),
         "num_layers": settings.get("num_hidden_layers") or 1,
         "sliding_window": window,
@@ -291,8 +292,8 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         embedding = named.pop("embed_tokens.weight", None)
     own["own_embedding"] = "embed_tokens.weight" in named
     head = Head(Config(**own), settings["hidden_size"], settings["vocab_size"])
-    take_maps(head, named)
-    fill(head, named)
+    read_draft_maps(head, named)
+    fill_head(head, named)
     if embedding is not None:
         head.bind(embedding)
         head.has_copy = True

@@ -8,7 +8,6 @@ EAGLE-3, MTP and ReDrafter.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -21,12 +20,13 @@ from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt
 from specheads.heads.layers.attention import (
     Attention,
     AttentionConfig,
+    AttentionContext,
     HeadCache,
     LlamaLayer,
-    near,
+    limit_to_window,
 )
 from specheads.heads.layers.common import RMSNorm, pick_parents
-from specheads.heads.layers.feedback import FeedbackHead, no_path
+from specheads.heads.layers.feedback import FeedbackHead, empty_path
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,23 +52,22 @@ class Config(AttentionConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class GruDraft:
     """State of a draft: the states of a level's nodes, and the text that each level reads."""
 
-    state: Float[Tensor, "batch node width"]
+    states: Float[Tensor, "batch node width"]
     level: int
     """Number of drafted tokens that the states have read."""
     newest: Int[Tensor, "batch 1"]
     """Position of the last committed token of each row."""
-    text: tuple[Tensor, ...]
-    """Keys and values of committed positions and a mask of the visible ones, if they are read: see
-    `HeadCache.past`."""
+    context: AttentionContext | None
+    """Committed positions; None if only the first level reads them."""
 
 
 class Head(FeedbackHead):
-    """read_0 = norm(layer(W [root, hidden + fused aux])), read_k = GRU(state_k-1, token k).
+    """cell_0 = norm(layer(W [root, hidden + fused aux])), cell_k = GRU(state_k-1, token k).
 
-    They are the states; with `text_attention`, state_k = read_k + attention(norm(read_k)).
+    They are the states; with `text_attention`, state_k = cell_k + attention(norm(cell_k)).
     """
 
     feeds_normed = True
@@ -86,7 +85,7 @@ class Head(FeedbackHead):
         self.text_attention = None
         if config.text_attention:
             self.text_norm = RMSNorm(width, config.epsilon)
-            self.text_attention = Attention(config, width, only_reads=True)
+            self.text_attention = Attention(config, width, queries_only=True)
             # starts as a head without it
             nn.init.zeros_(self.text_attention.o_proj.weight)
         self.lm_head = nn.Linear(width, self.drafted_size, bias=False)
@@ -99,71 +98,77 @@ class Head(FeedbackHead):
         """Return the layer of the first level."""
         return [self.layer]
 
-    def first(self, features: Features) -> Float[Tensor, "batch time width"]:
+    def first_input(self, features: Features) -> Float[Tensor, "batch time width"]:
         """Return the base's final hidden state plus the fused residual streams."""
-        return self.fused(features).hidden
+        return self.fuse_streams(features).hidden
 
-    def enter(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+    def join_token(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """Return the stream of the layer, from the base's state and the token after it."""
-        parts = [self.token_norm(embedded), self.state_norm(hidden)]
-        return self.joint(torch.cat(parts, dim=-1))
+        inputs = [self.token_norm(embedded), self.state_norm(hidden)]
+        return self.joint(torch.cat(inputs, dim=-1))
 
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield the states that read one token after each position, then two, and so on."""
-        hidden, places, window = self.first(features), features.positions(), self.window(0)
-        visible, documents = self.attended(features, hidden)
-        visible = visible if visible is None else near(visible, window)
-        read = self._token(tokens)
-        stream = self.enter(hidden, self.embedded(tokens).roll(-1, 1))
-        stream, inputs, past = self.layer.read(stream, places)
-        seen = past, visible, no_path(past), documents, window
-        state = self._attend(self.norm(self.layer(stream, inputs, places, *seen)), places, *seen)
-        sent = yield state
+        hidden, positions, window = self.first_input(features), features.positions(), self.window(0)
+        documents, visible = self.split_documents(features, hidden), None
+        if documents is None:
+            visible = limit_to_window(features.causal_mask(), window)
+        token_gates = self.project_token(tokens)
+        stream = self.join_token(hidden, self.embed_in_layer_dtype(tokens).roll(-1, 1))
+        inputs = self.layer.prepare(stream, positions)
+        text = inputs.keys_values
+        context = AttentionContext(text, visible, empty_path(text), documents, window)
+        state = self.attend_to_text(self.norm(self.layer(inputs, context)), positions, context)
+        drafts = yield state
         for level in range(1, self.depth):
-            last = read.roll(-1 - level, 1) if sent is None else self._token(sent)
-            state = self._attend(self._read(state, last), places + level, *seen)
-            sent = yield state
+            gates = token_gates.roll(-1 - level, 1)
+            if drafts is not None:
+                gates = self.project_token(drafts)
+            state = self.attend_to_text(self.gru_cell(state, gates), positions + level, context)
+            drafts = yield state
 
     def projection(self, level: int) -> Projection:
         """Return the vocabulary projection, the same at every level, without a bias."""
-        return self.lm_head.weight, None
+        return Projection(self.lm_head.weight)
 
     @torch.no_grad()
     def begin(self, committed: Committed, memory: HeadCache) -> Guesses:
         """Store keys and values of the committed positions; return the logits after the root."""
-        hidden = self.first(committed.features)
-        branch = self.commit(hidden, committed.next_tokens, committed, memory)
-        newest, text = memory.lengths[:, None] - 1, ()
+        hidden = self.first_input(committed.features)
+        first = self.run_committed(hidden, committed.next_tokens, committed, memory)
+        newest, context = memory.lengths[:, None] - 1, None
         if self.text_attention is not None:
-            text = memory.past(window=self.window(0))
-        return self._finish(Draft(self.norm(branch.hidden), 0, newest, text))
+            context = AttentionContext(memory.text(), memory.visible(window=self.window(0)))
+        return self.finish_level(GruDraft(self.norm(first.hidden), 0, newest, context))
 
     @torch.no_grad()
     def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's state."""
-        below = self._read(pick_parents(state.state, parents), self._token(tokens))
-        return self._finish(replace(state, state=below, level=state.level + 1))
+        cells = self.gru_cell(pick_parents(state.states, parents), self.project_token(tokens))
+        return self.finish_level(replace(state, states=cells, level=state.level + 1))
 
-    def _finish(self, read: Draft) -> Guesses:
-        """Return the logits of a level, given what it has read, and its states."""
-        positions = (read.newest + read.level).expand(read.state.shape[:2])
-        state = self._attend(read.state, positions, *read.text)
-        return self.logits(state, read.level), replace(read, state=state)
+    def finish_level(self, cells: GruDraft) -> Guesses:
+        """Return the logits of a level, given the outputs of its cells, and its states."""
+        positions = (cells.newest + cells.level).expand(cells.states.shape[:2])
+        states = self.attend_to_text(cells.states, positions, cells.context)
+        return self.logits(states, cells.level), replace(cells, states=states)
 
-    def _attend(self, read: Tensor, positions: Tensor, *text: Any) -> Tensor:
-        """Return the states of a level; `text` are further arguments of `Attention`."""
-        if self.text_attention is None:
-            return read
-        return read + self.text_attention(self.text_norm(read), positions, *text)
+    def attend_to_text(
+        self, cells: Tensor, positions: Tensor, context: AttentionContext | None
+    ) -> Tensor:
+        """Return the states of a level, given the outputs of its cells."""
+        if self.text_attention is None or context is None:
+            return cells
+        return cells + self.text_attention(self.text_norm(cells), positions, context)
 
-    def _token(self, tokens: Tensor) -> Tensor:
-        """Return what the cell reads of tokens: both gates and the candidate."""
-        return self.read_token(self.token_norm(self.embedded(tokens)))
+    def project_token(self, tokens: Tensor) -> Tensor:
+        """Return the token's share of both gates and of the candidate."""
+        return self.read_token(self.token_norm(self.embed_in_layer_dtype(tokens)))
 
-    def _read(self, state: Tensor, read: Tensor) -> Tensor:
-        """Return what the cell makes of a state and of one more token."""
+    def gru_cell(self, state: Tensor, token_gates: Tensor) -> Tensor:
+        """Return the output of the cell, given a state and `project_token` of one more token."""
         normed = self.state_norm(state)
-        gates, new = read.split([2 * self.width, self.width], dim=-1)
+        gates, candidate = token_gates.split([2 * self.width, self.width], dim=-1)
         reset, keep = (gates + self.gate(normed)).sigmoid().chunk(2, dim=-1)
-        new = F.silu(new + reset * self.candidate(normed))
-        return new + keep * (state - new)
+        candidate = F.silu(candidate + reset * self.candidate(normed))
+        return candidate + keep * (state - candidate)

@@ -15,9 +15,20 @@ from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, WidthOrZero
-from specheads.heads.checkpoint import fill
-from specheads.heads.layers.attention import HeadCache, LlamaLayer
-from specheads.heads.layers.common import BorrowingHead, ResidualBlock, RMSNorm, pick_parents
+from specheads.heads.checkpoint import fill_head
+from specheads.heads.layers.attention import (
+    AttentionContext,
+    HeadCache,
+    LayerInputs,
+    LlamaLayer,
+)
+from specheads.heads.layers.common import (
+    BorrowingHead,
+    NodeStates,
+    ResidualBlock,
+    RMSNorm,
+    pick_parents,
+)
 
 BORROWED = ("input_embed_fn.weight", "embed_tokens.weight", "rotary_emb.inv_freq")
 """Tensors of public checkpoints that are not part of the head."""
@@ -57,27 +68,32 @@ class PrefixLayer(LlamaLayer):
     def __init__(self, config: Config, width: int) -> None:
         super().__init__(config, width)
         self.norm = RMSNorm(width, config.epsilon)
-        for closed in (self.self_attn.o_proj, self.mlp.down_proj):
-            nn.init.zeros_(closed.weight)
+        for output in (self.self_attn.o_proj, self.mlp.down_proj):
+            nn.init.zeros_(output.weight)
 
-    def whole(self, features: Features) -> Float[Tensor, "batch time width"]:
+    def encode_text(self, features: Features) -> Float[Tensor, "batch time width"]:
         """Return the states of whole texts, with causal attention."""
-        places = features.positions()
         # with a bfloat16 base, the norms and sums of a float32 layer stay in float32
-        hidden, normed, past = self.read(features.hidden.to(self.norm.weight.dtype), places)
-        return self.norm(self(hidden, normed, places, past, features.causal_mask()))
+        hidden = features.hidden.to(self.norm.weight.dtype)
+        inputs = self.prepare(hidden, features.positions())
+        context = AttentionContext(inputs.keys_values, features.causal_mask())
+        return self.norm(self(inputs, context))
 
-    def newest(self, committed: Committed, memory: HeadCache) -> Float[Tensor, "batch 1 width"]:
+    def encode_committed(
+        self, committed: Committed, cache: HeadCache
+    ) -> Float[Tensor, "batch 1 width"]:
         """Store the committed positions; return the state of the last one of each row."""
         hidden = committed.features.hidden
-        positions = memory.advance(hidden.shape[1], committed.counts)
-        _, normed, fresh = self.read(hidden, positions)
-        memory.write(fresh, positions)
-        hidden, normed, newest = (
-            *map(committed.gather_last, (hidden, normed)),
-            memory.lengths[:, None] - 1,
+        positions = cache.advance(hidden.shape[1], committed.counts)
+        inputs = self.prepare(hidden, positions)
+        cache.write(inputs.keys_values, positions)
+        last = LayerInputs(
+            committed.gather_last(inputs.stream),
+            committed.gather_last(inputs.attention),
+            cache.lengths[:, None] - 1,
+            inputs.keys_values,
         )
-        return self.norm(self(hidden, normed, newest, *memory.past()))
+        return self.norm(self(last, AttentionContext(cache.text(), cache.visible())))
 
 
 class Head(BorrowingHead):
@@ -107,34 +123,39 @@ class Head(BorrowingHead):
 
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield the states that read one token after each position, then two, and so on."""
-        features = self.fused(features)
-        path = self.prefix.whole(features) if self.prefix else features.hidden
+        features = self.fuse_streams(features)
+        path = self.prefix.encode_text(features) if self.prefix else features.hidden
         embedded = self.embed(tokens, path)
-        read = embedded.roll(-1, 1)
+        next_embedded = embedded.roll(-1, 1)
         for level, blocks in enumerate(self.blocks):
-            path = torch.cat([path, read], dim=-1)
-            sent = yield blocks(path)
-            read = embedded.roll(-2 - level, 1) if sent is None else self.embed(sent, path)
+            path = torch.cat([path, next_embedded], dim=-1)
+            drafts = yield blocks(path)
+            next_embedded = (
+                embedded.roll(-2 - level, 1) if drafts is None else self.embed(drafts, path)
+            )
 
     def projection(self, level: int) -> Projection:
         """Return the vocabulary projection of a level."""
         head = self.head[level]
-        return head.get_parameter("weight"), head.get_parameter("bias")
+        return Projection(head.get_parameter("weight"), head.get_parameter("bias"))
 
     def begin(self, committed: Committed, memory: Any) -> Guesses:
         """Read the root after the base's last hidden state."""
-        committed = self.with_aux(committed)
-        path = self.prefix.newest(committed, memory) if self.prefix else committed.last_hidden()
-        return self._step(path, committed.root(), 0)
+        committed = self.fuse_committed(committed)
+        if self.prefix:
+            path = self.prefix.encode_committed(committed, memory)
+        else:
+            path = committed.last_hidden()
+        return self.read_tokens(path, committed.root(), 0)
 
     def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's path."""
-        above, level = state
-        return self._step(pick_parents(above, parents), tokens, level + 1)
+        return self.read_tokens(pick_parents(state.states, parents), tokens, state.level + 1)
 
-    def _step(self, path: Tensor, tokens: Tensor, level: int) -> tuple[Tensor, State]:
+    def read_tokens(self, path: Tensor, tokens: Tensor, level: int) -> Guesses:
+        """Append the embeddings of a level's tokens to the paths; return the logits after them."""
         path = torch.cat([path, self.embed(tokens, path)], dim=-1)
-        return self.logits(self.blocks[level](path), level), (path, level)
+        return self.logits(self.blocks[level](path), level), NodeStates(path, level)
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
@@ -150,24 +171,24 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         # the tensors have the shape of its own layer
         used=("hydra_num_heads", "hydra_num_layers", *OPTIONS, *LAYERS),
     )
-    found = [config.get(name) for name in ("hydra_head_arch", "grounded_heads")]
-    if found not in (["mlp", True], ["prefix-mlp", True]) or config.get("hidden_state_offset"):
+    variant = [config.get(name) for name in ("hydra_head_arch", "grounded_heads")]
+    if variant not in (["mlp", True], ["prefix-mlp", True]) or config.get("hidden_state_offset"):
         raise InputError(
             "Hydra heads must be 'mlp' or 'prefix-mlp', grounded, and read the last hidden state; "
-            f"this one is {found[0]!r}, or not grounded, or reads an earlier state; choose another"
+            f"this is {variant[0]!r}, or not grounded, or reads an earlier state; choose another"
         )
-    prefix = found[0] == "prefix-mlp"
-    own = Config(
+    prefix = variant[0] == "prefix-mlp"
+    settings = Config(
         depth=config["hydra_num_heads"],
         num_layers=config["hydra_num_layers"],
         prefix=prefix,
         **(_prefix_shape(tensors) if prefix else {}),
     )
     embedding = tensors["input_embed_fn.weight"]
-    head = Head(own, width=embedding.shape[1], vocab_size=embedding.shape[0])
-    places = 2 if prefix else 1
-    kept = [name for name in tensors if not name.endswith(BORROWED)]
-    fill(head, {_own_name(name, places): tensors[name] for name in kept})
+    head = Head(settings, width=embedding.shape[1], vocab_size=embedding.shape[0])
+    indices = 2 if prefix else 1
+    names = [name for name in tensors if not name.endswith(BORROWED)]
+    fill_head(head, {_rename(name, indices): tensors[name] for name in names})
     head.bind(embedding)
     return head
 
@@ -186,11 +207,11 @@ def _prefix_shape(tensors: dict[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _own_name(name: str, places: int) -> str:
-    """Return our name of a tensor; a block has `places` indices there, with its dropout."""
-    part, head, *rest = name.split(".")
-    if part == "prefix_embeding_layer":
-        return f"prefix.{name.removeprefix(f'{part}.').removeprefix('layers.0.')}"
-    if part == "hydra_lm_head":
-        return f"head.{head}.{rest[-1]}"
-    return ".".join(["blocks", head, str(int(rest[0]) // places), *rest[1:]])
+def _rename(name: str, indices: int) -> str:
+    """Return our name of a tensor; a block has `indices` indices there, with its dropout."""
+    module, head, *suffix = name.split(".")
+    if module == "prefix_embeding_layer":
+        return f"prefix.{name.removeprefix(f'{module}.').removeprefix('layers.0.')}"
+    if module == "hydra_lm_head":
+        return f"head.{head}.{suffix[-1]}"
+    return ".".join(["blocks", head, str(int(suffix[0]) // indices), *suffix[1:]])

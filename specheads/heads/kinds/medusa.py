@@ -3,7 +3,7 @@
 Source: Cai et al. 2024, arXiv:2401.10774, section 2.1; FasterDecoding/Medusa.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -14,8 +14,8 @@ from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, S
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
 from specheads.core.ranges import Depth, DepthOrZero, NonNegativeInt, Width, one_of
-from specheads.heads.checkpoint import fill
-from specheads.heads.layers.common import BorrowingHead, ResidualBlock
+from specheads.heads.checkpoint import fill_head
+from specheads.heads.layers.common import BorrowingHead, NodeStates, ResidualBlock
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,13 +52,15 @@ class Head(BorrowingHead):
             nn.Sequential(*(ResidualBlock(width) for _ in range(config.num_layers)))
             for _ in range(self.depth)
         )
-        own, thin = (self.depth * (config.projection == kind) for kind in ("own", "low_rank"))
-        self.head = nn.ModuleList(
-            nn.Linear(width, self.drafted_size, bias=False) for _ in range(own)
-        )
-        self.down = nn.ModuleList(nn.Linear(width, config.rank, bias=False) for _ in range(thin))
-        self.up = nn.ModuleList(
-            nn.Linear(config.rank, self.drafted_size, bias=False) for _ in range(thin)
+        own_levels = range(self.depth if config.projection == "own" else 0)
+        low_rank_levels = range(self.depth if config.projection == "low_rank" else 0)
+        self.head, self.down, self.up = (
+            nn.ModuleList(nn.Linear(inputs, outputs, bias=False) for _ in levels)
+            for inputs, outputs, levels in (
+                (width, self.drafted_size, own_levels),
+                (width, config.rank, low_rank_levels),
+                (config.rank, self.drafted_size, low_rank_levels),
+            )
         )
         for up in self.up:
             nn.init.zeros_(up.get_parameter("weight"))
@@ -71,13 +73,13 @@ class Head(BorrowingHead):
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield each head's state; no head reads a drafted token."""
         for level in range(self.depth):
-            yield self._state(features.hidden, level)
+            yield self.level_state(features.hidden, level)
 
     def projection(self, level: int) -> Projection:
         """Return the vocabulary projection of a level, without a bias."""
         if self.head:
-            return self.head[level].get_parameter("weight"), None
-        return self.corrected(self.up[level]) if self.up else super().projection(level)
+            return Projection(self.head[level].get_parameter("weight"))
+        return self.corrected_projection(self.up[level]) if self.up else super().projection(level)
 
     def logits(
         self, state: Float[Tensor, "*batch width"], level: int
@@ -90,15 +92,16 @@ class Head(BorrowingHead):
     def begin(self, committed: Committed, memory: None) -> Guesses:
         """Return the logits after the root, from the base's last hidden state."""
         hidden = committed.last_hidden()
-        return self.logits(self._state(hidden, 0), 0), (hidden, 0)
+        return self.logits(self.level_state(hidden, 0), 0), NodeStates(hidden, 0)
 
     def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Return the same logits for every node of the level: Medusa ignores the path."""
-        hidden, level = state[0], state[1] + 1
-        logits = self.logits(self._state(hidden, level), level)
-        return logits.expand(-1, tokens.shape[1], -1), (hidden, level)
+        level = state.level + 1
+        logits = self.logits(self.level_state(state.states, level), level)
+        return logits.expand(-1, tokens.shape[1], -1), replace(state, level=level)
 
-    def _state(self, hidden: Tensor, level: int) -> Tensor:
+    def level_state(self, hidden: Tensor, level: int) -> Tensor:
+        """Return the state of a level's head."""
         state = self.blocks[level](hidden)
         return torch.cat([state, self.down[level](state)], dim=-1) if self.down else state
 
@@ -112,28 +115,24 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         config,
         # the heads have no attention, and engines choose trees of their own
         used=(
-            "medusa_num_heads",
-            "medusa_num_layers",
+            *("medusa_num_heads", "medusa_num_layers", "max_paths", "topk", "medusa_choices"),
             *LAYERS,
-            "max_paths",
-            "topk",
-            "medusa_choices",
         ),
         fixed={"medusa_fc_bias": True, "original_lm_head": False, "logit_scale": 1}
         | {"truncated_vocab_size": config.get("vocab_size")},
     )
     num_layers = config.get("medusa_num_layers", 1)
     named = {name.removeprefix("medusa_heads."): value for name, value in tensors.items()}
-    named = {_own_name(name, num_layers): value for name, value in named.items()}
+    named = {_rename(name, num_layers): value for name, value in named.items()}
     rows, width = named["head.0.weight"].shape
-    own = Config(depth=config["medusa_num_heads"], num_layers=num_layers)
-    head = Head(own, width=width, vocab_size=rows)
-    fill(head, named)
+    settings = Config(depth=config["medusa_num_heads"], num_layers=num_layers)
+    head = Head(settings, width=width, vocab_size=rows)
+    fill_head(head, named)
     return head
 
 
-def _own_name(name: str, num_layers: int) -> str:
-    head, layer, rest = (*name.split(".", 2), "")[:3]
+def _rename(name: str, num_layers: int) -> str:
+    head, layer, suffix = (*name.split(".", 2), "")[:3]
     if layer == str(num_layers):
-        return f"head.{head}.{rest}"
-    return f"blocks.{head}.{layer}.{rest}"
+        return f"head.{head}.{suffix}"
+    return f"blocks.{head}.{layer}.{suffix}"

@@ -18,8 +18,8 @@ from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, WidthOrZero, one_of
-from specheads.heads.checkpoint import fill
-from specheads.heads.layers.common import BorrowingHead, pick_parents
+from specheads.heads.checkpoint import fill_head
+from specheads.heads.layers.common import BorrowingHead, NodeStates, pick_parents
 
 EPSILON = 1e-6
 GATES = ("forget", "input", "output", "cell")
@@ -108,54 +108,58 @@ class Head(BorrowingHead):
 
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield the states that read tokens[:, t + 1], then tokens[:, t + 2], and so on."""
-        state = self._first(self.fused(features).hidden)
+        state = self.first_state(self.fuse_streams(features).hidden)
         # one lookup for all levels: the gradient of each lookup is as large as the table
-        looked_up, sent = [table(tokens) for table in self.emb], None
+        tables, drafts = [table(tokens) for table in self.emb], None
         for level in range(self.depth):
-            read = _of(looked_up, level).roll(-1 - level, 1)
-            state = self._step(state, read if sent is None else _of(self.emb, level)(sent), level)
-            sent = yield state[..., : self.inner]
+            embedded = level_entry(tables, level).roll(-1 - level, 1)
+            if drafts is not None:
+                embedded = level_entry(self.emb, level)(drafts)
+            state = self.recurrent_step(state, embedded, level)
+            drafts = yield state[..., : self.inner]
 
     def projection(self, level: int) -> Projection:
         """Return the vocabulary projection of a level, without a bias."""
-        return _of(self.head, level).weight, None
+        return Projection(level_entry(self.head, level).weight)
 
     def begin(self, committed: Committed, memory: None) -> Guesses:
         """Read the root after the base's last hidden state."""
-        state = self._first(self.with_aux(committed).last_hidden())
-        state = self._step(state, self.emb[0](committed.root()), 0)
-        return self.logits(state[..., : self.inner], 0), (state, 0)
+        state = self.first_state(self.fuse_committed(committed).last_hidden())
+        return self.read_tokens(state, committed.root(), 0)
 
     def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's state."""
-        above, level = state
-        read = _of(self.emb, level + 1)(tokens)
-        below = self._step(pick_parents(above, parents), read, level + 1)
-        return self.logits(below[..., : self.inner], level + 1), (below, level + 1)
+        return self.read_tokens(pick_parents(state.states, parents), tokens, state.level + 1)
 
-    def _first(self, hidden: Tensor) -> Tensor:
+    def read_tokens(self, states: Tensor, tokens: Tensor, level: int) -> Guesses:
+        """Return the logits after the tokens of a level, given their parents' states."""
+        states = self.recurrent_step(states, level_entry(self.emb, level)(tokens), level)
+        return self.logits(states[..., : self.inner], level), NodeStates(states, level)
+
+    def first_state(self, hidden: Tensor) -> Tensor:
+        """Return the state before any token, from the base's hidden state."""
         if self.config.scale_input:
             hidden = F.rms_norm(hidden, hidden.shape[-1:], eps=EPSILON) / math.sqrt(2)
         return F.pad(hidden, (0, self.inner)) if self.gated else hidden
 
-    def _step(self, state: Tensor, read: Tensor, level: int) -> Tensor:
+    def recurrent_step(self, state: Tensor, embedded: Tensor, level: int) -> Tensor:
         """Return the state after one more embedded token; [state, cell] if gated."""
-        norm = _of(self.ln, level)
+        norm = level_entry(self.ln, level)
         # scaled by 1 / a compared with the formula, as in the original code: the norm undoes this
         # except for its epsilon
-        scale = self.token_weight / self.state_weight
+        scale, project = self.token_weight / self.state_weight, level_entry(self.proj, level)
         if not self.gated:
-            return F.gelu(norm(torch.add(_of(self.proj, level)(state), read, alpha=scale)))
-        above, cell = state.split([state.shape[-1] - self.inner, self.inner], dim=-1)
-        mixed = _of(self.proj, level)(above).unflatten(-1, (len(GATES), self.inner))
-        mixed = torch.add(mixed, read[..., None, :], alpha=scale)
-        keep, enter, leave = mixed[..., :3, :].sigmoid().unbind(-2)
-        cell = cell * keep + F.gelu(norm(mixed[..., 3, :])) * enter
-        shown = F.gelu(_of(self.state_ln, level)(cell)) * leave
-        return torch.cat([shown, cell], dim=-1)
+            return F.gelu(norm(torch.add(project(state), embedded, alpha=scale)))
+        output, cell = state.split([state.shape[-1] - self.inner, self.inner], dim=-1)
+        gates = project(output).unflatten(-1, (len(GATES), self.inner))
+        gates = torch.add(gates, embedded[..., None, :], alpha=scale)
+        forget_gate, input_gate, output_gate = gates[..., :3, :].sigmoid().unbind(-2)
+        cell = cell * forget_gate + F.gelu(norm(gates[..., 3, :])) * input_gate
+        output = F.gelu(level_entry(self.state_ln, level)(cell)) * output_gate
+        return torch.cat([output, cell], dim=-1)
 
 
-def _of(modules: nn.ModuleList | list[Tensor], level: int) -> Any:
+def level_entry(modules: nn.ModuleList | list[Tensor], level: int) -> Any:
     """Return the entry of a level, or the last one, which later levels share."""
     return modules[min(level, len(modules) - 1)]
 
@@ -179,23 +183,23 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         ),
     )
     width = config["input_hidden_dim" if method else "emb_dim"]
-    own = Config(
+    settings = Config(
         depth=config["n_predict"],
         inner_dim=_arctic_width(config) if method else config.get("inner_dim") or width,
         state="gated" if method == "sum_lstm" else "mlp",
         tie_weights=config.get("tie_weights", False),
         scale_input=config.get("scale_input", False),
     )
-    head = Head(own, width=width, vocab_size=config["vocab_size"])
+    head = Head(settings, width=width, vocab_size=config["vocab_size"])
     named = {name.removeprefix("speculator."): value for name, value in tensors.items()}
     if head.gated:
         named = _join_gates(named)
     elif method:
         # there, each module is the only one of a sequence
         named = {re.sub(r"^(emb|proj|ln)\.(\d+)\.0\.", r"\1.\2.", n): t for n, t in named.items()}
-    if own.tie_weights:
+    if settings.tie_weights:
         named = _untie(named, set(head.state_dict()))
-    fill(head, named)
+    fill_head(head, named)
     return head
 
 
@@ -203,9 +207,9 @@ def _arctic_width(config: dict[str, Any]) -> int:
     """Return the width of an Arctic speculator; refuse several widths and unsupported methods."""
     widths = {str(config[name]) for name in ("inner_dim", "emb_dim", "proj_dim")}
     tied = config.get("tie_weights") and config.get("tie_lstm_embs")
-    known = config["method"] == "sum_rnn" or (config["method"] == "sum_lstm" and tied)
+    is_supported = config["method"] == "sum_rnn" or (config["method"] == "sum_lstm" and tied)
     width = max(widths)
-    if not known or len(widths) > 1 or not width.isdigit():
+    if not is_supported or len(widths) > 1 or not width.isdigit():
         raise InputError(
             "an Arctic speculator must have one width and be sum_rnn, or sum_lstm with tied "
             f"weights and embeddings; this one is {config['method']!r} of widths {sorted(widths)}; "
@@ -217,28 +221,28 @@ def _arctic_width(config: dict[str, Any]) -> int:
 def _join_gates(named: dict[str, Tensor]) -> dict[str, Tensor]:
     """Stack the gates, which Arctic stores separately; all gates share one embedding."""
     named = {name.replace("cell_ln.", "ln."): value for name, value in named.items()}
-    for part in ("emb", "proj"):
+    for module in ("emb", "proj"):
         for level in ("0", "1"):
-            found = [named.pop(f"{gate}_{part}.{level}.weight", None) for gate in GATES]
-            gates = [gate for gate in found if gate is not None]
-            if len(gates) < len(found):
+            names = [f"{gate}_{module}.{level}.weight" for gate in GATES]
+            gates = [named.pop(name) for name in names if name in named]
+            if len(gates) < len(names):
                 continue
-            if part == "emb" and not all(torch.equal(gates[0], gate) for gate in gates):
+            if module == "emb" and not all(torch.equal(gates[0], gate) for gate in gates):
                 raise InputError(
                     "with tie_lstm_embs the gates' embeddings must be equal; download it again"
                 )
-            named[f"{part}.{level}.weight"] = gates[0] if part == "emb" else torch.cat(gates)
+            named[f"{module}.{level}.weight"] = gates[0] if module == "emb" else torch.cat(gates)
     return named
 
 
-def _untie(named: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
+def _untie(named: dict[str, Tensor], parameters: set[str]) -> dict[str, Tensor]:
     """Remove the copies of tied tensors, after a check that they are equal."""
-    for name in sorted(set(named) - wanted):
-        part, _, rest = name.partition(".")
-        suffix = rest.partition(".")[2]
-        kept = f"{part}.{1 if part == 'proj' else 0}.{suffix}"
-        if kept not in named or not torch.equal(named[kept], named[name]):
+    for name in sorted(set(named) - parameters):
+        module, _, suffix = name.partition(".")
+        suffix = suffix.partition(".")[2]
+        original = f"{module}.{1 if module == 'proj' else 0}.{suffix}"
+        if original not in named or not torch.equal(named[original], named[name]):
             raise InputError(
-                f"with tie_weights {name!r} and {kept!r} must be equal; download it again"
+                f"with tie_weights {name!r} and {original!r} must be equal; download it again"
             )
-    return {name: value for name, value in named.items() if name in wanted}
+    return {name: value for name, value in named.items() if name in parameters}

@@ -17,7 +17,7 @@ from specheads.core.errors import InputError
 from specheads.core.features import Features
 from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, PositiveFloat
-from specheads.heads.checkpoint import fill
+from specheads.heads.checkpoint import fill_head
 from specheads.heads.layers.attention import (
     AttentionConfig,
     LlamaLayer,
@@ -26,7 +26,7 @@ from specheads.heads.layers.attention import (
 )
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.feedback import FeedbackHead
-from specheads.heads.layers.rotary import HALVES, published
+from specheads.heads.layers.rotary import HALVES, read_rope_settings
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,8 +69,8 @@ class Head(FeedbackHead):
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
-        parts = {name: RMSNorm(width, config.epsilon) for name in ("enorm", "hnorm")}
-        self.layer = nn.ModuleDict(parts)
+        norms = {name: RMSNorm(width, config.epsilon) for name in ("enorm", "hnorm")}
+        self.layer = nn.ModuleDict(norms)
         self.layer["eh_proj"] = nn.Linear(2 * width, width, bias=False)
         self.layer["mtp_block"] = LlamaLayer(config, width)
         self.norm = RMSNorm(width, config.epsilon)
@@ -91,29 +91,32 @@ class Head(FeedbackHead):
         """Return its only layer."""
         return [cast(LlamaLayer, self.layer["mtp_block"])]
 
-    def first(self, features: Features) -> Float[Tensor, "batch time width"]:
+    def first_input(self, features: Features) -> Float[Tensor, "batch time width"]:
         """Return the base's last hidden states, in the dtype of the weights."""
-        return self.fused(features).hidden.to(self.norm.weight.dtype)
+        return self.fuse_streams(features).hidden.to(self.norm.weight.dtype)
 
-    def enter(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+    def join_token(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """Project the token's embedding and the previous state to the stream of the layer."""
-        parts = [self.layer["enorm"](embedded), self.layer["hnorm"](hidden)]
-        ordered = parts[::-1] if self.config.hidden_first else parts
-        return self.layer["eh_proj"](torch.cat(ordered, dim=-1))
+        inputs = [self.layer["enorm"](embedded), self.layer["hnorm"](hidden)]
+        if self.config.hidden_first:
+            inputs.reverse()
+        return self.layer["eh_proj"](torch.cat(inputs, dim=-1))
 
 
 PROJECTION = re.compile(
     r"(model\.layers\.\d+\.|(?:model\.)?mtp_layers\.\d+\.|mtp\.)(?:eh_proj|input_proj|fc)\.weight"
 )
 """A tensor that every module has, after the prefix of all its tensors."""
-PARTS = {
+MODULES = {
     "layer.enorm": ("enorm", "token_layernorm", "pre_fc_norm_embedding"),
     "layer.hnorm": ("hnorm", "hidden_layernorm", "pre_fc_norm_hidden"),
     "layer.eh_proj": ("eh_proj", "input_proj", "fc"),
     "norm": ("shared_head.norm", "final_layernorm", "norm"),
 }
 """Our names, and those of DeepSeek-V3, MiMo and speculators, and Qwen3-Next."""
-OURS = {f"{one}.weight": f"{ours}.weight" for ours, theirs in PARTS.items() for one in theirs}
+RENAMED = {
+    f"{name}.weight": f"{module}.weight" for module, names in MODULES.items() for name in names
+}
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies of the base's tensors that a module may contain."""
 PLAIN = {
@@ -141,8 +144,8 @@ def module_names(names: Iterable[str]) -> tuple[str, dict[str, str]]:
     Raises:
         ValueError: There are several modules.
     """
-    known = list(names)
-    prefixes = sorted(found[1] for found in map(PROJECTION.fullmatch, known) if found)
+    names = list(names)
+    prefixes = sorted(match[1] for match in map(PROJECTION.fullmatch, names) if match)
     if not prefixes:
         return "", {}
     if len(prefixes) > 1:
@@ -151,15 +154,15 @@ def module_names(names: Iterable[str]) -> tuple[str, dict[str, str]]:
             f"{len(prefixes)}: {', '.join(prefixes)[:80]}; choose another, or train head=mtp"
         )
     prefix = prefixes[0]
-    own = {
+    suffixes = {
         name: name[len(prefix) :].removeprefix("layers.0.")
-        for name in known
+        for name in names
         if name.startswith(prefix)
     }
     return prefix, {
-        theirs: OURS.get(name, f"layer.mtp_block.{name}")
-        for theirs, name in own.items()
-        if name not in COPIES
+        name: RENAMED.get(suffix, f"layer.mtp_block.{suffix}")
+        for name, suffix in suffixes.items()
+        if suffix not in COPIES
     }
 
 
@@ -168,31 +171,31 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     prefix, names = module_names(tensors)
     if not names:
         return None
-    named = {ours: tensors[theirs] for theirs, ours in names.items()}
+    weights = {name: tensors[public_name] for public_name, name in names.items()}
     nested = (config.get(name, {}) for name in ("text_config", "transformer_layer_config"))
-    parts = [config, *nested]
-    settings = {name: value for part in parts for name, value in part.items()}
+    sections = [config, *nested]
+    settings = {name: value for section in sections for name, value in section.items()}
     rope = settings.get("rope_parameters") or {}
     # some bases have one for each kind of attention
     settings["rope_parameters"] = rope.get("full_attention", rope)
     refuse_unused(
         "mtp",
-        *parts,
+        *sections,
         config.get("speculators_config", {}),
         used=(*LAYERS, *SPECULATORS, *UNREAD),
         fixed=PLAIN | full_attention(settings),
         remedy="train head=mtp instead",
     )
     attention = "layer.mtp_block.self_attn."
-    own: dict[str, Any] = {
+    values: dict[str, Any] = {
         **published_sizes(settings),
-        **published(settings),
+        **read_rope_settings(settings),
         "hidden_first": prefix.startswith("model.mtp_layers."),
-        "qk_norm": f"{attention}q_norm.weight" in named,
-        "attention_bias": f"{attention}q_proj.bias" in named,
+        "qk_norm": f"{attention}q_norm.weight" in weights,
+        "attention_bias": f"{attention}q_proj.bias" in weights,
     }
-    rows = len(named[f"{attention}q_proj.weight"])
-    own["head_dim"] = own["head_dim"] or rows // own["attention_heads"]
-    head = Head(Config(**own), settings["hidden_size"], settings["vocab_size"])
-    fill(head, named)
+    rows = len(weights[f"{attention}q_proj.weight"])
+    values["head_dim"] = values["head_dim"] or rows // values["attention_heads"]
+    head = Head(Config(**values), settings["hidden_size"], settings["vocab_size"])
+    fill_head(head, weights)
     return head

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -15,7 +16,7 @@ from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, S
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import refuse_unused
 from specheads.core.ranges import Depth, DepthOrZero, LayerIndex, NonNegativeInt, WidthOrZero
-from specheads.heads.checkpoint import fill
+from specheads.heads.checkpoint import fill_head
 from specheads.heads.layers.common import BorrowingHead, ResidualBlock, pick_parents
 
 
@@ -36,6 +37,16 @@ class Config:
     layers. Null is none; empty selects 2, n // 2 and n - 3 of n, or others for a shallow base."""
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentDraft:
+    """State of a draft."""
+
+    hidden: Float[Tensor, "batch 1 width"]
+    """The base's last hidden state."""
+    states: Float[Tensor, "batch node width"]
+    """States of a level's nodes."""
 
 
 class Head(BorrowingHead):
@@ -70,38 +81,45 @@ class Head(BorrowingHead):
 
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield the states that read one token after each position, then two, and so on."""
-        features = self.fused(features)
-        embedded = self.embed(tokens, features.hidden)
-        state, read = torch.zeros_like(features.hidden), embedded.roll(-1, 1)
+        hidden = self.fuse_streams(features).hidden
+        embedded = self.embed(tokens, hidden)
+        state, next_embedded = torch.zeros_like(hidden), embedded.roll(-1, 1)
         for level in range(self.depth):
-            state = self._read(state, read)
-            sent = yield self._exit(features.hidden, state)
-            read = embedded.roll(-2 - level, 1) if sent is None else self.embed(sent, embedded)
+            state = self.recurrent_cell(state, next_embedded)
+            drafts = yield self.exit_state(hidden, state)
+            next_embedded = (
+                embedded.roll(-2 - level, 1) if drafts is None else self.embed(drafts, embedded)
+            )
 
     def projection(self, level: int) -> Projection:
         """Return the vocabulary projection, the same at every level, without a bias."""
-        return self.head.weight, None
+        return Projection(self.head.weight)
 
     def begin(self, committed: Committed, memory: None) -> Guesses:
         """Read the root from a zero state, next to the base's last hidden state."""
-        hidden = self.with_aux(committed).last_hidden()
-        state = self._read(torch.zeros_like(hidden), self.embed(committed.root(), hidden))
-        return self.logits(self._exit(hidden, state), 0), (hidden, state)
+        hidden = self.fuse_committed(committed).last_hidden()
+        return self.read_tokens(hidden, torch.zeros_like(hidden), committed.root())
 
     def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's state."""
-        hidden, above = state
-        below = self._read(pick_parents(above, parents), self.embed(tokens, hidden))
-        return self.logits(self._exit(hidden.expand_as(below), below), 0), (hidden, below)
+        return self.read_tokens(state.hidden, pick_parents(state.states, parents), tokens)
 
-    def _read(self, state: Tensor, embedded: Tensor) -> Tensor:
+    def read_tokens(self, hidden: Tensor, states: Tensor, tokens: Tensor) -> Guesses:
+        """Return the logits after the tokens of a level, given their parents' states."""
+        states = self.recurrent_cell(states, self.embed(tokens, hidden))
+        outputs = self.exit_state(hidden.expand_as(states), states)
+        return self.logits(outputs, 0), RecurrentDraft(hidden, states)
+
+    def recurrent_cell(self, state: Tensor, embedded: Tensor) -> Tensor:
+        """Return the state after one more token."""
         if self.rnn_w is None or self.rnn_u is None:
             return state + embedded
         return F.silu(self.rnn_w(embedded) + self.rnn_u(state))
 
-    def _exit(self, hidden: Tensor, state: Tensor) -> Tensor:
-        both = torch.cat([hidden, state], dim=-1)
-        return self.blocks(both if self.input_proj is None else self.input_proj(both))
+    def exit_state(self, hidden: Tensor, state: Tensor) -> Tensor:
+        """Return the input of the vocabulary projection."""
+        joined = torch.cat([hidden, state], dim=-1)
+        return self.blocks(joined if self.input_proj is None else self.input_proj(joined))
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
@@ -117,15 +135,15 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
             "num_lookback_tokens",
         ),
     )
-    own = Config(
+    settings = Config(
         num_layers=config["num_draft_layers"], exit_dim=config["exit_dim"], rnn=config["rnn"]
     )
-    head = Head(own, width=config["hidden_size"], vocab_size=config["vocab_size"])
-    fill(head, {_own_name(name, own.num_layers): value for name, value in tensors.items()})
+    head = Head(settings, width=config["hidden_size"], vocab_size=config["vocab_size"])
+    fill_head(head, {_rename(name, settings.num_layers): value for name, value in tensors.items()})
     return head
 
 
-def _own_name(name: str, num_layers: int) -> str:
+def _rename(name: str, num_layers: int) -> str:
     if name == f"lm_head.{num_layers}.weight":
         return "head.weight"
     return name.replace("lm_head.", "blocks.", 1)

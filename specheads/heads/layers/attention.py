@@ -6,19 +6,19 @@ are the committed positions and a path is a branch of the tree. Both use the sam
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from specheads.core.errors import InputError
 from specheads.core.features import PackedDocuments
-from specheads.core.ranges import NonNegativeInt, PositiveInt, WidthOrZero, is_allowed
+from specheads.core.ranges import NonNegativeInt, PositiveInt, WidthOrZero, allows
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.path_attention import path_attention
 from specheads.heads.layers.rotary import rope, rotate
@@ -40,94 +40,96 @@ class AttentionConfig:
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionContext:
+    """What the queries of one layer attend to, under one softmax: a text, and each query's path."""
+
+    text: Float[Tensor, "batch shared 2 slot width"]
+    """Keys and values of the text, from `Attention.project_keys_values`."""
+    visible: Bool[Tensor, "row query slot"] | None
+    """Slots of the text that each query sees; row and query may be one. None with `documents`."""
+    path: Float[Tensor, "batch shared 2 node level width"] | None = None
+    """Keys and values of the drafted tokens on the path of each query, the query included."""
+    documents: PackedDocuments | None = None
+    """Documents of packed rows, in which each position sees its own up to itself. Slots are then
+    positions. None computes every pair of positions."""
+    window: int | None = None
+    """With `documents`, the number of positions that each position sees; None is all."""
+
+
 class Attention(nn.Module):
     """Rotary attention with grouped keys and values, and parameter names of Llama.
 
     `config` has the settings of `AttentionConfig`, `rope_theta` and, for some kinds,
     `rope_scaling`, `attention_bias` (as in Qwen2), `qk_norm` (as in Qwen3) and `attention_sink` (as
-    in gpt-oss). An `input_width` of zero is the width of the output. With `only_reads`, keys and
+    in gpt-oss). An `input_width` of zero is the width of the output. With `queries_only`, keys and
     values are those of another module of the same sizes.
     """
 
     def __init__(
-        self, config: Any, width: int, input_width: int = 0, *, only_reads: bool = False
+        self, config: Any, width: int, input_width: int = 0, *, queries_only: bool = False
     ) -> None:
         super().__init__()
         num_heads = config.attention_heads or max(1, width // 64)
-        shared = self.num_key_value_heads = config.key_value_heads or num_heads
+        num_shared = self.num_key_value_heads = config.key_value_heads or num_heads
         size = self.head_dim = getattr(config, "head_dim", 0) or width // num_heads
-        if num_heads % shared or size % 2:
+        if num_heads % num_shared or size % 2:
             raise InputError(
                 "attention needs key_value_heads that divide attention_heads and an even head_dim, "
-                f"got {shared}, {num_heads} and {size}; set them under head="
+                f"got {num_shared}, {num_heads} and {size}; set them under head="
             )
         self.rope = rope(config.rope_theta, getattr(config, "rope_scaling", {}))
         bias = getattr(config, "attention_bias", False)
         self.q_proj, self.k_proj, self.v_proj = (
             nn.Linear(input_width or width, heads * size, bias=bias)
-            for heads in (num_heads, shared, shared)
+            for heads in (num_heads, num_shared, num_shared)
         )
-        if only_reads:
+        if queries_only:
             del self.k_proj, self.v_proj
         self.o_proj = nn.Linear(num_heads * size, width, bias=False)
-        normed = getattr(config, "qk_norm", False)
+        has_norms = getattr(config, "qk_norm", False)
         self.q_norm, self.k_norm = (
-            RMSNorm(size, config.epsilon) if normed else nn.Identity() for _ in range(2)
+            RMSNorm(size, config.epsilon) if has_norms else nn.Identity() for _ in range(2)
         )
         sink = bool(getattr(config, "attention_sink", False))
         self.attention_sink_bias = nn.Parameter(torch.zeros(num_heads)) if sink else None
         # as the kernels see it
         self.kernel_dim = size + SINK_CHANNELS * sink
 
-    def keys_values(self, inputs: Tensor, positions: Int[Tensor, "batch time"]) -> Tensor:
-        """Return keys and values: (batch, key head, 2, time, head_dim)."""
-        keys = rotate(self.rope, self.k_norm(self._split(self.k_proj(inputs))), positions)
-        return torch.stack([keys, self._split(self.v_proj(inputs))], dim=2)
+    def project_keys_values(
+        self, inputs: Tensor, positions: Int[Tensor, "batch time"]
+    ) -> Float[Tensor, "row shared 2 time width"]:
+        """Return keys and values."""
+        keys = rotate(self.rope, self.k_norm(self._split_heads(self.k_proj(inputs))), positions)
+        return torch.stack([keys, self._split_heads(self.v_proj(inputs))], dim=2)
 
     def forward(
-        self,
-        inputs: Tensor,
-        positions: Int[Tensor, "batch time"],
-        past: Tensor,
-        visible: Tensor | None,
-        path: Tensor | None = None,
-        documents: PackedDocuments | None = None,
-        window: int | None = None,
+        self, inputs: Tensor, positions: Int[Tensor, "batch time"], context: AttentionContext
     ) -> Tensor:
-        """Compute attention over the visible slots and the path, under one softmax.
+        """Compute attention of inputs (batch, time, input_width) over the context.
 
-        Args:
-            inputs: (batch, time, input_width).
-            positions: Positions of the inputs; only differences matter.
-            past: (batch, key head, 2, slot, head_dim), from `keys_values`.
-            visible: (batch, time, slot); batch and time may be one. Ignored with `documents`.
-            path: (batch, key head, 2, time, level, head_dim): the path of each position, itself
-                included, if any.
-            documents: Documents of packed rows, if slots are positions and attention is causal
-                within documents. None computes every pair of positions.
-            window: With `documents`, the number of positions that each position sees; None is all.
+        Only differences of `positions` matter.
         """
-        queries = rotate(self.rope, self.q_norm(self._split(self.q_proj(inputs))), positions)
+        queries = self.q_norm(self._split_heads(self.q_proj(inputs)))
+        queries = rotate(self.rope, queries, positions)
         if self.attention_sink_bias is not None:
-            queries = _with_sink(queries, self.attention_sink_bias)
-            past = _widened(past, sink=path is None)
-            if path is not None:
-                path = _widened(path)
-            elif visible is not None:
-                visible = F.pad(visible, (0, 1), value=True)
+            queries = _add_sink_logit(queries, self.attention_sink_bias)
+            context = _add_sink_slot(context)
+        text, visible, path = context.text, context.visible, context.path
+        documents, window = context.documents, context.window
         if path is None:
             assert visible is not None
-            mixed = _attend(queries, past, visible[:, None])
+            mixed = _attend(queries, text, visible[:, None])
         elif documents is None:
             assert visible is not None
-            mixed = _sparing(_mix, queries, past, visible, path)
+            mixed = _attend_with_paths(queries, text, path, visible)
         elif queries.device.type == "cpu":
-            mixed = _mix_documents(queries, past, path, documents.lengths, window)
+            mixed = _attend_by_document(queries, text, path, documents.lengths, window)
         else:
-            mixed = path_attention(queries, past, path, documents, window)
+            mixed = path_attention(queries, text, path, documents, window)
         return self.o_proj(mixed[..., : self.head_dim].transpose(1, 2).flatten(2))
 
-    def _split(self, values: Tensor) -> Tensor:
+    def _split_heads(self, values: Tensor) -> Tensor:
         return values.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
@@ -135,76 +137,103 @@ SINK_CHANNELS = 8
 """Channels that a sink adds to queries, keys and values: fused kernels take multiples of 8."""
 
 
-def _with_sink(queries: Tensor, sink: Tensor) -> Tensor:
-    """Add channels to queries, whose product with the key of `_widened` is the sink's logit."""
+def _add_sink_logit(queries: Tensor, sink: Tensor) -> Tensor:
+    """Add channels to queries, whose product with the key of a sink's slot is the sink's logit."""
     size = queries.shape[-1]
-    wide = size + SINK_CHANNELS
+    padded_size = size + SINK_CHANNELS
     # scores are divided by the root of the width
-    logits = (sink * math.sqrt(wide))[:, None, None].expand(*queries.shape[:-1], 1)
-    parts = [queries * math.sqrt(wide / size), F.pad(logits, (0, SINK_CHANNELS - 1))]
-    return torch.cat([part.to(queries.dtype) for part in parts], dim=-1)
+    logits = (sink * math.sqrt(padded_size))[:, None, None].expand(*queries.shape[:-1], 1)
+    logits = F.pad(logits, (0, SINK_CHANNELS - 1)).to(queries.dtype)
+    return torch.cat([queries * math.sqrt(padded_size / size), logits], dim=-1)
 
 
-def _widened(kv: Tensor, *, sink: bool = True) -> Tensor:
-    """Add channels to keys and values, and a last slot for the sink, whose value is zero."""
-    size, kv = kv.shape[-1], F.pad(kv, (0, SINK_CHANNELS, 0, int(sink)))
-    if sink:
-        kv.select(2, 0)[..., -1, size] = 1
-    return kv
+def _add_sink_slot(context: AttentionContext) -> AttentionContext:
+    """Add channels, and a last slot for the sink to the paths, or to a text without paths."""
+    if context.path is not None:
+        return replace(context, text=_pad(context.text), path=_pad(context.path, slots=1))
+    visible = None if context.visible is None else F.pad(context.visible, (0, 1), value=True)
+    return replace(context, text=_pad(context.text, slots=1), visible=visible)
 
 
-def _attend(queries: Tensor, past: Tensor, mask: Tensor) -> Tensor:
+def _pad(keys_values: Tensor, slots: int = 0) -> Tensor:
+    """Add the channels of a sink, and its slot, whose value is zero."""
+    size = keys_values.shape[-1]
+    padded = F.pad(keys_values, (0, SINK_CHANNELS, 0, slots))
+    if slots:
+        padded.select(2, 0)[..., -1, size] = 1
+    return padded
+
+
+def _attend(queries: Tensor, text: Tensor, mask: Tensor) -> Tensor:
     """Return torch's attention over the visible slots."""
-    shared = queries.shape[1] != past.shape[1]
-    if shared and past.device.type != "cpu":
+    is_grouped = queries.shape[1] != text.shape[1]
+    if is_grouped and text.device.type != "cpu":
         # no fused kernel on CUDA supports a mask with fewer key heads, and the plain one is large
-        past, shared = past.repeat_interleave(queries.shape[1] // past.shape[1], dim=1), False
-    keys, values = past.unbind(2)
-    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=shared)
+        text = text.repeat_interleave(queries.shape[1] // text.shape[1], dim=1)
+        is_grouped = False
+    keys, values = text.unbind(2)
+    return F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, enable_gqa=is_grouped
+    )
 
 
-def _sparing(mix: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Run `mix`, and recompute its weights in the backward pass to save memory."""
+def _attend_by_document(
+    queries: Tensor, text: Tensor, path: Tensor, lengths: Sequence[int], window: int | None
+) -> Tensor:
+    """Attend within each document separately, without the scores between documents."""
+    # one split along one axis needs only one concatenation in the backward pass
+    columns = [
+        values.movedim(axis, 1).flatten(0, 1).split(lengths)
+        for values, axis in ((queries, 2), (text, 3), (path, 3))
+    ]
+    outputs = [
+        _attend_with_paths(
+            query[None].movedim(1, 2),
+            keys_values[None].movedim(1, 3),
+            steps[None].movedim(1, 3),
+            window=window,
+        )[0].transpose(0, 1)
+        for query, keys_values, steps in zip(*columns, strict=True)
+    ]
+    return torch.cat(outputs).unflatten(0, (len(queries), -1)).transpose(1, 2)
+
+
+def _attend_with_paths(
+    queries: Tensor,
+    text: Tensor,
+    path: Tensor,
+    visible: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Attend to the text and to each query's path; the backward pass recomputes the weights.
+
+    Without a mask each position sees the last `window` positions up to itself.
+    """
     if not torch.is_grad_enabled():
-        return mix(*inputs)
-    mixed = checkpoint(mix, *inputs, use_reentrant=False)
+        return _mix(queries, text, path, visible, window)
+    mixed = checkpoint(_mix, queries, text, path, visible, window, use_reentrant=False)
     assert isinstance(mixed, Tensor)
     return mixed
 
 
-def _mix_documents(
-    queries: Tensor, past: Tensor, path: Tensor, lengths: Sequence[int], window: int | None
+def _mix(
+    queries: Tensor, text: Tensor, path: Tensor, visible: Tensor | None, window: int | None
 ) -> Tensor:
-    """Run `_mix` for each document separately, without the scores between documents."""
-    # one split along one axis needs only one concatenation in the backward pass
-    columns = [
-        values.movedim(axis, 1).flatten(0, 1).split(lengths)
-        for values, axis in ((queries, 2), (past, 3), (path, 3))
-    ]
-    pieces = [_sparing(_mix_document, *piece, window) for piece in zip(*columns, strict=True)]
-    return torch.cat(pieces).unflatten(0, (len(queries), -1)).transpose(1, 2)
-
-
-def _mix_document(queries: Tensor, past: Tensor, path: Tensor, window: int | None) -> Tensor:
-    """Run `_mix` for one document with the time axis first: (time, head, head_dim)."""
-    queries, past, path = queries[None].movedim(1, 2), past[None].movedim(1, 3), path[None]
-    visible = torch.ones(1, *queries.shape[2:3] * 2, dtype=torch.bool).tril()
-    return _mix(queries, past, near(visible, window), path.movedim(1, 3))[0].transpose(0, 1)
-
-
-def _mix(queries: Tensor, past: Tensor, visible: Tensor, path: Tensor) -> Tensor:
-    (keys, values), (own_keys, own_values) = past.unbind(2), path.unbind(2)
+    if visible is None:
+        pairs = torch.ones(1, *queries.shape[2:3] * 2, dtype=torch.bool, device=queries.device)
+        visible = limit_to_window(pairs.tril(), window)
+    (keys, values), (path_keys, path_values) = text.unbind(2), path.unbind(2)
     grouped = queries.unflatten(1, (keys.shape[1], -1)) / math.sqrt(queries.shape[-1])
     scores = torch.einsum("bhgtd,bhsd->bhgts", grouped, keys)
     scores = scores.masked_fill(~visible[:, None, None], -math.inf)
-    own = torch.einsum("bhgtd,bhtld->bhgtl", grouped, own_keys)
-    weights = torch.cat([scores, own], dim=-1).softmax(-1).to(values.dtype)
-    shared, alone = weights.split([keys.shape[2], own_keys.shape[3]], dim=-1)
-    mixed = torch.einsum("bhgts,bhsd->bhgtd", shared, values)
-    return (mixed + torch.einsum("bhgtl,bhtld->bhgtd", alone, own_values)).flatten(1, 2)
+    path_scores = torch.einsum("bhgtd,bhtld->bhgtl", grouped, path_keys)
+    weights = torch.cat([scores, path_scores], dim=-1).softmax(-1).to(values.dtype)
+    weights, path_weights = weights.split([keys.shape[2], path_keys.shape[3]], dim=-1)
+    mixed = torch.einsum("bhgts,bhsd->bhgtd", weights, values)
+    return (mixed + torch.einsum("bhgtl,bhtld->bhgtd", path_weights, path_values)).flatten(1, 2)
 
 
-def near(
+def limit_to_window(
     visible: Bool[Tensor, "row time time"], window: int | None
 ) -> Bool[Tensor, "row time time"]:
     """Return a mask without the pairs of positions that are `window` or more apart."""
@@ -218,20 +247,20 @@ def draft_window(settings: Mapping[str, Any], num_layers: int) -> tuple[int | No
 
     A head has one window or none: layers of both kinds are not supported.
     """
-    window, kinds = settings.get("sliding_window"), settings.get("layer_types")
-    on = settings.get("use_sliding_window") is not False and is_allowed(PositiveInt, window)
-    sliding = kinds.count("sliding_attention") if isinstance(kinds, list) else 0
-    if on and sliding == num_layers == len(kinds or ()):
+    window, layer_types = settings.get("sliding_window"), settings.get("layer_types")
+    in_use = settings.get("use_sliding_window") is not False and allows(PositiveInt, window)
+    sliding = layer_types.count("sliding_attention") if isinstance(layer_types, list) else 0
+    if in_use and sliding == num_layers == len(layer_types or ()):
         return window, {}
     return None, full_attention(settings)
 
 
 def full_attention(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the only values of settings of windows with which all layers have full attention."""
-    kinds = settings.get("layer_types")
-    if kinds and set(kinds) == {"full_attention"}:
+    layer_types = settings.get("layer_types")
+    if layer_types and set(layer_types) == {"full_attention"}:
         return {}
-    if kinds:
+    if layer_types:
         return {"layer_types": "full_attention", "sliding_window": None}
     if settings.get("use_sliding_window") is False:
         return {}
@@ -284,41 +313,59 @@ class LlamaLayer(nn.Module):
         self.mlp = GatedMlp(width, config.inner_dim)
 
     @torch.no_grad()
-    def copy(self, tensors: Mapping[str, Tensor]) -> None:
+    def copy_layer(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors of a base's layer; the inputs of a token, which it lacks, get zeros."""
-        own: dict[str, Tensor] = dict(self.named_parameters())
+        parameters: dict[str, Tensor] = dict(self.named_parameters())
         # the base has none
-        own.pop("self_attn.attention_sink_bias", None)
+        parameters.pop("self_attn.attention_sink_bias", None)
         if self.hidden_norm is not None:
-            own["input_layernorm.weight"] = own.pop("hidden_norm.weight")
-            for name in (f"self_attn.{one}_proj.weight" for one in "qkv"):
-                own[name] = own[name].zero_().chunk(2, dim=1)[1]
-        shapes = [{name: (*one.shape,) for name, one in each.items()} for each in (own, tensors)]
-        for name in sorted(own.keys() | tensors.keys()):
-            here, there = (each.get(name) for each in shapes)
-            if here != there:
+            parameters["input_layernorm.weight"] = parameters.pop("hidden_norm.weight")
+            for name in (f"self_attn.{letter}_proj.weight" for letter in "qkv"):
+                parameters[name] = parameters[name].zero_().chunk(2, dim=1)[1]
+        shapes, base_shapes = (
+            {name: (*tensor.shape,) for name, tensor in layer.items()}
+            for layer in (parameters, tensors)
+        )
+        for name in sorted(parameters.keys() | tensors.keys()):
+            shape, base_shape = shapes.get(name), base_shapes.get(name)
+            if shape != base_shape:
                 raise InputError(
-                    f"head.init_from_base=true needs equal layers, got {name} of {there} in the "
-                    f"base and {here} in the head; set the sizes under head= to 0, or leave it out"
+                    f"head.init_from_base=true needs equal layers, got {name} of {base_shape} in "
+                    f"the base and {shape} in the head; set the sizes under head= to 0, or leave "
+                    "it out"
                 )
-            own[name].copy_(tensors[name])
+            parameters[name].copy_(tensors[name])
 
-    def read(
+    def prepare(
         self, stream: Tensor, positions: Int[Tensor, "batch time"], embedded: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the residual stream, the input of attention, and its keys and values."""
+    ) -> "LayerInputs":
+        """Return the inputs of this layer, with the keys and values of their positions."""
         if self.hidden_norm is None:
             inputs = self.input_layernorm(stream)
         else:
             normed = self.hidden_norm(stream)
             inputs = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
             stream = normed if self.norm_before_residual else stream
-        return stream, inputs, self.self_attn.keys_values(inputs, positions)
+        keys_values = self.self_attn.project_keys_values(inputs, positions)
+        return LayerInputs(stream, inputs, positions, keys_values)
 
-    def forward(self, stream: Tensor, inputs: Tensor, *attended: Any) -> Tensor:
-        """Return the stream after this layer; `attended` are further arguments of `Attention`."""
-        stream = stream + self.self_attn(inputs, *attended)
+    def forward(self, inputs: "LayerInputs", context: AttentionContext) -> Tensor:
+        """Return the residual stream after this layer."""
+        stream = inputs.stream + self.self_attn(inputs.attention, inputs.positions, context)
         return stream + self.mlp(self.post_attention_layernorm(stream))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """What a `LlamaLayer` reads at some positions."""
+
+    stream: Float[Tensor, "batch time width"]
+    """Residual stream."""
+    attention: Float[Tensor, "batch time input"]
+    """Input of attention."""
+    positions: Int[Tensor, "row time"]
+    keys_values: Float[Tensor, "batch shared 2 slot head"]
+    """Keys and values of these positions, or of more of them."""
 
 
 SPARE_SLOTS = 256
@@ -329,7 +376,7 @@ SPARE_SLOTS = 256
 class HeadCache:
     """KV cache of a head: committed positions of each row; later slots are never visible.
 
-    With a window only the last positions are kept, so that memory does not grow with the text.
+    With a window only the last positions are stored, so that memory does not grow with the text.
     """
 
     kv_cache: Tensor
@@ -339,13 +386,15 @@ class HeadCache:
     extent: int
     """Upper bound of the slots in use, known without synchronising."""
     dropped: Int[Tensor, " batch"]
-    """Oldest positions of each row that are no longer here."""
-    places: Int[Tensor, "batch slot"] | None = None
+    """Oldest positions of each row that are no longer stored."""
+    paged_slots: Int[Tensor, "batch slot"] | None = None
     """Slot of each position in the only row of `kv_cache`; None: each row has its own slots."""
     capacity: int = 0
     """Most positions of a row."""
     window: int | None = None
-    """Number of positions to keep. None is all."""
+    """Number of positions to store. None is all."""
+    num_layers: int = 1
+    """Number of layers, whose key heads are concatenated in `kv_cache`."""
 
     @classmethod
     def empty(
@@ -353,7 +402,7 @@ class HeadCache:
     ) -> "HeadCache":
         """Return rows without positions, in the dtype and on the device of these layers.
 
-        Layers have one shape and one window, and are concatenated along the axis of key heads.
+        Layers have one shape and one window.
         """
         attention = layers[0].self_attn
         weight, heads = attention.k_proj.weight, len(layers) * attention.num_key_value_heads
@@ -362,62 +411,72 @@ class HeadCache:
             window = None
         size = capacity if window is None else window + SPARE_SLOTS
         cache = weight.new_zeros(batch, heads, 2, size, attention.head_dim)
-        return cls(cache, lengths, 0, lengths, capacity=capacity, window=window)
+        return cls(cache, lengths, 0, lengths, None, capacity, window, len(layers))
 
     def advance(self, time: int, count: Int[Tensor, " batch"]) -> Int[Tensor, "row time"]:
-        """Return the next `time` positions of each row, and keep the first `count` of them."""
+        """Return the next `time` positions of each row, and commit the first `count` of them."""
         positions = self.lengths[:, None] + torch.arange(time, device=self.lengths.device)
-        if self.places is None:
+        if self.paged_slots is None:
             if self.window is not None and self.extent + time > self.kv_cache.shape[3]:
-                self._cut(self.window, time)
+                self._drop_positions(self.window, time)
             self.extent = min(self.extent + time, self.kv_cache.shape[3])
         self.lengths = self.lengths + count
         return positions
 
-    def _cut(self, window: int, time: int) -> None:
+    def _drop_positions(self, window: int, time: int) -> None:
         """Drop the positions before the window; make room for `time` more."""
-        kept = min(self.extent, window)
-        excess = (self.lengths - self.dropped - kept).clamp(min=0)
-        slots = excess[:, None] + torch.arange(kept, device=excess.device)
-        held = self.kv_cache.take_along_dim(slots[:, None, None, :, None], dim=3)
+        extent = min(self.extent, window)
+        excess = (self.lengths - self.dropped - extent).clamp(min=0)
+        slots = excess[:, None] + torch.arange(extent, device=excess.device)
+        cache = self.kv_cache.take_along_dim(slots[:, None, None, :, None], dim=3)
         # a long prompt is read at once; the next cut returns its memory
-        self.kv_cache = _resized(held, max(window + SPARE_SLOTS, kept + time))
-        self.dropped, self.extent = self.dropped + excess, kept
+        self.kv_cache = _resize(cache, max(window + SPARE_SLOTS, extent + time))
+        self.dropped, self.extent = self.dropped + excess, extent
 
-    def write(self, fresh: Tensor, positions: Int[Tensor, "row time"], layer: int = 0) -> None:
+    def write(
+        self, keys_values: Tensor, positions: Int[Tensor, "row time"], layer: int = 0
+    ) -> None:
         """Write keys and values at these positions, for one layer or for all layers at once."""
-        rows = torch.arange(len(fresh), device=positions.device)[:, None]
-        if self.places is not None:
-            rows, slots = 0 * rows, self.places.gather(1, positions)
+        rows = torch.arange(len(keys_values), device=positions.device)[:, None]
+        if self.paged_slots is not None:
+            rows, slots = 0 * rows, self.paged_slots.gather(1, positions)
         else:
             # padding of a row near its capacity may exceed it
             slots = (positions - self.dropped[:, None]).clamp(max=self.kv_cache.shape[3] - 1)
-        heads = fresh.shape[1]
+        heads = keys_values.shape[1]
         layer_cache = self.kv_cache[:, layer * heads : (layer + 1) * heads]
-        layer_cache[rows, :, :, slots] = fresh.permute(0, 3, 1, 2, 4)
+        layer_cache[rows, :, :, slots] = keys_values.permute(0, 3, 1, 2, 4)
 
-    def past(
-        self, seen: Int[Tensor, "row time"] | None = None, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the slots in use, and a mask of the visible ones: (batch, time, slot).
+    def text(self, layer: int = 0) -> Float[Tensor, "batch shared 2 slot width"]:
+        """Return the keys and values of a layer in the slots in use."""
+        cache = self.kv_cache.chunk(self.num_layers, dim=1)[layer]
+        if self.paged_slots is not None:
+            return cache[0][:, :, self.paged_slots].permute(2, 0, 1, 3, 4)
+        return cache[:, :, :, : self.extent]
 
-        These are the last `window` ones up to `seen`; None is all, up to a row's newest position.
+    def visible(
+        self, ends: Int[Tensor, "row time"] | None = None, window: int | None = None
+    ) -> Bool[Tensor, "batch time slot"]:
+        """Return the slots of `text` that queries see: the last `window` ones up to `ends`.
+
+        None is all, up to a row's newest position.
         """
         newest = self.lengths[:, None] - 1
-        seen = newest if seen is None else seen
-        slots = torch.arange(self.extent, device=seen.device) + self.dropped[:, None, None]
-        visible = slots <= seen.minimum(newest)[..., None]
+        ends = newest if ends is None else ends
+        slots = torch.arange(self.extent, device=ends.device) + self.dropped[:, None, None]
+        visible = slots <= ends.minimum(newest)[..., None]
         if window is not None:
-            visible &= slots > seen[..., None] - window
-        if self.places is not None:
-            return self.kv_cache[0][:, :, self.places].permute(2, 0, 1, 3, 4), visible
-        return self.kv_cache[:, :, :, : self.extent], visible
+            visible &= slots > ends[..., None] - window
+        return visible
 
-    def scatter(self, places: Tensor, lengths: Tensor) -> "HeadCache":
+    def scatter(self, slots: Tensor, lengths: Tensor) -> "HeadCache":
         """Return rows with slots anywhere in the only row of this: see `Memory.scatter`."""
         # the engine decides what it keeps
-        self.kv_cache = _resized(self.kv_cache, self.capacity)
-        return HeadCache(self.kv_cache, lengths, places.shape[1], torch.zeros_like(lengths), places)
+        self.kv_cache = _resize(self.kv_cache, self.capacity)
+        dropped = torch.zeros_like(lengths)
+        return HeadCache(
+            self.kv_cache, lengths, slots.shape[1], dropped, slots, num_layers=self.num_layers
+        )
 
     def keep(self, rows: Int[Tensor, " kept"]) -> "HeadCache":
         """Return these rows; this synchronises to read the number of slots in use."""
@@ -430,14 +489,14 @@ class HeadCache:
         size = max(self.kv_cache.shape[3], other.kv_cache.shape[3])
         return replace(
             self,
-            kv_cache=torch.cat([_resized(one.kv_cache, size) for one in (self, other)]),
+            kv_cache=torch.cat([_resize(cache.kv_cache, size) for cache in (self, other)]),
             lengths=torch.cat([self.lengths, other.lengths]),
             dropped=torch.cat([self.dropped, other.dropped]),
             extent=max(self.extent, other.extent),
         )
 
 
-def _resized(cache: Tensor, slots: int) -> Tensor:
+def _resize(cache: Tensor, num_slots: int) -> Tensor:
     """Return a cache with this number of slots, which is not smaller than before."""
-    more = slots - cache.shape[3]
-    return F.pad(cache, (0, 0, 0, more)) if more else cache
+    num_new = num_slots - cache.shape[3]
+    return F.pad(cache, (0, 0, 0, num_new)) if num_new else cache

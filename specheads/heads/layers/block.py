@@ -15,19 +15,20 @@ from specheads.core.drafter import Anchors, Guesses, Nodes, State, States, Token
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
-from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt, TokenId, is_allowed
-from specheads.heads.checkpoint import fill, take_maps
+from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt, TokenId, allows
+from specheads.heads.checkpoint import fill_head, read_draft_maps
 from specheads.heads.layers.attention import (
     AttentionConfig,
+    AttentionContext,
     HeadCache,
     LlamaLayer,
     draft_window,
     full_attention,
-    near,
+    limit_to_window,
     published_sizes,
 )
 from specheads.heads.layers.common import BorrowingHead, RMSNorm
-from specheads.heads.layers.rotary import HALVES, published
+from specheads.heads.layers.rotary import HALVES, read_rope_settings
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,17 +76,29 @@ class BlockConfig(AttentionConfig):
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class BlockDraft:
+    """State of a draft."""
+
+    hidden: Float[Tensor, "batch depth width"]
+    """Hidden states of all levels."""
+    level: int
+    """The last level whose logits were returned."""
+    states: Float[Tensor, "batch node state"]
+    """States of the nodes of that level."""
+
+
 class BlockHead(BorrowingHead):
     """Drafts a block from the fused features of the base and the embedding of the anchor.
 
     The anchor is the token after the position to draft from. Masks follow it. All slots of a block
     see one another and every position before the anchor, unless a window or a causal block limits
-    them. The frozen projection of the base turns slots into logits. The state of a draft is the
-    hidden states of all levels, the last level that was returned, and the states of its nodes.
+    them. The frozen projection of the base turns slots into logits.
     """
 
     borrows_projection = True
-    fuses_alone = True
+    has_own_fusion = True
+    drafts_blocks = True
     reads_drafts = False
 
     def __init__(self, config: BlockConfig, width: int, vocab_size: int) -> None:
@@ -109,49 +122,50 @@ class BlockHead(BorrowingHead):
         """
         if self.aux_layers:
             return
-        wanted = self.config.num_layers
+        num_drafter_layers = self.config.num_layers
         # engines do not export the output of the last layer before the final norm
         inner, outer = (2, num_layers - 2), (1, max(num_layers - 1, 1))
-        first, last = inner if num_layers - 4 >= wanted - 1 else outer
-        count = min(wanted, last - first + 1)
+        first, last = inner if num_layers - 4 >= num_drafter_layers - 1 else outer
+        count = min(num_drafter_layers, last - first + 1)
         if count == 1:
-            self.choose([min(num_layers // 2 + 1, last)])
+            self.set_aux_layers([min(num_layers // 2 + 1, last)])
         else:
             step = (last - first) / (count - 1)
-            self.choose([round(first + index * step) for index in range(count)])
-        if count < wanted:
-            self.fc = nn.Linear(
-                count * self.width, self.width, bias=False, device=self.fc.weight.device
-            )
+            self.set_aux_layers([round(first + index * step) for index in range(count)])
+        if count < num_drafter_layers:
+            device = self.fc.weight.device
+            self.fc = nn.Linear(count * self.width, self.width, bias=False, device=device)
 
-    def answering(self, hidden: Tensor, tokens: Nodes) -> Float[Tensor, "batch alike answer"]:
+    def node_states(self, hidden: Tensor, tokens: Nodes) -> Float[Tensor, "batch alike state"]:
         """Return the states after these tokens: here the hidden states of their level."""
         return hidden
 
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Draft one block from each anchor; other states are zero."""
-        marks = torch.ones_like(tokens, dtype=torch.bool) if anchors is None else anchors
+        is_anchor = torch.ones_like(tokens, dtype=torch.bool) if anchors is None else anchors
         # rows with fewer anchors also draft from other positions, whose states are ignored
-        # the meta device has no counts: take the positions before a label
-        fitting = min(self.num_anchors, marks.shape[1] - 2)
-        most = fitting if marks.is_meta else int(marks.sum(1).max())
-        at = marks.int().argsort(dim=1, descending=True, stable=True)[:, :most].sort(1).values
+        # the meta device has no counts: use the positions before a label
+        max_anchors = min(self.num_anchors, is_anchor.shape[1] - 2)
+        num_anchors = max_anchors if is_anchor.is_meta else int(is_anchor.sum(1).max())
+        columns = is_anchor.int().argsort(dim=1, descending=True, stable=True)
+        columns = columns[:, :num_anchors].sort(1).values
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-        places, fused = features.positions().expand_as(tokens), self._fuse(features)
+        positions, fused = features.positions().expand_as(tokens), self._fuse(features)
         window = self.config.sliding_window
-        visible = near(features.causal_mask(), window).expand(len(tokens), -1, -1)[rows, at]
+        visible = limit_to_window(features.causal_mask(), window)
+        visible = visible.expand(len(tokens), -1, -1)[rows, columns]
         visible = visible.repeat_interleave(self.num_slots, dim=1)
         if window and self.config.window_counts_slots:
-            ends = (at[..., None] + 1 + self._slots()).flatten(1)[..., None]
+            ends = (columns[..., None] + 1 + self._slots()).flatten(1)[..., None]
             visible &= torch.arange(tokens.shape[1], device=tokens.device) > ends - window
         visible = block_mask(visible, self.num_slots, causal=self.config.causal)
-        pasts = (layer.self_attn.keys_values(fused, places) for layer in self.blocks())
-        roots = tokens.roll(-1, 1)[rows, at]
-        hidden = self._draft(roots, places[rows, at] + 1, pasts, visible)
+        texts = (layer.self_attn.project_keys_values(fused, positions) for layer in self.blocks())
+        roots = tokens.roll(-1, 1)[rows, columns]
+        hidden = self.draft_blocks(roots, positions[rows, columns] + 1, texts, visible)
         for level in range(self.depth):
-            empty = hidden.new_zeros(*tokens.shape, self.width)
-            found = empty.index_put((rows, at), hidden[:, :, level])
-            yield self.answering(found, tokens.roll(-1 - level, 1))
+            zeros = hidden.new_zeros(*tokens.shape, self.width)
+            states = zeros.index_put((rows, columns), hidden[:, :, level])
+            yield self.node_states(states, tokens.roll(-1 - level, 1))
 
     def memory(self, batch: int, capacity: int) -> HeadCache:
         """Return empty slots for the keys and values of committed positions in all layers."""
@@ -161,51 +175,52 @@ class BlockHead(BorrowingHead):
     def begin(self, committed: Committed, memory: HeadCache) -> Guesses:
         """Store the keys and values of all positions; draft the whole block after the root."""
         fused, root = self._fuse(committed.features), committed.root()
-        places = memory.advance(fused.shape[1], committed.counts)
-        fresh = [layer.self_attn.keys_values(fused, places) for layer in self.blocks()]
-        memory.write(torch.cat(fresh, dim=1), places)
-        counts = self.config.window_counts_slots
-        seen = memory.lengths[:, None] + self._slots() if counts else None
-        past, visible = memory.past(seen, self.config.sliding_window)
-        if self.config.causal or counts:
+        positions, layers = memory.advance(fused.shape[1], committed.counts), self.blocks()
+        fresh = [layer.self_attn.project_keys_values(fused, positions) for layer in layers]
+        memory.write(torch.cat(fresh, dim=1), positions)
+        counts_slots = self.config.window_counts_slots
+        ends = memory.lengths[:, None] + self._slots() if counts_slots else None
+        visible = memory.visible(ends, self.config.sliding_window)
+        if self.config.causal or counts_slots:
             visible = visible.expand(-1, self.num_slots, -1)
             visible = block_mask(visible, self.num_slots, causal=self.config.causal)
         else:
             visible = nn.functional.pad(visible, (0, self.num_slots), value=True)
-        pasts = past.chunk(len(self.layers), dim=1)
-        hidden = self._draft(root, memory.lengths[:, None], pasts, visible)
-        return self._answer(hidden[:, 0], 0, root)
+        texts = map(memory.text, range(len(layers)))
+        hidden = self.draft_blocks(root, memory.lengths[:, None], texts, visible)
+        return self.guess_level(hidden[:, 0], 0, root)
 
     @torch.no_grad()
     def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Return the logits of the next level, which depend on each node's own token at most."""
-        hidden, level, _ = state
-        return self._answer(hidden, level + 1, tokens)
+        return self.guess_level(state.hidden, state.level + 1, tokens)
 
-    def _answer(self, hidden: Tensor, level: int, tokens: Tensor) -> Guesses:
-        states = self.answering(hidden[:, level : level + 1], tokens)
+    def guess_level(self, hidden: Tensor, level: int, tokens: Tensor) -> Guesses:
+        """Return the logits of a level, given the hidden states of all levels."""
+        states = self.node_states(hidden[:, level : level + 1], tokens)
         logits = self.logits(states, level).expand(-1, tokens.shape[1], -1)
-        return logits, (hidden, level, states.expand(-1, tokens.shape[1], -1))
+        return logits, BlockDraft(hidden, level, states.expand(-1, tokens.shape[1], -1))
 
-    def _draft(
+    def draft_blocks(
         self,
         roots: Int[Tensor, "batch anchor"],
         starts: Int[Tensor, "batch anchor"],
-        pasts: Iterable[Tensor],
+        texts: Iterable[Tensor],
         visible: Bool[Tensor, "batch query key"],
     ) -> Float[Tensor, "batch anchor depth width"]:
         """Return the hidden states of the levels of blocks, with anchors `roots` at `starts`.
 
-        `pasts` are the keys and values of the features for each layer. The mask is over the
+        `texts` are the keys and values of the features for each layer. The mask is over the
         features and then the slots; its query axis may be one.
         """
         slots = self._slots()
         tokens = torch.where(slots == 0, roots[..., None], self.mask_token)
         stream = self.embed(tokens, self.fc.weight).flatten(1, 2)
         positions = (starts[..., None] + slots).flatten(1)
-        for layer, past in zip(self.blocks(), pasts, strict=True):
-            stream, inputs, fresh = layer.read(stream, positions)
-            stream = layer(stream, inputs, positions, torch.cat([past, fresh], dim=3), visible)
+        for layer, text in zip(self.blocks(), texts, strict=True):
+            inputs = layer.prepare(stream, positions)
+            keys_values = torch.cat([text, inputs.keys_values], dim=3)
+            stream = layer(inputs, AttentionContext(keys_values, visible))
         hidden = self.norm(stream).unflatten(1, tokens.shape[1:])
         return hidden[:, :, self.num_slots - self.depth :]
 
@@ -228,14 +243,14 @@ class BlockHead(BorrowingHead):
 def block_mask(
     visible: Bool[Tensor, "batch query time"], slots: int, *, causal: bool = False
 ) -> Bool[Tensor, "batch query key"]:
-    """Return the mask of slots over the text, which is given, and over their own block.
+    """Append to a mask of slots over the text that over the slots of their block.
 
     With `causal` a slot sees its block up to itself.
     """
     blocks = torch.arange(visible.shape[1], device=visible.device) // slots
-    own = blocks[:, None] == blocks
-    own = (own.tril() if causal else own).expand(len(visible), -1, -1)
-    return torch.cat([visible, own], dim=2)
+    is_same = blocks[:, None] == blocks
+    is_same = (is_same.tril() if causal else is_same).expand(len(visible), -1, -1)
+    return torch.cat([visible, is_same], dim=2)
 
 
 PLAIN_SETTINGS = {
@@ -307,10 +322,10 @@ def read_block(
     elif by_modelopt:
         # the window of all layers, which are still named full
         window, plain = settings.get("swa_window_size"), {"layer_types": "full_attention"}
-        window = window if is_allowed(PositiveInt, window) else None
+        window = window if allows(PositiveInt, window) else None
         # an explicit is_causal has priority, and must be false
         causal = bool(settings.get("causal")) and settings.get("is_causal") is None
-    rope, by_default = published(settings), by_deepspec or by_speculators == "dspark"
+    rope, by_default = read_rope_settings(settings), by_deepspec or by_speculators == "dspark"
     refuse_unused(
         "dspark" if markov else "dflash",
         config,
@@ -345,8 +360,8 @@ def read_block(
     ours = {RENAMED.get(name, name): value for name, value in tensors.items()}
     embedding = ours.pop("embed_tokens.weight", None)
     lent = [ours.pop(name, None) for name in LENT]
-    take_maps(made, ours)
-    fill(made, ours)
+    read_draft_maps(made, ours)
+    fill_head(made, ours)
     if embedding is not None and lent[0] is not None and len(lent[0]) == len(embedding):
         made.bind(embedding, lent[0])
     return made

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ class BorrowingHead(Head):
     """Whether it reads the base's input embedding."""
     borrows_projection = False
     """Whether it uses the base's vocabulary projection."""
-    fuses_alone = False
-    """Whether it has a way of its own to fuse them. Other heads add them to the final hidden state
+    has_own_fusion = False
+    """Whether it fuses the streams itself. Other heads add them to the final hidden state
     by a matrix that starts at zero, so a head starts as one that reads no streams."""
     stream_scale: Tensor | None
     """Typical RMS of each residual stream, by which training divides them, or None. `calibrate`
@@ -45,7 +45,7 @@ class BorrowingHead(Head):
         super().__init__(config, width, vocab_size)
         layers = getattr(config, "aux_layers", None)
         self.aux_layers, self.fc = tuple(layers or ()), None
-        if layers is not None and not self.fuses_alone:
+        if layers is not None and not self.has_own_fusion:
             num_aux = len(layers) or NUM_FUSED_LAYERS
             self.fc = nn.Linear(num_aux * width, width, bias=False)
             nn.init.zeros_(self.fc.weight)
@@ -81,21 +81,21 @@ class BorrowingHead(Head):
 
     def projection(self, level: int) -> Projection:
         """Return the projection, the same at every level."""
-        return self.borrowed_projection(), self.borrowed_bias
+        return Projection(self.borrowed_projection(), self.borrowed_bias)
 
-    def fused(self, features: Features) -> Features:
+    def fuse_streams(self, features: Features) -> Features:
         """Return features with the fused streams added to the final hidden state."""
         if self.fc is None:
             return features
         streams = self.streams(features).unflatten(-1, (-1, self.width))
-        # their scales differ by layer and position: in SmolLM2-135M by a factor above 100
+        # the scales differ by layer and position: in SmolLM2-135M by a factor above 100
         normed = F.rms_norm(streams, streams.shape[-1:], eps=1e-6).flatten(-2)
         hidden = features.hidden.to(self.fc.weight.dtype)
         return replace(features, hidden=hidden + self.fc(normed.to(hidden.dtype)))
 
-    def with_aux(self, committed: Committed) -> Committed:
+    def fuse_committed(self, committed: Committed) -> Committed:
         """Return committed positions whose hidden states have the fused streams added."""
-        return replace(committed, features=self.fused(committed.features))
+        return replace(committed, features=self.fuse_streams(committed.features))
 
     def choose_aux_layers(self, num_layers: int) -> None:
         """Choose the layers of EAGLE-3, or three evenly spaced ones in a shallow base."""
@@ -106,9 +106,9 @@ class BorrowingHead(Head):
                     f"{num_layers}; set head.aux_layers={[*range(num_layers)]}"
                 )
             first, end = (2, 3) if num_layers >= 7 else (int(num_layers > 3), 1)
-            self.choose([first, num_layers // 2, num_layers - end])
+            self.set_aux_layers([first, num_layers // 2, num_layers - end])
 
-    def choose(self, aux_layers: list[int]) -> None:
+    def set_aux_layers(self, aux_layers: list[int]) -> None:
         """Read the base after these layers."""
         self.config = replace(self.config, aux_layers=aux_layers)
         self.aux_layers = tuple(aux_layers)
@@ -166,17 +166,16 @@ class BorrowingHead(Head):
         folded.fold_streams()
         folded._save_pretrained(save_directory)
 
-    def corrected(self, correction: nn.Module) -> Projection:
+    def corrected_projection(self, correction: nn.Module) -> Projection:
         """Return [W, C]: the base's projection W next to the matrix C of a layer; and W's bias."""
         weight = correction.get_parameter("weight")
-        return torch.cat(
-            [self.borrowed_projection().to(weight.dtype), weight], dim=1
-        ), self.borrowed_bias
+        borrowed = self.borrowed_projection().to(weight.dtype)
+        return Projection(torch.cat([borrowed, weight], dim=1), self.borrowed_bias)
 
     def corrected_logits(self, state: Tensor, correction: nn.Module) -> Tensor:
-        """Return W h + b + C e of states [h, e], without the concatenation of `corrected`."""
-        hidden, more = state.split([self.width, state.shape[-1] - self.width], dim=-1)
-        return product(hidden, self.borrowed_projection(), self.borrowed_bias) + correction(more)
+        """Return W h + b + C e of states [h, e], without `corrected_projection`'s concatenation."""
+        hidden, update = state.split([self.width, state.shape[-1] - self.width], dim=-1)
+        return product(hidden, self.borrowed_projection(), self.borrowed_bias) + correction(update)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -190,23 +189,33 @@ class RMSNorm(nn.RMSNorm):
 class ResidualBlock(nn.Module):
     """R x + SiLU(W x + b), the block of Medusa, Hydra and ReDrafter.
 
-    R is the identity unless the input is `wide`. The block is initialised to return the leading
-    channels of its input.
+    R is the identity unless `input_width` is above `width`. The block is initialised to return the
+    leading channels of its input.
     """
 
-    def __init__(self, width: int, wide: int = 0) -> None:
+    def __init__(self, width: int, input_width: int = 0) -> None:
         super().__init__()
-        wide = wide or width
-        self.linear = nn.Linear(wide, width)
-        self.res_connection = nn.Linear(wide, width) if wide > width else nn.Identity()
+        input_width = input_width or width
+        self.linear = nn.Linear(input_width, width)
+        is_wide = input_width > width
+        self.res_connection = nn.Linear(input_width, width) if is_wide else nn.Identity()
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
-        if wide > width:
+        if is_wide:
             nn.init.eye_(self.res_connection.get_parameter("weight"))
 
     def forward(self, values: Tensor) -> Tensor:
         """Return the output of the block."""
         return self.res_connection(values) + F.silu(self.linear(values))
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStates:
+    """State of a draft: the states of a level's nodes, which the next level continues."""
+
+    states: Float[Tensor, "batch node width"]
+    level: int
+    """Number of the level, counted from zero."""
 
 
 def pick_parents(

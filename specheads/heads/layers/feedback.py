@@ -9,25 +9,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from specheads.core.drafter import Anchors, Guesses, Nodes, State, States, Tokens
 from specheads.core.features import Committed, Features, PackedDocuments
 from specheads.core.kernels import flash_takes, product_dtype
-from specheads.heads.layers.attention import HeadCache, LlamaLayer, near
+from specheads.heads.layers.attention import (
+    AttentionContext,
+    HeadCache,
+    LayerInputs,
+    LlamaLayer,
+    limit_to_window,
+)
 from specheads.heads.layers.common import BorrowingHead, RMSNorm, pick_parents
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
+class DraftBranches:
     """State of a draft: the nodes of a level, and the keys and values of their paths."""
 
     hidden: Float[Tensor, "batch node width"]
     """Input of the next round at the nodes."""
     paths: tuple[Tensor, ...]
     """Keys and values of drafted tokens, per layer: (batch, key head, 2, node, level, head_dim)."""
-    memory: HeadCache
+    cache: HeadCache
 
 
 class FeedbackHead(BorrowingHead):
@@ -50,64 +56,63 @@ class FeedbackHead(BorrowingHead):
 
     def initialise_layer(self, tensors: Mapping[str, Tensor], norm: Tensor) -> None:
         """Start as the base's last layer, given its tensors and the weight of the final norm."""
-        self.blocks()[0].copy(tensors)
+        self.blocks()[0].copy_layer(tensors)
 
     @abstractmethod
-    def first(self, features: Features) -> Float[Tensor, "batch time width"]:
+    def first_input(self, features: Features) -> Float[Tensor, "batch time width"]:
         """Return the input of the first round, from the base."""
 
-    def enter(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """Return the residual stream of a round, from its input and its tokens."""
+    def join_token(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """Return the residual stream of a round, from its input and the embedding of its token."""
         return hidden
 
-    def feed_back(self, hidden: Tensor) -> Tensor:
+    def next_input(self, hidden: Tensor) -> Tensor:
         """Return the input of the next round, from the output of a round."""
         return self.norm(hidden) if self.feeds_normed else hidden
 
-    def embedded(self, tokens: Int[Tensor, "*any"]) -> Float[Tensor, "*any width"]:
+    def embed_in_layer_dtype(self, tokens: Int[Tensor, "*any"]) -> Float[Tensor, "*any width"]:
         """Return the embeddings of tokens in the dtype of the layers."""
         return self.embed(tokens, self.norm.weight)
 
-    def embeddings(self, tokens: Tokens) -> Iterator[Float[Tensor, "batch time width"]]:
+    def embed_rounds(self, tokens: Tokens) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield the embeddings that each round of training reads."""
         # one lookup for all levels: the gradient of each lookup is as large as the table
-        own = self.embedded(tokens)
-        return (own.roll(-1 - level, 1) for level in range(self.depth))
+        embedded = self.embed_in_layer_dtype(tokens)
+        return (embedded.roll(-1 - level, 1) for level in range(self.depth))
 
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield each round's state, of every position at once."""
-        layers, places = self.blocks(), features.positions()
-        hidden, pasts, paths = self.first(features), list[Tensor](), list[Tensor]()
-        (visible, documents), sent = self.attended(features, hidden), None
-        for level, embedded in enumerate(self.embeddings(tokens)):
-            embedded = embedded if sent is None else self.embedded(sent)
-            hidden, at = self.feed_back(hidden) if level else hidden, places + level
-            hidden, window = self.enter(hidden, embedded), self.window(level)
-            seen = visible if visible is None else near(visible, window)
-            for place, layer in enumerate(layers):
-                stream, inputs, fresh = layer.read(hidden, at, embedded)
+        layers, start = self.blocks(), features.positions()
+        hidden, texts, paths = self.first_input(features), list[Tensor](), list[Tensor]()
+        documents, drafts = self.split_documents(features, hidden), None
+        causal_mask = features.causal_mask() if documents is None else None
+        for level, embedded in enumerate(self.embed_rounds(tokens)):
+            embedded = embedded if drafts is None else self.embed_in_layer_dtype(drafts)
+            hidden = self.next_input(hidden) if level else hidden
+            hidden, positions = self.join_token(hidden, embedded), start + level
+            window = self.window(level)
+            visible = None if causal_mask is None else limit_to_window(causal_mask, window)
+            for index, layer in enumerate(layers):
+                inputs = layer.prepare(hidden, positions, embedded)
                 if level:
-                    paths[place] = torch.cat([paths[place], fresh[..., None, :]], dim=4)
+                    paths[index] = append_node(paths[index], inputs)
                 else:
-                    pasts.append(fresh)
-                    paths.append(no_path(fresh))
-                own = pasts[place], seen, paths[place], documents, window
-                hidden = layer(stream, inputs, at, *own)
-            sent = yield self.norm(hidden)
+                    texts.append(inputs.keys_values)
+                    paths.append(empty_path(inputs.keys_values))
+                context = AttentionContext(texts[index], visible, paths[index], documents, window)
+                hidden = layer(inputs, context)
+            drafts = yield self.norm(hidden)
 
-    def attended(
-        self, features: Features, hidden: Tensor
-    ) -> tuple[Bool[Tensor, "row time time"] | None, PackedDocuments | None]:
-        """Return what positions see in training: a mask of pairs, or the documents of each row.
+    def split_documents(self, features: Features, hidden: Tensor) -> PackedDocuments | None:
+        """Return the documents of packed rows if a kernel attends within each; None for a mask.
 
-        The kernel for documents depends on the device and dtype of `hidden`, and on the width.
+        The kernel depends on the device and dtype of `hidden`, and on the width.
         """
         head_dim = self.blocks()[0].self_attn.kernel_dim
         if hidden.device.type != "cpu" and not flash_takes(product_dtype(hidden), head_dim):
-            # no kernel for documents exists for this dtype or width
-            return features.causal_mask(), None
-        places = features.positions().expand(len(hidden), -1)
-        return None, features.documents or PackedDocuments.of(places)
+            return None
+        positions = features.positions().expand(len(hidden), -1)
+        return features.documents or PackedDocuments.of(positions)
 
     def memory(self, batch: int, capacity: int) -> HeadCache:
         """Return empty slots for the keys and values of committed positions."""
@@ -116,83 +121,92 @@ class FeedbackHead(BorrowingHead):
     @torch.no_grad()
     def begin(self, committed: Committed, memory: HeadCache) -> Guesses:
         """Store the keys and values of all positions; return the logits after the last."""
-        hidden = self.first(committed.features)
-        return self._answer(self.commit(hidden, committed.next_tokens, committed, memory))
+        hidden = self.first_input(committed.features)
+        return self.guess(self.run_committed(hidden, committed.next_tokens, committed, memory))
 
     @torch.no_grad()
     def store_committed(self, committed: Committed, memory: HeadCache) -> None:
         """Store the keys and values of all positions; the last layer's output is not computed."""
-        hidden = self.first(committed.features)
-        self.commit(hidden, committed.next_tokens, committed, memory, drafts=False)
+        hidden = self.first_input(committed.features)
+        self.run_committed(hidden, committed.next_tokens, committed, memory, drafts=False)
 
-    def commit(
+    def run_committed(
         self,
         hidden: Float[Tensor, "batch read width"],
         tokens: Int[Tensor, "batch read"],
         committed: Committed,
-        memory: HeadCache,
+        cache: HeadCache,
         *,
         drafts: bool = True,
-    ) -> Branch:
+    ) -> DraftBranches:
         """Store the committed positions; return the first round at the last one of each row.
 
         Further positions of `hidden` follow each row's last one and are computed with it. Without
         `drafts` the result is not used, and the last layer only stores its keys and values.
         """
         layers, time = self.blocks(), committed.next_tokens.shape[1]
-        read = memory.advance(time, committed.counts)
-        newest, behind = memory.lengths[:, None] - 1, hidden.shape[1] - time
-        at = newest + torch.arange(behind + 1, device=newest.device)
-        positions = torch.cat([read, at[:, 1:]], dim=1) if behind else read
+        num_further = hidden.shape[1] - time
+        committed_positions = cache.advance(time, committed.counts)
+        newest = cache.lengths[:, None] - 1
+        last_positions = newest + torch.arange(num_further + 1, device=newest.device)
+        further, positions = last_positions[:, 1:], committed_positions
+        if num_further:
+            positions = torch.cat([committed_positions, further], dim=1)
         # padding sees what the last position sees
-        seen = torch.cat([read.minimum(newest), at[:, 1:]], dim=1)
-        embedded, paths = self.embedded(tokens), list[Tensor]()
+        ends = torch.cat([committed_positions.minimum(newest), further], dim=1)
+        embedded, paths = self.embed_in_layer_dtype(tokens), list[Tensor]()
 
-        def last(values: Tensor) -> Tensor:
+        def select_last(values: Tensor) -> Tensor:
             """Return the values at the last committed position and at those that follow it."""
-            return torch.cat([committed.gather_last(values[:, :time]), values[:, time:]], dim=1)
+            last = committed.gather_last(values[:, :time])
+            return torch.cat([last, values[:, time:]], dim=1)
 
-        hidden = self.enter(hidden, embedded)
-        for place, layer in enumerate(layers):
-            stream, inputs, fresh = layer.read(hidden, positions, embedded)
-            memory.write(fresh[:, :, :, :time], read, place)
-            if place + 1 == len(layers):
+        hidden = self.join_token(hidden, embedded)
+        for index, layer in enumerate(layers):
+            inputs = layer.prepare(hidden, positions, embedded)
+            fresh = inputs.keys_values
+            cache.write(fresh[:, :, :, :time], committed_positions, index)
+            if index + 1 == len(layers):
                 if not drafts:
                     break
-                stream, inputs, positions, seen = last(stream), last(inputs), at, at
-            past, visible = memory.past(seen, self.window(0))
-            past = past.chunk(len(layers), dim=1)[place]
-            if behind:
-                past = torch.cat([past, fresh[:, :, :, time:]], dim=3)
-                visible = torch.cat([visible, at[:, None, 1:] <= positions[..., None]], dim=2)
-            paths.append(no_path(fresh[:, :, :, :1]))
-            hidden = layer(stream, inputs, positions, past, visible)
-        return Branch(hidden, tuple(paths), memory)
+                stream, attention = select_last(inputs.stream), select_last(inputs.attention)
+                inputs, ends = LayerInputs(stream, attention, last_positions, fresh), last_positions
+            text, visible = cache.text(index), cache.visible(ends, self.window(0))
+            if num_further:
+                text = torch.cat([text, fresh[:, :, :, time:]], dim=3)
+                is_before = further[:, None] <= inputs.positions[..., None]
+                visible = torch.cat([visible, is_before], dim=2)
+            paths.append(empty_path(fresh[:, :, :, :1]))
+            hidden = layer(inputs, AttentionContext(text, visible))
+        return DraftBranches(hidden, tuple(paths), cache)
 
     @torch.no_grad()
     def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's state, with attention to its path."""
-        layers, paths = self.blocks(), list[Tensor]()
-        level = state.paths[0].shape[4] + 1
-        positions = (state.memory.lengths[:, None] - 1 + level).expand_as(parents)
-        embedded = self.embedded(tokens)
-        hidden = self.enter(pick_parents(state.hidden, parents), embedded)
-        pasts, visible = state.memory.past(window=self.window(level))
-        parts = zip(layers, state.paths, pasts.chunk(len(layers), dim=1), strict=True)
-        for layer, path, past in parts:
-            stream, inputs, fresh = layer.read(hidden, positions, embedded)
-            path = path.take_along_dim(parents[:, None, None, :, None, None], dim=3)
-            paths.append(torch.cat([path, fresh[..., None, :]], dim=4))
-            hidden = layer(stream, inputs, positions, past, visible, paths[-1])
-        return self._answer(Branch(hidden, tuple(paths), state.memory))
+        cache, paths, level = state.cache, list[Tensor](), state.paths[0].shape[4] + 1
+        positions = (cache.lengths[:, None] - 1 + level).expand_as(parents)
+        embedded = self.embed_in_layer_dtype(tokens)
+        hidden = self.join_token(pick_parents(state.hidden, parents), embedded)
+        visible = cache.visible(window=self.window(level))
+        for index, layer in enumerate(self.blocks()):
+            inputs = layer.prepare(hidden, positions, embedded)
+            path = state.paths[index].take_along_dim(parents[:, None, None, :, None, None], dim=3)
+            paths.append(append_node(path, inputs))
+            hidden = layer(inputs, AttentionContext(cache.text(index), visible, paths[-1]))
+        return self.guess(DraftBranches(hidden, tuple(paths), cache))
 
-    def _answer(self, output: Branch) -> Guesses:
+    def guess(self, output: DraftBranches) -> Guesses:
         """Return the logits of a round, and the state with the input of the next one."""
         normed = self.norm(output.hidden)
         state = replace(output, hidden=normed) if self.feeds_normed else output
         return self.logits(normed, output.paths[0].shape[4]), state
 
 
-def no_path(fresh: Tensor) -> Tensor:
+def empty_path(keys_values: Tensor) -> Tensor:
     """Return paths without drafted tokens, given keys and values of the positions."""
-    return fresh[..., None, :][..., :0, :]
+    return keys_values[..., None, :][..., :0, :]
+
+
+def append_node(path: Tensor, inputs: LayerInputs) -> Tensor:
+    """Return paths with the keys and values of their last node appended."""
+    return torch.cat([path, inputs.keys_values[..., None, :]], dim=4)

@@ -19,14 +19,10 @@ from torch import Tensor
 from specheads.core.features import PackedDocuments
 from specheads.core.kernels import product_dtype
 
-Bounds = tuple[Tensor, int, int | None]
-"""First position of each document and the end of the last one, in int32, the longest length, and
-the number of positions that each one sees, itself included; None is all up to itself."""
-
 
 def path_attention(
     queries: Float[Tensor, "batch head time width"],
-    past: Float[Tensor, "batch shared 2 time width"],
+    text: Float[Tensor, "batch shared 2 time width"],
     path: Float[Tensor, "batch shared 2 time level width"],
     documents: PackedDocuments,
     window: int | None = None,
@@ -36,10 +32,11 @@ def path_attention(
     The last `window` positions of the document are seen; None is all.
     """
     dtype = product_dtype(queries)
-    inputs = (queries, *past.unbind(2), *path.unbind(2))
-    rows = (one.transpose(1, 2).flatten(0, 1).to(dtype) for one in inputs)
-    bounds = documents.bounds, max(documents.lengths), window
-    mixed = _PathAttention.apply(bounds, *rows)
+    rows = (
+        values.transpose(1, 2).flatten(0, 1).to(dtype)
+        for values in (queries, *text.unbind(2), *path.unbind(2))
+    )
+    mixed = _PathAttention.apply(documents, window, *rows)
     assert isinstance(mixed, Tensor)
     return mixed.unflatten(0, (len(queries), -1)).transpose(1, 2)
 
@@ -48,88 +45,107 @@ class _PathAttention(torch.autograd.Function):
     """Tensors are (position, head, width), paths (position, head, level, width)."""
 
     @staticmethod
-    def forward(ctx: Any, documents: Bounds, *tensors: Tensor) -> Tensor:
-        """Return the joint output; keep its log-sum-exp for the gradients."""
-        queries, keys, values, own_keys, own_values = tensors
-        mixed, total = _flash_forward(documents, queries, keys, values)
-        if own_keys.shape[2]:
+    def forward(
+        ctx: Any,
+        documents: PackedDocuments,
+        window: int | None,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        path_keys: Tensor,
+        path_values: Tensor,
+    ) -> Tensor:
+        """Return the joint output; store its log-sum-exp for the gradients."""
+        mixed, total = _flash_forward(documents, window, queries, keys, values)
+        if path_keys.shape[2]:
             # (position, shared head, head of its group, ...)
-            scores = _scores(queries, own_keys)
-            text = total.T.unflatten(1, (keys.shape[1], -1))[..., None]
-            joint = torch.cat([text, scores], dim=-1).logsumexp(-1, keepdim=True)
-            weights = (scores - joint).exp().to(values.dtype)
-            share = (text - joint).exp().flatten(1, 2)
-            alone = torch.einsum("tsgl,tsld->tsgd", weights, own_values).flatten(1, 2)
-            mixed = (share * mixed + alone).to(values.dtype)
-            total = joint.flatten(1).T.contiguous()
-        ctx.documents = documents
-        ctx.save_for_backward(*tensors, mixed, total)
+            scores = _path_scores(queries, path_keys)
+            text_total = total.T.unflatten(1, (keys.shape[1], -1))[..., None]
+            joint_total = torch.cat([text_total, scores], dim=-1).logsumexp(-1, keepdim=True)
+            weights = (scores - joint_total).exp().to(values.dtype)
+            text_share = (text_total - joint_total).exp().flatten(1, 2)
+            path_mixed = torch.einsum("tsgl,tsld->tsgd", weights, path_values).flatten(1, 2)
+            mixed = (text_share * mixed + path_mixed).to(values.dtype)
+            total = joint_total.flatten(1).T.contiguous()
+        ctx.documents, ctx.window = documents, window
+        ctx.save_for_backward(queries, keys, values, path_keys, path_values, mixed, total)
         return mixed
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Return the gradients of queries, keys and values, of the document and of the path."""
-        queries, keys, values, own_keys, own_values, mixed, total = ctx.saved_tensors
+        queries, keys, values, path_keys, path_values, mixed, total = ctx.saved_tensors
         grad = grad_outputs[0].to(mixed.dtype).contiguous()
-        found = _flash_backward(ctx.documents, grad, queries, keys, values, mixed, total)
-        if not own_keys.shape[2]:
-            return None, *found, torch.zeros_like(own_keys), torch.zeros_like(own_values)
+        gradients = _flash_backward(
+            ctx.documents, ctx.window, grad, queries, keys, values, mixed, total
+        )
+        grad_queries, grad_keys, grad_values = gradients
+        if not path_keys.shape[2]:
+            no_path = torch.zeros_like(path_keys), torch.zeros_like(path_values)
+            return None, None, grad_queries, grad_keys, grad_values, *no_path
         groups = keys.shape[1], -1
-        joint = total.T.unflatten(1, groups)[..., None]
-        weights = (_scores(queries, own_keys) - joint).exp()
-        grouped, outer = queries.unflatten(1, groups), grad.unflatten(1, groups)
-        meant = (_wide(grad) * _wide(mixed)).sum(-1).unflatten(1, groups)[..., None]
-        slopes = _wide(torch.einsum("tsgd,tsld->tsgl", outer, own_values)) - meant
+        joint_total = total.T.unflatten(1, groups)[..., None]
+        weights = (_path_scores(queries, path_keys) - joint_total).exp()
+        grouped, grouped_grad = queries.unflatten(1, groups), grad.unflatten(1, groups)
+        mean = (_to_float32(grad) * _to_float32(mixed)).sum(-1).unflatten(1, groups)[..., None]
+        slopes = _to_float32(torch.einsum("tsgd,tsld->tsgl", grouped_grad, path_values)) - mean
         slopes = (weights * slopes / math.sqrt(queries.shape[-1])).to(queries.dtype)
         weights = weights.to(grad.dtype)
-        of_queries = torch.einsum("tsgl,tsld->tsgd", slopes, own_keys).flatten(1, 2)
         return (
             None,
-            found[0] + of_queries,
-            *found[1:],
+            None,
+            grad_queries + torch.einsum("tsgl,tsld->tsgd", slopes, path_keys).flatten(1, 2),
+            grad_keys,
+            grad_values,
             torch.einsum("tsgl,tsgd->tsld", slopes, grouped),
-            torch.einsum("tsgl,tsgd->tsld", weights, outer),
+            torch.einsum("tsgl,tsgd->tsld", weights, grouped_grad),
         )
 
 
-def _scores(queries: Tensor, own_keys: Tensor) -> Tensor:
+def _path_scores(queries: Tensor, path_keys: Tensor) -> Tensor:
     """Return the scores of each position's path, in float32 at least."""
-    grouped = queries.unflatten(1, (own_keys.shape[1], -1))
-    scores = torch.einsum("tsgd,tsld->tsgl", grouped, own_keys)
-    return _wide(scores) / math.sqrt(queries.shape[-1])
+    grouped = queries.unflatten(1, (path_keys.shape[1], -1))
+    scores = torch.einsum("tsgd,tsld->tsgl", grouped, path_keys)
+    return _to_float32(scores) / math.sqrt(queries.shape[-1])
 
 
-def _wide(values: Tensor) -> Tensor:
+def _to_float32(values: Tensor) -> Tensor:
     """Return values in float32 at least."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _flash_forward(documents: Bounds, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp (head, position) of causal attention by document.
-
-    Takes queries, keys and values.
-    """
-    bounds, longest, window = documents
-    found = torch.ops.aten._flash_attention_forward(
-        *tensors, bounds, bounds, longest, longest, 0.0, True, False, **_sides(window)
+def _flash_forward(
+    documents: PackedDocuments, window: int | None, queries: Tensor, keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp (head, position) of causal attention by document."""
+    bounds, longest, sides = documents.bounds, max(documents.lengths), _window_sides(window)
+    mixed, total, *_ = torch.ops.aten._flash_attention_forward(
+        *(queries, keys, values, bounds, bounds, longest, longest, 0.0, True, False), **sides
     )
-    return found[0], found[1]
+    return mixed, total
 
 
-def _flash_backward(documents: Bounds, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values.
-
-    Takes the gradient of the output, queries, keys, values, the output and its log-sum-exp.
-    """
-    bounds, longest, window = documents
+def _flash_backward(
+    documents: PackedDocuments,
+    window: int | None,
+    grad: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mixed: Tensor,
+    total: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, given that of the output."""
+    bounds, longest, sides = documents.bounds, max(documents.lengths), _window_sides(window)
     # without dropout no random state is read
     seed = torch.zeros(2, dtype=torch.uint64, device=bounds.device)
     unused = torch.zeros((), dtype=torch.uint64, device=bounds.device)
+    tensors = grad, queries, keys, values, mixed, total
     return torch.ops.aten._flash_attention_backward(
-        *tensors, bounds, bounds, longest, longest, 0.0, True, seed, unused, **_sides(window)
+        *(*tensors, bounds, bounds, longest, longest, 0.0, True, seed, unused), **sides
     )
 
 
-def _sides(window: int | None) -> dict[str, int]:
+def _window_sides(window: int | None) -> dict[str, int]:
     """Return the kernel's arguments: the numbers of positions seen on both sides of each one."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}

@@ -40,10 +40,10 @@ def rope(theta: float, scaling: Mapping[str, Any]) -> Rope:
         )
     numbers = {name: value for name, value in scaling.items() if name != "rope_type"}
     required, optional = REQUIRED[kind], YARN if kind == "yarn" else ()
-    if wrong := sorted({*numbers} - {*required, *optional} or {*required} - {*numbers}):
+    if invalid := sorted({*numbers} - {*required, *optional} or {*required} - {*numbers}):
         raise InputError(
             f"rope_scaling of rope_type {kind} needs {', '.join(required)} and may have "
-            f"{', '.join(optional) or 'no more'}; fix {wrong[0]!r:.80}"
+            f"{', '.join(optional) or 'no more'}; fix {invalid[0]!r:.80}"
         )
     for name, value in numbers.items():
         if not is_allowed(bool if name == "truncate" else PositiveFloat, value):
@@ -60,17 +60,17 @@ def rotate(
     dtype = torch.get_default_dtype()
     frequencies, factor = _frequencies(rope, values.shape[-1], values.device, dtype)
     angles = positions[:, None, :, None] * frequencies
-    cos, sin = ((part * factor).to(values.dtype) for part in (angles.cos(), angles.sin()))
+    cos, sin = ((wave * factor).to(values.dtype) for wave in (angles.cos(), angles.sin()))
     first, second = values.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def published(settings: Mapping[str, Any]) -> dict[str, Any]:
+def read_rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rope_theta`, if present, and `rope_scaling` of a Llama's config.json."""
     rope = {**(settings.get("rope_parameters") or {}), **(settings.get("rope_scaling") or {})}
     # the outer one may be the default of an older class; transformers prefers the inner one too
     theta = rope.get("rope_theta") or settings.get("rope_theta")
-    found = {"rope_theta": theta} if theta else {}
+    base = {"rope_theta": theta} if theta else {}
     kind = rope.get("rope_type", rope.get("type"))
     if kind in (None, "default"):
         refuse_unused(
@@ -80,17 +80,17 @@ def published(settings: Mapping[str, Any]) -> dict[str, Any]:
             used=(*NAMES, ORIGINAL, "mrope_section", "mrope_interleaved"),
             fixed={"factor": 1, "partial_rotary_factor": 1},
         )
-        return found | {"rope_scaling": {}}
+        return base | {"rope_scaling": {}}
     parameters = {name: value for name, value in rope.items() if name not in NAMES}
     if kind in ("llama3", "yarn") and (length := settings.get("max_position_embeddings")):
         parameters.setdefault(ORIGINAL, length)
     elif kind == "linear":
         parameters.pop(ORIGINAL, None)
     # readers ignore parameters that are zero or null, and all of them rotate whole heads
-    kept = {name: value for name, value in parameters.items() if value or value is False}
-    if kept.get("partial_rotary_factor") == 1:
-        del kept["partial_rotary_factor"]
-    return found | {"rope_scaling": kept | {"rope_type": kind}}
+    scaling = {name: value for name, value in parameters.items() if value or value is False}
+    if scaling.get("partial_rotary_factor") == 1:
+        del scaling["partial_rotary_factor"]
+    return base | {"rope_scaling": scaling | {"rope_type": kind}}
 
 
 @cache
