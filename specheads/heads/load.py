@@ -42,7 +42,7 @@ from specheads.heads.checkpoint import (
 )
 from specheads.heads.layers.attention import AttentionContext, LlamaLayer
 from specheads.heads.layers.feedback import FeedbackHead
-from specheads.heads.layers.rotary import read_rope_settings
+from specheads.heads.layers.published import read_rope_settings
 
 FEW_TOKENS = 8
 """Tokens with which a copy of a base's layer is compared with it: fewer than any window."""

@@ -108,7 +108,9 @@ def test_only_anchors_are_computed(kind: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         layer,
         "forward",
-        lambda self, stream, *rest: sizes.append(stream.shape[1]) or forward(self, stream, *rest),
+        lambda self, inputs, context: (
+            sizes.append(inputs.stream.shape[1]) or forward(self, inputs, context)
+        ),
     )
     states = list(head.states(base.read(tokens, head.aux_layers), tokens, marks))
     assert sizes == [2 * slots] * 2

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specheads.core.features import PackedDocuments, document_positions
 from specheads.heads.layers import path_attention
-from specheads.heads.layers.attention import _mix, limit_to_window
+from specheads.heads.layers.attention import AttentionContext, _mix, limit_to_window
 
 ROWS, TIME, WIDTH = 2, 11, 8
 DOCUMENT_IDS = torch.tensor([[0] * 4 + [1] * 7, [0] * 11])
@@ -81,7 +81,7 @@ def check_agreement(leaves: list[Tensor], tolerance: float, window: int | None =
     results = [mixed, *torch.autograd.grad(mixed, leaves, grad, allow_unused=True)]
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
     queries, text, path = doubles
-    plain = _mix(queries, text, path, limit_to_window(visible, window), None)
+    plain = _mix(queries, AttentionContext(text, limit_to_window(visible, window), path))
     expected = [plain, *torch.autograd.grad(plain, doubles, grad.double(), allow_unused=True)]
     for result, expected_result in zip(results, expected, strict=True):
         torch.testing.assert_close(result.double(), expected_result, rtol=tolerance, atol=tolerance)

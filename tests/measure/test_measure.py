@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.core.drafter import Features, Head, States
+from specheads.core.drafter import Features, Head, Projection, States
 from specheads.core.files import from_json, to_json
 from specheads.data.prompts import Prompt, PromptSet
 from specheads.decoding.sampling import Sampling
@@ -61,9 +61,9 @@ class Habit(Head):
             read = tokens.roll(-1 - level, dims=1)
             yield self.habits[read] + features.hidden @ self.shade[level].T
 
-    def projection(self, level: int) -> tuple[Tensor, None]:
+    def projection(self, level: int) -> Projection:
         del level
-        return torch.eye(tiny.VOCAB, dtype=torch.float64), None
+        return Projection(torch.eye(tiny.VOCAB, dtype=torch.float64))
 
     def begin(self, committed, memory):
         del memory

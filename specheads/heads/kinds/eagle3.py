@@ -18,16 +18,15 @@ from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, PositiveInt
 from specheads.heads.checkpoint import fill_head, read_draft_maps
-from specheads.heads.layers.attention import (
-    AttentionConfig,
-    HeadCache,
-    LlamaLayer,
-    draft_window,
-    published_sizes,
-)
+from specheads.heads.layers.attention import AttentionConfig, HeadCache, LlamaLayer
 from specheads.heads.layers.common import NUM_FUSED_LAYERS, RMSNorm
 from specheads.heads.layers.feedback import FeedbackHead
-from specheads.heads.layers.rotary import HALVES, read_rope_settings
+from specheads.heads.layers.published import (
+    HALVES,
+    draft_window,
+    published_sizes,
+    read_rope_settings,
+)
 
 
 @dataclass(kw_only=True, slots=True)

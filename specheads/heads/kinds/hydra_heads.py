@@ -16,19 +16,8 @@ from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, WidthOrZero
 from specheads.heads.checkpoint import fill_head
-from specheads.heads.layers.attention import (
-    AttentionContext,
-    HeadCache,
-    LayerInputs,
-    LlamaLayer,
-)
-from specheads.heads.layers.common import (
-    BorrowingHead,
-    NodeStates,
-    ResidualBlock,
-    RMSNorm,
-    pick_parents,
-)
+from specheads.heads.layers.attention import AttentionContext, HeadCache, LlamaLayer
+from specheads.heads.layers.common import BorrowingHead, NodeStates, ResidualBlock, RMSNorm
 
 BORROWED = ("input_embed_fn.weight", "embed_tokens.weight", "rotary_emb.inv_freq")
 """Tensors of public checkpoints that are not part of the head."""
@@ -87,13 +76,8 @@ class PrefixLayer(LlamaLayer):
         positions = cache.advance(hidden.shape[1], committed.counts)
         inputs = self.prepare(hidden, positions)
         cache.write(inputs.keys_values, positions)
-        last = LayerInputs(
-            committed.gather_last(inputs.stream),
-            committed.gather_last(inputs.attention),
-            cache.lengths[:, None] - 1,
-            inputs.keys_values,
-        )
-        return self.norm(self(last, AttentionContext(cache.text(), cache.visible())))
+        inputs = inputs.select(committed.gather_last, cache.lengths[:, None] - 1)
+        return self.norm(self(inputs, AttentionContext(cache.text(), cache.visible())))
 
 
 class Head(BorrowingHead):
@@ -150,7 +134,7 @@ class Head(BorrowingHead):
 
     def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's path."""
-        return self.read_tokens(pick_parents(state.states, parents), tokens, state.level + 1)
+        return self.read_tokens(state.of_parents(parents), tokens, state.level + 1)
 
     def read_tokens(self, path: Tensor, tokens: Tensor, level: int) -> Guesses:
         """Append the embeddings of a level's tokens to the paths; return the logits after them."""

@@ -19,7 +19,7 @@ from specheads.core.features import Committed, Features
 from specheads.core.foreign import refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, WidthOrZero, one_of
 from specheads.heads.checkpoint import fill_head
-from specheads.heads.layers.common import BorrowingHead, NodeStates, pick_parents
+from specheads.heads.layers.common import BorrowingHead, NodeStates
 
 EPSILON = 1e-6
 GATES = ("forget", "input", "output", "cell")
@@ -129,7 +129,7 @@ class Head(BorrowingHead):
 
     def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's state."""
-        return self.read_tokens(pick_parents(state.states, parents), tokens, state.level + 1)
+        return self.read_tokens(state.of_parents(parents), tokens, state.level + 1)
 
     def read_tokens(self, states: Tensor, tokens: Tensor, level: int) -> Guesses:
         """Return the logits after the tokens of a level, given their parents' states."""

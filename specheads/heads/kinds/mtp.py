@@ -18,15 +18,15 @@ from specheads.core.features import Features
 from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, PositiveFloat
 from specheads.heads.checkpoint import fill_head
-from specheads.heads.layers.attention import (
-    AttentionConfig,
-    LlamaLayer,
-    full_attention,
-    published_sizes,
-)
+from specheads.heads.layers.attention import AttentionConfig, LlamaLayer
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.feedback import FeedbackHead
-from specheads.heads.layers.rotary import HALVES, read_rope_settings
+from specheads.heads.layers.published import (
+    HALVES,
+    full_attention,
+    published_sizes,
+    read_rope_settings,
+)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -6,7 +6,7 @@ are the committed positions and a path is a branch of the tree. Both use the sam
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from specheads.core.errors import InputError
 from specheads.core.features import PackedDocuments
-from specheads.core.ranges import NonNegativeInt, PositiveInt, WidthOrZero, allows
+from specheads.core.ranges import NonNegativeInt, WidthOrZero
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.path_attention import path_attention
 from specheads.heads.layers.rotary import rope, rotate
@@ -115,18 +115,15 @@ class Attention(nn.Module):
         if self.attention_sink_bias is not None:
             queries = _add_sink_logit(queries, self.attention_sink_bias)
             context = _add_sink_slot(context)
-        text, visible, path = context.text, context.visible, context.path
-        documents, window = context.documents, context.window
-        if path is None:
-            assert visible is not None
-            mixed = _attend(queries, text, visible[:, None])
-        elif documents is None:
-            assert visible is not None
-            mixed = _attend_with_paths(queries, text, path, visible)
+        if context.path is None:
+            mixed = _attend(queries, context)
+        elif context.documents is None:
+            mixed = _attend_with_paths(queries, context)
         elif queries.device.type == "cpu":
-            mixed = _attend_by_document(queries, text, path, documents.lengths, window)
+            mixed = _attend_by_document(queries, context, context.documents.lengths)
         else:
-            mixed = path_attention(queries, text, path, documents, window)
+            documents, window = context.documents, context.window
+            mixed = path_attention(queries, context.text, context.path, documents, window)
         return self.o_proj(mixed[..., : self.head_dim].transpose(1, 2).flatten(2))
 
     def _split_heads(self, values: Tensor) -> Tensor:
@@ -164,65 +161,56 @@ def _pad(keys_values: Tensor, slots: int = 0) -> Tensor:
     return padded
 
 
-def _attend(queries: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+def _attend(queries: Tensor, context: AttentionContext) -> Tensor:
     """Return torch's attention over the visible slots."""
+    text, visible = context.text, context.visible
+    assert visible is not None
     is_grouped = queries.shape[1] != text.shape[1]
     if is_grouped and text.device.type != "cpu":
         # no fused kernel on CUDA supports a mask with fewer key heads, and the plain one is large
         text = text.repeat_interleave(queries.shape[1] // text.shape[1], dim=1)
         is_grouped = False
     keys, values = text.unbind(2)
-    return F.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, enable_gqa=is_grouped
-    )
+    mask = visible[:, None]
+    return F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=is_grouped)
 
 
 def _attend_by_document(
-    queries: Tensor, text: Tensor, path: Tensor, lengths: Sequence[int], window: int | None
+    queries: Tensor, context: AttentionContext, lengths: Sequence[int]
 ) -> Tensor:
     """Attend within each document separately, without the scores between documents."""
+    assert context.path is not None
     # one split along one axis needs only one concatenation in the backward pass
-    columns = [
+    columns = (
         values.movedim(axis, 1).flatten(0, 1).split(lengths)
-        for values, axis in ((queries, 2), (text, 3), (path, 3))
-    ]
-    outputs = [
-        _attend_with_paths(
-            query[None].movedim(1, 2),
-            keys_values[None].movedim(1, 3),
-            steps[None].movedim(1, 3),
-            window=window,
-        )[0].transpose(0, 1)
-        for query, keys_values, steps in zip(*columns, strict=True)
-    ]
+        for values, axis in ((queries, 2), (context.text, 3), (context.path, 3))
+    )
+    outputs = []
+    for query, text, path in zip(*columns, strict=True):
+        text, path = text[None].movedim(1, 3), path[None].movedim(1, 3)
+        document = AttentionContext(text, None, path, window=context.window)
+        output = _attend_with_paths(query[None].movedim(1, 2), document)
+        outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs).unflatten(0, (len(queries), -1)).transpose(1, 2)
 
 
-def _attend_with_paths(
-    queries: Tensor,
-    text: Tensor,
-    path: Tensor,
-    visible: Tensor | None = None,
-    window: int | None = None,
-) -> Tensor:
-    """Attend to the text and to each query's path; the backward pass recomputes the weights.
-
-    Without a mask each position sees the last `window` positions up to itself.
-    """
+def _attend_with_paths(queries: Tensor, context: AttentionContext) -> Tensor:
+    """Attend to the text and to each query's path; the backward pass recomputes the weights."""
     if not torch.is_grad_enabled():
-        return _mix(queries, text, path, visible, window)
-    mixed = checkpoint(_mix, queries, text, path, visible, window, use_reentrant=False)
+        return _mix(queries, context)
+    mixed = checkpoint(_mix, queries, context, use_reentrant=False)
     assert isinstance(mixed, Tensor)
     return mixed
 
 
-def _mix(
-    queries: Tensor, text: Tensor, path: Tensor, visible: Tensor | None, window: int | None
-) -> Tensor:
+def _mix(queries: Tensor, context: AttentionContext) -> Tensor:
+    """Compute `_attend_with_paths`. Without a mask the text is one document, which is causal."""
+    assert context.path is not None
+    (keys, values), visible = context.text.unbind(2), context.visible
+    path_keys, path_values = context.path.unbind(2)
     if visible is None:
-        pairs = torch.ones(1, *queries.shape[2:3] * 2, dtype=torch.bool, device=queries.device)
-        visible = limit_to_window(pairs.tril(), window)
-    (keys, values), (path_keys, path_values) = text.unbind(2), path.unbind(2)
+        pairs = queries.new_ones(1, *queries.shape[2:3] * 2, dtype=torch.bool)
+        visible = limit_to_window(pairs.tril(), context.window)
     grouped = queries.unflatten(1, (keys.shape[1], -1)) / math.sqrt(queries.shape[-1])
     scores = torch.einsum("bhgtd,bhsd->bhgts", grouped, keys)
     scores = scores.masked_fill(~visible[:, None, None], -math.inf)
@@ -240,46 +228,6 @@ def limit_to_window(
     if window is None:
         return visible
     return visible & torch.ones_like(visible[0]).triu(1 - window)
-
-
-def draft_window(settings: Mapping[str, Any], num_layers: int) -> tuple[int | None, dict[str, Any]]:
-    """Return the window of all layers, and the only supported values of settings of windows.
-
-    A head has one window or none: layers of both kinds are not supported.
-    """
-    window, layer_types = settings.get("sliding_window"), settings.get("layer_types")
-    in_use = settings.get("use_sliding_window") is not False and allows(PositiveInt, window)
-    sliding = layer_types.count("sliding_attention") if isinstance(layer_types, list) else 0
-    if in_use and sliding == num_layers == len(layer_types or ()):
-        return window, {}
-    return None, full_attention(settings)
-
-
-def full_attention(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the only values of settings of windows with which all layers have full attention."""
-    layer_types = settings.get("layer_types")
-    if layer_types and set(layer_types) == {"full_attention"}:
-        return {}
-    if layer_types:
-        return {"layer_types": "full_attention", "sliding_window": None}
-    if settings.get("use_sliding_window") is False:
-        return {}
-    return {"sliding_window": None, "use_sliding_window": False}
-
-
-def published_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of layers and the depth, if it is known, of a published config."""
-    proposal = settings.get("speculators_config", {}).get("proposal_methods", [settings])[0]
-    depth, drafted = proposal.get("speculative_tokens"), settings.get("draft_vocab_size") or 0
-    return {
-        **({"depth": depth} if depth else {}),
-        "attention_heads": settings["num_attention_heads"],
-        "key_value_heads": settings.get("num_key_value_heads") or 0,
-        "head_dim": settings.get("head_dim") or 0,
-        "inner_dim": settings["intermediate_size"],
-        "epsilon": settings["rms_norm_eps"],
-        "draft_tokens": drafted if drafted != settings["vocab_size"] else 0,
-    }
 
 
 class GatedMlp(nn.Module):
@@ -322,12 +270,11 @@ class LlamaLayer(nn.Module):
             parameters["input_layernorm.weight"] = parameters.pop("hidden_norm.weight")
             for name in (f"self_attn.{letter}_proj.weight" for letter in "qkv"):
                 parameters[name] = parameters[name].zero_().chunk(2, dim=1)[1]
-        shapes, base_shapes = (
-            {name: (*tensor.shape,) for name, tensor in layer.items()}
-            for layer in (parameters, tensors)
-        )
         for name in sorted(parameters.keys() | tensors.keys()):
-            shape, base_shape = shapes.get(name), base_shapes.get(name)
+            shape, base_shape = (
+                tuple(layer[name].shape) if name in layer else None
+                for layer in (parameters, tensors)
+            )
             if shape != base_shape:
                 raise InputError(
                     f"head.init_from_base=true needs equal layers, got {name} of {base_shape} in "
@@ -366,6 +313,13 @@ class LayerInputs:
     positions: Int[Tensor, "row time"]
     keys_values: Float[Tensor, "batch shared 2 slot head"]
     """Keys and values of these positions, or of more of them."""
+
+    def select(
+        self, select: Callable[[Tensor], Tensor], positions: Int[Tensor, "batch time"]
+    ) -> "LayerInputs":
+        """Return the inputs at some positions, with the keys and values of all."""
+        stream, attention = select(self.stream), select(self.attention)
+        return LayerInputs(stream, attention, positions, self.keys_values)
 
 
 SPARE_SLOTS = 256

@@ -15,20 +15,23 @@ from specheads.core.drafter import Anchors, Guesses, Nodes, State, States, Token
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
-from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt, TokenId, allows
+from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt, TokenId, is_allowed
 from specheads.heads.checkpoint import fill_head, read_draft_maps
 from specheads.heads.layers.attention import (
     AttentionConfig,
     AttentionContext,
     HeadCache,
     LlamaLayer,
-    draft_window,
-    full_attention,
     limit_to_window,
-    published_sizes,
 )
 from specheads.heads.layers.common import BorrowingHead, RMSNorm
-from specheads.heads.layers.rotary import HALVES, read_rope_settings
+from specheads.heads.layers.published import (
+    HALVES,
+    draft_window,
+    full_attention,
+    published_sizes,
+    read_rope_settings,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -322,7 +325,7 @@ def read_block(
     elif by_modelopt:
         # the window of all layers, which are still named full
         window, plain = settings.get("swa_window_size"), {"layer_types": "full_attention"}
-        window = window if allows(PositiveInt, window) else None
+        window = window if is_allowed(PositiveInt, window) else None
         # an explicit is_causal has priority, and must be false
         causal = bool(settings.get("causal")) and settings.get("is_causal") is None
     rope, by_default = read_rope_settings(settings), by_deepspec or by_speculators == "dspark"

@@ -217,6 +217,10 @@ class NodeStates:
     level: int
     """Number of the level, counted from zero."""
 
+    def of_parents(self, parents: Nodes) -> Float[Tensor, "batch child width"]:
+        """Return the state of the parent of each node of the next level."""
+        return pick_parents(self.states, parents)
+
 
 def pick_parents(
     state: Float[Tensor, "batch level width"], parents: Nodes

@@ -169,8 +169,7 @@ class FeedbackHead(BorrowingHead):
             if index + 1 == len(layers):
                 if not drafts:
                     break
-                stream, attention = select_last(inputs.stream), select_last(inputs.attention)
-                inputs, ends = LayerInputs(stream, attention, last_positions, fresh), last_positions
+                inputs, ends = inputs.select(select_last, last_positions), last_positions
             text, visible = cache.text(index), cache.visible(ends, self.window(0))
             if num_further:
                 text = torch.cat([text, fresh[:, :, :, time:]], dim=3)

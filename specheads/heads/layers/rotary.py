@@ -9,7 +9,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specheads.core.errors import InputError
-from specheads.core.foreign import refuse_unused
 from specheads.core.ranges import PositiveFloat, is_allowed
 
 ORIGINAL = "original_max_position_embeddings"
@@ -21,10 +20,6 @@ REQUIRED = {
 """Required parameters of each type of scaling."""
 YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
 """Optional parameters of yarn."""
-NAMES = ("rope_type", "type", "rope_theta")
-"""Entries of published settings that are no parameters of a scaling."""
-HALVES = {"rope_is_neox_style": True, "is_neox_style": True}
-"""Published settings of `rotate`, which pairs the halves of a head and not its neighbours."""
 Rope = tuple[float, tuple[tuple[str, Any], ...]]
 """Base of the frequencies, and their scaling as sorted items; empty is no scaling."""
 
@@ -63,34 +58,6 @@ def rotate(
     cos, sin = ((wave * factor).to(values.dtype) for wave in (angles.cos(), angles.sin()))
     first, second = values.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def read_rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rope_theta`, if present, and `rope_scaling` of a Llama's config.json."""
-    rope = {**(settings.get("rope_parameters") or {}), **(settings.get("rope_scaling") or {})}
-    # the outer one may be the default of an older class; transformers prefers the inner one too
-    theta = rope.get("rope_theta") or settings.get("rope_theta")
-    base = {"rope_theta": theta} if theta else {}
-    kind = rope.get("rope_type", rope.get("type"))
-    if kind in (None, "default"):
-        refuse_unused(
-            "a rotary embedding without scaling",
-            rope,
-            # texts have one position a token, so the sections of mrope do nothing
-            used=(*NAMES, ORIGINAL, "mrope_section", "mrope_interleaved"),
-            fixed={"factor": 1, "partial_rotary_factor": 1},
-        )
-        return base | {"rope_scaling": {}}
-    parameters = {name: value for name, value in rope.items() if name not in NAMES}
-    if kind in ("llama3", "yarn") and (length := settings.get("max_position_embeddings")):
-        parameters.setdefault(ORIGINAL, length)
-    elif kind == "linear":
-        parameters.pop(ORIGINAL, None)
-    # readers ignore parameters that are zero or null, and all of them rotate whole heads
-    scaling = {name: value for name, value in parameters.items() if value or value is False}
-    if scaling.get("partial_rotary_factor") == 1:
-        del scaling["partial_rotary_factor"]
-    return base | {"rope_scaling": scaling | {"rope_type": kind}}
 
 
 @cache
