@@ -61,7 +61,7 @@ from specheads.measure.results import Comparison, read_results
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress_display
 from specheads.runs.provenance import collect_provenance, shorten_paths
-from specheads.training.objective import drawn_labels, early_enough, in_chains
+from specheads.training.objective import draftable_labels, draw_labels
 from specheads.training.phase_data import PhaseData
 from specheads.training.plan import auto_phases
 from specheads.training.processes import accelerator_of_environment, load_base
@@ -304,13 +304,12 @@ def lessons(source: Source, bar: Progress) -> Iterator[tuple[TokenBatch, Tensor]
     head, seed = source.head, source.settings.seed
     phases = [phase for phase in schedule_phases(source.settings.schedule) if phase.settings.steps]
     for phase in phases:
-        chains = in_chains(head, phase.settings)
         text = source.texts.open(phase, bar, lambda: None)
         for number, (batch, _) in zip(range(phase.first, phase.end), text.batches(), strict=False):
             loss_mask = batch.loss_mask
-            if not chains:
-                loss_mask = drawn_labels(batch, head, phase.settings, derive_seed(seed, number))
-            yield batch, early_enough(loss_mask, batch.document_ids, head.depth)
+            if not head.num_anchors:
+                loss_mask = draw_labels(batch, head, phase.settings, derive_seed(seed, number))
+            yield batch, draftable_labels(loss_mask, batch.document_ids, head.depth)
 
 
 def collated(source: Source, batch: TokenBatch, labels: Tensor) -> Iterator[dict[str, Any]]:

@@ -27,13 +27,13 @@ from specheads.base.model import FrozenBase
 from specheads.config.training import Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.files import to_json
-from specheads.core.machine import dtype_name, peak_gib, synchronise
+from specheads.core.machine import dtype_name, matmul_rate, peak_gib, synchronise
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for_base
 from specheads.measure.counts import bootstrap_interval
 from specheads.runs.provenance import collect_provenance, shorten_paths
 from specheads.training.depth_loss import Targets, depth_loss
-from specheads.training.log import matmul_rate
+from specheads.training.memory import count_step_flops
 from specheads.training.schedule import ScheduledPhase, schedule_phases
 from specheads.training.step import StepRunner, Teacher
 
@@ -175,18 +175,17 @@ def bench_of(
     schedule = Schedule(phases={"corpus": phase}, muon_learning_rate=muon)
     precision = "bf16" if base.dtype == torch.bfloat16 else "no"
     accelerator = Accelerator(cpu=base.device.type == "cpu", mixed_precision=precision)
-    teacher = Teacher(base, head, None, 0)
-    stepper = StepRunner(teacher, schedule, accelerator, 0)
-    phase_position = schedule_phases(schedule)[0]
-    teacher.begin(phase_position)
-    return Bench(base, head, batch, phase_position, stepper, muon)
+    stepper = StepRunner(Teacher(base, head), schedule, accelerator, 0)
+    scheduled_phase = schedule_phases(schedule)[0]
+    stepper.begin(scheduled_phase)
+    return Bench(base, head, batch, scheduled_phase, stepper, muon)
 
 
 def measure(bench: Bench, turns: int, *, plain: bool) -> dict[str, Any]:
     """Return the step's peak memory, its time against the floor, and the plain step's time."""
     base, device = bench.base, bench.base.device
     peak = _peak_of_a_step(bench)
-    flops = bench.stepper.flops(bench.batch, bench.phase, 0)
+    flops = count_step_flops(base, bench.head, bench.phase, bench.batch)
     times, floors = [], []
     for turn in range(2 + turns):
         rate = matmul_rate(device, base.dtype)
@@ -289,7 +288,7 @@ def loss_memory(base: FrozenBase, rows: int, depth: int = 5) -> dict[str, Any]:
 
     def fused() -> None:
         pairs = [(head_projection, None)] * depth
-        depth_loss(states, pairs, targets, kind="soft_cross_entropy").total.backward()
+        depth_loss(states, pairs, targets).total.backward()
 
     def dense() -> None:
         with torch.no_grad():

@@ -55,7 +55,7 @@ from specheads.training.processes import (
     on_all_processes,
     row_share,
 )
-from specheads.training.schedule import adapter_settings, longest_row, refuse_misfit, refuse_unread
+from specheads.training.schedule import adapter_settings, longest_row, refuse_misfit
 
 Announce = Callable[[str], None]
 """Prints one line of progress."""
@@ -174,7 +174,6 @@ def _train(
         counts = texts.count_tokens(lambda: on_all_processes(begin)) if is_reduced else None
         if head is None:
             head = build_for_base(settings.head, base, counts)
-        refuse_unread(phases, head)
         texts.head = head
         source = _source(settings, base, head, announce, held)
         held_out = texts.held_out(settings.validation)

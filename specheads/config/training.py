@@ -30,14 +30,10 @@ from specheads.core.ranges import (
 )
 
 LOSSES = (
-    *("cross_entropy", "soft_cross_entropy", "argmax_cross_entropy", "kl", "reverse_kl"),
-    *("total_variation", "cross_entropy_l1", "lk", "lk_hybrid"),
+    *("cross_entropy", "soft_cross_entropy", "total_variation"),
+    *("cross_entropy_l1", "lk", "lk_hybrid"),
 )
-"""All losses: each is the function of this name in losses.py."""
-WEIGHTINGS = ("geometric", "dpace", "first_error", "accepted_length")
-"""Weights of depths; all but the first are functions in depth_loss.py."""
-LENGTH_LOSSES = ("cross_entropy", "argmax_cross_entropy", "lk")
-"""Losses that are minus the logarithm of an acceptance, as weighting=accepted_length needs."""
+"""All losses: each is the function of this name in training/losses.py."""
 LOCAL_ENGINES, EXTERNAL_ENGINES = ("local", "transformers"), ("vllm", "openai")
 """Engines of generated text that use the loaded base, and those that load the weights again."""
 ENGINES = (*LOCAL_ENGINES, *EXTERNAL_ENGINES)
@@ -141,18 +137,12 @@ class Phase:
     """Share of the steps that warm up, at most 2000 steps."""
     loss: Annotated[str, one_of(*LOSSES)] = "soft_cross_entropy"
     """Loss; docs/losses.md describes each."""
+    lk_eta: PositiveFloat = 3.0
+    """Rate at which lk_hybrid moves from KL to total variation as the acceptance grows."""
     decay: Weight = 1.0
     """Weight of each depth's loss relative to the depth before."""
     depth_weights: list[Weight] = field(default_factory=list)
     """Weight of the loss of each depth, in place of decay. Empty uses decay."""
-    weighting: Annotated[str, one_of(*WEIGHTINGS)] = "geometric"
-    """geometric (decay or depth_weights, the same at every position), or by the acceptances of a
-    position's own drafts: dpace, first_error (the probability that a depth is reached), or
-    accepted_length (the loss is minus the expected number of accepted drafts)."""
-    own_drafts: Probability = 0.0
-    """Share of the positions whose deeper depths read the head's own drafts in place of the text,
-    with the base's distribution after them. Only positions count at which decoding with the head
-    would draft, up to the first draft that the base rejects. See docs/train.md."""
     scored_share: PositiveProbability = 1.0
     """Share of the positions in the loss mask that each step draws for the loss. The base's
     forward costs little compared with the vocabulary projections, so fewer positions of more text

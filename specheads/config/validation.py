@@ -11,7 +11,7 @@ from typing import Any
 from specheads.config.commands import Train
 from specheads.config.data import DataSettings, SourceSettings
 from specheads.config.shared import EvaluationSettings, TreeSettings
-from specheads.config.training import LENGTH_LOSSES, Phase, Schedule, ValidationSettings
+from specheads.config.training import Phase, Schedule, ValidationSettings
 from specheads.core.errors import InputError
 from specheads.core.ranges import FolderName, check_fields, check_value
 
@@ -83,19 +83,10 @@ def _check_phase(where: str, phase: Phase) -> None:
             f"{where} needs sequence_length above distill.prompt_tokens={distill.prompt_tokens}, "
             f"got {phase.sequence_length}; raise it, or set 0 for the length of the text"
         )
-    plain = {"decay": 1.0, "weighting": "geometric", "depth_weights": []}
-    changed = [setting for setting, value in plain.items() if getattr(phase, setting) != value]
-    if len(changed) > 1:
-        shown = " and ".join(f"{setting}={getattr(phase, setting)}" for setting in changed)
-        raise InputError(f"{where} weights depths in one way, got {shown}; leave one out")
-    if phase.weighting == "accepted_length" and phase.loss not in LENGTH_LOSSES:
+    if phase.decay != 1.0 and phase.depth_weights:
         raise InputError(
-            f"{where}.weighting=accepted_length needs a loss that is minus the logarithm of an "
-            f"acceptance ({', '.join(LENGTH_LOSSES)}), got loss={phase.loss}; change one of them"
-        )
-    if phase.own_drafts and phase.joint:
-        raise InputError(
-            f"{where}.own_drafts needs a frozen base, got {where}.joint; leave one out"
+            f"{where} weights depths in one way, got decay={phase.decay} and "
+            f"depth_weights={phase.depth_weights}; leave one out"
         )
     if not any(phase.depth_weights or [1.0]):
         raise InputError(
@@ -155,10 +146,6 @@ def _check_served(settings: Train) -> None:
         "base.compile=true": base.compile,
         "base.exact=true": base.exact,
         **{f"schedule.phases.{name}.joint": phase.joint for name, phase in phases.items()},
-        **{
-            f"schedule.phases.{name}.own_drafts={phase.own_drafts:g}": phase.own_drafts
-            for name, phase in phases.items()
-        },
     }
     if found := [name for name, value in needs.items() if value]:
         merge = "; merge it with peft, and give the merged base to the server and as base.model"

@@ -148,8 +148,6 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     Zero: every depth learns from every position of the loss mask."""
     drafts_blocks: bool = False
     """Whether one forward drafts all levels, after an anchor."""
-    reads_drafts: bool = True
-    """Whether `states` reads the tokens that are sent to it."""
     base_fingerprint: str = ""
     """Fingerprint of the base it was trained on: see base/fingerprint.py. Empty if unknown."""
     tuned: Any = None

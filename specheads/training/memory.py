@@ -4,7 +4,9 @@ See docs/scale.md.
 """
 
 import copy
+import math
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from specheads.base.gguf import located
@@ -36,7 +39,8 @@ from specheads.training.features import (
     server_layers,
     server_token_bytes,
 )
-from specheads.training.objective import Objective, label_counts
+from specheads.training.joint import JointTraining
+from specheads.training.objective import Objective, draft_labels
 from specheads.training.optimizers import roles
 from specheads.training.schedule import (
     ScheduledPhase,
@@ -44,7 +48,7 @@ from specheads.training.schedule import (
     row_tokens,
     text_tokens,
 )
-from specheads.training.step import Step, Teacher, flop_counter
+from specheads.training.step import MicroBatch, Teacher, begin_phase, compute_loss
 
 FLOAT32_BYTES = 4
 """Bytes of a trained number, its gradient, and each moment."""
@@ -90,7 +94,12 @@ class TrainingSetup:
         source = None
         if not base.has_layers:
             source = RandomStates(base, head.aux_layers, server_layers(head, base.num_layers))
-        return Teacher(base, head, adapter_settings(self.schedule), self.seed, source)
+        return Teacher(base, head, source)
+
+    def joint_training(self, base: FrozenBase) -> JointTraining | None:
+        """Return the joint training of the base, if any phase trains it."""
+        settings = adapter_settings(self.schedule)
+        return JointTraining(base, settings, self.seed) if settings else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +147,11 @@ class MetaTraining:
         self.head = meta_head(setup, self.base)
         self.head.to(dtype)
         self.teacher = setup.teacher(self.base, self.head)
+        self.joint = setup.joint_training(self.base)
         self.objective = Objective(self.head.train())
-        roles_of_parameters = roles(self.head, setup.schedule, self.teacher.parameters)
+        roles_of_parameters = roles(
+            self.head, setup.schedule, self.joint.parameters if self.joint else ()
+        )
         self.parameters = [
             parameter for parameters in roles_of_parameters.values() for parameter in parameters
         ]
@@ -173,14 +185,14 @@ class MetaTraining:
 
     def measure_step(self, phase: ScheduledPhase, rows: int) -> StepCost:
         """Return the cost of a step with `rows` rows in a process, before the optimizer."""
-        self.teacher.begin(phase)
+        begin_phase(self.teacher, self.joint, phase)
         settings, micro_batches = phase.settings, phase.settings.accumulation_steps
         rows = -(-rows // micro_batches)
         batch = self.setup.random_batch(settings, rows, self.base, self.head)
         # with several micro-batches the second one runs next to the gradients of the first
         passes = min(micro_batches, 2)
         peak_bytes, flops = run_on_meta(
-            self.teacher, self.objective, phase, batch, batch.loss_mask.numel(), passes
+            self.teacher, self.joint, self.objective, phase, batch, batch.loss_mask.numel(), passes
         )
         num_gradients = _count_numbers(
             parameter for parameter in self.parameters if parameter.grad is not None
@@ -203,7 +215,8 @@ class MetaTraining:
     def text_memory(self, distill: DistillSettings) -> StageMemory:
         """Return the peak of text generation with the local engine."""
         prompts = torch.empty(distill.batch_size, distill.prompt_tokens, dtype=torch.long)
-        with self.teacher.as_loaded(), FusedKernels(), PeakMemory() as memory:
+        as_loaded = self.joint.disabled() if self.joint else nullcontext()
+        with as_loaded, FusedKernels(), PeakMemory() as memory:
             self.base.read(prompts.to("meta"), self.head.aux_layers)
         # new texts have their own rows until they are copied into the batch
         rows = distill.batch_size + distill.batch_size // REFILL
@@ -224,19 +237,20 @@ def count_step_flops(base: FrozenBase, head: Head, phase: ScheduledPhase, batch:
         model = _meta_model(base.model.config, base.dtype, base.config.num_hidden_layers)
         shapes: dict[int, Any] = {id(value): value.to("meta") for value in head.buffers()}
         shapes |= {id(value): nn.Parameter(value.to("meta")) for value in head.parameters()}
-        teacher = Teacher(
-            FrozenBase(model, owned=False), copy.deepcopy(head, shapes), phase.settings.joint
-        )
-        teacher.begin(phase)
+        meta_base, settings = FrozenBase(model, owned=False), phase.settings.joint
+        teacher = Teacher(meta_base, copy.deepcopy(head, shapes))
+        joint = JointTraining(meta_base, settings) if settings else None
+        begin_phase(teacher, joint, phase)
         objective, num_labels = Objective(teacher.head), int(batch.loss_mask.sum())
         _, flops = run_on_meta(
-            teacher, objective, phase, batch.to(torch.device("meta")), num_labels
+            teacher, joint, objective, phase, batch.to(torch.device("meta")), num_labels
         )
     return flops
 
 
 def run_on_meta(
     teacher: Teacher,
+    joint: JointTraining | None,
     objective: Objective,
     phase: ScheduledPhase,
     batch: TokenBatch,
@@ -244,14 +258,43 @@ def run_on_meta(
     passes: int = 1,
 ) -> tuple[int, int]:
     """Return the peak bytes and the FLOPs of forward and backward passes of a batch."""
-    settings = phase.settings
-    num_scored = int(num_labels * settings.scored_share)
+    num_scored = int(num_labels * phase.settings.scored_share)
     with FusedKernels(), PeakMemory(num_scored) as memory, flop_counter() as counter:
         for _ in range(passes):
-            counts = label_counts(teacher.head, batch, batch.loss_mask, settings)
-            step = Step(phase, phase.first, 0, batch, batch.loss_mask, counts)
-            teacher.losses(step, objective)[0].backward()
+            labels = draft_labels(teacher.head, batch, batch.loss_mask)
+            part = MicroBatch(phase, phase.first, 0, batch, labels, labels.count(batch))
+            compute_loss(part, teacher, joint, objective)[0].backward()
     return memory.peak, counter.get_total_flops()
+
+
+def flop_counter() -> FlopCounterMode:
+    """Return torch's counter of floating-point operations, two per multiplication.
+
+    It counts products and fused attention, also the products with packed weights on a CPU.
+    """
+
+    def linear(rows: torch.Size, *_: Any, out_shape: torch.Size, **__: Any) -> int:
+        return 2 * rows[-1] * math.prod(out_shape)
+
+    def attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
+        # two products
+        return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+    def attention_backward(_: torch.Size, *shapes: Any, **__: Any) -> int:
+        # five products: the scores again, and the gradients of scores, queries, keys and values
+        query, key, value = shapes[:3]
+        return 2 * math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
+
+    packed = (
+        getattr(torch.ops.mkl, "_mkl_linear", None),
+        getattr(torch.ops.mkldnn, "_linear_pointwise", None),
+    )
+    # torch 2.11 refuses to count queries with more heads than their keys
+    fused = [f"_scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn")]
+    formulas = {kernel: linear for kernel in packed if kernel}
+    formulas |= {getattr(torch.ops.aten, name): attention for name in fused}
+    formulas |= {getattr(torch.ops.aten, f"{name}_backward"): attention_backward for name in fused}
+    return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 # --- models without content ----------------------------------------------------------------------

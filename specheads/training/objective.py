@@ -1,6 +1,8 @@
 """A head and its loss as one module; it selects the state and the label of each depth."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -21,13 +23,107 @@ from specheads.training.depth_loss import (
     Targets,
     confidence_loss,
     depth_loss,
-    depth_shares,
+    weights_of_depths,
 )
-from specheads.training.own_drafts import OwnDrafts, draft, follow
+from specheads.training.losses import loss_of_phase
 
 FULL_ROWS = 128
 """The number of rows is padded to a multiple of this. Each step has another number of labels, and
 oneDNN caches megabytes per size; padded rows count in no loss."""
+
+
+class LabelCounts(NamedTuple):
+    """Numbers of labels over all processes and micro-batches: the denominators of the means."""
+
+    drafted: Int[Tensor, " depth"]
+    """Labels of each depth that the head can draft."""
+    labelled: Int[Tensor, " depth"]
+    """All labels of each depth."""
+    base: Int[Tensor, ""]
+    """Labels of the base's own loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLabels:
+    """The labels of a batch in one step."""
+
+    loss_mask: Bool[Tensor, "batch time"]
+    """Labels that count in this step; the first labels of the anchors, for a head with anchors."""
+    by_depth: Int[Tensor, "batch time depth"]
+    """Label of each depth: a column of the head's logits, -1 for a token that the head cannot
+    draft, or `ABSENT`."""
+
+    def is_drafted(self) -> Bool[Tensor, "batch time"]:
+        """Return where any depth has a label that the head can draft."""
+        return (self.by_depth >= 0).any(-1)
+
+    def count(self, batch: TokenBatch) -> LabelCounts:
+        """Return the numbers of these labels."""
+        base = next_token_labels(self.loss_mask, batch.document_ids).sum()
+        drafted, labelled = (self.by_depth >= 0), (self.by_depth != ABSENT)
+        return LabelCounts(drafted.sum((0, 1)), labelled.sum((0, 1)), base)
+
+
+def sum_counts(
+    counts: Iterable[LabelCounts],
+    total: Callable[[Tensor], Tensor],
+    depth: int,
+    device: torch.device,
+) -> LabelCounts:
+    """Return the sum of counts over batches and, by `total`, over processes."""
+    sums = torch.zeros(2 * depth + 1, dtype=torch.long, device=device)
+    for count in counts:
+        sums += torch.cat([count.drafted, count.labelled, count.base[None]])
+    sums = total(sums)
+    return LabelCounts(sums[:depth], sums[depth:-1], sums[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class LabelRows:
+    """The rows of the losses: for each depth its labels, and where its state and target are."""
+
+    batch_rows: Int[Tensor, " row"]
+    labels: Int[Tensor, "row depth"]
+    state_positions: list[Int[Tensor, " row"]]
+    """For each depth, the position whose state drafts the label."""
+    base_positions: list[Int[Tensor, " row"]]
+    """The positions before the labels: one for each depth, or for all if they share labels."""
+
+
+def rows_with_shared_labels(labels: DraftLabels) -> LabelRows:
+    """Return a row for each label, which every depth drafts from another position."""
+    batch_rows, positions, by_depth = _padded_rows(labels)
+    depths = range(by_depth.shape[1])
+    return LabelRows(
+        batch_rows, by_depth, [positions - 2 - depth for depth in depths], [positions - 1]
+    )
+
+
+def rows_of_anchors(labels: DraftLabels) -> LabelRows:
+    """Return a row for each anchor, from which every depth drafts another label."""
+    batch_rows, positions, by_depth = _padded_rows(labels)
+    depths, last = range(by_depth.shape[1]), labels.loss_mask.shape[1] - 1
+    # a depth past the end of the row has no label, and any hidden state
+    before = [(positions + depth - 1).clamp(max=last) for depth in depths]
+    return LabelRows(batch_rows, by_depth, [positions - 2] * len(depths), before)
+
+
+def _padded_rows(
+    labels: DraftLabels,
+) -> tuple[Int[Tensor, " row"], Int[Tensor, " row"], Int[Tensor, "row depth"]]:
+    """Return row, position and labels of the labels that any depth drafts, padded with the first.
+
+    The number of rows is a shape: this synchronises with a GPU once a step.
+    """
+    rows, positions = labels.is_drafted().nonzero(as_tuple=True)
+    count, missing = len(rows), -len(rows) % FULL_ROWS
+    rows, positions = (torch.cat([index, index[:1].expand(missing)]) for index in (rows, positions))
+    is_filling = torch.arange(len(rows), device=rows.device) >= count
+    return (
+        rows,
+        positions,
+        labels.by_depth[rows, positions].masked_fill(is_filling[:, None], ABSENT),
+    )
 
 
 class Objective(nn.Module):
@@ -41,103 +137,73 @@ class Objective(nn.Module):
         self,
         features: Features,
         batch: TokenBatch,
-        loss_mask: Bool[Tensor, "batch time"],
-        logits_of: Callable[[Tensor], Tensor],
+        labels: DraftLabels,
+        project: Callable[[Tensor], Tensor],
         phase: Phase,
-        counts: Int[Tensor, " count"] | None = None,
-        own: OwnDrafts | None = None,
+        counts: LabelCounts | None = None,
     ) -> DepthLoss:
-        """Return the loss of every depth over the labels in `loss_mask`, a part of the batch's.
+        """Return the loss of every depth over `labels`, a part of the batch's.
 
-        With `in_chains`, `loss_mask` marks the first label of each chain. `counts` (see
-        `label_counts`) are the denominators of the means; None counts the labels of this batch.
-        With `own`, the chains that it chooses read the head's own drafts.
+        `project` turns the base's hidden states into its logits. None as `counts` counts the labels
+        of this batch.
         """
-        depth, chains = self.head.depth, in_chains(self.head, phase)
-        if counts is None:
-            counts = label_counts(self.head, batch, loss_mask, phase)
-        labels = depth_labels(self.head, batch, loss_mask, phase)
-        learns = (labels >= 0).any(-1)
-        # `depth_labels` excludes the labels whose position would wrap around
-        ahead = [2] if chains else range(2, depth + 2)
-        anchors = torch.stack([learns.roll(-places, dims=1) for places in ahead]).any(0)
-        hidden, guesses = features.hidden.detach(), None
-        if own is None:
-            every = self.head.states(features, batch.tokens, anchors)
-        else:
-            texts = early_enough(batch.loss_mask, batch.document_ids, 1)
-            with record_function("head"):
-                every, guesses, visited = draft(self.head, features, batch, own, texts)
-            learns &= visited | ~own.chosen
-        # the number of rows is a shape: this synchronises with a GPU once a step
-        rows, first = learns.nonzero(as_tuple=True)
-        count, rows, first = len(rows), _filled(rows), _filled(first)
+        counts = counts or labels.count(batch)
+        rows_of = rows_of_anchors if self.head.num_anchors else rows_with_shared_labels
+        drafting = drafting_positions(self.head, labels)
+        rows, hidden = rows_of(labels), features.hidden.detach()
         with record_function("head"):
             states = []
-            for level, state in enumerate(every):
-                state = state[rows, first - 2 - (0 if chains else level)]
+            by_depth = self.head.states(features, batch.tokens, drafting)
+            for state, positions in zip(by_depth, rows.state_positions, strict=True):
+                state = state[rows.batch_rows, positions]
                 # to autocast's dtype: a norm may have returned float32
                 states.append(state.to(product_dtype(state)))
-        is_filling = torch.arange(len(rows), device=rows.device) >= count
-        aims = labels[rows, first].masked_fill(is_filling[:, None], ABSENT)
-        # a level past the end of the row has no label, and any hidden state
-        last = hidden.shape[1] - 1
-        before = [
-            hidden[rows, (first + level - 1).clamp(max=last)]
-            for level in range(depth if chains else 1)
-        ]
-        if own is not None and guesses is not None:
-            given = guesses, hidden, rows[:count], first[:count]
-            some, expected, known = follow(own, self.head, batch, *given)
-            expected = expected.T.where(aims[some] != ABSENT, ABSENT)
-            aims = aims.index_copy(0, some, expected)
-            before = [one.index_copy(0, some, known[k]) for k, one in enumerate(before)]
         targets = [
-            Targets(aims[:, level], one, logits_of, counts[level])
-            for level, one in enumerate(before)
+            Targets(
+                rows.labels[:, depth],
+                hidden[rows.batch_rows, positions],
+                project,
+                counts.drafted[depth],
+            )
+            for depth, positions in enumerate(rows.base_positions)
         ]
+        if len(targets) < len(states):
+            targets *= len(states)
         with record_function("loss"):
-            loss = self._loss(states, targets if chains else targets * depth, phase)
+            loss = self._loss(states, targets, phase)
         # a label outside the draft vocabulary counts as rejected
-        share = counts[:depth] / counts[depth:-1].clamp(min=1)
+        share = counts.drafted / counts.labelled.clamp(min=1)
         return loss._replace(agreement=loss.agreement * share)
 
     def _loss(self, states: list[Tensor], targets: list[Targets], phase: Phase) -> DepthLoss:
         """Return the loss of all depths, with that of the confidence head if there is one."""
-        projections = self.head.projections()
-        loss = depth_loss(
-            states,
-            projections,
-            targets,
-            kind=phase.loss,
-            decay=phase.decay,
-            depth_weights=phase.depth_weights,
-            weighting=phase.weighting,
-        )
-        every = [self.head.confidence_logits(state) for state in states]
-        confidence = [logits for logits in every if logits is not None]
-        if not confidence:
-            return loss
-        by_depth = confidence_loss(confidence, states, projections, targets)
-        weights = depth_shares(len(states), phase.decay, phase.depth_weights)
-        shares = to_device(torch.tensor(weights, dtype=by_depth.dtype), by_depth.device)
-        return loss._replace(total=loss.total + (by_depth * shares).sum())
+        projections, loss = self.head.projections(), loss_of_phase(phase)
+        weights = weights_of_depths(len(states), phase.decay, phase.depth_weights)
+        result = depth_loss(states, projections, targets, loss=loss, weights=weights)
+        confidence = [self.head.confidence_logits(state) for state in states]
+        predicted = [logits for logits in confidence if logits is not None]
+        if not predicted:
+            return result
+        by_depth = confidence_loss(predicted, states, projections, targets)
+        return result._replace(total=result.total + weighted_sum(by_depth, weights))
 
 
-def _filled(rows: Tensor) -> Tensor:
-    """Pad rows to a multiple of `FULL_ROWS` with the first row."""
-    return torch.cat([rows, rows[:1].expand(-len(rows) % FULL_ROWS)])
+def weighted_sum(by_depth: Float[Tensor, " depth"], weights: list[float]) -> Float[Tensor, ""]:
+    """Return the sum over depths of a loss that is added to the total."""
+    return (
+        by_depth * to_device(torch.tensor(weights, dtype=by_depth.dtype), by_depth.device)
+    ).sum()
 
 
-def figures(loss: DepthLoss) -> dict[str, Tensor]:
+def loss_metrics(loss: DepthLoss) -> dict[str, Tensor]:
     """Return the metrics of a head's loss, under the names of metrics.jsonl."""
-    found = {"loss": loss.total.detach()}
+    metrics = {"loss": loss.total.detach()}
     for name, values in (("loss", loss.by_depth), ("accept", loss.agreement)):
-        found |= {f"{name}/depth_{level}": value for level, value in enumerate(values.unbind())}
-    return found
+        metrics |= {f"{name}/depth_{depth}": value for depth, value in enumerate(values.unbind())}
+    return metrics
 
 
-def drawn_labels(
+def draw_labels(
     batch: TokenBatch, head: Head, phase: Phase, seed: int | None = None
 ) -> Bool[Tensor, "batch time"]:
     """Return the mask of labels that count in the losses of one step.
@@ -146,80 +212,68 @@ def drawn_labels(
     number. Without a seed all labels count; a head with `num_anchors` then gets the same anchors
     each time, because its cost grows with them.
     """
-    loss_mask, most = batch.loss_mask, head.num_anchors
+    loss_mask, num_anchors = batch.loss_mask, head.num_anchors
     share = 1.0 if seed is None else phase.scored_share
-    is_limited = 0 < most < loss_mask.shape[1]
+    is_limited = 0 < num_anchors < loss_mask.shape[1]
     if share == 1.0 and not is_limited:
         return loss_mask
-    drawn = _drawn(batch, seed or 0).to(loss_mask.device)
-    loss_mask = loss_mask & (drawn < share)
+    numbers = _random_numbers(batch, seed or 0).to(loss_mask.device)
+    loss_mask = loss_mask & (numbers < share)
     if is_limited:
-        least = drawn.masked_fill(~loss_mask, 1.0).kthvalue(most, dim=1, keepdim=True).values
-        loss_mask &= drawn <= least
+        masked = numbers.masked_fill(~loss_mask, 1.0)
+        loss_mask &= numbers <= masked.kthvalue(num_anchors, dim=1, keepdim=True).values
     return loss_mask
 
 
-def own_chains(batch: TokenBatch, phase: Phase, seed: int) -> Bool[Tensor, "batch time"]:
-    """Return the first labels of the chains that read the head's own drafts, drawn per sample."""
-    # another seed than that of the labels, with which only the lowest numbers are drawn
-    return _drawn(batch, derive_seed(seed, -1)) < phase.own_drafts
-
-
-def _drawn(batch: TokenBatch, seed: int) -> Float[Tensor, "batch time"]:
+def _random_numbers(batch: TokenBatch, seed: int) -> Float[Tensor, "batch time"]:
     """Return a uniform number for each label, drawn from the seed and the sample's number."""
-    drawn = torch.empty(batch.tokens.shape)
-    for row, sample in zip(drawn, batch.samples, strict=True):
+    numbers = torch.empty(batch.tokens.shape)
+    for row, sample in zip(numbers, batch.samples, strict=True):
         generator = torch.Generator().manual_seed(derive_seed(seed, sample))
         torch.rand(row.shape, generator=generator, out=row)
-    return drawn
+    return numbers
 
 
-def in_chains(head: Head, phase: Phase) -> bool:
-    """Return whether all depths of a draft are labelled from one position."""
-    return phase.weighting != "geometric" or phase.own_drafts > 0 or head.num_anchors > 0
+def draft_labels(
+    head: Head, batch: TokenBatch, loss_mask: Bool[Tensor, "batch time"]
+) -> DraftLabels:
+    """Return the label of each depth at the positions of `loss_mask`.
 
-
-def label_counts(
-    head: Head, batch: TokenBatch, loss_mask: Bool[Tensor, "batch time"], phase: Phase
-) -> Int[Tensor, " count"]:
-    """Return the labels per depth that can be drafted, all per depth, and the base's own.
-
-    They are the denominators of the depth losses, of the agreements and of the base's own loss.
+    All depths have the same label. With anchors, a draft starts at each label of `loss_mask` and
+    ends with the batch's loss mask or the document.
     """
-    labels = depth_labels(head, batch, loss_mask, phase)
-    sums = [(labels >= 0).sum((0, 1)), (labels != ABSENT).sum((0, 1))]
-    return torch.cat([*sums, own_labels(loss_mask, batch.document_ids).sum()[None]])
-
-
-def depth_labels(
-    head: Head, batch: TokenBatch, loss_mask: Bool[Tensor, "batch time"], phase: Phase
-) -> Int[Tensor, "batch time depth"]:
-    """Return the label of each depth: a column of the head's logits, -1 or `ABSENT`.
-
-    -1 is a token that the head cannot draft. With `in_chains`, a chain starts at each label of
-    `loss_mask` and ends with the batch's loss mask or the document; else all depths have one label.
-    """
-    depth, ids, nearest = head.depth, batch.document_ids, head.depth
+    depth, document_ids = head.depth, batch.document_ids
     labels = head.to_drafted(batch.tokens)
-    if in_chains(head, phase):
-        # all depths draft from one position
-        nearest = 1
-        labels = _chains(labels, depth)
-        inside = _chains(batch.loss_mask, depth).cumprod(-1).bool()
-        if ids is not None:
-            inside &= _chains(ids, depth) == ids[..., None]
+    if head.num_anchors:
+        labels = _following(labels, depth)
+        inside = _following(batch.loss_mask, depth).cumprod(-1).bool()
+        if document_ids is not None:
+            inside &= _following(document_ids, depth) == document_ids[..., None]
         labels = labels.where(inside, ABSENT)
+        # all depths draft from one position
+        depth = 1
     else:
         labels = labels[..., None].expand(-1, -1, depth)
-    return labels.where(early_enough(loss_mask, ids, nearest)[..., None], ABSENT)
+    is_draftable = draftable_labels(loss_mask, document_ids, depth)
+    return DraftLabels(loss_mask, labels.where(is_draftable[..., None], ABSENT))
 
 
-def _chains(values: Shaped[Tensor, "batch time"], depth: int) -> Shaped[Tensor, "batch time depth"]:
-    """Return the values from each position on; zeros follow the row."""
+def drafting_positions(head: Head, labels: DraftLabels) -> Bool[Tensor, "batch time"]:
+    """Return the positions from which any depth drafts one of the labels."""
+    is_drafted = labels.is_drafted()
+    # `draft_labels` excludes the labels whose position would wrap around
+    distances = [2] if head.num_anchors else range(2, head.depth + 2)
+    return torch.stack([is_drafted.roll(-distance, dims=1) for distance in distances]).any(0)
+
+
+def _following(
+    values: Shaped[Tensor, "batch time"], depth: int
+) -> Shaped[Tensor, "batch time depth"]:
+    """Return the `depth` values from each position on; zeros follow the row."""
     return F.pad(values, (0, depth - 1)).unfold(-1, depth, 1)
 
 
-def early_enough(
+def draftable_labels(
     loss_mask: Bool[Tensor, "batch time"],
     document_ids: Int[Tensor, "batch time"] | None,
     depth: int,
@@ -230,7 +284,7 @@ def early_enough(
     return loss_mask & (document_positions(document_ids) > depth)
 
 
-def own_labels(
+def next_token_labels(
     loss_mask: Bool[Tensor, "batch time"], document_ids: Int[Tensor, "batch time"] | None
 ) -> Bool[Tensor, "batch path"]:
     """Return the positions whose next token counts in the base's own loss."""

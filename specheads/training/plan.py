@@ -31,7 +31,6 @@ from specheads.training.processes import load_base, row_share, sharding_of
 from specheads.training.schedule import (
     ScheduledPhase,
     refuse_misfit,
-    refuse_unread,
     row_tokens,
     schedule_phases,
     text_tokens,
@@ -109,7 +108,6 @@ def plan_training(setup: TrainingSetup, accelerator: Accelerator) -> TrainingPla
     libraries_bytes = machine.process_bytes(device) if device.type == "cpu" else 0
     training = MetaTraining(setup, device)
     num_shares = _num_shares(setup, accelerator)
-    refuse_unread(setup.schedule.phases, training.head)
     for phase in phases:
         context, depth = training.base.max_length, training.head.depth
         refuse_misfit(phase.name, phase.settings, context, depth, num_shares)
@@ -222,17 +220,17 @@ def _measure_stages(
         head = resume_head(setup.init, base, setup.head["kind"])
     else:
         head = build_for_base(setup.head, base)
-    teacher, hours = setup.teacher(base, head), {}
+    hours = dict[str, float]()
+    runner = StepRunner(setup.teacher(base, head), setup.schedule, accelerator, setup.seed)
     try:
-        runner = StepRunner(teacher, setup.schedule, accelerator, setup.seed)
         machine.reset_peak_bytes(base.device)
         for phase in phases:
             distill = phase.settings.distill
             if distill and distill.engine == "local" and base.has_layers:
-                with teacher.as_loaded():
+                with runner.base_as_loaded():
                     seconds = _text_seconds(distill, base) / accelerator.num_processes
                 hours[f"{phase.name}{TEXT_STAGE}"] = seconds / 3600
-            teacher.begin(phase)
+            runner.begin(phase)
 
             def take_step(phase: ScheduledPhase = phase) -> None:
                 batch = setup.random_batch(phase.settings, rows[phase.name], base, head)
@@ -243,7 +241,7 @@ def _measure_stages(
             hours[phase.name] = phase.settings.steps * step_seconds / 3600
         return hours, machine.peak_bytes(base.device)
     finally:
-        teacher.leave()
+        runner.close()
 
 
 def _text_seconds(distill: DistillSettings, base: FrozenBase) -> float:

@@ -4,13 +4,11 @@ See docs/train.md.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from specheads.config.data import DataSettings
 from specheads.config.training import DistillSettings, JointSettings, Phase, Schedule
-from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 
 
@@ -64,11 +62,11 @@ class ScheduledPhase:
 
 def schedule_phases(schedule: Schedule) -> list[ScheduledPhase]:
     """Return the phases of a schedule with their first steps."""
-    found: list[ScheduledPhase] = []
+    phases: list[ScheduledPhase] = []
     for name, settings in schedule.phases.items():
-        first = found[-1].end if found else 0
-        found.append(ScheduledPhase(name, settings, first, schedule.muon_learning_rate))
-    return found
+        first = phases[-1].end if phases else 0
+        phases.append(ScheduledPhase(name, settings, first, schedule.muon_learning_rate))
+    return phases
 
 
 def learning_rate_share(step: int, phase: Phase) -> float:
@@ -129,13 +127,3 @@ def refuse_misfit(name: str, phase: Phase, context: int, depth: int, processes: 
             f"phase {name!r} needs depth_weights for each of the head's {depth} depths, got "
             f"{len(phase.depth_weights)}; give one weight per depth"
         )
-
-
-def refuse_unread(phases: Mapping[str, Phase], head: Head) -> None:
-    """Raise if a phase trains on own drafts of a head that does not read drafts in training."""
-    for name, phase in phases.items():
-        if phase.own_drafts and not head.reads_drafts:
-            raise InputError(
-                f"phase {name!r} needs a head that reads its drafted tokens in training, got "
-                f"{head.kind} with own_drafts={phase.own_drafts}; leave own_drafts out"
-            )

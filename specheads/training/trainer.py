@@ -15,24 +15,25 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from rich.progress import Progress
+from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.config.training import Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import ONE_STOP, InputError
 from specheads.core.files import atomic_folder
-from specheads.core.machine import return_freed_memory
+from specheads.core.machine import cached_matmul_rate, return_freed_memory
 from specheads.data.packing import BatchStream, TokenBatch
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress_display
 from specheads.runs.trackers import Tracker
-from specheads.training.features import FETCHED_BATCHES, FeatureSource
+from specheads.training.features import FETCHED_BATCHES, FeatureSource, LocalBase
 from specheads.training.log import PhaseLog
+from specheads.training.memory import count_step_flops
 from specheads.training.schedule import (
     ScheduledPhase,
     TrainState,
-    adapter_settings,
     schedule_phases,
 )
 from specheads.training.step import StepRunner, Teacher
@@ -68,117 +69,144 @@ def train(
     The first interrupt (SIGINT or SIGTERM) of any process finishes the current step, writes a
     checkpoint and raises KeyboardInterrupt on all processes. A second one has its default effect.
     """
-    teacher = Teacher(base, head, adapter_settings(schedule), seed, source)
+    runner = StepRunner(Teacher(base, head, source), schedule, accelerator, seed)
     try:
-        trainer = _Trainer(StepRunner(teacher, schedule, accelerator, seed), run, checkpoint_every)
-        teacher.source.halted = lambda: trainer.stop
-        with progress_display(shown=accelerator.is_main_process) as display, trainer.on_interrupt():
-            trainer.resume(lambda line: display.console.print(line, markup=False, soft_wrap=True))
+        loop = _TrainingLoop(runner, run, checkpoint_every)
+        runner.teacher.source.halted = lambda: loop.stop
+        with progress_display(shown=accelerator.is_main_process) as display, loop.on_interrupt():
+            loop.resume(lambda line: display.console.print(line, markup=False, soft_wrap=True))
             if tracker is not None:
-                tracker.resume(trainer.at.step)
-            watch = Validator(held_out, trainer.stepper, run, trainer.at) if held_out else None
+                tracker.resume(loop.state.step)
+            validator = Validator(held_out, runner, run, loop.state) if held_out else None
             for phase in schedule_phases(schedule):
-                if trainer.at.step >= phase.end:
+                if loop.state.step >= phase.end:
                     continue
                 # the base generates text without the adapter
-                with teacher.as_loaded():
-                    text = open_text(phase, display, trainer.halt)
+                with runner.base_as_loaded():
+                    text = open_text(phase, display, loop.halt)
                 # a corpus that was tokenised, or text that was generated, leaves 100 MB and more
                 return_freed_memory()
-                log = PhaseLog(phase, trainer.stepper, trainer.at, tracker, display, log_every)
+                log = PhaseLog(phase, runner, loop.state, tracker, display, log_every)
                 try:
-                    trainer.run_phase(phase, text, log, watch)
+                    loop.run_phase(phase, text, log, validator)
                 except InputError:
                     # an interrupted run does not wait for a lost server
-                    if trainer.stop:
+                    if loop.stop:
                         raise KeyboardInterrupt from None
                     raise
     finally:
-        teacher.leave()
+        runner.close()
 
 
-class _Trainer:
+class _TrainingLoop:
     """State of the training loop."""
 
-    def __init__(self, stepper: StepRunner, run: RunDirectory, checkpoint_every: int) -> None:
-        self.stepper, self.run, self.accelerator = stepper, run, stepper.accelerator
-        self.head, self.teacher, self.at = stepper.head, stepper.teacher, TrainState()
+    def __init__(self, runner: StepRunner, run: RunDirectory, checkpoint_every: int) -> None:
+        self.runner, self.run, self.accelerator = runner, run, runner.accelerator
+        self.head, self.teacher, self.state = runner.head, runner.teacher, TrainState()
         self.checkpoint_every, self.stop = checkpoint_every, False
 
     def run_phase(
-        self, phase: ScheduledPhase, text: BatchStream, log: PhaseLog, watch: Validator | None
+        self, phase: ScheduledPhase, text: BatchStream, log: PhaseLog, validator: Validator | None
     ) -> None:
         """Train from the current step to the end of the phase."""
-        self.teacher.begin(phase)
+        self.runner.begin(phase)
+        state, validate = self.state, partial(validator.validate, phase) if validator else None
         with closing(prefetched(self._batches(text))) as batches:
-            for batch, cursor in log.waiting(batches):
-                step = self.at.step
-                due = watch if watch and watch.is_due(phase, step + 1) else None
-                if due and step and self.teacher.source.can_fail:
+            for batch, cursor in log.time_waits(batches):
+                step = state.step
+                if log.full_speed_seconds is None:
+                    with log.paused():
+                        log.full_speed_seconds = self._full_speed_seconds(phase, batch)
+                is_validated = validator is not None and validator.is_due(phase, step + 1)
+                if is_validated and step and self.teacher.source.can_fail:
                     # a failed validation is repeated together with its step
                     self.save()
-                try:
-                    values = self.stepper.step(batch, phase, step)
-                except InputError:
-                    # its features cannot be had, and nothing has changed since the step before;
-                    # with more processes the others would wait
-                    if step and self.accelerator.num_processes == 1:
-                        self.save()
-                    raise
+                metrics = self._take_step(batch, phase)
                 tokens = phase.settings.batch_size * batch.tokens.shape[1]
-                self.at.step, self.at.tokens = step + 1, self.at.tokens + tokens
-                self.at.cursor = cursor
-                log.step(values, tokens, partial(due.measure, phase) if due else None)
-                if self.at.step == phase.end:
+                state.step, state.tokens, state.cursor = step + 1, state.tokens + tokens, cursor
+                validate = (
+                    partial(validator.validate, phase) if validator and is_validated else None
+                )
+                log.log_step(metrics, tokens, validate)
+                if state.step == phase.end:
                     break
-                stop = self._stops()
-                if stop or (self.checkpoint_every and self.at.step % self.checkpoint_every == 0):
+                stops = self._stops()
+                if stops or (self.checkpoint_every and state.step % self.checkpoint_every == 0):
                     self.save()
-                if stop:
+                if stops:
                     raise KeyboardInterrupt
         self.teacher.source.drop()
-        self.at.cursor = None
+        state.cursor = None
         if self.accelerator.is_main_process:
             # so that phases can be compared later
             with atomic_folder(self.run.phases / phase.name) as folder:
                 self.head.save_pretrained(folder)
-            if self.teacher.adapter and phase.settings.joint:
+            if self.runner.joint and phase.settings.joint:
                 with atomic_folder(self.run.adapter) as folder:
-                    self.teacher.adapter.save(folder)
+                    self.runner.joint.adapter.save(folder)
         self.save()
         self.halt()
 
+    def _take_step(self, batch: TokenBatch, phase: ScheduledPhase) -> dict[str, Tensor]:
+        """Take the next optimizer step; return this process's share of its metrics."""
+        step = self.state.step
+        try:
+            return self.runner.step(batch, phase, step)
+        except InputError:
+            # its features cannot be had, and nothing has changed since the step before; with more
+            # processes the others would wait
+            if step and self.accelerator.num_processes == 1:
+                self.save()
+            raise
+
+    def _full_speed_seconds(self, phase: ScheduledPhase, batch: TokenBatch) -> float:
+        """Return the seconds that a step takes at the speed of large matrix products.
+
+        Zero if the features come from elsewhere: there is no forward of the base here then.
+        """
+        base = self.teacher.base
+        if not isinstance(self.teacher.source, LocalBase):
+            return 0.0
+        flops = count_step_flops(base, self.head, phase, batch)
+        return flops / cached_matmul_rate(base.device, base.dtype)
+
     def _batches(self, text: BatchStream) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield the remaining batches of a text, in pinned memory for a GPU; fetch features."""
-        for batch, cursor in text.batches(self.at.cursor):
+        for batch, cursor in text.batches(self.state.cursor):
             self.teacher.source.ahead(batch)
             yield batch.pinned() if self.teacher.base.device.type == "cuda" else batch, cursor
 
     def save(self) -> None:
         """Write a checkpoint on the main process; the others wait."""
         if self.accelerator.is_main_process:
-            optimizer = {"optimizers": [one.state_dict() for one in self.stepper.optimizers]}
-            adapter = self.teacher.adapter.weights() if self.teacher.adapter else {}
-            content = asdict(self.at), self.head.state_dict(), optimizer, adapter
-            checkpoint.save(self.run.checkpoints, checkpoint.Checkpoint(*content))
+            states = [optimizer.state_dict() for optimizer in self.runner.optimizers]
+            joint = self.runner.joint
+            content = checkpoint.Checkpoint(
+                asdict(self.state),
+                self.head.state_dict(),
+                {"optimizers": states},
+                joint.adapter.weights() if joint else {},
+            )
+            checkpoint.save(self.run.checkpoints, content)
         self.accelerator.wait_for_everyone()
 
     def resume(self, announce: Callable[[str], object]) -> None:
         """Load the newest intact checkpoint, if any; report damaged ones to `announce`."""
         is_main = self.accelerator.is_main_process
-        found = checkpoint.load_newest(
+        saved = checkpoint.load_newest(
             self.run.checkpoints, announce if is_main else lambda _: None
         )
-        if found is None:
+        if saved is None:
             return
         try:
-            self.at = TrainState(**found.state)
-            self.head.load_state_dict(found.weights)
-            if self.teacher.adapter:
-                self.teacher.adapter.load(found.adapter)
-            saved = found.optimizer["optimizers"]
-            for optimizer, values in zip(self.stepper.optimizers, saved, strict=True):
-                optimizer.load_state_dict(values)
+            self.state = TrainState(**saved.state)
+            self.head.load_state_dict(saved.weights)
+            if self.runner.joint:
+                self.runner.joint.adapter.load(saved.adapter)
+            states = saved.optimizer["optimizers"]
+            for optimizer, state in zip(self.runner.optimizers, states, strict=True):
+                optimizer.load_state_dict(state)
         # the checksums match, so another run wrote the file
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise InputError(
@@ -194,25 +222,26 @@ class _Trainer:
         """
         # only the main thread receives signals
         is_main = threading.current_thread() is threading.main_thread()
-        # read both handlers first: an interrupt may come after the first replacement
-        before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM) if is_main}
+        signals = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+        # get both handlers first: an interrupt may come after the first replacement
+        handlers = {number: signal.getsignal(number) for number in signals}
 
         def restore() -> None:
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-        first = math.inf
+        first_time = math.inf
 
         def request_stop(*_: Any) -> None:
-            nonlocal first
-            now = time.monotonic()
-            if now - first > ONE_STOP:
+            nonlocal first_time
+            time_now = time.monotonic()
+            if time_now - first_time > ONE_STOP:
                 restore()
                 raise KeyboardInterrupt
-            self.stop, first = True, min(first, now)
+            self.stop, first_time = True, min(first_time, time_now)
 
         try:
-            for number in before:
+            for number in handlers:
                 signal.signal(number, request_stop)
             yield
         finally:
@@ -228,7 +257,7 @@ class _Trainer:
         if self.accelerator.num_processes == 1:
             return self.stop
         request = torch.tensor(float(self.stop), device=self.accelerator.device)
-        return bool(self.stepper.total(request) > 0)
+        return bool(self.runner.total(request) > 0)
 
 
 Item = TypeVar("Item")
@@ -239,12 +268,12 @@ def prefetched(items: Iterator[Item], ahead: int = FETCHED_BATCHES) -> Generator
 
     An exception in the thread is raised in place of its item. Closing waits for the current item.
     """
-    over = object()
+    end = object()
     worker = ThreadPoolExecutor(1, "text")
     try:
-        waiting = deque(worker.submit(next, items, over) for _ in range(ahead))
-        while (item := waiting.popleft().result()) is not over:
-            waiting.append(worker.submit(next, items, over))
+        waiting = deque(worker.submit(next, items, end) for _ in range(ahead))
+        while (item := waiting.popleft().result()) is not end:
+            waiting.append(worker.submit(next, items, end))
             yield item  # pyright: ignore[reportReturnType]
     finally:
         worker.shutdown(cancel_futures=True)

@@ -17,7 +17,7 @@ from specheads.heads.load import copy_for_drafting
 from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.runs.directory import RunDirectory
 from specheads.training.depth_loss import DepthLoss
-from specheads.training.objective import drawn_labels, label_counts
+from specheads.training.objective import draft_labels, draw_labels, sum_counts
 from specheads.training.schedule import ScheduledPhase, TrainState
 from specheads.training.step import StepRunner, Teacher
 
@@ -42,7 +42,7 @@ class ValidationSet:
 
 @torch.no_grad()
 def validate(
-    held_out: ValidationSet,
+    validation_set: ValidationSet,
     teacher: Teacher,
     objective: Callable[..., DepthLoss],
     phase: Phase,
@@ -55,23 +55,21 @@ def validate(
     it exactly twice.
     """
     head, device = teacher.head, teacher.base.device
-    depth, rows = head.depth, []
-    counts = torch.zeros(2 * depth + 1, dtype=torch.long, device=device)
-    for batch in held_out.batches or []:
-        batch = batch.to(device)
-        loss_mask = drawn_labels(batch, head, phase)
-        counts += label_counts(head, batch, loss_mask, phase)
-        rows.append((batch, loss_mask))
-    precision = torch.promote_types(teacher.base.dtype, torch.float32)
-    counts, sums = total(counts), torch.zeros(2 * depth + 1, dtype=precision, device=device)
-    for batch, loss_mask in rows:
-        seen = teacher.source.features(batch), batch, loss_mask
-        loss = objective(*seen, teacher.logits_of, phase, counts)
+    depth, precision = head.depth, torch.promote_types(teacher.base.dtype, torch.float32)
+    batches = [batch.to(device) for batch in validation_set.batches or []]
+    labels = [draft_labels(head, batch, draw_labels(batch, head, phase)) for batch in batches]
+    pairs = list(zip(batches, labels, strict=True))
+    counts = sum_counts([label.count(batch) for batch, label in pairs], total, depth, device)
+    sums = torch.zeros(2 * depth + 1, dtype=precision, device=device)
+    for batch, label in pairs:
+        features = teacher.source.features(batch)
+        loss = objective(features, batch, label, teacher.project, phase, counts)
         sums += torch.cat([loss.total[None], loss.by_depth, loss.agreement])
-    labels = counts[depth:-1] > 0
-    values = total(sums).where(torch.cat([labels[:1], labels, labels]), math.nan).tolist()
-    names = [f"{what}/depth_{level}" for what in ("loss", "accept") for level in range(depth)]
-    return dict(zip([f"validation/{name}" for name in ("loss", *names)], values, strict=True))
+    has_labels = counts.labelled > 0
+    has_values = torch.cat([has_labels[:1], has_labels, has_labels])
+    values = total(sums).where(has_values, math.nan).tolist()
+    metrics = [f"{metric}/depth_{level}" for metric in ("loss", "accept") for level in range(depth)]
+    return dict(zip([f"validation/{name}" for name in ("loss", *metrics)], values, strict=True))
 
 
 class Validator:
@@ -81,51 +79,58 @@ class Validator:
     """
 
     def __init__(
-        self, held_out: ValidationSet, stepper: StepRunner, run: RunDirectory, at: TrainState
+        self,
+        validation_set: ValidationSet,
+        runner: StepRunner,
+        run: RunDirectory,
+        state: TrainState,
     ) -> None:
-        self.held_out, self.run, self.at = held_out, run, at
-        self.teacher, self.total = stepper.teacher, stepper.total
-        self.is_main = stepper.accelerator.is_main_process
+        self.validation_set, self.run, self.state = validation_set, run, state
+        self.runner, self.teacher, self.total = runner, runner.teacher, runner.total
+        self.is_main = runner.accelerator.is_main_process
         # DDP's wrapper synchronises at each batch, and processes may have different numbers of them
-        self.objective = stepper.accelerator.unwrap_model(stepper.objective)
-        self.best = 0.0
+        self.objective = runner.accelerator.unwrap_model(runner.objective)
+        self.best_score = 0.0
         if run.best_score.is_file():
             # its step may be later than the checkpoint's: a resumed run repeats those steps exactly
             saved = read_json(run.best_score)
             score = saved.get("tokens_per_forward")
             # scores on other prompts are not comparable
-            if saved.get("prompts") == held_out.identity and isinstance(score, float):
-                self.best = score
+            if saved.get("prompts") == validation_set.identity and isinstance(score, float):
+                self.best_score = score
 
     def is_due(self, phase: ScheduledPhase, step: int) -> bool:
         """Return whether a validation follows this step."""
-        every = self.held_out.every
+        every = self.validation_set.every
         return step == phase.end or bool(every and step % every == 0)
 
-    def measure(self, phase: ScheduledPhase) -> dict[str, float]:
+    def validate(self, phase: ScheduledPhase) -> dict[str, float]:
         """Validate after the last step; save the head if it is the best one."""
-        held_out, at, values, score = self.held_out, self.at, {}, None
+        rows, state, teacher = self.validation_set, self.state, self.teacher
+        metrics: dict[str, float] = {}
+        score: float | None = None
         # without dropout and gradients of the adapter
-        self.teacher.begin()
-        if held_out.batches is not None:
-            values = validate(held_out, self.teacher, self.objective, phase.settings, self.total)
-        if (prompts := held_out.prompts) is not None:
-            score = tokens_per_forward(prompts, held_out.new_tokens, self.teacher, self.total)
-        self.teacher.begin(phase)
+        self.runner.begin()
+        if rows.batches is not None:
+            metrics = validate(rows, teacher, self.objective, phase.settings, self.total)
+        if rows.prompts is not None:
+            score = tokens_per_forward(rows.prompts, rows.new_tokens, teacher, self.total)
+        self.runner.begin(phase)
         if score is None:
-            return values
-        if score > self.best:
-            self.best = score
+            return metrics
+        if score > self.best_score:
+            self.best_score = score
             if self.is_main:
-                about = {
-                    "step": at.step,
+                content = {
+                    "step": state.step,
                     "phase": phase.name,
-                    "tokens": at.tokens,
+                    "tokens": state.tokens,
                     "tokens_per_forward": score,
-                    "prompts": held_out.identity,
+                    "prompts": rows.identity,
                 }
-                self.run.keep_best(self.teacher.head, self.teacher.adapter, about)
-        return values | {SCORE: score}
+                joint = self.runner.joint
+                self.run.keep_best(teacher.head, joint and joint.adapter, content)
+        return metrics | {SCORE: score}
 
 
 def tokens_per_forward(
@@ -137,8 +142,8 @@ def tokens_per_forward(
     process's share. `total` sums over processes; every process calls it exactly once.
     """
     drafter = copy_for_drafting(teacher.head, teacher.base)
-    how = GenerationSettings(max_new_tokens=new_tokens, batch_size=max(1, len(prompts)))
-    counts = [one.counts for one in decode_prompts(teacher.base, drafter, prompts, how)]
-    sums = [sum(one.new_tokens for one in counts), sum(one.forwards for one in counts)]
+    settings = GenerationSettings(max_new_tokens=new_tokens, batch_size=max(1, len(prompts)))
+    counts = [text.counts for text in decode_prompts(teacher.base, drafter, prompts, settings)]
+    sums = [sum(count.new_tokens for count in counts), sum(count.forwards for count in counts)]
     tokens, forwards = total(torch.tensor(sums, device=teacher.base.device)).tolist()
     return tokens / forwards if forwards else None

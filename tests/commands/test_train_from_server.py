@@ -104,7 +104,6 @@ def test_training_skips_what_needs_layers_and_says_so(server: list[str], tmp_pat
             ([word], f"layers of the base at a server, got {word.partition('.rank')[0]}; leave")
             for word in (
                 "schedule.phases.corpus.joint.rank=4",
-                "schedule.phases.corpus.own_drafts=1",
                 "base.exact=true",
                 "base.compile=true",
             )

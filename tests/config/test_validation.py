@@ -77,15 +77,10 @@ def test_choices_are_those_of_the_code():
         ({"learning_rate": float("nan")}, "got nan; its default is 0.001"),
         ({"loss": "hinge"}, "loss must be one of .*, got 'hinge'"),
         ({"text": "distilled"}, "with distill settings"),
-        ({"weighting": "dpace", "decay": 0.8}, "in one way, got decay=0.8"),
-        (
-            {"weighting": "accepted_length", "loss": "kl"},
-            r"logarithm of an acceptance \(cross_entropy, .*\), got loss=kl",
-        ),
+        ({"depth_weights": [1.0, 0.5], "decay": 0.8}, "in one way, got decay=0.8"),
         ({"depth_weights": [1.0, -0.5]}, r"got -0.5 at schedule.phases.a.depth_weights\[1\]"),
         ({"depth_weights": [0.0, 0.0]}, "not all 0"),
         (distilled(prompt_tokens=16), "sequence_length above distill.prompt_tokens=16, got 16"),
-        ({"joint": JointSettings(), "own_drafts": 0.5}, "own_drafts needs a frozen base"),
         ({"joint": JointSettings(rank=0)}, "joint.rank must be a whole number, at least 1"),
     ],
 )

@@ -21,14 +21,13 @@ from specheads.heads.layers import path_attention
 from specheads.heads.load import kinds
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
-from specheads.training.depth_loss import depth_loss
 from specheads.training.losses import LOSSES
 from tests import tiny
 from tests.heads.test_path_attention import backward, check_agreement, forward, random_leaves
 from tests.packed import packed, texts
 from tests.training import test_trainer
 from tests.training.in_processes import documents
-from tests.training.test_losses import dense_loss, problem_of
+from tests.training.test_losses import dense_loss, fused_loss, problem_of
 from tests.training.test_trainer import Counting, assert_equal, phase, power_cut
 
 pytestmark = pytest.mark.gpu
@@ -187,20 +186,17 @@ def assert_close(found: Tensor, wanted: Tensor, share: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("kind", "weighting"),
-    [*((kind, "geometric") for kind in KINDS), *((kind, "dpace") for kind in ("kl", "lk"))],
-)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("chunk_rows", [40, None])
 def test_a_loss_in_chunks_has_the_value_and_gradients_of_the_dense_one(
-    kind: str, weighting: str, dtype: torch.dtype, chunk_rows: int | None, device: torch.device
+    kind: str, is_shared: bool, dtype: torch.dtype, chunk_rows: int | None, device: torch.device
 ) -> None:
-    own = weighting == "dpace"
     (states, projections, shared), each, leaves = problem_of(dtype=dtype, device=device)
     precise, precise_each, precise_leaves = problem_of()
-    how = {"kind": kind, "weighting": weighting, "chunk_rows": chunk_rows}
-    loss = depth_loss(states, projections, each if own else shared, depth_weights=WEIGHTS, **how)
-    dense = dense_loss(kind, precise, WEIGHTS, precise_each if own else None, weighting=weighting)
+    targets, precise_targets = (shared, None) if is_shared else (each, precise_each)
+    loss = fused_loss(kind, states, projections, targets, weights=WEIGHTS, chunk_rows=chunk_rows)
+    dense = dense_loss(kind, precise, WEIGHTS, precise_targets)
     assert (loss.total.device, loss.total.dtype) == (device, torch.float32)
     share = tolerance(kind, dtype)
     assert_close(loss.total, dense, share)

@@ -17,7 +17,7 @@ from specheads.core.features import Committed
 from specheads.decoding.generate import generate
 from specheads.heads.kinds import mtp
 from specheads.heads.load import load_head, resume_head
-from specheads.training.depth_loss import depth_shares
+from specheads.training.depth_loss import weights_of_depths
 from tests import tiny
 from tests.heads.golden import GOLDEN, close, expected
 from tests.heads.test_heads import make
@@ -77,7 +77,7 @@ def test_the_first_training_round_equals_speculators():
 
 def test_decay_equals_fastmtp_s_level_weights_up_to_scale():
     wanted = expected("mtp_speculators")["out.step_weights"]
-    ours = torch.tensor(depth_shares(3, 0.6, ()), dtype=wanted.dtype)
+    ours = torch.tensor(weights_of_depths(3, 0.6, ()), dtype=wanted.dtype)
     close(ours / ours.sum(), wanted)
 
 

@@ -26,10 +26,12 @@ from specheads.heads.load import build_for_base, kinds, load_head
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
-from specheads.training import step as teachers
-from specheads.training.objective import Objective, label_counts
+from specheads.training import joint as joints
+from specheads.training import step as steps
+from specheads.training.joint import JointTraining
+from specheads.training.objective import Objective, draft_labels
 from specheads.training.schedule import ScheduledPhase
-from specheads.training.step import Step, Teacher
+from specheads.training.step import MicroBatch, Teacher, begin_phase, compute_loss
 from tests import tiny
 from tests.training import test_trainer
 from tests.training.test_trainer import assert_equal, power_cut
@@ -208,7 +210,7 @@ def test_phase_without_joint_does_not_change_the_adapter(tmp_path: Path):
 
 
 def test_gradients_of_head_and_adapter_are_clipped_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(teachers, "CLIP_NORM", 0.0)
+    monkeypatch.setattr(steps, "CLIP_NORM", 0.0)
     base = fresh_base(dtype=torch.float32)
     _, run = run_training(tmp_path, base, {"joint": phase(joint=joint())})
     found = checkpoint.load_newest(run.checkpoints)
@@ -234,39 +236,31 @@ def test_resumed_training_equals_uninterrupted_training(target: str, tmp_path: P
     assert (stopped.adapter / file).read_bytes() == (undisturbed.adapter / file).read_bytes()
 
 
-def joint_teacher(
-    base: FrozenBase, kind: str = "medusa", dropout: float = 0.0
-) -> tuple[Teacher, Adapter]:
-    head = build_for_base({"kind": kind, "depth": 2}, base).to(base.dtype)
-    teacher = Teacher(base, head, joint(dropout=dropout), seed=0)
-    assert teacher.adapter
-    return teacher, teacher.adapter
-
-
 def test_head_borrows_the_projection_of_the_current_adapter():
     base, settings = fresh_base(), phase(joint=joint(dropout=0.0))
-    teacher, adapter = joint_teacher(base, "mtp")
+    head = build_for_base({"kind": "mtp", "depth": 2}, base).to(base.dtype)
+    training, teacher = JointTraining(base, joint(dropout=0.0)), Teacher(base, head)
     place, loss_mask = ScheduledPhase("joint", settings, 0), torch.ones_like(TEXT, dtype=torch.bool)
-    teacher.begin(place)
+    begin_phase(teacher, training, place)
     before = teacher.head.get_buffer("borrowed").clone()
     # as an optimizer step does
-    randomise(adapter)
+    randomise(training.adapter)
     batch = TokenBatch(TEXT, loss_mask)
-    counts = label_counts(teacher.head, batch, loss_mask, settings)
-    step = Step(place, 1, 0, batch, loss_mask, counts)
-    teacher.losses(step, Objective(teacher.head))
+    labels = draft_labels(head, batch, loss_mask)
+    part = MicroBatch(place, 1, 0, batch, labels, labels.count(batch))
+    compute_loss(part, teacher, training, Objective(head))
     after = teacher.head.get_buffer("borrowed")
     assert torch.equal(after, base.projection.scaled_weight)
     assert not torch.equal(after, before)
 
 
 def test_dropout_is_drawn_again_in_each_step():
-    teacher, adapter = joint_teacher(fresh_base(), dropout=0.5)
-    randomise(adapter)
-    adapter.learn(True)
+    training = JointTraining(fresh_base(), joint(dropout=0.5))
+    randomise(training.adapter)
+    training.adapter.learn(True)
     batch = TokenBatch(TEXT, torch.ones_like(TEXT, dtype=torch.bool))
     first, again, other = (
-        teacher.learn(batch, batch.loss_mask, joint(dropout=0.5), seed)[1].item()
+        training.read(batch, batch.loss_mask, joint(dropout=0.5), seed=seed)[1].item()
         for seed in (1, 1, 2)
     )
     assert first == again != other
@@ -275,9 +269,10 @@ def test_dropout_is_drawn_again_in_each_step():
 @pytest.mark.parametrize("architecture", ["llama", "granite", "gpt2"])
 @pytest.mark.parametrize("chunk_rows", [4, 512])
 def test_base_loss_equals_the_loss_of_all_logits(chunk_rows, architecture, monkeypatch):
-    monkeypatch.setattr(teachers, "CHUNK_ROWS", chunk_rows)
+    monkeypatch.setattr(joints, "CHUNK_ROWS", chunk_rows)
     base = fresh_base(architecture)
-    teacher, adapter = joint_teacher(base)
+    training = JointTraining(base, joint(dropout=0.0))
+    adapter = training.adapter
     loss_mask = torch.rand(TEXT.shape, generator=torch.manual_seed(3)) < 0.6
     for target in ("text", "base"):
         with adapter.off(), torch.no_grad():
@@ -289,7 +284,7 @@ def test_base_loss_equals_the_loss_of_all_logits(chunk_rows, architecture, monke
         if target == "base":
             ours, theirs = logits.log_softmax(-1), original.log_softmax(-1)
             whole = (theirs.exp() * (theirs - ours)).sum()
-        loss = teacher.learn(TokenBatch(TEXT, loss_mask), loss_mask, joint(target=target))[1]
+        loss = training.read(TokenBatch(TEXT, loss_mask), loss_mask, joint(target=target))[1]
         torch.testing.assert_close(loss, whole, rtol=1e-12, atol=1e-12)
         wanted = torch.autograd.grad(whole, adapter.parameters)
         found = torch.autograd.grad(loss, adapter.parameters)

@@ -1,8 +1,7 @@
 """The fused loss equals the dense loss: values and gradients, for every loss."""
 
-import dataclasses
 from collections.abc import Sequence
-from itertools import product
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,19 +9,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.config.training import LENGTH_LOSSES, WEIGHTINGS
+from specheads.config import training
+from specheads.config.training import Phase
 from specheads.training.depth_loss import (
     ABSENT,
     BLOCK_LOGITS,
-    CHAIN_WEIGHTS,
+    DepthLoss,
     Targets,
     depth_loss,
+    weights_of_depths,
 )
-from specheads.training.losses import LOSSES
+from specheads.training.losses import LOSSES, Needs, RowLosses, loss_of_phase, row_loss
 from tests import tiny
 
 ROWS, VOCAB, WIDTH, DEPTH = 150, 61, 16, 3
-KINDS = sorted(LOSSES)
+NAMES = sorted(LOSSES)
 Problem = tuple[list[Tensor], list[tuple[Tensor, Tensor | None]], Targets]
 
 
@@ -55,7 +56,7 @@ def problem_of(
     return (states, projections, each[0]), each, [*states, shared, own, bias]
 
 
-def _dense_rows(kind: str, logits: Tensor, base_logits: Tensor, labels: Tensor) -> Tensor:
+def _dense_rows(name: str, logits: Tensor, base_logits: Tensor, labels: Tensor) -> Tensor:
     """Return the loss per row from the formula, with autograd."""
     log_draft, log_base = logits.log_softmax(-1), base_logits.log_softmax(-1)
     draft, base = log_draft.exp(), log_base.exp()
@@ -64,73 +65,36 @@ def _dense_rows(kind: str, logits: Tensor, base_logits: Tensor, labels: Tensor) 
     trust = torch.exp(-3.0 * acceptance.detach())
     return {
         "cross_entropy": -log_draft.gather(-1, labels[:, None])[:, 0],
-        "argmax_cross_entropy": -log_draft.gather(-1, base.argmax(-1)[:, None])[:, 0],
         "soft_cross_entropy": -(base * log_draft).sum(-1),
-        "kl": divergence,
-        "reverse_kl": (draft * (log_draft - log_base)).sum(-1),
         "total_variation": 0.5 * (draft - base).abs().sum(-1),
         "cross_entropy_l1": -0.1 * log_draft.gather(-1, labels[:, None])[:, 0]
         + 0.9 * (draft - base).abs().sum(-1),
         "lk": -acceptance.log(),
         "lk_hybrid": trust * divergence + (1 - trust) * (1 - acceptance),
-    }[kind]
+    }[name]
 
 
 def dense_loss(
-    kind: str,
+    name: str,
     problem: Problem,
     weights: Sequence[float] = (1.0, 1.0, 1.0),
     targets: Sequence[Targets] | None = None,
-    *,
-    weighting: str = "geometric",
 ) -> Tensor:
     states, projections, shared = problem
-    rows, accepted = [], []
-    counted = []
+    means = []
     for (weight, bias), state, target in zip(
         projections, states, targets or [shared] * DEPTH, strict=True
     ):
         base_logits = target.project(target.base_hidden)
         logits = F.linear(state, weight, bias)
-        labels = target.labels.clamp(min=0)
-        known = base_logits.argmax(-1) if kind == "argmax_cross_entropy" else labels
-        counted.append((target.labels >= 0).double())
-        rows.append(_dense_rows(kind, logits, base_logits, labels))
-        draft = logits.softmax(-1)
-        rate = draft.gather(-1, known[:, None])[:, 0]
-        if kind in ("lk", "total_variation") and weighting != "dpace":
-            rate = torch.minimum(draft, base_logits.softmax(-1)).sum(-1)
-        accepted.append(rate * counted[-1])
-    if weighting == "accepted_length":
-        return -_expected_length(torch.stack(accepted)).sum() / counted[0].sum().clamp(min=1)
-    chances, factors = torch.stack(accepted).detach(), [torch.ones_like(row) for row in rows]
-    if weighting == "dpace":
-        smooth = 0.5 + 0.5 * chances
-        factors = [
-            torch.stack([smooth[: m + 1].prod(0) for m in range(j, DEPTH)]).sum(0)
-            for j in range(DEPTH)
-        ]
-    if weighting == "first_error":
-        factors = [chances[:j].prod(0) for j in range(DEPTH)]
-    means = [counted[0] if weighting == "first_error" else count for count in counted]
-    by_depth = [
-        weight * (row * factor * count).sum() / mean.sum().clamp(min=1)
-        for weight, row, factor, count, mean in zip(
-            weights, rows, factors, counted, means, strict=True
-        )
-    ]
-    return torch.stack(by_depth).sum()
+        has_label = (target.labels >= 0).double()
+        losses = _dense_rows(name, logits, base_logits, target.labels.clamp(min=0))
+        means.append((losses * has_label).sum() / has_label.sum().clamp(min=1))
+    return sum((w * mean for w, mean in zip(weights, means, strict=True)), torch.zeros(()))
 
 
-def _expected_length(accepted: Tensor) -> Tensor:
-    """Return the mean over all outcomes of how many drafts come before the first rejected one."""
-    total = torch.zeros_like(accepted[0])
-    for outcome in product((True, False), repeat=len(accepted)):
-        chance = torch.ones_like(total)
-        for rate, is_accepted in zip(accepted, outcome, strict=True):
-            chance = chance * (rate if is_accepted else 1 - rate)
-        total = total + chance * [*outcome, False].index(False)
-    return total
+def fused_loss(name: str, *problem: Any, **settings: Any) -> DepthLoss:
+    return depth_loss(*problem, loss=loss_of_phase(Phase(loss=name)), **settings)
 
 
 def _assert_same(fused: Tensor, dense: Tensor, leaves: list[Tensor]) -> None:
@@ -143,88 +107,81 @@ def _assert_same(fused: Tensor, dense: Tensor, leaves: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-CHAINED = [
-    (kind, weighting)
-    for kind, weighting in product(KINDS, CHAIN_WEIGHTS)
-    if weighting != "accepted_length" or kind in LENGTH_LOSSES
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk_rows", [7, 50, 200, None])
-def test_value_and_gradients_equal_the_dense_loss(kind, chunk_rows, monkeypatch):
+@pytest.mark.parametrize("is_shared", [True, False], ids=["shared targets", "targets by depth"])
+def test_value_and_gradients_equal_the_dense_loss(name, chunk_rows, is_shared, monkeypatch):
     # several blocks in a chunk
     monkeypatch.setitem(BLOCK_LOGITS, "cpu", 4 * VOCAB)
-    problem, _, leaves = problem_of()
-    own = (0.3, 0.0, 2.0)
-    cases: list[Any] = [((1.0, 0.8, 0.64), {"decay": 0.8}), (own, {"depth_weights": own})]
-    for weights, given in cases:
-        fused = depth_loss(*problem, kind=kind, chunk_rows=chunk_rows, **given)
-        _assert_same(fused.total, dense_loss(kind, problem, weights), leaves)
-
-
-@pytest.mark.parametrize(("kind", "weighting"), CHAINED)
-@pytest.mark.parametrize("chunk_rows", [7, 50, None])
-def test_chain_weightings_equal_autograd_of_the_dense_loss(
-    kind, weighting, chunk_rows, monkeypatch
-):
-    monkeypatch.setitem(BLOCK_LOGITS, "cpu", 4 * VOCAB)
-    problem, each, leaves = problem_of()
-    fused = depth_loss(*problem[:2], each, kind=kind, weighting=weighting, chunk_rows=chunk_rows)
-    _assert_same(fused.total, dense_loss(kind, problem, targets=each, weighting=weighting), leaves)
-
-
-@pytest.mark.parametrize(("kind", "weighting"), CHAINED)
-@pytest.mark.parametrize("chunk_rows", [7, None])
-def test_chains_that_end_early_equal_shallower_chains(kind: str, weighting: str, chunk_rows):
-    (states, projections, _), each, leaves = problem_of()
-    lengths = torch.arange(len(states[0])) % DEPTH + 1
-    counts = [((one.labels >= 0) & (lengths > k)).sum() for k, one in enumerate(each)]
-    ended = [
-        dataclasses.replace(one, labels=one.labels.where(lengths > k, ABSENT))
-        for k, one in enumerate(each)
-    ]
-    how = {"kind": kind, "weighting": weighting, "chunk_rows": chunk_rows}
-    whole, parts = depth_loss(states, projections, ended, **how), torch.zeros(())
-    for depth in range(1, DEPTH + 1):
-        rows = lengths == depth
-        own = [
-            Targets(one.labels[rows], one.base_hidden[rows], one.project, count)
-            for one, count in zip(each[:depth], counts, strict=False)
-        ]
-        shallow = [state[rows] for state in states[:depth]]
-        parts = parts + depth_loss(shallow, projections[:depth], own, **how).total
-    _assert_same(whole.total, parts, leaves)
-
-
-@pytest.mark.parametrize("fault", ["labels shifted by one", "weights of the wrong level"])
-@pytest.mark.parametrize("weighting", CHAIN_WEIGHTS)
-def test_planted_faults_are_caught(fault: str, weighting: str, monkeypatch: pytest.MonkeyPatch):
-    problem, each, leaves = problem_of()
-    dense = dense_loss("cross_entropy", problem, targets=each, weighting=weighting)
-    if fault == "labels shifted by one":
-        each = [dataclasses.replace(one, labels=one.labels.roll(1)) for one in each]
-    else:
-        right = CHAIN_WEIGHTS[weighting]
-        monkeypatch.setitem(CHAIN_WEIGHTS, weighting, lambda rates: right(rates).roll(1, 0))
-    fused = depth_loss(*problem[:2], each, kind="cross_entropy", weighting=weighting)
-    with pytest.raises(AssertionError, match="not close"):
+    (states, projections, shared), targets, leaves = problem_of()
+    problem = states, projections, shared if is_shared else targets
+    for weights in (weights_of_depths(DEPTH, 0.8, ()), (0.3, 0.0, 2.0)):
+        fused = fused_loss(name, *problem, weights=weights, chunk_rows=chunk_rows)
+        by_depth = None if is_shared else targets
+        dense = dense_loss(name, (states, projections, shared), weights, by_depth)
         _assert_same(fused.total, dense, leaves)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_labels_shifted_by_one_are_caught():
+    problem, _, leaves = problem_of()
+    labels = problem[2].labels.roll(1)
+    shifted = Targets(labels, problem[2].base_hidden, problem[2].project)
+    fused = fused_loss("cross_entropy", *problem[:2], shifted)
+    with pytest.raises(AssertionError, match="not close"):
+        _assert_same(fused.total, dense_loss("cross_entropy", problem), leaves)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("label", [-1, ABSENT])
 @pytest.mark.parametrize("num_rows", [0, 5])
-def test_batch_without_labels_has_zero_loss_and_gradient(kind: str, weighting: str, num_rows: int):
+def test_batch_without_labels_has_zero_loss_and_gradient(name: str, label: int, num_rows: int):
     (states, projections, targets), _, leaves = problem_of(num_rows)
-    none = Targets(
-        torch.full((num_rows,), -1, dtype=torch.long), targets.base_hidden, targets.project
+    labels = torch.full((num_rows,), label, dtype=torch.long)
+    fused = fused_loss(
+        name, states, projections, Targets(labels, targets.base_hidden, targets.project)
     )
-    fused = depth_loss(states, projections, none, kind=kind, weighting=weighting)
     assert fused.total.item() == 0.0
     assert fused.by_depth.tolist() == fused.agreement.tolist() == [0.0] * DEPTH
     for gradient in torch.autograd.grad(fused.total, leaves):
         assert not gradient.any()
+
+
+def test_every_setting_names_a_loss():
+    assert sorted(training.LOSSES) == NAMES
+
+
+def test_a_loss_reads_its_parameters_from_the_phase():
+    (logits, base) = _log(0.25, 0.25, 0.5), _log(0.5, 0.25, 0.25)
+    found = [
+        _one_row("lk_hybrid", logits, base, phase=Phase(lk_eta=eta))[0] for eta in (1e-9, 50.0)
+    ]
+    # KL(p || q) and the total variation
+    assert found == pytest.approx([0.17328679513998632, 0.25], abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("needs", "fields"),
+    [
+        (Needs.LABELS, set()),
+        (Needs.PROBS, {"probs"}),
+        (Needs.LOG_PROBS, {"log_probs"}),
+        (Needs.PROBS | Needs.LOG_PROBS | Needs.ENTROPY, {"probs", "log_probs", "entropy"}),
+    ],
+)
+def test_a_new_loss_gets_what_it_needs(needs: Needs, fields: set[str], monkeypatch):
+    monkeypatch.setattr("specheads.training.losses.LOSSES", {})
+    received = []
+
+    @row_loss(needs)
+    def new_loss(log_draft: Tensor, base: Any) -> RowLosses:
+        names = ("probs", "log_probs", "entropy")
+        received.append({name for name in names if getattr(base, name) is not None})
+        log_draft.zero_()
+        return log_draft[:, 0].clone()
+
+    problem, _, _ = problem_of()
+    depth_loss(*problem, loss=loss_of_phase(Phase(loss="new_loss")))
+    assert received[0] == fields
 
 
 def test_second_backward_is_refused():
@@ -246,13 +203,18 @@ def test_agreement_is_the_share_of_equal_argmax():
 
 
 def _one_row(
-    kind: str, draft: list[float], base: list[float], dtype: torch.dtype = torch.float64
+    name: str,
+    draft: list[float],
+    base: list[float],
+    dtype: torch.dtype = torch.float64,
+    phase: Phase | None = None,
 ) -> tuple[float, Tensor]:
     """Return the loss and its gradient for given logits of one row with label 0."""
     logits = torch.tensor([draft], dtype=dtype, requires_grad=True)
     targets = Targets(torch.tensor([0]), torch.tensor([base], dtype=dtype), lambda rows: rows)
     eye = torch.eye(len(draft), dtype=dtype)
-    total = depth_loss([logits], [(eye, None)], targets, kind=kind).total
+    loss = loss_of_phase(replace(phase or Phase(), loss=name))
+    total = depth_loss([logits], [(eye, None)], targets, loss=loss).total
     (slope,) = torch.autograd.grad(total, logits)
     return total.item(), slope[0]
 
@@ -262,34 +224,31 @@ def _log(*probs: float) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "value"),
+    ("name", "value"),
     [
         # base 1/2 1/4 1/4, draft 1/4 1/4 1/2: they share 1/4 + 1/4 + 1/4
         ("cross_entropy", 1.3862943611198906),  # log 4
-        ("argmax_cross_entropy", 1.3862943611198906),
         ("soft_cross_entropy", 1.2130075659799042),  # 7/4 log 2
-        ("kl", 0.17328679513998632),  # 1/4 log 2
-        ("reverse_kl", 0.17328679513998632),
         ("total_variation", 0.25),
         ("cross_entropy_l1", 0.5886294361119891),  # 0.1 log 4 + 0.9 / 2
         ("lk", 0.2876820724517809),  # log 4/3
         ("lk_hybrid", 0.24191448769409912),
     ],
 )
-def test_losses_of_three_tokens_by_hand(kind: str, value: float):
-    found, _ = _one_row(kind, _log(0.25, 0.25, 0.5), _log(0.5, 0.25, 0.25))
+def test_losses_of_three_tokens_by_hand(name: str, value: float):
+    found, _ = _one_row(name, _log(0.25, 0.25, 0.5), _log(0.5, 0.25, 0.25))
     assert found == pytest.approx(value, abs=1e-10)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     "base",
     [[0.0, 900.0, 0.0], [-torch.inf, 3.0, 0.0], [-torch.inf, 3.0, -torch.inf]],
     ids=["disjoint", "one ruled out", "one left"],
 )
-def test_disjoint_distributions_have_finite_losses_and_gradients(kind, dtype, base):
-    value, slope = _one_row(kind, [900.0, -900.0, 0.0], base, dtype)
+def test_disjoint_distributions_have_finite_losses_and_gradients(name, dtype, base):
+    value, slope = _one_row(name, [900.0, -900.0, 0.0], base, dtype)
     assert torch.tensor(value).isfinite()
     assert slope.isfinite().all()
 
@@ -307,10 +266,6 @@ def test_at_most_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch):
     problem, _, _ = problem_of()
     depth_loss(*problem, chunk_rows=5).total.backward()
     assert max(sizes) == 5 * VOCAB
-    sizes.clear()
-    # the slopes of all depths at once are no more than one chunk
-    depth_loss(*problem, chunk_rows=6, weighting="dpace").total.backward()
-    assert max(sizes) == 6 // DEPTH * VOCAB
 
 
 def test_products_in_bfloat16_keep_losses_and_shared_gradients_in_float32():
@@ -318,7 +273,7 @@ def test_products_in_bfloat16_keep_losses_and_shared_gradients_in_float32():
     states = [state.detach().bfloat16().requires_grad_() for state in problem[0]]
     weight = problem[1][0][0].detach().float().requires_grad_()
     targets = Targets(problem[2].labels, problem[2].base_hidden.float(), problem[2].project)
-    found = depth_loss(states, [(weight, None)] * DEPTH, targets, kind="cross_entropy")
+    found = fused_loss("cross_entropy", states, [(weight, None)] * DEPTH, targets)
     found.total.backward()
     assert found.total.dtype == torch.float32
     assert states[0].grad is not None

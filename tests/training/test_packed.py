@@ -14,8 +14,8 @@ from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for_base, kinds
 from specheads.measure.offline import offline_logits
 from specheads.training.depth_loss import DepthLoss
-from specheads.training.objective import Objective, drawn_labels
-from specheads.training.step import Teacher
+from specheads.training.joint import JointTraining
+from specheads.training.objective import Objective, draft_labels, draw_labels
 from tests import tiny
 from tests.packed import alone, chains_of, packed, pieces, texts
 
@@ -62,8 +62,8 @@ def loss_of(head: Head, batch: TokenBatch, settings: Phase) -> tuple[DepthLoss, 
     """Return a head's loss on a batch, and its gradients."""
     base = tiny.base()
     features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
-    loss_mask = drawn_labels(batch, head, settings)
-    loss = Objective(head)(features, batch, loss_mask, base.logits_of, settings)
+    labels = draft_labels(head, batch, draw_labels(batch, head, settings))
+    loss = Objective(head)(features, batch, labels, base.logits_of, settings)
     learned = [value for value in head.parameters() if value.requires_grad]
     found = torch.autograd.grad(loss.total, learned, allow_unused=True)
     return loss, [value for value in found if value is not None]
@@ -75,10 +75,9 @@ def same(found: DepthLoss, wanted: DepthLoss, within: float = 1e-6) -> bool:
 
 
 @pytest.mark.parametrize("kind", kinds())
-@pytest.mark.parametrize("weighting", ["geometric", "dpace"])
-def test_packed_loss_equals_separate_loss_for_every_kind(kind: str, weighting: str):
+def test_packed_loss_equals_separate_loss_for_every_kind(kind: str):
     head, documents = head_of(kind), texts()
-    settings = phase(weighting=weighting)
+    settings = phase()
     found, slopes = loss_of(head, packed(documents), settings)
     wanted, theirs = loss_of(head, alone(documents), settings)
     assert same(found, wanted)
@@ -91,10 +90,9 @@ def test_packed_loss_equals_separate_loss_for_every_kind(kind: str, weighting: s
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("weighting", ["geometric", "dpace"])
-def test_packed_loss_equals_separate_loss_for_every_loss(loss: str, weighting: str):
+def test_packed_loss_equals_separate_loss_for_every_loss(loss: str):
     head, documents = head_of("eagle3"), texts()
-    settings = phase(loss=loss, weighting=weighting)
+    settings = phase(loss=loss)
     found, wanted = (
         loss_of(head, batch, settings)[0] for batch in (packed(documents), alone(documents))
     )
@@ -105,20 +103,19 @@ def test_packed_loss_equals_separate_loss_for_every_loss(loss: str, weighting: s
 def test_packed_joint_loss_equals_separate_loss(target: str):
     base = FrozenBase(copy.deepcopy(tiny.base().model))
     joint = JointSettings(rank=2, dropout=0.0, target=target)
-    teacher = Teacher(base, head_of("medusa"), joint, seed=0)
-    for value in teacher.parameters:
+    training = JointTraining(base, joint)
+    for value in training.parameters:
         value.data.copy_(torch.randn_like(value) * 0.1)
-    assert teacher.adapter
-    teacher.adapter.learn(True)
+    training.adapter.learn(True)
     documents, found = texts(), []
     for batch in (packed(documents), alone(documents)):
-        loss = teacher.learn(batch, batch.loss_mask, joint)[1]
-        found.append((loss, torch.autograd.grad(loss, teacher.parameters)))
+        loss = training.read(batch, batch.loss_mask, joint)[1]
+        found.append((loss, torch.autograd.grad(loss, training.parameters)))
     (loss, slopes), (wanted, theirs) = found
     torch.testing.assert_close(loss, wanted, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(slopes, theirs, rtol=1e-8, atol=1e-10)
     batch = packed(documents)
-    blind = teacher.learn(TokenBatch(batch.tokens, batch.loss_mask), batch.loss_mask, joint)[1]
+    blind = training.read(TokenBatch(batch.tokens, batch.loss_mask), batch.loss_mask, joint)[1]
     assert abs(blind.item() - wanted.item()) > 1e-3
 
 
@@ -127,9 +124,7 @@ CHAIN, TIME, MOST = 3, 24, 4
 
 def anchored(kind: str, **settings):
     torch.manual_seed(1)
-    how = {"depth": CHAIN, "num_layers": 1}
-    if kind != "eagle3":
-        how["num_anchors"] = MOST
+    how = {"depth": CHAIN, "num_layers": 1, "num_anchors": MOST}
     frequencies = torch.arange(tiny.VOCAB) % 7
     head = build_for_base({"kind": kind, **how, **settings}, tiny.base(), frequencies).double()
     for parameter in head.parameters():
@@ -149,13 +144,13 @@ def batch_of(first_sample: int = 0, rows: int = 3) -> TokenBatch:
 def test_anchors_per_row_do_not_depend_on_parts():
     head = anchored("dflash")
     batch, settings = batch_of(), phase()
-    drawn = drawn_labels(batch, head, settings, seed=5)
+    drawn = draw_labels(batch, head, settings, seed=5)
     assert drawn.sum(1).tolist() == [MOST] * 3
     assert not (drawn & ~batch.loss_mask).any()
-    assert torch.equal(drawn_labels(batch_of(1, 2), head, settings, seed=5), drawn[1:])
-    assert not torch.equal(drawn_labels(batch, head, settings, seed=6), drawn)
+    assert torch.equal(draw_labels(batch_of(1, 2), head, settings, seed=5), drawn[1:])
+    assert not torch.equal(draw_labels(batch, head, settings, seed=6), drawn)
     # validation uses the same anchors each time
-    assert torch.equal(drawn_labels(batch, head, settings), drawn_labels(batch, head, settings))
+    assert torch.equal(draw_labels(batch, head, settings), draw_labels(batch, head, settings))
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 40])
@@ -164,8 +159,9 @@ def test_loss_covers_drawn_drafts_with_weights(draft_tokens: int):
     head = anchored("dflash", draft_tokens=draft_tokens)
     settings = phase(loss="cross_entropy", decay=0.7788)
     features = base.read(batch.tokens, head.aux_layers)
-    loss_mask = drawn_labels(batch, head, settings, seed=5)
-    loss = Objective(head)(features, batch, loss_mask, base.logits_of, settings)
+    loss_mask = draw_labels(batch, head, settings, seed=5)
+    labels = draft_labels(head, batch, loss_mask)
+    loss = Objective(head)(features, batch, labels, base.logits_of, settings)
     # a draft needs a position two before its first label
     rows, first = (loss_mask & (torch.arange(TIME) > 1)).nonzero(as_tuple=True)
     assert len(rows) > 8
@@ -181,18 +177,15 @@ def test_loss_covers_drawn_drafts_with_weights(draft_tokens: int):
     torch.testing.assert_close(loss.total, wanted)
 
 
-CHAINED = [("dflash", "geometric"), ("dspark", "dpace"), ("eagle3", "accepted_length")]
-
-
-@pytest.mark.parametrize(("kind", "weighting"), CHAINED)
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
 @pytest.mark.parametrize("labels", [range(10, 20), range(2, 24), range(10, 12)], ids=str)
-def test_each_depth_learns_the_answer_to_its_last_token(kind: str, weighting: str, labels: range):
+def test_each_depth_learns_the_answer_to_its_last_token(kind: str, labels: range):
     """An answer may be shorter than the head is deep, and may end with the row."""
     base, batch, depth = tiny.base(), batch_of(rows=1), 7
-    head = anchored(kind, depth=depth, **({} if kind == "eagle3" else {"num_anchors": TIME}))
+    head = anchored(kind, depth=depth, num_anchors=TIME)
     batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
     batch.loss_mask[:, labels.start : labels.stop] = True
-    loss, _ = loss_of(head, batch, phase(loss="cross_entropy", weighting=weighting))
+    loss, _ = loss_of(head, batch, phase(loss="cross_entropy"))
     features = base.read(batch.tokens, head.aux_layers)
     for level, logits in enumerate(offline_logits(head, features, batch.tokens)):
         first = torch.arange(labels.start, max(labels.start, labels.stop - level))
@@ -204,8 +197,8 @@ def test_each_depth_learns_the_answer_to_its_last_token(kind: str, weighting: st
     assert loss.by_depth[: len(labels)].all()
 
 
-@pytest.mark.parametrize(("kind", "weighting"), CHAINED)
-def test_loss_of_a_document_does_not_depend_on_the_next_one(kind: str, weighting: str):
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_loss_of_a_document_does_not_depend_on_the_next_one(kind: str):
     base, batch = tiny.base(), batch_of(rows=1)
     head = anchored(kind)
     ids = (torch.arange(TIME)[None] > 13).long()
@@ -215,8 +208,9 @@ def test_loss_of_a_document_does_not_depend_on_the_next_one(kind: str, weighting
         tokens = (batch.tokens + added * ids) % tiny.VOCAB
         row = TokenBatch(tokens, torch.ones_like(batch.loss_mask), ids)
         features = base.read(tokens, head.aux_layers, ids)
-        settings = phase(loss="lk", weighting=weighting)
-        loss = Objective(head)(features, row, drawn, base.logits_of, settings)
+        settings = phase(loss="lk")
+        labels = draft_labels(head, row, drawn)
+        loss = Objective(head)(features, row, labels, base.logits_of, settings)
         learned = [value for value in head.parameters() if value.requires_grad]
         slopes = torch.autograd.grad(loss.total, learned, allow_unused=True)
         found.append((*loss, *(value for value in slopes if value is not None)))
@@ -228,8 +222,8 @@ def test_loss_of_a_document_does_not_depend_on_the_next_one(kind: str, weighting
 def test_each_depth_learns_the_distribution_that_the_base_has_of_the_label():
     base, head, batch = tiny.base(), head_of("eagle3"), alone(texts())
     features = base.read(batch.tokens, head.aux_layers)
-    call = features, batch, batch.loss_mask, base.logits_of, phase()
-    found = Objective(head)(*call)
+    labels = draft_labels(head, batch, batch.loss_mask)
+    found = Objective(head)(features, batch, labels, base.logits_of, phase())
     rows, labels = (batch.loss_mask & (torch.arange(40) > DEPTH)).nonzero(as_tuple=True)
     theirs = base.logits_of(features.hidden[rows, labels - 1]).softmax(-1)
     for level, logits in enumerate(offline_logits(head, features, batch.tokens)):
@@ -241,9 +235,9 @@ def test_dspark_loss_includes_the_confidence_loss():
     base, head, batch = tiny.base(), anchored("dspark"), batch_of()
     settings = phase(loss="cross_entropy_l1", decay=0.7788)
     features = base.read(batch.tokens, head.aux_layers)
-    loss_mask = drawn_labels(batch, head, settings, seed=5)
-    call = features, batch, loss_mask, base.logits_of, settings
-    loss = Objective(head)(*call)
+    loss_mask = draw_labels(batch, head, settings, seed=5)
+    labels = draft_labels(head, batch, loss_mask)
+    loss = Objective(head)(features, batch, labels, base.logits_of, settings)
     every_row, every_first = (loss_mask & (torch.arange(TIME) > 1)).nonzero(as_tuple=True)
     labels = chains_of(batch, every_row, every_first, CHAIN)
     assert (labels[:, 2] < 0).any()

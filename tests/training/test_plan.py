@@ -27,11 +27,12 @@ from specheads.training.memory import (
     StepCost,
     TrainingSetup,
     count_step_flops,
+    flop_counter,
 )
 from specheads.training.plan import TrainingPlan, largest_batch_sizes, plan_training
 from specheads.training.processes import accelerator_of_environment
 from specheads.training.schedule import schedule_phases
-from specheads.training.step import StepRunner, flop_counter
+from specheads.training.step import StepRunner
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -82,7 +83,7 @@ def stepping(setup: TrainingSetup, base: FrozenBase) -> tuple[StepRunner, Callab
     """Return a function that takes a real step of two rows of the only phase."""
     (phase,), head = schedule_phases(setup.schedule), build_for_base(setup.head, base)
     runner = StepRunner(setup.teacher(base, head), setup.schedule, ACCELERATOR, 0)
-    runner.teacher.begin(phase)
+    runner.begin(phase)
     return runner, lambda: runner.step(setup.random_batch(phase.settings, 2, base, head), phase, 0)
 
 
@@ -136,15 +137,6 @@ def test_plan_covers_each_stage(folder: Path):
     assert list(plan.hours) == list(plan.memory_bytes)
     assert all(hours > 0 for hours in plan.hours.values())
     assert all(size > 0 for size in asdict(plan.disk_bytes).values())
-
-
-def test_own_drafts_are_planned_with_the_forward_that_reads_them(folder: Path):
-    words = ("head=redrafter", "schedule.phases.corpus.weighting=dpace", CORPUS_ONLY)
-    plain, own = (
-        plan_of(folder, *words, f"schedule.phases.corpus.own_drafts={share}") for share in (0, 1)
-    )
-    assert own.phases["corpus"].flops > 1.2 * plain.phases["corpus"].flops
-    assert own.hours["corpus"] > 0
 
 
 def test_plan_of_a_training_from_servers_has_both_sides(folder: Path):

@@ -86,9 +86,9 @@ def test_best_head_does_not_depend_on_processes(held_out: int, tmp_path: Path):
     "settings",
     [
         {"loss": "cross_entropy"},
-        {"weighting": "dpace", "drafted": 40, "schedule": {"muon_learning_rate": 0.02}},
+        {"loss": "lk", "drafted": 40, "schedule": {"muon_learning_rate": 0.02}},
     ],
-    ids=["cross entropy", "dpace, some tokens, muon"],
+    ids=["cross entropy", "lk, some tokens, muon"],
 )
 def test_fifty_steps_have_the_same_loss_with_any_processes_and_parts(settings, tmp_path):
     """Six rows per step: four processes have unequal shares."""

@@ -25,7 +25,7 @@ from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
-from specheads.training import log, trainer, validation
+from specheads.training import trainer, validation
 from specheads.training.objective import Objective
 from specheads.training.phase_data import PhaseData
 from specheads.training.step import StepRunner, Teacher
@@ -222,8 +222,8 @@ def test_times_and_shares_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyP
             yield item
 
     monkeypatch.setattr("specheads.training.log.time.perf_counter", lambda: clock[0])
-    monkeypatch.setattr(log, "_matmul_rate", lambda *_: 5e5)
-    monkeypatch.setattr(StepRunner, "flops", lambda *_: 10**6)
+    monkeypatch.setattr(trainer, "cached_matmul_rate", lambda *_: 5e5)
+    monkeypatch.setattr(trainer, "count_step_flops", lambda *_: 10**6)
     monkeypatch.setattr(validation, "tokens_per_forward", slow_score)
     monkeypatch.setattr(StepRunner, "step", slow_step)
     monkeypatch.setattr(trainer, "prefetched", slow_batches)
@@ -249,23 +249,14 @@ def measured(batches: list[TokenBatch], settings: Phase, kind: str = "eagle3") -
     torch.manual_seed(1)
     head = build_for_base({"kind": kind, "depth": DEPTH}, base).double()
     teacher = Teacher(base, head)
-    teacher.begin()
     return validate(
         ValidationSet(batches, 0), teacher, Objective(head), settings, lambda values: values
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "weighting"),
-    [
-        ("eagle3", "geometric"),
-        ("eagle3", "dpace"),
-        ("eagle3", "first_error"),
-        ("dspark", "geometric"),
-    ],
-)
-def test_validation_does_not_depend_on_batches_and_packing(kind: str, weighting: str):
-    settings = phase(weighting=weighting, scored_share=0.1)
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_validation_does_not_depend_on_batches_and_packing(kind: str):
+    settings = phase(scored_share=0.1)
     documents = texts()
     whole = measured([packed(documents)], settings, kind)
     assert set(whole) == {

@@ -100,7 +100,6 @@ class Head(FeedbackHead):
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
-        self.reads_drafts = not config.parallel
         num_aux, epsilon = len(self.aux_layers) or NUM_FUSED_LAYERS, config.epsilon
         if config.mask_token >= vocab_size:
             raise InputError(

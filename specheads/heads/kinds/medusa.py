@@ -43,7 +43,6 @@ class Head(BorrowingHead):
     """
 
     borrows_embedding = False
-    reads_drafts = False
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)

@@ -102,7 +102,6 @@ class BlockHead(BorrowingHead):
     borrows_projection = True
     has_own_fusion = True
     drafts_blocks = True
-    reads_drafts = False
 
     def __init__(self, config: BlockConfig, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
