@@ -21,7 +21,13 @@ from specheads.decoding.goodput import Goodput
 from specheads.decoding.trees.tuned import FILE, Tuned
 from specheads.heads.load import load_head
 from specheads.measure import simulate as simulation
-from specheads.measure.simulate import MEASURED, Arrival, LoadResults, poisson, read_arrivals
+from specheads.measure.simulate import (
+    MEASURED,
+    Arrival,
+    LoadResults,
+    poisson_arrivals,
+    read_arrivals,
+)
 from specheads.runs.directory import RunDirectory
 
 
@@ -90,7 +96,7 @@ def _computed_cost(settings: Simulate) -> StepCost:
         )
     run = RunDirectory(Path(settings.run))
     base = load_base(read_run_settings(run.config, Train))
-    sizes = simulation.sizes(base, load_head(run.head, base))
+    sizes = simulation.model_sizes(base, load_head(run.head, base))
     return simulation.computed_cost(bandwidth=machine.bandwidth, flops=machine.flops, **sizes)
 
 
@@ -105,4 +111,4 @@ def _loads(settings: Simulate, cost: StepCost) -> dict[str, list[Arrival]]:
         cost, **lengths, max_batch=settings.max_batch
     )
     number, seed = settings.num_requests, settings.seed
-    return {f"{rate:.15g}": poisson(rate, number, **lengths, seed=seed) for rate in rates}
+    return {f"{rate:.15g}": poisson_arrivals(rate, number, **lengths, seed=seed) for rate in rates}

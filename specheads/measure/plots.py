@@ -62,14 +62,9 @@ def draw_depths(axes: Axes, rows: Metrics, prefix: str, marker: str) -> None:
     keys = {key for row in rows for key in row if key.startswith(prefix)}
     depths = {int(key.removeprefix(prefix)) for key in keys}
     for depth in sorted(depths):
-        axes.plot(
-            *curve(rows, f"{prefix}{depth}"),
-            color=ORANGE,
-            alpha=0.75 - 0.45 * depth / max(*depths, 1),
-            linewidth=1,
-            label=f"depth {depth + 1}",
-            marker=marker,
-        )
+        shade, label = 0.75 - 0.45 * depth / max(*depths, 1), f"depth {depth + 1}"
+        points = curve(rows, f"{prefix}{depth}")
+        axes.plot(*points, color=ORANGE, alpha=shade, lw=1, label=label, marker=marker)
 
 
 def _draw_speed(results: Results, _: Metrics) -> Figure | None:
@@ -110,14 +105,9 @@ def _draw_calibration(results: Results, _: Metrics) -> Figure | None:
     figure, axes = make_axes("Calibration of drafts", "share accepted", xlabel)
     axes.plot([0, 1], [0, 1], ":", color=GREY)
     for index, depth in enumerate(depths):
-        axes.plot(
-            depth.chances,
-            depth.accepted,
-            ".-",
-            color=BLUE,
-            alpha=1.0 - 0.7 * index / len(depths),
-            label=f"depth {index + 1}, error {depth.error:.3f}",
-        )
+        shade = 1.0 - 0.7 * index / len(depths)
+        label = f"depth {index + 1}, error {depth.error:.3f}"
+        axes.plot(depth.chances, depth.accepted, ".-", color=BLUE, alpha=shade, label=label)
     axes.set(xlim=(0, 1), ylim=(0, 1))
     return add_legend(figure)
 
@@ -134,15 +124,8 @@ def _draw_contexts(results: Results, _: Metrics) -> Figure | None:
     for (name, points), color in zip(curves.items(), (BLUE, ORANGE), strict=False):
         values = [value for value, _ in points]
         error = [(value - low, high - value) for value, (low, high) in points]
-        axes.errorbar(
-            contexts,
-            values,
-            yerr=[*zip(*error, strict=True)],
-            fmt="o-",
-            color=color,
-            label=name,
-            capsize=4,
-        )
+        error = [*zip(*error, strict=True)]
+        axes.errorbar(contexts, values, error, fmt="o-", color=color, label=name, capsize=4)
     axes.set_xscale("log", base=2)
     axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
     axes.set_ylim(bottom=0)
@@ -158,15 +141,8 @@ def _draw_loss(_: Results, history: Metrics) -> Figure | None:
     for number, (name, group) in enumerate(groupby(rows, lambda row: row.get("phase", ""))):
         end = [row["step"] for row in group][-1]
         axes.axvspan(start, end, color=SHADES[number % len(SHADES)], zorder=0)
-        axes.text(
-            (start + end) / 2,
-            0.97,
-            name,
-            color=GREY,
-            transform=axes.get_xaxis_transform(),
-            ha="center",
-            va="top",
-        )
+        center, transform = (start + end) / 2, axes.get_xaxis_transform()
+        axes.text(center, 0.97, name, color=GREY, transform=transform, ha="center", va="top")
         start = end
     # a line through one point is invisible without a marker
     marker = "." if len(rows) == 1 else ""

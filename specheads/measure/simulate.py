@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from specheads.measure.tables import ConsoleTable
 
 MEASURED = "measured"
 """Source of step times that `specheads tune` timed, in place of a machine's name."""
-SHARES = 0.25, 0.5, 0.75, 0.95, 1.2
+LOAD_SHARES = 0.25, 0.5, 0.75, 0.95, 1.2
 """Default loads, relative to the highest load that the base alone can serve."""
 WEIGHT_BYTES = 2
 """Bytes of a parameter and of a cached number, for computed times: bfloat16."""
@@ -46,7 +46,7 @@ class Arrival:
     """Number of new tokens of its answer."""
 
 
-def poisson(
+def poisson_arrivals(
     rate: float, number: int, *, prompt_tokens: int, new_tokens: int, seed: int = 0
 ) -> list[Arrival]:
     """Return `number` requests of a Poisson process of `rate` requests per second."""
@@ -56,12 +56,12 @@ def poisson(
 
 def read_arrivals(path: str | Path) -> list[Arrival]:
     """Return the recorded requests of a .jsonl file in order of time: see docs/serve.md."""
-    found = []
-    for where, row in read_jsonl(local_path(path)):
+    arrivals = []
+    for line, row in read_jsonl(local_path(path)):
         for name, hint in setting_hints(Arrival).items():
-            check_value(f"{name} in {where}", row.get(name), hint)
-        found.append(Arrival(float(row["seconds"]), row["prompt_tokens"], row["new_tokens"]))
-    return sorted(found, key=lambda one: one.seconds)
+            check_value(f"{name} in {line}", row.get(name), hint)
+        arrivals.append(Arrival(float(row["seconds"]), row["prompt_tokens"], row["new_tokens"]))
+    return sorted(arrivals, key=lambda arrival: arrival.seconds)
 
 
 def default_rates(
@@ -72,24 +72,24 @@ def default_rates(
     # share of a request in the system's time
     seconds = cost.verify.seconds(prompt_tokens, 0) + new_tokens * step / max_batch
     # three digits, as they are shown
-    return [float(f"{share / seconds:.3g}") for share in SHARES]
+    return [float(f"{share / seconds:.3g}") for share in LOAD_SHARES]
 
 
 # --- the server --------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class Served:
+class ServedRequest:
     """A request in the server, with times in seconds."""
 
     arrival: Arrival
-    right: Sequence[int]
+    num_right: Sequence[int]
     """How many drafts are right after each new token."""
     rates: RequestRates
     """Estimates for goodput."""
-    first: float = 0.0
-    """Time of the first token."""
-    finished: float = 0.0
+    first_token_time: float = 0.0
+    end_time: float = 0.0
+    """Time of the last token."""
     tokens: int = 0
     """New tokens so far."""
 
@@ -103,65 +103,71 @@ class Served:
         """Remaining new tokens."""
         return self.arrival.new_tokens - self.tokens
 
-    def take(self, depth: int, *, observed: bool) -> None:
+    def add_step(self, depth: int, *, is_observed: bool) -> None:
         """Add the tokens of a step that drafted so many levels."""
-        right = self.right[self.tokens - 1]
-        accepted = min(right, depth)
-        if observed:
-            self.rates.drafted.update(accepted, refused=right < depth)
+        num_right = self.num_right[self.tokens - 1]
+        accepted = min(num_right, depth)
+        if is_observed:
+            self.rates.drafted.update(accepted, refused=num_right < depth)
         self.tokens += min(accepted + 1, self.room)
 
 
-Step = tuple[float, float, int, int]
-"""A step of some rows together: when it began, its seconds, the rows, and the drafted depth."""
+class ServerStep(NamedTuple):
+    """A step of some rows together."""
+
+    start_time: float
+    seconds: float
+    batch: int
+    depth: int
+    """Drafted levels."""
 
 
 def simulate(
     policy: Goodput,
     arrivals: Sequence[Arrival],
-    right: Sequence[Sequence[int]],
+    num_right: Sequence[Sequence[int]],
     *,
     max_batch: int = 1,
     depth: int | None = None,
-) -> tuple[list[Served], list[Step]]:
+) -> tuple[list[ServedRequest], list[ServerStep]]:
     """Serve all requests, first come, first served; return them in order of arrival, and the steps.
 
     A turn admits the requests that have arrived and fit, reads prompts of similar length together,
-    and takes a step of all rows. `right` is how many drafts are right after each new token of each
-    request. `depth` is that of the chain of every step; None chooses by goodput.
+    and takes a step of all rows. `num_right` is how many drafts are right after each new token, of
+    each request. `depth` is that of the chain of every step; None chooses by goodput.
     """
-    pairs = zip(arrivals, right, strict=True)
+    pairs = zip(arrivals, num_right, strict=True)
     rates = policy.rates
-    served = [Served(*pair, RequestRates(MovingRates(rates))) for pair in pairs]
-    steps, waiting, rows, clock = list[Step](), deque(served), list[Served](), 0.0
+    served = [ServedRequest(*pair, RequestRates(MovingRates(rates))) for pair in pairs]
+    steps, waiting, rows, clock = list[ServerStep](), deque(served), list[ServedRequest](), 0.0
     while waiting or rows:
         if not rows:
             clock = max(clock, waiting[0].arrival.seconds)
-        new = list[Served]()
+        new = list[ServedRequest]()
         while waiting and len(rows) + len(new) < max_batch and waiting[0].arrival.seconds <= clock:
             new.append(waiting.popleft())
         lengths = [row.arrival.prompt_tokens for row in new]
         for group in group_by_length(lengths):
-            seconds = policy.cost.verify.seconds(len(group) * max(lengths[one] for one in group), 0)
-            clock += seconds
-            for row in [new[place] for place in group]:
-                row.first, row.finished, row.tokens = clock, clock, 1
+            longest = max(lengths[index] for index in group)
+            clock += policy.cost.verify.seconds(len(group) * longest, 0)
+            for row in [new[index] for index in group]:
+                row.first_token_time, row.end_time, row.tokens = clock, clock, 1
                 rows.append(row)
         rows = [row for row in rows if row.room]
         if not rows:
             continue
-        drafted = depth
-        if drafted is None:
+        step_depth = depth
+        if step_depth is None:
             load = StepLoad([RowLoad(row.length, row.room, row.rates) for row in rows])
             # without copied text a draft's index is its depth
-            drafted = best_draft(policy.cost, policy.drafts, load)
+            step_depth = best_draft(policy.cost, policy.drafts, load)
         context = max(row.length for row in rows)
-        seconds = policy.cost.seconds(len(rows), context, drafted + 1, drafted)
-        steps.append((clock, seconds, len(rows), drafted))
+        seconds = policy.cost.seconds(len(rows), context, step_depth + 1, step_depth)
+        steps.append(ServerStep(clock, seconds, len(rows), step_depth))
         clock += seconds
         for row in rows:
-            row.take(drafted, observed=depth is None)
-            row.finished = clock
+            row.add_step(step_depth, is_observed=depth is None)
+            row.end_time = clock
         rows = [row for row in rows if row.room]
     return served, steps
 
@@ -180,14 +186,13 @@ def sampled_lengths(rates: Sequence[float], seed: Sequence[int], new_tokens: int
 
 def distribution(values: Sequence[float]) -> dict[str, float]:
     """Return mean and percentiles of these values."""
-    shares = 50, 90, 99
-    found = zip(shares, np.percentile(values, shares).tolist(), strict=True)
-    return {"mean": float(np.mean(values))} | {f"p{share}": value for share, value in found}
+    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+    return {"mean": float(np.mean(values)), "p50": p50, "p90": p90, "p99": p99}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRow:
-    """One way to draft under one load."""
+    """One draft policy under one load."""
 
     load: str
     """Requests per second, or the name of the recording."""
@@ -217,34 +222,36 @@ class LoadResults:
     rows: list[LoadRow]
 
 
-def summarise(load: str, draft: str, served: Sequence[Served], steps: Sequence[Step]) -> LoadRow:
+def summarise_load(
+    load: str, draft: str, served: Sequence[ServedRequest], steps: Sequence[ServerStep]
+) -> LoadRow:
     """Return the figures of a simulation."""
-    seconds = max(one.finished for one in served) - served[0].arrival.seconds
-    rows = sum(batch for *_, batch, _ in steps)
+    seconds = max(row.end_time for row in served) - served[0].arrival.seconds
+    num_rows = sum(step.batch for step in steps)
     return LoadRow(
         load=load,
         draft=draft,
-        latency=distribution([one.finished - one.arrival.seconds for one in served]),
-        first_token=distribution([one.first - one.arrival.seconds for one in served]),
-        tokens_per_second=sum(one.tokens for one in served) / seconds,
-        mean_depth=sum(batch * depth for *_, batch, depth in steps) / max(rows, 1),
+        latency=distribution([row.end_time - row.arrival.seconds for row in served]),
+        first_token=distribution([row.first_token_time - row.arrival.seconds for row in served]),
+        tokens_per_second=sum(row.tokens for row in served) / seconds,
+        mean_depth=sum(step.batch * step.depth for step in steps) / max(num_rows, 1),
     )
 
 
 def load_table(load: LoadResults) -> ConsoleTable:
     """Return the rows as a table for the console."""
     columns = "load", "draft", "mean", "p50", "p90", "p99", "first token", "tokens/s", "depth"
-    lines = []
+    rows = []
     for row in load.rows:
         times = *row.latency.values(), row.first_token["mean"]
-        figures = map(_figure, (*times, row.tokens_per_second))
-        lines.append((row.load, row.draft, *figures, f"{row.mean_depth:.2f}"))
+        figures = map(format_figure, (*times, row.tokens_per_second))
+        rows.append((row.load, row.draft, *figures, f"{row.mean_depth:.2f}"))
     title = f"seconds of requests by load (requests/s), simulated; times {load.times}"
     title += ", not measured" * (load.times != MEASURED)
-    return ConsoleTable(title, lines, columns, num_names=2)
+    return ConsoleTable(title, rows, columns, num_names=2)
 
 
-def _figure(value: float) -> str:
+def format_figure(value: float) -> str:
     """Return three digits, or all digits of a large number: no exponent."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
@@ -269,16 +276,16 @@ def simulate_loads(
         raise InputError(
             f"depths can be at most {len(rates)}, as acceptance is known of, got {max(depths)}"
         )
-    ways = {f"depth {one}" if one else "none": one for one in depths}
+    drafts = {f"depth {depth}" if depth else "none": depth for depth in depths}
     rows = []
     for load, arrivals in loads.items():
-        right = [
-            sampled_lengths(rates, (seed, number), one.new_tokens)
-            for number, one in enumerate(arrivals)
+        num_right = [
+            sampled_lengths(rates, (seed, number), arrival.new_tokens)
+            for number, arrival in enumerate(arrivals)
         ]
-        for draft, depth in {**ways, "goodput": None}.items():
-            found = simulate(policy, arrivals, right, max_batch=max_batch, depth=depth)
-            rows.append(summarise(load, draft, *found))
+        for draft, depth in {**drafts, "goodput": None}.items():
+            served, steps = simulate(policy, arrivals, num_right, max_batch=max_batch, depth=depth)
+            rows.append(summarise_load(load, draft, served, steps))
     return LoadResults(times=times, rates=rates, max_batch=max_batch, seed=seed, rows=rows)
 
 
@@ -320,21 +327,22 @@ def computed_cost(
     return StepCost(verify=verify, draft=draft, levels=levels)
 
 
-def sizes(base: FrozenBase, head: Head) -> dict[str, Any]:
+def model_sizes(base: FrozenBase, head: Head) -> dict[str, Any]:
     """Return the arguments of `computed_cost` that follow from a base and a head.
 
     A head whose levels share one projection reads all its parameters at each level, other heads
     those of the level; a block head drafts all levels at once.
     """
-    own = sum(parameter.numel() for parameter in head.parameters())
+    num_parameters = sum(parameter.numel() for parameter in head.parameters())
     weights = [weight for weight, _ in head.projections()]
     is_shared = all(weight is weights[0] for weight in weights)
-    is_own = any(weights[0] is parameter for parameter in head.parameters())
-    # a concatenated projection borrows the base's columns and owns the others
-    lent = 0 if is_own else len(weights[0]) * head.width
+    is_trained = any(weights[0] is parameter for parameter in head.parameters())
+    # a concatenated projection borrows the base's columns and trains the others
+    num_borrowed = 0 if is_trained else len(weights[0]) * head.width
+    num_read = num_parameters if is_shared else num_parameters // head.depth
     return {
         "parameters": float(base.num_parameters),
-        "draft_parameters": float((own if is_shared else own // head.depth) + lent),
+        "draft_parameters": float(num_read + num_borrowed),
         "position_bytes": base.slot_bytes // base.dtype.itemsize * WEIGHT_BYTES,
         "levels": head.depth if isinstance(head, BlockHead) else 1,
     }

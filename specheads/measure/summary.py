@@ -25,20 +25,22 @@ def is_worthwhile(results: Results) -> bool:
 
 def verdict(results: Results) -> str:
     """Return whether speculation pays on this machine and why; first whether it is wrong."""
-    told = "texts differ from the base's own by more than rounding explains. "
-    return f"Decoding is wrong: {told}{_gain(results)}" if is_wrong(results) else _gain(results)
+    reason = "texts differ from the base's own by more than rounding explains"
+    error = f"Decoding is wrong: {reason}. " if is_wrong(results) else ""
+    return error + describe_gain(results)
 
 
 def divergence_note(lossless: Lossless) -> str:
     """Return the note after the number of identical texts: why the others differ."""
     note = "" if lossless.verdict in ("", IDENTICAL) else f", {lossless.verdict}"
     if lossless.exact is not None:
-        same = lossless.identical + lossless.exact
-        note += f"; with exact sums {same} of {lossless.compared}"
+        num_identical = lossless.identical + lossless.exact
+        note += f"; with exact sums {num_identical} of {lossless.compared}"
     return note
 
 
-def _gain(results: Results) -> str:
+def describe_gain(results: Results) -> str:
+    """Return whether speculation is faster than the base alone, and why."""
     speed, online = results.speed, results.online
     remedy = "A cheaper head or a better one, or a larger base would change that."
     # the fastest of the timed trees may be empty
@@ -50,36 +52,37 @@ def _gain(results: Results) -> str:
     if not speed or not online:
         return "Speed was not measured."
     ratio, (low, high) = speed.speedup, speed.interval
-    measured = f"{ratio:.2f}x the speed of the base alone (95 % interval {low:.2f} to {high:.2f})"
-    if alone := speed.head_alone:
-        own = f"{alone.ratio:.2f}x ({alone.interval[0]:.2f} to {alone.interval[1]:.2f})"
-        measured += f"; head alone {own}, with prompt lookup {ratio:.2f}x"
+    gain = f"{ratio:.2f}x the speed of the base alone (95 % interval {low:.2f} to {high:.2f})"
+    if head := speed.head_alone:
+        head_gain = f"{head.ratio:.2f}x ({head.interval[0]:.2f} to {head.interval[1]:.2f})"
+        gain += f"; head alone {head_gain}, with prompt lookup {ratio:.2f}x"
     elif results.settings.tree == "lookup":
-        measured += "; by prompt lookup alone, as the head's drafts do not pay here"
-    why = f"a step gives {online.tokens_per_forward:.2f} tokens"
+        gain += "; by prompt lookup alone, as the head's drafts do not pay here"
+    reason = f"a step gives {online.tokens_per_forward:.2f} tokens"
     if speed.step_overhead is not None:
-        why += f" and takes {speed.step_overhead:.2f} times as long as a step of the base alone"
+        reason += f" and takes {speed.step_overhead:.2f} times as long as a step of the base alone"
     if ratio <= 1.0:
         return (
-            f"Speculation does not pay on this machine: {measured}. The reason: {why}. A smaller "
+            f"Speculation does not pay on this machine: {gain}. The reason: {reason}. A smaller "
             f"tree, {remedy[0].lower()}{remedy[1:]}"
         )
     if low <= 1.0:
         return (
-            f"Speculation may pay on this machine, but the interval includes 1: {measured}; {why}."
+            f"Speculation may pay on this machine, but the interval includes 1: {gain}; {reason}."
         )
-    return f"Speculation pays on this machine: {measured}; {why}."
+    return f"Speculation pays on this machine: {gain}; {reason}."
 
 
-_figure = partial(with_interval, form=".3f")
+format_figure = partial(with_interval, form=".3f")
 
 
 def summary_rows(results: Results) -> SummaryRows:
     """Return the main table of the report: names and figures."""
-    return [*_subject(results), *_acceptance(results), *_against_base(results)]
+    return [*setting_rows(results), *acceptance_rows(results), *speed_rows(results)]
 
 
-def _subject(results: Results) -> Iterator[tuple[str, str]]:
+def setting_rows(results: Results) -> Iterator[tuple[str, str]]:
+    """Yield the rows on head, base, prompts and decoding."""
     head, base, settings = results.head, results.base, results.settings
     adapter = f" + {base.adapter}" if base.adapter else ""
     yield "head", f"{head.kind}, depth {head.depth}, {head.parameters:,} parameters"
@@ -87,12 +90,12 @@ def _subject(results: Results) -> Iterator[tuple[str, str]]:
     yield "prompts", f"{results.prompts.count} of {results.prompts.name}"
     yield "tree", describe_tree(settings)
     if settings.temperature:
-        kept = "lossless" if settings.lossless else "LOSSY: not the base's own distribution"
-        rule = f"acceptance {settings.acceptance} ({kept})"
+        law = "lossless" if settings.lossless else "LOSSY: not the base's own distribution"
+        rule = f"acceptance {settings.acceptance} ({law})"
         yield "sampling", f"temperature {settings.temperature:g}, {rule}"
-    if (drafted := results.draft_vocabulary) and (share := drafted.coverage) != 1.0:
-        known = "" if share is None else f", {share:.1%} of the training text"
-        yield "draft vocabulary", f"{drafted.size:,} tokens{known}"
+    if (vocabulary := results.draft_vocabulary) and (share := vocabulary.coverage) != 1.0:
+        coverage = "" if share is None else f", {share:.1%} of the training text"
+        yield "draft vocabulary", f"{vocabulary.size:,} tokens{coverage}"
 
 
 def describe_tree(settings: EvaluationSettings) -> str:
@@ -102,43 +105,46 @@ def describe_tree(settings: EvaluationSettings) -> str:
     return f"{settings.tree}, {settings.num_nodes} nodes"
 
 
-def _acceptance(results: Results) -> Iterator[tuple[str, str]]:
+def acceptance_rows(results: Results) -> Iterator[tuple[str, str]]:
+    """Yield the rows on accepted drafts, and on the base's own quality."""
     for name, rate in (("offline", results.offline), ("online", results.online)):
         if rate:
-            yield f"tokens per forward, {name}", _figure(rate.tokens_per_forward, rate.interval)
+            yield (
+                f"tokens per forward, {name}",
+                format_figure(rate.tokens_per_forward, rate.interval),
+            )
     if depths := results.calibration:
-        errors = ", ".join(f"{one.error:.3f}" for one in depths)
-        before = ", ".join(f"{one.error_before:.3f}" for one in depths)
+        errors = ", ".join(f"{depth.error:.3f}" for depth in depths)
+        before = ", ".join(f"{depth.error_before:.3f}" for depth in depths)
         yield "calibration error by depth", f"{errors} (before calibration {before})"
     for phase in results.phases:
         name = f"tokens per forward after phase {phase.phase}"
         yield name, f"{phase.tokens_per_forward:.3f}"
     names = {"before": "nats per token, base", "after": "nats per token, base + adapter"}
     names["change"] = "change of the base's nats per token"
-    for key, found in (results.base_quality or {}).items():
-        form = "+" if key == "change" else ""
-        text = with_interval(found.cross_entropy, found.cross_entropy_interval, f"{form}.4f")
-        yield names[key], text
+    for key, quality in (results.base_quality or {}).items():
+        form = "+.4f" if key == "change" else ".4f"
+        yield names[key], with_interval(quality.cross_entropy, quality.cross_entropy_interval, form)
 
 
-def _against_base(results: Results) -> Iterator[tuple[str, str]]:
+def speed_rows(results: Results) -> Iterator[tuple[str, str]]:
     """Yield the rows that compare text and speed with those of the base alone."""
     if loops := results.degenerate:
         yield "prompts whose text loops", f"{loops.flagged}"
-        if loops.flagged and (rest := loops.without):
-            rate = _figure(rest.tokens_per_forward, rest.interval)
-            yield "tokens per forward without those", rate
-    if (same := results.lossless) and same.compared:
-        text = f"{same.identical} of {same.compared} prompts{divergence_note(same)}"
-        if (gap := same.first_divergence_logit_gap) is not None:
+        if loops.flagged and (rate := loops.without):
+            text = format_figure(rate.tokens_per_forward, rate.interval)
+            yield "tokens per forward without those", text
+    if (lossless := results.lossless) and lossless.compared:
+        text = f"{lossless.identical} of {lossless.compared} prompts{divergence_note(lossless)}"
+        if (gap := lossless.first_divergence_logit_gap) is not None:
             text += f"; largest logit gap at a first difference {gap:.2g}"
         yield "identical to the base alone", text
     if speed := results.speed:
         yield "tokens per second, base alone", f"{speed.base_tokens_per_second:.1f}"
         yield "tokens per second, with head", f"{speed.tokens_per_second:.1f}"
-        yield "speed-up", _figure(speed.speedup, speed.interval)
-        if alone := speed.head_alone:
-            text = _figure(alone.ratio, alone.interval)
+        yield "speed-up", format_figure(speed.speedup, speed.interval)
+        if head := speed.head_alone:
+            text = format_figure(head.ratio, head.interval)
             yield "speed-up of the head alone, without prompt lookup", text
         if speed.step_overhead is not None:
             yield "time of a step over the base's", f"{speed.step_overhead:.3f}"
@@ -147,14 +153,15 @@ def _against_base(results: Results) -> Iterator[tuple[str, str]]:
 def depth_rows(results: Results) -> list[list[str]]:
     """Return the table by depth, its header first."""
     top = results.offline.top_k_accuracy if results.offline else []
-    measured = [one.per_depth if one else [] for one in (results.offline, results.online)]
+    sections = results.offline, results.online
+    counts = [section.per_depth if section else [] for section in sections]
     header = ["depth", "offline accepted / offered", "online accepted / offered"]
     header += [f"top {k + 1}" for k in range(len(top[0]) if top else 0)]
     rows = [header]
-    for depth in range(max(len(top), *map(len, measured))):
+    for depth in range(max(len(top), *map(len, counts))):
         cells = [
-            f"{counts[depth].accepted} / {counts[depth].offered}" if depth < len(counts) else ""
-            for counts in measured
+            f"{depths[depth].accepted} / {depths[depth].offered}" if depth < len(depths) else ""
+            for depths in counts
         ]
         accuracy = [f"{value:.3f}" for value in top[depth]] if depth < len(top) else []
         # prompt-lookup tokens reach deeper than the head drafts
@@ -167,10 +174,14 @@ def group_rows(results: Results) -> dict[str, list[list[str]]]:
     """Return the tables by groups of prompts, each with its header first, by their titles."""
     tables = {}
     for name in ("category", "input length", "thinking"):
-        found = getattr(results.online, f"by_{name.replace(' ', '_')}", {})
+        rates = getattr(results.online, f"by_{name.replace(' ', '_')}", {})
         rows = [
-            [label or f"no {name}", str(one.count), _figure(one.tokens_per_forward, one.interval)]
-            for label, one in found.items()
+            [
+                label or f"no {name}",
+                str(rate.count),
+                format_figure(rate.tokens_per_forward, rate.interval),
+            ]
+            for label, rate in rates.items()
         ]
         # a single category is all prompts
         if len(rows) > (name == "category"):
@@ -183,15 +194,14 @@ def group_rows(results: Results) -> dict[str, list[list[str]]]:
 def context_rows(results: Results) -> list[list[str]]:
     """Return the table by context length, its header first."""
     header = ["context", "tokens per forward", "over the first"]
-    timed = any(one.speed for one in results.contexts)
-    header += ["tokens/s, base", "tokens/s, head", "speed-up", "prompt, s"] if timed else []
+    if any(rate.speed for rate in results.contexts):
+        header += ["tokens/s, base", "tokens/s, head", "speed-up", "prompt, s"]
     rows = []
-    for one in results.contexts:
-        row = [f"{one.context:,}", with_interval(one.tokens_per_forward, one.interval)]
-        row.append(with_interval(one.over_first.ratio, one.over_first.interval))
-        if speed := one.speed:
-            rates = speed.base_tokens_per_second, speed.tokens_per_second
-            row += [f"{rate:.1f}" for rate in rates]
+    for rate in results.contexts:
+        row = [f"{rate.context:,}", with_interval(rate.tokens_per_forward, rate.interval)]
+        row.append(with_interval(rate.over_first.ratio, rate.over_first.interval))
+        if speed := rate.speed:
+            row += [f"{speed.base_tokens_per_second:.1f}", f"{speed.tokens_per_second:.1f}"]
             row += [with_interval(speed.speedup, speed.interval), f"{speed.prompt_seconds:.1f}"]
         rows.append(row)
     return [header, *rows]

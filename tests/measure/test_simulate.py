@@ -17,16 +17,16 @@ from specheads.measure.simulate import (
     Arrival,
     LoadResults,
     LoadRow,
-    Served,
-    Step,
+    ServedRequest,
+    ServerStep,
     computed_cost,
     load_table,
-    poisson,
+    model_sizes,
+    poisson_arrivals,
     read_arrivals,
     sampled_lengths,
     simulate,
-    sizes,
-    summarise,
+    summarise_load,
 )
 from tests import tiny
 
@@ -41,29 +41,29 @@ def linear(fixed: float, token: float = 0.0, context: float = 0.0, share: float 
 def run(
     cost: StepCost,
     arrivals: list[Arrival],
-    right: Sequence[int] | None = None,
+    num_right: Sequence[int] | None = None,
     rates: Sequence[float] = RATES,
     seed: int = 0,
-    **how: Any,
-) -> tuple[list[Served], list[Step]]:
-    """Simulate a chain whose drafts are `right`, in each request, or sampled from the rates."""
-    each = [
-        [*right] if right else sampled_lengths(rates, (seed, number), one.new_tokens)
-        for number, one in enumerate(arrivals)
+    **settings: Any,
+) -> tuple[list[ServedRequest], list[ServerStep]]:
+    """Simulate a chain with `num_right` drafts right in each request, or sampled from the rates."""
+    lengths = [
+        [*num_right] if num_right else sampled_lengths(rates, (seed, number), arrival.new_tokens)
+        for number, arrival in enumerate(arrivals)
     ]
-    return simulate(Goodput(cost, rates), arrivals, each, **how)
+    return simulate(Goodput(cost, rates), arrivals, lengths, **settings)
 
 
 @pytest.mark.parametrize(
-    "load", [0.6, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.3, 0.8))]
+    "load", [0.6, *(pytest.param(load, marks=pytest.mark.slow) for load in (0.3, 0.8))]
 )
 def test_mean_wait_matches_m_d_1(load):
     # one row and a service time of 0.5 s: 0.25 s for the prompt and 0.25 s for one step
     number = 100_000 if load == 0.8 else 40_000
-    arrivals = poisson(load / 0.5, number, prompt_tokens=1, new_tokens=2, seed=3)
+    arrivals = poisson_arrivals(load / 0.5, number, prompt_tokens=1, new_tokens=2, seed=3)
     served = run(linear(0.25), arrivals, [0], depth=0)[0]
     theory = load * 0.5 / (2 * (1 - load))
-    waits = [one.first - 0.25 - one.arrival.seconds for one in served]
+    waits = [row.first_token_time - 0.25 - row.arrival.seconds for row in served]
     assert np.mean(waits) == pytest.approx(theory, rel=0.03)
 
 
@@ -72,51 +72,51 @@ def test_events_follow_the_engine():
     #  3.0  B arrives; its prompt takes from 4.0 to 6.0, steps of both until 8.0 and 10.0
     arrivals = [Arrival(0.0, 10, 4), Arrival(3.0, 10, 3)]
     (first, second), steps = run(linear(2.0), arrivals, [0] * 4, max_batch=2, depth=0)
-    assert [(began, batch) for began, _, batch, _ in steps] == [(2, 1), (6, 2), (8, 2)]
-    assert (first.first, first.finished) == (2.0, 10.0)
-    assert (second.first, second.finished) == (6.0, 10.0)
+    assert [(step.start_time, step.batch) for step in steps] == [(2, 1), (6, 2), (8, 2)]
+    assert (first.first_token_time, first.end_time) == (2.0, 10.0)
+    assert (second.first_token_time, second.end_time) == (6.0, 10.0)
 
 
 def test_right_drafts_are_replayed_by_position():
-    #  place     0 1 2 3 4 5    from the first token on: 2 drafts right, then at place 3 none,
-    #  right     2 . . 0 1 .    at place 4 one, and the last token ends it
-    arrivals, right = [Arrival(0.0, 1, 8)], [2, 9, 9, 0, 1, 9, 9, 9]
-    (served,), steps = run(linear(1.0), arrivals, right, depth=2)
+    #  position  0 1 2 3 4 5    from the first token on: 2 drafts right, then at position 3 none,
+    #  right     2 . . 0 1 .    at position 4 one, and the last token ends it
+    arrivals, num_right = [Arrival(0.0, 1, 8)], [2, 9, 9, 0, 1, 9, 9, 9]
+    (served,), steps = run(linear(1.0), arrivals, num_right, depth=2)
     assert (len(steps), served.tokens) == (4, 8)
-    assert len(run(linear(1.0), arrivals, right, depth=0)[1]) == 7
+    assert len(run(linear(1.0), arrivals, num_right, depth=0)[1]) == 7
 
 
 def test_a_draft_that_is_right_to_its_end_says_nothing_of_deeper_levels():
-    served = Served(Arrival(0.0, 1, 9), [2] * 9, RequestRates(MovingRates(RATES)), tokens=1)
-    served.take(2, observed=True)
+    served = ServedRequest(Arrival(0.0, 1, 9), [2] * 9, RequestRates(MovingRates(RATES)), tokens=1)
+    served.add_step(2, is_observed=True)
     assert served.tokens == 4
-    found = served.rates.drafted.rates
-    assert found[0] > RATES[0]
-    assert found[1] > RATES[1]
-    assert found[2:] == RATES[2:]
+    rates = served.rates.drafted.rates
+    assert rates[0] > RATES[0]
+    assert rates[1] > RATES[1]
+    assert rates[2:] == RATES[2:]
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 )
 def test_goodput_beats_every_fixed_depth_under_varying_load(seed):
     # a draft is cheap for one row; for 16 rows each node costs about a whole step
     cost = linear(0.02, 1.5e-3, 1e-7)
     # a Poisson process whose rate is 1, 10, 1 and 7.5 requests per second, each for 31 seconds
-    passed, part = np.random.default_rng(seed).exponential(size=600).cumsum(), 600 / 5 / 3.9
-    ends = np.cumsum([0, 1.0, 10.0, 1.0, 7.5]) * part
-    rounds, rest = np.divmod(passed, ends[-1])
-    times = rounds * 4 * part + np.interp(rest, ends, part * np.arange(5))
+    waits, period = np.random.default_rng(seed).exponential(size=600).cumsum(), 600 / 5 / 3.9
+    ends = np.cumsum([0, 1.0, 10.0, 1.0, 7.5]) * period
+    rounds, remainder = np.divmod(waits, ends[-1])
+    times = rounds * 4 * period + np.interp(remainder, ends, period * np.arange(5))
     arrivals = [Arrival(time, 5, 48) for time in times.tolist()]
 
     def figures(depth: int | None) -> tuple[float, float]:
-        row = summarise("", "", *run(cost, arrivals, seed=seed, max_batch=16, depth=depth))
+        row = summarise_load("", "", *run(cost, arrivals, seed=seed, max_batch=16, depth=depth))
         return row.latency["mean"], row.tokens_per_second
 
     latency, speed = figures(None)
     fixed = [figures(depth) for depth in range(5)]
-    assert latency < min(one for one, _ in fixed)
-    assert speed >= 0.999 * max(one for _, one in fixed)
+    assert latency < min(fixed_latency for fixed_latency, _ in fixed)
+    assert speed >= 0.999 * max(fixed_speed for _, fixed_speed in fixed)
 
 
 def test_recorded_arrivals_are_read_and_errors_name_the_line(tmp_path: Path):
@@ -124,8 +124,8 @@ def test_recorded_arrivals_are_read_and_errors_name_the_line(tmp_path: Path):
     late, early = {"seconds": 2, "prompt_tokens": 3, "new_tokens": 4}, {"seconds": 0.5}
     file.write_text("\n".join(map(json.dumps, [late, late | early])))
     assert read_arrivals(file) == [Arrival(0.5, 3, 4), Arrival(2.0, 3, 4)]
-    for wrong in (early, late | {"new_tokens": 0}, late | {"prompt_tokens": 1.5}):
-        file.write_text(json.dumps(wrong))
+    for invalid in (early, late | {"new_tokens": 0}, late | {"prompt_tokens": 1.5}):
+        file.write_text(json.dumps(invalid))
         with pytest.raises(InputError, match=r"_tokens in line 1 of .* must be a whole number"):
             read_arrivals(file)
 
@@ -137,17 +137,21 @@ def test_recorded_arrivals_are_read_and_errors_name_the_line(tmp_path: Path):
 def test_sizes_count_own_parameters_once(kind: str):
     base = tiny.base()
     head = build_for_base({"kind": kind, "depth": 3}, base)
-    found, own = sizes(base, head), sum(one.numel() for one in head.parameters())
-    lent = tiny.VOCAB * base.width
-    whole = {"medusa": own // 3}.get(kind, own + lent)
-    assert (found["draft_parameters"], found["levels"]) == (whole, 1 if kind == "medusa" else 3)
+    sizes = model_sizes(base, head)
+    num_parameters = sum(parameter.numel() for parameter in head.parameters())
+    draft_parameters = num_parameters + tiny.VOCAB * base.width
+    if kind == "medusa":
+        draft_parameters = num_parameters // 3
+    levels = 1 if kind == "medusa" else 3
+    assert (sizes["draft_parameters"], sizes["levels"]) == (draft_parameters, levels)
 
 
 def test_a_block_is_drafted_whole_for_a_chain_of_any_depth():
     cost = replace(linear(2.0, token=0.1), levels=4)
-    whole = [cost.seconds(3, 0, depth + 1, depth) for depth in range(5)]
-    verified = [cost.verify.seconds(3 * (depth + 1), 0) for depth in range(5)]
-    assert whole == [verified[0], *(one + cost.draft.seconds(3 * 4, 0) for one in verified[1:])]
+    steps = [cost.seconds(3, 0, depth + 1, depth) for depth in range(5)]
+    verify = [cost.verify.seconds(3 * (depth + 1), 0) for depth in range(5)]
+    draft = cost.draft.seconds(3 * 4, 0)
+    assert steps == [verify[0], *(seconds + draft for seconds in verify[1:])]
 
 
 def test_forward_reads_weights_and_context_and_computes_tokens():
@@ -165,6 +169,6 @@ def test_large_figures_have_no_exponent():
         load="2", draft="none", latency=times, first_token=times, tokens_per_second=4_954_000.0,
         mean_depth=0.0,
     )  # fmt: skip
-    made = load_table(LoadResults(times="measured", rates=[], max_batch=1, seed=0, rows=[row]))
-    wanted = ("2", "none", "1,368", "0.318", "1,000", "12.3", "1,368", "4,954,000", "0.00")
-    assert made.rows == [wanted]
+    table = load_table(LoadResults(times="measured", rates=[], max_batch=1, seed=0, rows=[row]))
+    cells = ("2", "none", "1,368", "0.318", "1,000", "12.3", "1,368", "4,954,000", "0.00")
+    assert table.rows == [cells]
