@@ -304,7 +304,7 @@ def lessons(source: Source, bar: Progress) -> Iterator[tuple[TokenBatch, Tensor]
     head, seed = source.head, source.settings.seed
     phases = [phase for phase in schedule_phases(source.settings.schedule) if phase.settings.steps]
     for phase in phases:
-        text = source.texts.open(phase, bar, lambda: None)
+        text = source.texts.open_phase(phase, bar, lambda: None)
         for number, (batch, _) in zip(range(phase.first, phase.end), text.batches(), strict=False):
             loss_mask = batch.loss_mask
             if not head.num_anchors:

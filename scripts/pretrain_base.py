@@ -87,10 +87,10 @@ def train(options: argparse.Namespace) -> None:
         raise ValueError(
             f"{work} has a run of other settings to finish; repeat those, or remove it"
         )
-    texts = texts_of(options.data, options.column)
+    texts = load_texts(options.data, options.column)
     torch.manual_seed(options.seed)
-    model, tokenizer = base_of(options, texts)
-    rows = packed(texts, tokenizer, options.sequence_length)
+    model, tokenizer = build_base(options, texts)
+    rows = pack_rows(texts, tokenizer, options.sequence_length)
     if len(rows) < 2 * options.batch_size:
         raise ValueError(
             f"the text must fill two batches of {options.batch_size} x {options.sequence_length} "
@@ -134,7 +134,7 @@ def train(options: argparse.Namespace) -> None:
     shutil.rmtree(work)
 
 
-def texts_of(data: str, column: str) -> Dataset:
+def load_texts(data: str, column: str) -> Dataset:
     """Return the texts of a file, of all files of a folder, or of the standard library."""
     if data.endswith((".parquet", ".jsonl")):
         kind = "parquet" if data.endswith(".parquet") else "json"
@@ -148,7 +148,7 @@ def texts_of(data: str, column: str) -> Dataset:
     )
 
 
-def base_of(options: argparse.Namespace, texts: Dataset) -> tuple[Any, Any]:
+def build_base(options: argparse.Namespace, texts: Dataset) -> tuple[Any, Any]:
     """Return the model before its first step, and its tokenizer."""
     width, heads, kv_heads = options.width, options.heads, options.kv_heads
     if width % (2 * heads) or heads % kv_heads:
@@ -160,8 +160,12 @@ def base_of(options: argparse.Namespace, texts: Dataset) -> tuple[Any, Any]:
     lines: Any = texts[texts.column_names[0]]
     trained.train_from_iterator(lines, options.vocab_size, special_tokens=[END])
     end: Any = trained.token_to_id(END)
-    how = {"bos_token": END, "eos_token": END, "model_max_length": options.context}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, **how)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=trained._tokenizer,
+        bos_token=END,
+        eos_token=END,
+        model_max_length=options.context,
+    )
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
@@ -177,14 +181,15 @@ def base_of(options: argparse.Namespace, texts: Dataset) -> tuple[Any, Any]:
     return LlamaForCausalLM(config), tokenizer
 
 
-def packed(texts: Dataset, tokenizer: Any, length: int) -> Dataset:
+def pack_rows(texts: Dataset, tokenizer: Any, length: int) -> Dataset:
     """Return rows of `length` tokens of one long text, documents divided by the end token."""
 
     def pack(batch: Mapping[str, list[str]]) -> dict[str, list[list[int]]]:
         (column,) = batch.values()
         documents: Iterator[list[int]] = iter(tokenizer(column)["input_ids"])
         tokens = list(chain.from_iterable([*ids, tokenizer.eos_token_id] for ids in documents))
-        rows = [tokens[at : at + length] for at in range(0, len(tokens) - length + 1, length)]
+        starts = range(0, len(tokens) - length + 1, length)
+        rows = [tokens[start : start + length] for start in starts]
         return {"input_ids": rows, "labels": rows}
 
     return texts.map(pack, batched=True, remove_columns=texts.column_names)

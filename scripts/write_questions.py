@@ -27,8 +27,8 @@ from specheads.data.masks import added_token_ids
 from specheads.data.rendering import QUESTION, QUESTION_TEXT
 from specheads.decoding.sampling import Sampling
 from specheads.runs.progress import progress_display
-from specheads.training.distill import build
-from specheads.training.distill.engines import Answer, GenerationRequest
+from specheads.training.distill import build_engine
+from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest
 
 FEWEST_WORDS = 3
 
@@ -121,11 +121,11 @@ def questions(base: FrozenBase, options: argparse.Namespace) -> list[str]:
     settings = DistillSettings(
         num_samples=options.num, batch_size=options.batch, engine=options.engine
     )
-    answers = build(settings, base, max_length=len(opening) + room)(pull)
+    answers = build_engine(settings, base, max_length=len(opening) + room)(pull)
     with progress_display(shown=True) as bar, closing(answers):
         task = bar.add_task("questions", total=options.num, completed=len(texts), numbers="")
         try:
-            for answer in (event for event in answers if isinstance(event, Answer)):
+            for answer in (event for event in answers if isinstance(event, GeneratedAnswer)):
                 if len(finished_numbers) % options.batch == 0:
                     save()
                 finished_numbers.add(answer.number)

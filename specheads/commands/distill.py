@@ -20,7 +20,7 @@ from specheads.core.files import writable_folder
 from specheads.data.sources import refuse_unreadable
 from specheads.heads.load import load_head
 from specheads.runs.progress import progress_display
-from specheads.training.distill.run import job_of, refuse_not_decoding, write_folder
+from specheads.training.distill.run import refuse_not_decoding, text_job, write_folder
 from specheads.training.distill.shards import as_markdown
 from specheads.training.processes import accelerator_of_environment, explain_lost_process, load_base
 
@@ -76,6 +76,6 @@ def distill(
         base = load_base(base_settings, accelerator, ends_only=settings.features.source == "vllm")
         refuse_not_decoding(base, texts, folder)
     head = load_head(settings.head_path, base) if settings.head_path else None
-    job = job_of(settings.data, base, texts, folder, accelerator, settings.seed, head)
+    job = text_job(settings.data, base, texts, folder, accelerator, settings.seed, head)
     with progress_display(shown=accelerator.is_main_process) as bar:
         return write_folder(job, bar, lambda: None)

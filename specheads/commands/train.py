@@ -71,12 +71,13 @@ def run(settings: Train) -> None:
             configure(settings.head)
         _dry_run.show_examples(settings)
         return
-    made = train(settings=settings, announce=Console(markup=False).print)
-    results = read_results(Results, made.report / "results.json")
+    run_directory = train(settings=settings, announce=Console(markup=False).print)
+    results = read_results(Results, run_directory.report / "results.json")
     if settings.evaluate_after and results and PartialState().is_main_process:
-        print_results(results, page=made.report / "report.html")
+        print_results(results, page=run_directory.report / "report.html")
         sys.stdout.write(shortage_note(results.prompts, settings))
-        sys.stdout.write(f"next: specheads tune run={made.path}, specheads chat run={made.path}\n")
+        run_name = f"run={run_directory.path}"
+        sys.stdout.write(f"next: specheads tune {run_name}, specheads chat {run_name}\n")
     leave_process_group()
 
 
@@ -93,41 +94,41 @@ def train(
     `overrides` are like `["name=mine", "head=medusa"]`; `announce` is called with lines for people.
     """
     settings = settings or checked_settings(Train, overrides, recipe=recipe)
-    made = RunDirectory(Path(settings.run_dir))
+    run_directory = RunDirectory(Path(settings.run_dir))
     accelerator = accelerator_of_environment(settings.base.dtype)
-    _settle_batches(settings, made, accelerator, announce)
-    begin = stage_announcer(_stages(settings), settings.minutes)
+    _resolve_batch_sizes(settings, run_directory, accelerator, announce)
+    begin_stage = stage_announcer(_stage_names(settings), settings.minutes)
     with explain_lost_process():
-        head, base = _train(settings, made, accelerator, base, announce, begin)
+        head, base = _train(settings, run_directory, accelerator, base, announce, begin_stage)
     if not accelerator.is_main_process:
-        return made
-    card.write_card(made, asdict(settings), head, base)
-    announce(f"head: {made.head}")
-    if made.adapter.is_dir():
-        announce(f"adapter of the base: {made.adapter}")
+        return run_directory
+    card.write_card(run_directory, asdict(settings), head, base)
+    announce(f"head: {run_directory.head}")
+    if run_directory.adapter.is_dir():
+        announce(f"adapter of the base: {run_directory.adapter}")
     if settings.evaluate_after and not base.decodes:
         announce(
             f"{base.where} cannot decode in one process: measure with specheads evaluate "
-            f"run={made.path}"
+            f"run={run_directory.path}"
         )
     elif settings.evaluate_after:
-        announce(begin("evaluation"))
-        evaluated = Evaluate(
-            run=str(made.path),
+        announce(begin_stage("evaluation"))
+        evaluation = Evaluate(
+            run=str(run_directory.path),
             seed=settings.seed,
             base=settings.base,
             data=settings.data,
             tree=settings.tree,
             evaluation=settings.evaluation,
         )
-        results = evaluate(settings=evaluated, base=base)
+        results = evaluate(settings=evaluation, base=base)
         # keep the tree that was chosen for greedy decoding, as specheads tune does
         if results.tuned and settings.evaluation.temperature == 0:
-            write_atomic(made.head / FILE, dumps(results.tuned))
-    return made
+            write_atomic(run_directory.head / FILE, dumps(results.tuned))
+    return run_directory
 
 
-def _stages(settings: Train) -> list[str]:
+def _stage_names(settings: Train) -> list[str]:
     """Return the names of the stages of a training, in their order."""
     names = []
     for name, phase in settings.schedule.phases.items():
@@ -139,90 +140,92 @@ def _stages(settings: Train) -> list[str]:
 
 def _train(
     settings: Train,
-    made: RunDirectory,
+    run_directory: RunDirectory,
     accelerator: Accelerator,
     base: FrozenBase | None,
     announce: Announce,
-    stage: Callable[[str], str],
+    begin_stage: Callable[[str], str],
 ) -> tuple[Head, FrozenBase]:
     """Run every phase; return the head, and the base as loaded, without a trained adapter.
 
     Settings that would fail later raise before anything is written; see `stage_announcer`.
     """
     is_main, seed = accelerator.is_main_process, settings.seed
-    base = _checked_base(settings, made, accelerator, base)
+    base = _load_checked_base(settings, run_directory, accelerator, base)
     phases, data = settings.schedule.phases, settings.data
-    texts = PhaseData(phases, data, base, made.text, accelerator, announce, seed, stage)
+    phase_data = PhaseData(
+        phases, data, base, run_directory.text, accelerator, announce, seed, begin_stage
+    )
     torch.manual_seed(seed)
-    identity = texts.identity()
-    with ExitStack() as held:
+    identity = phase_data.identity()
+    with ExitStack() as resources:
 
         @cache
         def lock() -> None:
-            held.enter_context(sole_writer(made.path))
+            resources.enter_context(sole_writer(run_directory.path))
 
-        def begin() -> None:
+        def open_run() -> None:
             # one lock covers all processes of the run
             if is_main:
                 lock()
-                made.begin(compose.as_yaml(settings), identity)
+                run_directory.begin(compose.as_yaml(settings), identity)
 
         head, is_reduced = None, bool(settings.head.get("draft_tokens"))
         if settings.init:
             head = resume_head(settings.init, base, settings.head["kind"])
             is_reduced = head.draft_ids is not None
-        counts = texts.count_tokens(lambda: on_all_processes(begin)) if is_reduced else None
+        counts = phase_data.count_tokens(lambda: on_all_processes(open_run)) if is_reduced else None
         if head is None:
             head = build_for_base(settings.head, base, counts)
-        texts.head = head
-        source = _source(settings, base, head, announce, held)
-        held_out = texts.held_out(settings.validation)
+        phase_data.head = head
+        source = _feature_source(settings, base, head, announce, resources)
+        validation_set = phase_data.validation_set(settings.validation)
         if is_main:
             if counts is not None:
                 share = head.coverage(counts)
                 identity["draft_vocabulary"] = {"size": head.drafted_size, "coverage": share}
                 announce(f"{head.drafted_size} draft tokens cover {share:.1%} of the text")
             # a launcher may start fewer processes than requested without a message
-            number = accelerator.num_processes
-            announce(f"training with {number} process{'es' if number > 1 else ''}")
-        on_all_processes(begin)
-        source.begin(made, accelerator.process_index)
-        chosen = asdict(settings.tracker) | {"name": settings.name, "tell": announce}
-        tracker = Tracker(made.metrics, **chosen) if is_main else None
-        held.enter_context(closing(tracker) if tracker else nullcontext())
+            num_processes = accelerator.num_processes
+            announce(f"training with {num_processes} process{'es' if num_processes > 1 else ''}")
+        on_all_processes(open_run)
+        source.begin(run_directory, accelerator.process_index)
+        tracker_settings = asdict(settings.tracker) | {"name": settings.name, "tell": announce}
+        tracker = Tracker(run_directory.metrics, **tracker_settings) if is_main else None
+        resources.enter_context(closing(tracker) if tracker else nullcontext())
         trainer.train(
             base,
             head,
             settings.schedule,
-            texts.open,
-            made,
+            phase_data.open_phase,
+            run_directory,
             tracker,
             accelerator,
             seed=seed,
             log_every=settings.log_every,
             checkpoint_every=settings.checkpoint_every,
-            held_out=held_out,
+            held_out=validation_set,
             source=source,
         )
         if is_main:
             if settings.validation.keep == "best":
-                made.take_best(head)
-            made.end(head)
+                run_directory.take_best(head)
+            run_directory.end(head)
     return head, base
 
 
-def _source(
-    settings: Train, base: FrozenBase, head: Head, announce: Announce, held: ExitStack
+def _feature_source(
+    settings: Train, base: FrozenBase, head: Head, announce: Announce, resources: ExitStack
 ) -> FeatureSource:
-    """Return the source of features; servers are checked, and closed with `held`."""
+    """Return the source of features; servers are checked, and closed with `resources`."""
     phases, data = settings.schedule.phases, settings.data
     if settings.features.source == "vllm":
         # loads the client of servers
         from specheads.training.feature_server import VllmServer
 
-        longest = longest_row(settings.schedule, data, base.max_length)
-        server = VllmServer(settings.features, base, head, longest, announce)
-        return held.enter_context(closing(server))
+        max_row_tokens = longest_row(settings.schedule, data, base.max_length)
+        server = VllmServer(settings.features, base, head, max_row_tokens, announce)
+        return resources.enter_context(closing(server))
     if settings.features.source == "cache":
         num_rows = settings.validation.rows
         return feature_cache(
@@ -231,17 +234,17 @@ def _source(
     return LocalBase(base, head.aux_layers)
 
 
-def _settle_batches(
-    settings: Train, made: RunDirectory, accelerator: Accelerator, announce: Announce
+def _resolve_batch_sizes(
+    settings: Train, run_directory: RunDirectory, accelerator: Accelerator, announce: Announce
 ) -> None:
     """Replace every `batch_size=auto` by a number.
 
     The number is that of the run that resumes, or of the largest batch that fits.
     """
     names, phases = auto_phases(settings.schedule), settings.schedule.phases
-    run = read_settings(made.config) if made.config.is_file() else {}
-    before = run.get("schedule", {}).get("phases", {})
-    sizes = {name: before.get(name, {}).get("batch_size") for name in names}
+    saved = read_settings(run_directory.config) if run_directory.config.is_file() else {}
+    saved_phases = saved.get("schedule", {}).get("phases", {})
+    sizes = {name: saved_phases.get(name, {}).get("batch_size") for name in names}
     if not all(isinstance(size, int) for size in sizes.values()):
         sizes = largest_batch_sizes(_dry_run.setup_of(settings), accelerator)
     for name, size in sizes.items():
@@ -250,8 +253,8 @@ def _settle_batches(
             announce(f"phase {name!r}: batch_size=auto is {size}")
 
 
-def _checked_base(
-    settings: Train, made: RunDirectory, accelerator: Accelerator, base: FrozenBase | None
+def _load_checked_base(
+    settings: Train, run_directory: RunDirectory, accelerator: Accelerator, base: FrozenBase | None
 ) -> FrozenBase:
     """Return the base; raise for settings that cannot be used, before anything is written."""
     depth: int = (load_head(settings.init) if settings.init else configure(settings.head)).depth
@@ -260,19 +263,21 @@ def _checked_base(
     base = base or load_base(
         settings.base, accelerator, ends_only=settings.features.source == "vllm"
     )
-    processes = row_share(base.sharding, accelerator).world_size
+    num_shares = row_share(base.sharding, accelerator).world_size
     if base.tokenizer is None or len(base.tokenizer) > base.vocab_size:
-        got = "no tokenizer" if base.tokenizer is None else f"{len(base.tokenizer)} tokens"
+        size = "no tokenizer" if base.tokenizer is None else f"{len(base.tokenizer)} tokens"
         raise InputError(
             "training needs the tokenizer that the base was trained with, and its vocabulary of "
-            f"{base.vocab_size} tokens, got {got} in {base.name}; add its files, such as "
+            f"{base.vocab_size} tokens, got {size} in {base.name}; add its files, such as "
             "tokenizer.json"
         )
     joint, phases = adapter_settings(settings.schedule), settings.schedule.phases
     for name, phase in phases.items():
-        refuse_misfit(name, phase, base.max_length, depth, processes)
+        refuse_misfit(name, phase, base.max_length, depth, num_shares)
         if phase.distill:
-            refuse_not_decoding(base, phase.distill, Path(phase.distill.folder or made.text))
+            refuse_not_decoding(
+                base, phase.distill, Path(phase.distill.folder or run_directory.text)
+            )
     if base.sharding and (joint or settings.features.source == "cache"):
         raise InputError(
             "joint training and features=cache need the whole base in each process, but "

@@ -34,9 +34,9 @@ LOSSES = (
     *("cross_entropy_l1", "lk", "lk_hybrid"),
 )
 """All losses: each is the function of this name in training/losses.py."""
-LOCAL_ENGINES, EXTERNAL_ENGINES = ("local", "transformers"), ("vllm", "openai")
-"""Engines of generated text that use the loaded base, and those that load the weights again."""
-ENGINES = (*LOCAL_ENGINES, *EXTERNAL_ENGINES)
+EXTERNAL_ENGINES = ("vllm", "openai")
+"""Engines of generated text that load the weights of the base again."""
+ENGINES = ("local", *EXTERNAL_ENGINES)
 FAULTS = ("loop", "empty", "truncated")
 """Reasons to drop a generated answer."""
 
@@ -60,8 +60,8 @@ class DistillSettings(SamplingSettings):
     """Answers to drop: loop (ends in a repetition), empty, truncated (stopped by a limit, in
     conversations only). None drops all three in conversations, and nothing of continued text."""
     engine: Annotated[str, one_of(*ENGINES), SameText(), Resumable()] = "local"
-    """Engine that generates: local (this package), transformers, vllm, or openai (a server with
-    that protocol)."""
+    """Engine that generates: local (this package), vllm, or openai (a server with that
+    protocol)."""
     batch_size: Annotated[PositiveInt, SameText(), Resumable()] = 64
     """Texts generated at once, or open requests of a server."""
     use_head: Annotated[bool, SameText(), Resumable()] = False

@@ -39,10 +39,10 @@ from specheads.runs.directory import RunDirectory
 from specheads.training.distill.openai import (
     KEY_VARIABLE,
     REMEDIES,
-    key_in,
-    quoted,
-    refuse,
-    shown_url,
+    public_address,
+    quote_message,
+    read_api_key,
+    refuse_server,
 )
 from specheads.training.features import (
     FeatureSource,
@@ -51,28 +51,36 @@ from specheads.training.features import (
     server_token_bytes,
 )
 
-SERVE = "start it with the command that `specheads serve-features` prints for this head"
-TRANSIENT = (404, 408, 409, 429)
+START_SERVER = "start it with the command that `specheads serve-features` prints for this head"
+RETRIED_STATUSES = (404, 408, 409, 429)
 """Status codes, next to those of 500 and above, after which the request is sent again. A server
 that was started again under another name gives the first one."""
-PROBE = 16
+PROBE_TOKENS = 16
 """Tokens of the text by which a server is checked."""
 TOLERANCE = 2.0**-6
 """Largest relative difference of two roundings to bfloat16."""
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
-"""Seconds between two attempts."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 10.0
+"""Pause between two attempts."""
 LAST_SWEEP_SECONDS = 5.0
 """Longest wait at the end for files of abandoned requests."""
 
-Document = tuple[int, int, np.ndarray]
-"""Row, first position and tokens of a document."""
+
+@dataclass(frozen=True, slots=True)
+class DocumentInRow:
+    """A document of a batch, up to the token before its last label."""
+
+    row: int
+    start: int
+    """First position in the row."""
+    tokens: np.ndarray
 
 
 @dataclass
-class _Server:
+class ServerState:
     """One server."""
 
-    shown: str
+    address: str
+    """Without passwords."""
     client: OpenAI
     model: str = ""
     """Its name for the base."""
@@ -84,9 +92,9 @@ class _Server:
 
 
 class VllmServer(FeatureSource):
-    """Requests features from servers, up to some batches ahead; the base has no layers here.
+    """Requests features from servers, some batches ahead; the base has no layers here.
 
-    `longest` is the number of tokens of the longest row; `announce` is called with lines for
+    `max_row_tokens` is the number of tokens of the longest row; `announce` is called with lines for
     people.
 
     Raises:
@@ -100,7 +108,7 @@ class VllmServer(FeatureSource):
         settings: FeatureSettings,
         base: FrozenBase,
         head: Head,
-        longest: int,
+        max_row_tokens: int,
         announce: Callable[[str], object],
     ) -> None:
         if not settings.url or not settings.folder:
@@ -110,41 +118,43 @@ class VllmServer(FeatureSource):
                 "serve-features` prints them"
             )
         self.settings, self.base, self.announce = settings, base, announce
-        self.layers, self.longest = server_layers(head, base.num_layers), longest
+        self.layers, self.max_row_tokens = server_layers(head, base.num_layers), max_row_tokens
         self.aux_layers = head.aux_layers
-        size = longest * server_token_bytes(self.layers, base.width, base.dtype)
-        if size > settings.max_gib * 2**30:
+        file_bytes = max_row_tokens * server_token_bytes(self.layers, base.width, base.dtype)
+        if file_bytes > settings.max_gib * 2**30:
             raise InputError(
-                f"features.max_gib must hold the states of a row of {longest} tokens, "
-                f"{size / 2**30:.3f} GiB, got {settings.max_gib:g}; raise it"
+                f"features.max_gib must hold the states of a row of {max_row_tokens} tokens, "
+                f"{file_bytes / 2**30:.3f} GiB, got {settings.max_gib:g}; raise it"
             )
         self.folder = writable_folder(settings.folder)
         self.waited_seconds: float = 0.0
         self.name = uuid.uuid4().hex[:12]
         """Part of the names of this process's files."""
-        self._key = key_in(KEY_VARIABLE)
+        self._key = read_api_key(KEY_VARIABLE)
         self._headers: dict[str, Any] = {} if self._key else {"Authorization": Omit()}
         # with an empty key the client would look into the environment; a failed server is checked
         # before it is asked again
         limits = {"timeout": settings.timeout_seconds, "max_retries": 0}
         self._servers = [
-            _Server(shown_url(url), OpenAI(base_url=url, api_key=self._key or "none", **limits))
+            ServerState(
+                public_address(url), OpenAI(base_url=url, api_key=self._key or "none", **limits)
+            )
             for url in settings.url
         ]
-        self._turn, self._closing = count(), Event()
-        self._ends = Lock()
+        self._request_numbers, self._closing = count(), Event()
+        self._base_lock = Lock()
         """A forward of the base's ends belongs to one thread."""
-        self._reference: Tensor | None = None
+        self._probe_states: Tensor | None = None
         """States of the probe at the start."""
-        self._active: set[str] = set()
-        self._ready: dict[bytes, Future[Tensor]] = {}
+        self._open_requests: set[str] = set()
+        self._states_by_tokens: dict[bytes, Future[Tensor]] = {}
         # each worker has at most one file
-        workers = settings.concurrency * len(self._servers)
-        workers = min(workers, int(settings.max_gib * 2**30) // size)
-        self._pool = ThreadPoolExecutor(workers, "features")
+        num_workers = settings.concurrency * len(self._servers)
+        num_workers = min(num_workers, int(settings.max_gib * 2**30) // file_bytes)
+        self._pool = ThreadPoolExecutor(num_workers, "features")
         try:
             for server in self._servers:
-                self._refuse_unusable(server)
+                self._check_server(server)
         except BaseException:
             self.close()
             raise
@@ -156,27 +166,30 @@ class VllmServer(FeatureSource):
         Paths may be the same on several machines, so the time of its start is part of the name.
         """
         start = read_json(run.provenance)["start"]
-        own = hashlib.sha256(f"{run.path.resolve()} {start}".encode()).hexdigest()[:12]
-        self.name = f"{own}-{rank}"
-        self._sweep()
-        file, now = run.path / "states.safetensors", self._reference
-        assert now is not None
+        run_id = hashlib.sha256(f"{run.path.resolve()} {start}".encode()).hexdigest()[:12]
+        self.name = f"{run_id}-{rank}"
+        self._remove_abandoned_files()
+        file, states = run.path / "states.safetensors", self._probe_states
+        assert states is not None
         if file.is_file():
-            before = load(file.read_bytes())["states"].to(now.device)
-            self._refuse_other_states(before, now, self._servers[0].shown)
+            saved_states = load(file.read_bytes())["states"].to(states.device)
+            self._refuse_changed_states(saved_states, states, self._servers[0].address)
         elif not rank:
-            write_atomic(file, save({"states": now.contiguous().cpu()}))
+            write_atomic(file, save({"states": states.contiguous().cpu()}))
 
     def ahead(self, batch: TokenBatch) -> None:
         """Send the requests of a batch."""
-        for _, _, tokens in _documents(batch):
-            if (key := tokens.tobytes()) not in self._ready:
-                self._ready[key] = self._pool.submit(self._fetch, tokens.tolist())
+        for document in _documents(batch):
+            if (key := document.tokens.tobytes()) not in self._states_by_tokens:
+                self._states_by_tokens[key] = self._submit(document)
 
     def drop(self) -> None:
         """Forget the batches that were fetched ahead."""
-        for key in list(self._ready):
-            self._ready.pop(key).cancel()
+        for key in list(self._states_by_tokens):
+            self._states_by_tokens.pop(key).cancel()
+
+    def _submit(self, document: DocumentInRow) -> Future[Tensor]:
+        return self._pool.submit(self._fetch_states, document.tokens.tolist())
 
     @torch.no_grad()
     def features(self, batch: TokenBatch) -> Features:
@@ -191,18 +204,19 @@ class VllmServer(FeatureSource):
         self.ahead(batch)
         shape = (*batch.tokens.shape, len(self.layers), self.base.width)
         states = torch.zeros(shape, dtype=self.base.dtype)
-        began = time.perf_counter()
-        for row, first, tokens in _documents(batch):
+        start_time = time.perf_counter()
+        for document in _documents(batch):
             # a text that is twice in a batch is requested twice
-            wanted = self._ready.pop(tokens.tobytes(), None)
-            wanted = wanted or self._pool.submit(self._fetch, tokens.tolist())
+            future = self._states_by_tokens.pop(document.tokens.tobytes(), None)
+            future = future or self._submit(document)
             # the main thread reacts to a signal between two waits
-            while not wait([wanted], 0.5).done:
+            while not wait([future], 0.5).done:
                 pass
-            states[row, first : first + len(tokens)] = wanted.result()
-        self.waited_seconds += time.perf_counter() - began
+            end = document.start + len(document.tokens)
+            states[document.row, document.start : end] = future.result()
+        self.waited_seconds += time.perf_counter() - start_time
         states = to_device(states, self.base.device)
-        with self._ends:
+        with self._base_lock:
             return features_of(states, self.layers, self.aux_layers, self.base, batch)
 
     def close(self) -> None:
@@ -212,55 +226,59 @@ class VllmServer(FeatureSource):
         self._pool.shutdown(cancel_futures=True)
         for server in self._servers:
             server.client.close()
-        until = time.monotonic() + LAST_SWEEP_SECONDS
-        while self._sweep() and time.monotonic() < until:
+        deadline = time.monotonic() + LAST_SWEEP_SECONDS
+        while self._remove_abandoned_files() and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def _fetch(self, tokens: list[int]) -> Tensor:
-        """Return the states of a document; ask again while this may help, and other servers."""
-        began, turn = time.monotonic(), next(self._turn)
+    def _fetch_states(self, tokens: list[int]) -> Tensor:
+        """Return the states of a document; retry while this may help, with other servers too."""
+        start, number = time.monotonic(), next(self._request_numbers)
+        patience = self.settings.patience_seconds
         for attempt in count():
-            server = self._servers[(turn + attempt) % len(self._servers)]
+            server = self._servers[(number + attempt) % len(self._servers)]
             try:
-                self._check_again(server)
-                return self._ask(server, tokens)[0]
+                self._recheck_server(server)
+                return self._request_states(server, tokens)[0]
             except ConnectionError as error:
-                gone = "" if self.folder.is_dir() else f"features.folder={self.folder} is gone"
-                server.failure = gone or str(error)
+                server.failure = str(error)
+                if not self.folder.is_dir():
+                    server.failure = f"features.folder={self.folder} is gone"
                 if server.is_checked:
                     self.announce(f"{server.failure}; asking again")
                 server.is_checked = False
-                patience = self.settings.patience_seconds
-                over = self._closing.is_set() or self.halted()
-                if over or time.monotonic() - began > patience:
-                    rule = f"answer within features.patience_seconds={patience:g}"
-                    again = "start it again, and run the same command to resume"
-                    refuse(rule, server.failure, again)
-                self._sweep()
-                self._closing.wait(min(FIRST_PAUSE * 2 ** min(attempt, 9), LONGEST_PAUSE))
+                is_stopping = self._closing.is_set() or self.halted()
+                if is_stopping or time.monotonic() - start > patience:
+                    refuse_server(
+                        f"answer within features.patience_seconds={patience:g}",
+                        server.failure,
+                        "start it again, and run the same command to resume",
+                    )
+                self._remove_abandoned_files()
+                pause_seconds = FIRST_PAUSE_SECONDS * 2 ** min(attempt, 9)
+                self._closing.wait(min(pause_seconds, LONGEST_PAUSE_SECONDS))
         raise AssertionError
 
-    def _check_again(self, server: _Server) -> None:
+    def _recheck_server(self, server: ServerState) -> None:
         """Check a server after a failed request; another server may be asked in the meantime."""
         if server.is_checked:
             return
         if not server.lock.acquire(blocking=False):
             raise ConnectionError(server.failure)
         try:
-            self._refuse_unusable(server)
+            self._check_server(server)
         finally:
             server.lock.release()
 
-    def _ask(self, server: _Server, tokens: list[int]) -> tuple[Tensor, int]:
+    def _request_states(self, server: ServerState, tokens: list[int]) -> tuple[Tensor, int]:
         """Return the states of a text, and the token that the server writes after it.
 
         Raises:
             ConnectionError: The server failed, which may pass.
         """
         request = f"{self.name}-{uuid.uuid4().hex[:12]}"
-        self._active.add(request)
+        self._open_requests.add(request)
         try:
-            reply = self._call(
+            reply = self._call_server(
                 server,
                 lambda: server.client.completions.create(
                     model=server.model,
@@ -274,38 +292,39 @@ class VllmServer(FeatureSource):
             )
             try:
                 (choice,) = reply.choices
-                (written,), file = choice.token_ids, reply.kv_transfer_params["hidden_states_path"]
-                file = self.folder / Path(file).name
+                (next_token,) = choice.token_ids
+                file = self.folder / Path(reply.kv_transfer_params["hidden_states_path"]).name
             except (AttributeError, KeyError, TypeError, ValueError):
-                refuse("write hidden states into a file", f"{server.shown} wrote none", SERVE)
-            # a file that is not whole stays until a sweep finds its lock free
-            found = self._load(server, file)
+                failure = f"{server.address} wrote none"
+                refuse_server("write hidden states into a file", failure, START_SERVER)
+            # an incomplete file stays until its lock is free
+            tensors = self._read_file(server, file)
             _remove(file)
         finally:
-            self._active.discard(request)
-        return self._checked(server, tokens, found), written
+            self._open_requests.discard(request)
+        return self._check_states(server, tokens, tensors), next_token
 
-    def _call(self, server: _Server, send: Callable[[], Any]) -> Any:
+    def _call_server(self, server: ServerState, send: Callable[[], Any]) -> Any:
         """Return a server's reply; raise ConnectionError if the same request may succeed later."""
         try:
             return send()
         except (APIError, JSONDecodeError) as error:
             status = error.status_code if isinstance(error, APIStatusError) else 500
-            what = str(error.__cause__ or error) or type(error).__name__
-            what = f"{server.shown} failed ({quoted(what, self._key)})"
-            if status >= 500 or status in TRANSIENT:
-                raise ConnectionError(what) from None
-            remedy = REMEDIES[status] if status in (401, 403) else SERVE
-            refuse("answer each request", what, remedy)
+            message = str(error.__cause__ or error) or type(error).__name__
+            failure = f"{server.address} failed ({quote_message(message, self._key)})"
+            if status >= 500 or status in RETRIED_STATUSES:
+                raise ConnectionError(failure) from None
+            remedy = REMEDIES[status] if status in (401, 403) else START_SERVER
+            refuse_server("answer each request", failure, remedy)
 
-    def _load(self, server: _Server, file: Path) -> dict[str, Tensor]:
+    def _read_file(self, server: ServerState, file: Path) -> dict[str, Tensor]:
         """Return the content of a file as soon as its lock is free."""
-        until = time.monotonic() + self.settings.timeout_seconds
+        deadline = time.monotonic() + self.settings.timeout_seconds
         try:
-            with _lock_of(file).open("rb") as held:
-                while not _locked(held, fcntl.LOCK_SH):
-                    if time.monotonic() > until:
-                        raise ConnectionError(f"{server.shown} did not finish {file}")
+            with _lock_of(file).open("rb") as lock:
+                while not _take_lock(lock, fcntl.LOCK_SH):
+                    if time.monotonic() > deadline:
+                        raise ConnectionError(f"{server.address} did not finish {file}")
                     time.sleep(0.002)
                 # a copy: the file is deleted before the states are used
                 return load(file.read_bytes())
@@ -314,78 +333,94 @@ class VllmServer(FeatureSource):
                 raise
             free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else 0
             raise ConnectionError(
-                f"the file {file.name} of {server.shown} is not whole in features.folder="
+                f"the file {file.name} of {server.address} is not whole in features.folder="
                 f"{self.folder}, which has {free / 2**30:.2f} GiB free ({first_line(error):.80})"
             ) from None
 
     @torch.no_grad()
-    def _checked(self, server: _Server, tokens: list[int], found: dict[str, Tensor]) -> Tensor:
+    def _check_states(
+        self, server: ServerState, tokens: list[int], tensors: dict[str, Tensor]
+    ) -> Tensor:
         """Return the states in a file; refuse those of other tokens, layers or another model."""
-        if not {"hidden_states", "token_ids"} <= found.keys():
-            what = f"{server.shown} wrote {', '.join(found)}"
-            refuse("write hidden_states and token_ids", what, SERVE)
-        states, read = found["hidden_states"], found["token_ids"].tolist()
-        ids = found["layer_ids"].tolist() if "layer_ids" in found else self.layers
+        if not {"hidden_states", "token_ids"} <= tensors.keys():
+            failure = f"{server.address} wrote {', '.join(tensors)}"
+            refuse_server("write hidden_states and token_ids", failure, START_SERVER)
+        states, read_tokens = tensors["hidden_states"], tensors["token_ids"].tolist()
+        layers = tensors["layer_ids"].tolist() if "layer_ids" in tensors else self.layers
         shape = (len(tokens), len(self.layers), self.base.width)
-        if read != tokens or ids != self.layers or states.shape != shape:
-            given = f"{ids} in states of {tuple(states.shape)}, or read other tokens"
-            rule = f"give this head's layers {self.layers} in states of {shape} numbers"
-            refuse(rule, f"{server.shown} gives {given}", SERVE)
-        first = states[:, 0].to(self.base.device, self.base.dtype)
-        with self._ends:
+        if read_tokens != tokens or layers != self.layers or states.shape != shape:
+            refuse_server(
+                f"give this head's layers {self.layers} in states of {shape} numbers",
+                f"{server.address} gives {layers} in states of {tuple(states.shape)}, or read "
+                "other tokens",
+                START_SERVER,
+            )
+        first_layer = states[:, 0].to(self.base.device, self.base.dtype)
+        with self._base_lock:
             embedded = self.base.embedded(torch.tensor([tokens]))[0]
-        if not ((first - embedded).abs() <= TOLERANCE * embedded.abs() + 1e-6).all():
-            why = f"its model is not {self.base.name}, or its states belong to other positions"
-            rule = "give the embedding of the same token as layer 0"
-            refuse(rule, f"{server.shown} does not: {why}", SERVE)
+        if not ((first_layer - embedded).abs() <= TOLERANCE * embedded.abs() + 1e-6).all():
+            refuse_server(
+                "give the embedding of the same token as layer 0",
+                f"{server.address} does not: its model is not {self.base.name}, or its states "
+                "belong to other positions",
+                START_SERVER,
+            )
         return states
 
-    def _refuse_unusable(self, server: _Server) -> None:
+    def _check_server(self, server: ServerState) -> None:
         """Refuse a server with another model, other layers, another folder or a short context.
 
         Raises:
             ConnectionError: It failed after the start of the run.
         """
-        is_start = self._reference is None
         try:
-            (model, *_) = self._call(
+            (model, *_) = self._call_server(
                 server, lambda: server.client.models.list(extra_headers=self._headers).data
             )
             server.model, context = model.id, getattr(model, "max_model_len", None)
-            tokens = [(17 * number + 5) % self.base.vocab_size for number in range(PROBE)]
-            states, written = self._ask(server, tokens)
+            tokens = [(17 * number + 5) % self.base.vocab_size for number in range(PROBE_TOKENS)]
+            states, next_token = self._request_states(server, tokens)
         except ConnectionError as error:
-            if not is_start:
+            if self._probe_states is not None:
                 raise
-            refuse("be ready", str(error), f"{SERVE}, and give its address up to /v1")
-        if context is not None and context < self.longest:
-            what = f"{server.shown} has a context of {context}"
-            remedy = f"lower sequence_length, or start it with --max-model-len {self.longest}"
-            refuse(f"read {self.longest} tokens, the longest row", what, remedy)
+            remedy = f"{START_SERVER}, and give its address up to /v1"
+            refuse_server("be ready", str(error), remedy)
+        if context is not None and context < self.max_row_tokens:
+            refuse_server(
+                f"read {self.max_row_tokens} tokens, the longest row",
+                f"{server.address} has a context of {context}",
+                f"lower sequence_length, or start it with --max-model-len {self.max_row_tokens}",
+            )
         states = states.to(self.base.device, self.base.dtype)
-        with self._ends, torch.no_grad():
+        with self._base_lock, torch.no_grad():
             logits = self.base.projection(self.base.final_norm(states[-1:, -1]))[0].float()
-        if not logits.max() - logits[written] <= TOLERANCE * logits.abs().max():
-            what = f"{server.shown} writes {written}, and {self.base.name} {int(logits.argmax())}"
-            why = f"it runs other weights, or its last layer is not {self.layers[-1]}"
-            refuse("write the token of the base's last state", f"{what}: {why}", SERVE)
-        if self._reference is None:
-            self._reference = states
-        self._refuse_other_states(self._reference, states, server.shown)
+        if not logits.max() - logits[next_token] <= TOLERANCE * logits.abs().max():
+            refuse_server(
+                "write the token of the base's last state",
+                f"{server.address} writes {next_token}, and {self.base.name} "
+                f"{int(logits.argmax())}: it runs other weights, or its last layer is not "
+                f"{self.layers[-1]}",
+                START_SERVER,
+            )
+        if self._probe_states is None:
+            self._probe_states = states
+        self._refuse_changed_states(self._probe_states, states, server.address)
         server.is_checked = True
 
-    def _refuse_other_states(self, before: Tensor, now: Tensor, shown: str) -> None:
-        if before.shape == now.shape:
-            change = (now - before).float().norm(dim=-1) / before.float().norm(dim=-1)
+    def _refuse_changed_states(self, expected: Tensor, states: Tensor, address: str) -> None:
+        if expected.shape == states.shape:
+            change = (states - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
             if change.mean(0).max() <= 4 * TOLERANCE:
                 return
-        rule = "have the weights and layers of the start of this run"
-        again = "start it as before, and run the same command to resume"
-        refuse(rule, f"{shown} gives other states", again)
+        refuse_server(
+            "have the weights and layers of the start of this run",
+            f"{address} gives other states",
+            "start it as before, and run the same command to resume",
+        )
 
-    def _sweep(self) -> bool:
+    def _remove_abandoned_files(self) -> bool:
         """Remove files of abandoned requests; return whether a server still writes one."""
-        busy, oldest = False, time.time() - self.settings.timeout_seconds
+        is_busy, oldest = False, time.time() - self.settings.timeout_seconds
         # safetensors writes such a file first, and a server that was killed leaves it
         for file in self.folder.glob(".tmp*"):
             with suppress(FileNotFoundError):
@@ -393,20 +428,20 @@ class VllmServer(FeatureSource):
                     file.unlink()
         for file in self.folder.glob(f"*{self.name}-*.safetensors*"):
             file = file.with_name(file.name.removesuffix(".lock"))
-            if any(request in file.name for request in list(self._active)):
+            if any(request in file.name for request in list(self._open_requests)):
                 continue
             try:
-                with _lock_of(file).open("rb") as held:
-                    if not _locked(held, fcntl.LOCK_EX):
-                        busy = True
+                with _lock_of(file).open("rb") as lock:
+                    if not _take_lock(lock, fcntl.LOCK_EX):
+                        is_busy = True
                         continue
             except FileNotFoundError:
                 pass
             _remove(file)
-        return busy
+        return is_busy
 
 
-def _documents(batch: TokenBatch) -> Iterator[Document]:
+def _documents(batch: TokenBatch) -> Iterator[DocumentInRow]:
     """Yield each document, up to the token before its last label.
 
     Later states have no effect: the last label is predicted from the position before it.
@@ -415,20 +450,21 @@ def _documents(batch: TokenBatch) -> Iterator[Document]:
     ids = np.zeros_like(tokens) if batch.document_ids is None else batch.document_ids.cpu().numpy()
     for row in range(len(tokens)):
         bounds = [0, *(np.flatnonzero(np.diff(ids[row])) + 1).tolist(), tokens.shape[1]]
-        for first, end in pairwise(bounds):
-            last = int(labels[row, first:end].nonzero()[0].max(initial=0))
-            if last:
-                yield row, first, np.ascontiguousarray(tokens[row, first : first + last])
+        for start, end in pairwise(bounds):
+            last_label = int(labels[row, start:end].nonzero()[0].max(initial=0))
+            if last_label:
+                read_tokens = np.ascontiguousarray(tokens[row, start : start + last_label])
+                yield DocumentInRow(row, start, read_tokens)
 
 
 def _lock_of(file: Path) -> Path:
     return file.with_name(f"{file.name}.lock")
 
 
-def _locked(held: Any, kind: int) -> bool:
-    """Return whether a lock was free and is ours now."""
+def _take_lock(lock: Any, kind: int) -> bool:
+    """Take a lock if it is free; return whether it was."""
     try:
-        fcntl.flock(held, kind | fcntl.LOCK_NB)
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

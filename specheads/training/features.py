@@ -87,31 +87,32 @@ class FeatureCache(FeatureSource):
         announce: Callable[[str], object],
     ) -> None:
         self.base, self.aux_layers, self.announce = base, aux_layers, announce
-        decisive = [
+        key = [
             base.fingerprint, config_fingerprint(base.model.config), str(base.dtype),
             base.device.type,
             base.config._attn_implementation, list(aux_layers),
         ]  # fmt: skip
-        self.folder = folder / hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
+        self.folder = folder / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     def features(self, batch: TokenBatch) -> Features:
         """Return the features of a batch, from disk if they are there."""
         key = hashlib.sha256(json.dumps(list(batch.tokens.shape)).encode())
-        for part in (batch.tokens, batch.document_ids):
-            key.update(b"" if part is None else part.cpu().numpy().tobytes())
+        for tensor in (batch.tokens, batch.document_ids):
+            key.update(b"" if tensor is None else tensor.cpu().numpy().tobytes())
         file = self.folder / f"{key.hexdigest()[:32]}.safetensors"
-        found = self._load(file) if file.is_file() else None
-        if found is None:
+        states = self._read_file(file) if file.is_file() else None
+        if states is None:
             features = self.base.read(batch.tokens, self.aux_layers, batch.document_ids)
-            found = {"hidden": features.hidden}
+            states = {"hidden": features.hidden}
             if features.aux is not None:
-                found["aux"] = features.aux
-            kept = save({name: one.detach().cpu().contiguous() for name, one in found.items()})
-            write_atomic(file, hashlib.sha256(kept).digest() + kept)
-        here = {name: value.to(self.base.device) for name, value in found.items()}
-        return Features(here["hidden"], here.get("aux"), batch.tokens, batch.document_ids)
+                states["aux"] = features.aux
+            copies = {name: state.detach().cpu().contiguous() for name, state in states.items()}
+            content = save(copies)
+            write_atomic(file, hashlib.sha256(content).digest() + content)
+        states = {name: state.to(self.base.device) for name, state in states.items()}
+        return Features(states["hidden"], states.get("aux"), batch.tokens, batch.document_ids)
 
-    def _load(self, file: Path) -> dict[str, Tensor] | None:
+    def _read_file(self, file: Path) -> dict[str, Tensor] | None:
         content = file.read_bytes()
         size = hashlib.sha256().digest_size
         if hashlib.sha256(content[size:]).digest() == content[:size]:
@@ -135,9 +136,11 @@ def feature_cache(
             f"a feature cache needs a frozen base, but phase {joint[0]!r} trains the base; set "
             "features=local"
         )
-    lengths = {name: row_tokens(one, data, base.max_length) for name, one in phases.items()}
-    positions = validation_rows * next(iter(lengths.values()))
-    positions += sum(one.steps * one.batch_size * lengths[name] for name, one in phases.items())
+    lengths = [row_tokens(phase, data, base.max_length) for phase in phases.values()]
+    positions = validation_rows * lengths[0] + sum(
+        phase.steps * phase.batch_size * length
+        for phase, length in zip(phases.values(), lengths, strict=True)
+    )
     size = positions * base.width * (1 + len(aux_layers)) * base.dtype.itemsize / 2**30
     if size > settings.max_gib:
         raise InputError(

@@ -97,7 +97,7 @@ def test_draft_tokens_are_counted_on_answers_if_there_are_only_prompts(tmp_path:
     ("overrides", "told"),
     [
         ([], "an output folder is needed, got none; add out=FOLDER"),
-        (["out=text", "engine=pen"], "must be one of local, transformers, vllm, openai"),
+        (["out=text", "engine=pen"], "must be one of local, vllm, openai"),
         (["out=file/text"], "a folder to write to is needed"),
         (["out=text", "schedule=corpus_only", "~schedule.phases.distilled"], "a distilled phase"),
         (["out=text", "head=there", "engine=vllm"], "a head can draft with engine=local only"),

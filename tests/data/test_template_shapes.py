@@ -24,7 +24,7 @@ from specheads.data.chat import Sample, Template, turn_end_ids
 from specheads.data.conversations import conversation
 from specheads.data.masks import strip_spaces
 from specheads.decoding.generate import generate
-from specheads.training.distill.prompts import Conversations
+from specheads.training.distill.prompts import ConversationPrompts
 
 BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
 SPECIAL = (
@@ -486,9 +486,9 @@ def test_second_turn_keeps_the_ids_of_the_answer_or_is_what_the_template_makes(
     first, second = said("user", "Two and two?"), said("user", "Three?")
     # an answer in the row is not used
     row = json.dumps({"messages": [first, answer("5."), second]})
-    source = Conversations([row], template)
-    prompt, ids = source.first(0), spelt(tokenizer, wrote, "Four.")
-    found = source.following(0, prompt + ids, [ids])
+    source = ConversationPrompts([row], template)
+    prompt, ids = source.first_prompt(0), spelt(tokenizer, wrote, "Four.")
+    found = source.next_prompt(0, prompt + ids, [ids])
     history = [first, answer("Four.", thought), second]
     rendered = template.renderer.render(history, add_generation_prompt=True)
     body = list(ids)

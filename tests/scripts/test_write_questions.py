@@ -11,7 +11,7 @@ import pytest
 from specheads.base.model import FrozenBase
 from specheads.data.chat import Template
 from specheads.data.conversations import conversation
-from specheads.training.distill.engines import Answer
+from specheads.training.distill.engines import GeneratedAnswer
 from tests.export.trained import BASE
 
 CHAT = (
@@ -63,9 +63,9 @@ def plan(
             ids = tokenizer(text.removesuffix("\n"))["input_ids"]
             is_whole = text.endswith("\n")
             ends = base.eos_ids if is_whole else ()
-            yield Answer(ask.number, [*ids, *ends], "eos" if is_whole else "length")
+            yield GeneratedAnswer(ask.number, [*ids, *ends], "eos" if is_whole else "length")
 
-    monkeypatch.setattr(script, "build", lambda *_, **__: planned)
+    monkeypatch.setattr(script, "build_engine", lambda *_, **__: planned)
     return prompts
 
 

@@ -18,11 +18,11 @@ from specheads.core.files import sole_writer
 from specheads.data.packing import BatchStream, PackedText
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
-from specheads.training.distill.run import Job, write_text
+from specheads.training.distill.run import TextJob, write_texts
 from specheads.training.distill.shards import read_text
 from specheads.training.schedule import ScheduledPhase
 from tests import tiny
-from tests.training.distill.pens import Pen, Talks
+from tests.training.distill.fake_engine import FakeChats, FakeEngine
 from tests.training.test_trainer import Counting, phase, power_cut, run_training
 
 pytestmark = pytest.mark.slow
@@ -105,13 +105,13 @@ def session(folder: Path) -> Head:
     run, base = RunDirectory(folder), tiny.base("llama", dtype=torch.float32)
     prompts = Counting(base.vocab_size)
     settings = DistillSettings(num_samples=8, new_tokens=8, shard_size=2)
-    job = Job(base=base, prompts=Talks(), settings=settings, folder=run.text, identity={})
+    job = TextJob(base=base, prompts=FakeChats(), settings=settings, folder=run.text, identity={})
 
     def open_text(phase: ScheduledPhase, *rest: Any) -> BatchStream:
         del rest
         if phase.settings.steps == 6:
             return prompts
-        for _ in write_text(job, lambda _: Pen().answers):
+        for _ in write_texts(job, lambda _: FakeEngine().answers):
             pass
         return PackedText(read_text(run.text, 8), sequence_length=0, batch_size=2, packing="none")
 

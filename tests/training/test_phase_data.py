@@ -25,8 +25,8 @@ DISTILL = DistillSettings(num_samples=16, prompt_tokens=32, new_tokens=32)
 
 
 def distilled(**changes: Any) -> Phase:
-    usual = {"text": "distilled", "steps": 1, "batch_size": 2, "distill": DISTILL}
-    return Phase(**usual | changes)
+    defaults = {"text": "distilled", "steps": 1, "batch_size": 2, "distill": DISTILL}
+    return Phase(**defaults | changes)
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +44,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataSettings:
 
 
 def texts(base: FrozenBase, data: DataSettings, *phases: Phase) -> PhaseData:
-    named = dict(zip("abc", phases, strict=False))
-    return PhaseData(named, data, base, Path("text"), Accelerator(cpu=True), lambda _: None, 0)
+    phases_by_name = dict(zip("abc", phases, strict=False))
+    return PhaseData(
+        phases_by_name, data, base, Path("text"), Accelerator(cpu=True), lambda _: None, 0
+    )
 
 
 def test_phases_with_different_text_in_one_folder_are_refused(base: FrozenBase, data: DataSettings):
-    other = {"temperature": 0.5}
+    changes = {"temperature": 0.5}
     with pytest.raises(InputError, match=r"'b' generates other text than .* own distill.folder"):
-        texts(base, data, distilled(), distilled(distill=replace(DISTILL, **other)))
-    for same in (other | {"folder": "other"}, {"num_samples": 20, "batch_size": 1}):
-        texts(base, data, distilled(), distilled(distill=replace(DISTILL, **same)))
+        texts(base, data, distilled(), distilled(distill=replace(DISTILL, **changes)))
+    for allowed in (changes | {"folder": "other"}, {"num_samples": 20, "batch_size": 1}):
+        texts(base, data, distilled(), distilled(distill=replace(DISTILL, **allowed)))
 
 
 def test_folder_of_other_text_is_refused_before_the_first_phase(
@@ -70,16 +72,16 @@ def test_tokens_are_counted_in_the_text_of_the_phases(
     corpus: bool, base: FrozenBase, data: DataSettings
 ):
     """The base's answers have other tokens than the corpus, which no phase may read."""
-    wanted = TokenisedDocuments(pa.table({"tokens": pa.array([[7, 7, 9]], pa.list_(pa.int32()))}))
+    answers = TokenisedDocuments(pa.table({"tokens": pa.array([[7, 7, 9]], pa.list_(pa.int32()))}))
     phases = [distilled(), *([Phase(text="corpus", batch_size=2, sequence_length=64)] * corpus)]
-    made, begun = texts(base, data, *phases), []
-    made._generated = lambda *_: wanted  # pyright: ignore[reportAttributeAccessIssue]
-    counts = made.count_tokens(lambda: begun.append(None))
+    phase_data, opened_runs = texts(base, data, *phases), []
+    phase_data._generate = lambda *_: answers  # pyright: ignore[reportAttributeAccessIssue]
+    counts = phase_data.count_tokens(lambda: opened_runs.append(None))
     if corpus:
-        assert not begun
+        assert not opened_runs
         assert counts[7] + counts[9] < counts.sum()
     else:
-        assert begun
+        assert opened_runs
         assert (counts[7], counts[9], counts.sum()) == (2, 1, 3)
 
 
@@ -89,7 +91,7 @@ def test_dropped_texts_are_counted_in_the_log(base: FrozenBase, data: DataSettin
     phase = distilled(batch_size=1, distill=replace(settings, temperature=0.0, top_k=0))
     log = StringIO()
     bar = Progress(console=Console(file=log, width=200))
-    texts(base, data, phase).open(
+    texts(base, data, phase).open_phase(
         ScheduledPhase(name="a", settings=phase, first=0), bar, lambda: None
     )
     number = len(read_text(tmp_path, 16))

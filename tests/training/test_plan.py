@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from specheads.base.model import FrozenBase
 from specheads.commands._dry_run import setup_of
-from specheads.commands.train import _settle_batches
+from specheads.commands.train import _resolve_batch_sizes
 from specheads.config import compose
 from specheads.config.commands import Train
 from specheads.core.machine import process_bytes
@@ -219,10 +219,10 @@ def test_auto_batch_is_printed_and_a_resumed_run_keeps_it(folder, tmp_path, monk
     monkeypatch.setattr(planner, "MAX_TOKENS", 2 * 64)
     lines: list[str] = []
     run, settings = RunDirectory(tmp_path), settings_of(folder, CORPUS_ONLY, AUTO)
-    _settle_batches(settings, run, ACCELERATOR, lines.append)
+    _resolve_batch_sizes(settings, run, ACCELERATOR, lines.append)
     assert lines == ["phase 'corpus': batch_size=auto is 2"]
     run.config.write_text(compose.as_yaml(settings))
     monkeypatch.delattr(planner, "MetaTraining")
     resumed = settings_of(folder, CORPUS_ONLY, AUTO)
-    _settle_batches(resumed, run, ACCELERATOR, lines.append)
+    _resolve_batch_sizes(resumed, run, ACCELERATOR, lines.append)
     assert asdict(resumed) == asdict(settings)

@@ -184,7 +184,7 @@ def test_validation_prompts_are_separate_from_training_and_evaluation(tmp_path: 
     assert base.tokenizer is not None
     processes, phases = Accelerator(cpu=True), settings.schedule.phases
     texts = PhaseData(phases, settings.data, base, tmp_path, processes, told.append, settings.seed)
-    held = texts.held_out(settings.validation)
+    held = texts.validation_set(settings.validation)
     assert held is not None
     assert held.prompts
     assert told == []
@@ -195,13 +195,13 @@ def test_validation_prompts_are_separate_from_training_and_evaluation(tmp_path: 
         assert all(any(prompt in text for text in words) == holds for prompt in prompts), split
     # a short split gives a message, and an error only if settings need its score
     settings.validation.prompt_tokens = 100_000
-    plain = texts.held_out(settings.validation)
+    plain = texts.validation_set(settings.validation)
     assert plain is not None
     assert plain.prompts is None
     assert ["no prompts to decode: " in line for line in told] == [True]
     settings.validation.keep = "best"
     with pytest.raises(InputError, match=r"needs prompts.*lower validation\.prompt_tokens"):
-        texts.held_out(settings.validation)
+        texts.validation_set(settings.validation)
 
 
 def test_times_and_shares_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

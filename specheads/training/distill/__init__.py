@@ -8,7 +8,7 @@ from specheads.core.drafter import Head
 from specheads.training.distill import engines
 
 
-def build(
+def build_engine(
     settings: DistillSettings, base: FrozenBase, head: Head | None = None, max_length: int = 0
 ) -> engines.TextEngine:
     """Build the engine of the settings.
@@ -18,11 +18,9 @@ def build(
     """
     if settings.engine == "openai":
         # loads the client of servers
-        from specheads.training.distill.openai import Completions
+        from specheads.training.distill.openai import CompletionsEngine
 
-        return Completions(settings, base).answers
+        return CompletionsEngine(settings, base).answers
     if settings.engine == "vllm":
-        return engines.vllm(settings.batch_size, base, max_length)
-    if settings.engine == "transformers":
-        return partial(engines.transformers, settings.batch_size, base)
-    return partial(engines.local, settings.batch_size, base, head, max_length)
+        return engines.vllm_engine(settings.batch_size, base, max_length)
+    return partial(engines.local_engine, settings.batch_size, base, head, max_length)

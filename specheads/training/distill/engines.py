@@ -7,34 +7,23 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from itertools import islice
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from weakref import finalize
 
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
-from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
-
-from specheads.base.loading import without_generation_config
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
 from specheads.core.machine import dtype_name
-from specheads.core.tree import TokenTree
-from specheads.decoding import accept
 from specheads.decoding.engine import Engine, Stream
 from specheads.decoding.request import Request
-from specheads.decoding.sampling import Sampling, SamplingState
+from specheads.decoding.sampling import Sampling
 
 REFILL = 8
 """With engine=local new texts wait until an eighth of the batch is free, because a joint prefill is
 cheaper."""
 COMMON_TOKENS = 1024
 """Tokens reserved for each text of unknown length, in a pool that all texts share."""
-IN_FLIGHT = 2
+QUEUED_BATCHES = 2
 """Batches of requests that vLLM's engine holds: while one batch runs, the next one waits there."""
 
 
@@ -53,7 +42,7 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GeneratedAnswer:
     """Generated tokens."""
 
     number: int
@@ -63,10 +52,10 @@ class Answer:
     """eos if the base ended the text, length if it reached the limit."""
 
 
-Pull = Callable[[], GenerationRequest | None]
+NextRequest = Callable[[], GenerationRequest | None]
 """Returns the next request, or None if no request is ready: it may depend on an answer that is
 yielded first."""
-TextEngine = Callable[[Pull], Generator[Answer | int, None, None]]
+TextEngine = Callable[[NextRequest], Generator[GeneratedAnswer | int, None, None]]
 """Yields answers in any order, until no request is left and none is in flight. Closing the
 generator cancels the requests in flight. A number is the count of tokens so far of all answers that
 are not yet yielded; only the local engine yields it, after every step."""
@@ -75,9 +64,9 @@ are not yet yielded; only the local engine yields it, after every step."""
 # --- this package: continuous batching, with an optional drafter -------------------------------
 
 
-def local(
-    batch_size: int, base: FrozenBase, head: Head | None, max_length: int, pull: Pull
-) -> Generator[Answer | int, None, None]:
+def local_engine(
+    batch_size: int, base: FrozenBase, head: Head | None, max_length: int, next_request: NextRequest
+) -> Generator[GeneratedAnswer | int, None, None]:
     """Yield answers, which depend on their requests only, up to ties in rounding.
 
     Acceptance is `match`, so an answer does not depend on batch and head.
@@ -85,8 +74,8 @@ def local(
     pool = None
     if not max_length:
         # enough for a batch of common texts, or for one of maximum length
-        common = batch_size * min(base.max_length, COMMON_TOKENS)
-        pool = base.pool(-(-max(common, base.max_length) // 16) + 256)
+        common_tokens = batch_size * min(base.max_length, COMMON_TOKENS)
+        pool = base.pool(-(-max(common_tokens, base.max_length) // 16) + 256)
     length = min(max_length or base.max_length, base.max_length)
     engine = Engine(base, head, max_batch=batch_size, max_length=length, pool=pool)
     running: dict[Stream, GenerationRequest] = {}
@@ -94,13 +83,15 @@ def local(
     try:
         while True:
             if not running or batch_size - len(running) >= refill:
-                while len(running) < batch_size and (request := pull()) is not None:
-                    own = Request(
-                        prompt=request.tokens,
-                        max_new_tokens=request.new_tokens,
-                        sampling=request.sampling,
+                while len(running) < batch_size and (request := next_request()) is not None:
+                    stream = engine.submit(
+                        Request(
+                            prompt=request.tokens,
+                            max_new_tokens=request.new_tokens,
+                            sampling=request.sampling,
+                        )
                     )
-                    running[engine.submit(own)] = request
+                    running[stream] = request
             if not running:
                 return
             engine.step()
@@ -108,94 +99,19 @@ def local(
                 # not read here; in a large batch, the garbage collector scans millions of them
                 stream.steps.clear()
             yield sum(stream.load.context - len(stream.request.prompt) for stream in running)
-            for stream in [one for one in running if one.finish_reason is not None]:
+            for stream in [stream for stream in running if stream.finish_reason is not None]:
                 number = running.pop(stream).number
                 finish = "eos" if stream.finish_reason == "eos" else "length"
-                yield Answer(number, stream.tokens, finish)
+                yield GeneratedAnswer(number, stream.tokens, finish)
     finally:
         for stream in running:
             stream.cancel()
 
 
-# --- transformers' `generate`, one batch at a time: the reference engine -------------------------
-
-
-def transformers(batch_size: int, base: FrozenBase, pull: Pull) -> Generator[Answer, None, None]:
-    """Yield answers; the next batch starts when the longest text of the batch has ended.
-
-    Sampling is that of the local engine with a seed per text, so the text does not depend on the
-    batch, up to ties in rounding.
-    """
-    while requests := list(islice(iter(pull, None), batch_size)):
-        yield from _generate(base, requests)
-
-
-@torch.inference_mode()
-def _generate(base: FrozenBase, requests: list[GenerationRequest]) -> list[Answer]:
-    """Return the answers, truncated at the limit and after the end token."""
-    model, ends = base.model, base.eos_ids
-    longest = max(len(request.tokens) for request in requests)
-    room = max(request.new_tokens for request in requests)
-    rows = [torch.tensor(request.tokens, device=model.device) for request in requests]
-    inputs = {
-        "input_ids": _left_padded(rows),
-        "attention_mask": _left_padded([torch.ones_like(row) for row in rows]),
-    }
-    settings = GenerationConfig(
-        max_new_tokens=room,
-        do_sample=False,
-        eos_token_id=list(ends) or None,
-        pad_token_id=ends[0] if ends else None,
-    )
-    chosen = LogitsProcessorList()
-    if not all(request.sampling.greedy for request in requests):
-        chosen.append(_Chosen(requests, room, base))
-    with without_generation_config(model):
-        written = cast(Any, model).generate(
-            **inputs, generation_config=settings, logits_processor=chosen
-        )
-    answers = []
-    for request, row in zip(requests, written[:, longest:].tolist(), strict=True):
-        tokens = row[: request.new_tokens]
-        end = next((place for place, token in enumerate(tokens, 1) if token in ends), None)
-        answers.append(Answer(request.number, tokens[:end], "eos" if end else "length"))
-    return answers
-
-
-_left_padded = partial(pad_sequence, batch_first=True, padding_side="left")
-
-
-class _Chosen(LogitsProcessor):
-    """Masks all tokens except the one that the local engine would sample.
-
-    transformers has one random generator and one setting for a whole batch.
-    """
-
-    def __init__(self, requests: list[GenerationRequest], room: int, base: FrozenBase) -> None:
-        rows = [torch.tensor(request.tokens, device=base.device) for request in requests]
-        text = F.pad(pad_sequence(rows, batch_first=True), (0, room))
-        lengths = torch.tensor([len(row) for row in rows], device=base.device)
-        last = text.gather(1, lengths[:, None] - 1)
-        # the last prompt token is the root
-        self.root = TokenTree(last, torch.full_like(last, -1))
-        sampling = [request.sampling for request in requests]
-        self.rows = SamplingState(sampling, lengths - 1, text, base.vocab_size, dtype=base.dtype)
-
-    def __call__(
-        self, input_ids: Int[Tensor, "batch time"], scores: Float[Tensor, "batch vocab"]
-    ) -> Float[Tensor, "batch vocab"]:
-        """Return scores with one finite value per row."""
-        del input_ids
-        ancestors = self.root.ancestors()
-        token = accept.match_rule(self.root, scores[:, None], ancestors, self.rows).bonus[:, None]
-        self.rows.advance(token, self.rows.lengths + 1)
-        return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
-
-
 # --- vLLM in this process, with its own copy of the base -----------------------------------------
 
 
-def vllm(batch_size: int, base: FrozenBase, max_length: int) -> TextEngine:
+def vllm_engine(batch_size: int, base: FrozenBase, max_length: int) -> TextEngine:
     """Load the model into vLLM, in addition to the base that is already loaded here.
 
     vLLM's environment variables control its memory and devices; see docs/distill.md.
@@ -224,21 +140,21 @@ def vllm(batch_size: int, base: FrozenBase, max_length: int) -> TextEngine:
             f"{first_line(error)}; see its output above, or choose another engine"
         ) from error
     engine = llm.llm_engine
-    answers = partial(_vllm_answers, engine, IN_FLIGHT * batch_size, list(base.eos_ids))
+    answers = partial(_vllm_answers, engine, QUEUED_BATCHES * batch_size, list(base.eos_ids))
     # otherwise vLLM's engine process would keep its memory
     finalize(answers, engine.engine_core.shutdown)
     return answers
 
 
 def _vllm_answers(
-    engine: Any, in_flight: int, ends: list[int], pull: Pull
-) -> Generator[Answer, None, None]:
-    """Yield answers; `ends` are end tokens in addition to those of the model's configuration."""
+    engine: Any, max_requests: int, end_ids: list[int], next_request: NextRequest
+) -> Generator[GeneratedAnswer, None, None]:
+    """Yield answers; `end_ids` are end tokens in addition to those of the model's configuration."""
     vllm, waiting = import_module("vllm"), dict[str, GenerationRequest]()
     final = import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY
     try:
         while True:
-            while len(waiting) < in_flight and (request := pull()) is not None:
+            while len(waiting) < max_requests and (request := next_request()) is not None:
                 # all parameters, because vLLM takes defaults from the model
                 parameters = vllm.SamplingParams(
                     n=1,
@@ -250,7 +166,7 @@ def _vllm_answers(
                     repetition_penalty=request.sampling.repetition_penalty,
                     # a seed creates a generator per request, which greedy decoding does not need
                     seed=request.sampling.seed if request.sampling.temperature else None,
-                    stop_token_ids=ends,
+                    stop_token_ids=end_ids,
                     detokenize=False,
                     output_kind=final,
                 )
@@ -263,7 +179,7 @@ def _vllm_answers(
                 (completion,) = output.outputs
                 finish = "eos" if completion.finish_reason == "stop" else "length"
                 number = waiting.pop(output.request_id).number
-                yield Answer(number, list(completion.token_ids), finish)
+                yield GeneratedAnswer(number, list(completion.token_ids), finish)
     except (ValueError, import_module("vllm.exceptions").VLLMError) as error:
         raise InputError(
             f"vLLM must accept each request, but it refused one: {first_line(error)}; change "

@@ -19,7 +19,7 @@ from openai import APIError, APIStatusError, AsyncOpenAI, Omit
 from specheads.base.model import FrozenBase
 from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
-from specheads.training.distill.engines import Answer, GenerationRequest, Pull
+from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest, NextRequest
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 RETRIES = 5
@@ -35,7 +35,7 @@ REMEDIES = {
 RESUME = "fix the server and run the command again to resume, or raise timeout_seconds"
 
 
-class Completions:
+class CompletionsEngine:
     """Sends up to `batch_size` concurrent requests; the client retries them.
 
     If an answer has text only, the base's tokenizer gives the token ids, which may differ from
@@ -44,14 +44,14 @@ class Completions:
 
     def __init__(self, settings: DistillSettings, base: FrozenBase) -> None:
         self.settings, self.base = settings, base
-        self.shown, self._key = shown_url(settings.url), key_in(KEY_VARIABLE)
-        own = getattr(base.tokenizer, "eos_token_id", None)
+        self.address, self._key = public_address(settings.url), read_api_key(KEY_VARIABLE)
+        tokenizer_end = getattr(base.tokenizer, "eos_token_id", None)
         # the tokenizer's own first, which chat models use
-        self._ends = sorted(base.eos_ids, key=lambda end: end != own)
+        self._end_ids = sorted(base.eos_ids, key=lambda id: id != tokenizer_end)
 
-    def answers(self, pull: Pull) -> Generator[Answer, None, None]:
+    def answers(self, next_request: NextRequest) -> Generator[GeneratedAnswer, None, None]:
         """Yield answers, as `TextEngine`."""
-        pending: set[Future[Answer]] = set()
+        pending: set[Future[GeneratedAnswer]] = set()
         failure: BaseException | None = None
         # requests continue in a thread while the caller is busy
         with start_blocking_portal() as portal:
@@ -65,25 +65,27 @@ class Completions:
             try:
                 while True:
                     while failure is None and len(pending) < self.settings.batch_size:
-                        if (request := pull()) is None:
+                        if (request := next_request()) is None:
                             break
-                        pending.add(portal.start_task_soon(self._answer, client, request))
+                        pending.add(portal.start_task_soon(self._request_answer, client, request))
                     if not pending:
                         break
-                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    for one in done:
-                        if (error := one.exception()) is None:
-                            yield one.result()
+                    finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+                    for future in finished:
+                        if (error := future.exception()) is None:
+                            yield future.result()
                         else:
                             failure = failure or error
                 if failure is not None:
                     raise failure
             finally:
-                for one in pending:
-                    one.cancel()
+                for future in pending:
+                    future.cancel()
                 portal.call(client.close)
 
-    async def _answer(self, client: AsyncOpenAI, request: GenerationRequest) -> Answer:
+    async def _request_answer(
+        self, client: AsyncOpenAI, request: GenerationRequest
+    ) -> GeneratedAnswer:
         sampling = request.sampling
         try:
             # all parameters, because servers take defaults from the model
@@ -106,84 +108,86 @@ class Completions:
                     # llama.cpp's name for it; -1 covers the whole text
                     "repeat_penalty": sampling.repetition_penalty,
                     "repeat_last_n": -1,
-                    "stop_token_ids": self._ends,
+                    "stop_token_ids": self._end_ids,
                     "add_special_tokens": False,
                     "skip_special_tokens": False,
                     "return_token_ids": True,
                 },
             )
         except (APIError, JSONDecodeError) as error:
-            what, status = str(error), 0
+            message, status = str(error), 0
             if isinstance(error, APIStatusError):
                 status = error.status_code
-                what = f"status {status}, {error.response.text}"
-            self._refuse("answer each request", what, REMEDIES.get(status, RESUME))
-        return self._read(request, reply)
+                message = f"status {status}, {error.response.text}"
+            self._refuse("answer each request", message, REMEDIES.get(status, RESUME))
+        return self._parse_answer(request, reply)
 
-    def _refuse(self, rule: str, what: str, remedy: str) -> NoReturn:
-        refuse(rule, f"{self.shown} did not: {quoted(what, self._key)}", remedy)
+    def _refuse(self, rule: str, message: str, remedy: str) -> NoReturn:
+        refuse_server(rule, f"{self.address} did not: {quote_message(message, self._key)}", remedy)
 
-    def _read(self, request: GenerationRequest, reply: Any) -> Answer:
+    def _parse_answer(self, request: GenerationRequest, reply: Any) -> GeneratedAnswer:
         """Return the answer in a reply."""
         try:
             (choice,) = reply.choices
             text, tokens = str(choice.text), getattr(choice, "token_ids", None)
-            is_complete, is_cut = (choice.finish_reason == one for one in ("stop", "length"))
-            if not (is_complete or is_cut) or any(token < 0 for token in tokens or ()):
+            if choice.finish_reason not in ("stop", "length"):
                 raise ValueError
-            read = getattr(choice, "prompt_token_ids", None)
-            length = getattr(reply.usage, "prompt_tokens", None) if read is None else len(read)
+            if any(token < 0 for token in tokens or ()):
+                raise ValueError
+            prompt = getattr(choice, "prompt_token_ids", None)
+            length = getattr(reply.usage, "prompt_tokens", None) if prompt is None else len(prompt)
         except (AttributeError, TypeError, ValueError):
             remedy = "use a server with /v1/completions"
             self._refuse("return one complete answer", str(reply), remedy)
-        if length not in (None, len(request.tokens)) or read not in (None, request.tokens):
-            what = (
+        if length not in (None, len(request.tokens)) or prompt not in (None, request.tokens):
+            message = (
                 f"it read {length} in place of the {len(request.tokens)} of text {request.number}"
             )
-            self._refuse("use the prompt's token ids", what, "use one that takes token ids")
+            self._refuse("use the prompt's token ids", message, "use one that takes token ids")
         if tokens is None:
-            what = f"{self.shown} returns text without token ids, which"
-            tokens = self.base.tokenizer_for(what)(text, add_special_tokens=False)["input_ids"]
+            reader = f"{self.address} returns text without token ids, which"
+            tokens = self.base.tokenizer_for(reader)(text, add_special_tokens=False)["input_ids"]
         if (largest := max(tokens, default=0)) >= self.base.vocab_size:
-            what = f"it returned token {largest} of a vocabulary of {self.base.vocab_size}"
-            self._refuse("serve the base", what, f"serve {self.base.name!r}")
+            message = f"it returned token {largest} of a vocabulary of {self.base.vocab_size}"
+            self._refuse("serve the base", message, f"serve {self.base.name!r}")
         # the end token is missing in text; vLLM names it if it is not the model's first one, SGLang
         # always
-        named = getattr(choice, "stop_reason", None) or getattr(choice, "matched_stop", None)
-        ends = [named] if isinstance(named, int) else self._ends
-        if is_complete and ends and tokens[-1:] not in [[end] for end in ends]:
-            tokens = [*tokens, ends[0]]
+        stop_id = getattr(choice, "stop_reason", None) or getattr(choice, "matched_stop", None)
+        end_ids = [stop_id] if isinstance(stop_id, int) else self._end_ids
+        is_complete = choice.finish_reason == "stop"
+        if is_complete and end_ids and not {*tokens[-1:]} & {*end_ids}:
+            tokens = [*tokens, end_ids[0]]
         finish = "eos" if is_complete and len(tokens) <= request.new_tokens else "length"
-        return Answer(request.number, tokens[: request.new_tokens], finish)
+        return GeneratedAnswer(request.number, tokens[: request.new_tokens], finish)
 
 
-def refuse(rule: str, what: str, remedy: str) -> NoReturn:
+def refuse_server(rule: str, failure: str, remedy: str) -> NoReturn:
     """Raise an error about a server: what it must do, what happened, and the remedy."""
-    raise InputError(f"a server must {rule}, but {what}; {remedy}") from None
+    raise InputError(f"a server must {rule}, but {failure}; {remedy}") from None
 
 
-def quoted(text: str, key: str) -> str:
+def quote_message(text: str, key: str) -> str:
     """Return a server's message as one short line without the key."""
     text = text.replace(key, "***") if key else text
     return f"{' '.join(text.split()) or 'no message':.200}"
 
 
-def shown_url(url: str) -> str:
+def public_address(url: str) -> str:
     """Return a server's address without a password or a token; raise if it is not one."""
-    shown = url.rpartition("@")[2].partition("?")[0]
+    address = url.rpartition("@")[2].partition("?")[0]
     try:
-        parts = urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-            return f"{parts.scheme}://{shown.rpartition('://')[2]}"
+        fields = urlsplit(url)
+        if fields.scheme in ("http", "https") and fields.hostname and fields.port != 0:
+            return f"{fields.scheme}://{address.rpartition('://')[2]}"
     except ValueError:
         pass
     raise InputError(
         "a server's url must begin with http:// or https:// and name a host, got "
-        f"{shown!r:.80}; give one such as http://127.0.0.1:8000/v1"
+        f"{address!r:.80}; give one such as http://127.0.0.1:8000/v1"
     )
 
 
-def key_in(variable: str) -> str:
+def read_api_key(variable: str) -> str:
     """Return the key in an environment variable; no message may contain it."""
     key = os.environ.get(variable, "").strip() if variable else ""
     if not key.isascii() or not key.isprintable():

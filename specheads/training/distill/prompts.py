@@ -26,18 +26,18 @@ from specheads.data.tokenise import tokenise_corpus
 class PromptSource:
     """Prompts by number; numbers are unlimited."""
 
-    conversations = False
+    are_conversations = False
     """Whether prompts are conversations, whose answers the base ends itself."""
-    longest = 0
+    max_tokens = 0
     """Maximum tokens of a text; zero if not known."""
     fingerprint = ""
     """Identifies all prompts and their order."""
 
-    def first(self, number: int) -> list[int]:
+    def first_prompt(self, number: int) -> list[int]:
         """Return the first prompt of a text; empty without one."""
         raise NotImplementedError
 
-    def following(
+    def next_prompt(
         self, number: int, tokens: list[int], answers: list[list[int]]
     ) -> list[int] | None:
         """Return the text so far, with the last answer, and the next prompt; None at its end.
@@ -48,7 +48,7 @@ class PromptSource:
         return None
 
 
-class Continuations(PromptSource):
+class ContinuationPrompts(PromptSource):
     """First tokens of windows of documents, in an order from the seed.
 
     A window has the length of prompt and continuation, so prompts spread over a long document. A
@@ -66,7 +66,7 @@ class Continuations(PromptSource):
     ) -> None:
         self._documents, self._prompt_tokens, self._seed = documents, prompt_tokens, seed
         self._opening = [*opening]
-        self.longest = prompt_tokens + new_tokens
+        self.max_tokens = prompt_tokens + new_tokens
         digest = hashlib.sha256(documents.lengths.astype(np.int64).tobytes())
         digest.update(np.array(self._opening, np.int64).tobytes())
         for number in range(len(documents)):
@@ -74,22 +74,22 @@ class Continuations(PromptSource):
         self.fingerprint = digest.hexdigest()[:32]
         # the last token ends a document, so it is not part of a prompt
         room = documents.lengths.astype(np.int64) - 1
-        windows = np.where(room > 0, np.maximum(room - prompt_tokens, 0) // self.longest + 1, 0)
-        self._first = np.cumsum([0, *windows])
-        if not self._first[-1]:
+        windows = np.where(room > 0, np.maximum(room - prompt_tokens, 0) // self.max_tokens + 1, 0)
+        self._first_windows = np.cumsum([0, *windows])
+        """Number of the first window of each document, and the number of windows at the end."""
+        if not self._first_windows[-1]:
             raise InputError(
                 "prompts from plain text need a document of at least two tokens, but none of "
                 f"{len(documents)} documents has them; add longer text"
             )
 
-    def first(self, number: int) -> list[int]:
+    def first_prompt(self, number: int) -> list[int]:
         """Return the prompt of a text."""
-        lap, place = divmod(number, int(self._first[-1]))
-        window = int(_order(self._seed, lap, int(self._first[-1]))[place])
-        row = int(np.searchsorted(self._first, window, side="right")) - 1
-        tokens = self._documents.tokens(row)[:-1]
-        start = (window - int(self._first[row])) * self.longest
-        shift = lap * self._prompt_tokens % self.longest
+        lap, window = _shuffled(number, int(self._first_windows[-1]), self._seed)
+        document = int(np.searchsorted(self._first_windows, window, side="right")) - 1
+        tokens = self._documents.tokens(document)[:-1]
+        start = (window - int(self._first_windows[document])) * self.max_tokens
+        shift = lap * self._prompt_tokens % self.max_tokens
         if start + shift + self._prompt_tokens <= len(tokens):
             start += shift
         prompt = tokens[start : start + self._prompt_tokens].tolist()
@@ -97,7 +97,7 @@ class Continuations(PromptSource):
         return [*self._opening, *prompt[len(self._opening) :]] if start else prompt
 
 
-class Conversations(PromptSource):
+class ConversationPrompts(PromptSource):
     """Prompts from conversations: every turn, following the base's own earlier answers.
 
     The answers in the rows are not used; messages between two of them form one turn. A conversation
@@ -107,7 +107,7 @@ class Conversations(PromptSource):
     `messages` and optional `tools`.
     """
 
-    conversations = True
+    are_conversations = True
 
     def __init__(self, rows: Sequence[str], template: Template, seed: int = 0) -> None:
         assert rows
@@ -115,12 +115,12 @@ class Conversations(PromptSource):
         digest = hashlib.sha256("\n".join([*rows, ""]).encode()).hexdigest()[:32]
         self.fingerprint = f"{digest} {template.fingerprint}"
 
-    def first(self, number: int) -> list[int]:
+    def first_prompt(self, number: int) -> list[int]:
         """Return the first prompt; empty if the conversation has no user message."""
         turns, tools = self._turns(number)
         return self._template.encode_prompt(turns[0], tools) if turns else []
 
-    def following(
+    def next_prompt(
         self, number: int, tokens: list[int], answers: list[list[int]]
     ) -> list[int] | None:
         """Return the text so far followed by the next turn."""
@@ -129,14 +129,14 @@ class Conversations(PromptSource):
         if turn >= len(turns):
             return None
         messages: list[Any] = []
-        for part, answer in zip(turns, answers, strict=False):
-            messages += [*part, self._template.parse_answer(answer)]
+        for turn_messages, answer in zip(turns, answers, strict=False):
+            messages += [*turn_messages, self._template.parse_answer(answer)]
         return self._template.extend_prompt(tokens, [*messages, *turns[turn]], tools)
 
     def _turns(self, number: int) -> tuple[list[list[Any]], Any]:
         """Return the messages before each answer, and the tools."""
-        lap, place = divmod(number, len(self._rows))
-        row = json.loads(self._rows[int(_order(self._seed, lap, len(self._rows))[place])])
+        _, index = _shuffled(number, len(self._rows), self._seed)
+        row = json.loads(self._rows[index])
         turns: list[list[Any]] = [[]]
         for message in row["messages"]:
             if message["role"] == "tool":
@@ -145,16 +145,21 @@ class Conversations(PromptSource):
                 turns[-1].append(message)
             elif _has_user(turns[-1]):
                 turns.append([])
-        return [part for part in turns if _has_user(part)], row.get("tools")
+        return [turn for turn in turns if _has_user(turn)], row.get("tools")
 
 
 def _has_user(messages: list[Any]) -> bool:
     return any(message["role"] == "user" for message in messages)
 
 
+def _shuffled(number: int, count: int, seed: int) -> tuple[int, int]:
+    """Return the lap of a number over `count` items, and its item: each lap has another order."""
+    lap, position = divmod(number, count)
+    return lap, int(_permutation(seed, lap, count)[position])
+
+
 @lru_cache(maxsize=4)
-def _order(seed: int, lap: int, count: int) -> np.ndarray:
-    """Return a permutation of `count` items, another one each lap."""
+def _permutation(seed: int, lap: int, count: int) -> np.ndarray:
     return np.random.default_rng((seed, lap)).permutation(count)
 
 
@@ -166,17 +171,19 @@ def prompt_source(
     If it has conversations, only these are used, not its plain text. Traces are never used.
     """
     tokenizer = base.tokenizer_for("self-distilled text")
-    talks, traces, texts = data.split_by_rows()
-    if traces and not (talks or texts):
+    chats, traces, texts = data.split_by_rows()
+    if traces and not (chats or texts):
         raise InputError(
             "a distilled phase needs questions or text, and traces hold what the base wrote "
             "already; train on them in a corpus phase alone (~schedule.phases.distilled)"
         )
     if rows := _conversations(data, seed):
-        return Conversations(rows, Template(tokenizer), seed)
+        return ConversationPrompts(rows, Template(tokenizer), seed)
     documents = tokenise_corpus(texts or data, "train", tokenizer, seed)
-    lengths, (opening, _) = (settings.prompt_tokens, settings.new_tokens), affix_ids(tokenizer)
-    return Continuations(documents, *lengths, seed, opening)
+    opening, _ = affix_ids(tokenizer)
+    return ContinuationPrompts(
+        documents, settings.prompt_tokens, settings.new_tokens, seed, opening
+    )
 
 
 def _conversations(data: DataSettings, seed: int) -> list[str]:
@@ -184,18 +191,22 @@ def _conversations(data: DataSettings, seed: int) -> list[str]:
 
     With equal weights each conversation is there once.
     """
-    parts = [(list(_rows(one, seed)), getattr(one, "weight", 1.0)) for one in data.active_sources]
-    parts = [(rows, weight) for rows, weight in parts if rows]
-    if len({weight for _, weight in parts}) < 2:
-        return [row for rows, _ in parts for row in rows]
-    scale = sum(len(rows) for rows, _ in parts) / sum(len(rows) * one for rows, one in parts)
-    found: list[str] = []
-    for number, (rows, weight) in enumerate(parts):
-        whole, rest = divmod(weight * scale, 1)
+    weighted = [
+        (list(_rows(source, seed)), getattr(source, "weight", 1.0))
+        for source in data.active_sources
+    ]
+    weighted = [(rows, weight) for rows, weight in weighted if rows]
+    if len({weight for _, weight in weighted}) < 2:
+        return [row for rows, _ in weighted for row in rows]
+    num_rows = sum(len(rows) for rows, _ in weighted)
+    scale = num_rows / sum(len(rows) * weight for rows, weight in weighted)
+    conversations: list[str] = []
+    for number, (rows, weight) in enumerate(weighted):
+        repeats, extra_share = divmod(weight * scale, 1)
         order = np.random.default_rng((seed, number)).permutation(len(rows))
-        times = (int(whole) + (order < round(rest * len(rows)))).tolist()
-        found += chain.from_iterable(map(repeat, rows, times))
-    return found
+        counts = (int(repeats) + (order < round(extra_share * len(rows)))).tolist()
+        conversations += chain.from_iterable(map(repeat, rows, counts))
+    return conversations
 
 
 def _rows(source: SourceSettings, seed: int) -> Iterator[str]:
@@ -205,8 +216,8 @@ def _rows(source: SourceSettings, seed: int) -> Iterator[str]:
             # all rows of a source have the same columns
             return
         if split == "train":
-            kept = {"messages": row["messages"], "tools": row.get("tools")}
-            yield json.dumps(kept, ensure_ascii=False, sort_keys=True)
+            conversation = {"messages": row["messages"], "tools": row.get("tools")}
+            yield json.dumps(conversation, ensure_ascii=False, sort_keys=True)
 
 
 def decoder(base: FrozenBase) -> Callable[[list[int]], str]:

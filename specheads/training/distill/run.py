@@ -26,8 +26,8 @@ from specheads.core.seeds import derive_seed
 from specheads.data.encode import tokenizer_fingerprint
 from specheads.decoding.sampling import Sampling
 from specheads.heads.load import copy_for_drafting
-from specheads.training.distill import build
-from specheads.training.distill.engines import Answer, GenerationRequest, TextEngine
+from specheads.training.distill import build_engine
+from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest, TextEngine
 from specheads.training.distill.prompts import PromptSource, decoder, prompt_source
 from specheads.training.distill.shards import (
     MARK,
@@ -43,13 +43,27 @@ LONG_PERIOD, LONG_WINDOW = 64, 192
 """A paragraph repeated three times is a loop too; three repeated short words are not."""
 TICK_SECONDS = 1.0
 """Interval of progress updates, at which processes wait for each other."""
-Done = tuple[int, int, int, float]
-"""Progress of one process in this call: finished texts, dropped ones among them, generated tokens,
-and seconds since the engine was ready."""
 
 
-def fault_of(
-    answer: Answer, drop: Sequence[str], eos_ids: Sequence[int], decode: Callable[[list[int]], str]
+@dataclass(frozen=True, slots=True)
+class TextProgress:
+    """Progress of one process in a call."""
+
+    texts: int = 0
+    """Finished texts."""
+    dropped: int = 0
+    """Finished texts without a kept answer."""
+    tokens: int = 0
+    """Generated tokens."""
+    seconds: float = 0.0
+    """Seconds since the engine was ready."""
+
+
+def find_fault(
+    answer: GeneratedAnswer,
+    drop: Sequence[str],
+    eos_ids: Sequence[int],
+    decode: Callable[[list[int]], str],
 ) -> str:
     """Return the first fault in `drop` that an answer has, or an empty string.
 
@@ -58,7 +72,7 @@ def fault_of(
     tokens = answer.tokens
     while tokens and tokens[-1] in eos_ids:
         tokens = tokens[:-1]
-    found = {
+    checks = {
         "empty": lambda: not decode(tokens).strip(),
         "loop": lambda: (
             is_repetitive(tokens)
@@ -66,11 +80,11 @@ def fault_of(
         ),
         "truncated": lambda: answer.finish == "length",
     }
-    return next((name for name, holds in found.items() if name in drop and holds()), "")
+    return next((fault for fault, has_fault in checks.items() if fault in drop and has_fault()), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TextJob:
     """Texts to generate, and their folder."""
 
     base: FrozenBase
@@ -79,7 +93,7 @@ class Job:
     folder: Path
     """Folder of the text, created if necessary."""
     identity: dict[str, Any]
-    """What determines the text besides settings and seed: see `job_of`."""
+    """What determines the text besides settings and seed: see `text_job`."""
     seed: int = 0
     head: Head | None = None
     """Drafter of the local engine, which does not change the text."""
@@ -100,13 +114,13 @@ class Job:
     @property
     def drop(self) -> Sequence[str]:
         """Faults that drop an answer; continuations always stop at the limit."""
-        is_chat, drop = self.prompts.conversations, self.settings.drop
+        is_chat, drop = self.prompts.are_conversations, self.settings.drop
         if drop is None:
             return FAULTS if is_chat else ()
-        return [one for one in drop if is_chat or one != "truncated"]
+        return [fault for fault in drop if is_chat or fault != "truncated"]
 
 
-def job_of(
+def text_job(
     data: DataSettings,
     base: FrozenBase,
     settings: DistillSettings,
@@ -114,7 +128,7 @@ def job_of(
     accelerator: Accelerator,
     seed: int,
     head: Head | None = None,
-) -> Job:
+) -> TextJob:
     """Return a phase's texts to generate; each process generates its own part."""
     prompts = prompt_source(data, base, settings, seed)
     identity = {
@@ -125,7 +139,7 @@ def job_of(
         # the same settings may select other documents later
         "documents": prompts.fingerprint,
     }
-    return Job(
+    return TextJob(
         base=base,
         prompts=prompts,
         settings=settings,
@@ -138,11 +152,11 @@ def job_of(
     )
 
 
-TextInProgress = Generator[GenerationRequest, Answer | None, list[dict[str, Any]]]
+TextInProgress = Generator[GenerationRequest, GeneratedAnswer | None, list[dict[str, Any]]]
 """Yields requests, is sent their answers, and returns the rows of a shard."""
 
 
-def generated_text(number: int, job: Job) -> TextInProgress:
+def generate_text(number: int, job: TextJob) -> TextInProgress:
     """Yield the requests of one text, each after the answer to the one before; return its rows.
 
     There is one row, unless the chat template changes earlier turns (for example by removing
@@ -151,42 +165,44 @@ def generated_text(number: int, job: Job) -> TextInProgress:
     next answer is missing; a dropped text has one row without tokens.
     """
     base, sampling = job.base, Sampling.of(job.settings, 0)
-    own_seed = derive_seed(job.seed, number)
+    text_seed = derive_seed(job.seed, number)
     rows: list[dict[str, Any]] = []
     answers: list[list[int]] = []
     fault, loss_mask = "", []
-    tokens, following = [], job.prompts.first(number)
-    while following is not None:
-        goes_on = bool(tokens) and following[: len(tokens)] == tokens
-        before = loss_mask if goes_on else []
-        tokens, loss_mask = following, before + [0] * (len(following) - len(before))
-        room = base.max_length - len(tokens)
-        if not tokens or room <= 0:
+    tokens, next_prompt = [], job.prompts.first_prompt(number)
+    while next_prompt is not None:
+        continues = bool(tokens) and next_prompt[: len(tokens)] == tokens
+        loss_mask = loss_mask if continues else []
+        loss_mask = loss_mask + [0] * (len(next_prompt) - len(loss_mask))
+        tokens = next_prompt
+        free_slots = base.max_length - len(tokens)
+        if not tokens or free_slots <= 0:
             fault = "context" if tokens else "unasked"
             break
-        seeded = replace(sampling, seed=derive_seed(own_seed, len(answers)))
-        answer = yield GenerationRequest(number, tokens, min(job.settings.new_tokens, room), seeded)
+        new_tokens = min(job.settings.new_tokens, free_slots)
+        turn_sampling = replace(sampling, seed=derive_seed(text_seed, len(answers)))
+        answer = yield GenerationRequest(number, tokens, new_tokens, turn_sampling)
         assert answer
-        if fault := fault_of(answer, job.drop, base.eos_ids, decoder(base)):
+        if fault := find_fault(answer, job.drop, base.eos_ids, decoder(base)):
             break
         answers.append(answer.tokens)
         tokens, loss_mask = tokens + answer.tokens, loss_mask + [1] * len(answer.tokens)
-        turns = 1 + (rows.pop()["turns"] if goes_on else 0)
+        turns = 1 + (rows.pop()["turns"] if continues else 0)
         rows.append({"tokens": tokens, "loss_mask": loss_mask, "turns": turns, "fault": ""})
         # only a complete answer can have a reply
         is_complete = answer.finish == "eos"
-        following = job.prompts.following(number, tokens, answers) if is_complete else None
+        next_prompt = job.prompts.next_prompt(number, tokens, answers) if is_complete else None
     rows = rows or [{"tokens": [], "loss_mask": [], "turns": 0}]
     rows[-1]["fault"] = fault
     return [{"number": number} | row for row in rows]
 
 
-def engine_for(job: Job) -> TextEngine:
+def engine_of_job(job: TextJob) -> TextEngine:
     """Build the engine of the settings; the local one may draft, which does not change the text."""
     head = None
     if job.head is not None and job.settings.use_head and job.settings.engine == "local":
         head = copy_for_drafting(job.head, job.base)
-    return build(job.settings, job.base, head, job.prompts.longest)
+    return build_engine(job.settings, job.base, head, job.prompts.max_tokens)
 
 
 def refuse_not_decoding(base: FrozenBase, settings: DistillSettings, folder: Path) -> None:
@@ -201,85 +217,90 @@ def refuse_not_decoding(base: FrozenBase, settings: DistillSettings, folder: Pat
         )
 
 
-def write_text(
-    job: Job, make: Callable[[Job], TextEngine] = engine_for
-) -> Generator[Done, None, None]:
+def write_texts(
+    job: TextJob, make_engine: Callable[[TextJob], TextEngine] = engine_of_job
+) -> Generator[TextProgress, None, None]:
     """Generate the missing blocks of a folder; yield the progress from time to time.
 
     The first yield comes before anything is written. Several processes must wait for each other
-    there, because the first one removes incomplete files until then. `make` builds the engine, only
-    if texts are missing.
+    there, because the first one removes incomplete files until then. The engine is built only if
+    texts are missing.
     """
     size, claim = job.settings.shard_size, job.claim()
     refuse_other_text(job.folder, claim)
     missing = missing_blocks(job.folder, size, job.settings.num_samples)
-    mine = {block: missing[block] for block in missing if block % job.world_size == job.rank}
-    if not mine:
+    blocks = {block: missing[block] for block in missing if block % job.world_size == job.rank}
+    if not blocks:
         return
     # one lock per rank: the processes of a run write together, a second run finds the lock taken
     with sole_writer(job.folder, f".lock-{job.rank}"):
         if job.rank == 0:
             remove_incomplete(job.folder)
-        yield 0, 0, 0, 0.0
+        yield TextProgress()
         # the processes of a run write the same
         write_atomic(job.folder / MARK, as_json(claim))
-        writer, engine = _Writer(job, mine), make(job)
-        began = told = time.monotonic()
-        with closing(engine(writer.pull)) as answers:
+        writer, engine = BlockWriter(job, blocks), make_engine(job)
+        start = last_yield = time.monotonic()
+        with closing(engine(writer.next_request)) as answers:
             for answer in answers:
                 if isinstance(answer, int):
                     writer.pending_tokens = answer
                 else:
-                    writer.take(answer)
-                if (now := time.monotonic()) - told >= TICK_SECONDS:
-                    tokens = writer.new_tokens + writer.pending_tokens
-                    yield writer.finished, writer.dropped, tokens, now - began
-                    told = now
-        yield writer.finished, writer.dropped, writer.new_tokens, time.monotonic() - began
+                    writer.add_answer(answer)
+                if (now := time.monotonic()) - last_yield >= TICK_SECONDS:
+                    yield writer.progress(now - start)
+                    last_yield = now
+        yield writer.progress(time.monotonic() - start)
 
 
-class _Writer:
+class BlockWriter:
     """Gives an engine the requests of some blocks, and writes each block when it is complete."""
 
-    def __init__(self, job: Job, blocks: dict[int, range]) -> None:
+    def __init__(self, job: TextJob, blocks: dict[int, range]) -> None:
         self._job, self._numbers = job, chain.from_iterable(blocks.values())
         self._missing = {block: len(numbers) for block, numbers in blocks.items()}
         self._rows: dict[int, list[dict[str, Any]]] = {block: [] for block in blocks}
         self._texts: dict[int, TextInProgress] = {}
         self._ready: deque[GenerationRequest] = deque()
-        self.finished = self.dropped = self.new_tokens = self.pending_tokens = 0
+        self.num_finished = self.num_dropped = self.new_tokens = self.pending_tokens = 0
 
-    def pull(self) -> GenerationRequest | None:
+    def next_request(self) -> GenerationRequest | None:
         """Return the next request; None if it depends on a pending answer."""
         while not self._ready:
             if (number := next(self._numbers, None)) is None:
                 return None
-            self._texts[number] = generated_text(number, self._job)
+            self._texts[number] = generate_text(number, self._job)
             self._advance(number, None)
         return self._ready.popleft()
 
-    def take(self, answer: Answer) -> None:
+    def add_answer(self, answer: GeneratedAnswer) -> None:
         """Add an answer to its text, and prepare the next turn."""
         self.new_tokens += len(answer.tokens)
-        # other engines than the local one do not count them
+        # only the local engine counts pending tokens
         self.pending_tokens = max(0, self.pending_tokens - len(answer.tokens))
         self._advance(answer.number, answer)
 
-    def _advance(self, number: int, answer: Answer | None) -> None:
+    def progress(self, seconds: float) -> TextProgress:
+        """Return the progress after some seconds."""
+        tokens = self.new_tokens + self.pending_tokens
+        return TextProgress(self.num_finished, self.num_dropped, tokens, seconds)
+
+    def _advance(self, number: int, answer: GeneratedAnswer | None) -> None:
         try:
             self._ready.append(self._texts[number].send(answer))
         except StopIteration as end:
+            rows: list[dict[str, Any]] = end.value
             del self._texts[number]
-            self.finished += 1
-            self.dropped += end.value[0]["turns"] == 0
+            self.num_finished += 1
+            self.num_dropped += rows[0]["turns"] == 0
             block = number // self._job.settings.shard_size
-            self._rows[block] += end.value
+            self._rows[block] += rows
             self._missing[block] -= 1
             if not self._missing[block]:
                 write_shard(self._job.folder, block, self._rows.pop(block))
 
 
-def write_folder(job: Job, bar: Progress, halt: Callable[[], None]) -> dict[str, Any] | None:
+def write_folder(job: TextJob, bar: Progress, halt: Callable[[], None]) -> dict[str, Any] | None:
     """Generate the missing texts of a folder on all processes, and write report.md.
 
     All processes call `halt` together from time to time; it raises to stop the generation. Return
@@ -288,20 +309,22 @@ def write_folder(job: Job, bar: Progress, halt: Callable[[], None]) -> dict[str,
     total = job.settings.num_samples
     task = bar.add_task("generated text", total=total, numbers="")
     missing = missing_blocks(job.folder, job.settings.shard_size, total)
-    before = total - sum(map(len, missing.values()))
-    latest: dict[int, Done] = {}
+    num_before = total - sum(map(len, missing.values()))
+    latest: dict[int, TextProgress] = {}
     speed: float | None = None
-    with closing(write_text(job)) as writer:
-        go_on = partial(next, writer, None)
+    with closing(write_texts(job)) as progress:
+        next_progress = partial(next, progress, None)
         # processes that have finished their share wait for the others
-        while any(gathered := list[Done | None](on_all_processes(go_on))):
-            latest |= {rank: one for rank, one in enumerate(gathered) if one}
-            texts, dropped, tokens, seconds = zip(*latest.values(), strict=True)
-            speed = sum(tokens) / max(seconds) if any(tokens) else None
+        while any(gathered := list[TextProgress | None](on_all_processes(next_progress))):
+            latest |= {rank: state for rank, state in enumerate(gathered) if state}
+            states = latest.values()
+            tokens = sum(state.tokens for state in states)
+            speed = tokens / max(state.seconds for state in states) if tokens else None
             bar.update(
                 task,
-                completed=before + sum(texts),
-                numbers=f"{speed or 0:,.0f} tokens/s  {sum(dropped):,} dropped",
+                completed=num_before + sum(state.texts for state in states),
+                numbers=f"{speed or 0:,.0f} tokens/s  "
+                f"{sum(state.dropped for state in states):,} dropped",
             )
             halt()
     # complete folders yield no progress

@@ -63,7 +63,7 @@ def missing_blocks(folder: Path, size: int, total: int) -> dict[int, range]:
     return {
         block: numbers
         for block, numbers in blocks.items()
-        if not (file := _shard_file(folder, block)).is_file() or _last(file) < numbers[-1]
+        if not (file := _shard_file(folder, block)).is_file() or _last_number(file) < numbers[-1]
     }
 
 
@@ -78,11 +78,11 @@ def write_shard(folder: Path, block: int, rows: list[dict[str, Any]]) -> None:
 def read_shards(folder: Path, num_samples: int) -> pa.Table:
     """Return the rows of the texts with numbers below `num_samples`, including dropped texts."""
     files = sorted(folder.glob("shard-*.parquet"), key=lambda file: int(file.stem[6:]))
-    table = pa.concat_tables([SCHEMA.empty_table(), *map(_read, files)])
+    table = pa.concat_tables([SCHEMA.empty_table(), *map(_read_shard, files)])
     table = table.filter(pc.field("number") < num_samples)
-    if (found := len(table["number"].unique())) < num_samples:
+    if (num_texts := len(table["number"].unique())) < num_samples:
         raise InputError(
-            f"self-distilled text must be complete, but {folder} has {found} of {num_samples} "
+            f"self-distilled text must be complete, but {folder} has {num_texts} of {num_samples} "
             "texts; run the command that started it again"
         )
     return table
@@ -103,12 +103,12 @@ def _shard_file(folder: Path, block: int) -> Path:
     return folder / f"shard-{block:05d}.parquet"
 
 
-def _last(file: Path) -> int:
+def _last_number(file: Path) -> int:
     """Return the number of the last text in a shard."""
-    return _read(file, ["number"])["number"][-1].as_py()
+    return _read_shard(file, ["number"])["number"][-1].as_py()
 
 
-def _read(file: Path, columns: list[str] | None = None) -> pa.Table:
+def _read_shard(file: Path, columns: list[str] | None = None) -> pa.Table:
     try:
         with pq.ParquetFile(file, page_checksum_verification=True) as shard:
             if shard.schema_arrow == SCHEMA and shard.metadata.num_rows:
@@ -145,21 +145,20 @@ def report_of(
     that end early by the fault of the next answer. `lengths` has quantiles of the generated tokens.
     """
     table = read_shards(folder, num_samples)
-    kept = table.filter(pc.field("turns") > 0)
-    generated = [sum(mask) for mask in kept["loss_mask"].to_pylist()]
-    rows = np.linspace(0, kept.num_rows - 1, min(NUM_SAMPLES, kept.num_rows)).astype(int).tolist()
+    answered = table.filter(pc.field("turns") > 0)
+    lengths = [sum(mask) for mask in answered["loss_mask"].to_pylist()]
+    num_shown = min(NUM_SAMPLES, answered.num_rows)
+    samples = answered.take(np.linspace(0, answered.num_rows - 1, num_shown).astype(int))
     return {
         "requested": num_samples,
-        "kept": len(kept["number"].unique()),
-        "dropped": _faults(table.filter(pc.field("turns") == 0)),
-        "cut": _faults(kept),
-        "answers": sum(kept["turns"].to_pylist()),
-        "tokens": sum(generated),
-        "lengths": {f"{one} %": int(np.percentile(generated or [0], one)) for one in QUANTILES},
+        "kept": len(answered["number"].unique()),
+        "dropped": _count_faults(table.filter(pc.field("turns") == 0)),
+        "cut": _count_faults(answered),
+        "answers": sum(answered["turns"].to_pylist()),
+        "tokens": sum(lengths),
+        "lengths": {f"{share} %": int(np.percentile(lengths or [0], share)) for share in QUANTILES},
         "tokens_per_second": tokens_per_second and round(tokens_per_second),
-        "samples": {
-            row["number"]: printable(decode(row["tokens"])) for row in kept.take(rows).to_pylist()
-        },
+        "samples": {row["number"]: printable(decode(row["tokens"])) for row in samples.to_pylist()},
     }
 
 
@@ -169,14 +168,14 @@ def as_markdown(report: dict[str, Any]) -> str:
     for name, value in report.items():
         if name != "samples":
             if isinstance(value, dict):
-                value = ", ".join(f"{one}: {count:,}" for one, count in value.items())
+                value = ", ".join(f"{key}: {count:,}" for key, count in value.items())
             lines.append(f"- {name.replace('_', ' ')}: {value or 'none'}")
     lines += ["", "## Samples"]
     for number, text in report["samples"].items():
-        shown = text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ..."
-        lines += ["", f"Text {number}:", "", "~~~~", shown.replace("~~~~", "~~~"), "~~~~"]
+        text = text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ..."
+        lines += ["", f"Text {number}:", "", "~~~~", text.replace("~~~~", "~~~"), "~~~~"]
     return "\n".join(lines) + "\n"
 
 
-def _faults(table: pa.Table) -> dict[str, int]:
+def _count_faults(table: pa.Table) -> dict[str, int]:
     return dict(Counter(fault for fault in table["fault"].to_pylist() if fault).most_common())

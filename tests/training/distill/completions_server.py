@@ -20,7 +20,7 @@ PASSING = ("stall", "429", "500", "half", "reset")
 
 def continuation(prompt: list[int], count: int) -> list[int]:
     """Return the tokens of this server's model."""
-    return [(sum(prompt) + 7 * place) % VOCAB for place in range(count)]
+    return [(sum(prompt) + 7 * index) % VOCAB for index in range(count)]
 
 
 def completion(request: dict[str, Any]) -> dict[str, Any]:
@@ -39,39 +39,40 @@ class Completions:
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
-    asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    now: int = 0
+    attempts: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    """Requests of each prompt."""
+    num_open: int = 0
     peak: int = 0
     lock: Any = field(default_factory=Lock)
 
 
 def answer(state: Completions, handler: Handler, request: dict[str, Any]) -> None:
     with state.lock:
-        attempt = state.asked[tuple(request["prompt"])]
-        state.asked[tuple(request["prompt"])] += 1
+        attempt = state.attempts[tuple(request["prompt"])]
+        state.attempts[tuple(request["prompt"])] += 1
         state.requests.append(request)
         state.keys.append(handler.headers.get("Authorization"))
-        state.now += 1
-        state.peak = max(state.peak, state.now)
+        state.num_open += 1
+        state.peak = max(state.peak, state.num_open)
     try:
         time.sleep(state.seconds)
         _answer(state, handler, request, state.fault(request["prompt"], attempt))
     finally:
         with state.lock:
-            state.now -= 1
+            state.num_open -= 1
 
 
 def _answer(state: Completions, handler: Handler, request: Any, fault: str | None) -> None:
-    whole = json.dumps(state.reply(request)).encode()
+    content = json.dumps(state.reply(request)).encode()
     if fault is None:
-        handler.reply(200, whole)
+        handler.reply(200, content)
     elif fault == "garbage":
-        handler.reply(200, b"{]" + whole)
+        handler.reply(200, b"{]" + content)
     elif fault.isdigit():
-        said = f"no, not with {handler.headers.get('Authorization')}\nand not now"
-        handler.reply(int(fault), said.encode())
+        message = f"no, not with {handler.headers.get('Authorization')}\nand not now"
+        handler.reply(int(fault), message.encode())
     elif fault == "half":
-        handler.reply(200, whole, missing=9)
+        handler.reply(200, content, missing=9)
     elif fault == "stall":
         # until the client closes the connection
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Text engines of transformers and servers: each text once, in spite of faults."""
+"""Text engines: each text once, in spite of faults of servers."""
 
 import copy
 import random
@@ -18,12 +18,12 @@ from transformers import GenerationConfig
 from specheads.base.model import FrozenBase
 from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
-from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
-from specheads.training.distill import build, openai
-from specheads.training.distill.engines import Answer, GenerationRequest, TextEngine
+from specheads.training.distill import build_engine, openai
+from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest, TextEngine
 from tests import tiny
 from tests.training.distill.completions_server import PASSING, Completions, continuation, serving
+from tests.training.distill.transformers_oracle import generate_answers
 
 TINY_CODE = Path(__file__).parents[3] / "recipes" / "tiny_code" / "base"
 KEY = "sk-secret-0123"
@@ -35,30 +35,27 @@ INVALID = (
 )
 
 
-def write(engine: TextEngine, asks: Iterable[GenerationRequest]) -> dict[int, Answer]:
+def write(engine: TextEngine, requests: Iterable[GenerationRequest]) -> dict[int, GeneratedAnswer]:
     """Answer all requests; return the answers by number, each once."""
-    waiting = iter(asks)
-    told = engine(lambda: next(waiting, None))
-    answers = [one for one in told if isinstance(one, Answer)]
+    pending = iter(requests)
+    outputs = engine(lambda: next(pending, None))
+    answers = [answer for answer in outputs if isinstance(answer, GeneratedAnswer)]
     assert len({answer.number for answer in answers}) == len(answers)
     return {answer.number: answer for answer in answers}
 
 
-def asks(count: int, new_tokens: int = 6) -> list[GenerationRequest]:
-    prompts = enumerate([1 + number, 2, 3] for number in range(count))
-    return [GenerationRequest(*one, new_tokens, Sampling()) for one in prompts]
-
-
-def ragged() -> list[GenerationRequest]:
-    prompts = enumerate(tiny.prompts())
-    return [GenerationRequest(*one, tiny.NEW_TOKENS, Sampling()) for one in prompts]
+def make_requests(count: int, new_tokens: int = 6) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(number, [1 + number, 2, 3], new_tokens, Sampling())
+        for number in range(count)
+    ]
 
 
 def settings(**changes: Any) -> DistillSettings:
     return DistillSettings(num_samples=1, **changes)
 
 
-SETTINGS = (
+SAMPLING = (
     Sampling(temperature=1.0, seed=5),
     Sampling(temperature=0.7, top_k=5, seed=6),
     Sampling(temperature=1.3, top_p=0.8, repetition_penalty=1.4, seed=7),
@@ -68,52 +65,39 @@ SETTINGS = (
 )
 
 
-# transformers
-
-
 @pytest.mark.parametrize(
-    ("architecture", "batch_size"), [("llama", 1), ("llama", 8), ("gpt2", 2), ("mistral", 2)]
+    ("architecture", "batch_size"), [("llama", 4), ("llama", 6), ("gpt2", 2), ("mistral", 2)]
 )
-def test_transformers_continues_ragged_prompts(architecture, batch_size):
-    engine = build(settings(engine="transformers", batch_size=batch_size), tiny.base(architecture))
-    answers = write(engine, ragged())
-    assert [answers[number].tokens for number in range(3)] == tiny.continuations(architecture)
-    assert {answer.finish for answer in answers.values()} == {"length"}
-
-
-@pytest.mark.parametrize("batch_size", [4, 6])
-def test_transformers_samples_as_the_local_engine(batch_size):
-    base, prompts = tiny.base(dtype=torch.float32), tiny.prompts() * 2
-    wanted = generate(base, None, prompts, max_new_tokens=20, sampling=SETTINGS).tokens
-    asked = [
+def test_local_engine_writes_what_transformers_writes(architecture, batch_size):
+    """Each text has its own sampling and seed."""
+    base = tiny.base(architecture, dtype=torch.float32)
+    requests = [
         GenerationRequest(number, prompt, 20, sampling)
-        for number, (prompt, sampling) in enumerate(zip(prompts, SETTINGS, strict=True))
+        for number, (prompt, sampling) in enumerate(zip(tiny.prompts() * 2, SAMPLING, strict=True))
     ]
-    engine = build(settings(engine="transformers", batch_size=batch_size), base)
-    answers = write(engine, asked)
-    assert [answers[number].tokens for number in range(6)] == wanted
+    answers = write(build_engine(settings(batch_size=batch_size), base), requests)
+    assert [answers[number] for number in range(6)] == generate_answers(base, requests)
 
 
-def test_transformers_keeps_the_end_token_and_ignores_the_generation_config():
-    said = tiny.continuations()
+def test_answer_keeps_the_end_token_and_ignores_the_generation_config():
+    continuations = tiny.continuations()
     model = copy.deepcopy(tiny.base().model)
-    own = GenerationConfig(
-        eos_token_id=[said[0][9], tiny.VOCAB - 1],
+    model.generation_config = GenerationConfig(
+        eos_token_id=[continuations[0][9], tiny.VOCAB - 1],
         **{"do_sample": True, "top_k": 1, "repetition_penalty": 5.0, "suppress_tokens": [3, 4]},
     )
-    model.generation_config = own
-    base, state = FrozenBase(model), torch.random.get_rng_state()
-    answers = write(build(settings(engine="transformers"), base), ragged())
-    for number, text in enumerate(said):
-        end = next((at for at, token in enumerate(text) if token in base.eos_ids), None)
-        cut = text if end is None else text[: end + 1]
-        assert answers[number] == Answer(number, cut, "length" if end is None else "eos")
+    base = FrozenBase(model)
+    requests = [
+        GenerationRequest(number, prompt, tiny.NEW_TOKENS, Sampling())
+        for number, prompt in enumerate(tiny.prompts())
+    ]
+    answers = write(build_engine(settings(), base), requests)
+    for number, tokens in enumerate(continuations):
+        end = next((index for index, token in enumerate(tokens) if token in base.eos_ids), None)
+        tokens = tokens if end is None else tokens[: end + 1]
+        finish = "length" if end is None else "eos"
+        assert answers[number] == GeneratedAnswer(number, tokens, finish)
     assert answers[0].finish == "eos"
-    assert model.generation_config is own
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
-# any engine
 
 
 @pytest.fixture
@@ -128,15 +112,17 @@ def _hurry(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-def asking(service: Completions, base: FrozenBase | None = None, **changes: Any) -> TextEngine:
-    usual = {"url": service.url, "timeout_seconds": 5.0, "served_as": "served"}
-    return build(settings(engine="openai", **usual | changes), base or tiny.base())
+def server_engine(
+    service: Completions, base: FrozenBase | None = None, **changes: Any
+) -> TextEngine:
+    defaults = {"url": service.url, "timeout_seconds": 5.0, "served_as": "served"}
+    return build_engine(settings(engine="openai", **defaults | changes), base or tiny.base())
 
 
-@pytest.mark.parametrize("name", ["local", "transformers", "openai"])
+@pytest.mark.parametrize("name", ["local", "openai"])
 def test_next_request_may_depend_on_an_answer(name, service):
-    engine = build(settings(engine=name, batch_size=2, url=service.url), tiny.base())
-    ready, answers = asks(5, new_tokens=2), 0
+    engine = build_engine(settings(engine=name, batch_size=2, url=service.url), tiny.base())
+    ready, answers = make_requests(5, new_tokens=2), 0
     for answer in engine(lambda: ready.pop() if ready else None):
         if isinstance(answer, int):
             continue
@@ -147,27 +133,26 @@ def test_next_request_may_depend_on_an_answer(name, service):
     assert answers == 15
 
 
-# servers
-
-
 def test_server_faults_lose_and_duplicate_nothing(service):
-    rng, asked = random.Random(3), asks(60)
+    rng, requests = random.Random(3), make_requests(60)
     plans = {
-        tuple(ask.tokens): [rng.choice(PASSING) for _ in range(rng.randrange(3))] for ask in asked
+        tuple(request.tokens): [rng.choice(PASSING) for _ in range(rng.randrange(3))]
+        for request in requests
     }
     assert {fault for plan in plans.values() for fault in plan} == set(PASSING)
     service.fault = lambda prompt, attempt: [*plans[tuple(prompt)], None, None][attempt]
-    answers = write(asking(service, batch_size=16, timeout_seconds=1.0), asked)
+    answers = write(server_engine(service, batch_size=16, timeout_seconds=1.0), requests)
     assert answers == {
-        ask.number: Answer(ask.number, continuation(ask.tokens, 6), "length") for ask in asked
+        request.number: GeneratedAnswer(request.number, continuation(request.tokens, 6), "length")
+        for request in requests
     }
-    assert service.asked == {prompt: len(plan) + 1 for prompt, plan in plans.items()}
+    assert service.attempts == {prompt: len(plan) + 1 for prompt, plan in plans.items()}
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_requests_in_flight_equal_batch_size(service, batch_size):
     service.seconds = 0.05
-    write(asking(service, batch_size=batch_size), asks(20))
+    write(server_engine(service, batch_size=batch_size), make_requests(20))
     assert service.peak == batch_size
 
 
@@ -175,14 +160,14 @@ def test_request_has_all_sampling_parameters(service):
     sampling = Sampling(
         temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, repetition_penalty=1.1, seed=2**62 + 1
     )
-    write(asking(service), [GenerationRequest(4, [1, 2], 9, sampling)])
-    write(asking(service), [GenerationRequest(5, [1, 3], 9, Sampling())])
-    drawn, greedy = service.requests
-    wanted = {"model": "served", "prompt": [1, 2], "max_tokens": 9, "temperature": 0.5}
-    wanted |= {"top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1}
-    wanted |= {"repeat_penalty": 1.1, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-    wanted |= {"seed": 2**62 + 1, "return_token_ids": True}
-    assert drawn.items() >= wanted.items()
+    write(server_engine(service), [GenerationRequest(4, [1, 2], 9, sampling)])
+    write(server_engine(service), [GenerationRequest(5, [1, 3], 9, Sampling())])
+    sampled, greedy = service.requests
+    expected = {"model": "served", "prompt": [1, 2], "max_tokens": 9, "temperature": 0.5}
+    expected |= {"top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1}
+    expected |= {"repeat_penalty": 1.1, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    expected |= {"seed": 2**62 + 1, "return_token_ids": True}
+    assert sampled.items() >= expected.items()
     assert (greedy["temperature"], greedy["top_k"], greedy["top_p"]) == (0.0, -1, 1.0)
 
 
@@ -201,7 +186,7 @@ def test_refusal_is_one_line_without_the_key(service, monkeypatch, status, remed
     monkeypatch.setenv("OPENAI_API_KEY", f" {KEY}\n")
     service.fault = lambda _prompt, _attempt: status
     with pytest.raises(InputError, match=remedy) as error:
-        write(asking(service), asks(1))
+        write(server_engine(service), make_requests(1))
     assert service.keys == [f"Bearer {KEY}"]
     message = str(error.value)
     assert status == "garbage" or f"status {status}, no, not with Bearer *** and not now" in message
@@ -212,16 +197,16 @@ def test_refusal_is_one_line_without_the_key(service, monkeypatch, status, remed
 @pytest.mark.parametrize("fault", PASSING)
 def test_server_without_answer_is_one_line_after_other_answers(service, fault, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    bad = asks(3)[2]
-    service.fault = lambda prompt, _attempt: fault if prompt == bad.tokens else None
+    failing = make_requests(3)[2]
+    service.fault = lambda prompt, _attempt: fault if prompt == failing.tokens else None
     monkeypatch.setattr(openai, "RETRIES", 2)
-    engine = asking(service, timeout_seconds=0.5, batch_size=3)
-    waiting = iter(asks(3))
-    answers = (getattr(one, "number", None) for one in engine(lambda: next(waiting, None)))
-    assert {next(answers), next(answers)} == {0, 1}
+    engine = server_engine(service, timeout_seconds=0.5, batch_size=3)
+    requests = iter(make_requests(3))
+    numbers = (getattr(answer, "number", None) for answer in engine(lambda: next(requests, None)))
+    assert {next(numbers), next(numbers)} == {0, 1}
     with pytest.raises(InputError, match="run the command again to resume") as error:
-        next(answers)
-    assert service.asked[tuple(bad.tokens)] == 3
+        next(numbers)
+    assert service.attempts[tuple(failing.tokens)] == 3
     assert KEY not in str(error.value)
 
 
@@ -241,21 +226,22 @@ def test_unusable_address_or_key_is_refused_without_secrets(url, key, line, monk
     monkeypatch.setattr(openai, "RETRIES", 1)
     monkeypatch.setenv("OPENAI_API_KEY", key)
     with pytest.raises(InputError, match=line) as error:
-        write(build(settings(engine="openai", url=url), tiny.base()), asks(1))
+        write(build_engine(settings(engine="openai", url=url), tiny.base()), make_requests(1))
     assert "hunter2" not in str(error.value)
 
 
 def test_closing_cancels_requests_in_flight(service):
     service.fault = lambda prompt, _attempt: "stall" if prompt[0] > 1 else None
     before = threading.active_count()
-    engine, waiting = asking(service, batch_size=4, timeout_seconds=600.0), iter(asks(9))
-    answers = engine(lambda: next(waiting, None))
+    engine = server_engine(service, batch_size=4, timeout_seconds=600.0)
+    requests = iter(make_requests(9))
+    answers = engine(lambda: next(requests, None))
     assert getattr(next(answers), "number", None) == 0
-    while service.now < 3:
+    while service.num_open < 3:
         time.sleep(0.01)
     answers.close()
     # the server's handlers end when the client closes the connection
-    while service.now:
+    while service.num_open:
         time.sleep(0.01)
     assert threading.active_count() == before
 
@@ -265,7 +251,7 @@ def tiny_code() -> FrozenBase:
     return FrozenBase.load(TINY_CODE, dtype="float32", device="cpu")
 
 
-def spoken(**choice: Any) -> dict[str, Any]:
+def replied(**choice: Any) -> dict[str, Any]:
     return {"choices": [{"text": "def f(x):", "finish_reason": "stop"} | choice]}
 
 
@@ -291,42 +277,44 @@ def spoken(**choice: Any) -> dict[str, Any]:
     ],
 )
 def test_answer_has_one_end_token(service, choice, tokens, finish):
-    service.reply = lambda _request: spoken(**choice)
-    assert write(asking(service, tiny_code()), asks(1))[0] == Answer(0, tokens, finish)
+    service.reply = lambda _request: replied(**choice)
+    assert write(server_engine(service, tiny_code()), make_requests(1))[0] == GeneratedAnswer(
+        0, tokens, finish
+    )
     assert service.requests[0]["stop_token_ids"] == [0]
 
 
-ONE = "must return one complete answer"
+ONE_ANSWER = "must return one complete answer"
 
 
 @pytest.mark.parametrize(
-    ("reply", "told"),
+    ("reply", "message"),
     [
-        ([], ONE),
-        ({"error": "overloaded"}, ONE),
-        ({"choices": None}, ONE),
-        ({"choices": []}, ONE),
-        (spoken(finish_reason="abort"), ONE),
-        (spoken(token_ids="5, 6"), ONE),
-        (spoken(token_ids=[5, -1]), ONE),
-        (spoken(prompt_token_ids=3), ONE),
-        ({"choices": [spoken()["choices"][0]] * 2}, ONE),
-        (spoken(token_ids=[5], prompt_token_ids=[1, 2, 4]), r"read \d in place of the 3"),
-        (spoken(token_ids=[5]) | {"usage": {"prompt_tokens": 4}}, "read 4 in place of the 3"),
-        (spoken(token_ids=[5, tiny.VOCAB]), "token 61 of a vocabulary of 61"),
-        (spoken(), "without token ids, which needs a base with a tokenizer"),
+        ([], ONE_ANSWER),
+        ({"error": "overloaded"}, ONE_ANSWER),
+        ({"choices": None}, ONE_ANSWER),
+        ({"choices": []}, ONE_ANSWER),
+        (replied(finish_reason="abort"), ONE_ANSWER),
+        (replied(token_ids="5, 6"), ONE_ANSWER),
+        (replied(token_ids=[5, -1]), ONE_ANSWER),
+        (replied(prompt_token_ids=3), ONE_ANSWER),
+        ({"choices": [replied()["choices"][0]] * 2}, ONE_ANSWER),
+        (replied(token_ids=[5], prompt_token_ids=[1, 2, 4]), r"read \d in place of the 3"),
+        (
+            replied(token_ids=[5]) | {"usage": {"prompt_tokens": 4}},
+            "read 4 in place of the 3",
+        ),
+        (replied(token_ids=[5, tiny.VOCAB]), "token 61 of a vocabulary of 61"),
+        (replied(), "without token ids, which needs a base with a tokenizer"),
     ],
 )
-def test_invalid_reply_is_refused_in_one_line(service, reply, told):
+def test_invalid_reply_is_refused_in_one_line(service, reply, message):
     service.reply = lambda _request: reply
-    with pytest.raises(InputError, match=told):
-        write(asking(service), asks(1))
-
-
-# vLLM is not installed
+    with pytest.raises(InputError, match=message):
+        write(server_engine(service), make_requests(1))
 
 
 def test_missing_vllm_is_refused_with_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(InputError, match=r"pip install specheads\[vllm\]"):
-        build(settings(engine="vllm"), tiny.base())
+        build_engine(settings(engine="vllm"), tiny.base())

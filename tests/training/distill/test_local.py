@@ -16,12 +16,12 @@ from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
 from specheads.heads.load import build_for_base
 from specheads.runs.progress import progress_display
-from specheads.training.distill import build, engines, run
-from specheads.training.distill.engines import Answer, GenerationRequest
-from specheads.training.distill.run import write_folder, write_text
+from specheads.training.distill import build_engine, engines, run
+from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest
+from specheads.training.distill.run import write_folder, write_texts
 from specheads.training.processes import on_all_processes
 from tests import tiny
-from tests.training.distill.pens import Talks, job, shards
+from tests.training.distill.fake_engine import FakeChats, job, shards
 from tests.training.in_processes import forked
 
 HEAD = {"kind": "mlp_speculator", "depth": 3, "inner_dim": 16}
@@ -32,25 +32,25 @@ SETTINGS = DistillSettings(
 """The tiny base never ends a text: every answer has maximum length and is kept."""
 
 
-class Uneven(Talks):
+class UnevenPrompts(FakeChats):
     """The same with prompts of two, four and six tokens."""
 
-    def first(self, number: int) -> list[int]:
-        return super().first(number) * (1 + number % 3)
+    def first_prompt(self, number: int) -> list[int]:
+        return super().first_prompt(number) * (1 + number % 3)
 
 
-class Turnless(Talks):
+class SingleTurnPrompts(FakeChats):
     """The same with one turn in each text."""
 
-    def following(self, number: int, tokens: list[int], answers: list[list[int]]) -> None:
+    def next_prompt(self, number: int, tokens: list[int], answers: list[list[int]]) -> None:
         del number, tokens, answers
 
 
 def write(folder: Path, batch_size: int = 4, head=None, max_length: int = 0, **changes) -> None:
     settings = replace(SETTINGS, num_samples=8, **changes)
-    asked = job(folder, settings=settings, prompts=Uneven())
-    engine = build(replace(settings, batch_size=batch_size), tiny.base(), head, max_length)
-    for _ in write_text(asked, lambda _: engine):
+    text_job = job(folder, settings=settings, prompts=UnevenPrompts())
+    engine = build_engine(replace(settings, batch_size=batch_size), tiny.base(), head, max_length)
+    for _ in write_texts(text_job, lambda _: engine):
         pass
 
 
@@ -70,40 +70,40 @@ def test_text_does_not_depend_on_batch_head_and_memory(temperature, tmp_path, mo
 def test_answer_equals_generate_with_the_same_seed():
     request = GenerationRequest(5, [3, 4, 5], 12, Sampling(temperature=0.9, seed=7))
     waiting = [request]
-    engine = build(SETTINGS, tiny.base())
+    engine = build_engine(SETTINGS, tiny.base())
     *_, answer = engine(lambda: waiting.pop() if waiting else None)
-    assert isinstance(answer, Answer)
-    said = generate(
+    assert isinstance(answer, GeneratedAnswer)
+    generated = generate(
         tiny.base(), None, [request.tokens], max_new_tokens=12, sampling=[request.sampling]
     )
-    assert answer.tokens == said.tokens[0]
+    assert answer.tokens == generated.tokens[0]
 
 
 def test_progress_counts_tokens_of_answers_in_flight(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "TICK_SECONDS", 0.0)
-    asked = job(tmp_path, settings=replace(SETTINGS, num_samples=4), prompts=Turnless())
-    told = [(texts, tokens) for texts, _, tokens, _ in write_text(asked)]
-    counts = [tokens for texts, tokens in told if not texts]
+    text_job = job(tmp_path, settings=replace(SETTINGS, num_samples=4), prompts=SingleTurnPrompts())
+    progress = list(write_texts(text_job))
+    counts = [state.tokens for state in progress if not state.texts]
     assert counts == sorted(counts)
     # the first step reads the prompts and gives two tokens of each text, later ones one
     assert [*dict.fromkeys(counts)] == [0, *range(8, 49, 4)]
-    assert {tokens for texts, tokens in told if texts} == {48}
+    assert {state.tokens for state in progress if state.texts} == {48}
 
 
 def write_all(folder: Path) -> None:
     torch.set_num_threads(1)
-    for _ in write_text(job(folder, settings=SETTINGS, prompts=Talks())):
+    for _ in write_texts(job(folder, settings=SETTINGS, prompts=FakeChats())):
         pass
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
+def complete_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("complete")
     write_all(folder)
     return folder
 
 
-def test_two_kills_do_not_change_the_text(whole: Path, tmp_path: Path):
+def test_two_kills_do_not_change_the_text(complete_text: Path, tmp_path: Path):
     for num_shards in (1, 3):
         process = FORK.Process(target=write_all, args=(tmp_path,))
         process.start()
@@ -112,23 +112,23 @@ def test_two_kills_do_not_change_the_text(whole: Path, tmp_path: Path):
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL
-    assert len(shards(tmp_path)) < len(shards(whole))
+    assert len(shards(tmp_path)) < len(shards(complete_text))
     write_all(tmp_path)
-    assert shards(tmp_path) == shards(whole)
+    assert shards(tmp_path) == shards(complete_text)
     assert not list(tmp_path.glob(".*"))
 
 
 def write_shared(folder: Path, num_samples: int) -> None:
     accelerator = Accelerator(cpu=True)
-    asked = job(
+    text_job = job(
         folder,
         settings=replace(SETTINGS, num_samples=num_samples),
-        prompts=Talks(),
+        prompts=FakeChats(),
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
     )
     with progress_display(shown=False) as bar:
-        report = write_folder(asked, bar, lambda: None)
+        report = write_folder(text_job, bar, lambda: None)
     assert (report is None) == (accelerator.process_index > 0)
 
 

@@ -16,8 +16,8 @@ from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
-from specheads.training.distill import build
-from specheads.training.distill.engines import Answer, GenerationRequest, TextEngine
+from specheads.training.distill import build_engine
+from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest, TextEngine
 from tests.servers import VLLM, free_port, served
 
 pytestmark = pytest.mark.vllm
@@ -43,33 +43,35 @@ def base() -> FrozenBase:
     return FrozenBase.load(BASE, dtype="float32", device="cpu")
 
 
-def asks(sampling: Sampling, new_tokens: int = NEW_TOKENS) -> list[GenerationRequest]:
+def make_requests(sampling: Sampling, new_tokens: int = NEW_TOKENS) -> list[GenerationRequest]:
     """Eight ragged prompts."""
     tokenizer = base().tokenizer
     assert tokenizer is not None
     ids = tokenizer((ROOT / "specheads" / "decoding" / "engine.py").read_text()[:4000])["input_ids"]
-    prompts = [ids[50 * at : 50 * at + 10 + 5 * at] for at in range(8)]
+    prompts = [ids[50 * n : 50 * n + 10 + 5 * n] for n in range(8)]
     return [
         GenerationRequest(number, prompt, new_tokens, sampling.of_prompt(number))
         for number, prompt in enumerate(prompts)
     ]
 
 
-def write(engine: TextEngine, asked: list[GenerationRequest]) -> list[dict[str, Any]]:
+def write(engine: TextEngine, requests: list[GenerationRequest]) -> list[dict[str, Any]]:
     """Return the expected answers by number, each once."""
-    waiting = iter(asked)
-    told = engine(lambda: next(waiting, None))
-    answers = [one for one in told if isinstance(one, Answer)]
+    pending = iter(requests)
+    outputs = engine(lambda: next(pending, None))
+    answers = [answer for answer in outputs if isinstance(answer, GeneratedAnswer)]
     answers.sort(key=lambda answer: answer.number)
-    assert [answer.number for answer in answers] == [ask.number for ask in asked]
+    assert [answer.number for answer in answers] == [request.number for request in requests]
     return [{"tokens": answer.tokens, "finish": answer.finish} for answer in answers]
 
 
 def expected() -> list[dict[str, Any]]:
-    prompts = [ask.tokens for ask in asks(Sampling())]
-    said = generate(base(), None, prompts, max_new_tokens=NEW_TOKENS).tokens
-    ends = base().eos_ids
-    return [{"tokens": text, "finish": "eos" if text[-1] in ends else "length"} for text in said]
+    prompts = [request.tokens for request in make_requests(Sampling())]
+    texts = generate(base(), None, prompts, max_new_tokens=NEW_TOKENS).tokens
+    end_ids = base().eos_ids
+    return [
+        {"tokens": text, "finish": "eos" if text[-1] in end_ids else "length"} for text in texts
+    ]
 
 
 def main() -> None:
@@ -77,15 +79,15 @@ def main() -> None:
     import vllm  # pyright: ignore[reportMissingImports]
 
     # compiling takes longer than everything else for this small base
-    whole = vllm.LLM  # pyright: ignore[reportAttributeAccessIssue]
-    vllm.LLM = lambda **settings: whole(enforce_eager=True, **settings)  # pyright: ignore
-    engine = build(
+    compiled_llm = vllm.LLM  # pyright: ignore[reportAttributeAccessIssue]
+    vllm.LLM = lambda **settings: compiled_llm(enforce_eager=True, **settings)  # pyright: ignore
+    engine = build_engine(
         DistillSettings(num_samples=8, batch_size=3, engine="vllm"), base(), max_length=256
     )
-    out: dict[str, Any] = {"greedy": write(engine, asks(Sampling()))}
-    drawn = asks(Sampling(temperature=1.0, top_p=0.9, seed=4))
-    out["drawn"] = write(engine, drawn)
-    out["again"] = write(engine, drawn)
+    out: dict[str, Any] = {"greedy": write(engine, make_requests(Sampling()))}
+    sampled = make_requests(Sampling(temperature=1.0, top_p=0.9, seed=4))
+    out["sampled"] = write(engine, sampled)
+    out["repeated"] = write(engine, sampled)
     try:
         write(engine, [GenerationRequest(7, [5, 6], 4, Sampling(temperature=3.0))])
     except InputError as error:
@@ -94,19 +96,19 @@ def main() -> None:
 
 
 def test_vllm_offline_equals_the_base_and_samples_by_seed():
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", START],
         cwd=ROOT,
         env=os.environ | VLLM | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-5000:]
-    line = next(one for one in done.stdout.splitlines() if one.startswith('{"greedy"'))
+    assert process.returncode == 0, process.stderr[-5000:]
+    line = next(line for line in process.stdout.splitlines() if line.startswith('{"greedy"'))
     out = json.loads(line)
     assert out["greedy"] == expected()
-    assert out["drawn"] == out["again"]
-    assert out["drawn"] != out["greedy"]
+    assert out["sampled"] == out["repeated"]
+    assert out["sampled"] != out["greedy"]
     assert "refused one: temperature must be" in out["refused"]
     assert "\n" not in out["refused"]
 
@@ -116,7 +118,7 @@ def url(tmp_path_factory):
     """Return the URL of a real server of the tiny base that requires a key."""
     url = f"http://127.0.0.1:{free_port()}"
     log = tmp_path_factory.mktemp("serve") / "log"
-    # not `vllm serve`, which looks for a package that the CPU build does not have
+    # not `vllm serve`, which looks for a package that the CPU build_engine does not have
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(BASE)]
     command += ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "256"]
     command += ["--enforce-eager", "--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
@@ -132,11 +134,11 @@ def settings(url, monkeypatch):
 
 
 def test_real_server_returns_the_bases_token_ids(settings):
-    assert write(build(settings, base()), asks(Sampling())) == expected()
+    assert write(build_engine(settings, base()), make_requests(Sampling())) == expected()
 
 
 def test_real_server_samples_by_seed(settings):
-    drawn = asks(Sampling(temperature=1.0, top_k=50, min_p=0.02, seed=4))
-    first = write(build(settings, base()), drawn)
-    assert write(build(replace(settings, batch_size=2), base()), drawn) == first
+    sampled = make_requests(Sampling(temperature=1.0, top_k=50, min_p=0.02, seed=4))
+    first = write(build_engine(settings, base()), sampled)
+    assert write(build_engine(replace(settings, batch_size=2), base()), sampled) == first
     assert first != expected()

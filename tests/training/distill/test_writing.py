@@ -9,30 +9,38 @@ import pytest
 from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
-from specheads.training.distill.engines import Answer
-from specheads.training.distill.run import fault_of, write_text
+from specheads.training.distill.engines import GeneratedAnswer
+from specheads.training.distill.run import find_fault, write_texts
 from specheads.training.distill.shards import read_shards, read_text, report_of
-from tests.training.distill.pens import SETTINGS, Pen, Talks, job, rows, shards, write
+from tests.training.distill.fake_engine import (
+    SETTINGS,
+    FakeChats,
+    FakeEngine,
+    job,
+    rows,
+    shards,
+    write,
+)
 
 NUM_ANSWERS = sum(number % 3 + 1 for number in range(10))
 
 
 def test_turns_follow_the_bases_answers_which_alone_count(tmp_path: Path):
     write(tmp_path)
-    found = rows(tmp_path)
-    assert [row["number"] for row in found] == list(range(10))
-    assert [row["turns"] for row in found] == [1, 2, 3, 1, 2, 3, 1, 2, 3, 1]
+    text_rows = rows(tmp_path)
+    assert [row["number"] for row in text_rows] == list(range(10))
+    assert [row["turns"] for row in text_rows] == [1, 2, 3, 1, 2, 3, 1, 2, 3, 1]
     #  asked 1 0, answered 1 0 s END, asked 1 1, answered 1 1 t END
-    tokens = found[1]["tokens"]
+    tokens = text_rows[1]["tokens"]
     assert tokens[:4] + tokens[6:9] == [1, 0, 1, 0, 1, 1, 1]
-    assert found[1]["loss_mask"] == [0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1]
+    assert text_rows[1]["loss_mask"] == [0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1]
     assert tokens[4] != tokens[10], "each turn has a seed of its own"
 
 
 def test_shards_do_not_depend_on_the_order_of_answers(tmp_path: Path):
     for seed in range(5):
-        write(tmp_path / str(seed), Pen(seed))
-    assert sorted(shards(tmp_path / "0")) == [f"shard-0000{one}.parquet" for one in range(3)]
+        write(tmp_path / str(seed), FakeEngine(seed))
+    assert sorted(shards(tmp_path / "0")) == [f"shard-0000{block}.parquet" for block in range(3)]
     assert all(shards(tmp_path / str(seed)) == shards(tmp_path / "0") for seed in range(5))
 
 
@@ -40,40 +48,40 @@ def test_shards_do_not_depend_on_the_order_of_answers(tmp_path: Path):
 def test_text_does_not_depend_on_processes(world_size: int, tmp_path: Path):
     write(tmp_path / "alone")
     for rank in range(world_size):
-        write(tmp_path / "shared", Pen(rank), rank=rank, world_size=world_size)
+        write(tmp_path / "shared", FakeEngine(rank), rank=rank, world_size=world_size)
     assert shards(tmp_path / "shared") == shards(tmp_path / "alone")
 
 
 @pytest.mark.parametrize("answers", range(NUM_ANSWERS))
 def test_stop_loses_only_incomplete_blocks(answers: int, tmp_path: Path):
-    write(tmp_path / "whole")
-    folder = tmp_path / "parts"
+    write(tmp_path / "complete")
+    folder = tmp_path / "stopped"
     with pytest.raises(KeyboardInterrupt):
-        write(folder, Pen(1, stop_after=answers))
+        write(folder, FakeEngine(1, stop_after=answers))
     before = shards(folder)
-    again = Pen(2)
-    write(folder, again)
-    complete = {f"shard-{request.number // 4:05d}.parquet" for request in again.asked}
+    engine = FakeEngine(2)
+    write(folder, engine)
+    complete = {f"shard-{request.number // 4:05d}.parquet" for request in engine.requests}
     assert complete.isdisjoint(before)
     assert len(complete) == 3 - len(before)
-    assert shards(folder) == shards(tmp_path / "whole")
+    assert shards(folder) == shards(tmp_path / "complete")
     assert not list(folder.glob(".*"))
 
 
 @pytest.mark.parametrize("answers", [0, 3, 99])
 def test_raised_num_samples_keeps_complete_blocks(answers: int, tmp_path: Path):
-    more, parts = replace(SETTINGS, num_samples=15), tmp_path / "parts"
-    write(tmp_path / "whole", settings=more)
-    write(parts)
+    settings, folder = replace(SETTINGS, num_samples=15), tmp_path / "grown"
+    write(tmp_path / "complete", settings=settings)
+    write(folder)
     if answers < 99:
         with pytest.raises(KeyboardInterrupt):
-            write(parts, Pen(stop_after=answers), settings=more)
-        assert len(read_text(parts, 10)) == 10
-    write(parts, again := Pen(), settings=more)
-    assert {request.number for request in again.asked} <= set(range(8, 15))
-    assert shards(parts) == shards(tmp_path / "whole")
-    assert write(parts) == []
-    assert len(read_text(parts, 10)) == 10
+            write(folder, FakeEngine(stop_after=answers), settings=settings)
+        assert len(read_text(folder, 10)) == 10
+    write(folder, engine := FakeEngine(), settings=settings)
+    assert {request.number for request in engine.requests} <= set(range(8, 15))
+    assert shards(folder) == shards(tmp_path / "complete")
+    assert write(folder) == []
+    assert len(read_text(folder, 10)) == 10
 
 
 def cut(file: Path) -> None:
@@ -107,8 +115,8 @@ def test_damaged_text_is_refused_or_repaired(name: str, damage: str, tmp_path: P
         write(tmp_path)
         read_text(tmp_path, 10)
     except InputError as error:
-        told = str(error)
-        assert f"{name} is damaged; remove" in told or "that generated it" in told
+        message = str(error)
+        assert f"{name} is damaged; remove" in message or "that generated it" in message
         (tmp_path / name).unlink()
         write(tmp_path)
     assert rows(tmp_path) == before
@@ -118,19 +126,19 @@ def test_damaged_text_is_refused_or_repaired(name: str, damage: str, tmp_path: P
 def test_a_changed_byte_of_a_shard_is_found_or_harmless(tmp_path: Path):
     write(tmp_path)
     before, file = read_shards(tmp_path, 10), tmp_path / "shard-00001.parquet"
-    whole = file.read_bytes()
-    refused = 0
-    for place in range(0, len(whole), 7):
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+    content = file.read_bytes()
+    num_refused = 0
+    for index in range(0, len(content), 7):
+        file.write_bytes(content[:index] + bytes([content[index] ^ 16]) + content[index + 1 :])
         try:
             assert read_shards(tmp_path, 10).equals(before)
         except InputError:
-            refused += 1
-    assert refused > len(whole) / 7 / 2
+            num_refused += 1
+    assert num_refused > len(content) / 7 / 2
 
 
 def test_text_has_one_writer_and_many_readers(tmp_path: Path):
-    first = write_text(job(tmp_path), lambda _: Pen().answers)
+    first = write_texts(job(tmp_path), lambda _: FakeEngine().answers)
     next(first)
     with pytest.raises(InputError, match="one process at a time may write"):
         write(tmp_path)
@@ -163,65 +171,65 @@ def test_text_of_other_settings_is_refused_by_name(changes, tmp_path, request):
 
 def test_speed_settings_do_not_change_the_claim(tmp_path: Path):
     write(tmp_path)
-    other = replace(SETTINGS, batch_size=1, engine="vllm", folder="there", use_head=True)
-    assert write(tmp_path, settings=other) == []
+    settings = replace(SETTINGS, batch_size=1, engine="vllm", folder="there", use_head=True)
+    assert write(tmp_path, settings=settings) == []
 
 
 def test_incomplete_text_is_refused(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path, Pen(stop_after=12))
+        write(tmp_path, FakeEngine(stop_after=12))
     with pytest.raises(InputError, match="has 4 of 10 texts"):
         read_text(tmp_path, 10)
 
 
 def test_conversation_ends_at_the_context_limit(tmp_path: Path):
-    class Long(Talks):
-        def first(self, number: int) -> list[int]:
+    class LongPrompts(FakeChats):
+        def first_prompt(self, number: int) -> list[int]:
             return [number % 50] * (number * 20) + [number, 0]
 
     # the context has 128 tokens: number 6 has space for two turns, number 7 for none
     settings = DistillSettings(num_samples=8, new_tokens=6, shard_size=8, drop=[])
-    write(tmp_path, pen := Pen(), prompts=Long(), settings=settings)
-    found = rows(tmp_path)
-    assert [row["number"] for row in found] == list(range(8))
-    assert [row["turns"] for row in found] == [1, 2, 3, 1, 2, 3, 1, 0]
-    assert found[7]["fault"] == "context"
-    assert {ask.new_tokens for ask in pen.asked} == {6}
-    assert max(len(row["tokens"]) for row in found) <= 128
+    write(tmp_path, engine := FakeEngine(), prompts=LongPrompts(), settings=settings)
+    text_rows = rows(tmp_path)
+    assert [row["number"] for row in text_rows] == list(range(8))
+    assert [row["turns"] for row in text_rows] == [1, 2, 3, 1, 2, 3, 1, 0]
+    assert text_rows[7]["fault"] == "context"
+    assert {request.new_tokens for request in engine.requests} == {6}
+    assert max(len(row["tokens"]) for row in text_rows) <= 128
 
 
 def test_faulty_answer_ends_the_text_and_is_counted(tmp_path: Path):
-    bad = {(0, 0): [], (1, 1): [5] * 60, (2, 2): [1, 2, 3]}
+    faults = {(0, 0): [], (1, 1): [5] * 60, (2, 2): [1, 2, 3]}
     settings = replace(SETTINGS, drop=["loop", "empty", "truncated"])
-    write(tmp_path, Pen(faults=bad), settings=settings)
+    write(tmp_path, FakeEngine(faults=faults), settings=settings)
     turns = {row["number"]: row["turns"] for row in rows(tmp_path)}
     assert (turns[0], turns[1], turns[2], turns[5]) == (0, 1, 2, 3)
-    told = report_of(tmp_path, 10, str)
-    assert (told["kept"], told["dropped"]) == (9, {"empty": 1})
-    assert told["cut"] == {"loop": 1, "truncated": 1}
-    assert len(told["samples"]) == 5
-    assert told["lengths"]["0 %"] == 4
-    assert told["lengths"]["100 %"] == 12
-    assert told["tokens"] == sum(sum(row["loss_mask"]) for row in rows(tmp_path))
+    report = report_of(tmp_path, 10, str)
+    assert (report["kept"], report["dropped"]) == (9, {"empty": 1})
+    assert report["cut"] == {"loop": 1, "truncated": 1}
+    assert len(report["samples"]) == 5
+    assert report["lengths"]["0 %"] == 4
+    assert report["lengths"]["100 %"] == 12
+    assert report["tokens"] == sum(sum(row["loss_mask"]) for row in rows(tmp_path))
 
 
 def test_fully_dropped_text_is_refused(tmp_path: Path):
     faults = {(number, 0): [1, 2] for number in range(10)}
-    write(tmp_path, Pen(faults=faults), settings=replace(SETTINGS, drop=["truncated"]))
+    write(tmp_path, FakeEngine(faults=faults), settings=replace(SETTINGS, drop=["truncated"]))
     with pytest.raises(InputError, match=r"all 10 texts in .* were dropped"):
         read_text(tmp_path, 10)
 
 
 def test_template_that_changes_earlier_turns_gives_several_pieces(tmp_path: Path):
-    class Forgetful(Talks):
-        def following(
+    class ChangedPrompts(FakeChats):
+        def next_prompt(
             self, number: int, tokens: list[int], answers: list[list[int]]
         ) -> list[int] | None:
             del tokens
             return [9, 9, number, len(answers)] if len(answers) < 2 else None
 
     settings = replace(SETTINGS, num_samples=1)
-    write(tmp_path, prompts=Forgetful(), settings=settings)
+    write(tmp_path, prompts=ChangedPrompts(), settings=settings)
     first, second = rows(tmp_path)
     assert (first["turns"], second["turns"]) == (1, 1)
     assert second["tokens"][:4] == [9, 9, 0, 1]
@@ -233,7 +241,7 @@ PARAGRAPH = list(range(100, 160))
 
 
 @pytest.mark.parametrize(
-    ("tokens", "finish", "found"),
+    ("tokens", "finish", "fault"),
     [
         ([7, 8, 9, 2], "eos", ""),
         ([2], "eos", "empty"),
@@ -247,9 +255,9 @@ PARAGRAPH = list(range(100, 160))
         ([*[7] * 30, 2], "eos", ""),
     ],
 )
-def test_faults_are_found_whatever_ended_the_answer(tokens, finish, found):
+def test_faults_are_found_whatever_ended_the_answer(tokens, finish, fault):
     def decode(ids: list[int]) -> str:
-        return "".join(" " if one == 0 else "x" for one in ids)
+        return "".join(" " if token == 0 else "x" for token in ids)
 
-    assert fault_of(Answer(0, tokens, finish), ALL, (2,), decode) == found
-    assert fault_of(Answer(0, tokens, finish), (), (2,), decode) == ""
+    assert find_fault(GeneratedAnswer(0, tokens, finish), ALL, (2,), decode) == fault
+    assert find_fault(GeneratedAnswer(0, tokens, finish), (), (2,), decode) == ""

@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from specheads.config.training import DistillSettings
-from specheads.training.distill.engines import Answer, GenerationRequest
+from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest
 from specheads.training.distill.prompts import PromptSource
-from specheads.training.distill.run import Job, write_text
+from specheads.training.distill.run import TextJob, write_texts
 from tests import tiny
 
 SETTINGS = DistillSettings(num_samples=10, new_tokens=6, batch_size=3, shard_size=4, drop=[])
@@ -19,62 +19,63 @@ END = 60
 """Token that ends an answer."""
 
 
-class Talks(PromptSource):
+class FakeChats(PromptSource):
     """Text n has n % 3 + 1 turns; each turn has the number of the text and of the turn."""
 
-    conversations, fingerprint = True, "talks"
+    are_conversations, fingerprint = True, "chats"
 
-    def first(self, number: int) -> list[int]:
+    def first_prompt(self, number: int) -> list[int]:
         return [number % 50, 0]
 
-    def following(
+    def next_prompt(
         self, number: int, tokens: list[int], answers: list[list[int]]
     ) -> list[int] | None:
         return None if len(answers) > number % 3 else [*tokens, number % 50, len(answers)]
 
 
 @dataclass
-class Pen:
+class FakeEngine:
     """Answers in random order with the last prompt tokens and the seed."""
 
     seed: int = 0
     stop_after: int = -1
     faults: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """Answers by number and turn that replace the default."""
-    asked: list[GenerationRequest] = field(default_factory=list)
+    requests: list[GenerationRequest] = field(default_factory=list)
 
     def answers(
-        self, pull: Callable[[], GenerationRequest | None]
-    ) -> Generator[Answer, None, None]:
-        chance, flying = random.Random(self.seed), []
+        self, next_request: Callable[[], GenerationRequest | None]
+    ) -> Generator[GeneratedAnswer, None, None]:
+        rng, pending = random.Random(self.seed), list[GenerationRequest]()
         while True:
-            while len(flying) < 3 and (ask := pull()):
-                self.asked.append(ask)
-                flying.append(ask)
-            if not flying:
+            while len(pending) < 3 and (request := next_request()):
+                self.requests.append(request)
+                pending.append(request)
+            if not pending:
                 return
-            ask = flying.pop(chance.randrange(len(flying)))
+            request = pending.pop(rng.randrange(len(pending)))
             if self.stop_after == 0:
                 raise KeyboardInterrupt
             self.stop_after -= 1
-            own = [*ask.tokens[-2:], ask.sampling.seed % 50, END]
-            tokens = self.faults.get((ask.number, ask.tokens[-1]), own)
-            yield Answer(ask.number, tokens, "eos" if tokens[-1:] == [END] else "length")
+            tokens = [*request.tokens[-2:], request.sampling.seed % 50, END]
+            tokens = self.faults.get((request.number, request.tokens[-1]), tokens)
+            finish = "eos" if tokens[-1:] == [END] else "length"
+            yield GeneratedAnswer(request.number, tokens, finish)
 
 
-def job(folder: Path, **changes: Any) -> Job:
+def job(folder: Path, **changes: Any) -> TextJob:
     plain = {
-        "base": tiny.base(), "prompts": Talks(), "settings": SETTINGS, "folder": folder,
+        "base": tiny.base(), "prompts": FakeChats(), "settings": SETTINGS, "folder": folder,
         "identity": {"base": "b"},
     }  # fmt: skip
-    return Job(**(plain | changes))
+    return TextJob(**(plain | changes))
 
 
-def write(folder: Path, pen: Pen | None = None, **changes: Any) -> list[int]:
+def write(folder: Path, engine: FakeEngine | None = None, **changes: Any) -> list[int]:
     """Generate a folder's text; return the numbers of finished texts."""
-    answering = pen or Pen()
-    told = write_text(job(folder, **changes), lambda _: answering.answers)
-    return [texts for texts, *_ in told]
+    engine = engine or FakeEngine()
+    progress = write_texts(job(folder, **changes), lambda _: engine.answers)
+    return [state.texts for state in progress]
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
