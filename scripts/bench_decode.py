@@ -239,7 +239,7 @@ def draft_milliseconds(bench: Bench, drafter: Drafter, depth: int) -> float:
     state, _ = loop.start(bench.base, drafter, [prompt], room)
     seconds = []
     for _ in range(WARM_UP + bench.turns):
-        ledger = loop.StepLedger(bench.base.device, parts=("draft",))
+        ledger = loop.StepLedger(bench.base.device, synchronised=("draft",))
         loop.step(bench.base, drafter, tree, accept.match_rule, state, ledger=ledger)
         seconds.append(ledger.seconds["draft"])
     return 1e3 * statistics.median(seconds[WARM_UP:])

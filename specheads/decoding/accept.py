@@ -41,11 +41,11 @@ def match(tree: TokenTree, chosen: Nodes, ancestors: Ancestors | None = None) ->
     if tree.tokens.shape[1] == 1:
         return Verdict(torch.zeros_like(chosen), torch.ones_like(chosen[:, 0]), chosen[:, 0])
     ancestors = tree.ancestors() if ancestors is None else ancestors
-    right = chosen.gather(1, tree.parents.clamp(min=0)) == tree.tokens
-    nodes = kept(tree, right, ancestors)
-    # the kept nodes are one path, and parents come before children: node order is path order
-    path, count = _in_order(nodes), nodes.sum(-1)
-    return Verdict(path, count, chosen.gather(1, _last(path, count))[:, 0])
+    is_right = chosen.gather(1, tree.parents.clamp(min=0)) == tree.tokens
+    accepted = accepted_nodes(tree, is_right, ancestors)
+    # the accepted nodes are one path, and parents come before children: node order is path order
+    path, count = _path_first(accepted), accepted.sum(-1)
+    return Verdict(path, count, chosen.gather(1, _last_node(path, count))[:, 0])
 
 
 def draw(
@@ -54,8 +54,8 @@ def draw(
     """Return the token at which each distribution's cumulative sum passes its uniform number."""
     # float64: the sum over a large vocabulary must not drift or end below the uniform number
     sums = probs.cumsum(-1, dtype=torch.float64)
-    wanted = uniforms.double()[..., None] * sums[..., -1:]
-    return torch.searchsorted(sums, wanted, right=True)[..., 0]
+    thresholds = uniforms.double()[..., None] * sums[..., -1:]
+    return torch.searchsorted(sums, thresholds, right=True)[..., 0]
 
 
 def rejection(tree: TokenTree, base_probs: Scores, coins: Coins, uniforms: Coins) -> Verdict:
@@ -71,39 +71,39 @@ def rejection(tree: TokenTree, base_probs: Scores, coins: Coins, uniforms: Coins
     Source: Leviathan et al. 2023, arXiv:2211.17192, algorithm 1; Chen et al. 2024,
     arXiv:2402.12374, algorithm 2 (Sequoia).
     """
-    path, count, probs = walk(tree, base_probs, coins)
-    return Verdict(path, count, draw(probs, uniforms.gather(1, _last(path, count))[:, 0]))
+    path, count, probs = walk_nodes(tree, base_probs, coins)
+    return Verdict(path, count, draw(probs, uniforms.gather(1, _last_node(path, count))[:, 0]))
 
 
-def walk(
+def walk_nodes(
     tree: TokenTree, base_probs: Scores, coins: Coins
 ) -> tuple[Int[Tensor, "batch path"], Int[Tensor, " batch"], Float[Tensor, "batch vocab"]]:
     """Return the path that rejection keeps, its length, and the probs of the next token."""
     assert tree.branch_sampling is not None
     rows = torch.arange(len(base_probs), device=base_probs.device)
-    probs, alive = base_probs[:, 0], torch.ones_like(rows, dtype=torch.bool)
-    # `place` is the node's index in its level, which begins at node `above`
-    place, above, size = torch.zeros_like(rows), 0, 1
-    path, count = [place], torch.ones_like(rows)
+    probs, is_running = base_probs[:, 0], torch.ones_like(rows, dtype=torch.bool)
+    # `index` is the node's index in its level, which begins at node `level_start`
+    index, level_start, size = torch.zeros_like(rows), 0, 1
+    path, count = [index], torch.ones_like(rows)
     for width in tree.branch_sampling.branches:
-        below = above + size
-        children = below + place[:, None] * width + torch.arange(width, device=rows.device)
+        next_start = level_start + size
+        children = next_start + index[:, None] * width + torch.arange(width, device=rows.device)
         # all children of a node may be absent, or none
-        tested = alive & (tree.parents[rows, children[:, 0]] >= 0)
+        is_tested = is_running & (tree.parents[rows, children[:, 0]] >= 0)
         rank, remainder = _first_accepted(
             tree.tokens.gather(1, children),
             coins.gather(1, children),
             probs,
-            tree.branch_sampling.probs[rows, above + place],
+            tree.branch_sampling.probs[rows, level_start + index],
         )
-        alive = tested & (rank >= 0)
+        is_running = is_tested & (rank >= 0)
         # finished rows continue with node 0 of each level; the result is not read
-        place = torch.where(alive, place * width + rank, 0)
-        after = torch.where(tested[:, None], remainder, probs)
-        probs = torch.where(alive[:, None], base_probs[rows, below + place], after)
-        path.append(below + place)
-        count = count + alive
-        above, size = below, size * width
+        index = torch.where(is_running, index * width + rank, 0)
+        final_probs = torch.where(is_tested[:, None], remainder, probs)
+        probs = torch.where(is_running[:, None], base_probs[rows, next_start + index], final_probs)
+        path.append(next_start + index)
+        count = count + is_running
+        level_start, size = next_start, size * width
     return torch.stack(path, dim=1), count, probs
 
 
@@ -149,35 +149,37 @@ def typical(
     ancestors = tree.ancestors() if ancestors is None else ancestors
     parents = tree.parents.clamp(min=0)
     entropy = torch.special.entr(base_probs).sum(-1)
-    enough = (delta * (-entropy).exp()).clamp(max=epsilon)
+    threshold = (delta * (-entropy).exp()).clamp(max=epsilon)
     rows = torch.arange(len(parents), device=parents.device)[:, None]
     probs = base_probs[rows, parents, tree.tokens]
-    nodes = kept(tree, probs > enough.gather(1, parents), ancestors)
-    # all nodes below a rejected one are rejected, so the sums of kept nodes are finite
-    scores = probs.log().masked_fill(~nodes, 0.0)
+    accepted = accepted_nodes(tree, probs > threshold.gather(1, parents), ancestors)
+    # all nodes below a rejected one are rejected, so the sums of accepted nodes are finite
+    scores = probs.log().masked_fill(~accepted, 0.0)
     scores[:, 0] = 0.0
     scores = (ancestors.to(scores.dtype) @ scores[..., None])[..., 0]
-    length = torch.where(nodes, ancestors.sum(-1), 0)
-    longest = length == length.amax(-1, keepdim=True)
-    end = scores.masked_fill(~longest, -torch.inf).argmax(-1)
-    taken = ancestors[rows[:, 0], end]
-    path, count = _in_order(taken), taken.sum(-1)
+    length = torch.where(accepted, ancestors.sum(-1), 0)
+    is_longest = length == length.amax(-1, keepdim=True)
+    end = scores.masked_fill(~is_longest, -torch.inf).argmax(-1)
+    is_on_path = ancestors[rows[:, 0], end]
+    path, count = _path_first(is_on_path), is_on_path.sum(-1)
     return Verdict(path, count, base_probs[rows[:, 0], end].argmax(-1))
 
 
-def kept(tree: TokenTree, right: Tensor, ancestors: Tensor) -> Bool[Tensor, "batch node"]:
+def accepted_nodes(
+    tree: TokenTree, is_right: Tensor, ancestors: Tensor
+) -> Bool[Tensor, "batch node"]:
     """Return which nodes are present and right, with all their ancestors; the root always is."""
-    wrong = ~right | (tree.parents < 0)
-    wrong[:, 0] = False
-    return ~(ancestors & wrong[:, None]).any(-1)
+    is_wrong = ~is_right | (tree.parents < 0)
+    is_wrong[:, 0] = False
+    return ~(ancestors & is_wrong[:, None]).any(-1)
 
 
-def _in_order(taken: Bool[Tensor, "batch node"]) -> Int[Tensor, "batch node"]:
+def _path_first(is_on_path: Bool[Tensor, "batch node"]) -> Int[Tensor, "batch node"]:
     """Return each row's nodes with those of its path first, in order."""
-    return (~taken).to(torch.uint8).argsort(dim=-1, stable=True)
+    return (~is_on_path).to(torch.uint8).argsort(dim=-1, stable=True)
 
 
-def _last(path: Tensor, count: Tensor) -> Int[Tensor, "batch 1"]:
+def _last_node(path: Tensor, count: Tensor) -> Int[Tensor, "batch 1"]:
     return path.gather(1, count[:, None] - 1)
 
 
@@ -186,17 +188,19 @@ AcceptanceRule = Callable[[TokenTree, Tensor, Tensor, SamplingState], Verdict]
 (batch, node, node), and the rows."""
 
 
-def match_rule(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: SamplingState) -> Verdict:
+def match_rule(
+    tree: TokenTree, logits: Tensor, ancestors: Tensor, sampling: SamplingState
+) -> Verdict:
     """Sample one token after every node and keep the path that agrees: lossless for any tree.
 
     Nodes of one depth share the noise of the base alone at that position, so the output is its own
     token for token, even if drafts have seen the noise.
     """
-    return match(tree, rows.choose(tree, logits, ancestors), ancestors)
+    return match(tree, sampling.choose(tree, logits, ancestors), ancestors)
 
 
 def rejection_rule(
-    tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: SamplingState
+    tree: TokenTree, logits: Tensor, ancestors: Tensor, sampling: SamplingState
 ) -> Verdict:
     """Test sampled nodes with `rejection`: lossless in distribution only.
 
@@ -204,19 +208,19 @@ def rejection_rule(
     one: child c is kept with the base's probability of c among what remains after its siblings.
     That is the same as sampling from the base and comparing, so `match_rule` is used.
     """
-    if rows.greedy or tree.branch_sampling is None:
-        return match_rule(tree, logits, ancestors, rows)
-    base_probs = rows.tree_probs(tree, logits, ancestors)
-    return rejection(tree, base_probs, rows.coins(ancestors), rows.uniforms(ancestors))
+    if sampling.greedy or tree.branch_sampling is None:
+        return match_rule(tree, logits, ancestors, sampling)
+    base_probs = sampling.tree_probs(tree, logits, ancestors)
+    return rejection(tree, base_probs, sampling.coins(ancestors), sampling.uniforms(ancestors))
 
 
 def typical_rule(
-    tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: SamplingState
+    tree: TokenTree, logits: Tensor, ancestors: Tensor, sampling: SamplingState
 ) -> Verdict:
     """Keep tokens that are likely enough under the base: LOSSY above temperature zero."""
-    if rows.greedy:
-        return match_rule(tree, logits, ancestors, rows)
-    return typical(tree, rows.tree_probs(tree, logits, ancestors), ancestors)
+    if sampling.greedy:
+        return match_rule(tree, logits, ancestors, sampling)
+    return typical(tree, sampling.tree_probs(tree, logits, ancestors), ancestors)
 
 
 RULES: dict[str, AcceptanceRule] = {

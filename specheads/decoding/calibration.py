@@ -24,7 +24,7 @@ BINS = 15
 """Bins of equal width of the calibration error, as in Guo et al."""
 KNOTS = 33
 """Knots of a logistic curve, and most blocks of an isotonic one."""
-LEAST = 1e-3
+MIN_PROB = 1e-3
 """Least probability of a calibrated draft, and of a rejection."""
 Chances = NDArray[np.float64]
 
@@ -82,13 +82,14 @@ def calibration_error(probs: Chances, accepted: NDArray[np.bool_]) -> float:
 
     It is the mean distance between the probability and the share accepted, over all drafts.
     """
-    return sum(abs(float(np.sum(probs[one] - accepted[one]))) for one in bins(probs)) / len(probs)
+    errors = [abs(float(np.sum(probs[drafts] - accepted[drafts]))) for drafts in bin_drafts(probs)]
+    return sum(errors) / len(probs)
 
 
-def bins(probs: Chances) -> list[NDArray[np.int64]]:
+def bin_drafts(probs: Chances) -> list[NDArray[np.int64]]:
     """Return the indices of the drafts in each of `BINS` bins; empty bins are left out."""
-    place = np.minimum((probs * BINS).astype(int), BINS - 1)
-    return [found for one in range(BINS) if len(found := np.flatnonzero(place == one))]
+    bins = np.minimum((probs * BINS).astype(int), BINS - 1)
+    return [np.flatnonzero(bins == index) for index in np.unique(bins)]
 
 
 def log_loss(probs: Chances, accepted: NDArray[np.bool_]) -> float:
@@ -101,33 +102,33 @@ def fit_curve(
     probs: Chances,
     accepted: NDArray[np.bool_],
     judged_probs: Chances,
-    judged: NDArray[np.bool_],
+    judged_accepted: NDArray[np.bool_],
 ) -> Curve:
     """Fit both kinds of curve to some drafts; return the one with the lower log loss on others."""
-    curves = logistic(probs, accepted), isotonic(probs, accepted)
-    best = min(curves, key=lambda curve: log_loss(curve.at(judged_probs), judged))
-    return replace(best, judged=reliability(best, judged_probs, judged))
+    curves = fit_logistic(probs, accepted), fit_isotonic(probs, accepted)
+    best = min(curves, key=lambda curve: log_loss(curve.at(judged_probs), judged_accepted))
+    return replace(best, judged=reliability(best, judged_probs, judged_accepted))
 
 
 def reliability(curve: Curve, probs: Chances, accepted: NDArray[np.bool_]) -> Reliability:
     """Return how a curve does on drafts, at least one."""
     chances = curve.at(probs)
-    found = bins(chances)
+    bins = bin_drafts(chances)
     return Reliability(
         error_before=calibration_error(probs, accepted),
         error=calibration_error(chances, accepted),
-        counts=[len(one) for one in found],
-        chances=[float(chances[one].mean()) for one in found],
-        accepted=[float(accepted[one].mean()) for one in found],
+        counts=[len(drafts) for drafts in bins],
+        chances=[float(chances[drafts].mean()) for drafts in bins],
+        accepted=[float(accepted[drafts].mean()) for drafts in bins],
     )
 
 
-def logistic(probs: Chances, accepted: NDArray[np.bool_]) -> Curve:
+def fit_logistic(probs: Chances, accepted: NDArray[np.bool_]) -> Curve:
     """Return the curve with the temperature and the bias of the log-odds of the least log loss."""
 
     def inputs(probs: Chances) -> Tensor:
-        inside = torch.from_numpy(np.clip(probs, LEAST, 1 - LEAST))
-        return torch.stack([torch.ones_like(inside), inside.logit()], dim=1)
+        clipped = torch.from_numpy(np.clip(probs, MIN_PROB, 1 - MIN_PROB))
+        return torch.stack([torch.ones_like(clipped), clipped.logit()], dim=1)
 
     knots = np.linspace(0.0, 1.0, KNOTS)
     weights = logistic_regression(inputs(probs), torch.from_numpy(accepted), [0.0, 1.0])
@@ -145,12 +146,12 @@ def logistic_regression(
     The ridge keeps weights finite for labels without a mistake.
     """
     start = torch.tensor(prior, dtype=torch.float64)
-    weights, wanted = start.clone().requires_grad_(), labels.double()
+    weights, targets = start.clone().requires_grad_(), labels.double()
     optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = F.binary_cross_entropy_with_logits(inputs @ weights, wanted, reduction="sum")
+        value = F.binary_cross_entropy_with_logits(inputs @ weights, targets, reduction="sum")
         value = value + 0.5e-2 * (weights - start).square().sum()
         value.backward()
         return value
@@ -159,7 +160,7 @@ def logistic_regression(
     return weights.detach()
 
 
-def isotonic(probs: Chances, accepted: NDArray[np.bool_]) -> Curve:
+def fit_isotonic(probs: Chances, accepted: NDArray[np.bool_]) -> Curve:
     """Return the curve of isotonic regression, which is level within each block.
 
     Neighbours are merged until shares do not decrease (pool adjacent violators). Drafts are first
@@ -176,11 +177,11 @@ def isotonic(probs: Chances, accepted: NDArray[np.bool_]) -> Curve:
         ):
             block = np.concatenate([blocks.pop(), block])
         blocks.append(block)
-    ends = [(probs[block[0]], probs[block[-1]], accepted[block].mean()) for block in blocks]
-    knots = {prob: share for *both, share in ends for prob in both}
+    # one knot at the first and one at the last draft of each block
+    knots = {probs[block[end]]: accepted[block].mean() for block in blocks for end in (0, -1)}
     return _curve("isotonic", np.array([*knots]), np.array([*knots.values()]))
 
 
 def _curve(kind: str, probs: Chances, accepted: Chances) -> Curve:
-    bounded = np.clip(accepted, LEAST, 1 - LEAST)
+    bounded = np.clip(accepted, MIN_PROB, 1 - MIN_PROB)
     return Curve(kind=kind, probs=probs.tolist(), accepted=bounded.tolist())

@@ -16,13 +16,13 @@ from specheads.decoding.prompt_lookup import common_prefix_length
 
 RETRY = 32
 """Steps without a draft after which the first level is drafted again."""
-WEIGHT, SLOW = 0.05, 0.02
+WEIGHT, RATE_WEIGHT = 0.05, 0.02
 """Weights of a new observation in moving averages of a request, and of all requests' rates."""
 PRIOR = 4.0
 """Accepted drafts that the start of a request's correction counts as."""
 MARGIN = 1.05
 """Least gain in expected tokens per second for which a step begins to draft."""
-MOST = 0.999
+MAX_CHANCE = 0.999
 """Largest probability of acceptance."""
 
 
@@ -67,9 +67,9 @@ class RequestDrafts:
         """Return accepted over expected tokens; `start` is the value of no observation."""
         return (self.accepted + PRIOR * start) / (self.expected + PRIOR)
 
-    def note(self, right: int, expected: float) -> None:
+    def add(self, num_right: int, expected: float) -> None:
         """Add the observed tokens of a draft."""
-        self.accepted += right - WEIGHT * self.accepted
+        self.accepted += num_right - WEIGHT * self.accepted
         self.expected += expected - WEIGHT * self.expected
 
 
@@ -107,23 +107,24 @@ class ChainBudget:
 
     def observe(self, requests: Sequence[str], sampled: Sequence[list[int]]) -> None:
         """Compare the last drafts of the requests of a batch with the tokens that followed."""
-        known = self._requests
-        self._requests = {request: known.get(request) or RequestDrafts() for request in requests}
-        for one, tokens in zip(self._requests.values(), sampled, strict=True):
+        earlier = self._requests
+        self._requests = {request: earlier.get(request) or RequestDrafts() for request in requests}
+        for drafts, tokens in zip(self._requests.values(), sampled, strict=True):
             # tokens that were not verified count too, because those that were are easier
-            if observed := min(len(one.chain), len(tokens)):
-                right = common_prefix_length(one.chain, tokens)
-                seen = min(right + 1, observed)
-                expected = sum(one.chances[:seen])
-                one.note(right, expected)
-                self._all.note(right, expected)
-                for level in range(seen):
-                    self.rates[level] += SLOW * ((level < right) - self.rates[level])
-                one.chain = []
+            if num_compared := min(len(drafts.chain), len(tokens)):
+                num_right = common_prefix_length(drafts.chain, tokens)
+                num_observed = min(num_right + 1, num_compared)
+                expected = sum(drafts.chances[:num_observed])
+                drafts.add(num_right, expected)
+                self._all.add(num_right, expected)
+                for level in range(num_observed):
+                    self.rates[level] += RATE_WEIGHT * ((level < num_right) - self.rates[level])
+                drafts.chain = []
         usual = self._all.factor(1.0)
-        self._factors = [one.factor(usual) for one in self._requests.values()]
+        self._factors = [drafts.factor(usual) for drafts in self._requests.values()]
         self._chances = [
-            [min(factor / usual * rate, MOST) for rate in self.rates] for factor in self._factors
+            [min(factor / usual * rate, MAX_CHANCE) for rate in self.rates]
+            for factor in self._factors
         ]
 
     def starts(self, num_rows: int) -> bool:
@@ -132,7 +133,9 @@ class ChainBudget:
         self._idle = 0 if pays or self._idle == RETRY else self._idle + 1
         return not self._idle
 
-    def note(self, rows: list[int], level: int, logits: Float[Tensor, "row 1 vocab"]) -> None:
+    def update_level(
+        self, rows: list[int], level: int, logits: Float[Tensor, "row 1 vocab"]
+    ) -> None:
         """Replace the probabilities of a level by those of the tokens that were drafted."""
         probs = logits.softmax(-1, dtype=torch.float32).amax(-1)[:, 0].cpu().numpy()
         for row, chance in zip(rows, self.curves[level].at(probs).tolist(), strict=True):
@@ -141,27 +144,29 @@ class ChainBudget:
     def continues(self, rows: list[int], levels: int, positions: int) -> bool:
         """Return whether to draft another level for these rows, after so many."""
         # one level ahead is enough: levels cost the same and survival falls
-        ahead = self._survivals(rows, levels, levels + 1)
-        now, then = (
-            self._best(paths, positions)[1] for paths in ([one[:-1] for one in ahead], ahead)
+        deeper = self._survivals(rows, levels, levels + 1)
+        current = [survivals[:-1] for survivals in deeper]
+        goodput, deeper_goodput = (
+            self._best_cut(survivals, positions)[1] for survivals in (current, deeper)
         )
         # values that differ by rounding only are equal
-        return then > now * (1 + 1e-9)
+        return deeper_goodput > goodput * (1 + 1e-9)
 
     def cut(self, drafts: list[list[int]], positions: int) -> list[list[int]]:
         """Return the part of each chain to verify."""
         rows = [row for row, chain in enumerate(drafts) if chain]
         levels = max(map(len, drafts))
-        for one, chances, chain in zip(self._requests.values(), self._chances, drafts, strict=True):
-            one.chain, one.chances = chain, chances[: len(chain)]
+        requests = self._requests.values()
+        for request, chances, chain in zip(requests, self._chances, drafts, strict=True):
+            request.chain, request.chances = chain, chances[: len(chain)]
             chances[len(chain) :] = [0.0] * (len(chances) - len(chain))
         survivals = self._survivals(rows, levels, levels)
-        lengths, goodput = self._best(survivals, positions)
-        gain = goodput * self.verify.now.seconds(len(rows), positions) / len(rows)
+        lengths, goodput = self._best_cut(survivals, positions)
+        gain = goodput * self.verify.current.seconds(len(rows), positions) / len(rows)
         size = len(rows).bit_length()
         self._gains[size] = gain + (1 - WEIGHT) * (self._gains.get(size, gain) - gain)
-        kept = dict(zip(rows, lengths, strict=True))
-        return [chain[: kept.get(row, 0)] for row, chain in enumerate(drafts)]
+        length_of = dict(zip(rows, lengths, strict=True))
+        return [chain[: length_of.get(row, 0)] for row, chain in enumerate(drafts)]
 
     def _survivals(self, rows: list[int], drafted: int, levels: int) -> list[list[float]]:
         """Return the probability of each row that so many levels are accepted.
@@ -171,29 +176,31 @@ class ChainBudget:
         paths = []
         for row in rows:
             chances, factor = self._chances[row], self._factors[row]
-            corrected = [min(chance * factor, MOST) for chance in chances[:drafted]]
+            corrected = [min(chance * factor, MAX_CHANCE) for chance in chances[:drafted]]
             paths.append([*accumulate([*corrected, *chances[drafted:levels]], mul)])
         return paths
 
-    def _best(self, survivals: list[list[float]], positions: int) -> tuple[list[int], float]:
+    def _best_cut(self, survivals: list[list[float]], positions: int) -> tuple[list[int], float]:
         """Return how many tokens of each chain to verify, and the goodput in tokens per second."""
         rows, levels = len(survivals), len(survivals[0])
-        drafting = levels * self.draft.now.seconds(rows, positions)
+        drafting = levels * self.draft.current.seconds(rows, positions)
 
         def seconds(drafts: float) -> float:
-            return self.verify.now.seconds(rows + drafts, positions) + drafting
+            return self.verify.current.seconds(rows + drafts, positions) + drafting
 
         # whole levels of all rows
         totals = [sum(level) for level in zip(*survivals, strict=True)]
         level, best = num_verified(totals, rows, lambda tokens: seconds(rows * (tokens - rows)))
-        nodes = [(one, row) for row, path in enumerate(survivals) for one in path]
+        nodes = [(survival, row) for row, path in enumerate(survivals) for survival in path]
         nodes.sort(reverse=True)
-        further = self.ragged * rows
+        extra_seconds = self.ragged * rows
         count, goodput = num_verified(
-            [one for one, _ in nodes], rows, lambda tokens: seconds(tokens - rows) + further
+            [survival for survival, _ in nodes],
+            rows,
+            lambda tokens: seconds(tokens - rows) + extra_seconds,
         )
         # values that differ by rounding only are equal
         if goodput <= best * (1 + 1e-9):
             return [level] * rows, best
-        kept = Counter(row for _, row in nodes[:count])
-        return [kept[row] for row in range(rows)], goodput
+        lengths = Counter(row for _, row in nodes[:count])
+        return [lengths[row] for row in range(rows)], goodput

@@ -41,7 +41,7 @@ class FollowedCost:
     """
 
     def __init__(self, measured: ForwardCost) -> None:
-        self.measured = self.now = measured
+        self.measured = self.current = measured
         usual = max(measured.fixed + PRIOR_TOKENS * measured.token, 1e-6)
         # both may change by the same share; a measured zero may grow too
         shares = 0.1 * usual, 0.001 * usual
@@ -50,21 +50,22 @@ class FollowedCost:
         # moving averages of 1, tokens, tokens squared, and of the error times 1 and tokens
         self._moments, self._errors = [0.0, 0.0, 0.0], [0.0, 0.0]
 
-    def note(self, tokens: int, positions: int, seconds: float) -> None:
+    def follow(self, tokens: int, positions: int, seconds: float) -> None:
         """Follow a step that verified so many tokens; one that stalled counts as `STALL` times."""
-        seconds = min(seconds, STALL * self.now.seconds(tokens, positions))
+        seconds = min(seconds, STALL * self.current.seconds(tokens, positions))
         error = seconds - self.measured.seconds(tokens, positions)
         for power in range(3):
             self._moments[power] += RECENT * (tokens**power - self._moments[power])
         for power in range(2):
             self._errors[power] += RECENT * (error * tokens**power - self._errors[power])
         # two equations in plain numbers: an array library costs more than a level of drafting
-        (one, two), (first, second) = self._prior, self._errors
-        one, two, mixed = one + self._moments[0], two + self._moments[2], self._moments[1]
-        whole = one * two - mixed * mixed
-        fixed = max(self.measured.fixed + (two * first - mixed * second) / whole, 0.0)
-        token = max(self.measured.token + (one * second - mixed * first) / whole, 0.0)
-        self.now = ForwardCost(fixed=fixed, token=token, context=self.measured.context)
+        a, b, c = self._prior[0] + self._moments[0], self._moments[1], self._moments[2]
+        c += self._prior[1]
+        x, y = self._errors
+        determinant = a * c - b * b
+        fixed = max(self.measured.fixed + (c * x - b * y) / determinant, 0.0)
+        token = max(self.measured.token + (a * y - b * x) / determinant, 0.0)
+        self.current = ForwardCost(fixed=fixed, token=token, context=self.measured.context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +87,11 @@ class StepCost:
         `nodes` are those of a row's own tree, root included; `depth` is the number of levels that
         are drafted; zero is the base alone. `copied` nodes are verified but not drafted.
         """
-        verified = self.verify.seconds(batch * (nodes + copied), batch * context)
+        verify_seconds = self.verify.seconds(batch * (nodes + copied), batch * context)
         if depth == 0:
-            return verified
+            return verify_seconds
         # a level reads the nodes of the one above; each node but the root was drafted once
-        read = self.levels if self.levels > 1 else (nodes - 1) / depth
-        forwards = -(-depth // self.levels)
-        return verified + forwards * self.draft.seconds(batch * read, batch * context)
+        draft_tokens = self.levels if self.levels > 1 else (nodes - 1) / depth
+        num_forwards = -(-depth // self.levels)
+        draft_seconds = self.draft.seconds(batch * draft_tokens, batch * context)
+        return verify_seconds + num_forwards * draft_seconds

@@ -41,29 +41,29 @@ class DraftModel(Drafter):
 
     def begin(self, committed: Committed, memory: KVCache) -> Guesses:
         """Read the committed tokens and the root in one forward."""
-        read, tokens, cache = committed.features.tokens, committed.next_tokens, memory
-        assert read is not None
+        tokens, next_tokens, cache = committed.features.tokens, committed.next_tokens, memory
+        assert tokens is not None
         # the root of the last draft has been read; only a new row starts at its first token
-        text = torch.cat([read[:, :1], tokens], dim=1)
+        text = torch.cat([tokens[:, :1], next_tokens], dim=1)
         # the base may have more padding rows, and can emit their tokens
         text = text.clamp(max=len(self.model.embedding) - 1)
         is_new = [length == 0 for length in cache.row_lengths]
-        first = 1 - upload(is_new, tokens.device)
-        places = first[:, None] + torch.arange(text.shape[1], device=tokens.device)
-        reading = text.gather(1, places.clamp(max=text.shape[1] - 1))
+        first = 1 - upload(is_new, text.device)
+        positions = first[:, None] + torch.arange(text.shape[1], device=text.device)
+        unread = text.gather(1, positions.clamp(max=text.shape[1] - 1))
         counts = [new + old for new, old in zip(is_new, committed.counts.tolist(), strict=True)]
-        reading = reading[:, : max(counts)]
-        logits, _ = self.model.prefill(reading, cache, counts, chunk=self.chunk)
-        nothing = tokens[:, :0]
-        return logits[:, None, : self.drafted_size], (cache, TokenTree(nothing, nothing), -1)
+        unread = unread[:, : max(counts)]
+        logits, _ = self.model.prefill(unread, cache, counts, chunk=self.chunk)
+        empty = text[:, :0]
+        return logits[:, None, : self.drafted_size], (cache, TokenTree(empty, empty), -1)
 
     def extend(self, state: Draft, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read the tree so far and this level."""
-        cache, read, above = state
-        first = read.tokens.shape[1]
+        cache, tree, level_start = state
+        first = tree.tokens.shape[1]
         tree = TokenTree(
-            torch.cat([read.tokens, tokens], dim=1),
-            torch.cat([read.parents, above + parents], dim=1),
+            torch.cat([tree.tokens, tokens], dim=1),
+            torch.cat([tree.parents, level_start + parents], dim=1),
         )
         logits = self.model.verify(tree, cache).logits[:, first:]
         return logits[..., : self.drafted_size], (cache, tree, first)
@@ -114,15 +114,15 @@ class WindowCache(KVCache):
     def commit(self, paths: list[list[int]]) -> None:
         """Commit nodes `paths[b]` of the last forward, and drop what leaves the window."""
         super().commit(paths)
-        most = self.sinks + self.window
-        excess = [max(length - most, 0) for length in self.row_lengths]
+        capacity = self.sinks + self.window
+        excess = [max(length - capacity, 0) for length in self.row_lengths]
         if not any(excess):
             return
-        target = torch.arange(self.sinks, most, device=self.device).expand(len(excess), -1)
+        target = torch.arange(self.sinks, capacity, device=self.device).expand(len(excess), -1)
         leaving = upload(excess, self.device)
         self._copy(target, target + leaving[:, None])
         self.skip(leaving)
-        self._set_lengths([min(length, most) for length in self.row_lengths])
+        self._set_lengths([min(length, capacity) for length in self.row_lengths])
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keep only these rows, in this order."""
@@ -178,7 +178,7 @@ class Streaming(DraftModel):
         assert isinstance(memory, WindowCache)
         if tokens.shape[1] > self.window:
             assert features.tokens is not None
-            start = self._skip(features.tokens, counts, memory)
+            start = self._skip_to_window(features.tokens, counts, memory)
             recent = start[:, None] + torch.arange(
                 int((counts - start).max()), device=counts.device
             )
@@ -186,13 +186,13 @@ class Streaming(DraftModel):
             committed = Committed(features.gather(recent), tokens.gather(1, recent), counts - start)
         return super().begin(committed, memory)
 
-    def _skip(
-        self, read: Int[Tensor, "batch time"], counts: Int[Tensor, " batch"], cache: WindowCache
+    def _skip_to_window(
+        self, tokens: Int[Tensor, "batch time"], counts: Int[Tensor, " batch"], cache: WindowCache
     ) -> Int[Tensor, " batch"]:
         """Read each new row's sinks, skip to its window, return the position before that."""
         is_new = upload([length == 0 for length in cache.row_lengths], counts.device)
         first = counts.clamp(max=self.sinks) * is_new
-        self.model.verify(chain(read[:, : self.sinks]), cache)
+        self.model.verify(chain(tokens[:, : self.sinks]), cache)
         cache.commit([list(range(length)) for length in first.tolist()])
         # the root follows the last position, and is part of the window
         skipped = (counts + 1 - first - self.window).clamp(min=0) * is_new

@@ -103,7 +103,7 @@ class Stream:
         text = self._decode_text() if self._stop else None
         if text is None or self.finish_reason not in (None, "stop"):
             return self._tokens.copy()
-        return self._tokens[: text.settled()[0]]
+        return self._tokens[: text.count_final()[0]]
 
     @property
     def load(self) -> RowLoad:
@@ -116,7 +116,7 @@ class Stream:
     def text(self) -> str:
         """Final text, without a stop string; empty if the base has no tokenizer."""
         text = self._decode_text()
-        return "" if text is None else text.written[: text.settled()[1]]
+        return "" if text is None else text.written[: text.count_final()[1]]
 
     def cancel(self) -> None:
         """Remove the request from the engine and release its memory."""

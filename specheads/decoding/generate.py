@@ -9,10 +9,10 @@ from specheads.base.paged import BlockPool
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError, require_integer
 from specheads.decoding import accept
-from specheads.decoding.engine import Engine
-from specheads.decoding.loop import DecodingStep
+from specheads.decoding.engine import Engine, Stream
+from specheads.decoding.loop import NO_LEDGER, DecodingStep, StepLedger
 from specheads.decoding.request import Request, token_ids
-from specheads.decoding.sampling import Sampling, each_prompt
+from specheads.decoding.sampling import Sampling, expand_sampling
 from specheads.decoding.trees import policies
 
 
@@ -41,6 +41,7 @@ def generate(
     max_batch: int | None = None,
     pool: BlockPool | None = None,
     coupled: bool = True,
+    ledger: StepLedger = NO_LEDGER,
 ) -> Decoding:
     """Decode prompts with speculative decoding: several tokens per base forward.
 
@@ -64,6 +65,7 @@ def generate(
         pool: Blocks for keys and values, from `base.pool(num_blocks)`; None is contiguous rows.
         coupled: Whether drafts see the noise that the base samples with, which depends on seed and
             position. More drafts are accepted above temperature zero; the output is the same.
+        ledger: Adds up the seconds of the parts of all steps: see `StepLedger`.
 
     Raises:
         ValueError: A prompt is no token ids or too long for the context, the pool or the memory, or
@@ -72,25 +74,20 @@ def generate(
     if not hasattr(prompts, "__len__") or isinstance(prompts, Mapping):
         raise InputError(f"prompts must be a list of lists of token ids, got {prompts!r:.60}")
     prompts = [token_ids(prompt, f"prompt {number}") for number, prompt in enumerate(prompts)]
-    each = each_prompt(sampling, len(prompts))
-    refuse_unfit(base, prompts, max_new_tokens)
-    engine = Engine(
+    engine, streams = submit_prompts(
         base,
         head,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
         tree=tree,
         acceptance=acceptance,
-        max_batch=max(len(prompts), 1) if max_batch is None else max_batch,
-        max_length=max(map(len, prompts), default=0) + max_new_tokens,
+        eos_ids=None if stop_at_eos else (),
+        max_batch=max_batch,
         pool=pool,
         coupled=coupled,
+        ledger=ledger,
     )
-    eos_ids = None if stop_at_eos else ()
-    streams = [
-        engine.submit(
-            Request(prompt=prompt, max_new_tokens=max_new_tokens, sampling=one, eos_ids=eos_ids)
-        )
-        for prompt, one in zip(prompts, each, strict=True)
-    ]
     try:
         engine.run()
     finally:
@@ -104,8 +101,26 @@ def generate(
     )
 
 
-def refuse_unfit(base: FrozenBase, prompts: list[list[int]], max_new_tokens: int) -> None:
-    """Refuse prompts whose new tokens exceed the context."""
+def submit_prompts(
+    base: FrozenBase,
+    head: Drafter | None,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    tree: policies.TreePolicy | None = None,
+    acceptance: str | accept.AcceptanceRule = "match",
+    eos_ids: tuple[int, ...] | None = None,
+    max_batch: int | None = None,
+    pool: BlockPool | None = None,
+    coupled: bool = True,
+    ledger: StepLedger = NO_LEDGER,
+) -> tuple[Engine, list[Stream]]:
+    """Return an engine as large as these prompts need, and the stream of each of them.
+
+    For the arguments see `generate` and `Request`.
+    """
+    samplings = expand_sampling(sampling, len(prompts))
     longest = max(map(len, prompts), default=0)
     max_new_tokens = require_integer(max_new_tokens, "max_new_tokens")
     if longest + max_new_tokens > base.max_length:
@@ -113,3 +128,19 @@ def refuse_unfit(base: FrozenBase, prompts: list[list[int]], max_new_tokens: int
             f"prompt and new tokens must fit the context: {longest} + {max_new_tokens} exceed "
             f"{base.max_length}; shorten the prompt or max_new_tokens"
         )
+    engine = Engine(
+        base,
+        head,
+        tree=tree,
+        acceptance=acceptance,
+        max_batch=max(len(prompts), 1) if max_batch is None else max_batch,
+        max_length=longest + max_new_tokens,
+        pool=pool,
+        coupled=coupled,
+        ledger=ledger,
+    )
+    requests = [
+        Request(prompt=prompt, max_new_tokens=max_new_tokens, sampling=settings, eos_ids=eos_ids)
+        for prompt, settings in zip(prompts, samplings, strict=True)
+    ]
+    return engine, [engine.submit(request) for request in requests]

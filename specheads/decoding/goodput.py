@@ -29,13 +29,13 @@ def step_tokens(drafts: Sequence[DraftSize], load: StepLoad) -> list[float]:
         return [drafted[depth] for depth, _ in drafts]
     # expected tokens of either = of one + of the other - of both
     copied = _sum_tokens([(row, match.tokens) for row, _, match in matches])
-    both = _sum_tokens(
+    joint = _sum_tokens(
         [
             (row, expected_tokens(map(mul, draft.rates, match.rates)))
             for row, draft, match in matches
         ]
     )
-    return [drafted[depth] + copied[size] - both[min(depth, size)] for depth, size in drafts]
+    return [drafted[depth] + copied[size] - joint[min(depth, size)] for depth, size in drafts]
 
 
 def _sum_tokens(rows: Sequence[tuple[RowLoad, list[float]]]) -> list[float]:

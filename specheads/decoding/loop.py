@@ -110,13 +110,13 @@ the host, and the rest, which commits the accepted path."""
 class StepLedger:
     """Seconds of each part of decoding steps, summed over steps of whole batches.
 
-    The device is synchronised at the end of each of `parts`, so that its work counts where it was
-    launched. That takes time on CUDA: a step with a ledger is slower. Without a device the ledger
-    stays empty.
+    The device is synchronised at the end of each part in `synchronised`, so that its work counts
+    where it was launched. That takes time on CUDA: a step with a ledger is slower. Without a device
+    the ledger stays empty.
     """
 
     device: torch.device | None
-    parts: tuple[str, ...] = PARTS
+    synchronised: tuple[str, ...] = PARTS
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     num_steps: int = 0
     _last: float = 0.0
@@ -128,14 +128,14 @@ class StepLedger:
             self.num_steps += 1
             self._last = time.perf_counter()
 
-    def end_part(self, part: str) -> None:
+    def end_part(self, name: str) -> None:
         """Add the time since the last call to a part."""
         if self.device is not None:
-            if part in self.parts:
+            if name in self.synchronised:
                 synchronise(self.device)
-            now = time.perf_counter()
-            self.seconds[part] += now - self._last
-            self._last = now
+            clock = time.perf_counter()
+            self.seconds[name] += clock - self._last
+            self._last = clock
 
 
 NO_LEDGER = StepLedger(None)

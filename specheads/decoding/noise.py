@@ -24,9 +24,9 @@ def likeliest(logits: Float[Tensor, "*batch vocab"]) -> Int[Tensor, "*batch"]:
     if logits.device.type != "cpu" or logits.shape[-1] % BLOCK:
         return logits.argmax(-1)
     blocks = logits.unflatten(-1, (-1, BLOCK))
-    at = blocks.amax(-1).argmax(-1)
-    inside = blocks.gather(-2, at[..., None, None].expand(*at.shape, 1, BLOCK))
-    return at * BLOCK + inside[..., 0, :].argmax(-1)
+    index = blocks.amax(-1).argmax(-1)
+    block = blocks.gather(-2, index[..., None, None].expand(*index.shape, 1, BLOCK))
+    return index * BLOCK + block[..., 0, :].argmax(-1)
 
 
 TOKEN, BONUS, COIN, DRAFT = range(4)
@@ -90,6 +90,6 @@ def _mix(value: Tensor) -> Tensor:
     return value ^ _unsigned_shift(value, 31)
 
 
-def _unsigned_shift(value: Tensor, places: int) -> Tensor:
+def _unsigned_shift(value: Tensor, num_bits: int) -> Tensor:
     # torch's right shift keeps the sign
-    return (value >> places) & ((1 << (64 - places)) - 1)
+    return (value >> num_bits) & ((1 << (64 - num_bits)) - 1)

@@ -86,7 +86,7 @@ class Sampling:
 
 GREEDY = Sampling()
 # a copy without the seed would be checked again
-_without_seed = attrgetter(*(one.name for one in fields(Sampling) if one.name != "seed"))
+_without_seed = attrgetter(*(field.name for field in fields(Sampling) if field.name != "seed"))
 CHUNK = 2**22
 """Numbers of noise computed at once, to limit temporary memory."""
 
@@ -106,23 +106,23 @@ class SamplingState:
     dtype: torch.dtype = torch.float32
     """Dtype of the base's logits. Samples are computed in it, or in float32 if that is wider."""
     coupled: bool = True
-    """Whether drafts see the noise that the base draws with: see `Coupled`."""
+    """Whether drafts see the noise that the base samples with: see `CoupledDrafter`."""
     depth: int | None = None
     """Most levels of the next trees; None is the number of nodes. Noise is computed for this
     many positions at once."""
     greedy: bool = field(init=False)
     """Whether every row is greedy."""
-    draws: bool = field(init=False)
+    any_sampled: bool = field(init=False)
     """Whether any row samples, at a temperature above zero."""
-    all_draw: bool = field(init=False)
+    all_sampled: bool = field(init=False)
     """Whether every row samples."""
     penalised: bool = field(init=False)
     """Whether any row has a repetition penalty."""
-    drawing: Bool[Tensor, " batch"] = field(init=False)
+    is_sampled: Bool[Tensor, " batch"] = field(init=False)
     """Which rows sample."""
     seeds: Int[Tensor, " batch"] = field(init=False)
     """Seed of each row."""
-    _seeded: Int[Tensor, " batch"] = field(init=False)
+    _seed_bits: Int[Tensor, " batch"] = field(init=False)
     """Random bits of each seed, the start of those of its positions."""
     _groups: list[tuple[Sampling, Tensor]] = field(init=False)
     _noise: Float[Tensor, "batch level vocab"] | None = field(init=False)
@@ -130,17 +130,17 @@ class SamplingState:
     def __post_init__(self) -> None:
         device = self.lengths.device
         self.dtype = torch.promote_types(self.dtype, torch.float32)
-        self.greedy = all(one.greedy for one in self.sampling)
-        self.penalised = any(one.repetition_penalty != 1 for one in self.sampling)
-        drawing = [one.temperature > 0 for one in self.sampling]
-        self.draws, self.all_draw = any(drawing), all(drawing)
-        self.drawing = upload(drawing, device).bool()
-        self.seeds = upload([one.seed for one in self.sampling], device)
-        self._seeded, self._noise = noise.bits(self.seeds), None
-        places: dict[Any, list[int]] = {}
-        for place, settings in enumerate(self.sampling):
-            places.setdefault(_without_seed(settings), []).append(place)
-        self._groups = [(self.sampling[rows[0]], upload(rows, device)) for rows in places.values()]
+        self.greedy = all(settings.greedy for settings in self.sampling)
+        self.penalised = any(settings.repetition_penalty != 1 for settings in self.sampling)
+        is_sampled = [settings.temperature > 0 for settings in self.sampling]
+        self.any_sampled, self.all_sampled = any(is_sampled), all(is_sampled)
+        self.is_sampled = upload(is_sampled, device).bool()
+        self.seeds = upload([settings.seed for settings in self.sampling], device)
+        self._seed_bits, self._noise = noise.bits(self.seeds), None
+        groups: dict[Any, list[int]] = {}
+        for row, settings in enumerate(self.sampling):
+            groups.setdefault(_without_seed(settings), []).append(row)
+        self._groups = [(self.sampling[rows[0]], upload(rows, device)) for rows in groups.values()]
 
     def keep(self, rows: list[int]) -> "SamplingState":
         """Return the state of these rows."""
@@ -183,10 +183,10 @@ class SamplingState:
         """Return the distribution that each row samples from; at temperature zero it is a point."""
         scores = self.scores(logits, paths)
         probs = scores.softmax(-1)
-        if self.all_draw:
+        if self.all_sampled:
             return probs
         best = torch.zeros_like(probs).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
-        return torch.where(self.drawing[:, None, None], probs, best)
+        return torch.where(self.is_sampled[:, None, None], probs, best)
 
     def tree_probs(self, tree: TokenTree, logits: Scores, ancestors: Ancestors) -> Scores:
         """Return the base's distribution after each node of a tree."""
@@ -200,46 +200,50 @@ class SamplingState:
         if self.greedy:
             return likeliest(logits)
         scores = self.scores(logits, _paths(tree, ancestors))
-        if not self.draws:
+        if not self.any_sampled:
             return likeliest(scores)
         deepest = tree.tokens.shape[1] - 1
-        found = self._made_noise(deepest if self.depth is None else min(deepest, self.depth))
-        if found.shape[1] > 1:
-            rows = torch.arange(len(found), device=found.device)[:, None]
-            places = (rows * found.shape[1] + tree.depths()).flatten()
-            found = found.flatten(0, 1).index_select(0, places).view_as(scores)
-        return likeliest(scores + found)
+        gumbels = self._gumbels(deepest if self.depth is None else min(deepest, self.depth))
+        if gumbels.shape[1] > 1:
+            rows = torch.arange(len(gumbels), device=gumbels.device)[:, None]
+            indices = (rows * gumbels.shape[1] + tree.depths()).flatten()
+            gumbels = gumbels.flatten(0, 1).index_select(0, indices).view_as(scores)
+        return likeliest(scores + gumbels)
 
     def level_noise(self, level: int) -> Float[Tensor, "batch 1 vocab"]:
         """Return the noise of the tokens after the nodes at depth `level`."""
         # verification needs the noise after the last level too
-        found = self._made_noise(level if self.depth is None else max(level, self.depth))
-        return found[:, level, None]
+        gumbels = self._gumbels(level if self.depth is None else max(level, self.depth))
+        return gumbels[:, level, None]
 
-    def _made_noise(self, depth: int) -> Float[Tensor, "batch level vocab"]:
+    def _gumbels(self, depth: int) -> Float[Tensor, "batch level vocab"]:
         """Return the noise after each level of this step's trees; greedy rows have zeros."""
         # computed once for draft and verification
         if self._noise is None or self._noise.shape[1] <= depth:
-            after = self.lengths[:, None] + torch.arange(1, depth + 2, device=self.lengths.device)
-            keys = noise.bits(after, noise.TOKEN, state=self._seeded[:, None])
-            made = [
-                noise.gumbel(some, self.vocab_size, self.dtype)
-                for some in keys.flatten().split(max(1, CHUNK // self.vocab_size))
+            offsets = torch.arange(1, depth + 2, device=self.lengths.device)
+            positions = self.lengths[:, None] + offsets
+            keys = noise.bits(positions, noise.TOKEN, state=self._seed_bits[:, None])
+            chunks = [
+                noise.gumbel(chunk, self.vocab_size, self.dtype)
+                for chunk in keys.flatten().split(max(1, CHUNK // self.vocab_size))
             ]
-            values = (made[0] if len(made) == 1 else torch.cat(made)).unflatten(0, keys.shape)
-            self._noise = values if self.all_draw else values * self.drawing[:, None, None]
+            gumbels = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+            gumbels = gumbels.unflatten(0, keys.shape)
+            self._noise = gumbels if self.all_sampled else gumbels * self.is_sampled[:, None, None]
         return self._noise
 
     def uniforms(self, ancestors: Ancestors) -> Float64[Tensor, "batch node"]:
         """Return the uniform number that samples the token after each node in `rejection`."""
-        return noise.uniform(self.seeds[:, None], self._after(ancestors), noise.BONUS)
+        return noise.uniform(self.seeds[:, None], self._next_positions(ancestors), noise.BONUS)
 
     def coins(self, ancestors: Ancestors) -> Float64[Tensor, "batch node"]:
         """Return the uniform number that decides the test of each node."""
         nodes = torch.arange(ancestors.shape[1], device=ancestors.device)
-        return noise.uniform(self.seeds[:, None], self._after(ancestors) - 1, noise.COIN, nodes)
+        return noise.uniform(
+            self.seeds[:, None], self._next_positions(ancestors) - 1, noise.COIN, nodes
+        )
 
-    def _after(self, ancestors: Tensor) -> Tensor:
+    def _next_positions(self, ancestors: Tensor) -> Tensor:
         """Return the position after each node."""
         return self.lengths[:, None] + ancestors.sum(-1)
 
@@ -253,13 +257,13 @@ def _group_scores(
     settings: Sampling, scores: Tensor, paths: Tensor, text: Tensor, lengths: Tensor
 ) -> Tensor:
     """Apply the logits processors of transformers to rows with the same settings."""
-    shape, flat, read = scores.shape, scores.flatten(0, 1), paths.flatten(0, 1)
+    shape, tokens = scores.shape, paths.flatten(0, 1)
     processors = LogitsProcessorList()
     if settings.repetition_penalty != 1:
-        places = torch.arange(text.shape[1], device=text.device)
+        positions = torch.arange(text.shape[1], device=text.device)
         root = text.gather(1, lengths[:, None])
-        before = torch.where(places <= lengths[:, None], text, root)
-        read = torch.cat([before.repeat_interleave(shape[1], dim=0), read], dim=1)
+        prefix = torch.where(positions <= lengths[:, None], text, root)
+        tokens = torch.cat([prefix.repeat_interleave(shape[1], dim=0), tokens], dim=1)
         processors.append(RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty)))
     if settings.temperature > 0:
         if settings.temperature != 1:
@@ -270,10 +274,10 @@ def _group_scores(
             processors.append(TopPLogitsWarper(settings.top_p))
         if settings.min_p:
             processors.append(MinPLogitsWarper(settings.min_p))
-    return processors(cast(torch.LongTensor, read), flat).view(shape)
+    return processors(cast(torch.LongTensor, tokens), scores.flatten(0, 1)).view(shape)
 
 
-def each_prompt(sampling: Sampling | Sequence[Sampling] | None, count: int) -> list[Sampling]:
+def expand_sampling(sampling: Sampling | Sequence[Sampling] | None, count: int) -> list[Sampling]:
     """Return the sampling of each of `count` prompts; None is greedy.
 
     Settings for all prompts give each prompt its own seed; those in a list keep their seeds.
@@ -290,7 +294,7 @@ def each_prompt(sampling: Sampling | Sequence[Sampling] | None, count: int) -> l
 # --- drafts that see the noise ------------------------------------------------------------------
 
 
-class Coupled(Drafter):
+class CoupledDrafter(Drafter):
     """Adds the noise of each position to a drafter's logits.
 
     The logits get each row's temperature, cuts and penalties, and then the noise that the base
@@ -301,8 +305,8 @@ class Coupled(Drafter):
     Source: Daliri, Musco and Suresh 2024, arXiv:2408.07978.
     """
 
-    def __init__(self, drafter: Drafter, rows: SamplingState) -> None:
-        self.drafter, self.rows = drafter, rows
+    def __init__(self, drafter: Drafter, sampling: SamplingState) -> None:
+        self.drafter, self.sampling = drafter, sampling
         self.depth, self.aux_layers = drafter.depth, drafter.aux_layers
         self.drafted_size = drafter.drafted_size
 
@@ -318,32 +322,35 @@ class Coupled(Drafter):
         """Read the committed tokens; return logits for the token after the root."""
         logits, state = self.drafter.begin(committed, memory)
         paths = committed.root()[..., None]
-        return with_noise(self.drafter, logits, paths, self.rows), (state, paths)
+        return with_noise(self.drafter, logits, paths, self.sampling), (state, paths)
 
     def extend(self, state: State, tokens: Tensor, parents: Tensor) -> tuple[Tensor, State]:
         """Read one level of nodes; return logits for the token after each node."""
         state, paths = state
         logits, state = self.drafter.extend(state, tokens, parents)
-        above = paths.take_along_dim(parents[..., None], dim=1)
-        paths = torch.cat([above, tokens[..., None]], dim=-1)
-        return with_noise(self.drafter, logits, paths, self.rows), (state, paths)
+        parent_paths = paths.take_along_dim(parents[..., None], dim=1)
+        paths = torch.cat([parent_paths, tokens[..., None]], dim=-1)
+        return with_noise(self.drafter, logits, paths, self.sampling), (state, paths)
 
 
 def with_noise(
-    drafter: Drafter, logits: Float[Tensor, "batch node drafted"], paths: Paths, rows: SamplingState
+    drafter: Drafter,
+    logits: Float[Tensor, "batch node drafted"],
+    paths: Paths,
+    sampling: SamplingState,
 ) -> Float[Tensor, "batch node drafted"]:
     """Return a drafter's logits after the nodes of one level with the noise added.
 
     `paths` are the tokens from the root to each node. Greedy rows keep their logits.
     """
-    wide = over_vocabulary(drafter, logits, rows.vocab_size)
-    noisy = rows.scores(wide, paths) + rows.level_noise(paths.shape[-1] - 1)
-    if wide is not logits:
+    base_logits = over_vocabulary(drafter, logits, sampling.vocab_size)
+    noisy = sampling.scores(base_logits, paths) + sampling.level_noise(paths.shape[-1] - 1)
+    if base_logits is not logits:
         columns = torch.arange(logits.shape[-1], device=logits.device)
         noisy = noisy[..., drafter.to_tokens(columns)]
-    if rows.all_draw:
+    if sampling.all_sampled:
         return noisy
-    return torch.where(rows.drawing[:, None, None], noisy, logits)
+    return torch.where(sampling.is_sampled[:, None, None], noisy, logits)
 
 
 def over_vocabulary(drafter: Drafter, logits: Tensor, vocab_size: int) -> Tensor:

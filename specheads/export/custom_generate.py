@@ -29,10 +29,9 @@ from specheads.base.selfcheck import check
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
 from specheads.decoding import accept
-from specheads.decoding.engine import Engine, Stream
-from specheads.decoding.generate import refuse_unfit
-from specheads.decoding.request import Request
-from specheads.decoding.sampling import Sampling, each_prompt
+from specheads.decoding.engine import Stream
+from specheads.decoding.generate import submit_prompts
+from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.heads.load import fit_to_base, load_head
 
@@ -72,41 +71,42 @@ def custom_generate(
         **model_kwargs: Any,
     ) -> Generated:
         """Decode with the arguments that transformers passes."""
-        given, config = caller(), generation_config
-        _refuse(config, given, model_kwargs)
-        padding = _padding(input_ids, model_kwargs)
-        sampling = _sampling(logits_processor, bool(config.do_sample), padding)
-        limit, eos_ids, criteria = _stops(stopping_criteria, input_ids.shape[1])
-        streamer: BaseStreamer | None = given.get("streamer")
+        arguments, config = generate_arguments(), generation_config
+        _refuse_unsupported(config, arguments, model_kwargs)
+        padding = _count_padding(input_ids, model_kwargs)
+        sampling = _read_sampling(logits_processor, bool(config.do_sample), padding)
+        limit, eos_ids, criteria = _read_criteria(stopping_criteria, input_ids.shape[1])
+        streamer: BaseStreamer | None = arguments.get("streamer")
         if len(input_ids) > 1 and (criteria or streamer):
             raise InputError(
                 f"{type(streamer or criteria[0]).__name__} can follow one prompt; generate one"
             )
-        base = _base(model)
+        base = _wrap_model(model)
         if isinstance(head, Head):
             # at every call, because the model may have moved or be another one
             with torch.inference_mode(False):
                 fit_to_base(head, base, force=force)
-        texts = zip(input_ids.tolist(), padding.tolist(), strict=True)
-        prompts = [text[empty:] for text, empty in texts]
-        refuse_unfit(base, prompts, limit)
-        most: Any = {"max_batch": len(prompts), "max_length": max(map(len, prompts)) + limit}
-        engine = Engine(base, head, tree=tree, acceptance=acceptance, coupled=coupled, **most)
-        streams = [
-            engine.submit(
-                Request(prompt=prompt, max_new_tokens=limit, sampling=one, eos_ids=eos_ids)
-            )
-            for prompt, one in zip(prompts, each_prompt(sampling, len(prompts)), strict=True)
-        ]
+        rows = zip(input_ids.tolist(), padding.tolist(), strict=True)
+        engine, streams = submit_prompts(
+            base,
+            head,
+            [row[num_padding:] for row, num_padding in rows],
+            max_new_tokens=limit,
+            sampling=sampling,
+            tree=tree,
+            acceptance=acceptance,
+            eos_ids=eos_ids,
+            coupled=coupled,
+        )
         if criteria or streamer:
-            new = [_followed(streams[0], input_ids, criteria, streamer)]
+            continuations = [_follow_stream(streams[0], input_ids, criteria, streamer)]
         else:
             engine.run()
-            new = [stream.tokens for stream in streams]
+            continuations = [stream.tokens for stream in streams]
         # the default of transformers; without an end-of-text token no row ends early
         pad_id = next(iter(eos_ids), 0) if config.pad_token_id is None else config.pad_token_id
-        width = max(map(len, new))
-        padded = [tokens + [pad_id] * (width - len(tokens)) for tokens in new]
+        width = max(map(len, continuations))
+        padded = [tokens + [pad_id] * (width - len(tokens)) for tokens in continuations]
         text = torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=1)
         output = GenerateDecoderOnlyOutput(sequences=cast(torch.LongTensor, text))
         return output if config.return_dict_in_generate else text
@@ -114,7 +114,7 @@ def custom_generate(
     return decode
 
 
-def _base(model: PreTrainedModel) -> FrozenBase:
+def _wrap_model(model: PreTrainedModel) -> FrozenBase:
     """Wrap a user's model and leave it unchanged."""
     if any(module.training for module in model.modules()):
         raise InputError("decoding needs a model in eval mode; call model.eval() first")
@@ -125,7 +125,7 @@ def _base(model: PreTrainedModel) -> FrozenBase:
     return base
 
 
-def _followed(
+def _follow_stream(
     stream: Stream,
     prompt: Int[Tensor, "1 time"],
     criteria: StoppingCriteriaList,
@@ -133,7 +133,7 @@ def _followed(
 ) -> list[int]:
     """Return the tokens of a stream up to the first at which a stopping criterion is met."""
     tokens: list[int] = []
-    for token in (token for new, _ in stream for token in new):
+    for token in (token for new_tokens, _ in stream for token in new_tokens):
         tokens.append(token)
         if streamer is not None:
             streamer.put(torch.tensor([token]))
@@ -167,19 +167,19 @@ _HARMLESS = {
 _RECORDS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
-def _stops(
+def _read_criteria(
     criteria: StoppingCriteriaList, width: int
 ) -> tuple[int, tuple[int, ...], StoppingCriteriaList]:
     """Return the largest number of new tokens, the end-of-text tokens, and the other criteria."""
     eos, length = stopping.EosTokenCriteria, stopping.MaxLengthCriteria
-    ends = [one.eos_token_id for one in criteria if type(one) is eos]
-    lengths = [one.max_length for one in criteria if type(one) is length]
-    others = [one for one in criteria if type(one) not in (eos, length)]
+    ends = [criterion.eos_token_id for criterion in criteria if type(criterion) is eos]
+    lengths = [criterion.max_length for criterion in criteria if type(criterion) is length]
     eos_ids = tuple(token for ids in ends for token in ids.tolist())
-    return max(min(lengths) - width, 1), eos_ids, StoppingCriteriaList(others)
+    further = [criterion for criterion in criteria if type(criterion) not in (eos, length)]
+    return max(min(lengths) - width, 1), eos_ids, StoppingCriteriaList(further)
 
 
-def caller() -> dict[str, Any]:
+def generate_arguments() -> dict[str, Any]:
     """Return the local variables of the running `generate` of transformers.
 
     transformers does not pass on the streamer or the repository that `custom_generate` named.
@@ -191,28 +191,30 @@ def caller() -> dict[str, Any]:
     return {} if frame is None else frame.f_locals
 
 
-def _refuse(config: GenerationConfig, given: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
+def _refuse_unsupported(
+    config: GenerationConfig, arguments: dict[str, Any], model_kwargs: dict[str, Any]
+) -> None:
     """Refuse arguments that a head cannot follow."""
-    mode = config.get_generation_mode(given.get("assistant_model"))
+    mode = config.get_generation_mode(arguments.get("assistant_model"))
     cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     has_cache = getattr(cache, "_is_user_defined", False) or (cache and cache.get_seq_length())
-    others = {name for name, value in model_kwargs.items() if value is not None} - _HARMLESS
+    model_inputs = {name for name, value in model_kwargs.items() if value is not None}
     refused = {
         mode.value: mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
         **{name: getattr(config, name) for name in _RECORDS},
         "cache_implementation": config.cache_implementation == "quantized",
-        "synced_gpus": given.get("synced_gpus"),
+        "synced_gpus": arguments.get("synced_gpus"),
         "past_key_values": has_cache,
-        **dict.fromkeys(sorted(others), True),
+        **dict.fromkeys(sorted(model_inputs - _HARMLESS), True),
     }
-    if asked := [name for name, is_asked in refused.items() if is_asked]:
+    if names := [name for name, is_set in refused.items() if is_set]:
         raise InputError(
             "a head decodes from tokens alone, greedily or by sampling, in one process, with "
-            f"caches of its own, and {asked[0]} was given; leave out that or custom_generate"
+            f"caches of its own, and {names[0]} was given; leave out that or custom_generate"
         )
 
 
-def _padding(
+def _count_padding(
     input_ids: Int[Tensor, "batch time"], model_kwargs: dict[str, Any]
 ) -> Int[Tensor, " batch"]:
     """Return the number of padding tokens on the left of each row."""
@@ -221,11 +223,11 @@ def _padding(
     padding = (mask == 0).sum(1)
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     is_text, counted = positions >= padding[:, None], positions - padding[:, None]
-    given = model_kwargs.get("position_ids", counted)
-    given = counted if given is None else given.to(counted.device)
+    position_ids = model_kwargs.get("position_ids", counted)
+    position_ids = counted if position_ids is None else position_ids.to(counted.device)
     is_plain = mask.shape == input_ids.shape and is_text[:, -1:].all()
-    is_plain = is_plain and (mask.bool() == is_text).all() and given.ndim == 2
-    if not is_plain or ((given != counted) & is_text).any():
+    is_plain = is_plain and (mask.bool() == is_text).all() and position_ids.ndim == 2
+    if not is_plain or ((position_ids != counted) & is_text).any():
         raise InputError(
             "attention_mask may leave out padding on the left only, position_ids must count the "
             "other tokens; set padding_side='left', and leave a token in each prompt"
@@ -233,15 +235,15 @@ def _padding(
     return padding
 
 
-def _sampling(
-    given: LogitsProcessorList, do_sample: bool, padding: Int[Tensor, " batch"]
+def _read_sampling(
+    logits_processors: LogitsProcessorList, do_sample: bool, padding: Int[Tensor, " batch"]
 ) -> Sampling:
     """Return `Sampling` settings equal to these processors, with a seed from torch's generator."""
     order, last = list(_PROCESSORS), -1
     settings: dict[str, Any] = {"temperature": 1.0}
-    for processor in given:
+    for processor in logits_processors:
         kind = type(processor)
-        place = order.index(kind) if kind in order else -1
+        rank = order.index(kind) if kind in order else -1
         ignored = getattr(processor, "prompt_ignore_length", None)
         # other options of the processor must have their default values
         is_plain = (
@@ -249,13 +251,13 @@ def _sampling(
             and getattr(processor, "filter_value", -torch.inf) == -torch.inf
             and (ignored is None or bool((torch.as_tensor(ignored).to(padding) == padding).all()))
         )
-        if place <= last or not is_plain:
+        if rank <= last or not is_plain:
             raise InputError(
                 "a head can change logits by repetition_penalty, temperature, top_k, top_p, min_p, "
                 f"each once, got {kind.__name__}; leave out that or custom_generate"
             )
         name, attribute = _PROCESSORS[kind]
-        settings[name], last = getattr(processor, attribute), place
+        settings[name], last = getattr(processor, attribute), rank
     if not do_sample:
         return Sampling(repetition_penalty=settings.get("repetition_penalty", 1.0))
     # so that torch.manual_seed determines the tokens, as in transformers
@@ -287,10 +289,10 @@ def hub_files(repo: str) -> dict[str, str]:
     """Return the files that make `custom_generate=repo` work, by their path in the repository."""
     version = importlib.metadata.version("specheads")
     # transformers checks the version, and cannot parse a suffix
-    least = f">={version}" if re.fullmatch(r"[\d.]+", version) else ""
+    minimum = f">={version}" if re.fullmatch(r"[\d.]+", version) else ""
     return {
         "custom_generate/generate.py": _GENERATE.format(repo=repo),
-        "custom_generate/requirements.txt": f"specheads{least}\n",
+        "custom_generate/requirements.txt": f"specheads{minimum}\n",
     }
 
 
@@ -313,7 +315,7 @@ def hub_generate(
     """
     commit = Path(code).parents[1].name
     same_commit = commit if re.fullmatch(r"[\da-f]{40}", commit) else "main"
-    name = str(caller().get("custom_generate") or repo)
+    name = str(generate_arguments().get("custom_generate") or repo)
     head = _load(name, revision=revision or same_commit)
     if stop_strings is not None and arguments.get("tokenizer") is not None:
         # transformers requires the tokenizer for stop strings, and does not pass it on

@@ -152,7 +152,7 @@ class Proposer:
                 if len(set(num_drafted)) > 1:
                     seconds = max(seconds - self.budget.ragged * len(num_drafted), 0.0)
                 num_positions = sum(span.end for span in self._spans)
-                self.budget.verify.note(num_tokens, num_positions, seconds)
+                self.budget.verify.follow(num_tokens, num_positions, seconds)
 
     @torch.inference_mode()
     def propose(
@@ -187,7 +187,7 @@ class Proposer:
         if self.budget and starts:
             if self._is_decoding:
                 seconds = (time.perf_counter() - start_time) / max(map(len, drafts))
-                self.budget.draft.note(len(drafting), num_positions, seconds)
+                self.budget.draft.follow(len(drafting), num_positions, seconds)
             drafts = self.budget.cut(drafts, num_positions)
         self._end_time = time.perf_counter()
         return drafts
@@ -241,7 +241,7 @@ class Proposer:
         while True:
             levels.append(likeliest(logits))
             if self.budget:
-                self.budget.note(rows, len(levels) - 1, logits)
+                self.budget.update_level(rows, len(levels) - 1, logits)
             if len(levels) == self.depth or (
                 self.budget and not self.budget.continues(rows, len(levels), num_positions)
             ):

@@ -19,7 +19,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter, Head
 from specheads.core.machine import synchronise
 from specheads.decoding.draft_model import DraftModel, Streaming
-from specheads.decoding.sampling import each_prompt
+from specheads.decoding.sampling import expand_sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.measure.counts import DepthCounts, paired_gain
@@ -172,7 +172,7 @@ class TransformersMethod:
             prompt_lookup_num_tokens=self.copied_tokens or None,
             **({name: getattr(sampling, name) for name in CUTS} if do_sample else {}),
         )
-        samplings = each_prompt(sampling, len(prompts))
+        samplings = expand_sampling(sampling, len(prompts))
         size = generation.batch_size if self.batches else 1
         for start in range(0, len(prompts), size):
             rows = [torch.tensor(row, device=base.device) for row in prompts[start : start + size]]

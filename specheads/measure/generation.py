@@ -11,7 +11,7 @@ from specheads.data.prompts import Prompt
 from specheads.decoding.detokenize import token_text
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.loop import DecodingStep
-from specheads.decoding.sampling import GREEDY, Sampling, each_prompt
+from specheads.decoding.sampling import GREEDY, Sampling, expand_sampling
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts
 from specheads.measure.results import DecodedText, TextStep
@@ -117,7 +117,7 @@ def decode_prompts(
 ) -> list[DecodedPrompt]:
     """Decode every prompt in the real loop and count its forwards."""
     depth = generation.tree_of(drafter).depth
-    samplings = each_prompt(generation.sampling, len(prompts))
+    samplings = expand_sampling(generation.sampling, len(prompts))
     sources = generation.sources_of(prompts)
     starts = range(0, len(prompts), generation.batch_size)
     decoded: list[DecodedPrompt] = []
@@ -159,7 +159,7 @@ def decode_texts(
     """Decode the first prompts one by one for the report; none if the base has no tokenizer."""
     if (tokenizer := base.tokenizer) is None:
         return []
-    texts, seeds = [], each_prompt(generation.sampling, len(prompts))
+    texts, seeds = [], expand_sampling(generation.sampling, len(prompts))
     for prompt, sampling in zip(prompts[:NUM_TEXTS], seeds, strict=False):
         out = decode_batch(base, drafter, [prompt.tokens], generation, [sampling])
         text, steps = [*prompt.tokens, out.tokens[0][0]], []

@@ -24,7 +24,7 @@ from specheads.decoding.sampling import (
     GREEDY,
     Sampling,
     SamplingState,
-    each_prompt,
+    expand_sampling,
     with_noise,
 )
 from specheads.decoding.trees import policies
@@ -170,7 +170,7 @@ def measure_offline(
     """
     tree = generation.tree if can_replay(generation.tree) else policies.chain(head.depth)
     pairs = list(zip(texts.prompts, texts.continuations, strict=True))
-    samplings = each_prompt(generation.sampling, len(pairs))
+    samplings = expand_sampling(generation.sampling, len(pairs))
     width = max(TOP, tree.num_guesses)
     ranks = [
         guess_ranks(base, head, *pair, width=width, sampling=sampling, coupled=generation.coupled)

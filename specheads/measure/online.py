@@ -18,7 +18,7 @@ from specheads.core.drafter import Drafter
 from specheads.core.machine import dtype_name
 from specheads.core.repetition import is_repetitive
 from specheads.decoding.prompt_lookup import common_prefix_length
-from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, each_prompt
+from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, expand_sampling
 from specheads.measure.counts import DepthCounts, compute_rate, conditional_acceptance, group_rate
 from specheads.measure.generation import (
     BaseTexts,
@@ -167,7 +167,7 @@ def compare_texts(
     divergences = [
         first_divergence(base, prompt, tokens, base_tokens, prompt_sampling)
         for (prompt, tokens, base_tokens), prompt_sampling in zip(
-            texts, each_prompt(sampling, len(texts)), strict=True
+            texts, expand_sampling(sampling, len(texts)), strict=True
         )
         if tokens != base_tokens
     ]
@@ -243,4 +243,4 @@ def _scores(
     length = torch.tensor([len(text) - 1], device=logits.device)
     rows = SamplingState([uncut], length, tokens, len(logits), dtype=logits.dtype)
     scores = rows.scores(logits[None, None], tokens[:, None, -1:])
-    return (scores + rows.level_noise(0) if rows.draws else scores)[0, 0]
+    return (scores + rows.level_noise(0) if rows.any_sampled else scores)[0, 0]

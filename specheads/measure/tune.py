@@ -372,7 +372,7 @@ def _time_step(
     base: FrozenBase, drafter: Drafter | None, tree: policies.TreePolicy, state: loop.DecodingState
 ) -> tuple[float, float]:
     """Return the seconds of one step, and those of its draft."""
-    ledger = loop.StepLedger(base.device, parts=("draft", "host"))
+    ledger = loop.StepLedger(base.device, synchronised=("draft", "host"))
     loop.step(base, drafter, tree, accept.match_rule, state, ledger=ledger)
     return sum(ledger.seconds.values()), ledger.seconds["draft"]
 

@@ -26,7 +26,7 @@ from specheads.data.prompts import Prompt, held_out_prompts
 from specheads.decoding.calibration import Curve, fit_curve, logistic_regression
 from specheads.decoding.cost import StepCost
 from specheads.decoding.prompt_lookup import MAX_NGRAM
-from specheads.decoding.sampling import each_prompt
+from specheads.decoding.sampling import expand_sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate, entropy
 from specheads.decoding.trees.tuned import MatchRates
@@ -127,7 +127,7 @@ def write_texts(
     """
     tokens, sources = [one.tokens for one in prompts], [one.source for one in prompts]
     written = continue_prompts(base, tokens, replace(generation, batch_size=8))
-    each = zip(tokens, written, each_prompt(generation.sampling, len(tokens)), strict=True)
+    each = zip(tokens, written, expand_sampling(generation.sampling, len(tokens)), strict=True)
     ranks = [
         guess_ranks(base, head, *text, width=WIDTH, sampling=one, coupled=generation.coupled)
         for *text, one in progress_bar(list(each), "guesses", generation.progress)

@@ -484,7 +484,7 @@ def test_a_chain_is_judged_as_transformers_judges_it(case):
     tree = chain(tokens[:, -depth - 1 :])
     how = BranchSampling((1,) * depth, draft.double().softmax(-1))
     coins = torch.cat([torch.zeros(1), uniforms])[None]
-    path, count, after = accept.walk(
+    path, count, after = accept.walk_nodes(
         replace(tree, branch_sampling=how), base.double().softmax(-1), coins
     )
     assert int(count) == int(matched) + 1

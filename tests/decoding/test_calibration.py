@@ -8,8 +8,7 @@ from specheads.decoding.calibration import (
     Curve,
     calibration_error,
     fit_curve,
-    isotonic,
-    logistic,
+    fit_isotonic,
 )
 
 
@@ -52,7 +51,7 @@ def test_a_calibration_error_is_the_mean_distance_of_bins():
 def test_few_or_equal_drafts_give_a_curve():
     falling = [0.1] * 20 + [0.9] * 20, [True] * 20 + [False] * 20
     for probs, accepted in (([0.4], [True]), ([0.4] * 50, [True, False] * 25), falling):
-        for fit in logistic, isotonic:
+        for fit in fit_logistic, fit_isotonic:
             curve = fit(np.array(probs), np.array(accepted))
             assert 0 < curve.at(0.4) < 1
 

@@ -32,7 +32,7 @@ def step(one: ChainBudget, sampled: list[int], prob: float, drafted: int = 2) ->
     one.observe(["a"], [sampled])
     if not one.starts(1):
         return None
-    one.note([0], 0, logits(prob))
+    one.update_level([0], 0, logits(prob))
     return one.cut([[drafted]], 0)[0]
 
 
@@ -42,7 +42,7 @@ def test_the_chains_that_survive_best_are_verified(ragged, equal):
     one.ragged = ragged / 3
     one.observe(["a", "b", "c"], [[1], [1], [1]])
     for level, probs in enumerate([(0.9, 0.55, 0.8), (0.5, 0.9, 0.9), (0.99, 0.5, 0.9)]):
-        one.note([0, 1, 2], level, logits(*probs))
+        one.update_level([0, 1, 2], level, logits(*probs))
     counts = [len(chain) for chain in one.cut([[1, 2, 3], [4, 5, 6], [7, 8, 9]], 0)]
     survivals = np.array([[0.9, 0.45, 0.4455], [0.55, 0.495, 0.2475], [0.8, 0.72, 0.648]])
     # brute force over all ways to cut the three chains
@@ -83,7 +83,7 @@ def test_unsure_drafts_are_not_begun_in_large_batches_only():
         # half of the drafts are right
         one.observe(requests, [[1 + turn // 2 % 2]] * len(requests))
         if one.starts(len(rows)):
-            one.note(rows, 0, logits(*[0.5] * len(rows)))
+            one.update_level(rows, 0, logits(*[0.5] * len(rows)))
             one.cut([[1]] * len(rows), 0)
     assert one._gains[1] > 1.02
     assert one._gains[4] < 1.0
@@ -124,7 +124,7 @@ def test_levels_that_a_chain_lacks_are_not_expected():
 def test_another_level_is_drafted_if_it_pays(prob, pays):
     one = budget(token=0.25, draft=0.02)
     one.observe(["a"], [[1]])
-    one.note([0], 0, logits(prob))
+    one.update_level([0], 0, logits(prob))
     assert one.continues([0], 1, 0) == pays
 
 
@@ -140,9 +140,9 @@ def test_cost_follows_a_server_whose_tokens_take_longer():
     real = ForwardCost(fixed=0.03, token=0.001, context=1e-6)
     for turn in range(200):
         tokens, positions = 8 + 5 * (turn % 7), 1000 + turn
-        followed.note(tokens, positions, real.seconds(float(tokens), positions))
+        followed.follow(tokens, positions, real.seconds(float(tokens), positions))
     for tokens in 8.0, 16.0, 40.0:
-        assert followed.now.seconds(tokens, 500) == pytest.approx(
+        assert followed.current.seconds(tokens, 500) == pytest.approx(
             real.seconds(tokens, 500), rel=0.03
         )
 
@@ -150,18 +150,18 @@ def test_cost_follows_a_server_whose_tokens_take_longer():
 def test_cost_of_a_batch_that_never_changes_keeps_the_measured_price_of_a_token():
     followed = FollowedCost(ForwardCost(fixed=0.03, token=0.0005, context=0.0))
     for _ in range(500):
-        followed.note(8, 0, 0.05)
-    assert followed.now.seconds(8.0, 0) == pytest.approx(0.05, rel=0.03)
-    assert followed.now.token == pytest.approx(0.0005, rel=0.2)
+        followed.follow(8, 0, 0.05)
+    assert followed.current.seconds(8.0, 0) == pytest.approx(0.05, rel=0.03)
+    assert followed.current.token == pytest.approx(0.0005, rel=0.2)
 
 
 def test_a_stalled_step_changes_the_cost_little():
     measured = ForwardCost(fixed=0.03, token=0.0005, context=0.0)
     followed = FollowedCost(measured)
     for turn in range(100):
-        followed.note(8 + turn % 8, 0, measured.seconds(8.0 + turn % 8, 0))
-    followed.note(8, 0, 60.0)
-    assert followed.now.seconds(12.0, 0) == pytest.approx(measured.seconds(12.0, 0), rel=0.05)
+        followed.follow(8 + turn % 8, 0, measured.seconds(8.0 + turn % 8, 0))
+    followed.follow(8, 0, 60.0)
+    assert followed.current.seconds(12.0, 0) == pytest.approx(measured.seconds(12.0, 0), rel=0.05)
 
 
 FORWARDS = st.builds(

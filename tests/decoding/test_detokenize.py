@@ -48,13 +48,13 @@ def test_any_tokens_are_written_as_they_are_decoded_together(seed):
     tokens = [generator.randrange(END) for _ in range(60)]
     text = TextStream(tokenizer(), ids(b"x"))
     for token in tokens:
-        _, before = text.settled()
+        _, before = text.count_final()
         stands = text.written[:before]
         text.push(token)
         assert text.written.startswith(stands)
     text.close()
     assert text.written == tokenizer().decode(tokens)
-    assert text.settled() == (60, len(text.written))
+    assert text.count_final() == (60, len(text.written))
 
 
 def test_a_character_that_the_prompt_began_belongs_to_the_text():
@@ -66,9 +66,9 @@ def test_a_character_that_the_prompt_began_belongs_to_the_text():
 def test_text_that_may_begin_a_stop_string_waits():
     #  x y c     the stop strings are "cd" and "yc!"
     text = written(ids(b"x", b"y", b"c"), ("cd", "yc!"))
-    assert text.settled() == (1, 1)
+    assert text.count_final() == (1, 1)
     text.push(*ids(b"a"))
-    assert text.settled() == (4, 4)
+    assert text.count_final() == (4, 4)
 
 
 def test_of_two_stop_strings_the_one_completed_first_counts():

@@ -86,7 +86,7 @@ def test_samples_do_not_depend_on_drafts_or_on_other_rows(dtype):
     places = plain.lengths[:, None] + torch.tensor([1, 2, 2, 3])
     precise = torch.promote_types(dtype, torch.float32)
     made = noise.gumbel(noise.bits(plain.seeds[:, None], places, noise.TOKEN), 256, precise)
-    wanted = (logits.to(precise) + made * plain.drawing[:, None, None]).argmax(-1)
+    wanted = (logits.to(precise) + made * plain.is_sampled[:, None, None]).argmax(-1)
     assert torch.equal(found, wanted)
     one = TokenTree(tree.tokens[:1], tree.parents[:1])
     alone = plain.keep([4]).choose(one, logits[4:5], one.ancestors())

@@ -17,7 +17,7 @@ from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.goodput import Goodput
 from specheads.decoding.request import Request
-from specheads.decoding.sampling import Sampling, each_prompt
+from specheads.decoding.sampling import Sampling, expand_sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.hybrid import HybridTree
@@ -168,7 +168,7 @@ def test_a_tuned_tree_with_copied_text_is_drafted_and_changes_no_text(kind, temp
     assert isinstance(engine.tree, HybridTree)
     streams = [
         engine.submit(Request(prompt=prompt, max_new_tokens=40, sampling=one))
-        for prompt, one in zip(TWICE, each_prompt(sampling, len(TWICE)), strict=True)
+        for prompt, one in zip(TWICE, expand_sampling(sampling, len(TWICE)), strict=True)
     ]
     engine.run()
     assert [stream.tokens for stream in streams] == alone.tokens

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specheads.core.drafter import Drafter, Head
-from specheads.decoding.sampling import Sampling, each_prompt
+from specheads.decoding.sampling import Sampling, expand_sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.heads.load import kinds
@@ -154,7 +154,7 @@ def how(
 def replayed_draws(
     name: str, sampling: Sampling, texts: list[list[int]], tree: policies.Static, *, coupled: bool
 ) -> list[DepthCounts]:
-    each = each_prompt(sampling, len(texts))
+    each = expand_sampling(sampling, len(texts))
     ranks = [
         guess_ranks(tiny.base(), head(name), *text, width=4, sampling=one, coupled=coupled)
         for *text, one in zip(tiny.prompts(), texts, each, strict=True)

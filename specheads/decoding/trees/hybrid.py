@@ -11,7 +11,7 @@ from specheads.base.cache import upload
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree, refuse_nodes
-from specheads.decoding.accept import kept
+from specheads.decoding.accept import accepted_nodes
 from specheads.decoding.prompt_lookup import LookupText
 from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees.policies import NOTHING, TreePolicy
@@ -30,18 +30,18 @@ def join_copied(
     device, length = copied.device, copied.shape[1]
     ancestors = tree.ancestors()
     depths = ancestors.sum(-1) - 1
-    right = tree.tokens == copied.gather(1, (depths - 1).clamp(0, length - 1))
-    shared = kept(tree, right & (depths <= length), ancestors)
+    is_copied = tree.tokens == copied.gather(1, (depths - 1).clamp(0, length - 1))
+    shared = accepted_nodes(tree, is_copied & (depths <= length), ancestors)
     # the shared nodes are one path, so the deepest node is its end
     end = (shared * depths).argmax(-1, keepdim=True)
-    places = shared.sum(-1, keepdim=True) - 1 + torch.arange(size, device=device)
-    tokens = copied.gather(1, places.clamp(max=length - 1))
-    present = (tokens >= 0) & (places < length)
+    offsets = shared.sum(-1, keepdim=True) - 1 + torch.arange(size, device=device)
+    tokens = copied.gather(1, offsets.clamp(max=length - 1))
+    is_present = (tokens >= 0) & (offsets < length)
     if trim:
-        size = int(present.sum(-1).max())
-        tokens, present = tokens[:, :size], present[:, :size]
-    below = torch.arange(num_nodes, num_nodes + size, device=device).expand(batch, -1)
-    parents = torch.cat([end, below], dim=1)[:, :size].masked_fill(~present, -1)
+        size = int(is_present.sum(-1).max())
+        tokens, is_present = tokens[:, :size], is_present[:, :size]
+    nodes = torch.arange(num_nodes, num_nodes + size, device=device).expand(batch, -1)
+    parents = torch.cat([end, nodes], dim=1)[:, :size].masked_fill(~is_present, -1)
     return TokenTree(
         torch.cat([tree.tokens, tokens.clamp(min=0)], dim=1),
         torch.cat([tree.parents, parents], dim=1),

@@ -16,7 +16,7 @@ from specheads.decoding import noise
 from specheads.decoding.load import RequestRates, StepLoad
 from specheads.decoding.noise import likeliest
 from specheads.decoding.prompt_lookup import LookupText
-from specheads.decoding.sampling import Coupled, SamplingState, Scores, over_vocabulary
+from specheads.decoding.sampling import CoupledDrafter, SamplingState, Scores, over_vocabulary
 from specheads.decoding.trees.early_stop import Estimate, chances
 
 
@@ -62,8 +62,8 @@ class TreePolicy:
         if not self.depth:
             return root_only(committed)
         assert drafter is not None
-        if sampling is not None and sampling.draws and sampling.coupled:
-            drafter = Coupled(drafter, sampling)
+        if sampling is not None and sampling.any_sampled and sampling.coupled:
+            drafter = CoupledDrafter(drafter, sampling)
         logits, state = drafter.begin(committed, memory)
         return self.draft(drafter, committed.root(), logits, state)
 
@@ -97,21 +97,26 @@ its levels. A step then uploads nothing."""
 
 def static_shape(paths: Sequence[Path], device: torch.device) -> Shape:
     """Return the shape of rank paths that are sorted by length and closed under prefixes."""
-    known = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}
-    parents = torch.tensor([-1] + [known[path[:-1]] for path in paths])
+    node_of = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}
+    parents = torch.tensor([-1] + [node_of[path[:-1]] for path in paths])
     has_children = {path[:-1] for path in paths}
     levels: list[Level] = []
-    above: dict[Path, int] = {(): 0}
-    for _, each in itertools.groupby(paths, len):
-        here = list(each)
-        inner = [place for place, path in enumerate(here) if path in has_children]
-        width = 1 + max(path[-1] for path in here)
-        places = [above[path[:-1]] for path in here]
-        guesses = [place * width + path[-1] for place, path in zip(places, here, strict=True)]
-        rows = places, guesses, inner, [places[node] for node in inner]
-        held = [torch.tensor(row, dtype=torch.long).to(device) for row in rows]
-        levels.append(Level(held[0], held[1], held[2], held[3], width))
-        above = {here[node]: place for place, node in enumerate(inner)}
+    # index of each node that was read in the level above
+    parent_of: dict[Path, int] = {(): 0}
+    for _, group in itertools.groupby(paths, len):
+        level = list(group)
+        inner = [node for node, path in enumerate(level) if path in has_children]
+        width = 1 + max(path[-1] for path in level)
+        level_parents = [parent_of[path[:-1]] for path in level]
+        pairs = zip(level_parents, level, strict=True)
+        guesses = [parent * width + path[-1] for parent, path in pairs]
+        inner_parents = [level_parents[node] for node in inner]
+        indices = [
+            torch.tensor(values, dtype=torch.long).to(device)
+            for values in (level_parents, guesses, inner, inner_parents)
+        ]
+        levels.append(Level(*indices, width=width))
+        parent_of = {level[node]: index for index, node in enumerate(inner)}
     reach = TokenTree(parents[None], parents[None]).ancestors()
     return parents.to(device), reach.to(device), levels
 
@@ -141,15 +146,15 @@ class Static(TreePolicy):
             tuple(require_integer(rank, "a rank of tree.paths") for rank in path) for path in paths
         ]
         ordered = sorted(ranks, key=lambda path: (len(path), path))
-        known = {(), *ordered}
-        orphans = [path for path in ordered if path[:-1] not in known]
-        if orphans or len(known) <= len(ordered) or () in ordered:
+        prefixes = {(), *ordered}
+        orphans = [path for path in ordered if path[:-1] not in prefixes]
+        if orphans or len(prefixes) <= len(ordered) or () in ordered:
             raise InputError(
                 f"a static tree needs distinct, non-empty rank paths with parents, got {ordered}"
             )
         self.name, self.paths = name, tuple(ordered)
         self.confidence, self.estimate = confidence, estimate
-        self.num_nodes, self.depth = len(known), max(map(len, ordered), default=0)
+        self.num_nodes, self.depth = len(prefixes), max(map(len, ordered), default=0)
         self.num_guesses = 1 + max((path[-1] for path in ordered), default=0)
         self._shapes: dict[torch.device, Shape] = {}
 
@@ -165,16 +170,17 @@ class Static(TreePolicy):
         drafted = [root]
         # nodes whose path has not stopped
         present = [torch.ones_like(root, dtype=torch.bool)]
-        alive = present[0]
+        continues = present[0]
         for index, level in enumerate(levels):
             best = _best(logits, level.width).flatten(1).index_select(1, level.guesses)
             drafted.append(drafter.to_tokens(best))
             if self.confidence:
-                present.append(alive[:, level.parents])
-                found = chances(drafter, self.estimate, logits, state, best, level.parents, index)
-                alive = (present[-1] & (found >= self.confidence)).index_select(1, level.inner)
+                present.append(continues[:, level.parents])
+                chance = chances(drafter, self.estimate, logits, state, best, level.parents, index)
+                is_likely = present[-1] & (chance >= self.confidence)
+                continues = is_likely.index_select(1, level.inner)
             # reading whether any path continues synchronises
-            if index + 1 == self.depth or (self.confidence and not alive.any()):
+            if index + 1 == self.depth or (self.confidence and not continues.any()):
                 break
             inner = drafted[-1].index_select(1, level.inner)
             logits, state = drafter.extend(state, inner, level.inner_parents.expand(batch, -1))
@@ -199,14 +205,14 @@ class BestFirst(TreePolicy):
     """
 
     def __init__(self, num_nodes: int, depth: int, beam: int = 4, branch: int = 4) -> None:
-        most, level = 1, 1
+        max_nodes, width = 1, 1
         for _ in range(refuse_nodes(depth, "tree.depth")):
-            level = min(level, beam) * branch
-            most = refuse_nodes(most + level, "tree.beam, tree.depth")
-        if not 2 <= num_nodes <= most:
+            width = min(width, beam) * branch
+            max_nodes = refuse_nodes(max_nodes + width, "tree.beam, tree.depth")
+        if not 2 <= num_nodes <= max_nodes:
             raise InputError(
                 f"a best-first tree of depth {depth}, beam {beam} and branch {branch} has 2 to "
-                f"{most} nodes, got {num_nodes}; raise beam, branch or depth"
+                f"{max_nodes} nodes, got {num_nodes}; raise beam, branch or depth"
             )
         self.name = "best_first"
         self.num_nodes, self.depth, self.beam, self.branch = num_nodes, depth, beam, branch
@@ -225,17 +231,17 @@ class BestFirst(TreePolicy):
             parents.append(above.repeat_interleave(self.branch, dim=1))
             scores.append(total)
             if level + 1 < self.depth:
-                score, kept = total.topk(min(self.beam, total.shape[1]), dim=1)
-                above = first + kept
-                inner = drafted[-1].gather(1, kept)
-                logits, state = drafter.extend(state, inner, kept // self.branch)
+                score, inner = total.topk(min(self.beam, total.shape[1]), dim=1)
+                above = first + inner
+                tokens = drafted[-1].gather(1, inner)
+                logits, state = drafter.extend(state, tokens, inner // self.branch)
             first += total.shape[1]
         # a stable sort prefers the shallower of equal nodes: the kept nodes are a tree
         order = torch.cat(scores, dim=1).argsort(dim=1, descending=True, stable=True)
-        kept = order[:, : self.num_nodes - 1].sort(dim=1).values
-        tokens = torch.cat(drafted, dim=1).gather(1, kept)
-        old_parents = torch.cat(parents, dim=1).gather(1, kept)
-        old_ids = torch.cat([torch.zeros_like(root), kept + 1], dim=1)
+        best_nodes = order[:, : self.num_nodes - 1].sort(dim=1).values
+        tokens = torch.cat(drafted, dim=1).gather(1, best_nodes)
+        old_parents = torch.cat(parents, dim=1).gather(1, best_nodes)
+        old_ids = torch.cat([torch.zeros_like(root), best_nodes + 1], dim=1)
         new_parents = torch.searchsorted(old_ids, old_parents.contiguous())
         return TokenTree(
             torch.cat([root, tokens], dim=1),
@@ -271,13 +277,13 @@ class Beam(TreePolicy):
         for level in range(self.depth):
             best, guesses = logits.topk(min(self.top, logits.shape[-1]), dim=-1)
             total = (score[..., None] + best.log_softmax(-1)).flatten(1)
-            score, kept = total.topk(self.width, dim=1)
-            origin = kept // best.shape[-1]
-            drafted.append(drafter.to_tokens(guesses).flatten(1).gather(1, kept))
-            parents.append(above + origin)
+            score, nodes = total.topk(self.width, dim=1)
+            level_parents = nodes // best.shape[-1]
+            drafted.append(drafter.to_tokens(guesses).flatten(1).gather(1, nodes))
+            parents.append(above + level_parents)
             above = 1 + level * self.width
             if level + 1 < self.depth:
-                logits, state = drafter.extend(state, drafted[-1], origin)
+                logits, state = drafter.extend(state, drafted[-1], level_parents)
         return TokenTree(torch.cat(drafted, dim=1), torch.cat(parents, dim=1))
 
 
@@ -316,10 +322,10 @@ class Product(TreePolicy):
     """
 
     def __init__(self, branches: Sequence[int], num_nodes: int) -> None:
-        most = sum(level_sizes(branches))
-        if not 2 <= num_nodes <= most:
+        max_nodes = sum(level_sizes(branches))
+        if not 2 <= num_nodes <= max_nodes:
             raise InputError(
-                f"a product tree of branches {list(branches)} has 2 to {most} nodes, got "
+                f"a product tree of branches {list(branches)} has 2 to {max_nodes} nodes, got "
                 f"{num_nodes}; set tree.branches, tree.num_nodes"
             )
         self.name = "product"
@@ -382,14 +388,14 @@ class Sampled(TreePolicy):
         for level, width in enumerate(self.branches):
             logits = over_vocabulary(drafter, logits, sampling.vocab_size)
             probs.append(sampling.probs(logits, paths))
-            drawn = _drawn(sampling, logits, probs[-1], level, width).flatten(1)
-            drafted.append(drawn)
+            tokens = _sample_children(sampling, logits, probs[-1], level, width).flatten(1)
+            drafted.append(tokens)
             parents = torch.arange(logits.shape[1], device=device).repeat_interleave(width)
             nodes.append(above + parents)
             above += logits.shape[1]
             if level + 1 < self.depth:
-                paths = torch.cat([paths[:, parents], drawn[..., None]], dim=-1)
-                logits, state = drafter.extend(state, drawn, parents.expand(batch, -1))
+                paths = torch.cat([paths[:, parents], tokens[..., None]], dim=-1)
+                logits, state = drafter.extend(state, tokens, parents.expand(batch, -1))
         return TokenTree(
             torch.cat(drafted, dim=1),
             torch.cat(nodes).expand(batch, -1),
@@ -397,17 +403,17 @@ class Sampled(TreePolicy):
         )
 
 
-def _drawn(
-    rows: SamplingState, logits: Scores, probs: Scores, level: int, count: int
+def _sample_children(
+    sampling: SamplingState, logits: Scores, probs: Scores, level: int, count: int
 ) -> Int[Tensor, "batch node path"]:
     """Return tokens sampled without replacement after each node at depth `level`, in order.
 
     A greedy row gets the likeliest tokens. Tokens of probability zero follow in random order.
     """
     order = logits.double().log_softmax(-1)
-    if rows.draws:
-        keys = noise.bits(rows.seeds, rows.lengths + level + 1, noise.DRAFT)
-        random = noise.gumbel(keys[:, None], logits.shape[-1])
-        order = torch.where(rows.drawing[:, None, None], random, order)
+    if sampling.any_sampled:
+        keys = noise.bits(sampling.seeds, sampling.lengths + level + 1, noise.DRAFT)
+        gumbels = noise.gumbel(keys[:, None], logits.shape[-1])
+        order = torch.where(sampling.is_sampled[:, None, None], gumbels, order)
     chance = probs.double().log().clamp(min=_NO_CHANCE)
     return (chance + order).topk(count, dim=-1).indices

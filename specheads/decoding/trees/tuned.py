@@ -202,19 +202,19 @@ class Tuned:
     recorded."""
 
     @classmethod
-    def read(cls, value: Mapping[str, Any], where: str, depth: int | None = None) -> "Tuned":
+    def read(cls, value: Mapping[str, Any], path: str, depth: int | None = None) -> "Tuned":
         """Return the contents of a file, for a head of this depth; None accepts any depth.
 
         Unknown fields, as of early files, are ignored. An InputError is raised for another schema,
         a damaged file, or one of another head.
         """
-        remedy = f"delete {where}, and measure again with specheads tune"
+        remedy = f"delete {path}, and measure again with specheads tune"
         if value.get("schema") != SCHEMA:
             raise InputError(
                 f"tuned.json must be of schema {SCHEMA}, got {value.get('schema')!r:.40}; {remedy}"
             )
         try:
-            tuned = from_json(cls, dict(value), where)
+            tuned = from_json(cls, dict(value), path)
             deepest = max(tree.policy().draft_depth for tree in tuned.trees)
             rates, curves = tuned.acceptance.per_depth, tuned.acceptance.curves
             if curves and len(curves) != len(rates):
@@ -238,8 +238,8 @@ class Tuned:
         """Return the tree of the nearest batch, then context, by ratio."""
 
         def distance(tree: TunedTree) -> tuple[float, float]:
-            far = tree.batch / max(batch, 1), tree.context / max(context, 1)
-            return abs(math.log(far[0])), abs(math.log(far[1]))
+            ratios = tree.batch / max(batch, 1), tree.context / max(context, 1)
+            return abs(math.log(ratios[0])), abs(math.log(ratios[1]))
 
         return min(self.trees, key=distance)
 
