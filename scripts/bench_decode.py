@@ -5,8 +5,9 @@
     python scripts/bench_decode.py --parts steps batch --out FILE  some parts; keep the numbers
 
 Parts are `steps` (a step over n nodes against bare forwards), `batch` (tokens/s alone and with
-planted drafts), `drafts` (drafting with random heads), `alone` (the base alone, eager and compiled,
-against transformers' generate) and `engine` (a paged cache: alone, with a head, with goodput).
+planted drafts), `drafts` (drafting with random heads), `ledger` (draft, verify, accept and host of
+a step with random heads), `alone` (the base alone, eager and compiled, against transformers'
+generate) and `engine` (a paged cache: alone, with a head, with goodput).
 Sides of a comparison take turns; ratios carry 95 % bootstrap intervals over turns.
 """
 
@@ -245,6 +246,15 @@ def draft_milliseconds(bench: Bench, drafter: Drafter, depth: int) -> float:
     return 1e3 * statistics.median(seconds[WARM_UP:])
 
 
+def ledger_row(bench: Bench, kind: str) -> dict[str, float]:
+    """Return the mean milliseconds of each part of a step, with a head of random weights."""
+    drafter, ledger = bench.head(kind), loop.StepLedger(bench.base.device)
+    decode = partial(generate, bench.base, drafter, [bench.prompt()], stop_at_eos=False)
+    decode(max_new_tokens=bench.new_tokens)
+    decode(max_new_tokens=bench.new_tokens, ledger=ledger)
+    return {part: 1e3 * seconds / ledger.num_steps for part, seconds in ledger.seconds.items()}
+
+
 def alone(bench: Bench) -> dict[str, dict[str, float]]:
     """Return milliseconds per token of the base alone: our loop, and transformers' generate."""
     base, results = bench.base, {}
@@ -365,6 +375,7 @@ PARTS: dict[str, Callable[[Bench], Any]] = {
     "steps": steps,
     "batch": lambda bench: [batch_row(bench, size) for size in bench.batches],
     "drafts": lambda bench: {kind: draft_times(bench, kind) for kind in bench.heads},
+    "ledger": lambda bench: {kind: ledger_row(bench, kind) for kind in bench.heads},
     "alone": alone,
     "engine": engine,
 }

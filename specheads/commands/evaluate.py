@@ -186,7 +186,7 @@ def generation_settings(settings: SettingsWithEvaluation, prompts: PromptSet) ->
     """Return the conditions of decoding, without a tree."""
     names = "max_new_tokens", "acceptance", "coupled", "batch_size", "repeats", "speed_prompts"
     return GenerationSettings(
-        **{name: getattr(settings.evaluation, name) for name in names},
+        **{name: getattr(settings.evaluation, name) for name in (*names, "ledger")},
         sampling=Sampling.of(settings.evaluation, settings.seed),
         progress=True,
         sources=tuple(prompt.source for prompt in prompts.prompts),

@@ -115,6 +115,9 @@ class EvaluationSettings(SamplingSettings):
     """Timed runs of each prompt, in turns with the base alone."""
     speed_prompts: PositiveInt = 16
     """Prompts to time."""
+    ledger: bool = False
+    """Also measure the seconds of draft, verify, accept and host per step, on the prompts to
+    time."""
     too_long: Annotated[str, one_of("stop", "skip")] = "stop"
     """What to do with prompts that do not fit into the context: stop and name them, or skip and
     count them."""

@@ -9,7 +9,7 @@ from specheads.base.paged import BlockPool
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError, require_integer
 from specheads.decoding import accept
-from specheads.decoding.engine import Engine, Stream
+from specheads.decoding.engine import Engine
 from specheads.decoding.loop import NO_LEDGER, DecodingStep, StepLedger
 from specheads.decoding.request import Request, token_ids
 from specheads.decoding.sampling import Sampling, expand_sampling
@@ -38,6 +38,7 @@ def generate(
     tree: policies.TreePolicy | None = None,
     acceptance: str | accept.AcceptanceRule = "match",
     stop_at_eos: bool = True,
+    eos_ids: tuple[int, ...] | None = None,
     max_batch: int | None = None,
     pool: BlockPool | None = None,
     coupled: bool = True,
@@ -60,7 +61,8 @@ def generate(
             machine, which may be not to draft, or else a chain as deep as the head.
         acceptance: Acceptance rule: "match", "rejection", "typical", or a function like those in
             `specheads.decoding.accept`.
-        stop_at_eos: Whether the base's end-of-text token ends a row.
+        stop_at_eos: Whether an end-of-text token ends a row.
+        eos_ids: End-of-text tokens; None is the base's.
         max_batch: Rows decoded together; further prompts wait. None is all.
         pool: Blocks for keys and values, from `base.pool(num_blocks)`; None is contiguous rows.
         coupled: Whether drafts see the noise that the base samples with, which depends on seed and
@@ -74,52 +76,6 @@ def generate(
     if not hasattr(prompts, "__len__") or isinstance(prompts, Mapping):
         raise InputError(f"prompts must be a list of lists of token ids, got {prompts!r:.60}")
     prompts = [token_ids(prompt, f"prompt {number}") for number, prompt in enumerate(prompts)]
-    engine, streams = submit_prompts(
-        base,
-        head,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        tree=tree,
-        acceptance=acceptance,
-        eos_ids=None if stop_at_eos else (),
-        max_batch=max_batch,
-        pool=pool,
-        coupled=coupled,
-        ledger=ledger,
-    )
-    try:
-        engine.run()
-    finally:
-        # after an error the pool gets its blocks back; this does nothing if all are done
-        for stream in streams:
-            stream.cancel()
-    return Decoding(
-        [stream.tokens for stream in streams],
-        [len(stream.steps) for stream in streams],
-        [stream.steps for stream in streams],
-    )
-
-
-def submit_prompts(
-    base: FrozenBase,
-    head: Drafter | None,
-    prompts: list[list[int]],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling | Sequence[Sampling] | None = None,
-    tree: policies.TreePolicy | None = None,
-    acceptance: str | accept.AcceptanceRule = "match",
-    eos_ids: tuple[int, ...] | None = None,
-    max_batch: int | None = None,
-    pool: BlockPool | None = None,
-    coupled: bool = True,
-    ledger: StepLedger = NO_LEDGER,
-) -> tuple[Engine, list[Stream]]:
-    """Return an engine as large as these prompts need, and the stream of each of them.
-
-    For the arguments see `generate` and `Request`.
-    """
     samplings = expand_sampling(sampling, len(prompts))
     longest = max(map(len, prompts), default=0)
     max_new_tokens = require_integer(max_new_tokens, "max_new_tokens")
@@ -139,8 +95,19 @@ def submit_prompts(
         coupled=coupled,
         ledger=ledger,
     )
-    requests = [
-        Request(prompt=prompt, max_new_tokens=max_new_tokens, sampling=settings, eos_ids=eos_ids)
+    limits: Any = {"max_new_tokens": max_new_tokens, "eos_ids": eos_ids if stop_at_eos else ()}
+    streams = [
+        engine.submit(Request(prompt=prompt, sampling=settings, **limits))
         for prompt, settings in zip(prompts, samplings, strict=True)
     ]
-    return engine, [engine.submit(request) for request in requests]
+    try:
+        engine.run()
+    finally:
+        # after an error the pool gets its blocks back; this does nothing if all are done
+        for stream in streams:
+            stream.cancel()
+    return Decoding(
+        [stream.tokens for stream in streams],
+        [len(stream.steps) for stream in streams],
+        [stream.steps for stream in streams],
+    )

@@ -29,9 +29,10 @@ from specheads.base.selfcheck import check
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
 from specheads.decoding import accept
-from specheads.decoding.engine import Stream
-from specheads.decoding.generate import submit_prompts
-from specheads.decoding.sampling import Sampling
+from specheads.decoding.engine import Engine, Stream
+from specheads.decoding.generate import generate
+from specheads.decoding.request import Request
+from specheads.decoding.sampling import Sampling, expand_sampling
 from specheads.decoding.trees import policies
 from specheads.heads.load import fit_to_base, load_head
 
@@ -87,22 +88,16 @@ def custom_generate(
             with torch.inference_mode(False):
                 fit_to_base(head, base, force=force)
         rows = zip(input_ids.tolist(), padding.tolist(), strict=True)
-        engine, streams = submit_prompts(
-            base,
-            head,
-            [row[num_padding:] for row, num_padding in rows],
-            max_new_tokens=limit,
-            sampling=sampling,
-            tree=tree,
-            acceptance=acceptance,
-            eos_ids=eos_ids,
-            coupled=coupled,
-        )
+        prompts = [row[num_padding:] for row, num_padding in rows]
+        how: Any = {"tree": tree, "acceptance": acceptance, "coupled": coupled}
+        ends: Any = {"max_new_tokens": limit, "eos_ids": eos_ids}
         if criteria or streamer:
-            continuations = [_follow_stream(streams[0], input_ids, criteria, streamer)]
+            (prompt,), (settings,) = prompts, expand_sampling(sampling, 1)
+            engine = Engine(base, head, max_batch=1, max_length=len(prompt) + limit, **how)
+            stream = engine.submit(Request(prompt=prompt, sampling=settings, **ends))
+            continuations = [_follow_stream(stream, input_ids, criteria, streamer)]
         else:
-            engine.run()
-            continuations = [stream.tokens for stream in streams]
+            continuations = generate(base, head, prompts, sampling=sampling, **how, **ends).tokens
         # the default of transformers; without an end-of-text token no row ends early
         pad_id = next(iter(eos_ids), 0) if config.pad_token_id is None else config.pad_token_id
         width = max(map(len, continuations))

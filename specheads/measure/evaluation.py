@@ -28,7 +28,7 @@ from specheads.measure.generation import (
 from specheads.measure.offline import measure_offline
 from specheads.measure.online import measure_online
 from specheads.measure.results import Results
-from specheads.measure.speed import measure_speed
+from specheads.measure.speed import measure_ledger, measure_speed
 from specheads.measure.tune_trees import draft_chances, trace_texts
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import collect_provenance, shorten_paths
@@ -72,6 +72,7 @@ def evaluate_head(
     if mode != "offline":
         online, lossless, degenerate = measure_online(base, head, texts, generation)
         decoded_texts = decode_texts(base, head, prompts.prompts, generation)
+    is_timed, has_ledger = generation.speed_prompts > 0, generation.ledger and mode == "all"
     is_greedy, tuning = generation.sampling.temperature == 0, head.tuned or tuned
     return Results(
         head=head_summary(head),
@@ -86,7 +87,8 @@ def evaluate_head(
         texts=decoded_texts,
         calibration=measure_calibration(base, head, texts, tuning) if tuning and is_greedy else [],
         phases=[measure_phase(base, folder, texts, chain) for folder in phases],
-        speed=measure_speed(base, head, tokens, generation) if generation.speed_prompts else None,
+        speed=measure_speed(base, head, tokens, generation) if is_timed else None,
+        ledger=measure_ledger(base, head, tokens, generation) if has_ledger else None,
         contexts=measure_contexts(base, head, contexts, generation),
         base_quality=base_quality,
         tuned=tuned,

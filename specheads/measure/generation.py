@@ -10,7 +10,7 @@ from specheads.core.drafter import Drafter
 from specheads.data.prompts import Prompt
 from specheads.decoding.detokenize import token_text
 from specheads.decoding.generate import Decoding, generate
-from specheads.decoding.loop import DecodingStep
+from specheads.decoding.loop import NO_LEDGER, DecodingStep, StepLedger
 from specheads.decoding.sampling import GREEDY, Sampling, expand_sampling
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts
@@ -43,6 +43,8 @@ class GenerationSettings:
     """Timed runs of each prompt."""
     speed_prompts: int = 16
     """How many of the prompts are timed; zero measures no speed."""
+    ledger: bool = False
+    """Whether to measure the seconds of the parts of a step, on the timed prompts."""
     progress: bool = False
     """Whether to show a progress bar."""
     sources: tuple[str, ...] = ()
@@ -73,6 +75,7 @@ def decode_batch(
     prompts: Sequence[list[int]],
     generation: GenerationSettings,
     sampling: Sampling | Sequence[Sampling] | None = None,
+    ledger: StepLedger = NO_LEDGER,
 ) -> Decoding:
     """Call `generate` under these conditions."""
     return generate(
@@ -85,6 +88,7 @@ def decode_batch(
         acceptance=generation.acceptance,
         stop_at_eos=generation.stop_at_eos,
         coupled=generation.coupled,
+        ledger=ledger,
     )
 
 

@@ -191,6 +191,17 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerSummary:
+    """Mean seconds of the parts of a step of the whole batch: see `decoding.loop.StepLedger`."""
+
+    draft: float
+    verify: float
+    accept: float
+    host: float
+    num_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ContextRate(Rate):
     """Acceptance and speed at one context length."""
 
@@ -295,6 +306,7 @@ class Results:
     offline: Offline | None = None
     online: Online | None = None
     speed: Speed | None = None
+    ledger: LedgerSummary | None = None
     lossless: Lossless | None = None
     degenerate: Degenerate | None = None
     phases: list[PhaseRate] = field(default_factory=list)

@@ -12,10 +12,11 @@ import torch
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
 from specheads.core.machine import peak_gib, synchronise
+from specheads.decoding.loop import StepLedger
 from specheads.decoding.trees.hybrid import remove_lookup
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.generation import GenerationSettings, decode_batch
-from specheads.measure.results import Gain, Speed
+from specheads.measure.results import Gain, LedgerSummary, Speed
 from specheads.runs.progress import progress_bar
 
 
@@ -150,6 +151,22 @@ def measure_speed(
         head_alone=paired_speed(head_alone, timings[None]) if head_alone else None,
         prompt_seconds=prompt_seconds,
     )
+
+
+def measure_ledger(
+    base: FrozenBase, drafter: Drafter, prompts: list[list[int]], generation: GenerationSettings
+) -> LedgerSummary:
+    """Return the `ledger` section of results.json: means over the steps of the timed prompts.
+
+    The prompts are decoded once more, because the ledger slows steps down on CUDA.
+    """
+    ledger, size = StepLedger(base.device), generation.batch_size
+    prompts = prompts[: generation.speed_prompts]
+    for first in range(0, len(prompts), size):
+        decode_batch(base, drafter, prompts[first : first + size], generation, ledger=ledger)
+    num_steps = max(ledger.num_steps, 1)
+    means = {part: seconds / num_steps for part, seconds in ledger.seconds.items()}
+    return LedgerSummary(**means, num_steps=ledger.num_steps)
 
 
 def summarise(alone: list[Timing], drafted: list[Timing]) -> Speed:

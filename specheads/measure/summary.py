@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from specheads.decoding.loop import PARTS
 from specheads.measure.results import IDENTICAL, WRONG, EvaluationSettings, Lossless, Results
 from specheads.measure.tables import ConsoleTable, with_interval
 
@@ -148,6 +149,10 @@ def speed_rows(results: Results) -> Iterator[tuple[str, str]]:
             yield "speed-up of the head alone, without prompt lookup", text
         if speed.step_overhead is not None:
             yield "time of a step over the base's", f"{speed.step_overhead:.3f}"
+    if ledger := results.ledger:
+        seconds = {part: getattr(ledger, part) for part in PARTS}
+        text = ", ".join(f"{part} {1e3 * value:.2f}" for part, value in seconds.items())
+        yield f"milliseconds of a step, mean of {ledger.num_steps}", text
 
 
 def depth_rows(results: Results) -> list[list[str]]:

@@ -18,8 +18,13 @@ from specheads.decoding import accept, loop
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees import policies, tuned
 from specheads.decoding.trees.hybrid import HybridTree
-from specheads.decoding.trees.named import candidate_policies, fixed_tree
-from specheads.decoding.trees.tuned import TimedTree, Tuned, TunedTree
+from specheads.decoding.trees.named import (
+    TimedTree,
+    TunedTree,
+    candidate_policies,
+    fixed_tree,
+)
+from specheads.decoding.trees.tuned import Tuned
 from specheads.measure import tune_trees
 from specheads.measure.counts import DepthCounts, compute_rate
 from specheads.measure.generation import GenerationSettings, decode_prompts

@@ -9,6 +9,7 @@ from specheads.decoding.calibration import (
     calibration_error,
     fit_curve,
     fit_isotonic,
+    fit_logistic,
 )
 
 

@@ -1,3 +1,4 @@
+import time
 from typing import Any
 
 import pytest
@@ -7,13 +8,19 @@ from specheads.base.model import FrozenBase
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.loop import (
     BASE_ORIGIN,
+    NO_LEDGER,
+    PARTS,
     DecodingStep,
     Origin,
+    StepLedger,
     StepTimes,
     node_origins,
     step_origins,
 )
-from specheads.decoding.trees.policies import Static
+from specheads.decoding.trees.policies import Static, chain
+from specheads.heads.load import build_for_base, copy_for_drafting
+from specheads.measure.generation import GenerationSettings
+from specheads.measure.speed import measure_ledger
 from tests import tiny
 
 
@@ -113,3 +120,28 @@ def test_depths_are_edges_below_the_root_and_the_last_nodes_are_copied():
     assert list(map(str, step_origins(step))) == [
         "drafted at depth 1", "copied at depth 2", "copied at depth 3", "the base's own",
     ]  # fmt: skip
+
+
+def test_a_ledger_holds_the_time_of_every_part_of_a_real_heads_steps():
+    base = tiny.base()
+    head = copy_for_drafting(build_for_base({"kind": "eagle3", "depth": 2}, base), base)
+    ledger, prompts = StepLedger(base.device), tiny.prompts()[:2]
+    start = time.perf_counter()
+    decoding = generate(base, head, prompts, max_new_tokens=12, ledger=ledger)
+    seconds = time.perf_counter() - start
+    assert decoding.tokens == generate(base, head, prompts, max_new_tokens=12).tokens
+    assert ledger.num_steps == max(decoding.forwards)
+    assert all(ledger.seconds[part] > 0 for part in PARTS)
+    # the rest of the time is that of the prompts
+    assert sum(ledger.seconds.values()) < seconds
+    assert set(NO_LEDGER.seconds.values()) == {0.0}
+
+
+def test_the_ledger_of_an_evaluation_is_the_mean_of_its_steps():
+    base = tiny.base()
+    head = copy_for_drafting(build_for_base({"kind": "medusa", "depth": 2}, base), base)
+    generation = GenerationSettings(max_new_tokens=8, speed_prompts=2)
+    summary = measure_ledger(base, head, tiny.prompts(), generation)
+    forwards = generate(base, head, tiny.prompts()[:2], max_new_tokens=8, tree=chain(2)).forwards
+    assert summary.num_steps == sum(forwards)
+    assert 0 < summary.draft + summary.verify + summary.accept + summary.host < 1

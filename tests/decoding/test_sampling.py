@@ -171,7 +171,7 @@ def match(
     cache: str,
     batch: int,
     acceptance: str | accept.AcceptanceRule = "match",
-    **how: bool,
+    **settings: Any,
 ) -> tuple[Decoding, Decoding]:
     """Return what a drafter that knows most of the text helps to say, and what the base says."""
     base, policy, prompts = tiny.base(architecture), SHAPES[shape](), ragged()[:batch]
@@ -187,7 +187,7 @@ def match(
         tree=policy,
         acceptance=acceptance,
         pool=CACHES[cache](base),
-        **how,
+        **settings,
     )
     return ours, alone
 

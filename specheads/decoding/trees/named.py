@@ -1,67 +1,59 @@
-"""The one place that knows every tree policy by name.
+"""The one place that knows every tree policy: settings, tuned.json and what `tune` tries.
 
-Settings (`tree.kind`), the trees of tuned.json and the candidates of `specheads tune` are built
-here. See docs/tune.md.
+See docs/tune.md.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
 from specheads.config.shared import TreeSettings
 from specheads.core.errors import InputError
+from specheads.core.ranges import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    one_of,
+)
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
-from specheads.decoding.trees.hybrid import remove_lookup
-
-TUNED_KINDS = ("none", "static", "best_first")
-"""The kinds that tuned.json stores: all that `candidate_policies` and `tune` time."""
+from specheads.decoding.trees.hybrid import HybridTree, remove_lookup
 
 
-def build_policy(
-    kind: str,
-    *,
-    depth: int,
-    num_nodes: int = 8,
-    beam: int = 4,
-    branch: int = 0,
-    branches: Sequence[int] = (),
-    confidence: float = 0.0,
-    stop: Estimate | None = None,
-    paths: Sequence[Sequence[int]] = (),
-    name: str = "static",
-) -> policies.TreePolicy:
-    """Return the tree policy of a kind; a `branch` of zero is `beam`."""
-    match kind:
-        case "none":
-            return policies.NOTHING
+def fixed_policy(settings: TreeSettings, head_depth: int) -> policies.TreePolicy | None:
+    """Return the tree policy of settings, for a head of this depth; None for a tuned tree."""
+    depth = settings.depth or head_depth
+    branches = settings.branches or [1] * depth
+    match settings.kind:
+        case "tuned":
+            return None
         case "chain":
-            return policies.chain(depth, confidence)
+            policy = policies.chain(depth, settings.confidence)
         case "static":
-            return policies.Static(paths, name, confidence, stop)
+            policy = policies.Static(settings.paths, confidence=settings.confidence)
         case "best_first":
-            return policies.BestFirst(num_nodes, depth, beam, branch or beam)
+            beam = settings.beam
+            policy = policies.BestFirst(settings.num_nodes, depth, beam, beam)
         case "beam":
-            return policies.Beam(beam, depth)
+            policy = policies.Beam(settings.beam, depth)
         case "product":
-            return policies.Product(branches, num_nodes)
+            policy = policies.Product(branches, settings.num_nodes)
         case "sampled":
-            return policies.Sampled(branches)
-        case _:
+            policy = policies.Sampled(branches)
+        case kind:
             raise InputError(f"tree.kind must be a kind of tree, got {kind!r}; see docs/tune.md")
+    if policy.depth > head_depth:
+        raise InputError(
+            f"a tree can be as deep as the head, {head_depth} levels, got {policy.depth}; lower "
+            "tree.depth, or give shorter tree.paths or tree.branches"
+        )
+    return policy
 
 
-def policy_settings(policy: policies.TreePolicy) -> dict[str, Any]:
-    """Return the arguments of `build_policy` for a policy of `TUNED_KINDS`."""
-    sizes = {"num_nodes": policy.num_nodes, "depth": policy.depth}
-    if isinstance(policy, policies.BestFirst):
-        return sizes | {"kind": "best_first", "beam": policy.beam, "branch": policy.branch}
-    assert isinstance(policy, policies.Static)
-    return sizes | {
-        "kind": "static" if policy.depth else "none",
-        "paths": [list(path) for path in policy.paths],
-        "confidence": policy.confidence,
-        "stop": policy.estimate,
-    }
+def fixed_tree(policy: policies.TreePolicy) -> policies.Static | None:
+    """Return the head's own tree if it is the same in every step, else None."""
+    tree = remove_lookup(policy)
+    return tree if isinstance(tree, policies.Static) and not tree.confidence else None
 
 
 def candidate_policies(
@@ -79,29 +71,83 @@ def candidate_policies(
     return [policies.BestFirst(num_nodes, head_depth, 4, branch)]
 
 
-def fixed_policy(settings: TreeSettings, head_depth: int) -> policies.TreePolicy | None:
-    """Return the tree policy of settings, for a head of this depth; None for a tuned tree."""
-    if settings.kind == "tuned":
-        return None
-    depth = settings.depth or head_depth
-    policy = build_policy(
-        settings.kind,
-        depth=depth,
-        num_nodes=settings.num_nodes,
-        beam=settings.beam,
-        branches=settings.branches or [1] * depth,
-        confidence=settings.confidence,
-        paths=settings.paths,
-    )
-    if policy.depth > head_depth:
-        raise InputError(
-            f"a tree can be as deep as the head, {head_depth} levels, got {policy.depth}; lower "
-            "tree.depth, or give shorter tree.paths or tree.branches"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedTree:
+    """A tree whose decoding was timed."""
+
+    batch: int = 1
+    context: int = 0
+    tree: str
+    num_nodes: int
+    depth: int
+    tokens_per_forward: float
+    """Measured on text that was not used to choose the trees."""
+    step_overhead: float
+    """Time of a step divided by that of the base alone."""
+    speedup: float
+    interval: list[float] = field(default_factory=list)
+    """95 % bootstrap interval of the speed-up over texts. Empty if not measured."""
+    chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunedTree:
+    """The best tree at a batch and a context; kind "none" does not draft.
+
+    All fields except `copied` describe the head's own tree, without copied text.
+    """
+
+    batch: PositiveInt
+    context: PositiveInt
+    tokens_per_forward: PositiveFloat
+    predicted_speedup: NonNegativeFloat
+    interval: list[float] = field(default_factory=list)
+    """95 % interval of the speed-up, as in `TimedTree`."""
+    kind: Annotated[str, one_of("none", "static", "best_first")]
+    paths: list[list[int]] = field(default_factory=list)
+    """Rank paths of a static tree or chain."""
+    confidence: float = 0.0
+    """As in `policies.Static`."""
+    stop: Estimate | None = None
+    """Estimate that is compared with the confidence; None is the head's probability."""
+    num_nodes: int = 1
+    depth: int = 0
+    beam: int = 0
+    branch: int = 0
+    copied: NonNegativeInt = 0
+    """Nodes for copied text: see `HybridTree`."""
+
+    @classmethod
+    def of(cls, policy: policies.TreePolicy, timed: TimedTree) -> "TunedTree":
+        """Return a policy as tuned.json stores it, with the measurements of its decoding."""
+        tree = remove_lookup(policy)
+        tuned = cls(
+            batch=timed.batch,
+            context=timed.context,
+            tokens_per_forward=timed.tokens_per_forward,
+            predicted_speedup=timed.speedup,
+            interval=timed.interval,
+            kind="static" if tree.depth else "none",
+            num_nodes=tree.num_nodes,
+            depth=tree.depth,
+            copied=policy.num_copied if isinstance(policy, HybridTree) else 0,
         )
-    return policy
+        if isinstance(tree, policies.BestFirst):
+            return replace(tuned, kind="best_first", beam=tree.beam, branch=tree.branch)
+        assert isinstance(tree, policies.Static)
+        paths = [list(path) for path in tree.paths]
+        return replace(tuned, paths=paths, confidence=tree.confidence, stop=tree.estimate)
 
+    def policy(self) -> policies.TreePolicy:
+        """Return the tree policy."""
+        tree: policies.TreePolicy = policies.NOTHING
+        if self.kind == "static":
+            tree = policies.Static(self.paths, "tuned", self.confidence, self.stop)
+        elif self.kind == "best_first":
+            tree = policies.BestFirst(self.num_nodes, self.depth, self.beam, self.branch)
+        return HybridTree(tree, self.copied) if self.copied else tree
 
-def fixed_tree(policy: policies.TreePolicy) -> policies.Static | None:
-    """Return the head's own tree if it is the same in every step, else None."""
-    tree = remove_lookup(policy)
-    return tree if isinstance(tree, policies.Static) and not tree.confidence else None
+    def shape(self) -> "TunedTree":
+        """Return the tree without its place and measurements, to compare it with others."""
+        gains: dict[str, Any] = {"tokens_per_forward": 1.0, "predicted_speedup": 1.0}
+        return replace(self, batch=1, context=1, interval=[], **gains)

@@ -5,7 +5,7 @@ See docs/tune.md.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
@@ -15,20 +15,14 @@ from specheads.core.files import from_json
 from specheads.core.machine import device_name, dtype_name
 from specheads.core.ranges import (
     NonEmpty,
-    NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
     Probability,
-    one_of,
 )
 from specheads.decoding.calibration import Curve
 from specheads.decoding.cost import StepCost
 from specheads.decoding.load import StepLoad
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.early_stop import Estimate
-from specheads.decoding.trees.hybrid import HybridTree, remove_lookup
-from specheads.decoding.trees.named import TUNED_KINDS, build_policy, policy_settings
+from specheads.decoding.trees.named import TimedTree, TunedTree
 
 FILE = "tuned.json"
 """Its name in a head's folder."""
@@ -101,86 +95,6 @@ class AcceptanceRates:
     """Rates of prompt lookup after a match of one, two, ... tokens. Empty if not measured."""
     curves: list[Curve] = field(default_factory=list)
     """Calibration of each depth. Empty if not measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TunedTree:
-    """The best tree at a batch and a context; kind "none" does not draft.
-
-    All fields except `copied` describe the head's own tree, without copied text.
-    """
-
-    batch: PositiveInt
-    context: PositiveInt
-    tokens_per_forward: PositiveFloat
-    predicted_speedup: NonNegativeFloat
-    interval: list[float] = field(default_factory=list)
-    """95 % interval of the speed-up, as in `TimedTree`."""
-    kind: Annotated[str, one_of(*TUNED_KINDS)]
-    paths: list[list[int]] = field(default_factory=list)
-    """Rank paths of a static tree or chain."""
-    confidence: float = 0.0
-    """As in `policies.Static`."""
-    stop: Estimate | None = None
-    """Estimate that is compared with the confidence; None is the head's probability."""
-    num_nodes: int = 1
-    depth: int = 0
-    beam: int = 0
-    branch: int = 0
-    copied: NonNegativeInt = 0
-    """Nodes for copied text: see `HybridTree`."""
-
-    @classmethod
-    def of(cls, policy: policies.TreePolicy, timed: "TimedTree") -> "TunedTree":
-        """Return a policy as tuned.json stores it, with the measurements of its decoding."""
-        return cls(
-            batch=timed.batch,
-            context=timed.context,
-            tokens_per_forward=timed.tokens_per_forward,
-            predicted_speedup=timed.speedup,
-            interval=timed.interval,
-            copied=policy.num_copied if isinstance(policy, HybridTree) else 0,
-            **policy_settings(remove_lookup(policy)),
-        )
-
-    def policy(self) -> policies.TreePolicy:
-        """Return the tree policy."""
-        tree = build_policy(
-            self.kind,
-            depth=self.depth,
-            num_nodes=self.num_nodes,
-            beam=self.beam,
-            branch=self.branch,
-            confidence=self.confidence,
-            stop=self.stop,
-            paths=self.paths,
-            name="tuned",
-        )
-        return HybridTree(tree, self.copied) if self.copied else tree
-
-    def shape(self) -> "TunedTree":
-        """Return the tree without its place and measurements, to compare it with others."""
-        gains: dict[str, Any] = {"tokens_per_forward": 1.0, "predicted_speedup": 1.0}
-        return replace(self, batch=1, context=1, interval=[], **gains)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedTree:
-    """A tree whose decoding was timed."""
-
-    batch: int = 1
-    context: int = 0
-    tree: str
-    num_nodes: int
-    depth: int
-    tokens_per_forward: float
-    """Measured on text that was not used to choose the trees."""
-    step_overhead: float
-    """Time of a step divided by that of the base alone."""
-    speedup: float
-    interval: list[float] = field(default_factory=list)
-    """95 % bootstrap interval of the speed-up over texts. Empty if not measured."""
-    chosen: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
