@@ -300,13 +300,13 @@ def trainable(model: PreTrainedModel) -> set[str]:
 
 
 def test_model_is_freed_after_use():
-    model, head = fresh_model(), small_head()
+    first_model, head = fresh_model(), small_head()
     custom = specheads.custom_generate(head, force=True)
-    model.generate(**ALONE, **settings(), custom_generate=custom)
-    reference = weakref.ref(model)
-    # the head is bound to the embedding of `ours` until another model is used
+    first_model.generate(**ALONE, **settings(), custom_generate=custom)
+    reference = weakref.ref(first_model)
+    # the head is bound to the embedding of `first_model` until another model is used
     model().generate(**ALONE, **settings(), custom_generate=custom)
-    del model
+    del first_model
     gc.collect()
     assert reference() is None
 
