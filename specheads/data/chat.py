@@ -10,19 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
 from specheads.core.errors import InputError
 from specheads.data.answer_spans import AnswerFinder, AnswerSpan
 from specheads.data.bad_rows import locate_errors
 from specheads.data.conversations import Message, first_answer, last_message
-from specheads.data.masks import (
-    contains_answer,
-    decode_ids,
-    find_mask_fault,
-    marked,
-    strip_spaces,
-)
+from specheads.data.encode import Tokenizer
+from specheads.data.masks import contains_answer, decode_ids, find_mask_fault, marked, strip_spaces
 from specheads.data.rendering import ANSWER, ANSWER_TEXT, QUESTION, ChatRenderer, Messages, Tools
 
 
@@ -43,7 +36,7 @@ class Template:
     `thinking` is the value of `enable_thinking`, which some templates read; None leaves it out.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, thinking: bool | None = None) -> None:
         self._tokenizer = tokenizer
         self.renderer = ChatRenderer(tokenizer, thinking)
         self._finder = AnswerFinder(self.renderer)
@@ -182,7 +175,7 @@ def _warn_of_omissions(rendered: str, texts: Sequence[tuple[str, str]]) -> None:
         )
 
 
-def refuse_fixed_thinking(tokenizer: PreTrainedTokenizerBase) -> None:
+def refuse_fixed_thinking(tokenizer: Tokenizer) -> None:
     """Raise if the chat template renders a question alike with and without thinking."""
     prompts = {
         ChatRenderer(tokenizer, thinking).render([QUESTION], add_generation_prompt=True)
@@ -195,7 +188,7 @@ def refuse_fixed_thinking(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def turn_end_ids(tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+def turn_end_ids(tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Return the token that ends a turn in a tokenizer's chat template, if there is one."""
     with suppress(InputError):
         return () if tokenizer is None else (Template(tokenizer).end_id,)

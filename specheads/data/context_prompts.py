@@ -3,17 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
 from specheads.config.data import SourceSettings
 from specheads.core.errors import InputError
-from specheads.data.encode import encode_text
+from specheads.data.encode import Tokenizer, encode_text
 from specheads.data.prompts import Prompt, PromptSet
 from specheads.data.sources import read_source
 
 
 def prepend_context(
-    prompts: PromptSet, contexts: Sequence[int], source: str, tokenizer: PreTrainedTokenizerBase
+    prompts: PromptSet, contexts: Sequence[int], source: str, tokenizer: Tokenizer
 ) -> list[PromptSet]:
     """Return the prompts at each of these lengths, filled with text in front of their questions.
 
@@ -52,7 +50,7 @@ def prepend_context(
     ]
 
 
-def _read_tokens(source: str, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> list[int]:
+def _read_tokens(source: str, tokenizer: Tokenizer, num_tokens: int) -> list[int]:
     """Return the first tokens of a source: at least `num_tokens`, or all that it has."""
     is_stdlib, ids = source == "python_stdlib", list[int]()
     files = SourceSettings(

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
-from specheads.data.encode import affix_ids
+from specheads.data.encode import Tokenizer, affix_ids
 
 
 class TokenisedDocuments:
@@ -83,10 +82,7 @@ def to_numpy(array: Any) -> np.ndarray:
 
 
 def cut_windows(
-    documents: TokenisedDocuments,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_tokens: int,
-    seed: int = 0,
+    documents: TokenisedDocuments, tokenizer: Tokenizer, prompt_tokens: int, seed: int = 0
 ) -> Iterator[tuple[int, list[int]]]:
     """Cut windows that do not overlap: first one of every document, then a second of every one, ...
 

@@ -4,19 +4,19 @@ import hashlib
 import json
 from typing import Any
 
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase as Tokenizer
 
 from specheads.core.errors import InputError
 
 
 def encode_text(
-    tokenizer: PreTrainedTokenizerBase, text: str | list[str], *, add_special_tokens: bool = True
+    tokenizer: Tokenizer, text: str | list[str], *, add_special_tokens: bool = True
 ) -> Any:
     """Return the token ids of a text, or of each of several texts."""
     return call_tokenizer(tokenizer, text, add_special_tokens=add_special_tokens)["input_ids"]
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the token ids of a text to continue, without an end token."""
     ids, (_, closing) = encode_text(tokenizer, text), affix_ids(tokenizer)
     # what the tokenizer adds after a text is no part of a prompt
@@ -27,7 +27,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
-def affix_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def affix_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Return the tokens that the tokenizer adds before and after every text."""
     ids, plain_ids = (
         encode_text(tokenizer, "a", add_special_tokens=special) for special in (True, False)
@@ -38,9 +38,7 @@ def affix_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]
     return ids[:first], ids[first + len(plain_ids) :]
 
 
-def call_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, text: str | list[str], **choices: Any
-) -> Any:
+def call_tokenizer(tokenizer: Tokenizer, text: str | list[str], **choices: Any) -> Any:
     """Call a tokenizer on a text or a list of texts; `choices` are the tokenizer's own."""
     try:
         # verbose=False: no warning about texts longer than the context
@@ -53,7 +51,7 @@ def call_tokenizer(
         ) from error
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     """Return 32 hex digits that change if the tokenizer would read a text differently."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = {"vocab": tokenizer.get_vocab()} if backend is None else json.loads(backend.to_str())

@@ -7,20 +7,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from specheads.data.encode import Tokenizer
 
 OPEN, CLOSE = "⟦", "⟧"
 """Brackets around tokens in the loss, for output without colour."""
 
 
-def added_token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def added_token_ids(tokenizer: Tokenizer) -> set[int]:
     """Return the special tokens and all other added tokens."""
     untyped: Any = tokenizer
     return {*untyped.all_special_ids, *untyped.added_tokens_decoder}
 
 
 def find_mask_fault(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     tokens: Sequence[int],
     loss_mask: Sequence[bool],
     answers: Sequence[str],
@@ -67,12 +67,12 @@ def strip_spaces(text: str) -> str:
     return re.sub(r"\s", "", text)
 
 
-def decode_ids(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def decode_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Return the text of token ids, with special tokens."""
     return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
 
-def _normalise(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+def _normalise(tokenizer: Tokenizer, text: str) -> str:
     """Return a text as the tokenizer reads it."""
     ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     return decode_ids(tokenizer, ids)
@@ -108,9 +108,7 @@ def _label_spans(loss_mask: Sequence[bool]) -> Iterator[tuple[int, int]]:
             yield begin, stop
 
 
-def marked(
-    tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], loss_mask: Iterable[bool]
-) -> str:
+def marked(tokenizer: Tokenizer, tokens: Iterable[int], loss_mask: Iterable[bool]) -> str:
     """Return a text with brackets around every run of tokens in the loss.
 
     Runs are decoded one by one, so a character whose bytes are in two runs shows as unknown.

@@ -12,34 +12,33 @@ from specheads.data.bad_rows import BadRows, locate_errors
 from specheads.data.files import JSONL, PARQUET, read_rows
 from specheads.data.sources import HubDataset
 
+
+def _hub_set(path: str, **settings: Any) -> SourceSettings:
+    return SourceSettings(source="hub", path=path, **settings)
+
+
 PUBLIC_PROMPT_SETS = {
-    "humaneval": SourceSettings(source="hub", path="openai/openai_humaneval", split="test"),
-    "mbpp": SourceSettings(
-        source="hub", path="google-research-datasets/mbpp", config="full", split="test"
-    ),
-    "gsm8k": SourceSettings(source="hub", path="openai/gsm8k", config="main", split="test"),
-    "math500": SourceSettings(source="hub", path="HuggingFaceH4/MATH-500", split="test"),
-    "aime": SourceSettings(source="hub", path="math-ai/aime25", split="test"),
-    "mt_bench": SourceSettings(source="hub", path="HuggingFaceH4/mt_bench_prompts"),
-    "alpaca": SourceSettings(source="hub", path="tatsu-lab/alpaca"),
-    "arena_hard": SourceSettings(
-        source="hub",
-        path="lmarena-ai/arena-hard-auto",
-        patterns=["data/arena-hard-v2.0/question.jsonl"],
+    "humaneval": _hub_set("openai/openai_humaneval", split="test"),
+    "mbpp": _hub_set("google-research-datasets/mbpp", config="full", split="test"),
+    "gsm8k": _hub_set("openai/gsm8k", config="main", split="test"),
+    "math500": _hub_set("HuggingFaceH4/MATH-500", split="test"),
+    "aime": _hub_set("math-ai/aime25", split="test"),
+    "mt_bench": _hub_set("HuggingFaceH4/mt_bench_prompts"),
+    "alpaca": _hub_set("tatsu-lab/alpaca"),
+    "arena_hard": _hub_set(
+        "lmarena-ai/arena-hard-auto", patterns=["data/arena-hard-v2.0/question.jsonl"]
     ),
     # datasets does not run this set's script, so its newest file (release_v6) is read
-    "livecodebench": SourceSettings(
-        source="hub",
-        path="json",
+    "livecodebench": _hub_set(
+        "json",
         patterns=[
             "https://huggingface.co/datasets/livecodebench/code_generation_lite/resolve/"
             "0fe84c3912ea0c4d4a78037083943e8f0c4dd505/test6.jsonl"
         ],
     ),
     # this one is in its own repository and not on the Hub
-    "spec_bench": SourceSettings(
-        source="hub",
-        path="json",
+    "spec_bench": _hub_set(
+        "json",
         patterns=[
             "https://raw.githubusercontent.com/hemingkx/Spec-Bench/"
             "fd2c1cd7d2201ef71db4c5f4e455008f017967bf/data/spec_bench/question.jsonl"

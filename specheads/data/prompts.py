@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.config.data import PATHLESS_SOURCES, DataSettings
 from specheads.core.errors import InputError
@@ -19,7 +18,7 @@ from specheads.data.bad_rows import MAX_SHOWN, locate_errors
 from specheads.data.chat import Template, refuse_fixed_thinking
 from specheads.data.conversations import first_answer, last_message, question
 from specheads.data.documents import cut_windows
-from specheads.data.encode import affix_ids, encode_prompt
+from specheads.data.encode import Tokenizer, affix_ids, encode_prompt
 from specheads.data.files import Row
 from specheads.data.prompt_sets import PROMPT_NAMES, read_prompt_rows
 from specheads.data.rendering import QUESTION_TEXT
@@ -90,7 +89,7 @@ class Question:
 
 def load_prompts(
     name: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     *,
     num_prompts: int,
     prompt_tokens: int = 64,
@@ -156,7 +155,7 @@ def drop_long_prompts(prompts: PromptSet, room: int, too_long: str) -> PromptSet
 def held_out_prompts(
     corpus: DataSettings,
     split: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     prompt_tokens: int,
     num_prompts: int,
     seed: int = 0,
@@ -196,11 +195,7 @@ def held_out_prompts(
 
 
 def _trace_starts(
-    traces: DataSettings,
-    split: str,
-    tokenizer: PreTrainedTokenizerBase,
-    num_prompts: int,
-    seed: int,
+    traces: DataSettings, split: str, tokenizer: Tokenizer, num_prompts: int, seed: int
 ) -> list[Prompt]:
     """Return the tokens of traces before their first answer, each start once."""
     documents, starts = (
@@ -267,9 +262,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _encode_question(
-    asked: Question, tokenizer: PreTrainedTokenizerBase, thinking: bool | None
-) -> Prompt:
+def _encode_question(asked: Question, tokenizer: Tokenizer, thinking: bool | None) -> Prompt:
     """Return a prompt: text to continue, or a question or messages in the chat template."""
     messages, row = asked.conversation["messages"], asked.row
     text = messages[0]["content"]

@@ -9,11 +9,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError, one_line
 from specheads.data.conversations import Message
-from specheads.data.encode import call_tokenizer
+from specheads.data.encode import Tokenizer, call_tokenizer
 
 Messages = Sequence[Message]
 Tools = Sequence[dict[str, Any]] | None
@@ -38,7 +37,7 @@ class ChatRenderer:
     `thinking` is the value of `enable_thinking`, which some templates read; None leaves it out.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, thinking: bool | None = None) -> None:
         if tokenizer.chat_template is None:
             raise InputError(
                 "messages need a tokenizer with a chat template, this one lacks it; copy "

@@ -26,6 +26,10 @@ from specheads.data.traces import trace
 SPLITS = ("train", "validation", "prompts")
 SPLIT_COLUMN = "specheads_split"
 """Column of a conversation that names its split."""
+TEXT_SOURCES = ("python_stdlib", "files", "text")
+"""Sources whose rows are text and have no columns."""
+SUFFIXES = {"files": ("",), "text": (".txt",), "jsonl": JSONL, "parquet": PARQUET}
+ROW_SUFFIXES = (*JSONL, *PARQUET)
 SHUFFLE_BUFFER = 1000
 """Rows of a Hub stream that are shuffled at a time."""
 
@@ -61,6 +65,8 @@ class CorpusSource(ABC):
             return document | {name: row[name] for name in names if row.get(name)}
         if settings.kind.rows == "traces":
             return trace(row, location, settings.ignore)
+        if settings.source in TEXT_SOURCES:
+            return row
         text = row.get(settings.column, ...)
         if not isinstance(text, str | None):
             # tables leave out nulls
@@ -72,9 +78,7 @@ class CorpusSource(ABC):
 
 
 class LocalFiles(CorpusSource):
-    """A source in local files."""
-
-    suffixes: tuple[str, ...] = ("",)
+    """Local files of text, or of rows in JSON lines and Parquet."""
 
     @cached_property
     def files(self) -> list[Path]:
@@ -87,7 +91,17 @@ class LocalFiles(CorpusSource):
                     f"{settings.path!r:.80}; choose files by data.path= or data.patterns=, or name "
                     "a Hub id"
                 )
-        return local.find_files(settings.path, self.suffixes, settings.patterns)
+        suffixes = SUFFIXES.get(settings.source, ROW_SUFFIXES)
+        return local.find_files(settings.path, suffixes, settings.patterns)
+
+    def rows(self, seed: int, bad: BadRows) -> Rows:
+        """Yield whole files, passages of files, or the rows in them."""
+        if self.settings.source == "files":
+            return local.read_text_files(self.files)
+        if self.settings.source == "text":
+            return local.read_passages(self.files)
+        column = self.settings.column if self.settings.kind.rows == "text" else ""
+        return local.read_rows(self.files, bad, column)
 
     def identity(self, seed: int) -> dict[str, Any]:
         """Return what decides the rows."""
@@ -96,20 +110,8 @@ class LocalFiles(CorpusSource):
         return super().identity(seed) | {"files": files}
 
 
-class TextFiles(LocalFiles):
-    """Whole files of text."""
-
-    def rows(self, seed: int, bad: BadRows) -> Rows:
-        """Yield every file as one document."""
-        return local.read_text_files(self.files)
-
-    def parse(self, row: Row, location: str) -> Row:
-        """Return the row: it is a document."""
-        return row
-
-
-class StandardLibrary(TextFiles):
-    """The Python files of the running interpreter's standard library."""
+class StandardLibrary(LocalFiles):
+    """The Python files of the running interpreter's standard library, except very short ones."""
 
     @cached_property
     def files(self) -> list[Path]:
@@ -117,41 +119,8 @@ class StandardLibrary(TextFiles):
         return local.stdlib_files()
 
     def rows(self, seed: int, bad: BadRows) -> Rows:
-        """Yield every file as one document, except very short ones."""
+        """Yield every file as one document."""
         return local.read_text_files(self.files, local.STDLIB_MIN_CHARACTERS)
-
-
-class TextPassages(TextFiles):
-    """Files of text, cut at blank lines into documents."""
-
-    suffixes = (".txt",)
-
-    def rows(self, seed: int, bad: BadRows) -> Rows:
-        """Yield the passages of every file."""
-        return local.read_passages(self.files)
-
-
-class RowFiles(LocalFiles):
-    """Files of rows: JSON lines and Parquet."""
-
-    suffixes = (*JSONL, *PARQUET)
-
-    def rows(self, seed: int, bad: BadRows) -> Rows:
-        """Yield the rows of every file."""
-        is_text = self.settings.kind.rows == "text"
-        return local.read_rows(self.files, bad, self.settings.column if is_text else "")
-
-
-class JsonlFiles(RowFiles):
-    """JSON lines with a column of text."""
-
-    suffixes = JSONL
-
-
-class ParquetFiles(RowFiles):
-    """Parquet tables with a column of text."""
-
-    suffixes = PARQUET
 
 
 class HubDataset(CorpusSource):
@@ -192,22 +161,18 @@ class HubDataset(CorpusSource):
 
 SOURCE_CLASSES: dict[str, type[CorpusSource]] = {
     "python_stdlib": StandardLibrary,
-    "files": TextFiles,
-    "text": TextPassages,
-    "jsonl": JsonlFiles,
-    "parquet": ParquetFiles,
     "hub": HubDataset,
-    "chat": RowFiles,
-    "traces": RowFiles,
+    **dict.fromkeys(("files", "text", "jsonl", "parquet", "chat", "traces"), LocalFiles),
 }
 
 
 def open_source(settings: SourceSettings) -> CorpusSource:
     """Return the source of these settings; conversations and traces may also be on the Hub."""
-    source_class, path = SOURCE_CLASSES[settings.source], settings.path
-    if source_class is RowFiles and HUB_ID.fullmatch(path) and not path.endswith(RowFiles.suffixes):
-        source_class = RowFiles if local_path(path).exists() else HubDataset
-    return source_class(settings)
+    path, may_be_id = settings.path, settings.kind.rows != "text"
+    is_id = HUB_ID.fullmatch(path) and not path.endswith(ROW_SUFFIXES)
+    if may_be_id and is_id and not local_path(path).exists():
+        return HubDataset(settings)
+    return SOURCE_CLASSES[settings.source](settings)
 
 
 def read_split(data: DataSettings, split: str, seed: int = 0) -> Rows:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.config.data import DataSettings, SourceSettings
 from specheads.core.errors import InputError
@@ -17,7 +16,7 @@ from specheads.data.bad_rows import BadRows, locate_errors
 from specheads.data.chat import Template
 from specheads.data.conversations import first_answer
 from specheads.data.documents import TokenisedDocuments, to_numpy
-from specheads.data.encode import encode_text, tokenizer_fingerprint
+from specheads.data.encode import Tokenizer, encode_text, tokenizer_fingerprint
 from specheads.data.files import Row
 from specheads.data.sources import SPLITS, open_source, read_source
 from specheads.data.traces import refuse_unknown_ids
@@ -49,12 +48,7 @@ class UnansweredError(InputError):
 
 
 def tokenise_corpus(
-    corpus: DataSettings,
-    split: str,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int = 0,
-    *,
-    bar: Any = None,
+    corpus: DataSettings, split: str, tokenizer: Tokenizer, seed: int = 0, *, bar: Any = None
 ) -> TokenisedDocuments:
     """Return one split of a corpus as documents, and tokenise the corpus if it is not cached.
 
@@ -78,9 +72,7 @@ def tokenise_corpus(
     return _mix(documents, weights, seed)
 
 
-def _cached_file(
-    source: SourceSettings, tokenizer: PreTrainedTokenizerBase, seed: int, bar: Any
-) -> Path:
+def _cached_file(source: SourceSettings, tokenizer: Tokenizer, seed: int, bar: Any) -> Path:
     """Return the file of a source's documents, and write it if it does not exist."""
     if tokenizer.eos_token_id is None:
         raise InputError(
@@ -103,12 +95,7 @@ def _cached_file(
 
 
 def _write_documents(
-    folder: Path,
-    source: SourceSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    bar: Any,
-    num_bytes: int,
+    folder: Path, source: SourceSettings, tokenizer: Tokenizer, seed: int, bar: Any, num_bytes: int
 ) -> None:
     """Write all documents of a source as an Arrow file, batch by batch."""
     bad, num_characters, name = BadRows(), 0, source.path or source.source
@@ -147,9 +134,7 @@ def _write_documents(
         bad.report(name, source.bad_rows)
 
 
-def _encode_texts(
-    tokenizer: PreTrainedTokenizerBase, batch: list[LocatedRow]
-) -> list[EncodedDocument]:
+def _encode_texts(tokenizer: Tokenizer, batch: list[LocatedRow]) -> list[EncodedDocument]:
     """Return the documents of texts, each with the end token."""
     batch_ids = encode_text(tokenizer, [row["text"] for _, _, row in batch])
     end: Any = tokenizer.eos_token_id
@@ -161,10 +146,7 @@ def _encode_texts(
 
 
 def _encode_labelled(
-    tokenizer: PreTrainedTokenizerBase,
-    template: Template | None,
-    bad: BadRows,
-    batch: list[LocatedRow],
+    tokenizer: Tokenizer, template: Template | None, bad: BadRows, batch: list[LocatedRow]
 ) -> list[EncodedDocument]:
     """Return the documents of conversations, or of traces; bad rows are added to `bad`."""
     documents = list[EncodedDocument]()

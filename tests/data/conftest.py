@@ -42,8 +42,8 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave a part of the standard library, which is faster to read."""
-    some = files.stdlib_files()[::12]
-    monkeypatch.setattr(files, "stdlib_files", lambda: some)
+    paths = files.stdlib_files()[::12]
+    monkeypatch.setattr(files, "stdlib_files", lambda: paths)
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> str:
@@ -60,21 +60,23 @@ LENGTHS, ENTROPIES = ("1k", "2k", "8k", "16k", "32k"), ("high_entropy", "low_ent
 
 def speed_bench(folder: Path, layout: str = "jsonl") -> Path:
     """Write made-up prompts as SPEED-Bench's scripts do: NeMo-Skills' jsonl, ModelOpt's parquet."""
-    parts = {"qualitative": CATEGORIES} | {f"throughput_{one}": ENTROPIES for one in LENGTHS}
+    subsets = {"qualitative": CATEGORIES} | {
+        f"throughput_{length}": ENTROPIES for length in LENGTHS
+    }
     folder.mkdir()
-    for part, categories in parts.items():
+    for subset, categories in subsets.items():
         rows = []
         for category in categories:
-            turns = [f"{part} {category}", *(["and then?"] if category == "roleplay" else [])]
+            turns = [f"{subset} {category}", *(["and then?"] if category == "roleplay" else [])]
             about = {"sub_category": "made up", "source": "here", "src_id": "1", "difficulty": None}
-            row = {"question_id": f"{part}{category}", "category": category, **about}
+            row = {"question_id": f"{subset}{category}", "category": category, **about}
             rows.append(row | {"turns": turns, "multiturn": len(turns) > 1})
         if layout == "parquet":
-            (folder / part).mkdir()
-            Dataset.from_list(rows).to_parquet(folder / part / "test.parquet")
+            (folder / subset).mkdir()
+            Dataset.from_list(rows).to_parquet(folder / subset / "test.parquet")
             continue
         for row in rows:
             turns = row.pop("turns")
             row["messages"] = [{"role": "user", "content": turn} for turn in turns]
-        write_jsonl(folder / f"{part}.jsonl", rows)
+        write_jsonl(folder / f"{subset}.jsonl", rows)
     return folder

@@ -75,7 +75,7 @@ PLAIN = {
 }
 LLAMA_CALL = '{"name": "sun", "parameters": {"city": "Rome"}}'
 NEMO_CALL = f'[TOOL_CALLS][{SUN[:-1]}, "id": "abcdefghi"}}]'
-SAID: dict[str, dict[str, list[list[str]]]] = {
+ANSWERS: dict[str, dict[str, list[list[str]]]] = {
     "smollm2": PLAIN,
     # the first answer keeps its thought in a text of its own
     "qwen3": {
@@ -104,47 +104,51 @@ NEMO_SYSTEM = [
 ]
 """A prompt and its answer; transformers leaves the system prompt out of a whole conversation."""
 
-EXPECTED = [(family, case) for family, said in SAID.items() for case in said]
+EXPECTED = [(family, case) for family, cases in ANSWERS.items() for case in cases]
 
 
 @cache
 def tokenizer(family: str) -> PreTrainedTokenizerBase:
     """Return a small byte-level tokenizer with the special tokens and the template of a family."""
-    made = AutoTokenizer.from_pretrained(BASE)
+    small_tokenizer = AutoTokenizer.from_pretrained(BASE)
     special = SPECIAL[family]
-    named = {"eos_token": EOS.get(family, special[-1])}
-    named |= {"bos_token": BOS[family]} if family in BOS else {}
-    made.add_special_tokens({**named, "additional_special_tokens": list(special)})
+    special_tokens = {"eos_token": EOS.get(family, special[-1])}
+    special_tokens |= {"bos_token": BOS[family]} if family in BOS else {}
+    small_tokenizer.add_special_tokens(
+        {**special_tokens, "additional_special_tokens": list(special)}
+    )
     if family.startswith("qwen3"):
-        made.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
-    made.chat_template = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
-    return made
+        small_tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    small_tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
+    return small_tokenizer
 
 
-def said(case: Any) -> list[dict[str, Any]]:
+def to_messages(case: Any) -> list[dict[str, Any]]:
     """Return messages as a row's reader gives them."""
-    rows = [{"role": one[0], "content": one[1]} if isinstance(one, tuple) else one for one in case]
+    rows = [
+        {"role": turn[0], "content": turn[1]} if isinstance(turn, tuple) else turn for turn in case
+    ]
     return conversation({"messages": rows}, "a row")["messages"]
 
 
-def asked(family: str, case: str) -> list[dict[str, Any]]:
+def messages_of(family: str, case: str) -> list[dict[str, Any]]:
     is_text = family == "granite3_3" and case == "calling"
-    return said(CALLING_IN_TEXT if is_text else CASES[case])
+    return to_messages(CALLING_IN_TEXT if is_text else CASES[case])
 
 
-def sampled(family: str, case: str) -> list[Sample]:
+def samples_of(family: str, case: str) -> list[Sample]:
     tools = [TOOL] if case == "calling" else None
-    return Template(tokenizer(family)).samples(asked(family, case), tools)
+    return Template(tokenizer(family)).samples(messages_of(family, case), tools)
 
 
-def counted(one: Sample, reader: Any) -> list[str]:
+def label_texts(sample: Sample, reader: Any) -> list[str]:
     """Return the text of each run in the loss."""
-    pairs = zip(one.tokens, one.loss_mask, strict=True)
+    pairs = zip(sample.tokens, sample.loss_mask, strict=True)
     runs = groupby(pairs, key=lambda pair: pair[1])
     return [reader.decode([token for token, _ in run]) for is_in, run in runs if is_in]
 
 
-class ThatDay(datetime):
+class RenderingDay(datetime):
     """The day that our templates are rendered on."""
 
     @classmethod
@@ -156,63 +160,67 @@ class ThatDay(datetime):
 def test_published_templates_count_what_the_model_writes(
     family: str, case: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", ThatDay)
-    reader, found, wanted = tokenizer(family), sampled(family, case), SAID[family][case]
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", RenderingDay)
+    reader, samples, expected = tokenizer(family), samples_of(family, case), ANSWERS[family][case]
     end = "<end_of_turn>" if family == "gemma3" else reader.eos_token
-    assert [counted(one, reader) for one in found] == [
-        [f"{text}{end}" for text in texts] for texts in wanted
+    assert [label_texts(sample, reader) for sample in samples] == [
+        [f"{text}{end}" for text in texts] for texts in expected
     ]
     if (family, case) == ("mistral_nemo", "system"):
-        assert [one.text for one in found] == NEMO_SYSTEM
+        assert [sample.text for sample in samples] == NEMO_SYSTEM
         return
     # each text is the conversation up to an answer, as transformers renders it
-    messages = asked(family, case)
-    ends = [place for place, one in enumerate(messages, 1) if one["role"] == "assistant"]
+    messages = messages_of(family, case)
+    ends = [index for index, message in enumerate(messages, 1) if message["role"] == "assistant"]
     tools = [TOOL] if case == "calling" else None
-    for one, size in zip(found, accumulate(map(len, wanted)), strict=True):
-        own = {"tools": tools, "conversation": messages[: ends[size - 1]]}
-        assert one.text == reader.apply_chat_template(**own, tokenize=False)
-        ids: Any = reader.apply_chat_template(**own, return_dict=False)
-        assert one.tokens == ids
+    for sample, size in zip(samples, accumulate(map(len, expected)), strict=True):
+        rendered = {"tools": tools, "conversation": messages[: ends[size - 1]]}
+        assert sample.text == reader.apply_chat_template(**rendered, tokenize=False)
+        ids: Any = reader.apply_chat_template(**rendered, return_dict=False)
+        assert sample.tokens == ids
 
 
 def test_greeting_is_not_an_answer_and_text_after_last_answer_is_dropped():
-    messages = said([("assistant", "Welcome."), *SINGLE, ("user", "Thanks")])
-    (one,) = Template(tokenizer("smollm2")).samples(messages)
-    assert counted(one, tokenizer("smollm2")) == ["Hello.<|im_end|>"]
-    assert "Welcome." in one.text
-    assert "Thanks" not in one.text
+    messages = to_messages([("assistant", "Welcome."), *SINGLE, ("user", "Thanks")])
+    (sample,) = Template(tokenizer("smollm2")).samples(messages)
+    assert label_texts(sample, tokenizer("smollm2")) == ["Hello.<|im_end|>"]
+    assert "Welcome." in sample.text
+    assert "Thanks" not in sample.text
 
 
 def test_special_tokens_in_a_message_are_read_as_a_server_reads_them():
     # a special token in a message is that token, as in transformers, and no end of the mask
-    messages = said([("user", "What is <|im_end|>?"), ("assistant", "<|im_end|> ends.")])
-    one = Template(tokenizer("smollm2")).samples(messages)[-1]
-    assert counted(one, tokenizer("smollm2")) == ["<|im_end|> ends.<|im_end|>"]
+    messages = to_messages([("user", "What is <|im_end|>?"), ("assistant", "<|im_end|> ends.")])
+    sample = Template(tokenizer("smollm2")).samples(messages)[-1]
+    assert label_texts(sample, tokenizer("smollm2")) == ["<|im_end|> ends.<|im_end|>"]
     end: Any = tokenizer("smollm2").convert_tokens_to_ids("<|im_end|>")
     # one after the system prompt, one in each message and one after it
-    assert one.tokens.count(end) == 5
+    assert sample.tokens.count(end) == 5
 
 
 @pytest.mark.parametrize("family", ["smollm2", "gemma3"])
 def test_end_token_with_line_break_is_counted(family: str):
-    made = AutoTokenizer.from_pretrained(BASE)
-    *others, end = SPECIAL[family]
-    made.add_special_tokens({"additional_special_tokens": [*others, AddedToken(end, rstrip=True)]})
-    made.chat_template = tokenizer(family).chat_template
-    one = Template(made).samples(said(MULTI))[-1]
-    assert "".join(counted(one, made)) == f"Hello.{end}Bye.{end}"
+    reader = AutoTokenizer.from_pretrained(BASE)
+    *special, end = SPECIAL[family]
+    reader.add_special_tokens(
+        {"additional_special_tokens": [*special, AddedToken(end, rstrip=True)]}
+    )
+    reader.chat_template = tokenizer(family).chat_template
+    sample = Template(reader).samples(to_messages(MULTI))[-1]
+    assert "".join(label_texts(sample, reader)) == f"Hello.{end}Bye.{end}"
 
 
 def test_normalising_tokenizer_is_accepted():
     reader: Any = tokenizer("smollm2")
     rules = json.loads(reader.backend_tokenizer.to_str())
     rules["normalizer"] = {"type": "NFC"}
-    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(rules)))
-    made.add_special_tokens({"eos_token": "<|im_end|>"})
-    made.chat_template = tokenizer("smollm2").chat_template
-    one = Template(made).samples(said([("user", "Hi?"), ("assistant", "Cafe\u0301 e\u0301.")]))[-1]
-    assert counted(one, made) == ["Caf\u00e9 \u00e9.<|im_end|>"]
+    normalising = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(rules)))
+    normalising.add_special_tokens({"eos_token": "<|im_end|>"})
+    normalising.chat_template = tokenizer("smollm2").chat_template
+    sample = Template(normalising).samples(
+        to_messages([("user", "Hi?"), ("assistant", "Cafe\u0301 e\u0301.")])
+    )[-1]
+    assert label_texts(sample, normalising) == ["Caf\u00e9 \u00e9.<|im_end|>"]
 
 
 HEADER = "{{ '<|im_start|>' + m.role + '\n' }}"
@@ -220,46 +228,50 @@ WRITES = "{{ m.content + '<|im_end|>' }}"
 ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
 
-def marked(answer: str, asks: str = ASKS) -> str:
+def marked_template(answer: str, asks: str = ASKS) -> str:
     """Return a template of ours with markers in the assistant's branch."""
-    other = "{% else %}" + HEADER + WRITES + "\n{% endif %}{% endfor %}"
-    return "{% for m in messages %}{% if m.role == 'assistant' %}" + answer + other + asks
+    else_branch = "{% else %}" + HEADER + WRITES + "\n{% endif %}{% endfor %}"
+    return "{% for m in messages %}{% if m.role == 'assistant' %}" + answer + else_branch + asks
 
 
 @pytest.mark.parametrize(
     "source",
     [
         # these markers leave the end to us
-        marked(HEADER + "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>\n' }}"),
+        marked_template(
+            HEADER + "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>\n' }}"
+        ),
         # only the prompt opens a thought
-        marked(
+        marked_template(
             HEADER + "{% generation %}" + WRITES + "{{ '\n' }}{% endgeneration %}",
             ASKS.replace("assistant\n", "assistant\n<think>\n"),
         ),
         # the header is marked, and is no answer
-        marked("{% generation %}" + HEADER + WRITES + "\n{% endgeneration %}"),
+        marked_template("{% generation %}" + HEADER + WRITES + "\n{% endgeneration %}"),
         # prompt and answer differ, and only the markers show where it begins
-        marked(
+        marked_template(
             HEADER.replace("'\n'", "'<|im_start|>'")
             + "{% generation %}" + WRITES + "{{ '\n' }}{% endgeneration %}"
         ),
         # the answer begins after the prompt, and markers elsewhere change nothing
-        marked(HEADER + WRITES + "{% generation %}{{ '\n' }}{% endgeneration %}"),
-        marked(
+        marked_template(HEADER + WRITES + "{% generation %}{{ '\n' }}{% endgeneration %}"),
+        marked_template(
             HEADER + "{% if loop.last %}" + WRITES + "{% else %}{% generation %}" + WRITES
             + "{% endgeneration %}{% endif %}\n"
         ),
     ],
 )  # fmt: skip
 def test_prompts_and_generation_markers_decide_the_mask_with_the_end_token(source: str):
-    made = AutoTokenizer.from_pretrained(BASE)
-    made.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": list(CHATML)})
-    made.chat_template = source
-    (one,) = Template(made).samples(said(MULTI))
-    assert counted(one, made) == ["Hello.<|im_end|>", "Bye.<|im_end|>"]
+    reader = AutoTokenizer.from_pretrained(BASE)
+    reader.add_special_tokens(
+        {"eos_token": "<|im_end|>", "additional_special_tokens": list(CHATML)}
+    )
+    reader.chat_template = source
+    (sample,) = Template(reader).samples(to_messages(MULTI))
+    assert label_texts(sample, reader) == ["Hello.<|im_end|>", "Bye.<|im_end|>"]
 
 
 def test_template_that_calls_the_clock_is_the_same_every_day(monkeypatch: Any):
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", None)
-    assert "July 26, 2024" in sampled("granite3_3", "single")[0].text
-    assert "26 Jul 2024" in sampled("llama3_2", "single")[0].text
+    assert "July 26, 2024" in samples_of("granite3_3", "single")[0].text
+    assert "26 Jul 2024" in samples_of("llama3_2", "single")[0].text

@@ -10,7 +10,7 @@ from specheads.core.errors import InputError
 from specheads.data.conversations import conversation
 from specheads.data.files import read_rows
 
-WHERE = "line 7 of talks.jsonl"
+LOCATION = "line 7 of talks.jsonl"
 HI, HELLO = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}
 BRIEF = {"role": "system", "content": "Be brief."}
 HUMAN, GPT = {"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Hello."}
@@ -26,7 +26,7 @@ PART = {"type": "text", "text": "Hello."}
 
 
 def read(*messages: dict[str, Any], **columns: Any) -> list[dict[str, Any]]:
-    return conversation({"messages": list(messages), **columns}, WHERE)["messages"]
+    return conversation({"messages": list(messages), **columns}, LOCATION)["messages"]
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def read(*messages: dict[str, Any], **columns: Any) -> list[dict[str, Any]]:
     ],
 )
 def test_common_forms_become_the_same_messages(row: dict[str, Any]):
-    found = conversation(row, WHERE)
-    assert found["messages"] == [HI, HELLO]
-    assert found["tools"] is None
+    converted = conversation(row, LOCATION)
+    assert converted["messages"] == [HI, HELLO]
+    assert converted["tools"] is None
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,11 @@ def test_common_forms_become_the_same_messages(row: dict[str, Any]):
     ],
 )
 def test_system_prompt_comes_first(row: dict[str, Any]):
-    assert conversation(row, WHERE)["messages"] == [BRIEF, HI, HELLO]
+    assert conversation(row, LOCATION)["messages"] == [BRIEF, HI, HELLO]
 
 
 @pytest.mark.parametrize(
-    ("row", "asked"),
+    ("row", "content"),
     [
         ({"instruction": "Add.", "input": "1 + 1", "output": "2"}, "Add.\n\n1 + 1"),
         ({"question": "Who?", "context": "Bob lives.", "answer": "Bob."}, "Who?\n\nBob lives."),
@@ -80,8 +80,8 @@ def test_system_prompt_comes_first(row: dict[str, Any]):
         ({"instruction": "a", "context": None, "input": " ", "response": "d"}, "a"),
     ],
 )
-def test_context_follows_its_question(row: dict[str, Any], asked: str):
-    assert conversation(row, WHERE)["messages"][0]["content"] == asked
+def test_context_follows_its_question(row: dict[str, Any], content: str):
+    assert conversation(row, LOCATION)["messages"][0]["content"] == content
 
 
 @pytest.mark.parametrize(
@@ -95,24 +95,24 @@ def test_context_follows_its_question(row: dict[str, Any], asked: str):
         {"role": "tool_call", "content": json.dumps([ROME])},
     ],
 )
-@pytest.mark.parametrize("told", [YES, {"from": "observation", "value": "yes"}])
-def test_calls_are_read_in_every_published_form(call: dict[str, Any], told: dict[str, Any]):
-    assert read(HI, {"role": "assistant", **call}, told, HELLO) == [HI, CALLED, YES, HELLO]
+@pytest.mark.parametrize("result", [YES, {"from": "observation", "value": "yes"}])
+def test_calls_are_read_in_every_published_form(call: dict[str, Any], result: dict[str, Any]):
+    assert read(HI, {"role": "assistant", **call}, result, HELLO) == [HI, CALLED, YES, HELLO]
 
 
 def test_ids_of_calls_and_names_are_kept():
     call = {"id": "a", "function": {"name": "sun", "arguments": {}}}
-    told = {"role": "function", "name": "sun", "tool_call_id": "a", "content": "yes"}
-    found = read(HI, {"role": "assistant", "tool_calls": [call]}, told, HELLO)
-    assert found[1]["tool_calls"][0]["id"] == "a"
-    assert found[2] == told | {"role": "tool"}
+    result = {"role": "function", "name": "sun", "tool_call_id": "a", "content": "yes"}
+    messages = read(HI, {"role": "assistant", "tool_calls": [call]}, result, HELLO)
+    assert messages[1]["tool_calls"][0]["id"] == "a"
+    assert messages[2] == result | {"role": "tool"}
 
 
 @pytest.mark.parametrize("empty", [..., None, "", "\n", "null", " null ", "{}", {}, [], "[]", '""'])
 def test_call_without_arguments_has_an_empty_object(empty: Any):
     function = {"name": "sun"} | ({} if empty is ... else {"arguments": empty})
-    found = read(HI, {"role": "assistant", "content": "", "function_call": function}, YES, HELLO)
-    assert found[1]["tool_calls"][0]["function"]["arguments"] == {}
+    messages = read(HI, {"role": "assistant", "content": "", "function_call": function}, YES, HELLO)
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_call_without_arguments_has_an_empty_object(empty: Any):
     ],
 )
 def test_tools_are_read_as_lists_and_as_json(columns: dict[str, Any]):
-    assert conversation({"messages": [HI, HELLO], **columns}, WHERE)["tools"] == [TOOL]
+    assert conversation({"messages": [HI, HELLO], **columns}, LOCATION)["tools"] == [TOOL]
 
 
 @pytest.mark.parametrize(
@@ -139,14 +139,16 @@ def test_tools_are_read_as_lists_and_as_json(columns: dict[str, Any]):
     ],
 )
 def test_thoughts_are_kept_apart_from_the_answer(answer: dict[str, Any]):
-    found = read(HI, {"role": "assistant", **answer})
-    assert found[1] == HELLO | {"reasoning_content": "hm"}
+    messages = read(HI, {"role": "assistant", **answer})
+    assert messages[1] == HELLO | {"reasoning_content": "hm"}
 
 
 @pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content"])
 def test_column_of_thoughts_belongs_to_the_answer(name: str):
-    found = conversation({"question": "Hi?", name: "hm", "answer": "Hello."}, WHERE)["messages"]
-    assert found == [HI, HELLO | {"reasoning_content": "hm"}]
+    messages = conversation({"question": "Hi?", name: "hm", "answer": "Hello."}, LOCATION)[
+        "messages"
+    ]
+    assert messages == [HI, HELLO | {"reasoning_content": "hm"}]
 
 
 @pytest.mark.parametrize(
@@ -168,12 +170,12 @@ def test_parquet_reads_as_json_lines_do(tmp_path, calls: list[dict[str, Any]], k
         answer = {"role": "assistant", "content": None, key: call}
         rows.append({"messages": [HI, answer, YES, HELLO], "tools": tools})
     Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
-    found = [row for _, row in read_rows([tmp_path / "a.parquet"])]
-    assert [conversation(row, "") for row in found] == [conversation(row, "") for row in rows]
+    table_rows = [row for _, row in read_rows([tmp_path / "a.parquet"])]
+    assert [conversation(row, "") for row in table_rows] == [conversation(row, "") for row in rows]
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         ({}, "has empty columns only"),
         ({"instruction": "Hi?", "input": "x"}, "has instruction, input"),
@@ -228,10 +230,10 @@ def test_parquet_reads_as_json_lines_do(tmp_path, calls: list[dict[str, Any]], k
         ),
     ],
 )
-def test_bad_conversation_is_refused_in_one_line(row: Any, told: str):
-    with pytest.raises(InputError, match=told) as caught:
-        conversation(row, WHERE)
-    assert WHERE in str(caught.value)
+def test_bad_conversation_is_refused_in_one_line(row: Any, message: str):
+    with pytest.raises(InputError, match=message) as caught:
+        conversation(row, LOCATION)
+    assert LOCATION in str(caught.value)
     assert len(str(caught.value)) < 400
 
 
@@ -245,4 +247,4 @@ def test_bad_conversation_is_refused_in_one_line(row: Any, told: str):
     ],
 )
 def test_ignored_columns_and_keys_are_not_read(row: Any, ignore: list[str]):
-    assert conversation(row, WHERE, ignore)["messages"] == [HI, HELLO]
+    assert conversation(row, LOCATION, ignore)["messages"] == [HI, HELLO]

@@ -34,8 +34,8 @@ ROW = b'{"text": "a"}\n'
 def refused(tokenizer, cache_folder: Path):
     """Return what expects one line, and nothing left behind."""
 
-    def expect(told: str, *, of: Path | str = "", **choices) -> None:
-        with pytest.raises(InputError, match=told) as caught:
+    def expect(message: str, *, of: Path | str = "", **choices) -> None:
+        with pytest.raises(InputError, match=message) as caught:
             tokenise_corpus(DataSettings(**choices), "train", tokenizer)
         assert str(of) in str(caught.value)
         assert not cache_folder.exists()
@@ -44,7 +44,7 @@ def refused(tokenizer, cache_folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b'{"text": \n', r"line 2 of .* is none, .*Expecting value.*: fix or remove the row"),
         (b'{"text": "cut', "line 2 of .*Unterminated string"),
@@ -58,10 +58,10 @@ def refused(tokenizer, cache_folder: Path):
         (b'{"text": "caf\xe9"}\n', "readable UTF-8 file.* make it readable"),
     ],
 )
-def test_bad_row_error_names_file_and_line(tmp_path: Path, content: bytes, told: str):
+def test_bad_row_error_names_file_and_line(tmp_path: Path, content: bytes, message: str):
     file = tmp_path / "a.jsonl"
     file.write_bytes(ROW + content)
-    with pytest.raises(InputError, match=told) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         list(read_jsonl(file))
     assert str(file) in str(caught.value)
     assert len(str(caught.value)) < 400
@@ -89,10 +89,10 @@ def test_json_list_of_rows_is_read(tmp_path: Path):
 
 @pytest.mark.parametrize("damage", ["truncated", "checksum", "garbage"])
 def test_damaged_gzip_is_refused(tmp_path: Path, damage: str):
-    whole = gzip.compress(ROW * 100)
+    content = gzip.compress(ROW * 100)
     damaged = {
-        "truncated": whole[:-20],
-        "checksum": whole[:-8] + bytes(8),
+        "truncated": content[:-20],
+        "checksum": content[:-8] + bytes(8),
         "garbage": b"\x1f\x8b" + b"abc" * 40,
     }
     file = tmp_path / "a.jsonl.gz"
@@ -102,7 +102,7 @@ def test_damaged_gzip_is_refused(tmp_path: Path, damage: str):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ("\n\n", "holds no row"),
         (GOOD + '{"text": 3}\n', "must hold text in 'text' .*line 41 of .* has int"),
@@ -110,17 +110,17 @@ def test_damaged_gzip_is_refused(tmp_path: Path, damage: str):
         ("\x00\x01\x02" * 99, "line 1 of .*Expecting value"),
     ],
 )
-def test_corpus_without_text_is_refused(refused, tmp_path: Path, content: str, told: str):
+def test_corpus_without_text_is_refused(refused, tmp_path: Path, content: str, message: str):
     file = tmp_path / "a.jsonl"
     file.write_text(content)
-    refused(told, of=file, source="jsonl", path=str(file))
+    refused(message, of=file, source="jsonl", path=str(file))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "other", "empty", "numbers", "no text"])
 def test_damaged_parquet_is_refused(refused, tmp_path: Path, damage: str):
     file = tmp_path / "a.parquet"
     Dataset.from_dict({"text": ["a", "b"]}).to_parquet(file)
-    whole = file.read_bytes()
+    content = file.read_bytes()
     if damage == "numbers":
         Dataset.from_dict({"text": [1]}).to_parquet(file)
     elif damage == "no text":
@@ -128,9 +128,9 @@ def test_damaged_parquet_is_refused(refused, tmp_path: Path, damage: str):
         wrong = pyarrow.StringArray.from_buffers(1, offsets, pyarrow.py_buffer(b"\xff\xfeab"))
         parquet.write_table(pyarrow.table({"text": wrong}), file)
     else:
-        file.write_bytes({"truncated": whole[:-30], "other": b"no table", "empty": b""}[damage])
-    told = "must hold text" if damage == "numbers" else "must be in a readable parquet file"
-    refused(told, of=file, source="parquet", path=str(file))
+        file.write_bytes({"truncated": content[:-30], "other": b"no table", "empty": b""}[damage])
+    message = "must hold text" if damage == "numbers" else "must be in a readable parquet file"
+    refused(message, of=file, source="parquet", path=str(file))
 
 
 def test_too_long_line_is_refused(refused, tmp_path: Path):
@@ -144,16 +144,16 @@ def test_too_long_line_is_refused(refused, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "told"),
+    ("pattern", "message"),
     [
         ("**x", "is no such glob"),
         ("x" * 300, "File name too long"),
         ("*.rs", r"\*.rs files.* none"),
     ],
 )
-def test_pattern_without_match_is_refused(refused, tmp_path: Path, pattern: str, told: str):
+def test_pattern_without_match_is_refused(refused, tmp_path: Path, pattern: str, message: str):
     (tmp_path / "a.txt").write_text("text")
-    refused(told, of=tmp_path, source="files", path=str(tmp_path), patterns=[pattern])
+    refused(message, of=tmp_path, source="files", path=str(tmp_path), patterns=[pattern])
     (tmp_path / "a.jsonl").mkdir()
     refused("a source needs|name too long", source="jsonl", path=str(tmp_path / pattern))
 
@@ -167,15 +167,15 @@ def test_broken_hub_stream_is_refused_in_one_line(refused, monkeypatch: pytest.M
         return datasets.IterableDataset.from_generator(breaking)
 
     monkeypatch.setattr(datasets, "load_dataset", answer)
-    told = "cannot load 'a/b' from the Hub: no route more; .* or pass a local file"
-    refused(told, source="hub", path="a/b", max_documents=5)
+    message = "cannot load 'a/b' from the Hub: no route more; .* or pass a local file"
+    refused(message, source="hub", path="a/b", max_documents=5)
 
 
 # prompts
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "message"),
     [
         ("{{ raise_exception('no\nsystem role') }}", "no system role"),
         ("{% for", "unexpected"),
@@ -183,11 +183,11 @@ def test_broken_hub_stream_is_refused_in_one_line(refused, monkeypatch: pytest.M
         ("", "needs a token, .*; line 1 of"),
     ],
 )
-def test_failing_chat_template_error_names_the_row(tokenizer, tmp_path, template, told):
+def test_failing_chat_template_error_names_the_row(tokenizer, tmp_path, template, message):
     tokenizer.chat_template = template
     file = tmp_path / "a.jsonl"
     file.write_text('{"turns": ["hello"]}\n')
-    with pytest.raises(InputError, match=told) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         load_prompts(str(file), tokenizer, num_prompts=1)
     assert f"line 1 of {file}" in str(caught.value)
 
@@ -222,7 +222,7 @@ def talks(tmp_path: Path, bad: dict[int, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("bad", "told"),
+    ("bad", "message"),
     [
         ({3: EMPTY}, r"1 row of .*must not be empty \(1: line 3 of \S*talks.jsonl has one"),
         (
@@ -242,12 +242,14 @@ def talks(tmp_path: Path, bad: dict[int, Any]) -> str:
         ({50: {"messages": [HI | {"role": "bot"}, HELLO]}}, r"1 row .*role.*\(1: line 50 .*'bot'"),
     ],
 )
-def test_bad_rows_are_told_together_or_dropped(chat_tokenizer, tmp_path, bad, told):
+def test_bad_rows_are_listed_together_or_dropped(chat_tokenizer, tmp_path, bad, message):
     chat_tokenizer.chat_template = ALTERNATING
     data = DataSettings(source="chat", path=talks(tmp_path, bad))
-    with pytest.raises(InputError, match=told) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         tokenise_corpus(data, "train", chat_tokenizer)
     assert str(caught.value).endswith("leave them out with data.bad_rows=drop")
-    with pytest.warns(UserWarning, match=f"{told}.*they are left out"):
-        found = tokenise_corpus(replace(data, bad_rows="drop"), split_of('["Hi?"]'), chat_tokenizer)
-    assert len(found) == 60 - len(bad)
+    with pytest.warns(UserWarning, match=f"{message}.*they are left out"):
+        documents = tokenise_corpus(
+            replace(data, bad_rows="drop"), split_of('["Hi?"]'), chat_tokenizer
+        )
+    assert len(documents) == 60 - len(bad)

@@ -63,19 +63,25 @@ def best_fit_one_by_one(lengths: list[int], length: int) -> list[int]:
 @given(st.lists(st.integers(1, 30), max_size=80), st.integers(30, 40))
 def test_best_fit_equals_placing_documents_one_by_one(sizes: list[int], length: int):
     rows = pack_best_fit(np.array(sizes, dtype=np.int64), length)
-    held = [sum(stop - start for _, start, stop in rows.pieces(row)) for row in range(len(rows))]
-    assert sorted(length - one for one in held) == best_fit_one_by_one(sizes, length)
+    row_sizes = [
+        sum(stop - start for _, start, stop in rows.pieces(row)) for row in range(len(rows))
+    ]
+    assert sorted(length - size for size in row_sizes) == best_fit_one_by_one(sizes, length)
 
 
 @given(st.lists(st.integers(0, 60), max_size=40), st.integers(1, 20))
 def test_best_fit_has_every_token_once_and_no_overfull_row(sizes: list[int], length: int):
     rows = pack_best_fit(np.array(sizes, dtype=np.int64), length)
-    seen: Counter[tuple[int, int]] = Counter()
+    counts: Counter[tuple[int, int]] = Counter()
     for row in range(len(rows)):
         pieces = list(rows.pieces(row))
         assert 0 < sum(stop - start for _, start, stop in pieces) <= length
-        seen.update((one, at) for one, start, stop in pieces for at in range(start, stop))
-    assert seen == Counter((one, at) for one, size in enumerate(sizes) for at in range(size))
+        counts.update(
+            (document, at) for document, start, stop in pieces for at in range(start, stop)
+        )
+    assert counts == Counter(
+        (document, at) for document, size in enumerate(sizes) for at in range(size)
+    )
 
 
 @given(st.lists(st.integers(0, 60), max_size=40), st.integers(1, 20), st.randoms())
@@ -85,15 +91,15 @@ def test_stream_has_all_documents_in_order_without_the_short_last_row(
     order = list(range(len(sizes)))
     chance.shuffle(order)
     rows = pack_end_to_end(np.array(sizes, dtype=np.int64), length, np.array(order, dtype=np.int64))
-    flat = [(one, at) for one in order for at in range(sizes[one])]
-    found = [
-        (one, at)
+    flat = [(document, at) for document in order for at in range(sizes[document])]
+    packed = [
+        (document, at)
         for row in range(len(rows))
-        for one, start, stop in rows.pieces(row)
+        for document, start, stop in rows.pieces(row)
         for at in range(start, stop)
     ]
     assert len(rows) == len(flat) // length
-    assert found == flat[: len(rows) * length]
+    assert packed == flat[: len(rows) * length]
 
 
 # batches
@@ -104,9 +110,9 @@ def test_epoch_has_every_token_once_with_its_loss_mask(packing: str):
     text = pack(packing)
     batch = epoch(text)
     real = batch.tokens > 0
-    found = sorted(batch.tokens[real].tolist())
-    assert len(set(found)) == len(found)
-    assert len(found) == {"best_fit": 155, "stream": 144, "none": 117}[packing]
+    tokens = sorted(batch.tokens[real].tolist())
+    assert len(set(tokens)) == len(tokens)
+    assert len(tokens) == {"best_fit": 155, "stream": 144, "none": 117}[packing]
     assert torch.equal(batch.loss_mask, real & (batch.tokens % 2 == 1))
 
 
@@ -147,26 +153,34 @@ def test_ranks_share_the_batches_of_one_process(packing: str, world_size: int):
         for rank in range(world_size)
     ]
     for _ in range(9):
-        (whole, cursor), parts = next(alone), [next(rank) for rank in ranks]
-        assert torch.equal(whole.tokens, torch.cat([part.tokens for part, _ in parts]))
-        assert torch.equal(whole.loss_mask, torch.cat([part.loss_mask for part, _ in parts]))
-        assert [number for part, _ in parts for number in part.samples] == [*whole.samples]
-        assert [place for _, place in parts] == [cursor] * world_size
+        (batch, cursor), rank_batches = next(alone), [next(rank) for rank in ranks]
+        assert torch.equal(
+            batch.tokens, torch.cat([rank_batch.tokens for rank_batch, _ in rank_batches])
+        )
+        assert torch.equal(
+            batch.loss_mask, torch.cat([rank_batch.loss_mask for rank_batch, _ in rank_batches])
+        )
+        assert [number for rank_batch, _ in rank_batches for number in rank_batch.samples] == [
+            *batch.samples
+        ]
+        assert [rank_cursor for _, rank_cursor in rank_batches] == [cursor] * world_size
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("stop", [1, 5, 17])
 def test_cursor_resumes_bit_for_bit_with_any_number_of_ranks(packing: str, stop: int):
-    whole = list(itertools.islice(pack(packing, batch_size=4).batches(), 25))
-    cursor = json.loads(json.dumps(whole[stop - 1][1]))
+    batches = list(itertools.islice(pack(packing, batch_size=4).batches(), 25))
+    cursor = json.loads(json.dumps(batches[stop - 1][1]))
     assert cursor == {"sample": 4 * stop}
     for world_size in (1, 2):
         rank = pack(packing, batch_size=4, world_size=world_size)
-        rest = itertools.islice(rank.batches(cursor), 25 - stop)
-        for (batch, place), (wanted, wanted_place) in zip(rest, whole[stop:], strict=True):
-            assert torch.equal(batch.tokens, wanted.tokens[: 4 // world_size])
-            assert batch.first_sample == wanted.first_sample
-            assert place == wanted_place
+        resumed = itertools.islice(rank.batches(cursor), 25 - stop)
+        for (batch, next_cursor), (expected, expected_cursor) in zip(
+            resumed, batches[stop:], strict=True
+        ):
+            assert torch.equal(batch.tokens, expected.tokens[: 4 // world_size])
+            assert batch.first_sample == expected.first_sample
+            assert next_cursor == expected_cursor
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -186,19 +200,21 @@ def test_every_epoch_has_its_own_order_from_the_seed(packing: str):
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_too_little_text_for_one_batch_is_refused_with_numbers(packing: str):
-    told = "a batch of 6 x 16 tokens needs as many rows, and 2 documents of 20 tokens fill"
-    with pytest.raises(InputError, match=re.escape(told)):
+    message = "a batch of 6 x 16 tokens needs as many rows, and 2 documents of 20 tokens fill"
+    with pytest.raises(InputError, match=re.escape(message)):
         pack(packing, [12, 8], batch_size=6)
     with pytest.raises(InputError, match="needs as many rows, and 0 documents of 0 tokens fill 0"):
         pack(packing, [])
 
 
 def test_batch_parts_are_nearly_equal_and_know_their_samples():
-    whole = pack("best_fit").batch(range(7, 12))
-    parts = list(whole.split(3))
-    assert [list(part.samples) for part in parts] == [[7], [8, 9], [10, 11]]
+    batch = pack("best_fit").batch(range(7, 12))
+    batches = list(batch.split(3))
+    assert [list(piece.samples) for piece in batches] == [[7], [8, 9], [10, 11]]
     for name in ("tokens", "loss_mask", "document_ids"):
-        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
+        assert torch.equal(
+            torch.cat([getattr(piece, name) for piece in batches]), getattr(batch, name)
+        )
 
 
 @pytest.mark.parametrize(
@@ -206,7 +222,7 @@ def test_batch_parts_are_nearly_equal_and_know_their_samples():
     [("none", 8, 9), ("none", 2, 3), ("none", 12, 16), ("best_fit", 16, 0), ("stream", 16, 0)],
 )
 def test_rows_without_a_token_in_the_loss_are_refused(packing: str, length: int, answer: int):
-    text = documents([range(20)] * 3, [[int(place >= answer > 0) for place in range(20)]] * 3)
+    text = documents([range(20)] * 3, [[int(position >= answer > 0) for position in range(20)]] * 3)
 
     def packed(length: int) -> PackedText:
         return PackedText(text, sequence_length=length, batch_size=1, packing=packing)

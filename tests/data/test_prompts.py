@@ -46,15 +46,15 @@ def test_every_held_out_file_gives_a_prompt_before_any_gives_two(tokenizer, tmp_
     def load(count: int) -> PromptSet:
         return load_prompts("python_stdlib", tokenizer, num_prompts=count, prompt_tokens=16)
 
-    found = load(9)
-    assert {len(prompt.tokens) for prompt in found.prompts} == {16}
-    assert len({tuple(prompt.tokens) for prompt in found.prompts}) == 9
-    numbers = [re.findall(r"value_(\d) =", prompt.text)[-1] for prompt in found.prompts]
+    prompt_set = load(9)
+    assert {len(prompt.tokens) for prompt in prompt_set.prompts} == {16}
+    assert len({tuple(prompt.tokens) for prompt in prompt_set.prompts}) == 9
+    numbers = [re.findall(r"value_(\d) =", prompt.text)[-1] for prompt in prompt_set.prompts]
     assert sorted(numbers[:6]) == list("012345")
     assert len(set(numbers[6:])) == 3
-    assert load(9) == found
-    assert load(6).prompts == found.prompts[:6]
-    assert load(6).version != found.version
+    assert load(9) == prompt_set
+    assert load(6).prompts == prompt_set.prompts[:6]
+    assert load(6).version != prompt_set.version
 
 
 ROWS = [
@@ -70,22 +70,26 @@ def test_prompt_file_is_read_in_order(tokenizer, tmp_path, name):
     opened = gzip.open if name.endswith("gz") else Path.open
     with opened(tmp_path / name, "wt") as file:
         file.write(text)
-    found = load_prompts(str(tmp_path / name), tokenizer, num_prompts=10)
-    assert found.name == name
-    assert [prompt.text for prompt in found.prompts] == ["def f(x):", "first question", "how many?"]
-    assert [prompt.category for prompt in found.prompts] == ["code", "chat", ""]
-    assert all(prompt.tokens == ids_of(prompt.text, tokenizer) for prompt in found.prompts)
+    prompt_set = load_prompts(str(tmp_path / name), tokenizer, num_prompts=10)
+    assert prompt_set.name == name
+    assert [prompt.text for prompt in prompt_set.prompts] == [
+        "def f(x):",
+        "first question",
+        "how many?",
+    ]
+    assert [prompt.category for prompt in prompt_set.prompts] == ["code", "chat", ""]
+    assert all(prompt.tokens == ids_of(prompt.text, tokenizer) for prompt in prompt_set.prompts)
 
 
 def test_chat_rows_use_the_template(chat_tokenizer, tokenizer, tmp_path):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}, {"turns": ["hi"]}])
-    found = load_prompts(path, chat_tokenizer, num_prompts=10)
-    assert [prompt.text for prompt in found.prompts] == [
+    prompt_set = load_prompts(path, chat_tokenizer, num_prompts=10)
+    assert [prompt.text for prompt in prompt_set.prompts] == [
         "<system>be brief<user>hello<assistant>",
         "<user>hi<assistant>",
     ]
-    assert found.prompts[0].tokens == ids_of(found.prompts[0].text, chat_tokenizer)
+    assert prompt_set.prompts[0].tokens == ids_of(prompt_set.prompts[0].text, chat_tokenizer)
     with pytest.raises(ValueError, match=r"need a tokenizer with a chat template"):
         load_prompts(path, tokenizer, num_prompts=10)
 
@@ -110,22 +114,22 @@ def test_chat_rows_use_the_template(chat_tokenizer, tokenizer, tmp_path):
 )  # fmt: skip
 def test_question_of_a_public_set_uses_the_template(row, chat_tokenizer, tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [row])
-    (asked,) = load_prompts(path, chat_tokenizer, num_prompts=1).prompts
-    assert asked.text == "<user>how many?<assistant>"
-    assert asked.tokens == ids_of(asked.text, chat_tokenizer)
-    assert asked.category == ("c" if "c" in row.values() else "")
+    (prompt,) = load_prompts(path, chat_tokenizer, num_prompts=1).prompts
+    assert prompt.text == "<user>how many?<assistant>"
+    assert prompt.tokens == ids_of(prompt.text, chat_tokenizer)
+    assert prompt.category == ("c" if "c" in row.values() else "")
     (plain,) = load_prompts(path, tokenizer, num_prompts=1).prompts
     assert (plain.text, plain.tokens) == ("how many?", ids_of("how many?", tokenizer))
 
 
 def test_larger_set_is_sampled_by_the_seed(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": text} for text in TEXTS])
-    first, again, other = (
+    first, again, another_seed = (
         load_prompts(path, tokenizer, num_prompts=20, seed=seed) for seed in (0, 0, 1)
     )
     assert first == again
     assert len(first.prompts) == 20
-    assert first.version != other.version
+    assert first.version != another_seed.version
 
 
 @pytest.mark.parametrize(
@@ -178,8 +182,8 @@ ASK, SAY, MORE = U | {"content": "ask"}, A | {"content": "SAY"}, U | {"content":
 def test_prompt_never_holds_its_answer(chat_tokenizer, tmp_path, row, text):
     Dataset.from_list([row]).to_parquet(tmp_path / "a.parquet")
     for path in (write_jsonl(tmp_path / "a.jsonl", [row]), str(tmp_path / "a.parquet")):
-        (found,) = load_prompts(path, chat_tokenizer, num_prompts=1).prompts
-        assert found.text == text
+        (prompt,) = load_prompts(path, chat_tokenizer, num_prompts=1).prompts
+        assert prompt.text == text
 
 
 END, PAD = ("<|endoftext|>", 0), ("<|pad|>", 1)
@@ -207,8 +211,8 @@ def test_prompt_has_no_end_token(tokenizer, tmp_path, processor, before, row):
     plain = ids_of("def f", tokenizer)
     tokenizer.backend_tokenizer.post_processor = processor
     path = write_jsonl(tmp_path / "a.jsonl", [row])
-    (found,) = load_prompts(path, tokenizer, num_prompts=1).prompts
-    assert found.tokens == [*before, *plain]
+    (prompt,) = load_prompts(path, tokenizer, num_prompts=1).prompts
+    assert prompt.tokens == [*before, *plain]
 
 
 def test_end_token_at_the_end_of_a_text_or_of_a_template(chat_tokenizer, tokenizer, tmp_path):
@@ -225,18 +229,18 @@ def test_end_token_at_the_end_of_a_text_or_of_a_template(chat_tokenizer, tokeniz
 @pytest.mark.parametrize("longer", [[2], [1], [5], [3, 5], [1, 2, 3, 4]])
 def test_too_long_prompts_are_named_or_skipped_and_counted(tokenizer, tmp_path, longer):
     rows = [{"prompt": "word " * (40 if line in longer else 4)} for line in range(1, 6)]
-    found = load_prompts(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, num_prompts=5)
-    told = rf"{len(longer)} of 5 have more: \d+ in line {longer[0]} of .*a\.jsonl"
-    with pytest.raises(InputError, match=f"leaves 20 tokens.*{told}.*too_long=skip"):
-        drop_long_prompts(found, 20, "stop")
-    with pytest.warns(UserWarning, match=f"{told}.*they are left out"):
-        left = drop_long_prompts(found, 20, "skip")
-    assert len(left.prompts) == 5 - len(longer)
-    assert left.version != found.version
-    assert drop_long_prompts(left, 20, "stop") is left
+    prompts = load_prompts(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, num_prompts=5)
+    message = rf"{len(longer)} of 5 have more: \d+ in line {longer[0]} of .*a\.jsonl"
+    with pytest.raises(InputError, match=f"leaves 20 tokens.*{message}.*too_long=skip"):
+        drop_long_prompts(prompts, 20, "stop")
+    with pytest.warns(UserWarning, match=f"{message}.*they are left out"):
+        shorter = drop_long_prompts(prompts, 20, "skip")
+    assert len(shorter.prompts) == 5 - len(longer)
+    assert shorter.version != prompts.version
+    assert drop_long_prompts(shorter, 20, "stop") is shorter
     for room in (2, -3):
         with pytest.raises(InputError, match=r"5 of 5 have more.* or lower \S*max_new_tokens$"):
-            drop_long_prompts(found, room, "skip")
+            drop_long_prompts(prompts, room, "skip")
 
 
 def test_context_is_text_before_the_question_and_a_longer_one_adds_to_its_front(
@@ -245,9 +249,9 @@ def test_context_is_text_before_the_question_and_a_longer_one_adds_to_its_front(
     rows = [{"turns": ["who knows?"]}, {"question": "how many are left?"}, {"prompt": "def f"}]
     (tmp_path / "a.txt").write_text(" ".join(map(str, range(400))))
     for reader in (chat_tokenizer, tokenizer):
-        asked = load_prompts(write_jsonl(tmp_path / "a.jsonl", rows), reader, num_prompts=3)
-        near, far = prepend_context(asked, [40, 70], str(tmp_path / "a.txt"), reader)
-        for plain, short, long in zip(asked.prompts, near.prompts, far.prompts, strict=True):
+        questions = load_prompts(write_jsonl(tmp_path / "a.jsonl", rows), reader, num_prompts=3)
+        near, far = prepend_context(questions, [40, 70], str(tmp_path / "a.txt"), reader)
+        for plain, short, long in zip(questions.prompts, near.prompts, far.prompts, strict=True):
             assert (len(short.tokens), len(long.tokens)) == (40, 70)
             before, after = plain.tokens[: plain.question], plain.tokens[plain.question :]
             added = 40 - len(before)
@@ -255,11 +259,11 @@ def test_context_is_text_before_the_question_and_a_longer_one_adds_to_its_front(
             assert long.tokens[-added:] == short.tokens[-added:]
             assert long.tokens[-len(after) :] == after
             assert str(reader.decode(after)).startswith(("who knows?", "how many", "def f"))
-        assert len({tuple(one.tokens[10:30]) for one in far.prompts}) == 3
-    for contexts, told in (([4, 70], "longest prompt and a blank line, .* got 4"),
+        assert len({tuple(prompt.tokens[10:30]) for prompt in far.prompts}) == 3
+    for contexts, message in (([4, 70], "longest prompt and a blank line, .* got 4"),
                            ([40, 90000], "has .* tokens for 90000")):  # fmt: skip
-        with pytest.raises(InputError, match=told):
-            prepend_context(asked, contexts, str(tmp_path / "a.txt"), tokenizer)
+        with pytest.raises(InputError, match=message):
+            prepend_context(questions, contexts, str(tmp_path / "a.txt"), tokenizer)
 
 
 @pytest.mark.parametrize("layout", ["jsonl", "parquet"])
@@ -268,22 +272,25 @@ def test_speed_bench_folder_gives_categories_lengths_and_turns(chat_tokenizer, t
     # speculators' split of the same rows, and a file of something else
     write_jsonl(folder / "qualitative_coding.jsonl", [{"turns": "no"}])
     write_jsonl(folder / "other.jsonl", [{"turns": ["no"]}])
-    found = load_prompts(str(folder), chat_tokenizer, num_prompts=100)
-    assert found.name == "speed"
-    wanted = [(category, "") for category in CATEGORIES]
-    wanted += [(entropy, length) for length in LENGTHS for entropy in ENTROPIES]
-    assert sorted((one.category, one.input_length) for one in found.prompts) == sorted(wanted)
-    assert {one.text for one in found.prompts} >= {
+    prompt_set = load_prompts(str(folder), chat_tokenizer, num_prompts=100)
+    assert prompt_set.name == "speed"
+    expected = [(category, "") for category in CATEGORIES]
+    expected += [(entropy, length) for length in LENGTHS for entropy in ENTROPIES]
+    assert sorted(
+        (prompt.category, prompt.input_length) for prompt in prompt_set.prompts
+    ) == sorted(expected)
+    assert {prompt.text for prompt in prompt_set.prompts} >= {
         "<user>qualitative roleplay<assistant>", "<user>throughput_8k mixed<assistant>",
     }  # fmt: skip
     turns = load_prompts(str(folder), chat_tokenizer, num_prompts=100, all_turns=True)
-    assert len(turns.prompts) == len(wanted) + 1
+    assert len(turns.prompts) == len(expected) + 1
     assert "<user>qualitative roleplay\n\nand then?<assistant>" in [
-        one.text for one in turns.prompts
+        prompt.text for prompt in turns.prompts
     ]
-    part = "throughput_2k" if layout == "parquet" else "throughput_2k.jsonl"
-    some = load_prompts(str(folder / part), chat_tokenizer, num_prompts=100).prompts
-    assert [(one.category, one.input_length) for one in some] == [(one, "2k") for one in ENTROPIES]
+    subset = "throughput_2k" if layout == "parquet" else "throughput_2k.jsonl"
+    prompts = load_prompts(str(folder / subset), chat_tokenizer, num_prompts=100).prompts
+    labels = [(prompt.category, prompt.input_length) for prompt in prompts]
+    assert labels == [(entropy, "2k") for entropy in ENTROPIES]
 
 
 def test_speed_bench_without_its_prompts_is_refused(chat_tokenizer, tmp_path):
@@ -302,18 +309,22 @@ def test_thinking_asks_every_question_with_and_without(chat_tokenizer, tmp_path)
     with pytest.raises(InputError, match="a chat template that reads enable_thinking"):
         load_prompts(path, chat_tokenizer, num_prompts=2, thinking=[True, False])
     chat_tokenizer.chat_template += "{% if enable_thinking is false %}<nothink>{% endif %}"
-    found = load_prompts(path, chat_tokenizer, num_prompts=2, thinking=[False, True, True]).prompts
-    assert [(one.text, one.thinking) for one in found] == [
+    prompts = load_prompts(
+        path, chat_tokenizer, num_prompts=2, thinking=[False, True, True]
+    ).prompts
+    assert [(prompt.text, prompt.thinking) for prompt in prompts] == [
         ("<user>hi<assistant><nothink>", "off"), ("<user>hi<assistant>", "on"),
         ("<user>ho<assistant><nothink>", "off"), ("<user>ho<assistant>", "on"),
     ]  # fmt: skip
-    assert [one.source for one in found][::2] == [one.source for one in found][1::2]
+    assert [prompt.source for prompt in prompts][::2] == [prompt.source for prompt in prompts][1::2]
     questions = write_jsonl(
         tmp_path / "c.jsonl", [{"messages": [{"role": "user", "content": "hey"}]}]
     )
     corpus = DataSettings(source="chat", path=questions)
-    asked = held_out_prompts(corpus, split_of('["hey"]'), chat_tokenizer, 16, 2, thinking=[False])
-    assert [prompt.text for prompt in asked] == ["<user>hey<assistant><nothink>"]
+    held_out = held_out_prompts(
+        corpus, split_of('["hey"]'), chat_tokenizer, 16, 2, thinking=[False]
+    )
+    assert [prompt.text for prompt in held_out] == ["<user>hey<assistant><nothink>"]
     plain = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "def f():"}])
     for name in (plain, "python_stdlib"):
         with pytest.raises(InputError, match="thinking needs questions in the chat template"):

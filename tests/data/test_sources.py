@@ -23,10 +23,10 @@ def load(source: str, split: str = "train", seed: int = 0, **choices) -> list[st
 
 def test_splits_are_disjoint_and_complete(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    parts = {split: set(load("jsonl", path=path, split=split)) for split in SPLITS}
-    assert sum(map(len, parts.values())) == len(TEXTS)
-    assert set().union(*parts.values()) == set(TEXTS)
-    assert all(split_of(text) == split for split, part in parts.items() for text in part)
+    splits = {split: set(load("jsonl", path=path, split=split)) for split in SPLITS}
+    assert sum(map(len, splits.values())) == len(TEXTS)
+    assert set().union(*splits.values()) == set(TEXTS)
+    assert all(split_of(text) == split for split, texts in splits.items() for text in texts)
 
 
 def test_every_local_source_gives_the_same_split(tmp_path):
@@ -38,19 +38,19 @@ def test_every_local_source_gives_the_same_split(tmp_path):
     for number, text in enumerate(TEXTS):
         (folder / f"{number}.txt").write_text(text, encoding="utf-8")
     (folder / "binary.bin").write_bytes(b"\xff\xfe\x00")
-    found = [
+    loaded = [
         load("jsonl", path=jsonl),
         load("jsonl", path=str(tmp_path / "*.jsonl")),
         load("parquet", path=str(parquet), column="code"),
         load("parquet", path=str(tmp_path), column="code"),
         load("files", path=str(tmp_path / "texts")),
     ]
-    assert len({tuple(sorted(one)) for one in found}) == 1
+    assert len({tuple(sorted(texts)) for texts in loaded}) == 1
 
 
 def test_standard_library_skips_packages_tests_and_short_files(tmp_path, monkeypatch):
     code = "x = 1  # a line of code\n" * 40
-    kept = {"json/decoder.py": code + "# 1", "encodings/ascii.py": code + "# 2"}
+    read_files = {"json/decoder.py": code + "# 1", "encodings/ascii.py": code + "# 2"}
     left_out = {
         "site-packages/numpy/core.py": code,
         "dist-packages/apt.py": code,
@@ -59,43 +59,45 @@ def test_standard_library_skips_packages_tests_and_short_files(tmp_path, monkeyp
         "idlelib/run.py": code,
         "this.py": "short",
     }
-    for name, text in (kept | left_out).items():
+    for name, text in (read_files | left_out).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n" + code.encode())
     monkeypatch.setattr(files.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     monkeypatch.setattr(sources, "split_of", lambda _: "train")
-    assert set(load("python_stdlib")) == set(kept.values())
+    assert set(load("python_stdlib")) == set(read_files.values())
 
 
 def test_max_documents_samples_by_the_seed(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "split_of", lambda _: "train")
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    taken, other = (load("jsonl", path=path, max_documents=60, seed=seed) for seed in (0, 1))
-    assert len(taken) == len(other) == 60
-    assert taken != other != TEXTS[:60]
-    assert taken == [text for text in TEXTS if text in set(taken)]
+    sample, another_sample = (
+        load("jsonl", path=path, max_documents=60, seed=seed) for seed in (0, 1)
+    )
+    assert len(sample) == len(another_sample) == 60
+    assert sample != another_sample != TEXTS[:60]
+    assert sample == [text for text in TEXTS if text in set(sample)]
 
 
 def test_hub_data_set_with_max_documents_is_streamed(monkeypatch):
-    asked = {}
+    options = {}
 
     def answer(path, **choices):
-        asked.update(choices, path=path)
+        options.update(choices, path=path)
         table = Dataset.from_dict({"content": TEXTS})
         return table.to_iterable_dataset() if choices["streaming"] else table
 
     monkeypatch.setattr(datasets, "load_dataset", answer)
-    part = load("hub", path="a/b", column="content", patterns=["x/*"], max_documents=30)
-    assert asked["streaming"]
-    assert asked["data_files"] == ["x/*"]
-    assert 0 < len(part) <= 30
-    whole = load("hub", path="a/b", column="content")
-    assert set(part) < set(whole)
+    sample = load("hub", path="a/b", column="content", patterns=["x/*"], max_documents=30)
+    assert options["streaming"]
+    assert options["data_files"] == ["x/*"]
+    assert 0 < len(sample) <= 30
+    texts = load("hub", path="a/b", column="content")
+    assert set(sample) < set(texts)
 
 
 @pytest.mark.parametrize(
-    ("splits", "wanted"),
+    ("splits", "split_name"),
     [
         (["train_sft", "test_sft"], "train_sft"),
         (["validation", "test"], "validation"),
@@ -105,31 +107,31 @@ def test_hub_data_set_with_max_documents_is_streamed(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("source", ["hub", "chat"])
-def test_hub_split_is_named_in_the_error_and_by_data_split(monkeypatch, source, splits, wanted):
+def test_hub_split_is_named_in_the_error_and_by_data_split(monkeypatch, source, splits, split_name):
     turns = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]
     rows = [{"text": f"{number}", "messages": turns} for number in range(20)]
     if source == "chat":
         rows = [{"messages": row["messages"]} for row in rows]
-    whole = datasets.DatasetDict({split: Dataset.from_list(rows) for split in splits})
+    dataset = datasets.DatasetDict({split: Dataset.from_list(rows) for split in splits})
 
     def answer(_, split, **__):
-        if split not in whole:
+        if split not in dataset:
             raise ValueError(f'Unknown split "{split}". Should be one of {splits}.')
-        return whole[split]
+        return dataset[split]
 
     monkeypatch.setattr(datasets, "load_dataset", answer)
-    with pytest.raises(InputError, match=rf"one of .*{wanted}.*data\.split="):
+    with pytest.raises(InputError, match=rf"one of .*{split_name}.*data\.split="):
         next(sources.read_source(DataSettings(source=source, path="a/b")))
-    found = sources.read_source(DataSettings(source=source, path="a/b", split=wanted))
-    assert len(list(found)) == 20
+    documents = sources.read_source(DataSettings(source=source, path="a/b", split=split_name))
+    assert len(list(documents)) == 20
 
 
 @pytest.mark.parametrize("name", ["split", "config", "revision"])
 @pytest.mark.parametrize("source", ["chat", "jsonl"])
 def test_settings_of_the_hub_are_refused_for_local_files(tmp_path, source, name):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    named: Any = {name: "test"}
-    data = DataSettings(source=source, path=path, **named)
+    setting: Any = {name: "test"}
+    data = DataSettings(source=source, path=path, **setting)
     with pytest.raises(InputError, match=rf"no {name}, got data.{name}='test' .*data.patterns="):
         next(read_split(data, "train"))
 

@@ -38,11 +38,11 @@ WIDE = "<think>\n{}\n</think>\n\n"
 MARK = r"{% (?:end)?generation %}"
 
 
-def turns(assistant: str, other: str, asks: str) -> str:
+def turns(assistant: str, other_turn: str, asks: str) -> str:
     """Write a template of its turns and its generation prompt."""
     return (
         f"{{% for m in messages %}}{{% if m.role == 'assistant' %}}{assistant}"
-        f"{{% else %}}{other}{{% endif %}}{{% endfor %}}"
+        f"{{% else %}}{other_turn}{{% endif %}}{{% endfor %}}"
         f"{{% if add_generation_prompt %}}{asks}{{% endif %}}"
     )
 
@@ -51,7 +51,7 @@ def turns(assistant: str, other: str, asks: str) -> str:
 
 
 @dataclass(frozen=True)
-class Wrote:
+class Generated:
     content: str
     thought: str = ""
     calls: Sequence[dict[str, Any]] = ()
@@ -59,19 +59,24 @@ class Wrote:
     """Role of the next message, if it is in the same text."""
 
 
-Said = Callable[[Wrote], str]
+Speller = Callable[[Generated], str]
 
 
 def ended(
     end: str, before: str = "", thought: str = "", calls: Callable[[Any], str] | None = None
-) -> Said:
+) -> Speller:
     """Write an answer, with a thought in `thought` if it has one and `before` otherwise."""
 
-    def said(one: Wrote) -> str:
-        begin = thought.format(one.thought) if one.thought else before
-        return begin + one.content + (calls(one.calls) if calls and one.calls else "") + end
+    def spell(generated: Generated) -> str:
+        begin = thought.format(generated.thought) if generated.thought else before
+        return (
+            begin
+            + generated.content
+            + (calls(generated.calls) if calls and generated.calls else "")
+            + end
+        )
 
-    return said
+    return spell
 
 
 def in_json(calls: Sequence[dict[str, Any]]) -> str:
@@ -104,33 +109,37 @@ def in_llama(calls: Sequence[dict[str, Any]]) -> str:
     return json.dumps({"name": calls[0]["name"], "parameters": calls[0]["arguments"]})
 
 
-def by_glm(one: Wrote) -> str:
-    out = f"\n<think>{one.thought}</think>" + (f"\n{one.content}" if one.content else "")
-    for call in one.calls:
+def by_glm(generated: Generated) -> str:
+    out = f"\n<think>{generated.thought}</think>" + (
+        f"\n{generated.content}" if generated.content else ""
+    )
+    for call in generated.calls:
         ((key, value),) = call["arguments"].items()
         out += f"\n<tool_call>{call['name']}\n<arg_key>{key}</arg_key>\n"
         out += f"<arg_value>{value}</arg_value>\n</tool_call>"
-    return out + (f"<|{one.after}|>" if one.after else "")
+    return out + (f"<|{generated.after}|>" if generated.after else "")
 
 
-def by_glm_training(one: Wrote) -> str:
-    return by_glm(replace(one, after="tool" if one.calls else "user"))
+def by_glm_training(generated: Generated) -> str:
+    return by_glm(replace(generated, after="tool" if generated.calls else "user"))
 
 
-def by_gpt(one: Wrote) -> str:
-    for call in one.calls:
+def by_gpt(generated: Generated) -> str:
+    for call in generated.calls:
         arguments = json.dumps(call["arguments"])
         return f" to={call['name']}<|channel|>commentary<|message|>{arguments}<|calls|>"
-    thought = f"<|channel|>analysis<|message|>{one.thought}<|end|><|turn|>assistant"
-    return (thought if one.thought else "") + f"<|channel|>final<|message|>{one.content}<|eos|>"
+    thought = f"<|channel|>analysis<|message|>{generated.thought}<|end|><|turn|>assistant"
+    return (
+        thought if generated.thought else ""
+    ) + f"<|channel|>final<|message|>{generated.content}<|eos|>"
 
 
-def by_gemma_4(one: Wrote) -> str:
-    out = f"<|channel|>thought\n{one.thought}\n<|/channel|>" if one.thought else ""
-    for call in one.calls:
+def by_gemma_4(generated: Generated) -> str:
+    out = f"<|channel|>thought\n{generated.thought}\n<|/channel|>" if generated.thought else ""
+    for call in generated.calls:
         ((key, value),) = call["arguments"].items()
         out += f"<|call|>call:{call['name']}{{{key}:{value}}}<|/call|>"
-    return out + one.content + ("<|result|>" if one.calls else "<|end|>")
+    return out + generated.content + ("<|result|>" if generated.calls else "<|end|>")
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -140,7 +149,7 @@ ROLES, CALLS, TWO, SYSTEM = "roles must alternate", "must write all", "one call"
 
 @dataclass(frozen=True)
 class Shape:
-    said: Said
+    spell: Speller
     families: tuple[str, ...]
     refused: dict[str, str]
     eos: str = "<|end|>"
@@ -153,13 +162,13 @@ class Shape:
 
 
 def shape(
-    families: str, said: Said, *, calls: str = "", calls_2: str = "", system: str = "",
+    families: str, spell: Speller, *, calls: str = "", calls_2: str = "", system: str = "",
     eos: str = "<|end|>",
 ) -> Shape:  # fmt: skip
     """Return a shape; the last settings are the words of refusals."""
     refused = {"call": calls, "calls": calls or calls_2, "system": system}
-    refused = {case: told for case, told in refused.items() if told}
-    return Shape(said, tuple(families.split()), refused, eos)
+    refused = {case: message for case, message in refused.items() if message}
+    return Shape(spell, tuple(families.split()), refused, eos)
 
 
 SHAPES = [
@@ -220,7 +229,7 @@ SHAPES = [
         ended("<|end|>", calls=in_json),
     ),
 ]
-FAMILIES = {family: one for one in SHAPES for family in one.families}
+FAMILIES = {family: shape for shape in SHAPES for family in shape.families}
 
 # --- the conversations --------------------------------------------------------------------------
 
@@ -229,37 +238,37 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"id": f"call {name}", "function": {"name": name, "arguments": arguments}}
 
 
-def said(role: str, content: str | None, **others: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **others}
+def say(role: str, content: str | None, **keys: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **keys}
 
 
 def answer(content: str, thought: str = "") -> dict[str, Any]:
-    return said("assistant", content, **({"reasoning_content": thought} if thought else {}))
+    return say("assistant", content, **({"reasoning_content": thought} if thought else {}))
 
 
-SINGLE = [said("user", "Two and two?"), answer("Four.")]
-MULTI = [*SINGLE, said("user", "Three?"), answer("Six, I think."), said("user", "No"), answer("7.")]
+SINGLE = [say("user", "Two and two?"), answer("Four.")]
+MULTI = [*SINGLE, say("user", "Three?"), answer("Six, I think."), say("user", "No"), answer("7.")]
 CASES: dict[str, list[dict[str, Any]]] = {
     "single": SINGLE,
     "multi": MULTI,
-    "system": [said("system", "Count."), *MULTI[:4]],
+    "system": [say("system", "Count."), *MULTI[:4]],
     "thinking": [
-        *(said("user", "Two and two?"), answer("Four.", "2 + 2")),
-        *(said("user", "Three?"), answer("Six.", "3 + 3\nis even")),
+        *(say("user", "Two and two?"), answer("Four.", "2 + 2")),
+        *(say("user", "Three?"), answer("Six.", "3 + 3\nis even")),
     ],
     "call": [
-        said("user", "Sun?"),
-        said("assistant", None, tool_calls=[call("sun", city="Rome")]),
-        said("tool", "yes", tool_call_id="call sun"),
+        say("user", "Sun?"),
+        say("assistant", None, tool_calls=[call("sun", city="Rome")]),
+        say("tool", "yes", tool_call_id="call sun"),
         answer("Sunny."),
     ],
     "calls": [
-        said("user", "Sun and rain?"),
-        said("assistant", None, tool_calls=[call("sun", city="Rome"), call("rain", day=2)]),
-        said("tool", "yes", tool_call_id="call sun"),
-        said("tool", "no", tool_call_id="call rain"),
+        say("user", "Sun and rain?"),
+        say("assistant", None, tool_calls=[call("sun", city="Rome"), call("rain", day=2)]),
+        say("tool", "yes", tool_call_id="call sun"),
+        say("tool", "no", tool_call_id="call rain"),
         answer("Sunny."),
-        said("user", "Thanks"),
+        say("user", "Thanks"),
         answer("Bye."),
     ],
 }
@@ -268,24 +277,26 @@ CASES: dict[str, list[dict[str, Any]]] = {
 def in_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Write a conversation as texts of user and assistant in turn, for templates without more."""
     out: list[dict[str, Any]] = []
-    for one in messages:
-        calls = [call["function"] for call in one.get("tool_calls", ())]
-        text = "\n".join([*([one["content"]] if one["content"] else []), *map(json.dumps, calls)])
-        role = "assistant" if one["role"] == "assistant" else "user"
+    for message in messages:
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        text = "\n".join(
+            [*([message["content"]] if message["content"] else []), *map(json.dumps, calls)]
+        )
+        role = "assistant" if message["role"] == "assistant" else "user"
         if out and out[-1]["role"] == role:
             out[-1]["content"] += f"\n\n{text}"
         else:
-            out.append(said(role, text))
+            out.append(say(role, text))
     return out
 
 
 @cache
 def reader(source: str, eos: str = "<|end|>") -> Any:
-    made = AutoTokenizer.from_pretrained(BASE)
-    made.add_special_tokens({"eos_token": eos, "additional_special_tokens": list(SPECIAL)})
-    made.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
-    made.chat_template = source
-    return made
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer.add_special_tokens({"eos_token": eos, "additional_special_tokens": list(SPECIAL)})
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    tokenizer.chat_template = source
+    return tokenizer
 
 
 def tokenizer_of(family: str) -> Any:
@@ -298,35 +309,37 @@ def template_of(family: str) -> Template:
 
 
 def samples(template: Template, messages: list[dict[str, Any]]) -> list[Sample]:
-    read = conversation({"messages": messages}, "line 3")
+    converted = conversation({"messages": messages}, "line 3")
     with warnings.catch_warnings():
         # some templates leave out thoughts
         warnings.filterwarnings("ignore", ".*leaves out text of a conversation .reasoning")
-        return template.samples(read["messages"], None, "line 3")
+        return template.samples(converted["messages"], None, "line 3")
 
 
-def stretches(one: Sample) -> Iterator[tuple[int, int]]:
+def label_spans(sample: Sample) -> Iterator[tuple[int, int]]:
     """Yield (begin, stop) of each run in the loss."""
-    pairs = enumerate(pairwise([False, *one.loss_mask, False]))
-    edges = [place for place, (before, after) in pairs if before != after]
+    pairs = enumerate(pairwise([False, *sample.loss_mask, False]))
+    edges = [index for index, (before, after) in pairs if before != after]
     yield from zip(edges[::2], edges[1::2], strict=True)
 
 
-def counted(one: Sample, reader: Any) -> list[str]:
-    return [reader.decode(one.tokens[begin:stop]) for begin, stop in stretches(one)]
+def label_texts(sample: Sample, reader: Any) -> list[str]:
+    return [reader.decode(sample.tokens[begin:stop]) for begin, stop in label_spans(sample)]
 
 
-def written(family: str, case: str, sizes: list[int]) -> list[str]:
+def generated_texts(family: str, case: str, sizes: list[int]) -> list[str]:
     """Return what the model writes in a conversation, whose texts have so many answers."""
     messages, out = conversation({"messages": CASES[case]}, "a row")["messages"], []
-    ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
-    for place, one in enumerate(messages):
-        if one["role"] == "assistant":
+    ends = list(accumulate(sizes))
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
             is_last = len(out) + 1 in ends
-            after = "" if is_last else messages[place + 1]["role"]
-            called = [call["function"] for call in one.get("tool_calls", ())]
-            wrote = Wrote(one["content"], one.get("reasoning_content", ""), called, after)
-            out.append(FAMILIES[family].said(wrote))
+            after = "" if is_last else messages[index + 1]["role"]
+            called = [call["function"] for call in message.get("tool_calls", ())]
+            generated = Generated(
+                message["content"], message.get("reasoning_content", ""), called, after
+            )
+            out.append(FAMILIES[family].spell(generated))
     return out
 
 
@@ -334,8 +347,8 @@ def written(family: str, case: str, sizes: list[int]) -> list[str]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_and_their_ends_are_counted_or_the_row_is_refused(family: str, case: str):
     shape, template = FAMILIES[family], template_of(family)
-    if told := shape.refused.get(case):
-        with pytest.raises(InputError, match=told) as caught:
+    if message := shape.refused.get(case):
+        with pytest.raises(InputError, match=message) as caught:
             samples(template, CASES[case])
         assert not any("\ue000" <= letter <= "\ue002" for letter in str(caught.value))
         # the line says "fix or remove the row", and data.bad_rows=drop removes it
@@ -345,19 +358,19 @@ def test_answers_and_their_ends_are_counted_or_the_row_is_refused(family: str, c
         with pytest.warns(UserWarning, match="1 row of x cannot be used.*left out"):
             bad.report("x", "drop")
         return
-    found = samples(template, CASES[case])
+    found_samples = samples(template, CASES[case])
     tokenizer = tokenizer_of(family)
-    texts = [counted(one, tokenizer) for one in found]
-    assert list(chain(*texts)) == written(family, case, list(map(len, texts)))
+    texts = [label_texts(sample, tokenizer) for sample in found_samples]
+    assert list(chain(*texts)) == generated_texts(family, case, list(map(len, texts)))
     # each text is the conversation up to an answer, as transformers renders it
-    read = conversation({"messages": CASES[case]}, "a row")["messages"]
-    places = [place for place, one in enumerate(read, 1) if one["role"] == "assistant"]
-    for one, size in zip(found, accumulate(map(len, texts)), strict=True):
-        assert one.text == template.renderer.render(read[: places[size - 1]])
+    messages = conversation({"messages": CASES[case]}, "a row")["messages"]
+    ends = [index for index, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    for sample, size in zip(found_samples, accumulate(map(len, texts)), strict=True):
+        assert sample.text == template.renderer.render(messages[: ends[size - 1]])
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", [one.families[-1] for one in SHAPES])
+@pytest.mark.parametrize("family", [shape.families[-1] for shape in SHAPES])
 def test_wrong_mask_is_refused_with_its_text(family: str, case: str):
     template, messages = (
         template_of(family),
@@ -365,36 +378,37 @@ def test_wrong_mask_is_refused_with_its_text(family: str, case: str):
     )
     if case in FAMILIES[family].refused:
         return
-    one = samples(template, CASES[case])[-1]
-    spans = list(stretches(one))
+    sample = samples(template, CASES[case])[-1]
+    spans = list(label_spans(sample))
     answers = [message for message in messages if message["role"] == "assistant"][-len(spans) :]
     # the first begin and the last end, each one token earlier and later
     (begin, _), (_, stop) = spans[0], spans[-1]
     wrongs = {"begin": [(begin - 1, True), (begin, False)], "end": [(stop - 1, False)]}
-    wrongs["end"] += [(stop, True)] if stop < len(one.tokens) else []
-    masks = [[value] * len(one.tokens) for value in (False, True)]
-    for place, value in chain(*wrongs.values()):
-        masks.append([*one.loss_mask[:place], value, *one.loss_mask[place + 1 :]])
+    wrongs["end"] += [(stop, True)] if stop < len(sample.tokens) else []
+    masks = [[value] * len(sample.tokens) for value in (False, True)]
+    for position, value in chain(*wrongs.values()):
+        masks.append([*sample.loss_mask[:position], value, *sample.loss_mask[position + 1 :]])
     # without the last answer
     begin, stop = spans[-1]
-    masks.append([*one.loss_mask[:begin], *[False] * (stop - begin), *one.loss_mask[stop:]])
+    masks.append([*sample.loss_mask[:begin], *[False] * (stop - begin), *sample.loss_mask[stop:]])
     for mask in masks:
         with (
             pytest.raises(InputError, match="must count the assistant's answers") as caught,
             warnings.catch_warnings(action="ignore"),
         ):
-            template.refuse_wrong_mask(replace(one, loss_mask=mask), answers)
-        assert caught.value.details.replace("⟦", "").replace("⟧", "") == one.text
+            template.refuse_wrong_mask(replace(sample, loss_mask=mask), answers)
+        assert caught.value.details.replace("⟦", "").replace("⟧", "") == sample.text
 
 
 # --- templates without a mask -------------------------------------------------------------------
 
-PLAIN = dict(other="{{ m.role }}: {{ m.content }}{{ '\n' }}", asks="assistant:")
-OTHER = dict(other="<|{{ m.role }}|>{{ m.content }}<|end|>", asks="<|assistant|>Answer: ")
+PLAIN = dict(other_turn="{{ m.role }}: {{ m.content }}{{ '\n' }}", asks="assistant:")
+OTHER = dict(other_turn="<|{{ m.role }}|>{{ m.content }}<|end|>", asks="<|assistant|>Answer: ")
 DOUBLE = dict(
-    other="<|turn|><|{{ m.role }}|>{{ m.content }}<|end|>", asks="<|turn|><|assistant|><|text|>"
+    other_turn="<|turn|><|{{ m.role }}|>{{ m.content }}<|end|>",
+    asks="<|turn|><|assistant|><|text|>",
 )
-OPENED = dict(other="<|{{ m.role }}|>{{ m.content }}", asks="<|assistant|><think>{{ '\n' }}")
+OPENED = dict(other_turn="<|{{ m.role }}|>{{ m.content }}", asks="<|assistant|><think>{{ '\n' }}")
 ENDED = ["Four.<|end|>", "Six, I think.<|end|>", "7.<|end|>"]
 
 
@@ -438,38 +452,38 @@ def test_remedy_of_a_refusal_works(refused: str, message: str, remedied: str):
     with pytest.raises(InputError, match=message) as caught:
         samples(Template(reader(refused)), MULTI)
     assert not any("\ue000" <= letter <= "\ue002" for letter in str(caught.value))
-    (one,) = samples(Template(reader(remedied)), MULTI)
-    assert counted(one, reader(remedied)) == ENDED
+    (sample,) = samples(Template(reader(remedied)), MULTI)
+    assert label_texts(sample, reader(remedied)) == ENDED
 
 
 @pytest.mark.parametrize(
-    ("role", "other", "left_out"),
+    ("role", "other_turn", "left_out"),
     [
-        ("system", "{% if m.role != 'system' %}" + OTHER["other"] + "{% endif %}", True),
-        ("user", "{% if not loop.first %}" + OTHER["other"] + "{% endif %}", True),
-        ("tools", OTHER["other"], True),
-        ("tools", "{{ tools[0].function.name if tools }}" + OTHER["other"], False),
-        ("system", OTHER["other"].replace("m.content", "m.content | trim"), False),
+        ("system", "{% if m.role != 'system' %}" + OTHER["other_turn"] + "{% endif %}", True),
+        ("user", "{% if not loop.first %}" + OTHER["other_turn"] + "{% endif %}", True),
+        ("tools", OTHER["other_turn"], True),
+        ("tools", "{{ tools[0].function.name if tools }}" + OTHER["other_turn"], False),
+        ("system", OTHER["other_turn"].replace("m.content", "m.content | trim"), False),
     ],
 )  # fmt: skip
-def test_text_that_a_template_leaves_out_is_told(role: str, other: str, left_out: bool):
-    source = turns("<|assistant|>" + TEXT + "<|end|>", other, "<|assistant|>")
-    messages = [said("system", " Count.\n")] * (role == "system") + MULTI
+def test_text_that_a_template_leaves_out_is_told(role: str, other_turn: str, left_out: bool):
+    source = turns("<|assistant|>" + TEXT + "<|end|>", other_turn, "<|assistant|>")
+    messages = [say("system", " Count.\n")] * (role == "system") + MULTI
     tools = [{"type": "function", "function": {"name": "sun"}}] if role == "tools" else None
     with warnings.catch_warnings(record=True, action="always") as caught:
         Template(reader(source)).samples(
             conversation({"messages": messages}, "")["messages"], tools
         )
-    assert [f"({role})" in str(one.message) for one in caught] == [True] * left_out
+    assert [f"({role})" in str(warning.message) for warning in caught] == [True] * left_out
 
 
 # --- several turns, and ends --------------------------------------------------------------------
 
 
-def spelt(reader: Any, text: str, content: str) -> list[int]:
+def spell_letters(reader: Any, text: str, content: str) -> list[int]:
     """Return ids of a text that spell its content letter by letter, as a model may write it."""
     before, _, after = text.partition(content)
-    return [id for one in (before, *content, after) for id in reader.encode(one)]
+    return [id for piece in (before, *content, after) for id in reader.encode(piece)]
 
 
 @pytest.mark.parametrize("thought", ["", "2 + 2"])
@@ -479,55 +493,57 @@ def test_second_turn_keeps_the_ids_of_the_answer_or_is_what_the_template_makes(
 ):
     shape, template = FAMILIES[family], template_of(family)
     tokenizer = tokenizer_of(family)
-    wrote = shape.said(Wrote("Four.", thought, after="user"))
-    if thought not in wrote:
+    generated = shape.spell(Generated("Four.", thought, after="user"))
+    if thought not in generated:
         # the family does not think
         return
-    first, second = said("user", "Two and two?"), said("user", "Three?")
+    first, second = say("user", "Two and two?"), say("user", "Three?")
     # an answer in the row is not used
     row = json.dumps({"messages": [first, answer("5."), second]})
     source = ConversationPrompts([row], template)
-    prompt, ids = source.first_prompt(0), spelt(tokenizer, wrote, "Four.")
-    found = source.next_prompt(0, prompt + ids, [ids])
+    prompt, ids = source.first_prompt(0), spell_letters(tokenizer, generated, "Four.")
+    next_prompt = source.next_prompt(0, prompt + ids, [ids])
     history = [first, answer("Four.", thought), second]
     rendered = template.renderer.render(history, add_generation_prompt=True)
     body = list(ids)
     while body[-1] in tokenizer.all_special_ids:
         body.pop()
-    assert found is not None
+    assert next_prompt is not None
     if strip_spaces(rendered).startswith(strip_spaces(tokenizer.decode(prompt + body))):
         # the end is the template's, which may be another one between turns
         is_whole = strip_spaces(rendered).startswith(strip_spaces(tokenizer.decode(prompt + ids)))
-        kept = prompt + (ids if is_whole else body)
+        beginning = prompt + (ids if is_whole else body)
         assert is_whole or family.startswith("gptoss")
-        assert found[: len(kept)] == kept
-        assert found != template.encode_prompt(history)
-        assert strip_spaces(tokenizer.decode(found)) == strip_spaces(rendered)
+        assert next_prompt[: len(beginning)] == beginning
+        assert next_prompt != template.encode_prompt(history)
+        assert strip_spaces(tokenizer.decode(next_prompt)) == strip_spaces(rendered)
     else:
         # the template removes a thought, or an empty one
-        assert found == template.encode_prompt(history)
-        assert thought or "th" in tokenizer.decode(prompt).partition("two?")[2] + wrote
+        assert next_prompt == template.encode_prompt(history)
+        assert thought or "th" in tokenizer.decode(prompt).partition("two?")[2] + generated
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_end_of_a_turn_is_the_last_token_that_the_model_writes(family: str):
-    wrote = tokenizer_of(family).encode(FAMILIES[family].said(Wrote("Four.", after="user")))
-    assert turn_end_ids(tokenizer_of(family)) == (wrote[-1],)
+    generated = tokenizer_of(family).encode(
+        FAMILIES[family].spell(Generated("Four.", after="user"))
+    )
+    assert turn_end_ids(tokenizer_of(family)) == (generated[-1],)
 
 
 def test_base_stops_at_the_end_of_the_template_and_at_its_own():
     base = FrozenBase.load(BASE, device="cpu")
     tokenizer: Any = base.tokenizer
-    prompt, known = tokenizer.encode("class A:\n    def __init__(self, name"), base.eos_ids
+    prompt, eos_ids = tokenizer.encode("class A:\n    def __init__(self, name"), base.eos_ids
     (long,) = generate(base, None, [prompt], max_new_tokens=24).tokens
     # a token of the text becomes the end of a turn
     end = tokenizer.convert_tokens_to_ids("name")
     tokenizer.add_special_tokens({"additional_special_tokens": ["name"]})
     tokenizer.chat_template = turns("A" + TEXT + "name", "U" + TEXT + "name", "A")
     stopping = FrozenBase(base.model, tokenizer, owned=False)
-    assert stopping.eos_ids == (*known, end)
+    assert stopping.eos_ids == (*eos_ids, end)
     (short,) = generate(stopping, None, [prompt], max_new_tokens=24).tokens
     assert short == long[: long.index(end) + 1]
     # a template without an end adds none
     tokenizer.chat_template = turns("A" + TEXT, "U" + TEXT, "A")
-    assert FrozenBase(base.model, tokenizer, owned=False).eos_ids == known
+    assert FrozenBase(base.model, tokenizer, owned=False).eos_ids == eos_ids

@@ -28,8 +28,8 @@ def corpus(tmp_path: Path, **choices: Any) -> DataSettings:
     return DataSettings(source="jsonl", path=write(tmp_path / "a.jsonl"), **choices)
 
 
-def contents(found: Any) -> list[list[int]]:
-    return [found.tokens(number).tolist() for number in range(len(found))]
+def contents(documents: Any) -> list[list[int]]:
+    return [documents.tokens(number).tolist() for number in range(len(documents))]
 
 
 def refuse_reading(*_: object, **__: object) -> None:
@@ -42,15 +42,15 @@ def refuse_reading(*_: object, **__: object) -> None:
 def test_documents_are_the_tokenizers_ids_with_the_end_token(tokenizer, tmp_path):
     data, total = corpus(tmp_path), 0
     for split in SPLITS:
-        found = tokenise_corpus(data, split, tokenizer)
+        documents = tokenise_corpus(data, split, tokenizer)
         texts = [row["text"] for _, row in read_split(data, split)]
-        assert len(found) == len(texts)
+        assert len(documents) == len(texts)
         for number, text in enumerate(texts):
-            wanted = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-            assert found.tokens(number).tolist() == wanted
-            assert found.lengths[number] == len(wanted)
-            assert found.loss_mask(number).all()
-        total += len(found)
+            expected = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+            assert documents.tokens(number).tolist() == expected
+            assert documents.lengths[number] == len(expected)
+            assert documents.loss_mask(number).all()
+        total += len(documents)
     assert total == len(TEXTS)
 
 
@@ -59,14 +59,14 @@ def test_long_text_file_is_cut_at_blank_lines(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("".join(paragraphs))
     pieces = {
-        where: row["text"]
+        location: row["text"]
         for split in SPLITS
-        for where, row in read_split(DataSettings(source="text", path=str(file)), split)
+        for location, row in read_split(DataSettings(source="text", path=str(file)), split)
     }
-    in_order = sorted(pieces, key=lambda where: int(where.split()[1]))
-    assert "".join(pieces[where] for where in in_order) == "".join(paragraphs)
-    assert all(8000 <= len(pieces[where]) < 9000 for where in in_order[:-1])
-    assert all(pieces[where].endswith("\n\n") for where in in_order)
+    in_order = sorted(pieces, key=lambda location: int(location.split()[1]))
+    assert "".join(pieces[location] for location in in_order) == "".join(paragraphs)
+    assert all(8000 <= len(pieces[location]) < 9000 for location in in_order[:-1])
+    assert all(pieces[location].endswith("\n\n") for location in in_order)
 
 
 # the cache
@@ -112,16 +112,16 @@ def test_changed_documents_have_another_identity(tokenizer, tmp_path):
         [*texts, next(text for text in map(str, range(100)) if split_of(text) == "prompts")],
         [*texts, texts[0]],
     ]
-    found = [identity(one) for one in [texts, *changed, texts]]
-    assert found[0] == found[-1]
-    assert len(set(found)) == len(changed) + 1
+    identities = [identity(version) for version in [texts, *changed, texts]]
+    assert identities[0] == identities[-1]
+    assert len(set(identities)) == len(changed) + 1
 
 
 def _stall(data: DataSettings) -> None:
     def slow(*args: Any) -> Any:
-        for found in read_source(*args):
+        for document in read_source(*args):
             time.sleep(0.05)
-            yield found
+            yield document
 
     read_source, tokenise.read_source = tokenise.read_source, slow
     tokenise.BATCH_ROWS = 5
@@ -133,23 +133,23 @@ def test_killed_process_leaves_nothing_in_use(tokenizer, tmp_path, cache_folder)
     data = corpus(tmp_path)
     process = multiprocessing.get_context("spawn").Process(target=_stall, args=(data,))
     process.start()
-    while not [one for one in cache_folder.glob("tokens/.*/*.arrow") if one.stat().st_size > 9999]:
+    while not any(file.stat().st_size > 9999 for file in cache_folder.glob("tokens/.*/*.arrow")):
         time.sleep(0.02)
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
     assert list(cache_folder.glob("tokens/.*/*.arrow"))
-    whole = tokenise_corpus(data, "train", tokenizer)
-    assert len(whole) == len(list(read_split(data, "train")))
-    assert [one.name[0] != "." for one in (cache_folder / "tokens").iterdir()] == [True]
+    documents = tokenise_corpus(data, "train", tokenizer)
+    assert len(documents) == len(list(read_split(data, "train")))
+    assert [folder.name[0] != "." for folder in (cache_folder / "tokens").iterdir()] == [True]
 
 
 def test_damaged_cache_is_refused_with_the_remedy(tokenizer, tmp_path, cache_folder):
     data = corpus(tmp_path)
     tokenise_corpus(data, "train", tokenizer)
     (file,) = cache_folder.glob("tokens/*/*.arrow")
-    whole = file.read_bytes()
-    for left in (0, len(whole) - 300, len(whole) - 8):
-        file.write_bytes(whole[:left])
+    content = file.read_bytes()
+    for size in (0, len(content) - 300, len(content) - 8):
+        file.write_bytes(content[:size])
         with pytest.raises(InputError, match=r"is damaged; remove .* to have it written again"):
             tokenise_corpus(data, "train", tokenizer)
 
@@ -161,31 +161,31 @@ def mixture(tmp_path: Path, **weights: float) -> DataSettings:
     sources = {}
     for name, weight in weights.items():
         number = 300 if name == "long" else 100
-        texts = [f"{name} {place} " + "word " * (place % 9) for place in range(number)]
+        texts = [f"{name} {index} " + "word " * (index % 9) for index in range(number)]
         path = write(tmp_path / f"{name}.jsonl", texts)
         sources[name] = MixtureSource(source="jsonl", path=path, weight=float(weight))
     return DataSettings(source="mixture", sources=sources)
 
 
-def shares(found: Any, tokenizer: Any) -> dict[str, float]:
+def shares(documents: Any, tokenizer: Any) -> dict[str, float]:
     tokens: dict[str, int] = {}
-    for number in range(len(found)):
-        name = str(tokenizer.decode(found.tokens(number))).split()[0]
-        tokens[name] = tokens.get(name, 0) + int(found.lengths[number])
+    for number in range(len(documents)):
+        name = str(tokenizer.decode(documents.tokens(number))).split()[0]
+        tokens[name] = tokens.get(name, 0) + int(documents.lengths[number])
     return {name: count / sum(tokens.values()) for name, count in tokens.items()}
 
 
 @pytest.mark.parametrize(("long", "short"), [(3, 1), (1, 20), (1, 0)])
 def test_mixture_weights_are_fractions_of_tokens(tokenizer, tmp_path, long, short):
-    found = tokenise_corpus(mixture(tmp_path, long=long, short=short), "train", tokenizer)
-    measured = shares(found, tokenizer)
+    documents = tokenise_corpus(mixture(tmp_path, long=long, short=short), "train", tokenizer)
+    measured = shares(documents, tokenizer)
     assert measured["long"] == pytest.approx(long / (long + short), abs=0.01)
     assert set(measured) == ({"long", "short"} if short else {"long"})
 
 
 def test_small_source_of_a_mixture_repeats_evenly(tokenizer, tmp_path):
-    found = tokenise_corpus(mixture(tmp_path, long=1, short=9), "train", tokenizer)
-    texts = [str(tokenizer.decode(found.tokens(number))) for number in range(len(found))]
+    documents = tokenise_corpus(mixture(tmp_path, long=1, short=9), "train", tokenizer)
+    texts = [str(tokenizer.decode(documents.tokens(number))) for number in range(len(documents))]
     counts = np.unique([text for text in texts if text.startswith("short")], return_counts=True)[1]
     assert counts.max() - counts.min() == 1
     rare = [text for text in texts if text.startswith("long")]
@@ -229,15 +229,15 @@ def test_answers_are_in_the_loss_and_a_question_is_in_one_split(tokenizer, tmp_p
     rows = [talk(number, answer) for number in range(200) for answer in ("no", "yes, it is")]
     write_jsonl(file, rows)
     data = DataSettings(source="chat", path=str(file))
-    asked = {
+    questions = {
         split: {row["messages"][0]["content"] for _, row in read_split(data, split)}
         for split in SPLITS
     }
-    assert sum(map(len, asked.values())) == len(set().union(*asked.values())) == 200
-    found = tokenise_corpus(data, "train", tokenizer)
-    assert len(found) == 2 * len(asked["train"])
-    for number in range(len(found)):
-        answer = found.tokens(number)[found.loss_mask(number)]
+    assert sum(map(len, questions.values())) == len(set().union(*questions.values())) == 200
+    documents = tokenise_corpus(data, "train", tokenizer)
+    assert len(documents) == 2 * len(questions["train"])
+    for number in range(len(documents)):
+        answer = documents.tokens(number)[documents.loss_mask(number)]
         assert tokenizer.decode(answer[:-1]) in ("no", "yes, it is")
         assert answer[-1] == tokenizer.eos_token_id
 
@@ -249,11 +249,11 @@ def test_no_conversation_that_is_learned_begins_with_a_held_out_question(tokeniz
     rows = []
     for number in range(100):
         messages = talk(number)["messages"]
-        more = [*messages, {"role": "user", "content": f"why {number}?"}, messages[1]]
-        rows += [{"messages": messages}, {"messages": more}]
+        longer = [*messages, {"role": "user", "content": f"why {number}?"}, messages[1]]
+        rows += [{"messages": messages}, {"messages": longer}]
     write_jsonl(file, rows)
     data = DataSettings(source="chat", path=str(file))
-    prompts = [one.text for one in held_out_prompts(data, "prompts", tokenizer, 8, 1000)]
+    prompts = [prompt.text for prompt in held_out_prompts(data, "prompts", tokenizer, 8, 1000)]
     learned = tokenise_corpus(data, "train", tokenizer)
     texts = [str(tokenizer.decode(learned.tokens(number))) for number in range(len(learned))]
     assert len(prompts) == len({*prompts}) > 1
@@ -271,12 +271,12 @@ def test_mixture_has_conversations_and_text(tokenizer, tmp_path, monkeypatch):
     masks = [counted.loss_mask(number).all() for number in range(len(counted))]
     assert True in masks
     assert False in masks
-    found = held_out_prompts(data, "prompts", tokenizer, 8, 1000)
-    assert sum("is it" in prompt.text for prompt in found) == 9
-    assert len(found) > 9
-    assert all(len(prompt.tokens) == 8 for prompt in found if "is it" not in prompt.text)
-    some = held_out_prompts(data, "prompts", tokenizer, 8, 10)
-    assert {"is it" in prompt.text for prompt in some} == {True, False}
+    prompts = held_out_prompts(data, "prompts", tokenizer, 8, 1000)
+    assert sum("is it" in prompt.text for prompt in prompts) == 9
+    assert len(prompts) > 9
+    assert all(len(prompt.tokens) == 8 for prompt in prompts if "is it" not in prompt.text)
+    few_prompts = held_out_prompts(data, "prompts", tokenizer, 8, 10)
+    assert {"is it" in prompt.text for prompt in few_prompts} == {True, False}
     # where no text is long enough there are conversations still
     assert len(held_out_prompts(data, "prompts", tokenizer, 10_000, 40)) == 9
 

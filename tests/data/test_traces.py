@@ -40,7 +40,7 @@ def test_published_form_gives_ids_and_mask(row: dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         ({"input_ids": IDS}, "needs input_ids and loss_mask, .* has input_ids"),
         ({"input_ids": [], "loss_mask": []}, "needs input_ids and loss_mask"),
@@ -63,8 +63,8 @@ def test_published_form_gives_ids_and_mask(row: dict[str, Any]):
         ({"tokens": [ASKED, SAID | {"advantages": [1]}]}, "neither: advantages"),
     ],
 )
-def test_row_that_is_no_trace_is_refused_with_its_line(row: dict[str, Any], told: str):
-    with pytest.raises(InputError, match=told) as caught:
+def test_row_that_is_no_trace_is_refused_with_its_line(row: dict[str, Any], message: str):
+    with pytest.raises(InputError, match=message) as caught:
         trace(row, "line 7 of traces.jsonl")
     assert "line 7 of traces.jsonl" in str(caught.value)
 
@@ -72,8 +72,11 @@ def test_row_that_is_no_trace_is_refused_with_its_line(row: dict[str, Any], told
 def rows() -> list[dict[str, Any]]:
     """Return 200 traces of 100 questions."""
     return [
-        {"input_ids": [*range(one % 100, one % 100 + 4), 9, one], "loss_mask": [0, 0, 0, 0, 1, 1]}
-        for one in range(200)
+        {
+            "input_ids": [*range(number % 100, number % 100 + 4), 9, number],
+            "loss_mask": [0, 0, 0, 0, 1, 1],
+        }
+        for number in range(200)
     ]
 
 
@@ -81,17 +84,17 @@ def test_traces_are_documents_with_their_mask_and_give_held_out_prompts(tokenize
     Dataset.from_list(rows()).to_parquet(tmp_path / "a.parquet")
     paths = write_jsonl(tmp_path / "a.jsonl", rows()), str(tmp_path / "a.parquet")
     for data in (DataSettings(source="traces", path=path) for path in paths):
-        asked = {}
+        starts = {}
         for split in SPLITS:
             documents = tokenise_corpus(data, split, tokenizer)
-            ids = [documents.tokens(one).tolist() for one in range(len(documents))]
-            asked[split] = {tuple(one[:4]) for one in ids}
+            ids = [documents.tokens(number).tolist() for number in range(len(documents))]
+            starts[split] = {tuple(row_ids[:4]) for row_ids in ids}
             assert documents.loss_mask(0).tolist() == [False] * 4 + [True] * 2
-            assert all(one in [row["input_ids"] for row in rows()] for one in ids)
+            assert all(row_ids in [row["input_ids"] for row in rows()] for row_ids in ids)
         # all traces of a question are in one split
-        assert sum(map(len, asked.values())) == 100
+        assert sum(map(len, starts.values())) == 100
         prompts = held_out_prompts(data, "prompts", tokenizer, 64, 100)
-        assert {tuple(one.tokens) for one in prompts} == asked["prompts"]
+        assert {tuple(prompt.tokens) for prompt in prompts} == starts["prompts"]
         with pytest.raises(InputError, match="thinking needs questions"):
             held_out_prompts(data, "prompts", tokenizer, 64, 100, thinking=[True])
 
@@ -102,8 +105,10 @@ def test_bad_traces_are_listed_or_left_out(tokenizer, tmp_path):
     file.write_text(file.read_text() + json.dumps(3) + "\n")
     data = DataSettings(source="traces", path=str(file))
     top = len(tokenizer) - 1
-    told = rf"3 rows of .*loss_mask.*line 202.*tokenizer, 0 to {top} \(1: line 201 .* has 1000000"
-    with pytest.raises(InputError, match=told):
+    message = (
+        rf"3 rows of .*loss_mask.*line 202.*tokenizer, 0 to {top} \(1: line 201 .* has 1000000"
+    )
+    with pytest.raises(InputError, match=message):
         tokenise_corpus(data, "train", tokenizer)
     dropped = DataSettings(source="traces", path=str(file), bad_rows="drop")
     with pytest.warns(UserWarning, match="3 rows of .*they are left out"):
