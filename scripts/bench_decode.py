@@ -306,7 +306,7 @@ def engine(bench: Bench) -> list[dict[str, Any]]:
 def step_cost(bench: Bench, head: Any, context: int, batches: Sequence[int]) -> dict[str, Any]:
     """Return the fitted cost of steps by batch and nodes: what goodput chooses by."""
     # it needs datasets, which the other parts do without
-    from specheads.measure.tune import fit, time_steps
+    from specheads.measure.step_times import fit_cost, time_steps
 
     ways, prompts = [], []
     for size in batches:
@@ -315,7 +315,7 @@ def step_cost(bench: Bench, head: Any, context: int, batches: Sequence[int]) -> 
             prompts.append([bench.prompt(context, row) for row in range(size)])
     settings = GenerationSettings(max_new_tokens=1)
     points = time_steps(bench.base, ways, prompts, generation=settings, rounds=2)
-    cost, error = fit(points)
+    cost, error = fit_cost(points)
     return {"cost": cost, "error": error, "points": [asdict(point) for point in points]}
 
 

@@ -27,7 +27,8 @@ from specheads.decoding.trees.tuned import FILE, Machine, Tuned
 from specheads.export.layouts.vllm import HEAD_VARIABLE
 from specheads.export.vllm_head import COST_FILE, ServingCost
 from specheads.heads.load import load_head
-from specheads.measure.tune import CONTEXTS, fit_ragged, fit_server, tune_head, tuning_table
+from specheads.measure.step_times import fit_ragged, fit_server_cost
+from specheads.measure.tune import CONTEXTS, tune_head, tuning_table
 from specheads.runs.directory import RunDirectory
 from specheads.training.memory import server_dtype
 
@@ -121,7 +122,7 @@ def tune_vllm(settings: Tune) -> ServingCost:
             "above; name another interpreter as python=PATH"
         )
     answer = json.loads(done.stdout)
-    cost, error = fit_server(answer["steps"])
+    cost, error = fit_server_cost(answer["steps"])
     served = ServingCost(
         engine=answer["engine"],
         machine=from_json(Machine, answer["machine"]),

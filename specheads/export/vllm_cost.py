@@ -2,8 +2,8 @@
 
 `specheads tune engine=vllm` starts this module as a program in vLLM's own environment. It reads a
 job as JSON from stdin: `model`, `dtype`, `depth`, `batch_sizes` and `contexts`. It writes `engine`
-(the version), its `machine`, `steps` and `ragged` to stdout: see `measure.tune.fit_server` and
-`fit_ragged`.
+(the version), its `machine`, `steps` and `ragged` to stdout: see `fit_server_cost` and `fit_ragged`
+in `measure.step_times`.
 """
 
 import importlib

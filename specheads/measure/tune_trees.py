@@ -9,9 +9,9 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, takewhile
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 """Node counts of candidate trees, root included; the largest size in the settings is added."""
 THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """Thresholds that are tried for an early stop."""
-LEAST_GAIN = 1.01
+MIN_GAIN = 1.01
 """Gain over a chain without a stop below which the stop is not tried."""
 
 
@@ -60,7 +60,7 @@ class TuningText:
     """Document that the prompt was cut from: see `GenerationSettings.sources`."""
 
     @property
-    def text(self) -> tuple[list[int], list[int]]:
+    def tokens(self) -> tuple[list[int], list[int]]:
         """The prompt and its continuation."""
         return self.prompt, self.continuation
 
@@ -71,47 +71,56 @@ class TuningTexts:
 
     context: int
     """Tokens of the rows whose steps are timed."""
-    grown: Sequence[TuningText]
+    fit_texts: Sequence[TuningText]
     """The half that trees are built from."""
-    judged: Sequence[TuningText]
+    test_texts: Sequence[TuningText]
     """The half that trees are judged by; a single text serves both."""
 
     def rows(self, batch: int, first: int = 0) -> list[list[int]]:
-        """Return `batch` rows of exactly `context` tokens, from judged text `first` on.
+        """Return `batch` rows of exactly `context` tokens, from test text `first` on.
 
         A row ends in the middle of its continuation. If it is too short, other texts precede it.
         """
-        texts = [one.prompt + one.continuation[: len(one.continuation) // 2] for one in self.judged]
+        halves = [
+            text.prompt + text.continuation[: len(text.continuation) // 2]
+            for text in self.test_texts
+        ]
         rows = []
-        for place in range(first, first + batch):
+        for index in range(first, first + batch):
             row = list[int]()
             while len(row) < self.context:
-                row, place = texts[place % len(texts)] + row, place - 1
+                row, index = halves[index % len(halves)] + row, index - 1
             rows.append(row[-self.context :])
         return rows
 
 
 def validation_prompts(
-    corpus: DataSettings, base: FrozenBase, length: int, number: int, *, longest: int, seed: int
+    corpus: DataSettings,
+    base: FrozenBase,
+    length: int,
+    num_prompts: int,
+    *,
+    longest: int,
+    seed: int,
 ) -> list[Prompt]:
     """Return whole validation prompts of about `length` tokens, and at most `longest`.
 
     Questions of users have any length, so the nearest of four times as many are taken: a truncated
     prompt has less to copy.
     """
-    wanted = base.tokenizer_for("tuning"), length, 4 * number, seed
+    request = base.tokenizer_for("tuning"), length, 4 * num_prompts, seed
     try:
-        found = held_out_prompts(corpus, "validation", *wanted)
+        prompts = held_out_prompts(corpus, "validation", *request)
     except InputError:
         # with few documents there may be no validation text, or none of this length
-        found = held_out_prompts(corpus, "train", *wanted)
-    found = [one for one in found if len(one.tokens) <= longest]
-    if not found:
+        prompts = held_out_prompts(corpus, "train", *request)
+    prompts = [prompt for prompt in prompts if len(prompt.tokens) <= longest]
+    if not prompts:
         raise InputError(
             f"a tree is chosen on prompts of at most {longest} tokens, got none; lower contexts or "
             "prompt_tokens, or choose other data"
         )
-    return sorted(found, key=lambda one: abs(len(one.tokens) - length))[:number]
+    return sorted(prompts, key=lambda prompt: abs(len(prompt.tokens) - length))[:num_prompts]
 
 
 def write_texts(
@@ -125,22 +134,24 @@ def write_texts(
 
     Texts of one source go to the same half.
     """
-    tokens, sources = [one.tokens for one in prompts], [one.source for one in prompts]
-    written = continue_prompts(base, tokens, replace(generation, batch_size=8))
-    each = zip(tokens, written, expand_sampling(generation.sampling, len(tokens)), strict=True)
+    tokens = [prompt.tokens for prompt in prompts]
+    sources = [prompt.source for prompt in prompts]
+    continuations = continue_prompts(base, tokens, replace(generation, batch_size=8))
+    samplings = expand_sampling(generation.sampling, len(tokens))
+    rows = list(zip(tokens, continuations, samplings, strict=True))
     ranks = [
-        guess_ranks(base, head, *text, width=WIDTH, sampling=one, coupled=generation.coupled)
-        for *text, one in progress_bar(list(each), "guesses", generation.progress)
+        guess_ranks(base, head, *text, width=WIDTH, sampling=seeded, coupled=generation.coupled)
+        for *text, seeded in progress_bar(rows, "guesses", generation.progress)
     ]
     numbers = number_sources(sources)
     if not any(numbers):
         numbers = range(len(sources))
-    texts = [*map(TuningText, tokens, written, ranks, sources)]
-    grown, judged = (
+    texts = [*map(TuningText, tokens, continuations, ranks, sources)]
+    fit_texts, test_texts = (
         [text for text, number in zip(texts, numbers, strict=True) if number % 2 == half]
         for half in (0, 1)
     )
-    return TuningTexts(context, grown, judged or grown)
+    return TuningTexts(context, fit_texts, test_texts or fit_texts)
 
 
 # --- acceptance --------------------------------------------------------------------------------
@@ -151,12 +162,12 @@ def path_shares(ranks: Sequence[Tensor]) -> dict[RankPath, float]:
     counts: Counter[RankPath] = Counter()
     rows = torch.cat(list(ranks)).tolist()
     for row in rows:
-        guessed = takewhile(lambda rank: 0 <= rank < WIDTH, row)
-        counts.update(accumulate((rank,) for rank in guessed))
+        guesses = takewhile(lambda rank: 0 <= rank < WIDTH, row)
+        counts.update(accumulate((rank,) for rank in guesses))
     return {path: count / len(rows) for path, count in counts.items()}
 
 
-def positional(shares: Mapping[RankPath, float], depth: int) -> list[float]:
+def positional_rates(shares: Mapping[RankPath, float], depth: int) -> list[float]:
     """Return how often each rank is the right one after a right token, at any depth."""
     reached = 1 + sum(share for path, share in shares.items() if len(path) < depth)
     # a head may have fewer guesses than WIDTH
@@ -166,29 +177,29 @@ def positional(shares: Mapping[RankPath, float], depth: int) -> list[float]:
     return rates
 
 
-def match_rates(copies: Sequence[Sequence[LookupDraft]], size: int) -> list[MatchRates]:
+def match_rates(texts: Sequence[Sequence[LookupDraft]], size: int) -> list[MatchRates]:
     """Return how often prompt lookup finds n-grams of each length, and is right then.
 
     The positions are the steps of a loop that copies `size` tokens and skips what it accepts.
     """
-    steps, found = 0, [DepthCounts.zeros(size) for _ in range(MAX_NGRAM)]
-    for one in copies:
-        place = 0
-        while place < len(one):
-            right, length, matched = one[place]
-            right = min(right, size)
-            if matched:
+    num_steps, counts = 0, [DepthCounts.zeros(size) for _ in range(MAX_NGRAM)]
+    for drafts in texts:
+        root = 0
+        while root < len(drafts):
+            draft = drafts[root]
+            num_right = min(draft.num_right, size)
+            if draft.ngram:
                 # tokens after the end of the text are unknown
-                rejected = right < min(length, size, len(one) - place)
-                found[matched - 1].add(right, drafted_beyond=rejected)
-            steps += 1
-            place += 1 + right
+                is_rejected = num_right < min(draft.num_tokens, size, len(drafts) - root)
+                counts[draft.ngram - 1].add(num_right, drafted_beyond=is_rejected)
+            num_steps += 1
+            root += 1 + num_right
     return [
         MatchRates(
-            share=one.forwards / max(steps, 1),
-            rates=[a / max(b, 1) for a, b in zip(one.accepted, one.offered, strict=True)],
+            share=ngram.forwards / max(num_steps, 1),
+            rates=[a / max(b, 1) for a, b in zip(ngram.accepted, ngram.offered, strict=True)],
         )
-        for one in found
+        for ngram in counts
     ]
 
 
@@ -206,7 +217,7 @@ def most_followed(
     def value(path: RankPath) -> float:
         return shares.get(path, 0.0) + 1e-9 * prod(rates[rank] for rank in path)
 
-    return _likeliest(value, size, depth, len(rates))
+    return likeliest_paths(value, size, depth, len(rates))
 
 
 def sequoia(rates: Sequence[float], size: int, depth: int) -> list[RankPath]:
@@ -216,10 +227,10 @@ def sequoia(rates: Sequence[float], size: int, depth: int) -> list[RankPath]:
 
     Source: Chen et al. 2024, arXiv:2402.12374, section 4.1.
     """
-    return _likeliest(lambda path: prod(rates[rank] for rank in path), size, depth, len(rates))
+    return likeliest_paths(lambda path: prod(rates[rank] for rank in path), size, depth, len(rates))
 
 
-def _likeliest(
+def likeliest_paths(
     value: Callable[[RankPath], float], size: int, depth: int, width: int
 ) -> list[RankPath]:
     """Take the best path whose prefix was taken, until the tree has `size` nodes with the root."""
@@ -244,10 +255,10 @@ def candidate_trees(ranks: Sequence[Tensor], depth: int, max_nodes: int) -> list
     `ranks` come from `guess_ranks` with width `WIDTH`.
     """
     shares = path_shares(ranks)
-    rates = positional(shares, depth)
+    rates = positional_rates(shares, depth)
     chains = [policies.chain(length) for length in range(1, min(depth, max_nodes - 1) + 1)]
     distinct = {chain.paths: chain for chain in chains}
-    for size in [*(one for one in SIZES if one < max_nodes), max_nodes]:
+    for size in [*(size for size in SIZES if size < max_nodes), max_nodes]:
         for paths in most_followed(shares, rates, size, depth), sequoia(rates, size, depth):
             tree = policies.Static(paths, "tree")
             distinct.setdefault(tree.paths, tree)
@@ -270,84 +281,62 @@ def predict(
 # --- chains that stop early --------------------------------------------------------------------
 
 
-Trace = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Greedy drafts of a chain along one text, with axes (position, depth): their log probabilities,
-the entropies, the head's probability that they are accepted, and whether the best guess is the
-base's token, given the text before it."""
+class Trace(NamedTuple):
+    """Greedy drafts of a chain along texts: tensors with axes (position, depth)."""
+
+    log_probs: Tensor
+    entropies: Tensor
+    probs: Tensor
+    """The head's probability that each draft is accepted."""
+    is_right: Tensor
+    """Whether the best guess is the base's token, given the text before it."""
+
+    @classmethod
+    def join(cls, traces: Sequence["Trace"]) -> "Trace":
+        """Return the positions of all traces."""
+        return cls(*map(torch.cat, zip(*traces, strict=True)))
+
+    def reached(self) -> Tensor:
+        """Return which drafts have only right ones above them."""
+        reached = torch.ones_like(self.is_right)
+        reached[:, 1:] = self.is_right[:, :-1].cumprod(1).bool()
+        return reached
 
 
 def trace_texts(
     base: FrozenBase, head: Head, texts: Iterable[tuple[list[int], list[int]]]
 ) -> list[Trace]:
     """Return the traces of prompts and their continuations, without those that are too short."""
-    return [trace(base, head, *text) for text in texts if len(text[1]) > head.depth]
+    return [trace_text(base, head, *text) for text in texts if len(text[1]) > head.depth]
 
 
 @torch.inference_mode()
-def trace(base: FrozenBase, head: Head, prompt: list[int], continuation: list[int]) -> Trace:
+def trace_text(base: FrozenBase, head: Head, prompt: list[int], continuation: list[int]) -> Trace:
     """Return the trace of a text from all positions whose drafts end within it."""
     text = torch.tensor([prompt + continuation], device=base.device)
-    first, count = len(prompt) - 1, len(continuation) - head.depth
-    features, anchors = base.read(text, head.aux_layers), anchor_mask(text, first, count)
+    start, count = len(prompt) - 1, len(continuation) - head.depth
+    features, anchors = base.read(text, head.aux_layers), anchor_mask(text, start, count)
     columns = []
-    for level, state in enumerate(head.states(features, text, anchors)):
-        logs = head.logits(state[0, first : first + count], level).double().log_softmax(-1)
-        guess, labels = logs.max(-1), text[0, first + 2 + level :][:count]
-        sure = head.confidence_logits(state[0, first : first + count])
-        chances = guess.values.exp() if sure is None else sure.double().sigmoid()
-        right = head.to_tokens(guess.indices) == labels
-        columns.append((guess.values, entropy(logs), chances, right))
-    log_probs, entropies, chances, right = map(
-        partial(torch.stack, dim=1), zip(*columns, strict=True)
-    )
-    return log_probs.cpu(), entropies.cpu(), chances.cpu(), right.cpu()
+    for level, states in enumerate(head.states(features, text, anchors)):
+        state = states[0, start : start + count]
+        log_probs = head.logits(state, level).double().log_softmax(-1)
+        best, labels = log_probs.max(-1), text[0, start + 2 + level :][:count]
+        confidence = head.confidence_logits(state)
+        probs = best.values.exp() if confidence is None else confidence.double().sigmoid()
+        is_right = head.to_tokens(best.indices) == labels
+        columns.append((best.values, entropy(log_probs), probs, is_right))
+    return Trace(*(torch.stack(levels, dim=1).cpu() for levels in zip(*columns, strict=True)))
 
 
-def learn(traces: Sequence[Trace]) -> Estimate:
+def fit_estimate(traces: Sequence[Trace]) -> Estimate:
     """Fit a logistic regression: is a draft right, given that those above it are?"""
-    log_probs, entropies, _, right = map(torch.cat, zip(*traces, strict=True))
-    levels, reached = torch.arange(right.shape[1]).expand_as(log_probs), _reached(right)
-    columns = [torch.ones_like(log_probs), log_probs, entropies, levels.double()]
-    inputs, labels = torch.stack(columns, dim=-1)[reached], right[reached]
+    trace = Trace.join(traces)
+    levels, reached = torch.arange(trace.is_right.shape[1]), trace.reached()
+    ones = torch.ones_like(trace.log_probs)
+    columns = [ones, trace.log_probs, trace.entropies, levels.expand_as(ones).double()]
+    inputs, labels = torch.stack(columns, dim=-1)[reached], trace.is_right[reached]
     bias, log_prob, weight, level = logistic_regression(inputs, labels, [0.0] * 4).tolist()
     return Estimate(bias=bias, log_prob=log_prob, entropy=weight, level=level)
-
-
-def _reached(right: Tensor) -> Tensor:
-    """Return which drafts have only right ones above them."""
-    above = torch.ones_like(right)
-    above[:, 1:] = right[:, :-1].cumprod(1).bool()
-    return above
-
-
-# --- calibration -------------------------------------------------------------------------------
-
-
-def calibrate(grown: Sequence[Trace], judged: Sequence[Trace], depth: int) -> list[Curve]:
-    """Return the calibration of each depth, fitted to some traces and judged on others.
-
-    Empty if they reach some depth too rarely to measure it.
-    """
-    own, others = (draft_chances(some, depth) for some in (grown, judged))
-    if not all(len(probs) for probs, _ in (*own, *others)):
-        return []
-    return [fit_curve(*one, *other) for one, other in zip(own, others, strict=True)]
-
-
-Drafts = tuple[NDArray[np.float64], NDArray[np.bool_]]
-"""The head's probability that each draft is accepted, and whether it is."""
-
-
-def draft_chances(traces: Sequence[Trace], depth: int) -> list[Drafts]:
-    """Return the drafts of each depth of greedy chains, where those above are right."""
-    if not traces:
-        return [(np.empty(0), np.empty(0, dtype=bool))] * depth
-    _, _, chances, right = map(torch.cat, zip(*traces, strict=True))
-    above = _reached(right)
-    return [
-        (chances[above[:, level], level].numpy(), right[above[:, level], level].numpy())
-        for level in range(depth)
-    ]
 
 
 def best_stop(
@@ -357,30 +346,59 @@ def best_stop(
 
     Replay is exact: a chain that stops is a shorter chain.
     """
-    depth = traces[0][-1].shape[1]
-    seconds = [cost.seconds(1, context, drafted + 1, drafted) for drafted in range(depth + 1)]
+    depth = traces[0].is_right.shape[1]
+    seconds = [cost.seconds(1, context, level + 1, level) for level in range(depth + 1)]
     rates = dict.fromkeys((0.0, *THRESHOLDS), 0.0)
-    known = [
+    rows = [
         (
-            estimate(log_probs, entropies, torch.arange(depth)),
-            found.int().cumprod(1).sum(1).tolist(),
+            estimate(trace.log_probs, trace.entropies, torch.arange(depth)),
+            trace.is_right.int().cumprod(1).sum(1).tolist(),
         )
-        for log_probs, entropies, _, found in traces
+        for trace in traces
     ]
     for confidence in rates:
-        tokens, taken = 0, 0.0
-        for chances, right in known:
-            continues = (chances >= confidence)[:, :-1].int().cumprod(1).sum(1)
+        num_tokens, total_seconds = 0, 0.0
+        for probs, num_right in rows:
+            continues = (probs >= confidence)[:, :-1].int().cumprod(1).sum(1)
             lengths = (1 + continues).tolist()
-            place = 0
-            while place < len(lengths):
-                accepted = min(right[place], lengths[place])
-                taken += seconds[lengths[place]]
-                tokens += accepted + 1
-                place += accepted + 1
-        rates[confidence] = tokens / taken
-    confidence = max(rates, key=lambda one: rates[one])
-    if rates[confidence] < LEAST_GAIN * rates[0.0]:
+            position = 0
+            while position < len(lengths):
+                accepted = min(num_right[position], lengths[position])
+                total_seconds += seconds[lengths[position]]
+                num_tokens += accepted + 1
+                position += accepted + 1
+        rates[confidence] = num_tokens / total_seconds
+    confidence = max(rates, key=lambda threshold: rates[threshold])
+    if rates[confidence] < MIN_GAIN * rates[0.0]:
         return None
     paths = [(0,) * length for length in range(1, depth + 1)]
     return policies.Static(paths, "learned stop", confidence, estimate)
+
+
+# --- calibration -------------------------------------------------------------------------------
+
+DraftChances = tuple[NDArray[np.float64], NDArray[np.bool_]]
+"""The head's probability that each draft is accepted, and whether it is."""
+
+
+def draft_chances(traces: Sequence[Trace], depth: int) -> list[DraftChances]:
+    """Return the drafts of each depth of greedy chains, where those above are right."""
+    if not traces:
+        return [(np.empty(0), np.empty(0, dtype=bool))] * depth
+    trace = Trace.join(traces)
+    reached = trace.reached()
+    return [
+        (probs[rows].numpy(), is_right[rows].numpy())
+        for probs, is_right, rows in zip(trace.probs.T, trace.is_right.T, reached.T, strict=True)
+    ]
+
+
+def calibrate(fit_traces: Sequence[Trace], test_traces: Sequence[Trace], depth: int) -> list[Curve]:
+    """Return the calibration of each depth, fitted to some traces and judged on others.
+
+    Empty if they reach some depth too rarely to measure it.
+    """
+    fit, test = draft_chances(fit_traces, depth), draft_chances(test_traces, depth)
+    if not all(len(probs) for probs, _ in (*fit, *test)):
+        return []
+    return [fit_curve(*a, *b) for a, b in zip(fit, test, strict=True)]

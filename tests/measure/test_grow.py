@@ -9,7 +9,7 @@ from specheads.measure.tune_trees import most_followed, sequoia
 RATES = (0.6, 0.2, 0.1, 0.05)
 
 
-def worth(paths, rates):
+def expected_tokens(paths, rates):
     total = 1.0
     for path in paths:
         value = 1.0
@@ -19,23 +19,23 @@ def worth(paths, rates):
     return total
 
 
-def closed(paths):
-    known = {(), *paths}
-    return len(known) == len(paths) + 1 and all(path[:-1] in known for path in paths)
+def is_closed(paths):
+    nodes = {(), *paths}
+    return len(nodes) == len(paths) + 1 and all(path[:-1] in nodes for path in paths)
 
 
 def every_tree(size, depth, width):
     """Yield all rank trees of a size: sets of paths that contain every prefix."""
-    seen, last = {frozenset()}, {frozenset()}
+    trees = {frozenset()}
     for _ in range(size - 1):
-        grown = set()
-        for tree in last:
-            for above in [(), *tree]:
-                if len(above) < depth:
-                    grown |= {tree | {(*above, rank)} for rank in range(width)} - {tree}
-        last = {tree for tree in grown if tree not in seen}
-        seen |= last
-    return [tree for tree in last if len(tree) == size - 1]
+        trees = {
+            tree | {(*parent, rank)}
+            for tree in trees
+            for parent in [(), *tree]
+            for rank in range(width)
+            if len(parent) < depth and (*parent, rank) not in tree
+        }
+    return trees
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def every_tree(size, depth, width):
 def test_values_are_those_of_sequoias_dynamic_programme(size, levels, value):
     paths = sequoia(RATES, size, levels - 1)
     assert len(paths) == size - 1
-    assert closed(paths)
-    assert worth(paths, RATES) == pytest.approx(value, abs=1e-6)
+    assert is_closed(paths)
+    assert expected_tokens(paths, RATES) == pytest.approx(value, abs=1e-6)
 
 
 @pytest.mark.parametrize("size", range(1, 8))
@@ -57,16 +57,16 @@ def test_best_tree_equals_exhaustive_search(size):
         # in any order
         rates = [generator.random() / width for _ in range(width)]
         trees = every_tree(size, depth, width)
-        wanted = max((worth(tree, rates) for tree in trees), default=None)
-        grown = sequoia(rates, size, depth)
-        if wanted is not None:
-            assert worth(grown, rates) == pytest.approx(wanted, rel=1e-12)
-        assert closed(grown)
+        paths = sequoia(rates, size, depth)
+        if trees:
+            best = max(expected_tokens(tree, rates) for tree in trees)
+            assert expected_tokens(paths, rates) == pytest.approx(best, rel=1e-12)
+        assert is_closed(paths)
 
 
 def test_followed_paths_precede_rates():
     shares = {(0,): 0.5, (1,): 0.1, (1, 1): 0.09}
     assert most_followed(shares, (0.6, 0.4), 4, 2) == [(0,), (1,), (1, 1)]
-    grown = most_followed(shares, (0.6, 0.4), 7, 2)
-    assert closed(grown)
-    assert len(grown) == 6
+    paths = most_followed(shares, (0.6, 0.4), 7, 2)
+    assert is_closed(paths)
+    assert len(paths) == 6

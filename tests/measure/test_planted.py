@@ -25,7 +25,7 @@ METHODS = (
     *("head", "prompt_lookup", "hybrid", "streaming", "draft_model"),
     *("transformers_lookup", "transformers_assisted"),
 )
-HOW = GenerationSettings(max_new_tokens=30, batch_size=3)
+SETTINGS = GenerationSettings(max_new_tokens=30, batch_size=3)
 
 
 @dataclass
@@ -66,15 +66,15 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def late(kind: Callable[..., Drafter]) -> Callable[..., Drafter]:
-    def make(model: Any, depth: int, *rest: Any, **settings: Any) -> Drafter:
-        return OneLate(kind(model, depth + 1, *rest, **settings))
+    def make(model: Any, depth: int, *args: Any, **settings: Any) -> Drafter:
+        return OneLate(kind(model, depth + 1, *args, **settings))
 
     return make
 
 
 def late_candidates(right: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
-    def get(self: Any, input_ids: Tensor, **more: Any) -> tuple[Tensor, Any]:
-        ids, logits = right(self, input_ids, **more)
+    def get(self: Any, input_ids: Tensor, **settings: Any) -> tuple[Tensor, Any]:
+        ids, logits = right(self, input_ids, **settings)
         drafted = ids[:, input_ids.shape[1] :]
         # the token after the last one is unknown; use another one
         last = (drafted[:, -1:] + 1) % tiny.VOCAB
@@ -83,7 +83,7 @@ def late_candidates(right: Callable[..., tuple[Tensor, Any]]) -> Callable[..., t
     return get
 
 
-def made(head: Habit) -> dict[str, Any]:
+def make_all_methods(head: Habit) -> dict[str, Any]:
     """Return the methods of a comparison; the draft model is a copy of the base."""
     base, model = tiny.base(), tiny.base("llama", "eager")
     names = [*METHODS, "transformers"]
@@ -97,12 +97,11 @@ def rate(name: str, head: Habit) -> float:
     """Return tokens per forward; the text is the base's own whatever is drafted."""
     # prompt lookup needs prompts that repeat themselves
     texts = prompts() if "lookup" in name else tiny.prompts()
-    decoded = made(head)[name].decode(tiny.base(), texts, HOW)
-    assert [one.tokens for one in decoded] == continue_prompts(tiny.base(), texts, HOW)
-    counts = [one.counts for one in decoded]
-    return DepthCounts(
-        sum(one.forwards for one in counts), [], [sum(sum(one.accepted) for one in counts)]
-    ).tokens_per_forward
+    decoded = make_all_methods(head)[name].decode(tiny.base(), texts, SETTINGS)
+    assert [text.tokens for text in decoded] == continue_prompts(tiny.base(), texts, SETTINGS)
+    counts = [text.counts for text in decoded]
+    accepted = sum(sum(prompt.accepted) for prompt in counts)
+    return DepthCounts(sum(prompt.forwards for prompt in counts), [], [accepted]).tokens_per_forward
 
 
 def test_every_drafting_method_is_tested():

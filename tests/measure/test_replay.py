@@ -68,55 +68,55 @@ def prompts() -> list[list[int]]:
 
 
 @functools.cache
-def alone() -> list[list[int]]:
+def base_texts() -> list[list[int]]:
     return continue_prompts(tiny.base(), prompts(), GenerationSettings(max_new_tokens=NEW_TOKENS))
 
 
-def decoded(drafter: Drafter | None, tree: policies.TreePolicy) -> list[DepthCounts]:
-    how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=tree, batch_size=3)
-    found = decode_prompts(tiny.base(), drafter, prompts(), how)
-    assert [one.tokens for one in found] == alone()
-    return [one.counts for one in found]
+def count_decoding(drafter: Drafter | None, tree: policies.TreePolicy) -> list[DepthCounts]:
+    generation = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=tree, batch_size=3)
+    decoded = decode_prompts(tiny.base(), drafter, prompts(), generation)
+    assert [text.tokens for text in decoded] == base_texts()
+    return [text.counts for text in decoded]
 
 
-def replayed(ranks: list[torch.Tensor], tree: policies.Static) -> list[DepthCounts]:
+def replay_hybrid(ranks: list[torch.Tensor], tree: policies.Static) -> list[DepthCounts]:
     return [
         replay(rows, HybridTree(tree, SIZE), text=(prompt, text))
-        for rows, prompt, text in zip(ranks, prompts(), alone(), strict=True)
+        for rows, prompt, text in zip(ranks, prompts(), base_texts(), strict=True)
     ]
 
 
 @pytest.mark.parametrize(
     ("name", "tree"),
     [*((name, TREE) for name in [*kinds(), "habit"]), ("habit", CHAIN), ("eagle3", CHAIN)],
-    ids=lambda one: getattr(one, "name", one),
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_replay_of_trees_and_hybrids_gives_the_loops_integers(name: str, tree: policies.Static):
     drafter = head(name)
     ranks = [
         guess_ranks(tiny.base(), drafter, prompt, text, width=4)
-        for prompt, text in zip(prompts(), alone(), strict=True)
+        for prompt, text in zip(prompts(), base_texts(), strict=True)
     ]
     plain = [replay(rows, tree) for rows in ranks]
-    assert plain == decoded(drafter, tree)
-    found = replayed(ranks, tree)
+    assert plain == count_decoding(drafter, tree)
+    hybrid = replay_hybrid(ranks, tree)
     for trim in (False, True):
-        assert found == decoded(drafter, HybridTree(tree, SIZE, trim=trim))
+        assert hybrid == count_decoding(drafter, HybridTree(tree, SIZE, trim=trim))
     if name == "habit":
-        both, one = (DepthCounts.total(some, len(some[0].offered)) for some in (found, plain))
-        assert both.tokens_per_forward > one.tokens_per_forward > 1
+        totals = [DepthCounts.total(counts, len(counts[0].offered)) for counts in (hybrid, plain)]
+        assert totals[0].tokens_per_forward > totals[1].tokens_per_forward > 1
 
 
 def test_replay_of_prompt_lookup_gives_the_loops_integers():
-    ranks = [torch.zeros(len(text) - 1, 0, dtype=torch.long) for text in alone()]
-    found = replayed(ranks, policies.NOTHING)
-    assert found == decoded(None, lookup_tree(SIZE))
-    assert sum(sum(one.accepted) for one in found) > 0
+    ranks = [torch.zeros(len(text) - 1, 0, dtype=torch.long) for text in base_texts()]
+    counts = replay_hybrid(ranks, policies.NOTHING)
+    assert counts == count_decoding(None, lookup_tree(SIZE))
+    assert sum(sum(prompt.accepted) for prompt in counts) > 0
 
 
 # --- above temperature zero, with and without coupling -------------------------------------------
 
-ASKED = {
+SAMPLINGS = {
     "greedy": Sampling(),
     "cool": Sampling(temperature=0.6, seed=3),
     "warm": Sampling(temperature=1.0, seed=3),
@@ -126,69 +126,69 @@ ASKED = {
 }
 HABITS = ["habit", "habit of few tokens"]
 CASES = [
-    *((name, asked, True) for name in HABITS for asked in ASKED),
+    *((name, sampling, True) for name in HABITS for sampling in SAMPLINGS),
     *((name, "warm", True) for name in kinds()),
-    *(("habit", asked, False) for asked in ASKED),
+    *(("habit", sampling, False) for sampling in SAMPLINGS),
 ]
 """Head, sampling, and whether drafts are coupled."""
-MORE = [
-    *((name, asked, True) for name in kinds() for asked in ASKED if asked != "warm"),
+MORE_CASES = [
+    *((name, sampling, True) for name in kinds() for sampling in SAMPLINGS if sampling != "warm"),
     *((name, "warm", False) for name in [*kinds(), HABITS[1]]),
 ]
 
 
 @functools.cache
-def written(asked: str) -> list[list[int]]:
-    """Return the text of the base alone."""
-    return continue_prompts(tiny.base(), tiny.prompts(), how(asked))
+def sampled_texts(name: str) -> list[list[int]]:
+    """Return the texts of the base alone with the sampling of this name."""
+    return continue_prompts(tiny.base(), tiny.prompts(), settings(name))
 
 
-def how(
-    asked: str, *, coupled: bool = True, tree: policies.TreePolicy | None = None
+def settings(
+    name: str, *, coupled: bool = True, tree: policies.TreePolicy | None = None
 ) -> GenerationSettings:
     return GenerationSettings(
-        max_new_tokens=24, sampling=ASKED[asked], coupled=coupled, tree=tree, batch_size=3
+        max_new_tokens=24, sampling=SAMPLINGS[name], coupled=coupled, tree=tree, batch_size=3
     )
 
 
-def replayed_draws(
+def replay_samples(
     name: str, sampling: Sampling, texts: list[list[int]], tree: policies.Static, *, coupled: bool
 ) -> list[DepthCounts]:
-    each = expand_sampling(sampling, len(texts))
+    rows = zip(tiny.prompts(), texts, expand_sampling(sampling, len(texts)), strict=True)
     ranks = [
-        guess_ranks(tiny.base(), head(name), *text, width=4, sampling=one, coupled=coupled)
-        for *text, one in zip(tiny.prompts(), texts, each, strict=True)
+        guess_ranks(tiny.base(), head(name), *text, width=4, sampling=seeded, coupled=coupled)
+        for *text, seeded in rows
     ]
-    return [replay(one, tree) for one in ranks]
+    return [replay(prompt_ranks, tree) for prompt_ranks in ranks]
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "coupled"),
-    [*CASES, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)],
+    ("name", "sampling", "coupled"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CASES)],
 )
-def test_replay_of_draws_gives_the_loops_integers(name: str, asked: str, coupled: bool):
+def test_replay_of_samples_gives_the_loops_integers(name: str, sampling: str, coupled: bool):
+    texts = sampled_texts(sampling)
     for tree in (policies.chain(DEPTH), TREE):
-        decoded = decode_prompts(
-            tiny.base(), head(name), tiny.prompts(), how(asked, coupled=coupled, tree=tree)
-        )
-        assert [one.tokens for one in decoded] == written(asked)
-        found = replayed_draws(name, ASKED[asked], written(asked), tree, coupled=coupled)
-        assert found == [one.counts for one in decoded]
-        total = DepthCounts.total(found, DEPTH)
+        generation = settings(sampling, coupled=coupled, tree=tree)
+        decoded = decode_prompts(tiny.base(), head(name), tiny.prompts(), generation)
+        assert [text.tokens for text in decoded] == texts
+        counts = replay_samples(name, SAMPLINGS[sampling], texts, tree, coupled=coupled)
+        assert counts == [text.counts for text in decoded]
+        total = DepthCounts.total(counts, DEPTH)
         if name.startswith("habit"):
             assert 0 < sum(total.accepted) < sum(total.offered), "some right and some wrong"
 
 
-@pytest.mark.parametrize("asked", ["cool", "warm"])
-def test_other_seed_gives_other_integers(asked: str):
+@pytest.mark.parametrize("sampling", ["cool", "warm"])
+def test_other_seed_gives_other_integers(sampling: str):
     right, wrong = (
-        replayed_draws("habit", sampling, written(asked), TREE, coupled=True)
-        for sampling in (ASKED[asked], replace(ASKED[asked], seed=4))
+        replay_samples("habit", seeded, sampled_texts(sampling), TREE, coupled=True)
+        for seeded in (SAMPLINGS[sampling], replace(SAMPLINGS[sampling], seed=4))
     )
     assert right != wrong
     # the noise of another seed gives fewer accepted drafts
-    right, wrong = (DepthCounts.total(one, DEPTH) for one in (right, wrong))
-    assert right.tokens_per_forward > wrong.tokens_per_forward
+    totals = [DepthCounts.total(counts, DEPTH) for counts in (right, wrong)]
+    assert totals[0].tokens_per_forward > totals[1].tokens_per_forward
 
 
 # --- a planted wrong drafter -------------------------------------------------------------------
@@ -205,8 +205,8 @@ class Shifted(Habit):
     def states(self, features: Any, tokens: Any, anchors: Any = None):
         del features, anchors
         for level in range(self.depth):
-            read = tokens.roll(-1 - level, dims=1)
-            yield self.habits[self.best[read] if self.offline else read]
+            last = tokens.roll(-1 - level, dims=1)
+            yield self.habits[self.best[last] if self.offline else last]
 
     def begin(self, committed, memory):
         logits, state = super().begin(committed, memory)
@@ -218,14 +218,15 @@ class Shifted(Habit):
         return (self.habits[self.best[tokens]] if self.online else logits), state
 
 
-def measured(drafter: Head):
-    base, how = tiny.base(), GenerationSettings(max_new_tokens=30, tree=CHAIN)
-    texts = BaseTexts(tiny.prompts(), continue_prompts(base, tiny.prompts(), how))
-    return measure_offline(base, drafter, texts, how), *measure_online(base, drafter, texts, how)
+def measure(drafter: Head):
+    base, generation = tiny.base(), GenerationSettings(max_new_tokens=30, tree=CHAIN)
+    texts = BaseTexts(tiny.prompts(), continue_prompts(base, tiny.prompts(), generation))
+    offline = measure_offline(base, drafter, texts, generation)
+    return offline, *measure_online(base, drafter, texts, generation)
 
 
 def test_shifted_drafts_lower_every_rate_and_change_no_text():
-    right, wrong = measured(Habit(0.0, DEPTH)), measured(Shifted())
+    right, wrong = measure(Habit(0.0, DEPTH)), measure(Shifted())
     for good, bad in ((right[0], wrong[0]), (right[1], wrong[1])):
         assert bad.tokens_per_forward < 0.8 * good.tokens_per_forward
         assert bad.conditional_acceptance[0].rate < 0.5 * good.conditional_acceptance[0].rate
@@ -236,12 +237,12 @@ def test_shifted_drafts_lower_every_rate_and_change_no_text():
     assert right[2].verdict == wrong[2].verdict == "identical"
 
 
-@pytest.mark.parametrize("where", ["online", "offline"])
-def test_replay_differs_if_only_one_side_is_shifted(where: str):
-    offline, online, *_ = measured(Shifted(online=where == "online", offline=where == "offline"))
+@pytest.mark.parametrize("side", ["online", "offline"])
+def test_replay_differs_if_only_one_side_is_shifted(side: str):
+    offline, online, *_ = measure(Shifted(online=side == "online", offline=side == "offline"))
     assert offline.per_depth != online.per_depth
     assert offline.forwards != online.forwards
-    offline, online, *_ = measured(Shifted())
+    offline, online, *_ = measure(Shifted())
     assert (offline.forwards, offline.per_depth) == (online.forwards, online.per_depth)
 
 

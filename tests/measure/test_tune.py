@@ -27,17 +27,16 @@ from specheads.measure import tune as tuning
 from specheads.measure import tune_trees
 from specheads.measure.generation import GenerationSettings
 from specheads.measure.offline import LookupDraft, guess_ranks
-from specheads.measure.tune import Point, fit, fit_ragged, fit_server
+from specheads.measure.step_times import StepTime, fit_cost, fit_ragged, fit_server_cost
 from specheads.measure.tune_trees import (
     Trace,
-    TuningText,
     TuningTexts,
     best_stop,
     candidate_trees,
-    learn,
+    fit_estimate,
     match_rates,
     predict,
-    trace,
+    trace_text,
     write_texts,
 )
 from tests import tiny
@@ -51,32 +50,33 @@ PLANTED = StepCost(
 )
 
 
-def points(cost: StepCost, noise: float = 0.0) -> list[Point]:
-    """Return the points of a grid with these costs and noise."""
+def step_times(cost: StepCost, noise: float = 0.0) -> list[StepTime]:
+    """Return the step times of a grid with these costs and noise."""
     generator = random.Random(0)
-    out = []
+    times = []
     for batch in (1, 4, 16, 64):
         for context in (64, 512, 4096):
             for nodes, depth in ((1, 0), (2, 1), (3, 2), (4, 3), (8, 3), (16, 3), (64, 4)):
                 verify = cost.seconds(batch, context, nodes, 0)
                 draft = cost.seconds(batch, context, nodes, depth) - verify if depth else 0.0
                 factor = [1 + noise * generator.gauss(0, 1) for _ in range(2)]
-                where = {"batch": batch, "context": context, "nodes": nodes, "depth": depth}
-                out.append(Point(**where, verify=verify * factor[0], draft=draft * factor[1]))
-    return out
+                shape = {"batch": batch, "context": context, "nodes": nodes, "depth": depth}
+                verify, draft = verify * factor[0], draft * factor[1]
+                times.append(StepTime(**shape, verify=verify, draft=draft))
+    return times
 
 
 def coefficients(cost: StepCost) -> list[float]:
     return [
-        getattr(one, name)
-        for one in (cost.verify, cost.draft)
+        getattr(forward, name)
+        for forward in (cost.verify, cost.draft)
         for name in ("fixed", "token", "context")
     ]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01], ids=["noise-free", "noisy"])
 def test_planted_cost_model_is_recovered(noise: float):
-    cost, error = fit(points(PLANTED, noise))
+    cost, error = fit_cost(step_times(PLANTED, noise))
     assert coefficients(cost) == pytest.approx(coefficients(PLANTED), rel=0.02)
     assert error["largest"] < 0.05
 
@@ -85,38 +85,38 @@ def test_cost_of_a_server_is_recovered_from_its_steps():
     """Steps of one length of drafts and nearly one context are one point, without its extremes."""
     steps = []
     for batch, context, depth in product((1, 4, 16), (128, 1024), (0, 1, 3)):
-        for more in range(10):
-            where = batch, context + more
-            verify = PLANTED.seconds(*where, 1 + depth, 0)
-            draft = PLANTED.seconds(*where, 1 + depth, depth) - verify
-            stalled = 1.0 if more == 5 else 0.0
-            steps.append((*where, depth, verify + stalled, draft))
-    cost, error = fit_server(steps)
+        for step in range(10):
+            load = batch, context + step
+            verify = PLANTED.seconds(*load, 1 + depth, 0)
+            draft = PLANTED.seconds(*load, 1 + depth, depth) - verify
+            stall = 1.0 if step == 5 else 0.0
+            steps.append((*load, depth, verify + stall, draft))
+    cost, error = fit_server_cost(steps)
     assert error["points"] == 18
     assert coefficients(cost) == pytest.approx(coefficients(PLANTED), rel=0.02)
 
 
 def test_further_seconds_of_unequal_drafts_are_recovered():
     steps, ragged = [], []
-    for batch, more in product((2, 4, 16), range(9)):
-        place = batch, 128 + more
+    for batch, step in product((2, 4, 16), range(9)):
+        load = batch, 128 + step
         for depth in (0, 1, 2):
-            steps.append((*place, depth, PLANTED.seconds(*place, 1 + depth, 0), 0.0))
+            steps.append((*load, depth, PLANTED.seconds(*load, 1 + depth, 0), 0.0))
         # one step stalled
-        seconds = PLANTED.seconds(*place, 2, 0) + 0.0001 * batch + (more == 4)
-        ragged.append((*place, 2 * batch, seconds))
+        seconds = PLANTED.seconds(*load, 2, 0) + 0.0001 * batch + (step == 4)
+        ragged.append((*load, 2 * batch, seconds))
     assert fit_ragged(steps, ragged, PLANTED) == pytest.approx(0.0001, rel=0.05)
     # without such steps, and if they are quicker
     assert fit_ragged(steps, [], PLANTED) == 0.0
     assert fit_ragged(steps, [(2, 128, 4, 0.0)], PLANTED) == 0.0
 
 
-def texts(rates: tuple[float, ...], places: int = 400) -> list[torch.Tensor]:
+def text_ranks(rates: tuple[float, ...], positions: int = 400) -> list[torch.Tensor]:
     """Return ranks of texts with these rates at any depth."""
     generator = random.Random(1)
     ranks, weights = [*range(len(rates)), 8], [*rates, 1 - sum(rates)]
     return [
-        torch.tensor([generator.choices(ranks, weights, k=3) for _ in range(places)])
+        torch.tensor([generator.choices(ranks, weights, k=3) for _ in range(positions)])
         for _ in range(4)
     ]
 
@@ -127,21 +127,21 @@ FREE = StepCost(
 )
 
 
-def pick(
+def best_tree(
     ranks: list[torch.Tensor], cost: StepCost, context: int = 64
 ) -> tuple[policies.Static, float]:
     """Return the tree with the highest predicted speed-up, and that speed-up."""
     trees = candidate_trees(ranks[::2], 3, 64)
     speedups = {tree: predict(tree, ranks[1::2], cost, 1, context) for tree in trees}
-    return max(speedups.items(), key=lambda one: one[1])
+    return max(speedups.items(), key=lambda pair: pair[1])
 
 
 def test_costly_nodes_choose_smaller_trees_and_costly_steps_larger_ones():
-    ranks = texts((0.4, 0.2, 0.1, 0.05, 0.05))
+    ranks = text_ranks((0.4, 0.2, 0.1, 0.05, 0.05))
 
     def nodes(fixed: float, token: float, context: float = 0.0, length: int = 64) -> int:
         verify = ForwardCost(fixed=fixed, token=token, context=context)
-        return pick(ranks, replace(PLANTED, verify=verify), length)[0].num_nodes
+        return best_tree(ranks, replace(PLANTED, verify=verify), length)[0].num_nodes
 
     by_token = [nodes(1e-2, token) for token in (1e-4, 1e-3, 1e-2, 1.0)]
     assert all(later <= earlier for earlier, later in pairwise(by_token))
@@ -154,55 +154,58 @@ def test_costly_nodes_choose_smaller_trees_and_costly_steps_larger_ones():
 
 
 def test_match_rates_count_steps_up_to_the_end_of_text():
-    #  place    0  1  2  3  4    the steps are at 0 (two tokens right, the third wrong), at 3
+    #  position 0  1  2  3  4    the steps are at 0 (two tokens right, the third wrong), at 3
     #  length   3  3  3  0  3    (nothing to copy) and at 4 (one token remains, so tokens after it
     #  right    2  1  0  0  1    are unknown)
     #  matched  2  3  3  0  1
-    found = list(map(LookupDraft, [2, 1, 0, 0, 1], [3, 3, 3, 0, 3], [2, 3, 3, 0, 1]))
-    one, two, three = match_rates([found], 3)
-    assert one == MatchRates(share=1 / 3, rates=[1.0, 0.0, 0.0])
-    assert two == MatchRates(share=1 / 3, rates=[1.0, 1.0, 0.0])
-    assert three == MatchRates(share=0.0, rates=[0.0] * 3)
+    drafts = list(map(LookupDraft, [2, 1, 0, 0, 1], [3, 3, 3, 0, 3], [2, 3, 3, 0, 1]))
+    assert match_rates([drafts], 3) == [
+        MatchRates(share=1 / 3, rates=[1.0, 0.0, 0.0]),
+        MatchRates(share=1 / 3, rates=[1.0, 1.0, 0.0]),
+        MatchRates(share=0.0, rates=[0.0] * 3),
+    ]
     assert match_rates([[]], 1) == [MatchRates(share=0.0, rates=[0.0])] * 3
 
 
-def made_up(length: int = 300) -> Trace:
+def planted_trace(length: int = 300) -> Trace:
     """Return a trace whose tokens are right if their probability is high."""
     generator = torch.Generator().manual_seed(0)
     probs = torch.rand(length, 4, generator=generator, dtype=torch.float64).clamp(1e-3)
     right = torch.rand(length, 4, generator=generator) < probs**2
-    return probs.log(), torch.full_like(probs, 0.3), probs, right
+    return Trace(probs.log(), torch.full_like(probs, 0.3), probs, right)
 
 
 def test_early_stop_is_learned_and_pays_if_levels_cost_time():
-    dear = replace(PLANTED, draft=ForwardCost(fixed=8e-3, token=0.0, context=0.0))
-    estimate = learn([made_up()])
+    slow = replace(PLANTED, draft=ForwardCost(fixed=8e-3, token=0.0, context=0.0))
+    estimate = fit_estimate([planted_trace()])
     assert estimate.log_prob > 0.5
-    stop = best_stop([made_up()], estimate, dear, 64)
+    stop = best_stop([planted_trace()], estimate, slow, 64)
     assert stop is not None
     assert stop.confidence > 0
     assert stop.estimate is estimate
-    assert best_stop([made_up()], estimate, FREE, 64) is None
+    assert best_stop([planted_trace()], estimate, FREE, 64) is None
 
 
 def test_trace_equals_the_drafts_of_a_chain():
     base = tiny.base()
     head = copy_for_drafting(build_for_base({"kind": "mlp_speculator", "depth": 2}, base), base)
-    prompt, said = tiny.prompts()[0], tiny.continuations()[0]
-    found = trace(base, head, prompt, said)
-    ranks = guess_ranks(base, head, prompt, said)
-    assert torch.equal(found[-1], ranks[: len(said) - head.depth] == 0)
-    assert isinstance(learn([found]), Estimate)
+    prompt, continuation = tiny.prompts()[0], tiny.continuations()[0]
+    trace = trace_text(base, head, prompt, continuation)
+    ranks = guess_ranks(base, head, prompt, continuation)
+    assert torch.equal(trace.is_right, ranks[: len(continuation) - head.depth] == 0)
+    assert isinstance(fit_estimate([trace]), Estimate)
 
 
 def test_the_drafts_of_each_depth_are_those_below_right_ones(monkeypatch):
-    probs, right = made_up()[2:]
-    monkeypatch.setattr(tune_trees, "trace", lambda *_: (probs, probs, probs, right))
+    *_, probs, right = trace = planted_trace()
+    monkeypatch.setattr(tune_trees, "trace_text", lambda *_: trace)
     head = copy_for_drafting(
         build_for_base({"kind": "medusa", "depth": 4}, tiny.base()), tiny.base()
     )
-    found = tune_trees.draft_chances(tune_trees.trace_texts(tiny.base(), head, [([1], [2] * 9)]), 4)
-    for depth, (chances, accepted) in enumerate(found):
+    drafts = tune_trees.draft_chances(
+        tune_trees.trace_texts(tiny.base(), head, [([1], [2] * 9)]), 4
+    )
+    for depth, (chances, accepted) in enumerate(drafts):
         reached = right[:, :depth].all(1)
         assert chances.tolist() == probs[reached, depth].tolist()
         assert accepted.tolist() == right[reached, depth].tolist()
@@ -226,7 +229,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[Any]]:
             assert all(len({*map(len, rows)}) == 1 for rows in prompts)
             timed.append((rounds, prompts[0]))
             return [
-                Point(
+                StepTime(
                     batch=len(rows),
                     context=len(rows[0]),
                     nodes=tree.num_nodes,
@@ -248,33 +251,33 @@ SHORT = GenerationSettings(max_new_tokens=tiny.NEW_TOKENS)
 
 def prompts(rows: list[list[int]] | None = None, sources: str = "") -> list[Prompt]:
     """Return prompts, each from a source of its own if none is given."""
-    each = rows or tiny.prompts() * 2
-    return [Prompt(row, "", "", one) for row, one in zip(each, sources or [""] * 99, strict=False)]
+    rows = rows or tiny.prompts() * 2
+    names = sources or [""] * len(rows)
+    return [Prompt(row, "", "", name) for row, name in zip(rows, names, strict=True)]
 
 
-def tuned_here(
+def tune_habit(
     noise: float,
     *,
     quick: bool = True,
     max_nodes: int = 16,
     sources: str = "",
-    how: GenerationSettings = SHORT,
 ):
     """Return the choice for a head with this noise: more noise, fewer right drafts."""
     base, head = tiny.base(), Habit(noise)
-    texts = write_texts(base, head, prompts(sources=sources), 30, how)
-    return tuning.choose(base, head, [texts], [1], how, max_nodes, quick=quick)
+    texts = write_texts(base, head, prompts(sources=sources), 30, SHORT)
+    return tuning.tune_on_texts(base, head, [texts], [1], SHORT, max_nodes, quick=quick)
 
 
 def test_intervals_are_over_sources_and_trees_respect_max_nodes(machine):
     machine(0.05)
-    each = tuned_here(1.0, quick=False, max_nodes=4)
-    together = tuned_here(1.0, max_nodes=4, sources="ababab")
-    assert any(row.interval[0] < row.interval[1] for row in each.tried[1:])
+    separate = tune_habit(1.0, quick=False, max_nodes=4)
+    together = tune_habit(1.0, max_nodes=4, sources="ababab")
+    assert any(row.interval[0] < row.interval[1] for row in separate.tried[1:])
     # a single source judges
     assert all(row.interval[0] == row.interval[1] for row in together.tried[1:])
-    assert {row.tree for row in each.tried} >= {"best_first", "best_first+lookup"}
-    sizes = {(row.tree.endswith("+lookup"), row.num_nodes) for row in each.tried}
+    assert {row.tree for row in separate.tried} >= {"best_first", "best_first+lookup"}
+    sizes = {(row.tree.endswith("+lookup"), row.num_nodes) for row in separate.tried}
     assert max(size for copied, size in sizes if not copied) == 4
     assert max(size for copied, size in sizes if copied) == 4 + max(tuning.COPIED)
 
@@ -282,20 +285,20 @@ def test_intervals_are_over_sources_and_trees_respect_max_nodes(machine):
 @pytest.mark.parametrize("quick", [False, True], ids=["tune", "evaluation"])
 def test_fastest_method_is_chosen_and_the_base_alone_is_timed(machine, quick: bool):
     machine(0.05)
-    found = tuned_here(1.0, quick=quick)
-    first, *_ = found.tried
+    measured = tune_habit(1.0, quick=quick)
+    first, *_ = measured.tried
     assert (first.num_nodes, first.tokens_per_forward, first.speedup) == (1, 1.0, 1.0)
-    assert found.new_tokens == tiny.NEW_TOKENS
-    (chosen,) = [row for row in found.tried if row.chosen]
-    (tree,) = found.trees
+    assert measured.new_tokens == tiny.NEW_TOKENS
+    (chosen,) = [row for row in measured.tried if row.chosen]
+    (tree,) = measured.trees
     assert chosen.tokens_per_forward == tree.tokens_per_forward
     assert chosen.num_nodes == tree.num_nodes + tree.copied
-    assert chosen.speedup == max(row.speedup for row in found.tried)
+    assert chosen.speedup == max(row.speedup for row in measured.tried)
     low, high = chosen.interval
     assert 1 < low <= chosen.speedup <= high
     assert (tree.interval, first.interval) == (chosen.interval, [1.0, 1.0])
-    assert {row.context for row in found.tried} == {30}
-    names = {row.tree for row in found.tried}
+    assert {row.context for row in measured.tried} == {30}
+    names = {row.tree for row in measured.tried}
     assert {"none", "chain", "tree"} <= names
     # a best-first tree must be decoded to be judged, with and without prompt lookup
     for name in ("best_first", "best_first+lookup"):
@@ -310,13 +313,13 @@ def test_repetitive_text_chooses_prompt_lookup(machine):
         (prompt + text[:9]) * 2
         for prompt, text in zip(tiny.prompts(), tiny.continuations(), strict=True)
     ]
-    how = GenerationSettings(max_new_tokens=20)
-    texts = write_texts(base, head, prompts(twice * 2), 30, how)
-    head.tuned = tuning.choose(base, head, [texts], [1], how, 16, quick=True)
+    generation = GenerationSettings(max_new_tokens=20)
+    texts = write_texts(base, head, prompts(twice * 2), 30, generation)
+    head.tuned = tuning.tune_on_texts(base, head, [texts], [1], generation, 16, quick=True)
     (chosen,) = [row for row in head.tuned.tried if row.chosen]
-    others = [row for row in head.tuned.tried if "lookup" not in row.tree]
     assert chosen.tree.endswith("+lookup")
-    assert chosen.speedup > max(row.speedup for row in others)
+    speedups = [row.speedup for row in head.tuned.tried if "lookup" not in row.tree]
+    assert chosen.speedup > max(speedups)
     (tree,) = head.tuned.trees
     assert tree.copied in tuning.COPIED
     out = generate(base, head, twice, max_new_tokens=20)
@@ -325,21 +328,23 @@ def test_repetitive_text_chooses_prompt_lookup(machine):
 
 
 def test_prompts_are_whole_and_near_the_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    asked = [f"# {number} and then" + " more" * (number % 90) for number in range(900)]
+    questions = [f"# {number} and then" + " more" * (number % 90) for number in range(900)]
     talks = [
-        [{"role": "user", "content": text}, {"role": "assistant", "content": "1"}] for text in asked
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "1"}]
+        for text in questions
     ]
     file = tmp_path / "talks.jsonl"
-    file.write_text("\n".join(json.dumps({"messages": one}) for one in talks), encoding="utf-8")
+    file.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks), encoding="utf-8")
     base = FrozenBase.load(**asdict(compose.settings_of("evaluate", ["base=tiny_code"]).base))
     head = copy_for_drafting(build_for_base({"kind": "mlp_speculator", "depth": 2}, base), base)
-    given: list[list[int]] = []
+    used: list[list[int]] = []
 
-    def choose(*told: Any) -> Any:
-        given.extend(text.prompt for text in (*told[2][0].grown, *told[2][0].judged))
+    def tune_on_texts(_: Any, __: Any, texts: list[TuningTexts], *args: Any) -> Any:
+        del args
+        used.extend(text.prompt for text in (*texts[0].fit_texts, *texts[0].test_texts))
         return planted()
 
-    monkeypatch.setattr(tuning, "choose", choose)
+    monkeypatch.setattr(tuning, "tune_on_texts", tune_on_texts)
     tokenizer: Any = base.tokenizer
     tokenizer.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
 
@@ -348,9 +353,9 @@ def test_prompts_are_whole_and_near_the_context(monkeypatch: pytest.MonkeyPatch,
         tuning.tune_head(base, head, corpus, contexts=contexts, num_prompts=4, new_tokens=4)
 
     tune(40)
-    assert {*map(tokenizer.decode, given)} <= {*asked}
-    assert len(given) == 4
-    assert max(abs(len(one) - 40) for one in given) < 20
+    assert {*map(tokenizer.decode, used)} <= {*questions}
+    assert len(used) == 4
+    assert max(abs(len(prompt) - 40) for prompt in used) < 20
     # a context that does not fit raises; a default context that does not fit is left out
     monkeypatch.setattr(tuning, "CONTEXTS", (40, 10**5))
     tune()
@@ -358,22 +363,16 @@ def test_prompts_are_whole_and_near_the_context(monkeypatch: pytest.MonkeyPatch,
         tune(40, 10**5)
 
 
-def written(context: int, prompts: list[list[int]], texts: list[list[int]]) -> TuningTexts:
-    pairs = zip(prompts, texts, strict=True)
-    judged = [TuningText(*pair, torch.empty(0, 2), "") for pair in pairs]
-    return TuningTexts(context, [], judged)
-
-
 def test_texts_of_one_source_either_build_or_judge_trees():
     #  source     a b a c b d    a and c build trees, b and d judge them
-    rows = [[place] for place in range(6)]
-    how = GenerationSettings(max_new_tokens=2)
-    found = write_texts(tiny.base(), Habit(), prompts(rows, "abacbd"), 7, how)
-    assert [one.prompt for one in found.grown] == [[0], [2], [3]]
-    assert [one.source for one in found.judged] == [*"bbd"]
+    rows = [[token] for token in range(6)]
+    generation = GenerationSettings(max_new_tokens=2)
+    texts = write_texts(tiny.base(), Habit(), prompts(rows, "abacbd"), 7, generation)
+    assert [text.prompt for text in texts.fit_texts] == [[0], [2], [3]]
+    assert [text.source for text in texts.test_texts] == [*"bbd"]
     # a single source: every other text
-    single = write_texts(tiny.base(), Habit(), prompts(rows, "aaaaaa"), 7, how)
-    assert [one.prompt for one in single.judged] == rows[1::2]
+    single = write_texts(tiny.base(), Habit(), prompts(rows, "aaaaaa"), 7, generation)
+    assert [text.prompt for text in single.test_texts] == rows[1::2]
 
 
 # --- what an evaluation asks for ----------------------------------------------------------------
@@ -382,41 +381,42 @@ def test_texts_of_one_source_either_build_or_judge_trees():
 def test_evaluation_chooses_a_tree_for_its_own_settings(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    asked: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
 
-    def choose(base, head, texts, batches, how, max_nodes, *, quick):
-        asked.append(([one.context for one in texts], batches, how.sampling, how.coupled))
-        assert {len(one.prompt) for one in texts[0].judged} == {8}
+    def tune_on_texts(base, head, texts, batches, generation, max_nodes, *, quick):
+        contexts = [group.context for group in texts]
+        calls.append((contexts, batches, generation.sampling, generation.coupled))
+        assert {len(text.prompt) for text in texts[0].test_texts} == {8}
         assert (base.dtype, head.depth, quick, max_nodes) == (torch.float32, 2, True, 16)
         return planted(tuned_tree(kind="none"))
 
-    monkeypatch.setattr(tuning, "choose", choose)
+    monkeypatch.setattr(tuning, "tune_on_texts", tune_on_texts)
     rows = [json.dumps({"text": f"value_{number} = left + right\n" * 9}) for number in range(9)]
     (tmp_path / "text.jsonl").write_text("\n".join(rows), encoding="utf-8")
     base = FrozenBase.load(**asdict(compose.settings_of("evaluate", ["base=tiny_code"]).base))
     head = copy_for_drafting(build_for_base({"kind": "mlp_speculator", "depth": 2}, base), base)
-    drawn = Sampling(temperature=0.7, top_p=0.9, seed=3)
-    how = GenerationSettings(max_new_tokens=9, sampling=drawn, coupled=False, batch_size=2)
+    warm = Sampling(temperature=0.7, top_p=0.9, seed=3)
+    generation = GenerationSettings(max_new_tokens=9, sampling=warm, coupled=False, batch_size=2)
 
-    def tree(length: int, how: GenerationSettings) -> Any:
+    def tree(length: int, generation: GenerationSettings) -> Any:
         corpus = DataSettings(source="jsonl", path=str(tmp_path))
-        asking = PromptSet("", "", [Prompt([0] * length, "", "")])
+        questions = PromptSet("", "", [Prompt([0] * length, "", "")])
         lengths = {"prompt_tokens": 8, "num_prompts": 3}
-        return tuning.choose_tree(base, head, corpus, how, asking, **lengths)
+        return tuning.choose_tree(base, head, corpus, generation, questions, **lengths)
 
-    assert tree(68, how) == (policies.NOTHING, planted(tuned_tree(kind="none")))
+    assert tree(68, generation) == (policies.NOTHING, planted(tuned_tree(kind="none")))
     # half of the nine new tokens
-    assert asked == [([72], [2], drawn, False)]
+    assert calls == [([72], [2], warm, False)]
     # the tuned tree is used for greedy decoding, and no text exceeds the context
     head.tuned = planted(machine=Machine.of(base.device, base.dtype))
-    assert tree(10**6, how)[0] is policies.NOTHING
-    assert tree(68, replace(how, sampling=Sampling()))[0].num_nodes == 3
-    assert [contexts for contexts, *_ in asked[1:]] == [[base.max_length - 18]]
+    assert tree(10**6, generation)[0] is policies.NOTHING
+    assert tree(68, replace(generation, sampling=Sampling()))[0].num_nodes == 3
+    assert [contexts for contexts, *_ in calls[1:]] == [[base.max_length - 18]]
 
 
 def test_base_alone_is_chosen_if_nothing_pays(machine):
     machine(5.0)
-    found = tuned_here(1.0)
-    assert [tree.kind for tree in found.trees] == ["none"]
-    assert [row.tree for row in found.tried if row.chosen] == ["none"]
-    assert found.trees[0].policy() is policies.NOTHING
+    measured = tune_habit(1.0)
+    assert [tree.kind for tree in measured.trees] == ["none"]
+    assert [row.tree for row in measured.tried if row.chosen] == ["none"]
+    assert measured.trees[0].policy() is policies.NOTHING
