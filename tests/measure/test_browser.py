@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from specheads.measure import report
 from tests.measure.test_measure import HISTORY
-from tests.measure.texts import hybrid, nasty, told
+from tests.measure.texts import hybrid, nasty, results_of
 
 pytestmark = pytest.mark.browser
 
@@ -29,8 +29,8 @@ class Watched:
 
     page: Page
     file: Path
-    said: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    urls: list[str] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         | {"validation/loss": 60 / step, "validation/accept/depth_0": step / 60}
         for step in (20, 40, 60)
     ]
-    asked = told(*hybrid()[2], nasty())
-    return report.write_report(tmp_path_factory.mktemp("report"), asked, [*HISTORY, *rows])
+    results = results_of(*hybrid()[2], nasty())
+    return report.write_report(tmp_path_factory.mktemp("report"), results, [*HISTORY, *rows])
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +59,14 @@ def watched(request: pytest.FixtureRequest, browser: Browser, file: Path) -> Ite
     width, scheme = request.param
     context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
     watched = Watched(context.new_page(), file)
-    watched.page.on("console", lambda message: watched.said.append(message.text))
-    watched.page.on("pageerror", lambda error: watched.said.append(str(error)))
-    watched.page.on("request", lambda asked: watched.asked.append(asked.url))
+    watched.page.on("console", lambda message: watched.messages.append(message.text))
+    watched.page.on("pageerror", lambda error: watched.messages.append(str(error)))
+    watched.page.on("request", lambda request: watched.urls.append(request.url))
     watched.page.goto(file.as_uri())
     yield watched
     # after every test
-    assert watched.said == []
-    assert watched.asked == [file.as_uri()]
+    assert watched.messages == []
+    assert watched.urls == [file.as_uri()]
     context.close()
 
 
@@ -81,7 +81,7 @@ def test_plots_verdict_and_texts_are_visible(watched: Watched):
     assert page.locator(".verdict").is_visible()
     assert page.locator(".headline").count() == 3
     assert page.locator(".text").count() == 4
-    ground = "one => getComputedStyle(one).background"
+    ground = "span => getComputedStyle(span).background"
     grounds = {
         look: page.locator(f".tokens .{look}").first.evaluate(ground)
         for look in ("b", "d1", "d2", "d6", "c")
@@ -100,7 +100,7 @@ def test_click_draws_the_tree_of_a_step(watched: Watched):
     assert text.locator(".tree svg g.kept:not(.bonus)").count() == len(steps[2].path)
     assert text.locator(".tree svg path.kept").count() == len(steps[2].path)
     assert text.locator(".t.on").count() == len(steps[2].path)
-    assert token.evaluate("one => one === document.activeElement")
+    assert token.evaluate("span => span === document.activeElement")
     assert page.locator(".tree svg").first.is_visible()
 
 

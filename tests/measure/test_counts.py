@@ -32,12 +32,12 @@ def test_a_forward_offers_every_depth_up_to_the_first_rejection():
 def test_prompts_of_one_source_are_resampled_together():
     # four sources of five equal prompts: 4 independent samples, not 20
     tokens = [value for value in (10, 14, 22, 30) for _ in range(5)]
-    files = [f"file {place // 5}" for place in range(20)]
-    each, together = (bootstrap_interval(tokens, [10] * 20, names) for names in ((), files))
+    files = [f"file {row // 5}" for row in range(20)]
+    separate, together = (bootstrap_interval(tokens, [10] * 20, names) for names in ((), files))
     assert together == bootstrap_interval([50, 70, 110, 150], [50] * 4)
-    assert together[1] - together[0] > 1.5 * (each[1] - each[0])
+    assert together[1] - together[0] > 1.5 * (separate[1] - separate[0])
     # a prompt without a source is a source of its own
-    assert bootstrap_interval(tokens, [10] * 20, [""] * 20) == each
+    assert bootstrap_interval(tokens, [10] * 20, [""] * 20) == separate
 
 
 def test_conditional_acceptance_has_an_interval_per_depth():
@@ -68,19 +68,21 @@ def test_prompts_without_a_forward_are_skipped():
 
 def test_paired_gain_cancels_the_difficulty_of_prompts():
     # prompts differ tenfold; on each we need about a tenth fewer forwards
-    ours = [DepthCounts(9 * size + size % 3, [], []) for size in range(10, 100, 10)]
-    theirs = [DepthCounts(10 * size, [], []) for size in range(10, 100, 10)]
-    for one, forwards in [*((one, 100) for one in ours), *((one, 100) for one in theirs)]:
-        one.accepted = [forwards * 10 - one.forwards]
-    found = paired_gain(ours, theirs)
-    low, high = found.interval
-    assert low < found.ratio < high
-    forwards = sum(one.forwards for one in theirs) / sum(one.forwards for one in ours)
-    assert found.ratio == pytest.approx(forwards)
-    alone = bootstrap_interval([one.new_tokens for one in ours], [one.forwards for one in ours])
-    assert high - low < 0.1 * (alone[1] - alone[0])
-    same = paired_gain(ours, ours)
-    assert (same.ratio, same.interval) == (1.0, (1.0, 1.0))
+    forwards = [9 * size + size % 3 for size in range(10, 100, 10)]
+    baseline_forwards = [10 * size for size in range(10, 100, 10)]
+    # every prompt has 1,000 new tokens
+    counts, baseline = (
+        [DepthCounts(number, [], [1000 - number]) for number in numbers]
+        for numbers in (forwards, baseline_forwards)
+    )
+    gain = paired_gain(counts, baseline)
+    low, high = gain.interval
+    assert low < gain.ratio < high
+    assert gain.ratio == pytest.approx(sum(baseline_forwards) / sum(forwards))
+    unpaired = bootstrap_interval([prompt.new_tokens for prompt in counts], forwards)
+    assert high - low < 0.1 * (unpaired[1] - unpaired[0])
+    equal = paired_gain(counts, counts)
+    assert (equal.ratio, equal.interval) == (1.0, (1.0, 1.0))
 
 
 @pytest.mark.parametrize("period", [1, 16])
@@ -98,13 +100,13 @@ def test_similar_text_is_not_a_loop():
 def test_quality_scores_each_window_by_itself():
     base = tiny.base("granite")
     windows = [[3, 1, 4, 1, 5], [9, 2, 6]]
-    found = measure_quality(base, windows)
-    for window, (nats, number) in zip(windows, found, strict=True):
+    scores = measure_quality(base, windows)
+    for window, (nats, number) in zip(windows, scores, strict=True):
         tokens = torch.tensor([window])
         with torch.no_grad():
             logits = base.model(input_ids=tokens, use_cache=False).logits[0, :-1]
-        wanted = F.cross_entropy(logits, tokens[0, 1:], reduction="sum").item()
-        assert nats == pytest.approx(wanted, rel=1e-12)
+        expected = F.cross_entropy(logits, tokens[0, 1:], reduction="sum").item()
+        assert nats == pytest.approx(expected, rel=1e-12)
         assert number == len(window) - 1
 
 

@@ -19,10 +19,15 @@ from specheads.data.prompts import Prompt, PromptSet
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree
-from specheads.measure import generation, offline, online, report, speed, summary
+from specheads.measure import offline, online, report, speed, summary
 from specheads.measure.counts import DepthCounts
 from specheads.measure.evaluation import measure_contexts
-from specheads.measure.generation import BaseTexts, GenerationSettings
+from specheads.measure.generation import (
+    BaseTexts,
+    GenerationSettings,
+    continue_prompts,
+    decode_prompts,
+)
 from specheads.measure.offline import replay
 from specheads.measure.results import (
     Degenerate,
@@ -52,14 +57,14 @@ class Habit(Head):
         super().__init__(make_dataclass("Config", [("depth", int)])(depth), width, tiny.VOCAB)
         generator = torch.Generator().manual_seed(5)
         draw = torch.randn(depth, tiny.VOCAB, width, generator=generator, dtype=torch.float64)
-        self.shade = noise * draw / width
+        self.noise = noise * draw / width
         self.habits = _habits()
 
     def states(self, features: Features, tokens: Tensor, anchors: Tensor | None = None) -> States:
         del anchors
         for level in range(self.depth):
-            read = tokens.roll(-1 - level, dims=1)
-            yield self.habits[read] + features.hidden @ self.shade[level].T
+            last = tokens.roll(-1 - level, dims=1)
+            yield self.habits[last] + features.hidden @ self.noise[level].T
 
     def projection(self, level: int) -> Projection:
         del level
@@ -68,30 +73,30 @@ class Habit(Head):
     def begin(self, committed, memory):
         del memory
         hidden = committed.last_hidden()
-        return self.habits[committed.root()] + hidden @ self.shade[0].T, (hidden, 1)
+        return self.habits[committed.root()] + hidden @ self.noise[0].T, (hidden, 1)
 
     def extend(self, state, tokens, parents):
         del parents
         hidden, level = state
-        return self.habits[tokens] + hidden @ self.shade[level].T, (hidden, level + 1)
+        return self.habits[tokens] + hidden @ self.noise[level].T, (hidden, level + 1)
 
 
 @functools.cache
 def _habits() -> Tensor:
-    followed = torch.zeros(tiny.VOCAB, tiny.VOCAB, dtype=torch.float64)
+    counts = torch.zeros(tiny.VOCAB, tiny.VOCAB, dtype=torch.float64)
     for text in tiny.continuations():
         for token, after in itertools.pairwise(text):
-            followed[token, after] += 1
+            counts[token, after] += 1
     # equally frequent tokens are ordered by id, so that topk has no ties
-    return followed - torch.arange(tiny.VOCAB) / 1e3
+    return counts - torch.arange(tiny.VOCAB) / 1e3
 
 
-def alone(max_new_tokens: int = tiny.NEW_TOKENS) -> list[list[int]]:
+def base_texts(max_new_tokens: int = tiny.NEW_TOKENS) -> list[list[int]]:
     return [text[:max_new_tokens] for text in tiny.continuations()]
 
 
-def written(max_new_tokens: int = tiny.NEW_TOKENS) -> BaseTexts:
-    return BaseTexts(tiny.prompts(), alone(max_new_tokens))
+def prompts_and_texts(max_new_tokens: int = tiny.NEW_TOKENS) -> BaseTexts:
+    return BaseTexts(tiny.prompts(), base_texts(max_new_tokens))
 
 
 def online_counts(
@@ -100,16 +105,16 @@ def online_counts(
     max_new_tokens: int = tiny.NEW_TOKENS,
     batch_size: int = 3,
 ) -> list[DepthCounts]:
-    decoded = generation.decode_prompts(
+    decoded = decode_prompts(
         tiny.base(),
         head,
         tiny.prompts(),
         GenerationSettings(tree=policy, max_new_tokens=max_new_tokens, batch_size=batch_size),
     )
-    return [one.counts for one in decoded]
+    return [text.counts for text in decoded]
 
 
-def replayed(head: Head, policy: policies.Static, texts: list[list[int]]) -> list[DepthCounts]:
+def replay_texts(head: Head, policy: policies.Static, texts: list[list[int]]) -> list[DepthCounts]:
     return [
         replay(offline.guess_ranks(tiny.base(), head, prompt, text, width=3), policy)
         for prompt, text in zip(tiny.prompts(), texts, strict=True)
@@ -121,13 +126,13 @@ def replayed(head: Head, policy: policies.Static, texts: list[list[int]]) -> lis
 
 @pytest.mark.parametrize("policy", [policies.chain(DEPTH), TREE], ids=["chain", "tree"])
 def test_replay_and_loop_agree_at_end_of_text(policy, monkeypatch):
-    ends = alone()[0][17], alone()[2][9]
+    ends = base_texts()[0][17], base_texts()[2][9]
     monkeypatch.setattr(FrozenBase, "eos_ids", ends)
-    how = GenerationSettings(max_new_tokens=tiny.NEW_TOKENS, batch_size=3)
-    texts = generation.continue_prompts(tiny.base(), tiny.prompts(), how)
+    generation = GenerationSettings(max_new_tokens=tiny.NEW_TOKENS, batch_size=3)
+    texts = continue_prompts(tiny.base(), tiny.prompts(), generation)
     assert min(map(len, texts)) < tiny.NEW_TOKENS
     head = Habit(0.5)
-    assert replayed(head, policy, texts) == online_counts(head, policy)
+    assert replay_texts(head, policy, texts) == online_counts(head, policy)
 
 
 def test_tree_offers_a_depth_only_below_the_accepted_path():
@@ -142,9 +147,9 @@ def test_tree_offers_a_depth_only_below_the_accepted_path():
 
 
 def measure(categories: Sequence[str] = (), **settings: Any) -> tuple[Online, Lossless, Degenerate]:
-    how = GenerationSettings(max_new_tokens=tiny.NEW_TOKENS, batch_size=3, **settings)
-    texts = replace(written(), groups={"category": categories} if categories else {})
-    return online.measure_online(tiny.base(), Habit(0.5), texts, how)
+    generation = GenerationSettings(max_new_tokens=tiny.NEW_TOKENS, batch_size=3, **settings)
+    texts = replace(prompts_and_texts(), groups={"category": categories} if categories else {})
+    return online.measure_online(tiny.base(), Habit(0.5), texts, generation)
 
 
 def test_rates_by_category():
@@ -157,7 +162,7 @@ def test_rates_by_category():
 @pytest.mark.parametrize("tree", [policies.chain(DEPTH), TREE], ids=["chain", "static"])
 def test_names_of_vllm_follow_its_formulas(tree):
     section, *_ = measure(tree=tree)
-    accepted = sum(one.accepted for one in section.per_depth)
+    accepted = sum(depth.accepted for depth in section.per_depth)
     assert (section.count, section.num_drafts) == (3, section.forwards)
     assert section.num_draft_tokens == (tree.num_nodes - 1) * section.forwards
     assert section.mean_acceptance_length == section.tokens_per_forward
@@ -169,11 +174,11 @@ def test_names_of_vllm_follow_its_formulas(tree):
 
 def test_groups_are_ordered_by_length_and_each_prompt_is_in_one_subset():
     lengths, kinds = ["16k", "8k", "8k"], ["a", "a", "b"]
-    how = GenerationSettings(max_new_tokens=tiny.NEW_TOKENS)
+    generation = GenerationSettings(max_new_tokens=tiny.NEW_TOKENS)
     groups = {"input_length": lengths, "category": kinds, "thinking": [""] * 3}
-    texts = replace(written(), groups=groups)
-    section, *_ = online.measure_online(tiny.base(), Habit(0.5), texts, how)
-    assert [(name, one.count) for name, one in section.by_input_length.items()] == [
+    texts = replace(prompts_and_texts(), groups=groups)
+    section, *_ = online.measure_online(tiny.base(), Habit(0.5), texts, generation)
+    assert [(name, rate.count) for name, rate in section.by_input_length.items()] == [
         ("8k", 2), ("16k", 1),
     ]  # fmt: skip
     assert section.by_thinking == {}
@@ -198,12 +203,12 @@ def test_looping_texts_are_flagged_and_left_out_of_the_second_rate():
 
 
 def test_contexts_equal_a_replay_at_each_length_and_are_paired():
-    head, how = Habit(0.5), GenerationSettings(max_new_tokens=16, tree=TREE)
+    head, generation = Habit(0.5), GenerationSettings(max_new_tokens=16, tree=TREE)
     rows = results().contexts
     for row, prompts in zip(rows, longer(), strict=True):
         tokens = [prompt.tokens for prompt in prompts.prompts]
-        texts = BaseTexts(tokens, generation.continue_prompts(tiny.base(), tokens, how))
-        alone = offline.measure_offline(tiny.base(), head, texts, how)
+        texts = BaseTexts(tokens, continue_prompts(tiny.base(), tokens, generation))
+        alone = offline.measure_offline(tiny.base(), head, texts, generation)
         assert (row.context, row.interval) == (len(tokens[0]), alone.interval)
         assert row.tokens_per_forward == alone.tokens_per_forward
         assert row.over_first.ratio == row.tokens_per_forward / rows[0].tokens_per_forward
@@ -224,30 +229,30 @@ def test_speed_and_verdict_tell_head_and_prompt_lookup_apart(inner, monkeypatch)
 
     monkeypatch.setattr(speed, "time_generate", fake)
     tree = HybridTree(inner, 3)
-    how = GenerationSettings(max_new_tokens=9, tree=tree)
-    section = speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), how)
+    generation = GenerationSettings(max_new_tokens=9, tree=tree)
+    section = speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), generation)
     settings = replace(results().settings, copied_tokens=3, tree=tree.name)
-    made = replace(results(), settings=settings, speed=section)
+    timed = replace(results(), settings=settings, speed=section)
     assert section.speedup == 4.0
     if inner is policies.NOTHING:
         assert section.head_alone is None
-        assert "; by prompt lookup alone, as the head's" in summary.verdict(made)
+        assert "; by prompt lookup alone, as the head's" in summary.verdict(timed)
     else:
         assert section.head_alone == Gain(ratio=1.6, interval=(1.6, 1.6))
-        told = "; head alone 1.60x (1.60 to 1.60), with prompt lookup 4.00x; "
-        assert told in summary.verdict(made)
+        gains = "; head alone 1.60x (1.60 to 1.60), with prompt lookup 4.00x; "
+        assert gains in summary.verdict(timed)
         assert "speed-up of the head alone, without prompt lookup" in dict(
-            summary.summary_rows(made)
+            summary.summary_rows(timed)
         )
-    assert from_json(Results, to_json(made)).speed == section
-    plain = replace(how, tree=policies.chain(2))
-    assert speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), plain).head_alone is None
+    assert from_json(Results, to_json(timed)).speed == section
+    chain = replace(generation, tree=policies.chain(2))
+    assert speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), chain).head_alone is None
 
 
 def test_steps_are_timed_from_the_end_of_the_first_one():
-    how = GenerationSettings(max_new_tokens=9)
-    found = speed.time_generate(tiny.base(), None, tiny.prompts()[:1], how)
-    assert (found.new_tokens, found.forwards, found.num_steps) == (9, 8, 7)
+    generation = GenerationSettings(max_new_tokens=9)
+    timing = speed.time_generate(tiny.base(), None, tiny.prompts()[:1], generation)
+    assert (timing.new_tokens, timing.forwards, timing.num_steps) == (9, 8, 7)
 
 
 def test_repetitions_alternate_the_order_and_warm_up_is_not_timed(monkeypatch):
@@ -262,11 +267,11 @@ def test_repetitions_alternate_the_order_and_warm_up_is_not_timed(monkeypatch):
         return speed.Timing(seconds, factor * seconds, 10, 10 * len(unit) // factor, 11)
 
     monkeypatch.setattr(speed, "time_generate", fake)
-    how = GenerationSettings(max_new_tokens=9, batch_size=2)
-    how = replace(how, repeats=3)
-    section = speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), how)
-    arms = [drafted for drafted, _ in calls[2:]]
-    assert arms == [False, True] * 2 + [True, False] * 2 + [False, True] * 2
+    generation = GenerationSettings(max_new_tokens=9, batch_size=2)
+    generation = replace(generation, repeats=3)
+    section = speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), generation)
+    is_drafted = [drafted for drafted, _ in calls[2:]]
+    assert is_drafted == [False, True] * 2 + [True, False] * 2 + [False, True] * 2
     assert [size for _, size in calls[2:6]] == [2, 2, 1, 1]
     assert section.speedup == 2.0
     assert section.step_overhead == 0.5
@@ -315,14 +320,14 @@ def longer() -> list[PromptSet]:
 
 def sections(tree: policies.TreePolicy) -> dict[str, Any]:
     """Return the sections of a measured head."""
-    head, texts = Habit(0.5), written(16)
-    how = GenerationSettings(max_new_tokens=16, tree=tree, repeats=1, speed_prompts=2)
+    head, texts = Habit(0.5), prompts_and_texts(16)
+    generation = GenerationSettings(max_new_tokens=16, tree=tree, repeats=1, speed_prompts=2)
     names = "online", "lossless", "degenerate"
-    found = zip(names, online.measure_online(tiny.base(), head, texts, how), strict=True)
-    return dict(found) | {
-        "offline": offline.measure_offline(tiny.base(), head, texts, how),
-        "speed": speed.measure_speed(tiny.base(), head, texts.prompts, how),
-        "contexts": measure_contexts(tiny.base(), head, longer(), how),
+    measured = zip(names, online.measure_online(tiny.base(), head, texts, generation), strict=True)
+    return dict(measured) | {
+        "offline": offline.measure_offline(tiny.base(), head, texts, generation),
+        "speed": speed.measure_speed(tiny.base(), head, texts.prompts, generation),
+        "contexts": measure_contexts(tiny.base(), head, longer(), generation),
     }
 
 
@@ -386,41 +391,43 @@ def test_verdict_states_whether_speculation_pays(speedup, low, high, word):
 
 def test_empty_tree_is_named_as_such(tmp_path: Path):
     empty = replace(results().settings, tree="none", num_nodes=1)
-    made = replace(results(), settings=empty)
-    assert dict(summary.summary_rows(made))["tree"] == "none, nothing is drafted"
-    assert "none, nothing is drafted" in report.write_report(tmp_path, made, []).read_text()
+    unspeculative = replace(results(), settings=empty)
+    assert dict(summary.summary_rows(unspeculative))["tree"] == "none, nothing is drafted"
+    assert (
+        "none, nothing is drafted" in report.write_report(tmp_path, unspeculative, []).read_text()
+    )
 
 
 def test_wrong_decoding_comes_first_in_the_verdict(tmp_path: Path):
     parted = Lossless(compared=3, identical=1, first_divergence_logit_gap=3.2, verdict="wrong")
-    made = replace(with_speed(1.4, 1.3, 1.5), lossless=parted)
-    assert summary.verdict(made).startswith("Decoding is wrong: ")
-    assert not summary.is_worthwhile(made)
-    told = dict(summary.summary_rows(made))["identical to the base alone"]
-    assert told.startswith("1 of 3 prompts, wrong")
-    assert 'class="verdict no"' in report.write_report(tmp_path, made, []).read_text()
+    wrong = replace(with_speed(1.4, 1.3, 1.5), lossless=parted)
+    assert summary.verdict(wrong).startswith("Decoding is wrong: ")
+    assert not summary.is_worthwhile(wrong)
+    text = dict(summary.summary_rows(wrong))["identical to the base alone"]
+    assert text.startswith("1 of 3 prompts, wrong")
+    assert 'class="verdict no"' in report.write_report(tmp_path, wrong, []).read_text()
     none = Lossless(compared=0, identical=0, first_divergence_logit_gap=None)
-    drawn = replace(made, lossless=none)
-    assert "identical to the base alone" not in dict(summary.summary_rows(drawn))
+    sampled = replace(wrong, lossless=none)
+    assert "identical to the base alone" not in dict(summary.summary_rows(sampled))
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 6, 11])
 def test_replay_and_loop_agree_at_every_token_limit(limit):
     head = Habit(0.5)
-    replay = replayed(head, policies.chain(DEPTH), alone(limit))
+    replay = replay_texts(head, policies.chain(DEPTH), base_texts(limit))
     assert replay == online_counts(head, max_new_tokens=limit)
     assert [one.new_tokens for one in replay] == [limit - 1] * 3
 
 
 def test_only_matched_samples_are_compared_with_the_base_alone():
     def sample(seed: int, acceptance: str) -> tuple[Online, Lossless, Degenerate]:
-        how = GenerationSettings(
+        generation = GenerationSettings(
             max_new_tokens=16, batch_size=2, sampling=Sampling(temperature=1.0, seed=seed)
         )
-        plain = generation.continue_prompts(tiny.base(), tiny.prompts(), how)
-        how = replace(how, tree=TREE, acceptance=acceptance)
-        texts = BaseTexts(tiny.prompts(), plain)
-        return online.measure_online(tiny.base(), Habit(0.5), texts, how)
+        continuations = continue_prompts(tiny.base(), tiny.prompts(), generation)
+        generation = replace(generation, tree=TREE, acceptance=acceptance)
+        texts = BaseTexts(tiny.prompts(), continuations)
+        return online.measure_online(tiny.base(), Habit(0.5), texts, generation)
 
     section, lossless, _ = sample(3, "match")
     assert lossless.compared == lossless.identical == 3

@@ -19,7 +19,7 @@ WHOLE = to_json(bare(speed={"base_tokens_per_second": 1.0, "tokens_per_second": 
 
 
 @pytest.mark.parametrize(
-    ("section", "name", "value", "told"),
+    ("section", "name", "value", "message"),
     [
         ("head", "depth", "three", r"value of head\.depth .*integer.*, got 'three'"),
         ("head", "depth", None, r"value of head\.depth .*integer.*, got None"),
@@ -28,10 +28,10 @@ WHOLE = to_json(bare(speed={"base_tokens_per_second": 1.0, "tokens_per_second": 
         ("provenance", "hardware", 3, r"value of provenance\.hardware .*object"),
     ],
 )
-def test_wrong_type_names_the_field(tmp_path: Path, section, name, value, told):
+def test_wrong_type_names_the_field(tmp_path: Path, section, name, value, message):
     file = tmp_path / "results.json"
     file.write_text(json.dumps(WHOLE | {section: WHOLE[section] | {name: value}}))
-    with pytest.raises(InputError, match=told) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         read_results(Results, file)
     assert str(file) in str(caught.value)
 
@@ -45,29 +45,29 @@ BROKEN = {
 }
 
 
-def spoil(file: Path, how: str) -> None:
-    if how == "elsewhere":
-        other = file.parent.parent / "secret.json"
-        other.write_text(json.dumps({"draft_vocabulary": {"size": 1, "coverage": 0.5}}))
+def damage(file: Path, kind: str) -> None:
+    if kind == "elsewhere":
+        outside = file.parent.parent / "secret.json"
+        outside.write_text(json.dumps({"draft_vocabulary": {"size": 1, "coverage": 0.5}}))
         file.unlink(missing_ok=True)
-        file.symlink_to(other)
+        file.symlink_to(outside)
     else:
-        file.write_bytes(BROKEN[how])
+        file.write_bytes(BROKEN[kind])
 
 
-@pytest.mark.parametrize("how", [*BROKEN, "elsewhere", "missing", "wrong"])
-def test_broken_results_and_provenance_raise_one_line(tmp_path: Path, how: str):
+@pytest.mark.parametrize("kind", [*BROKEN, "elsewhere", "missing", "wrong"])
+def test_broken_results_and_provenance_raise_one_line(tmp_path: Path, kind: str):
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     head = build_head({"kind": "medusa", "draft_tokens": 3}, width=8, vocab_size=11)
     results = run.path / "results.json"
     for file in (results, run.provenance):
-        if how == "wrong":
+        if kind == "wrong":
             file.write_text('{"draft_vocabulary": ["size"]}')
-        elif how != "missing":
-            spoil(file, how)
+        elif kind != "missing":
+            damage(file, kind)
         # missing results are none
-        if (file, how) != (results, "missing"):
+        if (file, kind) != (results, "missing"):
             with pytest.raises(InputError, match=rf"{file.stem}"):
                 read_results(Results, file) if file == results else draft_vocabulary(head, run)
 
@@ -82,5 +82,5 @@ def test_results_include_the_coverage_of_the_draft_vocabulary(tmp_path: Path):
     assert draft_vocabulary(head, run) == DraftVocabulary(**counted)
     assert counted["coverage"] == pytest.approx(0.9)
     assert draft_vocabulary(head, None) == DraftVocabulary(size=2, coverage=None)
-    whole = build_head({"kind": "medusa"}, width=4, vocab_size=6)
-    assert draft_vocabulary(whole, None) == DraftVocabulary(size=6, coverage=1.0)
+    full = build_head({"kind": "medusa"}, width=4, vocab_size=6)
+    assert draft_vocabulary(full, None) == DraftVocabulary(size=6, coverage=1.0)

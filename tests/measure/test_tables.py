@@ -10,9 +10,9 @@ ROWS = [("tokens per forward after phase distilled", "eagle3, depth 3, 206,080 p
 
 @pytest.mark.parametrize("width", range(70, 90))
 def test_table_keeps_its_edge_and_its_words_at_any_width(width: int):
-    written = StringIO()
-    Console(width=width, file=written).print(ConsoleTable("title", ROWS))
-    _, *lines = written.getvalue().splitlines()
+    output = StringIO()
+    Console(width=width, file=output).print(ConsoleTable("title", ROWS))
+    _, *lines = output.getvalue().splitlines()
     assert all(line.endswith(tuple("┐│┘")) for line in lines)
     assert set(" ".join(map(" ".join, ROWS)).split()) <= set(" ".join(lines).split())
 
@@ -20,9 +20,9 @@ def test_table_keeps_its_edge_and_its_words_at_any_width(width: int):
 def test_header_breaks_into_lines_before_a_table_becomes_a_list():
     header = "batch, context", "tree (* chosen)", "nodes", "tokens per forward", "speed-up"
     row = "4, 1024", "best_first+lookup *", "14", "1.07", "0.40 [0.38, 0.42]"
-    written = StringIO()
-    Console(width=80, file=written).print(ConsoleTable("title", [row], header))
-    lines = written.getvalue().splitlines()
+    output = StringIO()
+    Console(width=80, file=output).print(ConsoleTable("title", [row], header))
+    lines = output.getvalue().splitlines()
     assert all(line.endswith(tuple("┓┃┩│┘")) for line in lines[1:])
     assert all(cell in lines[-2] for cell in row)
     assert all(word in " ".join(lines) for name in header for word in name.split())
@@ -37,11 +37,11 @@ def test_wide_table_becomes_two_that_name_their_rows_and_then_a_list():
         "1.16 [0.89, 1.57]",
         "1.11 [1.00, 1.38]",
     )
-    written = {}
+    output = {}
     for width in (120, 80, 24):
         out = StringIO()
         Console(width=width, file=out).print(ConsoleTable("title", [row], header))
-        written[width] = [line for line in out.getvalue().splitlines() if line.startswith("│")]
-    assert [len(lines) for lines in written.values()] == [1, 2, 0]
-    assert all(row[0] in line for line in written[80])
-    assert all(cell in " ".join(written[80]) for cell in row)
+        output[width] = [line for line in out.getvalue().splitlines() if line.startswith("│")]
+    assert [len(lines) for lines in output.values()] == [1, 2, 0]
+    assert all(row[0] in line for line in output[80])
+    assert all(cell in " ".join(output[80]) for cell in row)

@@ -16,41 +16,45 @@ from specheads.measure.report import visible, wilson
 from specheads.measure.results import DecodedText, Results, read_results
 from tests.decoding.test_detokenize import tokenizer
 from tests.measure.test_measure import HISTORY
-from tests.measure.texts import NEW_TOKENS, RTL, hybrid, nasty, told
+from tests.measure.texts import NEW_TOKENS, RTL, hybrid, nasty, results_of
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 def pieces(text: DecodedText) -> list[str]:
-    kept = [[*(step.tokens[node] for node in step.path[1:]), step.bonus] for step in text.steps]
-    return [text.first, *(piece for one in kept for piece in one)][: text.num_tokens]
+    tokens = [text.first]
+    for step in text.steps:
+        tokens += [*(step.tokens[node] for node in step.path[1:]), step.bonus]
+    return tokens[: text.num_tokens]
 
 
 def test_texts_equal_the_base_alone_and_have_drafted_and_copied_tokens():
-    prompts, alone, found = hybrid()
-    assert len(found) == NUM_TEXTS < len(prompts)
-    for prompt, tokens, text in zip(prompts, alone, found, strict=False):
+    prompts, continuations, texts = hybrid()
+    assert len(texts) == NUM_TEXTS < len(prompts)
+    for prompt, tokens, text in zip(prompts, continuations, texts, strict=False):
         assert text.num_tokens == NEW_TOKENS
         assert text.prompt == tokenizer().decode(prompt.tokens)
         # parts of characters and the end have names; the rest is the text except broken bytes
-        written = re.sub("⟨.*?⟩", "", "".join(pieces(text)))
-        whole = str(tokenizer().decode(tokens, skip_special_tokens=True))
-        assert written.replace(BROKEN, "") == whole.replace(BROKEN, "")
+        letters = re.sub("⟨.*?⟩", "", "".join(pieces(text)))
+        base_text = str(tokenizer().decode(tokens, skip_special_tokens=True))
+        assert letters.replace(BROKEN, "") == base_text.replace(BROKEN, "")
         kinds = {
-            one.kind for step in text.steps for one in node_origins(step.parents, step.num_copied)
+            origin.kind
+            for step in text.steps
+            for origin in node_origins(step.parents, step.num_copied)
         }
         assert kinds == {"base", "drafted", "copied"}
 
 
 def test_texts_round_trip_through_their_own_file(tmp_path):
-    asked = told(nasty(), *hybrid()[2])
-    page = report.write_report(tmp_path, asked, [])
+    results = results_of(nasty(), *hybrid()[2])
+    page = report.write_report(tmp_path, results, [])
     stored = json.loads((tmp_path / "texts.json").read_text())
-    assert stored == {"schema": 1, "texts": [asdict(text) for text in asked.texts]}
+    assert stored == {"schema": 1, "texts": [asdict(text) for text in results.texts]}
     assert "texts" not in json.loads((tmp_path / "results.json").read_text())
     stored = read_results(Results, tmp_path / "results.json")
     assert stored is not None
-    assert stored == replace(asked, texts=[])
+    assert stored == replace(results, texts=[])
     assert page.is_file()
 
 
@@ -85,29 +89,29 @@ class Reader(HTMLParser):
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("report")
-    asked = told(nasty(), *hybrid()[2])
-    return report.write_report(folder, asked, HISTORY).read_text(encoding="utf-8")
+    results = results_of(nasty(), *hybrid()[2])
+    return report.write_report(folder, results, HISTORY).read_text(encoding="utf-8")
 
 
 def test_token_text_cannot_add_elements_or_scripts(page: str):
     elements = Reader(page).elements
     assert sum(tag == "script" for tag, _ in elements) == 2
     assert {tag for tag, _ in elements} & {"iframe", "object", "nasty", "habit"} == set()
-    assert not [name for _, given in elements for name in given if name.startswith("on")]
-    places = {given[name] for _, given in elements for name in ("src", "href") if name in given}
-    assert all(str(place).startswith(("#", "data:,", "data:image/png;base64,")) for place in places)
+    assert not [name for _, attributes in elements for name in attributes if name.startswith("on")]
+    urls = [attributes.get(name) for _, attributes in elements for name in ("src", "href")]
+    allowed = "#", "data:,", "data:image/png;base64,"
+    assert all(url.startswith(allowed) for url in urls if url is not None)
     assert not re.search(r"url\((?!#)|@import", page)
     assert not any(letter in page for letter in (RTL, "\x00", "\x1b", "\u2028", "\ud800"))
 
 
 def test_every_token_is_shown_with_its_origin(page: str):
     reader = Reader(page)
-    spans = [given for tag, given in reader.elements if tag == "span" and "data-step" in given]
+    spans = [span for tag, span in reader.elements if tag == "span" and "data-step" in span]
     texts = [nasty(), *hybrid()[2]]
-    wanted = [visible(piece) for text in texts for piece in pieces(text)]
-    assert reader.tokens == wanted
-    told = {(str(given["class"]), re.sub(r"\d+", "N", str(given["title"]))) for given in spans}
-    assert told >= {
+    assert reader.tokens == [visible(piece) for text in texts for piece in pieces(text)]
+    titles = {(str(span["class"]), re.sub(r"\d+", "N", str(span["title"]))) for span in spans}
+    assert titles >= {
         ("t b", "the base's own, while the prompt was read"),
         ("t b", "the base's own, step N"),
         ("t d1", "drafted at depth N, step N"),
@@ -119,9 +123,9 @@ def test_every_token_is_shown_with_its_origin(page: str):
 
 def test_content_policy_allows_only_the_script(page: str):
     policy = next(
-        given["content"]
-        for tag, given in Reader(page).elements
-        if given.get("http-equiv") == "Content-Security-Policy"
+        attributes["content"]
+        for tag, attributes in Reader(page).elements
+        if attributes.get("http-equiv") == "Content-Security-Policy"
     )
     script = page[page.rindex("<script>") + len("<script>") : page.rindex("</script>")]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -35,17 +35,18 @@ def base() -> FrozenBase:
 @functools.cache
 def hybrid() -> tuple[list[Prompt], list[list[int]], list[DecodedText]]:
     """Return prompts, the texts of the base alone, and a hybrid's texts for some of them."""
-    alone = generate(tiny.base(), None, tiny.prompts(), max_new_tokens=NEW_TOKENS).tokens
+    answers = generate(tiny.base(), None, tiny.prompts(), max_new_tokens=NEW_TOKENS).tokens
     # prompts that contain their continuation, for prompt lookup
-    rich = [[*one, *said[:20], *one] for one, said in zip(tiny.prompts(), alone, strict=True)]
-    rich.append(rich[0][1:])
-    out = generate(tiny.base(), None, rich, max_new_tokens=NEW_TOKENS, stop_at_eos=False).tokens
-    head = tiny.Oracle([one + said for one, said in zip(rich, out, strict=True)], 2, tiny.VOCAB)
+    pairs = zip(tiny.prompts(), answers, strict=True)
+    rows = [[*prompt, *answer[:20], *prompt] for prompt, answer in pairs]
+    rows.append(rows[0][1:])
+    out = generate(tiny.base(), None, rows, max_new_tokens=NEW_TOKENS, stop_at_eos=False).tokens
+    texts = [row + continuation for row, continuation in zip(rows, out, strict=True)]
     tree = HybridTree(policies.Static([(0,), (1,), (0, 0), (0, 1)]), 4)
-    how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=tree, stop_at_eos=False)
-    prompts = [Prompt(one, "rich", "") for one in rich]
-    found = decode_texts(base(), head, prompts, how)
-    return prompts, out, found
+    generation = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=tree, stop_at_eos=False)
+    prompts = [Prompt(row, "rich", "") for row in rows]
+    head = tiny.Oracle(texts, 2, tiny.VOCAB)
+    return prompts, out, decode_texts(base(), head, prompts, generation)
 
 
 def nasty() -> DecodedText:
@@ -67,6 +68,6 @@ def nasty() -> DecodedText:
     )
 
 
-def told(*texts: DecodedText) -> Results:
+def results_of(*texts: DecodedText) -> Results:
     """Return complete results with these texts."""
     return replace(results(), texts=list(texts))
