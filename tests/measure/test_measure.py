@@ -224,7 +224,9 @@ def test_contexts_equal_a_replay_at_each_length_and_are_paired():
 def test_speed_and_verdict_tell_head_and_prompt_lookup_apart(inner, monkeypatch):
     def fake(base, drafter, unit, generation):
         del base, unit
-        seconds = 2.0 if drafter is None else 0.5 if generation.tree.copied else 1.25
+        seconds = (
+            2.0 if drafter is None else 0.5 if isinstance(generation.tree, HybridTree) else 1.25
+        )
         return speed.Timing(seconds, seconds, 10, 10, 11)
 
     monkeypatch.setattr(speed, "time_generate", fake)
