@@ -112,9 +112,9 @@ def exponentials(logarithms: Tensor) -> Tensor:
     """
     if logarithms.device.type != "cpu":
         return logarithms.exp_()
-    least = torch.finfo(logarithms.dtype).tiny
-    logarithms.clamp_(min=math.ceil(math.log(least))).exp_()
-    return torch.threshold_(logarithms, 2 * least, 0.0)
+    smallest = torch.finfo(logarithms.dtype).tiny
+    logarithms.clamp_(min=math.ceil(math.log(smallest))).exp_()
+    return torch.threshold_(logarithms, 2 * smallest, 0.0)
 
 
 def argmax_of_rows(rows: Float[Tensor, "row vocab"]) -> Int[Tensor, " row"]:

@@ -24,35 +24,35 @@ def roles(
 
     Role `hidden` has the matrices without a vocabulary axis, which Muon updates.
     """
-    found: dict[str, list[nn.Parameter]] = {"head": [], "base": list(adapter), "hidden": []}
-    vocabulary = {head.vocab_size, head.drafted_size}
+    parameters: dict[str, list[nn.Parameter]] = {"head": [], "base": list(adapter), "hidden": []}
+    vocabulary_sizes = {head.vocab_size, head.drafted_size}
     for parameter in head.parameters():
-        is_hidden = parameter.ndim == 2 and not vocabulary & set(parameter.shape)
+        is_hidden = parameter.ndim == 2 and not vocabulary_sizes & set(parameter.shape)
         if parameter.requires_grad:
             by_muon = schedule.muon_learning_rate > 0 and is_hidden
-            found["hidden" if by_muon else "head"].append(parameter)
-    return found
+            parameters["hidden" if by_muon else "head"].append(parameter)
+    return parameters
 
 
 def optimizers(
     head: Head, schedule: Schedule, adapter: Sequence[nn.Parameter] = ()
 ) -> list[torch.optim.Optimizer]:
-    """Return AdamW for all parameters, or Muon for the hidden matrices and AdamW for the rest.
+    """Return AdamW for all parameters, or Muon for the hidden matrices and AdamW for the others.
 
     The adapter of joint phases has its own AdamW. The `role` of a group selects its learning rate.
     """
-    learned = roles(head, schedule, adapter)
-    hidden, decay = learned.pop("hidden"), schedule.weight_decay
-    found: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(
-            [{"params": some, "role": role}], lr=1.0, betas=BETAS, weight_decay=decay, fused=True
-        )
-        for role, some in learned.items()
-        if some
+    groups = [
+        {"params": parameters, "role": role}
+        for role, parameters in roles(head, schedule, adapter).items()
+        if parameters
     ]
-    if hidden:
-        found.append(Muon([{"params": hidden, "role": "hidden"}], lr=1.0, weight_decay=decay))
-    return found
+    decay = schedule.weight_decay
+    return [
+        Muon([group], lr=1.0, weight_decay=decay)
+        if group["role"] == "hidden"
+        else torch.optim.AdamW([group], lr=1.0, betas=BETAS, weight_decay=decay, fused=True)
+        for group in groups
+    ]
 
 
 class Muon(torch.optim.Muon):
@@ -68,8 +68,8 @@ class Muon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take an optimizer step."""
-        learned = [one for group in self.param_groups for one in group["params"]]
-        if computes_bfloat16() or any(one.device.type != "cpu" for one in learned):
+        parameters = [value for group in self.param_groups for value in group["params"]]
+        if computes_bfloat16() or any(value.device.type != "cpu" for value in parameters):
             return super().step(closure)
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:

@@ -54,9 +54,9 @@ class ScheduledPhase:
 
         Source: arXiv:2401.10774, section 2.3.2, for the sine.
         """
-        joint, last = self.settings.joint, self.settings.steps - 1
+        joint, last_step = self.settings.joint, self.settings.steps - 1
         assert joint
-        elapsed = (step - self.first) / max(last, 1)
+        elapsed = (step - self.first) / max(last_step, 1)
         return joint.head_weight * (math.sin(math.pi / 2 * elapsed) if joint.ramp == "sine" else 1)
 
 
@@ -98,7 +98,7 @@ def row_tokens(phase: Phase, data: DataSettings, context: int) -> int:
 
 def longest_row(schedule: Schedule, data: DataSettings, context: int) -> int:
     """Return the maximum row length of all phases."""
-    return max(row_tokens(one, data, context) for one in schedule.phases.values())
+    return max(row_tokens(phase, data, context) for phase in schedule.phases.values())
 
 
 def text_tokens(distill: DistillSettings) -> int:

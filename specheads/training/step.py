@@ -85,28 +85,31 @@ def begin_phase(
 
 
 def compute_loss(
-    part: MicroBatch, teacher: Teacher, joint: JointTraining | None, head_loss: HeadLoss
+    micro_batch: MicroBatch, teacher: Teacher, joint: JointTraining | None, head_loss: HeadLoss
 ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
     """Return the loss of a micro-batch and the metrics to log.
 
     In a joint phase the loss is the base's own loss plus the weighted loss of the head.
     """
-    settings, batch = part.phase.settings, part.batch
+    settings, batch = micro_batch.phase.settings, micro_batch.batch
+    labels, counts = micro_batch.labels, micro_batch.counts
     base_loss: Tensor | None = None
     if settings.joint is None:
         with record_function("base"):
             features = teacher.source.features(batch)
     else:
         assert joint
-        aux_layers, loss_mask = teacher.head.aux_layers, part.labels.loss_mask
-        features, base_loss = joint.read(batch, loss_mask, settings.joint, aux_layers, part.seed)
-        base_loss = base_loss / part.counts.base.clamp(min=1)
+        features, base_loss = joint.read(
+            batch, labels.loss_mask, settings.joint, teacher.head.aux_layers, micro_batch.seed
+        )
+        base_loss = base_loss / counts.base.clamp(min=1)
         teacher.bind()
-    loss = head_loss(features, batch, part.labels, teacher.project, settings, part.counts)
+    loss = head_loss(features, batch, labels, teacher.project, settings, counts)
     metrics = loss_metrics(loss)
     if base_loss is None:
         return loss.total, metrics
-    total = base_loss + part.phase.head_weight(part.step) * loss.total
+    weight = micro_batch.phase.head_weight(micro_batch.step)
+    total = base_loss + weight * loss.total
     return total, metrics | {"loss": total.detach(), "loss/base": base_loss.detach()}
 
 
@@ -150,17 +153,18 @@ class StepRunner:
         """Take the optimizer step with this number; return this process's share of its metrics."""
         sums: dict[str, Tensor] = {}
         device = self.teacher.base.device
-        parts = self._micro_batches(batch, phase, number)
+        micro_batches = self._micro_batches(batch, phase, number)
         if number == 0:
-            self.head.calibrate(map(self._features_before_labels, parts), self.total)
-        for part in parts:
+            batches = [micro_batch.batch for micro_batch in micro_batches]
+            self.head.calibrate(map(self._features_before_labels, batches), self.total)
+        for micro_batch in micro_batches:
             # for dropout in heads
-            torch.manual_seed(derive_seed(part.seed, part.batch.first_sample))
-            # gradients are all-reduced once, in the last part
-            is_last = part is parts[-1]
+            torch.manual_seed(derive_seed(micro_batch.seed, micro_batch.batch.first_sample))
+            # gradients are all-reduced once, in the last one
+            is_last = micro_batch is micro_batches[-1]
             sharing = nullcontext() if is_last else self.accelerator.no_sync(self.objective)
             with sharing, without_cudnn_attention(device):
-                loss, metrics = compute_loss(part, self.teacher, self.joint, self.objective)
+                loss, metrics = compute_loss(micro_batch, self.teacher, self.joint, self.objective)
                 # accelerate averages over processes, but these losses are parts of one sum
                 with record_function("backward"), deterministic_backward(device):
                     self.accelerator.backward(loss * self.shares)
@@ -170,9 +174,8 @@ class StepRunner:
             self._update(phase.rates(number))
         return sums
 
-    def _features_before_labels(self, part: MicroBatch) -> Features:
+    def _features_before_labels(self, batch: TokenBatch) -> Features:
         """Return the features of the positions whose next token is a label, as one row."""
-        batch = part.batch
         # a server leaves out the positions after the last label
         labels = next_token_labels(batch.loss_mask, batch.document_ids)
         features = self.teacher.source.features(batch)
@@ -185,14 +188,15 @@ class StepRunner:
         head, settings, device = self.head, phase.settings, self.teacher.base.device
         seed = derive_seed(self.seed, number)
         batches, labels = [], []
-        for part in batch.split(settings.accumulation_steps):
-            loss_mask = to_device(draw_labels(part, head, settings, seed), device)
-            batches.append(part.to(device))
+        for rows in batch.split(settings.accumulation_steps):
+            loss_mask = to_device(draw_labels(rows, head, settings, seed), device)
+            batches.append(rows.to(device))
             labels.append(draft_labels(head, batches[-1], loss_mask))
         pairs = list(zip(batches, labels, strict=True))
-        counts = [label.count(part) for part, label in pairs]
-        counts = sum_counts(counts, self.total, head.depth, device)
-        return [MicroBatch(phase, number, seed, part, label, counts) for part, label in pairs]
+        counts = sum_counts(
+            (label.count(rows) for rows, label in pairs), self.total, head.depth, device
+        )
+        return [MicroBatch(phase, number, seed, rows, label, counts) for rows, label in pairs]
 
     def _update(self, rates: dict[str, float]) -> None:
         """Clip the gradients and apply the optimizers."""
