@@ -4,7 +4,7 @@ tests/heads/test_heads.py checks them for every head. See docs/add_a_head.md.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
@@ -24,7 +24,7 @@ State = Any
 """State of a drafter between the levels of one draft; opaque to the engines."""
 Tokens = Int[Tensor, "batch time"]
 Anchors = Bool[Tensor, "batch time"]
-States = Generator[Float[Tensor, "batch time width"], Tokens | None, None]
+States = Iterator[Float[Tensor, "batch time width"]]
 Nodes = Int[Tensor, "batch node"]
 Guesses = tuple[Float[Tensor, "batch node vocab"], State]
 """Logits for the token after each node of a level, and the state that the next level continues."""
@@ -225,8 +225,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         """Yield `depth` states; position t of the k-th predicts `tokens[:, t + 2 + k]`.
 
         The k-th state at t may have read `tokens[:, ..t + 1 + k]` and nothing later. Positions too
-        close to the end wrap around and are meaningless; callers ignore them. A caller may send the
-        tokens that the next state reads last, in place of `tokens[:, t + 2 + k]`.
+        close to the end wrap around and are meaningless; callers ignore them.
 
         Args:
             features: Features of the base at every position. A document of a packed row sees only

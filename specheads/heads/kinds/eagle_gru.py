@@ -119,13 +119,11 @@ class Head(FeedbackHead):
         text = inputs.keys_values
         context = AttentionContext(text, visible, empty_path(text), documents, window)
         state = self.attend_to_text(self.norm(self.layer(inputs, context)), positions, context)
-        drafts = yield state
+        yield state
         for level in range(1, self.depth):
             gates = token_gates.roll(-1 - level, 1)
-            if drafts is not None:
-                gates = self.project_token(drafts)
             state = self.attend_to_text(self.gru_cell(state, gates), positions + level, context)
-            drafts = yield state
+            yield state
 
     def projection(self, level: int) -> Projection:
         """Return the vocabulary projection, the same at every level, without a bias."""

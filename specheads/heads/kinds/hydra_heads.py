@@ -113,10 +113,8 @@ class Head(BorrowingHead):
         next_embedded = embedded.roll(-1, 1)
         for level, blocks in enumerate(self.blocks):
             path = torch.cat([path, next_embedded], dim=-1)
-            drafts = yield blocks(path)
-            next_embedded = (
-                embedded.roll(-2 - level, 1) if drafts is None else self.embed(drafts, path)
-            )
+            yield blocks(path)
+            next_embedded = embedded.roll(-2 - level, 1)
 
     def projection(self, level: int) -> Projection:
         """Return the vocabulary projection of a level."""

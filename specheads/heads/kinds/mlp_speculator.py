@@ -110,13 +110,11 @@ class Head(BorrowingHead):
         """Yield the states that read tokens[:, t + 1], then tokens[:, t + 2], and so on."""
         state = self.first_state(self.fuse_streams(features).hidden)
         # one lookup for all levels: the gradient of each lookup is as large as the table
-        tables, drafts = [table(tokens) for table in self.emb], None
+        tables = [table(tokens) for table in self.emb]
         for level in range(self.depth):
             embedded = level_entry(tables, level).roll(-1 - level, 1)
-            if drafts is not None:
-                embedded = level_entry(self.emb, level)(drafts)
             state = self.recurrent_step(state, embedded, level)
-            drafts = yield state[..., : self.inner]
+            yield state[..., : self.inner]
 
     def projection(self, level: int) -> Projection:
         """Return the vocabulary projection of a level, without a bias."""

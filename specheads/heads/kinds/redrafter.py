@@ -86,10 +86,8 @@ class Head(BorrowingHead):
         state, next_embedded = torch.zeros_like(hidden), embedded.roll(-1, 1)
         for level in range(self.depth):
             state = self.recurrent_cell(state, next_embedded)
-            drafts = yield self.exit_state(hidden, state)
-            next_embedded = (
-                embedded.roll(-2 - level, 1) if drafts is None else self.embed(drafts, embedded)
-            )
+            yield self.exit_state(hidden, state)
+            next_embedded = embedded.roll(-2 - level, 1)
 
     def projection(self, level: int) -> Projection:
         """Return the vocabulary projection, the same at every level, without a bias."""

@@ -84,10 +84,9 @@ class FeedbackHead(BorrowingHead):
         """Yield each round's state, of every position at once."""
         layers, start = self.blocks(), features.positions()
         hidden, texts, paths = self.first_input(features), list[Tensor](), list[Tensor]()
-        documents, drafts = self.split_documents(features, hidden), None
+        documents = self.split_documents(features, hidden)
         causal_mask = features.causal_mask() if documents is None else None
         for level, embedded in enumerate(self.embed_rounds(tokens)):
-            embedded = embedded if drafts is None else self.embed_in_layer_dtype(drafts)
             hidden = self.next_input(hidden) if level else hidden
             hidden, positions = self.join_token(hidden, embedded), start + level
             window = self.window(level)
@@ -101,7 +100,7 @@ class FeedbackHead(BorrowingHead):
                     paths.append(empty_path(inputs.keys_values))
                 context = AttentionContext(texts[index], visible, paths[index], documents, window)
                 hidden = layer(inputs, context)
-            drafts = yield self.norm(hidden)
+            yield self.norm(hidden)
 
     def split_documents(self, features: Features, hidden: Tensor) -> PackedDocuments | None:
         """Return the documents of packed rows if a kernel attends within each; None for a mask.
