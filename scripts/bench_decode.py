@@ -172,7 +172,7 @@ def bare_forward(
     """Return what takes a plain forward of the model, and what takes it back."""
     cache = DynamicCache(config=base.config)
     prompt_tokens = torch.tensor([prompt], device=base.device)
-    options: Any = {base.cache_argument: cache, "use_cache": True}
+    options: Any = {base.forwards.cache_argument: cache, "use_cache": True}
     base.model(input_ids=prompt_tokens, logits_to_keep=1, **options)
     tokens = torch.zeros(1, nodes, dtype=torch.long, device=base.device)
 
@@ -258,7 +258,7 @@ def ledger_row(bench: Bench, kind: str) -> dict[str, float]:
 def alone(bench: Bench) -> dict[str, dict[str, float]]:
     """Return milliseconds per token of the base alone: our loop, and transformers' generate."""
     base, results = bench.base, {}
-    graphs = FrozenBase(base.model, compile=True, owned=False)
+    graphs = FrozenBase(base.model, compile=True, prepare=False)
     static = {"cache_implementation": "static"}
 
     def our_loop(base: FrozenBase, count: int) -> Any:

@@ -377,7 +377,7 @@ def _config(source: Source, words: Sequence[str]) -> Any:
 
     chosen = {name: value for name, _, value in (word.partition("=") for word in words)}
     settings: dict[str, Any] = {
-        "verifier_name_or_path": source.base.place,
+        "verifier_name_or_path": source.base.location,
         "target_layer_ids": [*source.layers],
         "mask_token_id": 0,
         # the defaults are kernels for GPUs

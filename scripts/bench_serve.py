@@ -386,10 +386,10 @@ def _start_engines(
         lines, _ = export_head(head, base, options.engine, Path(folder) / "served", texts)
         if options.engine == "llama_cpp":
             return _start_llama_cpp(lines, context, options)
-        engines = _start_vllm(lines[0], base.place, context, (ALONE, *options.depths), options)
+        engines = _start_vllm(lines[0], base.location, context, (ALONE, *options.depths), options)
         if options.cost:
             shutil.copy(options.cost, Path(folder) / "served" / COST_FILE)
-            engines |= _start_vllm(lines[0], base.place, context, (BUDGET,), options)
+            engines |= _start_vllm(lines[0], base.location, context, (BUDGET,), options)
         return engines
 
 

@@ -128,8 +128,8 @@ def load_base(name: str, device: str = "auto", dtype: str = "auto") -> FrozenBas
     model.eval().requires_grad_(False)
     # in bfloat16 random weights of granite-8b differ by a third between transformers' own kernels,
     # so a check of the base would refuse them; layers are packed on a CPU only
-    is_owned = torch_device.type == "cpu"
-    return FrozenBase(model, name=f"random weights, shape {name}", owned=is_owned)
+    is_on_cpu = torch_device.type == "cpu"
+    return FrozenBase(model, name=f"random weights, shape {name}", prepare=is_on_cpu)
 
 
 def head_settings(kind: str, base: FrozenBase, draft_tokens: int = 0) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 See docs/tree_verification.md.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from inspect import signature
@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
-from specheads.base import lora
 from specheads.base.attention import DeferredCache, attending, attending_documents
 from specheads.base.cache import KVCache, RowCache, upload
-from specheads.base.compile import CompiledLayers, CudaGraphs
+from specheads.base.compile import CompiledLayers, CudaGraphs, compiled
+from specheads.base.ends import last_stream
 from specheads.base.exact_attention import ExactAttention
 from specheads.base.experts import experts_of, tokens_twice
 from specheads.base.masks import (
@@ -35,6 +35,14 @@ from specheads.core.errors import InputError
 from specheads.core.features import Features, document_positions, within_documents
 from specheads.core.tree import TokenTree
 
+FULL_BRANCHES = 32
+"""The number of chains of a row is padded to a multiple of this: oneDNN caches megabytes for each
+shape."""
+AuxLayers = tuple[int, ...]
+"""Layers whose residual stream is read: k is the stream after k layers."""
+TreeOutput = tuple[Tensor, Tensor, Tensor | None]
+"""Logits, final hidden states and residual streams of a tree's nodes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verification:
@@ -45,23 +53,12 @@ class Verification:
     ancestors: Bool[Tensor, "batch node node"]
 
 
-def answer(
+def logits_and_output(
     model: PreTrainedModel, projection: VocabularyProjection, **inputs: Any
 ) -> tuple[Tensor, Any]:
     """Return the logits of every position and the output of the layers; this part is compiled."""
-    out = model.base_model(**inputs)
-    return projection(out.last_hidden_state), out
-
-
-AuxLayers = tuple[int, ...]
-"""Layers whose residual stream is read: k is the stream after k layers."""
-FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "layer_norm")
-"""Names of the norm after the last layer."""
-
-
-FULL_BRANCHES = 32
-"""The number of chains of a row is padded to a multiple of this: oneDNN caches megabytes for each
-shape."""
+    output = model.base_model(**inputs)
+    return projection(output.last_hidden_state), output
 
 
 class Forwards:
@@ -74,62 +71,35 @@ class Forwards:
         self.model = model
         self.config = model.config.get_text_config()
         self.windows = attention_windows(model)
+        """Sliding window of each kind of layer; None sees all."""
         refuse_attention(self.config._attn_implementation)
-        self.has_layers = True
-        """False: it has only what is before and after the layers; a server has them."""
-        self.exact = False
-        """Whether `verify` gives each node bit for bit the result of decoding it alone."""
         self.experts = experts_of(model)
         """Modules with a mixture of experts, one per layer that has one."""
-        self._compiled_answer: Callable[..., tuple[Tensor, Any]] | None = None
-        self._graphs: CudaGraphs | None = None
-        self._layers: CompiledLayers | None = None
-        self._weights = 0
-        """Number of times the weights moved; CUDA graphs depend on their addresses."""
+        self.exact = False
+        """Whether `verify` gives each node bit for bit the result of decoding it alone."""
+        self.num_merges = 0
+        """Number of adapters merged since then: CUDA graphs depend on the addresses of weights."""
+        self.compiled_answer: Callable[..., tuple[Tensor, Any]] | None = None
+        self.graphs: CudaGraphs | None = None
+        self.compiled_layers: CompiledLayers | None = None
 
-    @cached_property
-    def max_length(self) -> int:
-        """Length of its context; see `masks.context_length`."""
-        return context_length(self.config)
+    def compile(self) -> None:
+        """Compile the following forwards of trees."""
+        if self.model.device.type == "cuda":
+            self.graphs, self.compiled_layers = CudaGraphs(), CompiledLayers(self.model)
+        else:
+            self.compiled_answer = compiled(logits_and_output)
 
     @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        return self.model.device
+    def is_compiled(self) -> bool:
+        """Whether forwards of trees are compiled."""
+        return self.graphs is not None or self.compiled_answer is not None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the model."""
-        return self.model.dtype
-
-    def _refuse_unusable(self) -> None:
-        if not self.has_layers:
-            raise InputError(
-                "this step reads text with the base, and features.source=vllm loads no layer of "
-                "it; run it with features.source=local"
-            )
+    def _refuse_training(self) -> None:
         if self.model.training:
             raise InputError(
                 "a base must be in eval mode, got its model in training mode; call model.eval()"
             )
-
-    @property
-    def static(self) -> bool:
-        """Whether forwards need fixed shapes; each CUDA graph has one shape."""
-        return self._graphs is not None
-
-    @property
-    def projection(self) -> VocabularyProjection:
-        """The projection from final hidden states to logits, with the current weights."""
-        return vocabulary_projection(self.model)
-
-    def logits_of(self, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch vocab"]:
-        """Return the logits of final hidden states, with gradients for an adapter in training."""
-        # `projection` has the merged matrix, without gradients
-        layer: Any = self.model.get_output_embeddings()
-        if lora.adapts(layer):
-            return self.projection.finish(layer(hidden))
-        return self.projection(hidden)
 
     def read(
         self,
@@ -144,16 +114,17 @@ class Forwards:
         `gradients` lets them flow to an adapter in training. Packed documents do not see each
         other; without `document_ids` each row is one text.
         """
-        self._refuse_unusable()
-        inputs: dict[str, Any] = {"input_ids": tokens.to(self.device), "use_cache": False}
-        attending = nullcontext()
+        self._refuse_training()
+        inputs: dict[str, Any] = {"input_ids": tokens.to(self.model.device), "use_cache": False}
+        attending_text = nullcontext()
         if document_ids is not None:
-            document_ids = document_ids.to(self.device)
-            mask = partial(document_mask, document_ids, dtype=self.dtype)
-            inputs["attention_mask"] = self._by_kind(mask)
-            inputs["position_ids"] = places = document_positions(document_ids)
-            attending = attending_documents(self.config, places, list(self.windows.values()))
-        with torch.set_grad_enabled(gradients), attending as documents:
+            document_ids = document_ids.to(self.model.device)
+            mask = partial(document_mask, document_ids, dtype=self.model.dtype)
+            inputs["attention_mask"] = self._masks(mask)
+            inputs["position_ids"] = positions = document_positions(document_ids)
+            windows = list(self.windows.values())
+            attending_text = attending_documents(self.config, positions, windows)
+        with torch.set_grad_enabled(gradients), attending_text as documents:
             features = self._features(inputs, aux_layers)
             return replace(features, document_ids=document_ids, documents=documents)
 
@@ -171,7 +142,7 @@ class Forwards:
         Chain i follows position `places[i]` of row `rows[i]`, in rising order, and sees its
         document up to there. The texts are read again.
         """
-        self._refuse_unusable()
+        self._refuse_training()
         (batch, time), levels = tokens.shape, drafts.shape[1]
         if document_ids is None:
             document_ids = torch.zeros_like(tokens)
@@ -195,11 +166,11 @@ class Forwards:
 
         def mask(window: int | None) -> Tensor:
             near = visible if window is None else visible & (apart < window)
-            return additive(near, self.dtype)
+            return additive(near, self.model.dtype)
 
         out = self.model.base_model(
             input_ids=torch.cat([tokens, nodes.flatten(1)], dim=1),
-            attention_mask=self._by_kind(mask),
+            attention_mask=self._masks(mask),
             position_ids=positions.clamp(max=self.max_length - 1),
             use_cache=False,
         )
@@ -211,7 +182,7 @@ class Forwards:
 
         Keys and values stay in the scratch of the cache until `cache.commit`.
         """
-        self._refuse_unusable()
+        self._refuse_training()
         if self.exact and tree.tokens.numel() == 1:
             return self._verify_lone(tree, cache, aux_layers)
         cache.reserve(tree.tokens.shape[1])
@@ -228,44 +199,15 @@ class Forwards:
     def _verify_reserved(
         self, tree: TokenTree, cache: RowCache, aux_layers: AuxLayers
     ) -> Verification:
-        ancestors = tree.ancestors()
-        if self._graphs is not None and isinstance(cache, KVCache) and cache.static:
-            key = (tree.tokens.shape, cache.end, aux_layers, self._weights)
-            forward, inputs = partial(self._forward, cache, aux_layers), (tree.tokens, ancestors)
-            logits, hidden, aux = self._graphs(cache.slab.graphs, key, forward, inputs)
+        ancestors, graphs = tree.ancestors(), self.graphs
+        if graphs is not None and isinstance(cache, KVCache) and cache.static:
+            key = (tree.tokens.shape, cache.end, aux_layers, self.num_merges)
+            forward = partial(self.forward_tree, cache, aux_layers)
+            nodes = tree.tokens, ancestors
+            logits, hidden, aux = graphs(cache.slab.graphs, key, forward, nodes)
         else:
-            logits, hidden, aux = self._forward(cache, aux_layers, tree.tokens, ancestors)
+            logits, hidden, aux = self.forward_tree(cache, aux_layers, tree.tokens, ancestors)
         return Verification(logits, Features(hidden, aux, tree.tokens), ancestors)
-
-    def _forward(
-        self, cache: RowCache, aux_layers: AuxLayers, tokens: Tensor, ancestors: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return logits, final hidden states and residual streams of a tree's nodes."""
-        inputs = self._inputs(tokens, ancestors, ancestors.sum(-1) - 1, cache)
-        if self._layers is not None and self._layers.layers and cache.static:
-            return self._forward_compiled(inputs, cache, aux_layers)
-        run = self._compiled_answer or answer
-        exact = ExactAttention(ancestors, cache.row_lengths) if self.exact else None
-        twice = tokens_twice(self.experts if self.exact else [])
-        attending_tree = attending(self.config, cache, exact=exact)
-        with attending_tree, twice, self._last_stream(aux_layers) as last:
-            logits, out = run(
-                self.model, self.projection, **inputs, output_hidden_states=bool(aux_layers)
-            )
-        features = _features(out, tokens, aux_layers, last)
-        return logits, features.hidden, features.aux
-
-    def _forward_compiled(
-        self, inputs: dict[str, Any], cache: RowCache, aux_layers: AuxLayers
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        assert self._layers is not None
-        inputs[self.cache_argument] = DeferredCache()
-        compiled, unnormed = self._layers.active(), self._last_stream(aux_layers)
-        with attending(self.config, cache, deferred=True), compiled as streams, unnormed as last:
-            logits, out = answer(self.model, self.projection, **inputs)
-        streams = [*streams, *last]
-        aux = torch.cat([streams[layer] for layer in aux_layers], -1) if aux_layers else None
-        return logits, out.last_hidden_state, aux
 
     @torch.no_grad()
     def prefill(
@@ -281,7 +223,7 @@ class Forwards:
         The prompt of row b is its first `counts[b]` tokens, at least one; the rest is padding.
         Returns the logits after the last token of each row, and the features of every position.
         """
-        self._refuse_unusable()
+        self._refuse_training()
         pieces = []
         for first in range(0, tokens.shape[1], chunk):
             piece = tokens[:, first : first + chunk]
@@ -295,23 +237,74 @@ class Forwards:
                 pieces.append(self._features(inputs, aux_layers))
             cache.commit([list(range(count)) for count in left])
         features = Features.concatenate(pieces)
-        last = upload([count - 1 for count in counts], self.device)
-        return self.projection(features.gather(last[:, None]).hidden[:, 0]), features
+        last = upload([count - 1 for count in counts], self.model.device)
+        last_hidden = features.gather(last[:, None]).hidden[:, 0]
+        return vocabulary_projection(self.model)(last_hidden), features
+
+    def _features(self, inputs: dict[str, Any], aux_layers: AuxLayers) -> Features:
+        """Return the features of every position, with the residual streams of `aux_layers`."""
+        with self._last_stream(aux_layers) as last:
+            output = self.model.base_model(**inputs, output_hidden_states=bool(aux_layers))
+        return _features(output, inputs["input_ids"], aux_layers, last)
+
+    def forward_tree(
+        self,
+        cache: RowCache,
+        aux_layers: AuxLayers,
+        tokens: Int[Tensor, "batch node"],
+        ancestors: Bool[Tensor, "batch node node"],
+    ) -> TreeOutput:
+        """Return the outputs of a tree's nodes; a CUDA graph records this method."""
+        inputs = self._inputs(tokens, ancestors, ancestors.sum(-1) - 1, cache)
+        layers, projection = self.compiled_layers, vocabulary_projection(self.model)
+        if layers is not None and layers.layers and cache.static:
+            return self._compiled_tree(layers, projection, inputs, cache, aux_layers)
+        run = self.compiled_answer or logits_and_output
+        order = ExactAttention(ancestors, cache.row_lengths) if self.exact else None
+        twice = tokens_twice(self.experts if self.exact else [])
+        attending_tree = attending(self.config, cache, exact=order)
+        with attending_tree, twice, self._last_stream(aux_layers) as last:
+            logits, output = run(
+                self.model, projection, **inputs, output_hidden_states=bool(aux_layers)
+            )
+        features = _features(output, tokens, aux_layers, last)
+        return logits, features.hidden, features.aux
+
+    def _compiled_tree(
+        self,
+        layers: CompiledLayers,
+        projection: VocabularyProjection,
+        inputs: dict[str, Any],
+        cache: RowCache,
+        aux_layers: AuxLayers,
+    ) -> TreeOutput:
+        inputs[self.cache_argument] = DeferredCache()
+        active, unnormed = layers.active(), self._last_stream(aux_layers)
+        with attending(self.config, cache, deferred=True), active as streams, unnormed as last:
+            logits, output = logits_and_output(self.model, projection, **inputs)
+        streams = [*streams, *last]
+        aux = torch.cat([streams[layer] for layer in aux_layers], -1) if aux_layers else None
+        return logits, output.last_hidden_state, aux
 
     def _inputs(
         self, tokens: Tensor, ancestors: Tensor, depths: Tensor, cache: RowCache
     ) -> dict[str, Any]:
-        """Return the model's inputs: tokens, masks, positions and the cache."""
+        """Return the model's inputs for nodes after committed text: tokens, masks, positions."""
+        mask = partial(tree_mask, ancestors, depths, cache, dtype=self.model.dtype)
+        # the last levels of a tree may exceed the context; their nodes are never used
+        positions = cache.positions[:, None] + depths
         return {
             "input_ids": tokens,
-            "attention_mask": self._by_kind(
-                partial(tree_mask, ancestors, depths, cache, dtype=self.dtype)
-            ),
-            # the last levels of a tree may exceed the context; their nodes are never used
-            "position_ids": (cache.positions[:, None] + depths).clamp(max=self.max_length - 1),
+            "attention_mask": self._masks(mask),
+            "position_ids": positions.clamp(max=self.max_length - 1),
             self.cache_argument: cache,
             "use_cache": True,
         }
+
+    @cached_property
+    def max_length(self) -> int:
+        """Length of the model's context; see `masks.context_length`."""
+        return context_length(self.config)
 
     @cached_property
     def cache_argument(self) -> str:
@@ -319,66 +312,27 @@ class Forwards:
         names = signature(self.model.base_model.forward).parameters
         return "cache" if "cache" in names else "past_key_values"
 
-    def _by_kind(self, mask: Callable[[int | None], Tensor]) -> Any:
+    def _masks(self, mask: Callable[[int | None], Tensor]) -> Any:
         """Return the mask of each kind of layer by its window, or the one of the only kind."""
         masks = {window: mask(window) for window in set(self.windows.values())}
         kinds = {kind: masks[window] for kind, window in self.windows.items()}
         return kinds if len(kinds) > 1 else next(iter(masks.values()))
 
-    def _features(self, inputs: dict[str, Any], aux_layers: AuxLayers) -> Features:
-        with self._last_stream(aux_layers) as last:
-            out = self.model.base_model(**inputs, output_hidden_states=bool(aux_layers))
-        return _features(out, inputs["input_ids"], aux_layers, last)
-
-    @property
-    def final_norm(self) -> torch.nn.Module:
-        """The norm after the last layer."""
-        named = dict(self.model.get_decoder().named_children())
-        norm = next((named[name] for name in FINAL_NORMS if name in named), None)
-        if norm is None:
-            raise InputError(
-                f"a head that reads the last of {self.config.num_hidden_layers} layers needs a "
-                f"base whose final norm is called {' or '.join(FINAL_NORMS)}, and "
-                f"{self.config.model_type!r} has none; choose other aux_layers"
-            )
-        return norm
-
-    @torch.no_grad()
-    def embedded(self, tokens: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time width"]:
-        """Return the stream before the first layer, of a base without layers."""
-        assert not self.has_layers
-        # what reaches the final norm has every scale that the architecture gives an embedding
-        with self._last_stream((self.config.num_hidden_layers,)) as found:
-            self.model.get_decoder()(input_ids=tokens.to(self.device), use_cache=False)
-        return found[0]
-
-    @contextmanager
-    def _last_stream(self, aux_layers: AuxLayers) -> Iterator[list[Tensor]]:
-        """Yield a list that a forward fills with the stream after all layers, if it is read."""
-        # the last hidden states of transformers are those after the final norm
-        found: list[Tensor] = []
-        if self.config.num_hidden_layers not in aux_layers:
-            yield found
-            return
-
-        def keep(_: Any, given: tuple[Tensor, ...]) -> None:
-            # NanoChat norms its embedding with the same module
-            found[:] = given[:1]
-
-        hook = self.final_norm.register_forward_pre_hook(keep)
-        try:
-            yield found
-        finally:
-            hook.remove()
+    def _last_stream(self, aux_layers: AuxLayers) -> Any:
+        """Collect the stream after all layers if it is read; its hook costs a graph break."""
+        is_read = self.config.num_hidden_layers in aux_layers
+        return last_stream(self.model) if is_read else nullcontext([])
 
 
-def _features(out: Any, tokens: Tensor, aux_layers: AuxLayers, last: list[Tensor]) -> Features:
+def _features(output: Any, tokens: Tensor, aux_layers: AuxLayers, last: list[Tensor]) -> Features:
     # numbered as in transformers: the input of each layer; then the stream after all layers
-    streams = [*(out.hidden_states or ())[:-1], *last]
+    streams = [*(output.hidden_states or ())[:-1], *last]
     streams = [streams[layer] for layer in aux_layers]
-    if any(one.shape != out.last_hidden_state.shape for one in streams):
+    shape = output.last_hidden_state.shape
+    if any(stream.shape != shape for stream in streams):
         raise InputError(
-            f"aux_layers need a base with one residual stream of {out.last_hidden_state.shape[-1]} "
-            f"channels, got layers of shape {[*streams[0].shape]}; take a head without aux_layers"
+            f"aux_layers need a base with one residual stream of {shape[-1]} channels, got layers "
+            f"of shape {[*streams[0].shape]}; take a head without aux_layers"
         )
-    return Features(out.last_hidden_state, torch.cat(streams, -1) if streams else None, tokens)
+    aux = torch.cat(streams, -1) if streams else None
+    return Features(output.last_hidden_state, aux, tokens)

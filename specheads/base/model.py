@@ -1,42 +1,36 @@
 """The frozen base: load it, read text and verify trees with it."""
 
-import re
 import weakref
 from collections import deque
-from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base import lora
-from specheads.base.cache import KVCache, Slab
-from specheads.base.compile import CompiledLayers, CudaGraphs, compiled
+from specheads.base.cache import KVCache, RowCache, Slab
+from specheads.base.ends import BaseEnds
 from specheads.base.experts import choose_experts
-from specheads.base.fingerprint import exact_fingerprint
-from specheads.base.forward import Forwards, answer
+from specheads.base.forward import AuxLayers, Forwards, Verification
 from specheads.base.loading import load_model
 from specheads.base.paged import BlockPool
 from specheads.base.selfcheck import check, check_exact
 from specheads.base.sharding import Sharding
-from specheads.core.errors import InputError
+from specheads.core.features import Features
 from specheads.core.machine import refuse_bytes
+from specheads.core.tree import TokenTree
 from specheads.core.weight_layout import for_few_rows
-from specheads.data.chat import turn_end_ids
-
-MEDIA = re.compile("(image|video|audio)_token_(id|index)")
-"""Settings of multimodal models that name the token in place of a picture, video or sound."""
 
 
-class FrozenBase(Forwards):
+class FrozenBase(BaseEnds):
     """A causal language model of transformers, unmodified, in eval mode and without gradients.
 
     Its attention must take a 4D mask, and its state must be keys and values; a ValueError is raised
-    otherwise. docs/bases.md describes `compile`, docs/losslessness.md `exact`. `owned` freezes and
-    checks the model, which may have been done before.
+    otherwise. docs/bases.md describes `compile`, docs/losslessness.md `exact`. `prepare=False` is
+    for a model that another base has frozen and checked.
     """
 
     def __init__(
@@ -48,32 +42,21 @@ class FrozenBase(Forwards):
         revision: str = "main",
         compile: bool = False,
         exact: bool = False,
-        owned: bool = True,
+        prepare: bool = True,
     ) -> None:
-        super().__init__(model)
-        self.tokenizer, self.name, self.revision, self.adapter = tokenizer, name, revision, ""
-        self.sharding: Sharding | None = None
-        """How its layers are sharded over processes; None if they are not."""
-        self.place = name
-        """Folder or Hub id that other programs can load; differs from the name for GGUF only."""
-        if owned:
+        super().__init__(model, tokenizer, name=name, revision=revision)
+        self.forwards = Forwards(model)
+        self.windows = self.forwards.windows
+        self._spare: deque[Slab] = deque(maxlen=1)
+        if prepare:
             model.eval().requires_grad_(False)
             for_few_rows(model)
-            choose_experts(model, self.experts)
-            check(self)
+            choose_experts(model, self.forwards.experts)
+            check(self.forwards)
         if exact:
-            check_exact(self, compile=compile)
-        if compile and self.device.type == "cuda":
-            self._graphs, self._layers = CudaGraphs(), CompiledLayers(model)
-        elif compile:
-            self._compiled_answer = compiled(answer)
-        self._spare: deque[Slab] = deque(maxlen=1)
-        self.width: int = self.config.hidden_size
-        """Width of the final hidden state."""
-        self.vocab_size = self.projection.weight.shape[0]
-        """Rows of the vocabulary projection, including padding rows."""
-        self.num_layers: int = self.config.num_hidden_layers
-        """Number of layers with keys and values."""
+            check_exact(self.forwards, compile=compile)
+        if compile:
+            self.forwards.compile()
 
     @classmethod
     def load(
@@ -87,36 +70,23 @@ class FrozenBase(Forwards):
         adapter: str | Path = "",
         compile: bool = False,
         exact: bool = False,
-        ends_only: bool = False,
     ) -> "FrozenBase":
         """Load a base from a folder, the Hub or a GGUF file; code of a checkpoint never runs.
 
         Arguments are those of `loading.load_model` and of the class. `adapter` is the folder or Hub
-        id of a LoRA adapter to merge. All processes of a `Sharding` call this together. With
-        `ends_only` no layer is loaded, and training takes hidden states from a server.
+        id of a LoRA adapter to merge. All processes of a `Sharding` call this together.
         """
-        if ends_only and (adapter or compile or exact):
-            raise InputError(
-                "a base without layers takes no adapter, compile or exact; leave them out, and "
-                "merge an adapter with peft"
-            )
         loaded, tokenizer = load_model(
-            str(model),
-            revision=revision,
-            dtype=dtype,
-            device=device,
-            attention=attention,
-            ends_only=ends_only,
+            str(model), revision=revision, dtype=dtype, device=device, attention=attention
         )
         if adapter:
             lora.merge(loaded, adapter)
         if isinstance(device, Sharding):
             device.apply(loaded)
         loaded.eval().requires_grad_(False)
-        how: Any = {"compile": compile, "exact": exact, "owned": not ends_only}
-        base = cls(loaded, tokenizer, name=str(model), **how)
-        base.has_layers = not ends_only
-        base.place, base.adapter, base.revision = loaded.name_or_path, _placed(adapter), revision
+        name = str(model)
+        base = cls(loaded, tokenizer, name=name, revision=revision, compile=compile, exact=exact)
+        base.location, base.adapter = loaded.name_or_path, _resolved(adapter)
         base.sharding = device if isinstance(device, Sharding) else None
         return base
 
@@ -125,66 +95,62 @@ class FrozenBase(Forwards):
 
         Bind heads that borrow the base's tensors after this.
         """
-        if self.holds(adapter):
+        if self.has_merged(adapter):
             return
         lora.merge(self.model, adapter)
         for_few_rows(self.model)
-        self._weights += 1
-        self.adapter = _placed(adapter)
+        self.forwards.num_merges += 1
+        self.adapter = _resolved(adapter)
 
-    def holds(self, adapter: str | Path) -> bool:
+    def has_merged(self, adapter: str | Path) -> bool:
         """Return whether this adapter was merged last; different paths to it count as the same."""
-        return self.adapter == _placed(adapter)
+        return self.adapter == _resolved(adapter)
 
-    def tokenizer_for(self, what: str) -> PreTrainedTokenizerBase:
-        """Return the tokenizer, which `what` needs; refuse a base without one."""
-        if self.tokenizer is None:
-            raise InputError(
-                f"{what} needs a base with a tokenizer, got {self.name!r:.200}; add its files"
-            )
-        return self.tokenizer
+    @property
+    def description(self) -> str:
+        """What messages call this kind of base."""
+        return "a sharded base" if self.sharding else "a base in this process"
 
     @property
     def decodes(self) -> bool:
-        """Whether one process can generate text with it: it is whole in this process."""
-        return self.has_layers and self.sharding is None
+        """Whether this process can generate text with it: it is whole in this process."""
+        return self.sharding is None
 
     @property
-    def where(self) -> str:
-        """What messages call a base that does not decode."""
-        return "a sharded base" if self.sharding else "a base at a server"
+    def exact(self) -> bool:
+        """Whether `verify` gives each node bit for bit the result of decoding it alone."""
+        return self.forwards.exact
 
     @property
-    def num_parameters(self) -> int:
-        """Number of parameters; tied ones count once."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+    def static(self) -> bool:
+        """Whether forwards need fixed shapes; each CUDA graph has one shape."""
+        return self.forwards.graphs is not None
 
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text, by the generation config and the chat template; may be empty."""
-        ids = (self.model.generation_config or self.config).eos_token_id
-        known = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
-        return tuple(dict.fromkeys([*known, *self._turn_ends]))
+    def read(
+        self,
+        tokens: Int[Tensor, "batch time"],
+        aux_layers: AuxLayers = (),
+        document_ids: Int[Tensor, "batch time"] | None = None,
+        *,
+        gradients: bool = False,
+    ) -> Features:
+        """Return the features of whole texts: see `Forwards.read`."""
+        return self.forwards.read(tokens, aux_layers, document_ids, gradients=gradients)
 
-    @cached_property
-    def _turn_ends(self) -> tuple[int, ...]:
-        return turn_end_ids(self.tokenizer)
+    def verify(self, tree: TokenTree, cache: RowCache, aux_layers: AuxLayers = ()) -> Verification:
+        """Run all nodes of a tree in one forward: see `Forwards.verify`."""
+        return self.forwards.verify(tree, cache, aux_layers)
 
-    @cached_property
-    def media_ids(self) -> dict[int, str]:
-        """Tokens that stand for pictures, videos and sounds, with the settings that name them."""
-        settings = self.model.config.to_dict().items()
-        return {id: name for name, id in settings if MEDIA.fullmatch(name) and type(id) is int}
-
-    @property
-    def embedding(self) -> Tensor:
-        """The input embedding (vocab, width), for heads that borrow it."""
-        return cast(torch.nn.Embedding, self.model.get_input_embeddings()).weight
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the weights and the vocabulary: see fingerprint.py."""
-        return exact_fingerprint(self.model, self.tokenizer)
+    def prefill(
+        self,
+        tokens: Int[Tensor, "batch time"],
+        cache: RowCache,
+        counts: list[int],
+        aux_layers: AuxLayers = (),
+        chunk: int = 512,
+    ) -> tuple[Float[Tensor, "batch vocab"], Features]:
+        """Read and commit prompts of different lengths: see `Forwards.prefill`."""
+        return self.forwards.prefill(tokens, cache, counts, aux_layers, chunk)
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         """Return an empty cache of `batch` rows with `capacity` slots each."""
@@ -225,6 +191,6 @@ class FrozenBase(Forwards):
         refuse_bytes(slots * self.slot_bytes, self.device, what, remedy)
 
 
-def _placed(adapter: str | Path) -> str:
+def _resolved(adapter: str | Path) -> str:
     """Return the resolved path of a folder, or a Hub id unchanged."""
     return str(Path(adapter).resolve() if adapter and Path(adapter).is_dir() else adapter)

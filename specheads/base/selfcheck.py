@@ -9,6 +9,7 @@ from torch import Tensor
 from specheads.base.cache import KVCache
 from specheads.base.exact_attention import BLOCK, keeps_order
 from specheads.base.forward import Forwards
+from specheads.base.projection import vocabulary_projection
 from specheads.core.errors import InputError, first_line
 from specheads.core.tree import TokenTree
 
@@ -22,16 +23,16 @@ which changes its logits by more than `TOLERANCE`; a wrong mask fails with every
 
 
 @torch.no_grad()
-def check(base: Forwards) -> None:
+def check(forwards: Forwards) -> None:
     """Compare the logits of four tokens with those of the same tokens as a path of a tree.
 
     The tokens follow a text that is longer than the windows of the base. A ValueError is raised if
     they differ, or are not the vocabulary projection of the final hidden state.
     """
-    kind = base.model.config.model_type
-    for number in range(TRIES if base.experts else 1):
+    kind = forwards.model.config.model_type
+    for number in range(TRIES if forwards.experts else 1):
         try:
-            plain, projected, verified = _logits_in_three_ways(base, 17 * number)
+            plain, projected, verified = _logits_in_three_ways(forwards, 17 * number)
         except Exception as error:
             # a model that does not know masks or positions can raise any error
             raise InputError(
@@ -43,7 +44,7 @@ def check(base: Forwards) -> None:
                 f"the logits of a base must be finite, and those of {kind!r} are not; its weights "
                 "are damaged, or too large for its dtype: load it again, or with dtype=float32"
             )
-        bound = TOLERANCE.get(base.dtype, 0.05) * (1e-3 + plain.abs().max())
+        bound = TOLERANCE.get(forwards.model.dtype, 0.05) * (1e-3 + plain.abs().max())
         if not (plain - projected).abs().max() <= bound:
             raise InputError(
                 f"the logits of {kind!r} must be its vocabulary projection of the final hidden "
@@ -56,79 +57,84 @@ def check(base: Forwards) -> None:
     )
 
 
-def _logits_in_three_ways(base: Forwards, shift: int) -> tuple[Tensor, Tensor, Tensor]:
+def _logits_in_three_ways(forwards: Forwards, shift: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the logits of four tokens: the model's, those of their hidden states, and a tree's."""
-    model, device, projection = base.model, base.device, base.projection
+    model, device = forwards.model, forwards.model.device
+    projection = vocabulary_projection(model)
     vocab_size = len(projection.weight)
     path = torch.arange(1 + shift, 5 + shift, device=device) % vocab_size
     #  0 - 2 - 4 - 5     the path, with a wrong sibling of its second and third token
     #   `- 1  `- 3
     tokens = path[torch.tensor([0, 3, 1, 0, 2, 3], device=device)][None]
     tree = TokenTree(tokens, torch.tensor([[-1, 0, 0, 2, 2, 4]], device=device))
-    windows = [one for one in base.windows.values() if one and one <= LONGEST]
+    windows = [one for one in forwards.windows.values() if one and one <= LONGEST]
     length = max(windows, default=0) + 1
     text = torch.arange(5 + shift, 5 + shift + length, device=device)[None] % vocab_size
-    cache = KVCache(base.config.num_hidden_layers, 1, length + 6, device)
-    base.prefill(text, cache, [length])
+    cache = KVCache(forwards.config.num_hidden_layers, 1, length + 6, device)
+    forwards.prefill(text, cache, [length])
     whole = torch.cat([text, path[None]], dim=1)
     # with a vocabulary of 262k the logits of a whole window take half a gigabyte
     may_keep = "logits_to_keep" in signature(model.forward).parameters
     last = {"logits_to_keep": 4} if may_keep else {}
     plain = model(input_ids=whole, use_cache=False, **last).logits[0, -4:]
-    projected = projection(base.read(whole).hidden[:, -4:])[0]
-    return plain, projected, base.verify(tree, cache).logits[0, [0, 2, 4, 5]]
+    projected = projection(forwards.read(whole).hidden[:, -4:])[0]
+    return plain, projected, forwards.verify(tree, cache).logits[0, [0, 2, 4, 5]]
 
 
 @torch.no_grad()
-def check_exact(base: Forwards, *, compile: bool = False) -> None:
+def check_exact(forwards: Forwards, *, compile: bool = False) -> None:
     """Make a base exact; raise a ValueError if it cannot be, and leave it as it was."""
-    attention = base.config._attn_implementation
-    compile = compile or base.static or base._compiled_answer is not None
-    if compile or base.device.type != "cpu" or attention != "sdpa":
+    attention = forwards.config._attn_implementation
+    compile = compile or forwards.is_compiled
+    if compile or forwards.model.device.type != "cpu" or attention != "sdpa":
         raise InputError(
             "exact=true needs compile=false, device=cpu and attention=sdpa, got "
-            f"compile={compile}, device={base.device} and attention={attention}; change "
+            f"compile={compile}, device={forwards.model.device} and attention={attention}; change "
             "them, or leave exact out"
         )
     alike = False
-    base.exact = True
+    forwards.exact = True
     try:
-        alike = keeps_order(base.dtype) and _decodes_alike(base)
+        alike = keeps_order(forwards.model.dtype) and _decodes_alike(forwards)
     except RuntimeError as error:
         raise InputError(
             "exact=true needs attention that torch's flash kernel computes; "
-            f"{base.model.config.model_type!r} fails with {first_line(error)!r}; leave exact out"
+            f"{forwards.config.model_type!r} fails with {first_line(error)!r}; leave exact out"
         ) from error
     finally:
-        base.exact = alike
+        forwards.exact = alike
     if not alike:
         raise InputError(
             f"exact=true needs matrix products that do not depend on the number of rows, and "
-            f"in {base.dtype} this machine's do; try another dtype, or leave exact out"
+            f"in {forwards.model.dtype} this machine's do; try another dtype, or leave exact out"
         )
 
 
-def make_exact(base: Forwards) -> bool:
+def make_exact(forwards: Forwards) -> bool:
     """Make a base in bfloat16 exact where it and the machine can; return whether it has changed."""
-    if base.exact or base.dtype != torch.bfloat16:
+    if forwards.exact or forwards.model.dtype != torch.bfloat16:
         return False
     with suppress(InputError):
-        check_exact(base)
-    return base.exact
+        check_exact(forwards)
+    return forwards.exact
 
 
-def _decodes_alike(base: Forwards) -> bool:
+def _decodes_alike(forwards: Forwards) -> bool:
     """Return whether a path of a tree has the logits of its tokens one by one, bit for bit."""
     # the levels of the tree are on both sides of a multiple of the blocks of exact attention
     length = 3 * BLOCK - 2
-    tokens = torch.arange(3, 3 + length + 7)[None] * 7919 % len(base.projection.weight)
+    tokens = (
+        torch.arange(3, 3 + length + 7)[None]
+        * 7919
+        % len(vocabulary_projection(forwards.model).weight)
+    )
     text, nodes = tokens[:, :length], tokens[:, length:]
     parents = [-1, 0, 0, 2, 2, 4, 4]
-    cache = KVCache(base.config.num_hidden_layers, 1, length + 7)
-    base.prefill(text, cache, [length])
-    verified = base.verify(TokenTree(nodes, torch.tensor([parents])), cache).logits
+    cache = KVCache(forwards.config.num_hidden_layers, 1, length + 7)
+    forwards.prefill(text, cache, [length])
+    verified = forwards.verify(TokenTree(nodes, torch.tensor([parents])), cache).logits
     for node in (0, 2, 4, 6):
-        step = base.verify(TokenTree(nodes[:, [node]], torch.tensor([[-1]])), cache).logits
+        step = forwards.verify(TokenTree(nodes[:, [node]], torch.tensor([[-1]])), cache).logits
         cache.commit([[0]])
         if not torch.equal(step[:, 0], verified[:, node]):
             return False

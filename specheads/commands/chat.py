@@ -47,7 +47,7 @@ def run(settings: Chat) -> None:
     base, head = load_base_and_head(settings)
     tokenizer = base.tokenizer_for("a chat")
     if settings.side_by_side:
-        make_exact(base)
+        make_exact(base.forwards)
     tree = fixed_policy(settings.tree, head.depth)
     dialogue = Dialogue(tokenizer, settings.system)
     console = Console(highlight=False, markup=False)

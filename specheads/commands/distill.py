@@ -73,7 +73,7 @@ def distill(
         # other engines load the weights themselves
         is_here = texts.engine not in EXTERNAL_ENGINES
         base_settings = settings.base if is_here else replace(settings.base, device="cpu")
-        base = load_base(base_settings, accelerator, ends_only=settings.features.source == "vllm")
+        base = load_base(base_settings, accelerator)
         refuse_not_decoding(base, texts, folder)
     head = load_head(settings.head_path, base) if settings.head_path else None
     job = text_job(settings.data, base, texts, folder, accelerator, settings.seed, head)

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from specheads.base.ends import BaseEnds
 from specheads.base.model import FrozenBase
 from specheads.commands._call import checked_settings, read_run_settings
 from specheads.commands._library import SettingsWithEvaluation, load_base, load_base_and_head
@@ -124,7 +125,7 @@ def merge_adapter(
 
     None if the run trained no adapter, or the base came with it.
     """
-    if not run.adapter.is_dir() or base.holds(run.adapter):
+    if not run.adapter.is_dir() or base.has_merged(run.adapter):
         return None
     windows = quality_windows(base, settings.data, settings.seed)
     before = measure_quality(base, windows, progress=True)
@@ -136,7 +137,7 @@ def merge_adapter(
 
 
 def evaluation_prompts(
-    base: FrozenBase, head_depth: int, settings: SettingsWithEvaluation
+    base: BaseEnds, head_depth: int, settings: SettingsWithEvaluation
 ) -> PromptSet:
     """Return the prompts of an evaluation; raise for one that would fail later."""
     evaluation = settings.evaluation
@@ -165,7 +166,7 @@ def shortage_note(prompts: PromptSummary, settings: SettingsWithEvaluation) -> s
 
 
 def context_prompts(
-    base: FrozenBase, settings: SettingsWithEvaluation, prompts: PromptSet
+    base: BaseEnds, settings: SettingsWithEvaluation, prompts: PromptSet
 ) -> list[PromptSet]:
     """Return the prompts at each context length of an evaluation."""
     evaluation = settings.evaluation

@@ -25,7 +25,7 @@ from specheads.core.errors import InputError
 from specheads.core.files import writable_folder
 from specheads.core.machine import dtype_name
 from specheads.training.features import server_layers
-from specheads.training.memory import meta_base, meta_head, server_dtype
+from specheads.training.memory import meta_head, meta_served_base, server_dtype
 from specheads.training.schedule import longest_row
 
 PLUGIN = Path(__file__).parents[1] / "export" / "plugins"
@@ -89,7 +89,7 @@ def serve_features(
         )
     setup = _dry_run.setup_of(settings)
     dtype = server_dtype(base_settings.dtype)
-    base = meta_base(setup.base, dtype, ends_only=setup.ends_only)
+    base = meta_served_base(setup.base, dtype)
     layers = server_layers(meta_head(setup, base), base.num_layers)
     max_row_tokens = longest_row(settings.schedule, settings.data, base.max_length)
     extraction = {

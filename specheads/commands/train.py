@@ -17,6 +17,7 @@ from accelerate import Accelerator, PartialState
 from rich.console import Console
 
 from specheads.base import lora
+from specheads.base.ends import BaseEnds, ServedBase
 from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
 from specheads.commands._call import checked_settings
@@ -52,6 +53,7 @@ from specheads.training.processes import (
     explain_lost_process,
     leave_process_group,
     load_base,
+    load_served_base,
     on_all_processes,
     row_share,
 )
@@ -99,19 +101,16 @@ def train(
     _resolve_batch_sizes(settings, run_directory, accelerator, announce)
     begin_stage = stage_announcer(_stage_names(settings), settings.minutes)
     with explain_lost_process():
-        head, base = _train(settings, run_directory, accelerator, base, announce, begin_stage)
+        head, teacher = _train(settings, run_directory, accelerator, base, announce, begin_stage)
     if not accelerator.is_main_process:
         return run_directory
-    card.write_card(run_directory, asdict(settings), head, base)
+    card.write_card(run_directory, asdict(settings), head, teacher)
     announce(f"head: {run_directory.head}")
     if run_directory.adapter.is_dir():
         announce(f"adapter of the base: {run_directory.adapter}")
-    if settings.evaluate_after and not base.decodes:
-        announce(
-            f"{base.where} cannot decode in one process: measure with specheads evaluate "
-            f"run={run_directory.path}"
-        )
-    elif settings.evaluate_after:
+    if not settings.evaluate_after:
+        return run_directory
+    if isinstance(teacher, FrozenBase) and teacher.decodes:
         announce(begin_stage("evaluation"))
         evaluation = Evaluate(
             run=str(run_directory.path),
@@ -121,10 +120,15 @@ def train(
             tree=settings.tree,
             evaluation=settings.evaluation,
         )
-        results = evaluate(settings=evaluation, base=base)
+        results = evaluate(settings=evaluation, base=teacher)
         # keep the tree that was chosen for greedy decoding, as specheads tune does
         if results.tuned and settings.evaluation.temperature == 0:
             write_atomic(run_directory.head / FILE, dumps(results.tuned))
+    else:
+        announce(
+            f"{teacher.description} cannot decode in one process: measure with specheads evaluate "
+            f"run={run_directory.path}"
+        )
     return run_directory
 
 
@@ -142,16 +146,16 @@ def _train(
     settings: Train,
     run_directory: RunDirectory,
     accelerator: Accelerator,
-    base: FrozenBase | None,
+    loaded_base: FrozenBase | None,
     announce: Announce,
     begin_stage: Callable[[str], str],
-) -> tuple[Head, FrozenBase]:
+) -> tuple[Head, BaseEnds]:
     """Run every phase; return the head, and the base as loaded, without a trained adapter.
 
     Settings that would fail later raise before anything is written; see `stage_announcer`.
     """
     is_main, seed = accelerator.is_main_process, settings.seed
-    base = _load_checked_base(settings, run_directory, accelerator, base)
+    base = _load_checked_base(settings, run_directory, accelerator, loaded_base)
     phases, data = settings.schedule.phases, settings.data
     phase_data = PhaseData(
         phases, data, base, run_directory.text, accelerator, announce, seed, begin_stage
@@ -215,17 +219,18 @@ def _train(
 
 
 def _feature_source(
-    settings: Train, base: FrozenBase, head: Head, announce: Announce, resources: ExitStack
+    settings: Train, base: BaseEnds, head: Head, announce: Announce, resources: ExitStack
 ) -> FeatureSource:
     """Return the source of features; servers are checked, and closed with `resources`."""
     phases, data = settings.schedule.phases, settings.data
-    if settings.features.source == "vllm":
+    if isinstance(base, ServedBase):
         # loads the client of servers
         from specheads.training.feature_server import VllmServer
 
         max_row_tokens = longest_row(settings.schedule, data, base.max_length)
         server = VllmServer(settings.features, base, head, max_row_tokens, announce)
         return resources.enter_context(closing(server))
+    assert isinstance(base, FrozenBase)
     if settings.features.source == "cache":
         num_rows = settings.validation.rows
         return feature_cache(
@@ -254,15 +259,17 @@ def _resolve_batch_sizes(
 
 
 def _load_checked_base(
-    settings: Train, run_directory: RunDirectory, accelerator: Accelerator, base: FrozenBase | None
-) -> FrozenBase:
+    settings: Train,
+    run_directory: RunDirectory,
+    accelerator: Accelerator,
+    loaded_base: FrozenBase | None,
+) -> BaseEnds:
     """Return the base; raise for settings that cannot be used, before anything is written."""
     depth: int = (load_head(settings.init) if settings.init else configure(settings.head)).depth
     refuse_missing(settings.tracker.kind)
     refuse_unreadable(settings.data)
-    base = base or load_base(
-        settings.base, accelerator, ends_only=settings.features.source == "vllm"
-    )
+    load = load_served_base if settings.features.source == "vllm" else load_base
+    base = loaded_base or load(settings.base, accelerator)
     num_shares = row_share(base.sharding, accelerator).world_size
     if base.tokenizer is None or len(base.tokenizer) > base.vocab_size:
         size = "no tokenizer" if base.tokenizer is None else f"{len(base.tokenizer)} tokens"

@@ -11,9 +11,9 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from specheads.base.ends import BaseEnds
 from specheads.base.gguf import PACKAGE
 from specheads.base.ignored_settings import auto_class
-from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.files import HUB_ID, from_json, read_json, write_atomic
 from specheads.data.prompt_sets import PUBLIC_PROMPT_SETS
@@ -67,7 +67,7 @@ class Summary:
 
 
 def read_summary(
-    run: RunDirectory, settings: Mapping[str, Any], base: FrozenBase, base_repo: str = ""
+    run: RunDirectory, settings: Mapping[str, Any], base: BaseEnds, base_repo: str = ""
 ) -> Summary:
     """Return the public part of a run.
 
@@ -114,9 +114,7 @@ def read_summary(
     )
 
 
-def write_card(
-    run: RunDirectory, settings: Mapping[str, Any], head: Head, base: FrozenBase
-) -> None:
+def write_card(run: RunDirectory, settings: Mapping[str, Any], head: Head, base: BaseEnds) -> None:
     """Write README.md of a run's head before it is published."""
     text = model_card(read_summary(run, settings, base), head, base)
     write_atomic(run.head / "README.md", text)
@@ -125,7 +123,7 @@ def write_card(
 def model_card(
     about: Summary,
     head: Head,
-    base: FrozenBase,
+    base: BaseEnds,
     *,
     repo: str = "",
     licence: str = "unknown",
@@ -217,11 +215,11 @@ def _evaluations(about: Summary) -> Iterator[EvalResult]:
 
 
 def _engines(
-    about: Summary, head: Head, base: FrozenBase, head_path: str
+    about: Summary, head: Head, base: BaseEnds, head_path: str
 ) -> Iterator[tuple[str, str, list[str]]]:
     """Yield each engine that serves the head, whether it was run, and the commands."""
     public_base = copy(base)
-    public_base.place, public_base.revision = about.base_in_code, about.base_pin or "main"
+    public_base.location, public_base.revision = about.base_in_code, about.base_pin or "main"
     base_words = about.base_in_specheads
     base_words += f" base.revision={about.base_pin}" if about.base_pin else ""
     # a copy of the base belongs in the base's repository

@@ -113,9 +113,9 @@ def _wrap_model(model: PreTrainedModel) -> FrozenBase:
     """Wrap a user's model and leave it unchanged."""
     if any(module.training for module in model.modules()):
         raise InputError("decoding needs a model in eval mode; call model.eval() first")
-    base = FrozenBase(model, name=model.name_or_path or "", owned=False)
+    base = FrozenBase(model, name=model.name_or_path or "", prepare=False)
     if model not in _checked:
-        check(base)
+        check(base.forwards)
         _checked.add(model)
     return base
 

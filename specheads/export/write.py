@@ -132,7 +132,7 @@ def export_head(
     layout, out = find_layout(head, base, engine), _output_folder(out, base)
     is_merged = bool(base.adapter)
     if is_merged:
-        base.place = str(out / MERGED_BASE)
+        base.location = str(out / MERGED_BASE)
     folder = layout.write(head, base, out)
     if folder.copied and out.is_relative_to(folder.copied.resolve()):
         raise InputError(
@@ -170,7 +170,7 @@ def _output_folder(out: Path, base: FrozenBase) -> Path:
         )
     # the new folder is filled next to the old one and then takes its place
     writable_folder(out.parent)
-    in_use = [Path.cwd()] if base.adapter else [Path.cwd(), Path(base.place).resolve()]
+    in_use = [Path.cwd()] if base.adapter else [Path.cwd(), Path(base.location).resolve()]
     if inside := [folder for folder in in_use if folder.is_relative_to(out)]:
         raise InputError(
             f"out= is replaced as a whole, and {out} holds {inside[0]}, which is in use; "

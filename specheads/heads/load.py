@@ -24,6 +24,7 @@ from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImp
 from jaxtyping import Float
 from torch import Tensor
 
+from specheads.base.ends import BaseEnds, ServedBase
 from specheads.base.fingerprint import base_fingerprint, tables_fingerprint
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
@@ -88,7 +89,7 @@ def build_head(settings: Mapping[str, Any], *, width: int, vocab_size: int) -> H
     return _import_kind(settings["kind"]).Head(config, width=width, vocab_size=vocab_size)
 
 
-def head_sizes(base: FrozenBase) -> dict[str, int]:
+def head_sizes(base: BaseEnds) -> dict[str, int]:
     """Return the sizes of a base that `build_head` needs; refuse a base that no head fits."""
     if (rows := len(base.embedding)) != base.vocab_size:
         raise InputError(
@@ -105,7 +106,7 @@ def head_sizes(base: FrozenBase) -> dict[str, int]:
 
 
 def build_for_base(
-    settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | None = None
+    settings: Mapping[str, Any], base: BaseEnds, counts: Tensor | None = None
 ) -> Head:
     """Make an untrained head, initialised from the base's tensors, on the base's device.
 
@@ -127,6 +128,7 @@ def build_for_base(
     head.initialise(embedding, head.projection_rows(projection))
     if from_base:
         assert isinstance(head, FeedbackHead)
+        assert isinstance(base, FrozenBase)
         layers: Any = base.model.base_model.layers
         tensors = dict(layers[-1].named_parameters())
         _refuse_other_layer(head.blocks()[0], tensors, base)
@@ -137,9 +139,9 @@ def build_for_base(
     return head
 
 
-def _fill_sizes(settings: Mapping[str, Any], base: FrozenBase) -> dict[str, Any]:
+def _fill_sizes(settings: Mapping[str, Any], base: BaseEnds) -> dict[str, Any]:
     """Return settings with the base's rotary embedding, and its sizes where they are zero."""
-    if not base.has_layers or not hasattr(base.model.base_model, "layers"):
+    if not isinstance(base, FrozenBase) or not hasattr(base.model.base_model, "layers"):
         raise InputError(
             "head.init_from_base=true needs the layers of a base like Llama in this process, and "
             f"{base.name} does not have them; leave it out"
@@ -184,7 +186,7 @@ def _refuse_other_layer(layer: LlamaLayer, tensors: Mapping[str, Tensor], base: 
         )
 
 
-def resume_head(path: str | Path, base: FrozenBase, kind: str) -> Head:
+def resume_head(path: str | Path, base: BaseEnds, kind: str) -> Head:
     """Load a head of this kind for further training: in float32, bound to the base."""
     head = load_head(path)
     if head.kind != kind:
@@ -201,7 +203,7 @@ def copy_head(head: Head) -> Head:
     return deepcopy(head, {id(buffer): buffer for buffer in head.buffers()})
 
 
-def copy_for_drafting(head: Head, base: FrozenBase) -> Head:
+def copy_for_drafting(head: Head, base: BaseEnds) -> Head:
     """Return a copy of a head for drafting; the head itself, perhaps in training, is unchanged."""
     drafter = copy_head(head).eval().requires_grad_(False)
     fit_to_base(drafter, base, force=True)
@@ -209,7 +211,7 @@ def copy_for_drafting(head: Head, base: FrozenBase) -> Head:
 
 
 def load_head(
-    path: str | Path, base: FrozenBase | None = None, *, revision: str = "main", force: bool = False
+    path: str | Path, base: BaseEnds | None = None, *, revision: str = "main", force: bool = False
 ) -> Head:
     """Load a trained head: ours, or a public checkpoint in the layout of its project.
 
@@ -254,7 +256,7 @@ def _read_head(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | Non
     return head
 
 
-def fit_to_base(head: Head, base: FrozenBase, *, force: bool = False) -> None:
+def fit_to_base(head: Head, base: BaseEnds, *, force: bool = False) -> None:
     """Move a head to its base's device and bind it to the base's tensors; `force` as `load_head`.
 
     A head for another width, vocabulary or weights, or for more layers, is refused.
@@ -289,12 +291,14 @@ def refuse_misfit(
         )
 
 
-def _fingerprint(base: FrozenBase) -> str:
+def _fingerprint(base: BaseEnds) -> str:
     tables = base.embedding, base.projection.weight
-    return base_fingerprint(base.model, *tables) if base.has_layers else tables_fingerprint(*tables)
+    if isinstance(base, ServedBase):
+        return tables_fingerprint(*tables)
+    return base_fingerprint(base.model, *tables)
 
 
-def _bind_to_base(head: Head, base: FrozenBase) -> None:
+def _bind_to_base(head: Head, base: BaseEnds) -> None:
     """Bind a head to its base: choose the layers that it reads and set borrowed tensors."""
     choose_layers(head, base.num_layers)
     projection = base.projection

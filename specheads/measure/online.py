@@ -65,14 +65,14 @@ def count_identical_exactly(
 
     It is None if the base is not in bfloat16, or if it or the machine cannot compute exactly.
     """
-    if not make_exact(base):
+    if not make_exact(base.forwards):
         return None
     try:
         decoded = decode_prompts(base, drafter, prompts, generation)
         base_texts = continue_prompts(base, prompts, generation)
         return sum(a.tokens == b for a, b in zip(decoded, base_texts, strict=True))
     finally:
-        base.exact = False
+        base.forwards.exact = False
 
 
 def online_sections(

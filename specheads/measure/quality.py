@@ -6,6 +6,7 @@ from itertools import islice
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from specheads.base.ends import BaseEnds
 from specheads.base.model import FrozenBase
 from specheads.config.data import DataSettings
 from specheads.core.errors import InputError
@@ -22,7 +23,7 @@ Scores = list[tuple[float, int]]
 """For each window: summed cross entropy in nats, and predicted tokens: all but the first."""
 
 
-def quality_windows(base: FrozenBase, corpus: DataSettings, seed: int) -> list[list[int]]:
+def quality_windows(base: BaseEnds, corpus: DataSettings, seed: int) -> list[list[int]]:
     """Return windows of validation text, at most 512 tokens each."""
     tokenizer = base.tokenizer_for("the base's quality")
     try:

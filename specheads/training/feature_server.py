@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from specheads.base.model import FrozenBase
+from specheads.base.ends import ServedBase
 from specheads.config.training import FeatureSettings
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
@@ -106,7 +106,7 @@ class VllmServer(FeatureSource):
     def __init__(
         self,
         settings: FeatureSettings,
-        base: FrozenBase,
+        base: ServedBase,
         head: Head,
         max_row_tokens: int,
         announce: Callable[[str], object],
@@ -357,7 +357,7 @@ class VllmServer(FeatureSource):
             )
         first_layer = states[:, 0].to(self.base.device, self.base.dtype)
         with self._base_lock:
-            embedded = self.base.embedded(torch.tensor([tokens]))[0]
+            embedded = self.base.embed(torch.tensor([tokens]))[0]
         if not ((first_layer - embedded).abs() <= TOLERANCE * embedded.abs() + 1e-6).all():
             refuse_server(
                 "give the embedding of the same token as layer 0",

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from safetensors.torch import load, save
 from torch import Tensor
 
+from specheads.base.ends import BaseEnds
 from specheads.base.fingerprint import config_fingerprint
 from specheads.base.model import FrozenBase
 from specheads.config.data import DataSettings
@@ -159,7 +160,7 @@ def features_of(
     states: Float[Tensor, "batch time layer width"],
     layers: Sequence[int],
     aux_layers: Sequence[int],
-    base: FrozenBase,
+    base: BaseEnds,
     batch: TokenBatch,
 ) -> Features:
     """Return the features in a server's states of these layers, of which the last is the base's."""

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
+from specheads.base.ends import BaseEnds, ServedBase
 from specheads.base.gguf import located
 from specheads.base.ignored_settings import attention_of, auto_class
 from specheads.base.loading import load_config
@@ -71,11 +72,11 @@ class TrainingSetup:
     seed: int
 
     @property
-    def ends_only(self) -> bool:
+    def is_served(self) -> bool:
         """Whether servers have the layers of the base."""
         return self.features.source == "vllm"
 
-    def random_batch(self, phase: Phase, rows: int, base: FrozenBase, head: Head) -> TokenBatch:
+    def random_batch(self, phase: Phase, rows: int, base: BaseEnds, head: Head) -> TokenBatch:
         """Return a random batch of a phase, with tokens from the draft vocabulary."""
         shape = rows, row_tokens(phase, self.data, base.max_length)
         tokens = head.to_tokens(torch.randint(head.drafted_size, shape, device=base.device))
@@ -89,17 +90,20 @@ class TrainingSetup:
             document_ids = (positions >= ends).sum(-1)
         return TokenBatch(tokens, loss_mask, document_ids)
 
-    def teacher(self, base: FrozenBase, head: Head) -> Teacher:
+    def teacher(self, base: BaseEnds, head: Head) -> Teacher:
         """Return the teacher of a step; random states replace those of a server."""
         source = None
-        if not base.has_layers:
+        if self.is_served:
             source = RandomStates(base, head.aux_layers, server_layers(head, base.num_layers))
         return Teacher(base, head, source)
 
-    def joint_training(self, base: FrozenBase) -> JointTraining | None:
+    def joint_training(self, base: BaseEnds) -> JointTraining | None:
         """Return the joint training of the base, if any phase trains it."""
         settings = adapter_settings(self.schedule)
-        return JointTraining(base, settings, self.seed) if settings else None
+        if settings is None:
+            return None
+        assert isinstance(base, FrozenBase)
+        return JointTraining(base, settings, self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +147,8 @@ class MetaTraining:
         self.setup, self.on_cpu = setup, device.type == "cpu"
         default = "float32" if self.on_cpu else "bfloat16"
         dtype = getattr(torch, setup.base.dtype.replace("auto", default))
-        self.base = meta_base(setup.base, dtype, ends_only=setup.ends_only)
+        shape_base = meta_served_base if setup.is_served else meta_base
+        self.base = shape_base(setup.base, dtype)
         self.head = meta_head(setup, self.base)
         self.head.to(dtype)
         self.teacher = setup.teacher(self.base, self.head)
@@ -166,9 +171,9 @@ class MetaTraining:
         """Layers that a server gives."""
         width = self.base.width
         self.feature_bytes_per_token = (
-            (1 + len(self.head.aux_layers)) * width * dtype.itemsize
-            if self.base.has_layers
-            else server_token_bytes(self.server_layers, width, server_dtype(setup.base.dtype))
+            server_token_bytes(self.server_layers, width, server_dtype(setup.base.dtype))
+            if setup.is_served
+            else (1 + len(self.head.aux_layers)) * width * dtype.itemsize
         )
         """Bytes of a token's features in a cache, or in a server's file."""
 
@@ -202,7 +207,7 @@ class MetaTraining:
         # real gradients are float32
         peak_bytes += num_gradients * max(FLOAT32_BYTES - self.base.dtype.itemsize, 0)
         fetched_bytes = 0
-        if not self.base.has_layers and self.on_cpu:
+        if self.setup.is_served and self.on_cpu:
             fetched_tokens = FETCHED_BATCHES * micro_batches * batch.tokens.numel()
             fetched_bytes = fetched_tokens * self.feature_bytes_per_token
         memory = replace(
@@ -216,6 +221,7 @@ class MetaTraining:
         """Return the peak of text generation with the local engine."""
         prompts = torch.empty(distill.batch_size, distill.prompt_tokens, dtype=torch.long)
         as_loaded = self.joint.disabled() if self.joint else nullcontext()
+        assert isinstance(self.base, FrozenBase)
         with as_loaded, FusedKernels(), PeakMemory() as memory:
             self.base.read(prompts.to("meta"), self.head.aux_layers)
         # new texts have their own rows until they are copied into the batch
@@ -228,7 +234,7 @@ class MetaTraining:
         )
 
 
-def count_step_flops(base: FrozenBase, head: Head, phase: ScheduledPhase, batch: TokenBatch) -> int:
+def count_step_flops(base: BaseEnds, head: Head, phase: ScheduledPhase, batch: TokenBatch) -> int:
     """Return the FLOPs of a step on a batch, from shapes: nothing is computed on the device.
 
     The batch is one process's share of the step. Documents of a row count as masks of attention.
@@ -237,7 +243,7 @@ def count_step_flops(base: FrozenBase, head: Head, phase: ScheduledPhase, batch:
         model = _meta_model(base.model.config, base.dtype, base.config.num_hidden_layers)
         shapes: dict[int, Any] = {id(value): value.to("meta") for value in head.buffers()}
         shapes |= {id(value): nn.Parameter(value.to("meta")) for value in head.parameters()}
-        meta_base, settings = FrozenBase(model, owned=False), phase.settings.joint
+        meta_base, settings = FrozenBase(model, prepare=False), phase.settings.joint
         teacher = Teacher(meta_base, copy.deepcopy(head, shapes))
         joint = JointTraining(meta_base, settings) if settings else None
         begin_phase(teacher, joint, phase)
@@ -305,14 +311,18 @@ def server_dtype(dtype: str) -> torch.dtype:
     return getattr(torch, dtype.replace("auto", "bfloat16"))
 
 
-def meta_base(base: BaseSettings, dtype: torch.dtype, *, ends_only: bool = False) -> FrozenBase:
+def meta_base(base: BaseSettings, dtype: torch.dtype) -> FrozenBase:
     """Return a base on the meta device; only its config.json is read."""
     config = load_config(located(base.model), revision=base.revision)
-    num_layers = 0 if ends_only else config.get_text_config().num_hidden_layers
+    num_layers = config.get_text_config().num_hidden_layers
     # no checks of the attention: there are no values to compare
-    meta = FrozenBase(_meta_model(config, dtype, num_layers), owned=False)
-    meta.has_layers = not ends_only
-    return meta
+    return FrozenBase(_meta_model(config, dtype, num_layers), prepare=False)
+
+
+def meta_served_base(base: BaseSettings, dtype: torch.dtype) -> ServedBase:
+    """Return the ends of a base on the meta device; only its config.json is read."""
+    config = load_config(located(base.model), revision=base.revision)
+    return ServedBase(_meta_model(config, dtype, num_layers=0))
 
 
 def _meta_model(config: Any, dtype: torch.dtype, num_layers: int) -> PreTrainedModel:
@@ -331,7 +341,7 @@ def _meta_model(config: Any, dtype: torch.dtype, num_layers: int) -> PreTrainedM
     return model.eval().requires_grad_(False)
 
 
-def meta_head(setup: TrainingSetup, base: FrozenBase) -> Head:
+def meta_head(setup: TrainingSetup, base: BaseEnds) -> Head:
     """Return the head of a training on the meta device."""
     initial = load_head(setup.init) if setup.init else None
     with torch.device("meta"):
@@ -343,9 +353,7 @@ def meta_head(setup: TrainingSetup, base: FrozenBase) -> Head:
 class RandomStates(FeatureSource):
     """Replacement for a server in a plan."""
 
-    def __init__(
-        self, base: FrozenBase, aux_layers: tuple[int, ...], layers: Sequence[int]
-    ) -> None:
+    def __init__(self, base: BaseEnds, aux_layers: tuple[int, ...], layers: Sequence[int]) -> None:
         self.base, self.aux_layers, self.layers = base, aux_layers, layers
 
     @torch.no_grad()

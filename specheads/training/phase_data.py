@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from rich.progress import Progress
 from torch import Tensor
 
+from specheads.base.ends import BaseEnds
 from specheads.base.fingerprint import config_fingerprint
-from specheads.base.model import FrozenBase
 from specheads.config.data import DataSettings
 from specheads.config.training import Phase, ValidationSettings
 from specheads.core.drafter import Head
@@ -49,7 +49,7 @@ class PhaseData:
         self,
         phases: dict[str, Phase],
         data: DataSettings,
-        base: FrozenBase,
+        base: BaseEnds,
         folder: Path,
         accelerator: Accelerator,
         announce: Callable[[str], None],
@@ -255,7 +255,7 @@ class PhaseData:
         """Return this process's share of the held-out prompts, and the identity of all prompts."""
         if not self.base.decodes:
             raise InputError(
-                f"{self.base.where} does not decode here; measure the head after training"
+                f"{self.base.description} does not decode here; measure the head after training"
             )
         prompts = held_out_prompts(
             self.data,

@@ -27,7 +27,7 @@ from specheads.decoding.generate import generate
 from specheads.heads.load import build_for_base, resume_head
 from specheads.runs.checkpoint import KEPT
 from specheads.training.memory import MetaTraining, StageMemory, StepCost, TrainingSetup
-from specheads.training.processes import load_base, row_share, sharding_of
+from specheads.training.processes import load_base, load_served_base, row_share, sharding_of
 from specheads.training.schedule import (
     ScheduledPhase,
     refuse_misfit,
@@ -117,7 +117,7 @@ def plan_training(setup: TrainingSetup, accelerator: Accelerator) -> TrainingPla
     peak_bytes = max(stage.total_bytes for stage in memory.values())
     room_bytes = usable_bytes(device) if _exists(device) else None
     fits = None if room_bytes is None else peak_bytes <= room_bytes
-    server = None if training.base.has_layers else plan_server(training, accelerator.num_processes)
+    server = plan_server(training, accelerator.num_processes) if setup.is_served else None
     hours = dict[str, float]()
     if room_bytes is None:
         note = f"there are no hours: this machine has no {device}"
@@ -157,7 +157,7 @@ def _memory_by_stage(
     memory = {}
     for phase in phases:
         distill = phase.settings.distill
-        if distill and distill.engine == "local" and training.base.has_layers:
+        if distill and distill.engine == "local" and not training.setup.is_served:
             memory[f"{phase.name}{TEXT_STAGE}"] = training.text_memory(distill)
         memory[phase.name] = steps[phase.name].memory
     return {name: replace(stage, libraries_bytes=libraries_bytes) for name, stage in memory.items()}
@@ -215,7 +215,8 @@ def _measure_stages(
     rows: dict[str, int],
 ) -> tuple[dict[str, float], int]:
     """Return the hours of each stage and the peak bytes, from real steps on random tokens."""
-    base = load_base(setup.base, accelerator, ends_only=setup.ends_only)
+    load = load_served_base if setup.is_served else load_base
+    base = load(setup.base, accelerator)
     if setup.init:
         head = resume_head(setup.init, base, setup.head["kind"])
     else:
@@ -226,7 +227,7 @@ def _measure_stages(
         machine.reset_peak_bytes(base.device)
         for phase in phases:
             distill = phase.settings.distill
-            if distill and distill.engine == "local" and base.has_layers:
+            if distill and distill.engine == "local" and isinstance(base, FrozenBase):
                 with runner.base_as_loaded():
                     seconds = _text_seconds(distill, base) / accelerator.num_processes
                 hours[f"{phase.name}{TEXT_STAGE}"] = seconds / 3600

@@ -17,6 +17,7 @@ from accelerate.utils import (
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
+from specheads.base.ends import ServedBase
 from specheads.base.model import FrozenBase
 from specheads.base.sharding import Sharding
 from specheads.config.shared import BaseSettings
@@ -62,19 +63,24 @@ def leave_process_group() -> None:
         distributed.destroy_process_group()
 
 
-def load_base(
-    settings: BaseSettings, accelerator: Accelerator, *, ends_only: bool = False
-) -> FrozenBase:
-    """Load a base onto this process's device, or this process's shard of it.
-
-    With `ends_only` it has no layers, which are at a server, and is never sharded.
-    """
-    device: str | Sharding = settings.device
-    if device == "auto":
-        sharding = None if ends_only else sharding_of(accelerator, device)
-        device = sharding or str(accelerator.device)
+def load_base(settings: BaseSettings, accelerator: Accelerator) -> FrozenBase:
+    """Load a base onto this process's device, or this process's shard of it."""
+    choices = asdict(settings)
+    if settings.device == "auto":
+        choices["device"] = sharding_of(accelerator, "auto") or str(accelerator.device)
     with _hidden_sharding():
-        return FrozenBase.load(**asdict(settings) | {"device": device, "ends_only": ends_only})
+        return FrozenBase.load(**choices)
+
+
+def load_served_base(settings: BaseSettings, accelerator: Accelerator) -> ServedBase:
+    """Load the ends of a base, whose layers are at a server, onto this process's device."""
+    with _hidden_sharding():
+        return ServedBase.load(
+            settings.model,
+            revision=settings.revision,
+            dtype=settings.dtype,
+            device=str(accelerator.device) if settings.device == "auto" else settings.device,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.profiler import record_function
 
+from specheads.base.ends import BaseEnds
 from specheads.base.model import FrozenBase
 from specheads.config.training import Schedule
 from specheads.core.drafter import Features, Head
@@ -62,9 +63,12 @@ class MicroBatch:
 class Teacher:
     """A base whose logits are the targets of a head; its features come from `source`."""
 
-    def __init__(self, base: FrozenBase, head: Head, source: FeatureSource | None = None) -> None:
+    def __init__(self, base: BaseEnds, head: Head, source: FeatureSource | None = None) -> None:
         self.base, self.head = base, head
-        self.source = source or LocalBase(base, head.aux_layers)
+        if source is None:
+            assert isinstance(base, FrozenBase)
+            source = LocalBase(base, head.aux_layers)
+        self.source = source
         self.bind()
 
     def bind(self) -> None:
@@ -121,7 +125,10 @@ class StepRunner:
     ) -> None:
         self.teacher, self.head, self.accelerator = teacher, teacher.head, accelerator
         self.seed, joint = seed, adapter_settings(schedule)
-        self.joint = JointTraining(teacher.base, joint, seed) if joint else None
+        self.joint: JointTraining | None = None
+        if joint:
+            assert isinstance(teacher.base, FrozenBase)
+            self.joint = JointTraining(teacher.base, joint, seed)
         self.shares = row_share(teacher.base.sharding, accelerator).world_size
         self.base_parameters = self.joint.parameters if self.joint else []
         self.optimizers = [

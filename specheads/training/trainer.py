@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from rich.progress import Progress
 from torch import Tensor
 
-from specheads.base.model import FrozenBase
+from specheads.base.ends import BaseEnds
 from specheads.config.training import Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import ONE_STOP, InputError
@@ -41,7 +41,7 @@ from specheads.training.validation import ValidationSet, Validator
 
 
 def train(
-    base: FrozenBase,
+    base: BaseEnds,
     head: Head,
     schedule: Schedule,
     open_text: Callable[[ScheduledPhase, Progress, Callable[[], None]], BatchStream],

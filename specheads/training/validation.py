@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specheads.base.model import FrozenBase
 from specheads.config.training import Phase
 from specheads.core.files import read_json
 from specheads.data.packing import TokenBatch
@@ -141,9 +142,11 @@ def tokens_per_forward(
     The base decodes with the current adapter; the drafter is a copy of the head. `prompts` is this
     process's share. `total` sums over processes; every process calls it exactly once.
     """
-    drafter = copy_for_drafting(teacher.head, teacher.base)
+    base = teacher.base
+    assert isinstance(base, FrozenBase)
+    drafter = copy_for_drafting(teacher.head, base)
     settings = GenerationSettings(max_new_tokens=new_tokens, batch_size=max(1, len(prompts)))
-    counts = [text.counts for text in decode_prompts(teacher.base, drafter, prompts, settings)]
+    counts = [text.counts for text in decode_prompts(base, drafter, prompts, settings)]
     sums = [sum(count.new_tokens for count in counts), sum(count.forwards for count in counts)]
-    tokens, forwards = total(torch.tensor(sums, device=teacher.base.device)).tolist()
+    tokens, forwards = total(torch.tensor(sums, device=base.device)).tolist()
     return tokens / forwards if forwards else None

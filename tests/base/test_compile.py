@@ -91,7 +91,7 @@ class Recorder(CudaGraphs):
             assert now is not None
             assert addresses(now) == before
             with torch.inference_mode(mode=False), torch.no_grad():
-                again = self.base._forward(now, aux_layers, *fixed)
+                again = self.base.forwards.forward_tree(now, aux_layers, *fixed)
             for own, one in zip(outputs, again, strict=True):
                 if own is not None:
                     own.copy_(one)
@@ -110,9 +110,9 @@ def addresses(cache: KVCache) -> list[int]:
 def test_recorded_forwards_give_the_tokens_of_eager_ones(architecture: str) -> None:
     # the code that runs on CUDA, except the recording and the compiler's kernels
     plain, base = tiny.base(architecture), copied(architecture)
-    record = base._graphs = Recorder(base)
-    base._layers = CompiledLayers(base.model, backend="eager")
-    assert base._layers.layers
+    record = base.forwards.graphs = Recorder(base)
+    base.forwards.compiled_layers = CompiledLayers(base.model, backend="eager")
+    assert base.forwards.compiled_layers.layers
     prompts, head, before = tiny.prompts(), eagle(architecture), graphs()
     for length in (24, 31):
         drafters = [(None, None), (head, policies.chain(2))]

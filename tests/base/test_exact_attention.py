@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from specheads.base import exact_attention
 from specheads.base.cache import RowCache
+from specheads.base.forward import Forwards, Verification
 from specheads.base.model import FrozenBase
 from specheads.base.paged import PagedKVCache
 from specheads.core.errors import InputError
@@ -148,13 +149,13 @@ def test_unsupported_exact_bases_are_refused(how: dict[str, Any], says: str):
 
 def test_a_base_whose_products_depend_on_the_number_of_rows_is_refused(monkeypatch):
     base = exact_base(exact=False)
-    verify = FrozenBase.verify
+    verify = Forwards.verify
 
-    def crowded(self: FrozenBase, tree: TokenTree, *rest: Any) -> Any:
-        found = verify(self, tree, *rest)
-        found.logits.add_(0.25 * (tree.tokens.shape[1] > 1))
-        return found
+    def verify_unequally(self: Forwards, tree: TokenTree, cache: RowCache) -> Verification:
+        verification = verify(self, tree, cache)
+        verification.logits.add_(0.25 * (tree.tokens.shape[1] > 1))
+        return verification
 
-    monkeypatch.setattr(FrozenBase, "verify", crowded)
+    monkeypatch.setattr(Forwards, "verify", verify_unequally)
     with pytest.raises(InputError, match="do not depend on the number of rows"):
-        FrozenBase(base.model, exact=True, owned=False)
+        FrozenBase(base.model, exact=True, prepare=False)

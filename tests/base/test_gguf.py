@@ -63,9 +63,9 @@ def test_a_gguf_base_equals_the_original_model(architecture, tied, tmp_path, cap
     assert not hasattr(base.config, "quantization_config")
     # the size and the folder are logged once, in one line
     log = capsys.readouterr().err
-    assert log.startswith(f"dequantising small.gguf once: 0.00 GB of float32 in {base.place}\n")
-    assert Path(base.place).parent == cache / "gguf"
-    assert [one.name for one in (cache / "gguf").iterdir()] == [Path(base.place).name]
+    assert log.startswith(f"dequantising small.gguf once: 0.00 GB of float32 in {base.location}\n")
+    assert Path(base.location).parent == cache / "gguf"
+    assert [one.name for one in (cache / "gguf").iterdir()] == [Path(base.location).name]
 
 
 def test_a_second_load_uses_the_cache_and_a_changed_file_is_converted_again(file, capsys, cache):
@@ -94,7 +94,7 @@ def test_heads_accept_one_base_by_package_file_and_folder(file, tmp_path, monkey
     assert base.name == "package:carrier"
     assert "carrier" not in sys.modules
     head = build_for_base({"kind": "medusa", "depth": 2}, base)
-    for other in (load(file), load(base.place)):
+    for other in (load(file), load(base.location)):
         assert other.fingerprint == base.fingerprint
         fit_to_base(head, other)
 

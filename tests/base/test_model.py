@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specheads.base.forward import FINAL_NORMS
+from specheads.base.ends import FINAL_NORMS
 from specheads.base.model import FrozenBase
 from specheads.base.projection import projection_of
 from specheads.core.errors import InputError

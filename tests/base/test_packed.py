@@ -34,7 +34,7 @@ def test_branches_have_the_states_of_their_texts_read_alone(architecture: str, i
     document_ids = batch.document_ids if is_packed else None
     rows, places = torch.tensor([0, 0, 0, 1]), torch.tensor([3, 28, 35, 19])
     drafts = torch.randint(tiny.VOCAB, (4, 3), generator=torch.manual_seed(2))
-    found = base.read_branches(batch.tokens, document_ids, rows, places, drafts)
+    found = base.forwards.read_branches(batch.tokens, document_ids, rows, places, drafts)
     assert batch.document_ids is not None
     for row, place, chain, states in zip(rows, places, drafts, found, strict=True):
         text, own = batch.tokens[row, : place + 1], batch.document_ids[row]

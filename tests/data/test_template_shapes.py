@@ -540,10 +540,10 @@ def test_base_stops_at_the_end_of_the_template_and_at_its_own():
     end = tokenizer.convert_tokens_to_ids("name")
     tokenizer.add_special_tokens({"additional_special_tokens": ["name"]})
     tokenizer.chat_template = turns("A" + TEXT + "name", "U" + TEXT + "name", "A")
-    stopping = FrozenBase(base.model, tokenizer, owned=False)
+    stopping = FrozenBase(base.model, tokenizer, prepare=False)
     assert stopping.eos_ids == (*eos_ids, end)
     (short,) = generate(stopping, None, [prompt], max_new_tokens=24).tokens
     assert short == long[: long.index(end) + 1]
     # a template without an end adds none
     tokenizer.chat_template = turns("A" + TEXT, "U" + TEXT, "A")
-    assert FrozenBase(base.model, tokenizer, owned=False).eos_ids == eos_ids
+    assert FrozenBase(base.model, tokenizer, prepare=False).eos_ids == eos_ids

@@ -55,7 +55,7 @@ def meta() -> FrozenBase:
     model = copy.deepcopy(tiny.base("llama", dtype=torch.float32).model)
     torch.nn.Module.to(model, META)
     # not tried first: there is nothing to compare
-    return FrozenBase(model, owned=False)
+    return FrozenBase(model, prepare=False)
 
 
 @pytest.fixture

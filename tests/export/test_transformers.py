@@ -239,7 +239,7 @@ def test_a_base_in_the_cache_of_the_hub_is_copied_without_its_links(tmp_path, mo
     blobs.mkdir()
     for file in [*folder.iterdir()]:
         file.symlink_to(file.rename(blobs / file.name))
-    base.place = "ada/base"
+    base.location = "ada/base"
     monkeypatch.setattr(engine_module("base"), "snapshot_download", lambda *_, **__: folder)
     export_head(head, base, "base", tmp_path / "out", texts)
     assert not any(file.is_symlink() for file in (tmp_path / "out").iterdir())

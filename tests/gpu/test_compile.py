@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specheads.base.cache import KVCache
-from specheads.base.forward import answer
+from specheads.base.forward import logits_and_output
 from specheads.base.model import FrozenBase
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
@@ -34,7 +34,9 @@ def compiled_base(architecture: str, device: torch.device) -> FrozenBase:
     if device.type == "cuda":
         return tiny.own_base(architecture, dtype=dtype, device=device, compile=True)
     base = tiny.own_base(architecture, dtype=dtype, device=device)
-    base._compiled_answer = torch.compile(answer, backend="eager", dynamic=False, fullgraph=True)
+    base.forwards.compiled_answer = torch.compile(
+        logits_and_output, backend="eager", dynamic=False, fullgraph=True
+    )
 
     def cache(batch: int, capacity: int) -> KVCache:
         return KVCache(base.num_layers, batch, capacity, device, static=True)

@@ -29,7 +29,7 @@ NASTY = [
 @functools.cache
 def base() -> FrozenBase:
     """Return a tiny base with a tokenizer, some of whose tokens are parts of characters."""
-    return FrozenBase(tiny.base().model, tokenizer(), name="tiny", owned=False)
+    return FrozenBase(tiny.base().model, tokenizer(), name="tiny", prepare=False)
 
 
 @functools.cache

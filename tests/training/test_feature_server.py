@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from specheads.base.ends import BaseEnds, ServedBase
 from specheads.base.model import FrozenBase
 from specheads.config.training import FeatureSettings, Schedule
 from specheads.core.drafter import Head
@@ -33,11 +34,11 @@ HELD_OUT = ValidationSet([packed(texts(50))], every=3)
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> tuple[FrozenBase, FrozenBase]:
+def bases(tmp_path_factory: pytest.TempPathFactory) -> tuple[FrozenBase, ServedBase]:
     """The same base, whole and without its layers."""
     folder = tiny.saved(tmp_path_factory.mktemp("base"))
     how: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
-    return FrozenBase.load(folder, **how), FrozenBase.load(folder, **how, ends_only=True)
+    return FrozenBase.load(folder, **how), ServedBase.load(folder, **how)
 
 
 class Packs:
@@ -52,13 +53,13 @@ class Packs:
             yield packed(texts(number)), {"number": number}
 
 
-def head_of(kind: str, base: FrozenBase) -> Head:
+def head_of(kind: str, base: BaseEnds) -> Head:
     torch.manual_seed(0)
     return build_for_base({"kind": kind, "depth": 2}, base)
 
 
 @pytest.fixture
-def server(bases: tuple[FrozenBase, FrozenBase], tmp_path: Path) -> Iterator[StatesServer]:
+def server(bases: tuple[FrozenBase, ServedBase], tmp_path: Path) -> Iterator[StatesServer]:
     """A server for heads that read the last state only."""
     made = StatesServer(bases[0], tmp_path / "states", [0, 3])
     yield made
@@ -67,7 +68,7 @@ def server(bases: tuple[FrozenBase, FrozenBase], tmp_path: Path) -> Iterator[Sta
 
 def source(
     server: StatesServer,
-    ends: FrozenBase,
+    ends: ServedBase,
     kind: str = "redrafter",
     told: Any = None,
     **changes: Any,
@@ -79,7 +80,7 @@ def source(
 
 def trained(
     folder: Path,
-    base: FrozenBase,
+    base: BaseEnds,
     features: FeatureSource | None,
     kind: str = "redrafter",
     held_out: ValidationSet | None = None,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from specheads.base.ends import BaseEnds, ServedBase
 from specheads.base.model import FrozenBase
 from specheads.commands._dry_run import setup_of
 from specheads.commands.train import _resolve_batch_sizes
@@ -63,8 +64,12 @@ def plan_of(folder: Path, *overrides: str) -> TrainingPlan:
 
 
 @cache
-def loaded(folder: Path, *, ends_only: bool = False) -> FrozenBase:
-    return FrozenBase.load(str(folder), dtype="float32", ends_only=ends_only)
+def loaded(folder: Path) -> FrozenBase:
+    return FrozenBase.load(str(folder), dtype="float32")
+
+
+def served(folder: Path) -> ServedBase:
+    return ServedBase.load(str(folder), dtype="float32")
 
 
 @pytest.fixture
@@ -79,7 +84,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Any:
     return set_room
 
 
-def stepping(setup: TrainingSetup, base: FrozenBase) -> tuple[StepRunner, Callable[[], object]]:
+def stepping(setup: TrainingSetup, base: BaseEnds) -> tuple[StepRunner, Callable[[], object]]:
     """Return a function that takes a real step of two rows of the only phase."""
     (phase,), head = schedule_phases(setup.schedule), build_for_base(setup.head, base)
     runner = StepRunner(setup.teacher(base, head), setup.schedule, ACCELERATOR, 0)
@@ -98,7 +103,7 @@ def test_memory_and_flops_from_shapes_equal_real_steps(kind, source, folder, mon
     plain = ("schedule.muon_learning_rate=0", "schedule.phases.corpus.packing=none", CORPUS_ONLY)
     training_setup = setup(folder, f"head={kind}", f"features={source}", *plain)
     training, (phase,) = MetaTraining(training_setup, CPU), schedule_phases(training_setup.schedule)
-    runner, take_step = stepping(training_setup, loaded(folder, ends_only=source == "vllm"))
+    runner, take_step = stepping(training_setup, (served if source == "vllm" else loaded)(folder))
     take_step()
     with PeakMemory() as memory, flop_counter() as counter:
         take_step()
@@ -142,7 +147,7 @@ def test_plan_covers_each_stage(folder: Path):
 def test_plan_of_a_training_from_servers_has_both_sides(folder: Path):
     at_server = ("features=vllm", "features.url=[http://a:1,http://b:1]", "head=eagle3")
     plan = plan_of(folder, *at_server, CORPUS_ONLY, "features.concurrency=3")
-    ends, base, server = loaded(folder, ends_only=True).model, loaded(folder), plan.server
+    ends, base, server = served(folder).model, loaded(folder), plan.server
     assert plan.memory_bytes["corpus"].base_weights_bytes == _bytes(ends)
     assert server
     assert (server.layers, base.width) == ([0, 1, 2, 3, 4], 32)

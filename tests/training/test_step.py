@@ -33,7 +33,7 @@ def test_training_step_synchronises_once(kind, monkeypatch):
     base = tiny.base()
     head = build_for_base({"kind": kind}, base).to(base.dtype).to(META).train()
     model: Any = copy.deepcopy(base.model)
-    far = FrozenBase(model.to(META), owned=False)
+    far = FrozenBase(model.to(META), prepare=False)
     teacher = Teacher(far, head)
     settings = Phase(steps=4, batch_size=2, sequence_length=32, loss="lk_hybrid")
     phase = ScheduledPhase("corpus", settings, 0)

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from specheads.base.model import FrozenBase
+from specheads.base.ends import BaseEnds
 from specheads.config.training import DistillSettings, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import ONE_STOP, InputError
@@ -68,7 +68,7 @@ def run_training(
     schedule: Schedule,
     *,
     kind: str = "mlp_speculator",
-    base: FrozenBase | None = None,
+    base: BaseEnds | None = None,
     text: BatchStream | None = None,
     open_text: Callable[..., BatchStream] | None = None,
     accelerator: Accelerator | None = None,

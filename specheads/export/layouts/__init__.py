@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 from types import ModuleType
 
-from specheads.base.model import FrozenBase
+from specheads.base.ends import BaseEnds
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.export.layouts._shared import Layout
@@ -29,7 +29,7 @@ def engine_module(engine: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{engine}")
 
 
-def find_layout(head: Head, base: FrozenBase, engine: str) -> Layout:
+def find_layout(head: Head, base: BaseEnds, engine: str) -> Layout:
     """Return the engine's layout for this head; the error names the engines that can serve it."""
     layout = engine_module(engine).LAYOUTS.get(head.kind)
     if reason := objection(head, base, layout):
@@ -46,7 +46,7 @@ def find_layout(head: Head, base: FrozenBase, engine: str) -> Layout:
     return layout
 
 
-def objection(head: Head, base: FrozenBase, layout: Layout | None) -> str:
+def objection(head: Head, base: BaseEnds, layout: Layout | None) -> str:
     """Return why a layout cannot hold a head, or an empty string."""
     if layout is None:
         return "it does not load this kind"

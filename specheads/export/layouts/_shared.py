@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from specheads.base.model import FrozenBase
+from specheads.base.ends import BaseEnds
 from specheads.core.drafter import Head
 from specheads.core.machine import dtype_name
 from specheads.heads.kinds.eagle3 import Head as Eagle3
@@ -50,7 +50,7 @@ class Folder:
 class Layout:
     """How one engine stores one kind of head."""
 
-    write: Callable[[Head, FrozenBase, Path], Folder]
+    write: Callable[[Head, BaseEnds, Path], Folder]
     """Also takes the final path of the folder, for command lines."""
     settings: AllowedSettings | None
     """Settings of the kind's `Config`. A setting that is not named must have its default value, so
@@ -63,7 +63,7 @@ class Layout:
     """The lowest of `aux_layers` that the engine can read; it never reads the last layer."""
     num_aux: int = 0
     """The only number of `aux_layers` that the engine can read; zero is any number."""
-    objection: Callable[[Head, FrozenBase], str] | None = None
+    objection: Callable[[Head, BaseEnds], str] | None = None
     """Returns why this head does not fit, when the settings alone do not decide."""
 
 
@@ -76,14 +76,14 @@ def drafted_tokens(head: Head) -> int:
     return max(head.tuned.best(1, 1).depth, 1) if head.tuned else head.depth
 
 
-def named_base(base: FrozenBase) -> str:
+def named_base(base: BaseEnds) -> str:
     """Return the base for a command line, with its revision unless that is `main`."""
-    return at_revision(base, shlex.quote(base.place))
+    return at_revision(base, shlex.quote(base.location))
 
 
-def at_revision(base: FrozenBase, model: str, option: str = " --revision ") -> str:
+def at_revision(base: BaseEnds, model: str, option: str = " --revision ") -> str:
     """Append the revision of the base to a model name, unless it is `main` or the base is local."""
-    if base.revision == "main" or base.adapter or Path(base.place).exists():
+    if base.revision == "main" or base.adapter or Path(base.location).exists():
         return model
     return f"{model}{option}{shlex.quote(base.revision)}"
 
@@ -93,7 +93,7 @@ def stored_dtype(head: Head) -> str:
     return dtype_name(next(head.parameters()).dtype)
 
 
-def layer_settings(head: Head, base: FrozenBase) -> dict[str, Any]:
+def layer_settings(head: Head, base: BaseEnds) -> dict[str, Any]:
     """Return the settings of a head's layers: Llama (EAGLE-3) or Qwen3 (block heads)."""
     assert isinstance(head, Eagle3 | BlockHead)
     settings, block, layer = head.config, isinstance(head, BlockHead), head.blocks()[0]
@@ -166,12 +166,12 @@ EAGLE3_ALL: AllowedSettings = {
 """All settings."""
 
 
-def eagle3_folder(head: Head, base: FrozenBase, *serve: str) -> Folder:
+def eagle3_folder(head: Head, base: BaseEnds, *serve: str) -> Folder:
     """Return the folder that most engines read."""
     return Folder(eagle3_config(head, base), tensors(head), serve)
 
 
-def eagle3_config(head: Head, base: FrozenBase) -> dict[str, Any]:
+def eagle3_config(head: Head, base: BaseEnds) -> dict[str, Any]:
     """Return config.json of EAGLE-3, with the layer ids in both conventions.
 
     At the top level, id k is the stream after k layers (vLLM). In `eagle_config`, which SGLang
@@ -217,7 +217,7 @@ WINDOW = all_of("sliding_window", "causal", "attention_sink")
 """Windows and sinks, which vLLM alone reads."""
 
 
-def block_config(head: Head, base: FrozenBase) -> dict[str, Any]:
+def block_config(head: Head, base: BaseEnds) -> dict[str, Any]:
     """Return the block-head part of config.json in the speculators format.
 
     Engines have different defaults for some settings, so those are always written.
@@ -242,7 +242,7 @@ def block_config(head: Head, base: FrozenBase) -> dict[str, Any]:
     }
 
 
-def authors_config(head: Head, base: FrozenBase) -> dict[str, Any]:
+def authors_config(head: Head, base: BaseEnds) -> dict[str, Any]:
     """Return config.json of a block head in the format of z-lab (DFlash) or DeepSpec (DSpark)."""
     assert isinstance(head, BlockHead)
     dspark = head.kind == "dspark"
@@ -262,7 +262,7 @@ def authors_config(head: Head, base: FrozenBase) -> dict[str, Any]:
     }
 
 
-def scaled_embedding(_: Head, base: FrozenBase) -> str:
+def scaled_embedding(_: Head, base: BaseEnds) -> str:
     """Object to a base that scales its embedding, for engines whose drafts read it scaled."""
     embedding = type(base.model.get_input_embeddings())
     return "" if embedding is nn.Embedding else f"the base embeds tokens by {embedding.__name__}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from specheads.base.model import FrozenBase
+from specheads.base.ends import BaseEnds
 from specheads.core.drafter import Head
 from specheads.core.errors import first_line
 from specheads.export.layouts._shared import Folder, Layout, all_of, drafted_tokens
@@ -28,14 +28,14 @@ SETTINGS = (
 )
 
 
-def checkpoint(base: FrozenBase) -> Path:
+def checkpoint(base: BaseEnds) -> Path:
     """Return the folder of a base, in the cache of the Hub if it came from there."""
-    if (folder := Path(base.place)).exists():
+    if (folder := Path(base.location)).exists():
         return folder
-    return Path(snapshot_download(base.place, revision=base.revision, local_files_only=True))
+    return Path(snapshot_download(base.location, revision=base.revision, local_files_only=True))
 
 
-def write(head: Head, base: FrozenBase, out: Path) -> Folder:
+def write(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return the tensors of the module, by the names and in the dtypes of the base's own."""
     folder, weights, stored = checkpoint(base), head.state_dict(), copy_head(head)
     base_tensors = read_tensors(folder)
@@ -51,7 +51,7 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
     return Folder({}, tensors, (line,), copied=folder, stored=stored)
 
 
-def objection(head: Head, base: FrozenBase) -> str:
+def objection(head: Head, base: BaseEnds) -> str:
     """Object to a base whose own module is missing or has another architecture."""
     if base.adapter:
         return "an adapter is merged into the base, and the copy would not have it"

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from specheads.base.model import FrozenBase
+from specheads.base.ends import BaseEnds
 from specheads.core.drafter import Head
 from specheads.export.layouts import _shared
 from specheads.export.layouts._shared import AllowedSettings, Folder, Layout, all_of, drafted_tokens
@@ -19,13 +19,13 @@ YARN = {"rope_type", "factor", "original_max_position_embeddings", "beta_fast", 
 """YaRN settings that llama.cpp reads; it uses its defaults for the others."""
 
 
-def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
+def write_eagle3(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return the folder for the converter, with the command lines that convert and serve it."""
     convert, line = _lines("draft-eagle3", drafted_tokens(head), base, out)
     return _shared.eagle3_folder(head, base, convert, f"{line} {NO_BACKEND_SAMPLING}")
 
 
-def write_block(head: Head, base: FrozenBase, out: Path) -> Folder:
+def write_block(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return a folder that the converter reads as DSpark; its DFlash has no draft vocabulary.
 
     Without a Markov head the engine treats the folder as DFlash; `draft-dspark` also drafts from
@@ -38,8 +38,8 @@ def write_block(head: Head, base: FrozenBase, out: Path) -> Folder:
     return Folder(config, _shared.tensors(head), lines)
 
 
-def _lines(draft: str, num_tokens: int, base: FrozenBase, out: Path) -> tuple[str, ...]:
-    folder, target = shlex.quote(str(out)), shlex.quote(base.place)
+def _lines(draft: str, num_tokens: int, base: BaseEnds, out: Path) -> tuple[str, ...]:
+    folder, target = shlex.quote(str(out)), shlex.quote(base.location)
     gguf = shlex.quote(str(out / "head.gguf"))
     return (
         f"python convert_hf_to_gguf.py {folder} --target-model-dir {target} --outfile {gguf}",
@@ -47,7 +47,7 @@ def _lines(draft: str, num_tokens: int, base: FrozenBase, out: Path) -> tuple[st
     )
 
 
-def eagle3_objection(head: Head, _: FrozenBase) -> str:
+def eagle3_objection(head: Head, _: BaseEnds) -> str:
     """Object to settings of yarn that llama.cpp does not read."""
     scaling = head.config.rope_scaling
     unread = sorted({*scaling} - YARN) if scaling.get("rope_type") == "yarn" else []

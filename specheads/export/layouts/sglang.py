@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from specheads.base.model import FrozenBase
+from specheads.base.ends import BaseEnds
 from specheads.core.drafter import Head
 from specheads.export.layouts import _shared
 from specheads.export.layouts._shared import Folder, Layout, drafted_tokens, named_base
@@ -11,7 +11,7 @@ from specheads.export.layouts._shared import Folder, Layout, drafted_tokens, nam
 ABOUT = "SGLang 0.5.23"
 
 
-def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
+def write_eagle3(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return the folder and the command line that drafts a chain."""
     line = (
         f"{_serve(base, out, 'EAGLE3')} --speculative-num-steps {drafted_tokens(head)} "
@@ -20,7 +20,7 @@ def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
     return _shared.eagle3_folder(head, base, line)
 
 
-def write_blocks(head: Head, base: FrozenBase, out: Path) -> Folder:
+def write_blocks(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return the format of z-lab (DFlash) or DeepSpec (DSpark).
 
     The command line drafts the whole block whatever the tuned tree: a shorter block has fewer
@@ -30,7 +30,7 @@ def write_blocks(head: Head, base: FrozenBase, out: Path) -> Folder:
     return Folder(_shared.authors_config(head, base), _shared.tensors(head), (line,))
 
 
-def _serve(base: FrozenBase, out: Path, algorithm: str) -> str:
+def _serve(base: BaseEnds, out: Path, algorithm: str) -> str:
     return (
         f"python3 -m sglang.launch_server --model-path {named_base(base)} "
         f"--speculative-algorithm {algorithm} "
@@ -46,7 +46,7 @@ BY_INPUTS = (
 """Bases with which SGLang takes ids that do not begin with 1 for inputs of layers."""
 
 
-def eagle3_objection(head: Head, base: FrozenBase) -> str:
+def eagle3_objection(head: Head, base: BaseEnds) -> str:
     """Object to layers in place of which SGLang would read others."""
     kind, first = type(base.model).__name__, head.aux_layers[0]
     # sgl-project/sglang#39286

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from specheads.base.model import FrozenBase
+from specheads.base.ends import BaseEnds
 from specheads.core.drafter import Head
 from specheads.export.layouts import _shared
 from specheads.export.layouts._shared import AllowedSettings, Folder, Layout, at_revision
@@ -12,7 +12,7 @@ from specheads.export.layouts._shared import AllowedSettings, Folder, Layout, at
 ABOUT = "speculators 0.9 format, for vLLM 0.32 and later"
 
 
-def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
+def write_eagle3(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return a folder that names its base and holds a copy of the base's embedding."""
     config = _shared.eagle3_config(head, base)
     names = ("draft_vocab_size", "target_hidden_size", _shared.EAGLE3_IDS, "torch_dtype")
@@ -35,13 +35,13 @@ def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
     return Folder(outer, tensors, (_serve(base, out),))
 
 
-def write_blocks(head: Head, base: FrozenBase, out: Path) -> Folder:
+def write_blocks(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return a folder that names its base; the engine takes shared tensors from there."""
     outer = {**_shared.block_config(head, base), **_common(head, base, head.kind)}
     return Folder(outer, _shared.tensors(head), (_serve(base, out),))
 
 
-def _common(head: Head, base: FrozenBase, algorithm: str) -> dict[str, Any]:
+def _common(head: Head, base: BaseEnds, algorithm: str) -> dict[str, Any]:
     """Return the part of config.json that all kinds share."""
     method = {
         "proposal_type": "greedy",
@@ -56,7 +56,7 @@ def _common(head: Head, base: FrozenBase, algorithm: str) -> dict[str, Any]:
             "default_proposal_method": "greedy",
             "proposal_methods": [method],
             "verifier": {
-                "name_or_path": base.place,
+                "name_or_path": base.location,
                 "architectures": base.config.architectures or [type(base.model).__name__],
             },
         },
@@ -64,18 +64,18 @@ def _common(head: Head, base: FrozenBase, algorithm: str) -> dict[str, Any]:
     }
 
 
-def _serve(base: FrozenBase, out: Path) -> str:
+def _serve(base: BaseEnds, out: Path) -> str:
     # vLLM uses this revision for the base; the head is a local folder
     return f"vllm serve {at_revision(base, shlex.quote(str(out)))}"
 
 
-def eagle3_objection(head: Head, _: FrozenBase) -> str:
+def eagle3_objection(head: Head, _: BaseEnds) -> str:
     """Object to a head whose settings vLLM would not read from this format."""
     unread = head.config.parallel and head.config.fc_norm
     return "vLLM does not read fc_norm of a folder of P-EAGLE, this head has both" if unread else ""
 
 
-def dspark_objection(head: Head, _: FrozenBase) -> str:
+def dspark_objection(head: Head, _: BaseEnds) -> str:
     """Object to a window over blocks that are not causal: vLLM reads no setting of this."""
     if not head.config.sliding_window or head.config.causal:
         return ""

@@ -4,7 +4,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from specheads.base.model import FrozenBase
+from specheads.base.ends import BaseEnds
 from specheads.core.drafter import Head
 from specheads.core.files import as_json
 from specheads.export.layouts import _shared
@@ -14,7 +14,7 @@ ABOUT = "TensorRT-LLM main, PyTorch backend"
 OPTIONS = "trtllm.yaml"
 
 
-def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
+def write_eagle3(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return the folder with its options file, and the command line that serves it."""
     options = {
         "decoding_type": "Eagle3",

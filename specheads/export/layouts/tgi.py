@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specheads.base.model import FrozenBase
+from specheads.base.ends import BaseEnds
 from specheads.core.drafter import Head
 from specheads.export.layouts._shared import (
     AllowedSettings,
@@ -31,7 +31,7 @@ MEDUSA = all_of("num_layers", "projection", "rank")
 """Every projection is written as a full matrix. Both engines need the whole vocabulary."""
 
 
-def write_medusa(head: Head, base: FrozenBase, out: Path) -> Folder:
+def write_medusa(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return the folder that vLLM 0.32 and TGI serve.
 
     config.json has no `architectures`, because TGI would then serve without a head. It has
@@ -39,7 +39,7 @@ def write_medusa(head: Head, base: FrozenBase, out: Path) -> Folder:
     """
     config = {
         "model_type": "medusa",
-        "base_model_name_or_path": base.place,
+        "base_model_name_or_path": base.location,
         "medusa_num_heads": head.depth,
         "medusa_num_layers": head.config.num_layers,
         "medusa_fc_bias": True,
@@ -50,7 +50,7 @@ def write_medusa(head: Head, base: FrozenBase, out: Path) -> Folder:
     return Folder(config, _tensors(head), lines, weights_file="medusa_lm_head.safetensors")
 
 
-def serve_tgi(head: Head, base: FrozenBase, out: Path) -> str:
+def serve_tgi(head: Head, base: BaseEnds, out: Path) -> str:
     """Return TGI's command line. TGI always loads the base's `main` revision."""
     line = f"text-generation-launcher --model-id {shlex.quote(str(out))} --speculate {head.depth}"
     return at_revision(base, line, "  # it loads the base's main, and the head is for ")
@@ -73,12 +73,12 @@ def _tensors(head: Head) -> dict[str, Tensor]:
     return tensors
 
 
-def write_mlp(head: Head, base: FrozenBase, out: Path) -> Folder:
+def write_mlp(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return IBM's layout, which stores a copy of each tied tensor per level."""
     config = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",
-        "base_model_name_or_path": base.place,
+        "base_model_name_or_path": base.location,
         "vocab_size": head.vocab_size,
         "emb_dim": head.width,
         "inner_dim": head.config.inner_dim or head.width,
@@ -98,7 +98,7 @@ def write_mlp(head: Head, base: FrozenBase, out: Path) -> Folder:
     return Folder(config, tensors, (serve_tgi(head, base, out),))
 
 
-def mlp_objection(head: Head, _: FrozenBase) -> str:
+def mlp_objection(head: Head, _: BaseEnds) -> str:
     """Object to a head with one level: TGI always reads a second projection."""
     return "" if head.depth > 1 else "it needs depth 2 or more"
 

@@ -6,7 +6,7 @@ MuseGlimmerAssistantModel: Qwen3 layers behind a fusion of the base's layers, as
 
 from pathlib import Path
 
-from specheads.base.model import FrozenBase
+from specheads.base.ends import BaseEnds
 from specheads.core.drafter import Head
 from specheads.export.layouts import _shared
 from specheads.export.layouts._shared import Folder, Layout
@@ -15,7 +15,7 @@ from specheads.heads.layers.block import BY_TRANSFORMERS, RENAMED, BlockHead
 ABOUT = "transformers 5.23 (`generate` with `speculation_type`)"
 
 
-def write(head: Head, base: FrozenBase, out: Path) -> Folder:
+def write(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return the folder, and the call that drafts whole blocks with it."""
     assert isinstance(head, BlockHead)
     config = {

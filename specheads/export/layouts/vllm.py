@@ -8,8 +8,8 @@ import json
 import shlex
 from pathlib import Path
 
+from specheads.base.ends import BaseEnds
 from specheads.base.fingerprint import tables_fingerprint
-from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.files import dumps
 from specheads.decoding.trees import tuned
@@ -26,7 +26,7 @@ FORCE_VARIABLE = "SPECHEADS_FORCE"
 """Environment variable; `true` serves a head that was trained on other weights than the base's."""
 
 
-def serve(head: Head, base: FrozenBase, method: str, model: str) -> str:
+def serve(head: Head, base: BaseEnds, method: str, model: str) -> str:
     """Return the command line that serves a base with a head."""
     # a shorter block is another network
     depth = head.depth if method == "dflash" else drafted_tokens(head)
@@ -37,7 +37,7 @@ def serve(head: Head, base: FrozenBase, method: str, model: str) -> str:
     return f"vllm serve {named_base(base)} --speculative-config {speculative}"
 
 
-def write_plugin(head: Head, base: FrozenBase, out: Path) -> Folder:
+def write_plugin(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return our own layout, and the command line that serves it with the plug-in."""
     line = f"{HEAD_VARIABLE}={shlex.quote(str(out))} {serve(head, base, 'custom_class', PROPOSER)}"
     if not head.matches_fingerprint(tables_fingerprint(base.embedding, base.projection.weight)):
@@ -47,12 +47,12 @@ def write_plugin(head: Head, base: FrozenBase, out: Path) -> Folder:
     return Folder(head.settings(), head.state_dict(), (line,), files=files)
 
 
-def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
+def write_eagle3(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return the folder that vLLM loads with method `eagle3`."""
     return _shared.eagle3_folder(head, base, serve(head, base, "eagle3", str(out)))
 
 
-def write_dflash(head: Head, base: FrozenBase, out: Path) -> Folder:
+def write_dflash(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return z-lab's format with ModelOpt's settings of a window and of sinks."""
     config, settings = _shared.authors_config(head, base), head.config
     if settings.sliding_window:
@@ -67,7 +67,7 @@ def write_dflash(head: Head, base: FrozenBase, out: Path) -> Folder:
     return Folder(config, _shared.tensors(head), (line,))
 
 
-def dflash_objection(head: Head, _: FrozenBase) -> str:
+def dflash_objection(head: Head, _: BaseEnds) -> str:
     """Object to a window that vLLM would count in another way."""
     if not head.config.sliding_window or head.config.window_counts_slots:
         return ""

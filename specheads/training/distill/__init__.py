@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from specheads.base.ends import BaseEnds
 from specheads.base.model import FrozenBase
 from specheads.config.training import DistillSettings
 from specheads.core.drafter import Head
@@ -9,7 +10,7 @@ from specheads.training.distill import engines
 
 
 def build_engine(
-    settings: DistillSettings, base: FrozenBase, head: Head | None = None, max_length: int = 0
+    settings: DistillSettings, base: BaseEnds, head: Head | None = None, max_length: int = 0
 ) -> engines.TextEngine:
     """Build the engine of the settings.
 
@@ -23,4 +24,5 @@ def build_engine(
         return CompletionsEngine(settings, base).answers
     if settings.engine == "vllm":
         return engines.vllm_engine(settings.batch_size, base, max_length)
+    assert isinstance(base, FrozenBase)
     return partial(engines.local_engine, settings.batch_size, base, head, max_length)

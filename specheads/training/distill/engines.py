@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, Literal
 from weakref import finalize
 
+from specheads.base.ends import BaseEnds
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
@@ -111,7 +112,7 @@ def local_engine(
 # --- vLLM in this process, with its own copy of the base -----------------------------------------
 
 
-def vllm_engine(batch_size: int, base: FrozenBase, max_length: int) -> TextEngine:
+def vllm_engine(batch_size: int, base: BaseEnds, max_length: int) -> TextEngine:
     """Load the model into vLLM, in addition to the base that is already loaded here.
 
     vLLM's environment variables control its memory and devices; see docs/distill.md.
@@ -127,7 +128,7 @@ def vllm_engine(batch_size: int, base: FrozenBase, max_length: int) -> TextEngin
     try:
         llm = vllm.LLM(
             # packages and GGUF files are unpacked to a cache folder that vLLM can read
-            model=base.place,
+            model=base.location,
             dtype=dtype_name(base.dtype),
             trust_remote_code=False,
             max_num_seqs=batch_size,

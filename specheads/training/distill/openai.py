@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from anyio.from_thread import start_blocking_portal
 from openai import APIError, APIStatusError, AsyncOpenAI, Omit
 
-from specheads.base.model import FrozenBase
+from specheads.base.ends import BaseEnds
 from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest, NextRequest
@@ -42,7 +42,7 @@ class CompletionsEngine:
     those that the server sampled.
     """
 
-    def __init__(self, settings: DistillSettings, base: FrozenBase) -> None:
+    def __init__(self, settings: DistillSettings, base: BaseEnds) -> None:
         self.settings, self.base = settings, base
         self.address, self._key = public_address(settings.url), read_api_key(KEY_VARIABLE)
         tokenizer_end = getattr(base.tokenizer, "eos_token_id", None)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from specheads.base.model import FrozenBase
+from specheads.base.ends import BaseEnds
 from specheads.config.data import DataSettings, SourceSettings
 from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
@@ -164,7 +164,7 @@ def _permutation(seed: int, lap: int, count: int) -> np.ndarray:
 
 
 def prompt_source(
-    data: DataSettings, base: FrozenBase, settings: DistillSettings, seed: int
+    data: DataSettings, base: BaseEnds, settings: DistillSettings, seed: int
 ) -> PromptSource:
     """Return the prompts of the training split.
 
@@ -220,7 +220,7 @@ def _rows(source: SourceSettings, seed: int) -> Iterator[str]:
             yield json.dumps(conversation, ensure_ascii=False, sort_keys=True)
 
 
-def decoder(base: FrozenBase) -> Callable[[list[int]], str]:
+def decoder(base: BaseEnds) -> Callable[[list[int]], str]:
     """Return a function that decodes token ids without special tokens."""
     tokenizer = base.tokenizer
     if tokenizer is None:

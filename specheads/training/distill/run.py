@@ -13,8 +13,8 @@ from typing import Any
 from accelerate import Accelerator
 from rich.progress import Progress
 
+from specheads.base.ends import BaseEnds
 from specheads.base.fingerprint import config_fingerprint
-from specheads.base.model import FrozenBase
 from specheads.config.data import DataSettings
 from specheads.config.facts import SameText, settings_with
 from specheads.config.training import EXTERNAL_ENGINES, FAULTS, DistillSettings
@@ -87,7 +87,7 @@ def find_fault(
 class TextJob:
     """Texts to generate, and their folder."""
 
-    base: FrozenBase
+    base: BaseEnds
     prompts: PromptSource
     settings: DistillSettings
     folder: Path
@@ -122,7 +122,7 @@ class TextJob:
 
 def text_job(
     data: DataSettings,
-    base: FrozenBase,
+    base: BaseEnds,
     settings: DistillSettings,
     folder: Path,
     accelerator: Accelerator,
@@ -205,15 +205,15 @@ def engine_of_job(job: TextJob) -> TextEngine:
     return build_engine(job.settings, job.base, head, job.prompts.max_tokens)
 
 
-def refuse_not_decoding(base: FrozenBase, settings: DistillSettings, folder: Path) -> None:
+def refuse_not_decoding(base: BaseEnds, settings: DistillSettings, folder: Path) -> None:
     """Raise for a base that does not decode here: processes would have to decode in lockstep."""
     if base.decodes or settings.engine in EXTERNAL_ENGINES:
         return
     if missing_blocks(folder, settings.shard_size, settings.num_samples):
         raise InputError(
-            f"{base.where} cannot generate text here, got distill.engine={settings.engine}; use "
-            f"one of {', '.join(EXTERNAL_ENGINES)}, or generate text with a specheads distill that "
-            "can and set distill.folder to its folder"
+            f"{base.description} cannot generate text here, got distill.engine={settings.engine}; "
+            f"use one of {', '.join(EXTERNAL_ENGINES)}, or generate text with a specheads distill "
+            "that can and set distill.folder to its folder"
         )
 
 
