@@ -430,7 +430,7 @@ def _start_vllm(
 
 def _start_llama_cpp(lines: Sequence[str], context: int, options: Any) -> dict[int, LlamaServer]:
     """Convert an export, and start llama.cpp's server alone and with each chain."""
-    conversion, serving = (shlex.split(line) for line in lines)
+    conversion, serving = (shlex.split(line) for line in lines[-2:])
     convert(conversion[2:], options.outtype)
     slots, threads = max(options.batch), str(options.threads)
     flags = [*("--threads", threads, "--threads-batch", threads, "--cache-ram", "0", "--metrics")]

@@ -153,6 +153,8 @@ class Push(HasRun):
     """Make the repository private. None keeps an existing one and makes a new one public."""
     base_repo: PrintableText = ""
     """Hub id of the base. Empty is the base of the run, if it is a Hub id."""
+    overwrite: bool = False
+    """Replace files of the repository that somebody else wrote, or edited after an earlier push."""
     licence: PrintableText = "unknown"
     """Licence of the head as the Hub writes it, such as apache-2.0."""
     data_licence: PrintableText = ""

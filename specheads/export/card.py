@@ -17,6 +17,7 @@ from specheads.base.ignored_settings import auto_class
 from specheads.core.drafter import Head
 from specheads.core.files import HUB_ID, from_json, read_json, write_atomic
 from specheads.data.prompt_sets import PUBLIC_PROMPT_SETS
+from specheads.data.sources import SOURCE_CLASSES, HubDataset, RowFiles
 from specheads.export.layouts import engine_module, engines, objection
 from specheads.measure.results import Results
 from specheads.measure.summary import depth_rows, summary_rows, verdict
@@ -83,8 +84,9 @@ def read_summary(
         if phase["distill"]:
             # the address of a server can hold a password
             phase["distill"] |= {"url": "", "served_as": ""}
-    if public["data"]["source"] != "hub":
-        public["data"]["path"] = Path(public["data"]["path"]).name
+    for source in corpus_sources(public["data"]):
+        if not hub_id(source):
+            source["path"] = Path(source["path"]).name
     revision, commit = base.revision, getattr(base.config, "_commit_hash", None)
     pin = "" if is_local or base_repo or revision == "main" else revision
     if commit and commit != revision:
@@ -112,6 +114,21 @@ def read_summary(
         results,
         read_metrics(run.metrics),
     )
+
+
+def corpus_sources(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the sources of the training text, as plain settings: those of a mixture, or itself."""
+    if data["source"] != "mixture":
+        return [data]
+    return [source for source in data["sources"].values() if source["weight"]]
+
+
+def hub_id(source: Mapping[str, Any]) -> str:
+    """Return the id of a source's data set on the Hub; empty if its text is elsewhere."""
+    path = source["path"]
+    is_id = HUB_ID.fullmatch(path) and not path.endswith(RowFiles.suffixes)
+    may_be_remote = SOURCE_CLASSES.get(source["source"], HubDataset) in (RowFiles, HubDataset)
+    return path if is_id and may_be_remote and not Path(path).exists() else ""
 
 
 def write_card(run: RunDirectory, settings: Mapping[str, Any], head: Head, base: BaseEnds) -> None:
@@ -145,7 +162,7 @@ def model_card(
         base_model=about.base_id or None,
         # the Hub's relation for weights used next to an unchanged base; its default is finetune
         base_model_relation="adapter" if about.base_id else None,
-        datasets=data["path"] if data["source"] == "hub" else None,
+        datasets=list(filter(None, map(hub_id, corpus_sources(data)))) or None,
         license=licence,
         library_name="specheads",
         pipeline_tag="text-generation",
@@ -163,6 +180,7 @@ def model_card(
         head=head,
         parameters=sum(parameter.numel() for parameter in head.parameters()),
         results=results,
+        hub_id=hub_id,
         # the card's first table has head and base
         measurements=[row for row in summary_rows(results) if row[0] not in ("head", "base")]
         if results

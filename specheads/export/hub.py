@@ -1,10 +1,14 @@
 """Publish a head on the Hugging Face Hub, in one commit or not at all."""
 
+import hashlib
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
@@ -32,8 +36,11 @@ RESULTS = "results.json"
 SETTINGS = "training.json"
 """Every push contains this file, so it identifies a repository of specheads."""
 WEIGHTS = (".safetensors", ".bin", ".pt")
-SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|KEY", re.IGNORECASE)
-"""Names of environment variables whose values must never be uploaded."""
+SECRET = re.compile(
+    "(TOKENS?|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|(?<![A-Z])(KEY|PRIVATE))(_|$)",
+    re.IGNORECASE,
+)
+"""Words in names of environment variables whose values must never be uploaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,7 @@ def push_run(
     base_repo: str = "",
     licence: str = "unknown",
     data_licence: str = "",
+    overwrite: bool = False,
     dry_run: bool = False,
 ) -> Upload:
     """Check a run's head and base, and upload the head with its card.
@@ -62,8 +70,9 @@ def push_run(
     Files that contain a secret of the environment or a path of this machine are refused.
 
     `settings` are the run's. A visibility of None keeps that of a repository and makes a new one
-    public. `base_repo` is the Hub id of the base, if the run loaded it from elsewhere. A dry run
-    returns the files and contacts nothing.
+    public. `base_repo` is the Hub id of the base, if the run loaded it from elsewhere. `overwrite`
+    replaces files that somebody else wrote or edited. A dry run returns the files and contacts
+    nothing.
     """
     for name, value in (("repo", repo), ("base_repo", base_repo)):
         try:
@@ -83,12 +92,10 @@ def push_run(
     head = load_head(run.head, base)
     about = read_summary(run, settings, base, base_repo)
     card = model_card(about, head, base, repo=repo, licence=licence, data_licence=data_licence)
-    training = {"settings": about.settings, "provenance": about.provenance}
     files: Contents = {
         "README.md": card.encode(),
         "config.json": run.head / "config.json",
         "model.safetensors": run.head / "model.safetensors",
-        SETTINGS: as_json(training).encode(),
         **{path: text.encode() for path, text in hub_files(repo).items()},
     }
     if head.tuned is not None:
@@ -97,11 +104,29 @@ def push_run(
         results = to_json(about.results)
         del results["provenance"]["command"]
         files[RESULTS] = as_json(results).encode()
-    sizes = {path: _checked_size(path, content) for path, content in files.items()}
-    return Upload(sizes, "" if dry_run else push(repo, files, private=private))
+    training = {"settings": about.settings, "provenance": about.provenance}
+    training["files"] = {path: _sha256(files[path]) for path in files if not _is_weights(path)}
+    files[SETTINGS] = as_json(training).encode()
+    public = {repo, about.base_id}
+    sizes = {path: _checked_size(path, content, public) for path, content in files.items()}
+    if dry_run:
+        return Upload(sizes, "")
+    return Upload(sizes, push(repo, files, private=private, overwrite=overwrite))
 
 
-def _checked_size(path: str, content: bytes | Path) -> int:
+def _is_weights(path: str) -> bool:
+    return path.endswith(WEIGHTS)
+
+
+def _data(content: bytes | Path) -> bytes:
+    return content if isinstance(content, bytes) else content.read_bytes()
+
+
+def _sha256(content: bytes | Path) -> str:
+    return hashlib.sha256(_data(content)).hexdigest()
+
+
+def _checked_size(path: str, content: bytes | Path, public: Collection[str]) -> int:
     """Return the size of a file; refuse one that is missing, a link, or holds a secret."""
     if isinstance(content, Path):
         if not content.is_file():
@@ -109,11 +134,13 @@ def _checked_size(path: str, content: bytes | Path) -> int:
         # a symbolic link could publish any file of this machine
         refuse_outside(content)
     if Path(path).suffix not in (".safetensors", ".png"):
-        _refuse_secrets(path, content if isinstance(content, bytes) else content.read_bytes())
+        _refuse_secrets(path, _data(content), public)
     return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
-def push(repo: str, files: Contents, *, private: bool | None = None) -> str:
+def push(
+    repo: str, files: Contents, *, private: bool | None = None, overwrite: bool = False
+) -> str:
     """Upload the files in one commit and return its address.
 
     Visibility is set before any file is uploaded, and a missing repository is created. Large files
@@ -129,11 +156,13 @@ def push(repo: str, files: Contents, *, private: bool | None = None) -> str:
             api.update_repo_settings(repo, private=private)
         present = api.list_repo_files(repo)
         replaced = files if SETTINGS in present else ()
-        weights = [name for name in present if "/" not in name and name.endswith(WEIGHTS)]
+        weights = [name for name in present if "/" not in name and _is_weights(name)]
         if foreign := [name for name in weights if name not in replaced]:
             raise InputError(
                 f"a head needs a repository of its own, and {repo} holds {foreign[0]}; name another"
             )
+        if not overwrite:
+            _refuse_edited(api, repo, files, present)
         # remove results of an earlier push, because they describe another head
         old = [name for name in (RESULTS, FILE) if name in present and name not in files]
         operations = [
@@ -147,6 +176,32 @@ def push(repo: str, files: Contents, *, private: bool | None = None) -> str:
     # huggingface_hub wraps errors of its upload threads, and refuses invalid card metadata
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
         raise InputError(_explain(repo, error)) from error
+
+
+def _refuse_edited(api: HfApi, repo: str, files: Contents, present: Collection[str]) -> None:
+    """Refuse to replace a file that specheads did not write, or that was edited since its push.
+
+    training.json has the hashes of the other files that were pushed with it.
+    """
+    with TemporaryDirectory() as folder:
+
+        def download(path: str) -> bytes:
+            file = api.hf_hub_download(repo, path, local_dir=folder, force_download=True)
+            return Path(file).read_bytes()
+
+        hashes: dict[str, str] = {}
+        if SETTINGS in present:
+            with suppress(ValueError, AttributeError):
+                hashes = json.loads(download(SETTINGS)).get("files", {})
+        for path, content in files.items():
+            if path not in present or path == SETTINGS or _is_weights(path):
+                continue
+            published = download(path)
+            if published != _data(content) and _sha256(published) != hashes.get(path):
+                raise InputError(
+                    f"a push replaces no text of others, and {repo} holds {path}, which specheads "
+                    "did not write or which was edited; save it, and push with overwrite=true"
+                )
 
 
 def _explain(repo: str, error: BaseException) -> str:
@@ -165,12 +220,15 @@ def _explain(repo: str, error: BaseException) -> str:
     )
 
 
-def _refuse_secrets(path: str, data: bytes) -> None:
-    """Refuse a text that contains the token, a secret variable's value, or a local path."""
+def _refuse_secrets(path: str, data: bytes, public: Collection[str]) -> None:
+    """Refuse a text that contains the token, a secret variable's value, or a local path.
+
+    Values in `public` are those that the user asked to publish: they are no secrets.
+    """
     patterns = {
         f"the value of {name}": re.escape(value)
         for name, value in os.environ.items()
-        if SECRET.search(name) and len(value) >= 8
+        if SECRET.search(name) and len(value) >= 8 and value not in public
     }
     if token := get_token():
         patterns["the token"] = re.escape(token)
@@ -181,5 +239,6 @@ def _refuse_secrets(path: str, data: bytes) -> None:
     for secret, pattern in patterns.items():
         if re.search(pattern.encode(), data):
             raise InputError(
-                f"a push must not describe this machine, {path} holds {secret}; change the settings"
+                f"a push must not describe this machine, {path} holds {secret}; change the "
+                "settings, or unset the variable if its value is no secret"
             )

@@ -60,7 +60,7 @@ def base(base_folder: Path) -> FrozenBase:
 
 
 @pytest.fixture(scope="module")
-def made(
+def trained_run(
     base: FrozenBase, base_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> RunDirectory:
     """Return a finished and evaluated run of a Medusa head."""
@@ -301,6 +301,75 @@ def test_secret_in_the_settings_is_refused(setting, secret, publish, server, run
     assert f"holds {secret}" in message
     assert setting not in message
     assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_secret"),
+    [
+        ("TOKENIZER_PATH", "ada/base-model", False),
+        ("KEYCLOAK_REALM", "speculative", False),
+        ("PRIVATEER", "text-generation", False),
+        ("SORT_KEY", "ada/base-model", False),
+        ("MONKEYS", "transformers", False),
+        ("HFTOKEN", "speculative-decoding", True),
+        ("openai_key", "speculative-decoding", True),
+        ("DB_PASSWD", "speculative-decoding", True),
+        ("AZURE_CREDENTIALS", "speculative-decoding", True),
+        ("SSH_PRIVATE_KEY", "speculative-decoding", True),
+    ],
+)
+def test_variables_are_secret_by_whole_words(name, value, is_secret, publish, monkeypatch):
+    monkeypatch.setenv(name, value)
+    settings = {"base_repo": "ada/base-model", "dry_run": True}
+    if is_secret:
+        assert f"holds the value of {name}" in refusal(publish, **settings)
+    else:
+        publish(**settings)
+
+
+FOREIGN = [
+    *("README.md", "config.json", "results.json"),
+    *("custom_generate/generate.py", "custom_generate/requirements.txt"),
+]
+
+
+@pytest.mark.parametrize("path", FOREIGN)
+@pytest.mark.parametrize("is_ours", [False, True], ids=["of another project", "edited"])
+def test_text_of_others_is_replaced_only_if_asked(path, is_ours, publish, server):
+    if is_ours:
+        publish()
+    else:
+        server.repositories[REPO] = Repository(private=False)
+    repository = server.repositories[REPO]
+    before = repository.commits[repository.head] if is_ours else {}
+    repository.commit(before | {path: Blob(b"by hand", large=False)})
+    message = refusal(publish)
+    assert f"{REPO} holds {path}" in message
+    assert "overwrite=true" in message
+    assert server.files(REPO)[path] == b"by hand"
+    publish(overwrite=True)
+    assert server.files(REPO)[path] != b"by hand"
+    # the push that replaced it knows its own files
+    publish()
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "expected"),
+    [
+        ("chat", "acme/chats", "acme/chats"),
+        ("traces", "acme/traces", "acme/traces"),
+        ("hub", "acme/texts", "acme/texts"),
+        ("chat", "acme/chats.jsonl", ""),
+        ("jsonl", "acme/chats", ""),
+        ("chat", "deep/er/folder", ""),
+        ("python_stdlib", "", ""),
+    ],
+)
+def test_card_names_data_sets_of_the_hub(source, path, expected):
+    settings = {"source": source, "path": path, "weight": 1.0}
+    assert card.hub_id(settings) == expected
+    mixture = {"source": "mixture", "path": "", "sources": {"a": settings, "b": settings}}
+    assert card.corpus_sources(mixture) == [settings, settings]
 
 
 def unfinish(run: RunDirectory, *_: Any) -> None:

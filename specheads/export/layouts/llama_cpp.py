@@ -6,7 +6,14 @@ from pathlib import Path
 from specheads.base.ends import BaseEnds
 from specheads.core.drafter import Head
 from specheads.export.layouts import _shared
-from specheads.export.layouts._shared import AllowedSettings, Folder, Layout, all_of, drafted_tokens
+from specheads.export.layouts._shared import (
+    AllowedSettings,
+    Folder,
+    Layout,
+    all_of,
+    at_revision,
+    drafted_tokens,
+)
 
 ABOUT = "llama.cpp (0c1e5709), as llama-cpp-python 0.3.36 brings it"
 EAGLE3: AllowedSettings = {
@@ -21,8 +28,8 @@ YARN = {"rope_type", "factor", "original_max_position_embeddings", "beta_fast", 
 
 def write_eagle3(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return the folder for the converter, with the command lines that convert and serve it."""
-    convert, line = _lines("draft-eagle3", drafted_tokens(head), base, out)
-    return _shared.eagle3_folder(head, base, convert, f"{line} {NO_BACKEND_SAMPLING}")
+    *conversion, line = _lines("draft-eagle3", drafted_tokens(head), base, out)
+    return _shared.eagle3_folder(head, base, *conversion, f"{line} {NO_BACKEND_SAMPLING}")
 
 
 def write_block(head: Head, base: BaseEnds, out: Path) -> Folder:
@@ -39,9 +46,15 @@ def write_block(head: Head, base: BaseEnds, out: Path) -> Folder:
 
 
 def _lines(draft: str, num_tokens: int, base: BaseEnds, out: Path) -> tuple[str, ...]:
-    folder, target = shlex.quote(str(out)), shlex.quote(base.location)
-    gguf = shlex.quote(str(out / "head.gguf"))
+    folder, gguf = shlex.quote(str(out)), shlex.quote(str(out / "head.gguf"))
+    target, download = shlex.quote(base.location), ()
+    if not Path(base.location).exists():
+        # the converter reads config.json and the tokenizer from a folder
+        target = shlex.quote(str(out / "base"))
+        command = f"hf download {shlex.quote(base.location)} --exclude '*.safetensors' '*.bin'"
+        download = (f"{at_revision(base, command)} --local-dir {target}",)
     return (
+        *download,
         f"python convert_hf_to_gguf.py {folder} --target-model-dir {target} --outfile {gguf}",
         f"llama-server -m BASE.gguf -md {gguf} --spec-type {draft} --spec-draft-n-max {num_tokens}",
     )
