@@ -18,7 +18,7 @@ SMALL = ["recipe=smoke", "num_samples=6", "new_tokens=8", "batch_size=3"]
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(20):
-        text = "".join(f"def add_{number}_{one}(a, b):\n    return a + b\n" for one in range(40))
+        text = "".join(f"def add_{number}_{line}(a, b):\n    return a + b\n" for line in range(40))
         (folder / f"{number}.py").write_text(text)
     return ["data=files", f"data.path={folder}"]
 
@@ -40,8 +40,8 @@ def test_text_is_written_with_a_report_and_resumed(
     assert "- kept: 6\n" in page
     assert page.count("\nText ") == 5
     before = shards(tmp_path / "text")
-    more = [*SMALL, *corpus, "shard_size=2", "num_samples=8", "batch_size=1"]
-    second = specheads.distill(overrides=more, base=base, out=tmp_path / "text")
+    overrides = [*SMALL, *corpus, "shard_size=2", "num_samples=8", "batch_size=1"]
+    second = specheads.distill(overrides=overrides, base=base, out=tmp_path / "text")
     assert second is not None
     assert second["requested"] == 8
     assert shards(tmp_path / "text").items() > before.items()
@@ -67,34 +67,34 @@ def test_draft_tokens_are_counted_on_answers_if_there_are_only_prompts(tmp_path:
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     talks = [{"messages": [{"role": "user", "content": f"Add {n} to it."}]} for n in range(60)]
-    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(one) + "\n" for one in talks))
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
     phase = "schedule.phases.distilled"
-    asked = [
+    overrides = [
         *("recipe=smoke", "~schedule.phases.corpus", "data=chat", "evaluate_after=false"),
         *(f"data.path={tmp_path}/talks.jsonl", f"run_dir={tmp_path}/run", "head.draft_tokens=60"),
         *("validation.rows=0", "validation.prompts=0", f"{phase}.steps=1", f"{phase}.batch_size=2"),
         *(f"{phase}.distill.num_samples=6", f"{phase}.distill.new_tokens=8"),
         f"{phase}.distill.drop=[]",
     ]
-    trained = specheads.train(overrides=asked, base=base)
-    text = shards(trained.path / "text")
+    run = specheads.train(overrides=overrides, base=base)
+    text = shards(run.path / "text")
     assert text
-    rows = [row for file in text for row in pq.read_table(trained.path / "text" / file).to_pylist()]
-    said = {
+    rows = [row for file in text for row in pq.read_table(run.path / "text" / file).to_pylist()]
+    generated_tokens = {
         token
         for row in rows
-        for token, counted in zip(row["tokens"], row["loss_mask"], strict=True)
-        if counted
+        for token, is_label in zip(row["tokens"], row["loss_mask"], strict=True)
+        if is_label
     }
-    head = specheads.load_head(trained.head, base)
+    head = specheads.load_head(run.head, base)
     assert head.draft_ids is not None
-    assert said <= set(head.draft_ids.tolist())
-    known = json.loads((trained.path / "provenance.json").read_text())["draft_vocabulary"]
-    assert known == {"size": 60, "coverage": 1.0}
+    assert generated_tokens <= set(head.draft_ids.tolist())
+    provenance = json.loads((run.path / "provenance.json").read_text())
+    assert provenance["draft_vocabulary"] == {"size": 60, "coverage": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         ([], "an output folder is needed, got none; add out=FOLDER"),
         (["out=text", "engine=pen"], "must be one of local, vllm, openai"),
@@ -107,9 +107,13 @@ def test_draft_tokens_are_counted_on_answers_if_there_are_only_prompts(tmp_path:
     ],
 )
 def test_mistake_gets_one_line_and_leaves_nothing(
-    overrides: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Any
+    overrides: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refusal: Any,
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    assert told in refusal("distill", "recipe=smoke", *overrides)
+    assert message in refusal("distill", "recipe=smoke", *overrides)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

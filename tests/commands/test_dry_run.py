@@ -35,11 +35,11 @@ def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_preview_shows_the_loss_mask_and_writes_no_run(overrides: list[str], capsys: Any):
     call("train", [*overrides, "preview=2"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     # control characters are escaped
-    shown = "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n⟦\\x1b]0;<|im_end|>⟧\n"
-    assert shown in said
-    assert "--- 1 of 1: " in said
+    example = "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n⟦\\x1b]0;<|im_end|>⟧\n"
+    assert example in output
+    assert "--- 1 of 1: " in output
     assert not Path("runs").exists()
 
 
@@ -47,8 +47,8 @@ def test_preview_shows_the_loss_mask_and_writes_no_run(overrides: list[str], cap
 def test_preview_refuses_the_head_that_training_refuses(
     depth: str, overrides: list[str], refusal: Any
 ):
-    said = refusal("train", *overrides, f"head.depth={depth}", "preview=1")
-    assert "head.depth must be a whole number, at least 1" in said
+    line = refusal("train", *overrides, f"head.depth={depth}", "preview=1")
+    assert "head.depth must be a whole number, at least 1" in line
 
 
 # a phase that reads the corpus itself would be refused: see below
@@ -56,10 +56,10 @@ def test_preview_refuses_the_head_that_training_refuses(
 def test_corpus_of_questions_shows_prompts(command: list[str], overrides: list[str], capsys: Any):
     Path("talks.jsonl").write_text(json.dumps({"messages": TALK["messages"][:1]}) + "\n")
     call(command[0], [*command[1:], *overrides, "preview=2"])
-    said = capsys.readouterr().out
-    assert "the head learns its text" in said
-    assert "--- 1 of 1: " in said
-    assert said.endswith("<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n\n")
+    output = capsys.readouterr().out
+    assert "the head learns its text" in output
+    assert "--- 1 of 1: " in output
+    assert output.endswith("<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n\n")
 
 
 def test_wrong_loss_mask_prints_one_line_and_the_text(overrides: list[str], capsys: Any):
@@ -67,30 +67,28 @@ def test_wrong_loss_mask_prints_one_line_and_the_text(overrides: list[str], caps
     Path("base/chat_template.jinja").write_text(loud, encoding="utf-8")
     row = {"messages": [TALK["messages"][0], {"role": "assistant", "content": "Hello."}]}
     Path("talks.jsonl").write_text(json.dumps(row), encoding="utf-8")
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as stop:
         call("train", [*overrides, "preview=1"])
-    assert left.value.code == 2
-    first, *below = capsys.readouterr().err.splitlines()
-    said = (
-        "error: 1 row of talks.jsonl cannot be used: the tokenizer's chat template must write all"
-    )
-    assert first.startswith(said)
-    assert below[-2:] == ["<|im_start|>assistant", "HELLO.<|im_end|>"]
+    assert stop.value.code == 2
+    line, *details = capsys.readouterr().err.splitlines()
+    rule = "1 row of talks.jsonl cannot be used: the tokenizer's chat template must write all"
+    assert line.startswith(f"error: {rule}")
+    assert details[-2:] == ["<|im_start|>assistant", "HELLO.<|im_end|>"]
 
 
-def rows(*last: dict[str, Any]) -> bytes:
+def rows(*last_rows: dict[str, Any]) -> bytes:
     """Return 60 conversations, and rows after them."""
-    return "".join(json.dumps(row) + "\n" for row in [TALK] * 60 + list(last)).encode()
+    return "".join(json.dumps(row) + "\n" for row in [TALK] * 60 + list(last_rows)).encode()
 
 
-ASKED = TALK["messages"][:1]
+QUESTION = TALK["messages"][:1]
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (rows()[:-20], "line 60 of talks.jsonl is none, "),
-        (rows({"messages": ASKED}), "have the base answer it in a distilled phase"),
+        (rows({"messages": QUESTION}), "have the base answer it in a distilled phase"),
         # what the assistant says first is no answer
         (rows({"messages": TALK["messages"][::-1]}), "line 61 of talks.jsonl lacks one"),
         # control characters, and line breaks that only some readers know
@@ -99,14 +97,14 @@ ASKED = TALK["messages"][:1]
     ],
 )
 def test_broken_conversations_get_one_line_and_leave_nothing(
-    content: bytes | None, told: str, overrides: list[str], refusal: Any
+    content: bytes | None, message: str, overrides: list[str], refusal: Any
 ):
     Path("talks.jsonl").unlink()
     if content is not None:
         Path("talks.jsonl").write_bytes(content)
     before = sorted(Path().rglob("*"))
-    said = refusal("train", *overrides, "preview=3")
-    assert told in said
-    assert said[:-1].isprintable()
-    assert len(said) < 500
+    line = refusal("train", *overrides, "preview=3")
+    assert message in line
+    assert line[:-1].isprintable()
+    assert len(line) < 500
     assert sorted(Path().rglob("*")) == before

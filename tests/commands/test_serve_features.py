@@ -31,12 +31,12 @@ def options(line: str) -> dict[str, str]:
 
 def printed(capsys: Any, *overrides: str) -> list[dict[str, str]]:
     call("serve-features", [f"base={BASE}", *overrides])
-    shown = capsys.readouterr()
+    output = capsys.readouterr()
     # the arguments that the training needs
-    (command, *more) = shlex.split(shown.err.splitlines()[-1].removeprefix("train with "))
-    assert command == "features=vllm"
-    compose.settings_of("train", ["recipe=smoke", command, *more])
-    return [options(line) for line in shown.out.splitlines()]
+    overrides = tuple(shlex.split(output.err.splitlines()[-1].removeprefix("train with ")))
+    assert overrides[0] == "features=vllm"
+    compose.settings_of("train", ["recipe=smoke", *overrides])
+    return [options(line) for line in output.out.splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def printed(capsys: Any, *overrides: str) -> list[dict[str, str]]:
     ],
 )
 def test_command_names_the_layers_of_the_head(head: list[str], layers: list[int], capsys: Any):
-    (found,) = printed(capsys, *head)
-    extraction = json.loads(found["--speculative-config"])
+    (command,) = printed(capsys, *head)
+    extraction = json.loads(command["--speculative-config"])
     assert extraction["draft_model_config"] == {
         "hf_config": {"eagle_aux_hidden_state_layer_ids": layers}
     }
@@ -62,15 +62,16 @@ def test_command_names_the_layers_of_the_head(head: list[str], layers: list[int]
 
 def test_command_follows_the_settings_of_the_training(tmp_path: Path, capsys: Any):
     base = tiny.saved(tmp_path / "a base")
-    found = printed(
+    commands = printed(
         capsys,
         *("recipe=smoke", f"base={base}", "base.dtype=float16", f"folder={tmp_path}/shared"),
         *("features.url=[http://a:1/v1,http://b:2/v1]", "tensor_parallel=4"),
         "schedule.phases.corpus.sequence_length=100",
         "options=--gpu-memory-utilization '0.8'",
     )
-    assert [(one["--host"], one["--port"]) for one in found] == [("a", "1"), ("b", "2")]
-    (first, _) = found
+    addresses = [(command["--host"], command["--port"]) for command in commands]
+    assert addresses == [("a", "1"), ("b", "2")]
+    (first, _) = commands
     assert first["--model"] == str(base)
     assert first["--dtype"] == "float16"
     assert first["--tensor-parallel-size"] == "4"
@@ -80,13 +81,13 @@ def test_command_follows_the_settings_of_the_training(tmp_path: Path, capsys: An
     transfer = json.loads(first["--kv-transfer-config"])
     assert transfer["kv_connector_extra_config"]["shared_storage_path"] == f"{tmp_path}/shared"
     # rows may fill the context, which a written token does not extend
-    (whole,) = printed(capsys, "url=http://c:3", f"base={base}")
-    assert whole["--max-model-len"] == "128"
-    assert whole["--port"] == "3"
+    (command,) = printed(capsys, "url=http://c:3", f"base={base}")
+    assert command["--max-model-len"] == "128"
+    assert command["--port"] == "3"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["base.dtype=float64"], "in float32, bfloat16 or float16"),
         (["base.adapter=x"], "got base.adapter=x; merge it with peft"),
@@ -101,8 +102,10 @@ def test_command_follows_the_settings_of_the_training(tmp_path: Path, capsys: An
         (["head.aux_layers=[9]", "head=dflash"], "reads the base after 9 layers"),
     ],
 )
-def test_settings_that_cannot_be_served_are_refused(overrides: list[str], told: str, refusal: Any):
-    assert told in refusal("serve-features", f"base={BASE}", *overrides)
+def test_settings_that_cannot_be_served_are_refused(
+    overrides: list[str], message: str, refusal: Any
+):
+    assert message in refusal("serve-features", f"base={BASE}", *overrides)
 
 
 def test_started_server_gets_the_signals_and_gives_the_exit_code(tmp_path: Path):
@@ -117,12 +120,12 @@ def test_started_server_gets_the_signals_and_gives_the_exit_code(tmp_path: Path)
     server.chmod(0o755)
     words = [f"base={BASE}", "run=true", f"python={server}", f"folder={tmp_path}/shared"]
     command = [sys.executable, "-m", "specheads", "serve-features", *words]
-    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "path").is_file():
-        assert started.poll() is None
+        assert process.poll() is None
         time.sleep(0.05)
-    started.send_signal(signal.SIGTERM)
-    _, told = started.communicate()
-    assert started.returncode == 7
-    assert told.startswith(f"{server} -m {SERVER} ")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate()
+    assert process.returncode == 7
+    assert errors.startswith(f"{server} -m {SERVER} ")
     assert (tmp_path / "path").read_text().split(":")[0].strip() == str(PLUGIN)

@@ -63,35 +63,34 @@ def start(words: list[str], run: Path) -> Any:
 
 def finished(words: list[str], run: Path) -> tuple[RunDirectory, float]:
     """Run to the end; return the run and its seconds."""
-    began = time.monotonic()
+    start_time = time.monotonic()
     process = start(words, run)
     process.join()
     assert process.exitcode == 0, Path(f"{run}.log").read_text()
-    return RunDirectory(run), time.monotonic() - began
+    return RunDirectory(run), time.monotonic() - start_time
 
 
-def assert_same_head(one: RunDirectory, other: RunDirectory) -> None:
-    assert_equal(*(load_file(run.head / "model.safetensors") for run in (one, other)))
+def assert_same_head(expected: RunDirectory, run: RunDirectory) -> None:
+    files = (expected.head / "model.safetensors", run.head / "model.safetensors")
+    assert_equal(*map(load_file, files))
 
 
-def left(server: list[str]) -> list[Path]:
+def remaining_files(server: list[str]) -> list[Path]:
     return list(Path(server[1].partition("=")[2]).iterdir())
 
 
 @pytest.mark.slow
 def test_training_skips_what_needs_layers_and_says_so(server: list[str], tmp_path: Path):
     run, _ = finished(server, tmp_path / "run")
-    told = " ".join(Path(f"{run.path}.log").read_text().split())
-    assert "no prompts to decode: a base at a server does not decode here; measure the" in told
-    assert (
-        f"at a server cannot decode in one process: measure with specheads evaluate run={run.path}"
-        in told
-    )
+    log = " ".join(Path(f"{run.path}.log").read_text().split())
+    assert "no prompts to decode: a base at a server does not decode here; measure the" in log
+    command = f"measure with specheads evaluate run={run.path}"
+    assert f"at a server cannot decode in one process: {command}" in log
     rows = read_metrics(run.metrics)
     assert len(rows) == STEPS
     assert all(0 <= row["features_wait_share"] <= 1 for row in rows)
     assert "mfu" not in rows[0]
-    assert not left(server)
+    assert not remaining_files(server)
     # the head is measured with the whole base
     call("evaluate", [f"run={run.path}", "tree=chain", "mode=offline", "num_prompts=2"])
     assert (run.report / "results.json").is_file()
@@ -124,31 +123,31 @@ def test_what_needs_layers_is_refused(
     recipe = [word for word in RECIPE if not (words[0] == "head=eagle3" and "inner_dim" in word)]
     if words == ["schedule=two_phase"]:
         recipe.remove("~schedule.phases.distilled")
-    said = refusal("train", *recipe, *server, *words, f"run_dir={tmp_path / 'run'}")
-    assert re.search(line, said), said
+    message = refusal("train", *recipe, *server, *words, f"run_dir={tmp_path / 'run'}")
+    assert re.search(line, message), message
     assert not (tmp_path / "run" / "config.yaml").exists()
-    assert not left(server)
+    assert not remaining_files(server)
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
 def test_killed_run_ends_with_the_same_head_and_leaves_no_file(
     kills: int, server: list[str], tmp_path: Path
 ):
-    whole, seconds = finished(server, tmp_path / "whole")
-    chance = random.Random(kills)
+    expected_run, seconds = finished(server, tmp_path / "plain")
+    rng = random.Random(kills)
     for _ in range(kills):
         if RunDirectory(tmp_path / "run").head.is_dir():
             # it came to its end before this kill: begin again
             shutil.rmtree(tmp_path / "run")
         process = start(server, tmp_path / "run")
-        process.join(chance.uniform(0.3, 0.9) * seconds)
+        process.join(rng.uniform(0.3, 0.9) * seconds)
         process.kill()
         process.join()
     run = RunDirectory(tmp_path / "run")
     if not run.head.is_dir():
         finished(server, run.path)
-    assert_same_head(whole, run)
-    assert not left(server)
+    assert_same_head(expected_run, run)
+    assert not remaining_files(server)
 
 
 @pytest.mark.slow
@@ -158,10 +157,10 @@ def test_run_whose_folder_is_removed_ends_with_the_same_head(tmp_path: Path):
     words = [f"features.url=[http://127.0.0.1:{port}/v1]", f"features.folder={folder}"]
     words += ["schedule.phases.corpus.steps=20", "features.patience_seconds=2"]
     with states_server(folder, port):
-        whole, _ = finished(words, tmp_path / "whole")
+        expected_run, _ = finished(words, tmp_path / "plain")
         process = start(words, run.path)
-        for wanted in (3, 8):
-            while len(read_metrics(run.metrics)) < wanted:
+        for num_steps in (3, 8):
+            while len(read_metrics(run.metrics)) < num_steps:
                 assert process.is_alive()
                 time.sleep(0.01)
             shutil.rmtree(folder, ignore_errors=True)
@@ -171,11 +170,11 @@ def test_run_whose_folder_is_removed_ends_with_the_same_head(tmp_path: Path):
                 folder.write_bytes(b"")
         process.join()
         assert process.exitcode == 2
-        (told,) = re.findall("^error: .*", Path(f"{run.path}.log").read_text(), re.MULTILINE)
-        assert f"patience_seconds=2, but features.folder={folder} is gone; start it again" in told
+        (line,) = re.findall("^error: .*", Path(f"{run.path}.log").read_text(), re.MULTILINE)
+        assert f"patience_seconds=2, but features.folder={folder} is gone; start it again" in line
         folder.unlink()
         finished(words, run.path)
-        assert_same_head(whole, run)
+        assert_same_head(expected_run, run)
         assert not list(folder.iterdir())
 
 
@@ -186,18 +185,19 @@ def test_two_runs_share_a_server_that_is_killed_and_started_again(tmp_path: Path
     # long enough for both to train at the same time
     words += ["schedule.phases.corpus.steps=300", "features.timeout_seconds=2"]
     with states_server(folder, port) as process:
-        whole, _ = finished(words, tmp_path / "whole")
-        both = [start(words, tmp_path / name) for name in ("one", "two")]
-        while not all((tmp_path / name / "metrics.jsonl").exists() for name in ("one", "two")):
-            assert all(one.is_alive() for one in both)
+        expected_run, _ = finished(words, tmp_path / "plain")
+        names = ("first", "second")
+        processes = [start(words, tmp_path / name) for name in names]
+        while not all((tmp_path / name / "metrics.jsonl").exists() for name in names):
+            assert all(trainer.is_alive() for trainer in processes)
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
         process.wait()
         time.sleep(0.5)
         with states_server(folder, port):
-            for name, one in zip(("one", "two"), both, strict=True):
-                one.join()
-                assert one.exitcode == 0, (tmp_path / f"{name}.log").read_text()
-                assert_same_head(whole, RunDirectory(tmp_path / name))
+            for name, trainer in zip(names, processes, strict=True):
+                trainer.join()
+                assert trainer.exitcode == 0, (tmp_path / f"{name}.log").read_text()
+                assert_same_head(expected_run, RunDirectory(tmp_path / name))
             # the killed server left locks and whole files, which the end of a run removes
             assert not list(folder.iterdir())

@@ -19,7 +19,7 @@ from torch import Tensor
 from specheads.base.model import FrozenBase
 from tests.servers import Listener
 
-ONE = threading.Lock()
+BASE_LOCK = threading.Lock()
 """Held while a base computes: servers of one test share it."""
 
 
@@ -62,16 +62,16 @@ class StatesServer:
         self.http.stop()
 
     def answer(self, handler: Any, body: dict[str, Any]) -> None:
-        with ONE:
+        with BASE_LOCK:
             fault = self.faults.pop(0) if self.faults else ""
             self.requests.append(body["prompt"])
             tokens = torch.tensor([body["prompt"]])
-            read = self.base.read(tokens, tuple(self.layers))
-            assert read.aux is not None
-            written = int(self.base.projection(read.hidden[:, -1]).argmax())
+            features = self.base.read(tokens, tuple(self.layers))
+            assert features.aux is not None
+            next_token = int(self.base.projection(features.hidden[:, -1]).argmax())
         if fault.startswith("status_"):
-            said = f"EngineDeadError {handler.headers['Authorization']}"
-            handler.reply(int(fault.removeprefix("status_")), {"error": {"message": said}})
+            message = f"EngineDeadError {handler.headers['Authorization']}"
+            handler.reply(int(fault.removeprefix("status_")), {"error": {"message": message}})
             return
         if body["model"] != self.name:
             handler.reply(404, {"error": {"message": f"no model {body['model']}"}})
@@ -89,9 +89,9 @@ class StatesServer:
             if fault == "dropped":
                 handler.close_connection = True
             else:
-                self._reply(handler, body, written, file)
+                self._reply(handler, body, next_token, file)
             time.sleep(0.5 if fault == "late" else 0)
-            states = self.change(read.aux[0].unflatten(-1, (len(self.layers), -1)))
+            states = self.change(features.aux[0].unflatten(-1, (len(self.layers), -1)))
             content = {"hidden_states": states.contiguous(), "token_ids": tokens[0]}
             if self.layer_ids:
                 content["layer_ids"] = torch.tensor(self.layers)
@@ -102,10 +102,10 @@ class StatesServer:
             if fault == "removed":
                 shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _reply(self, handler: Any, body: dict[str, Any], written: int, file: Path) -> None:
+    def _reply(self, handler: Any, body: dict[str, Any], next_token: int, file: Path) -> None:
         choice = {
             "index": 0, "text": "", "finish_reason": "length",
-            "token_ids": [written], "prompt_token_ids": body["prompt"],
+            "token_ids": [next_token], "prompt_token_ids": body["prompt"],
         }  # fmt: skip
         handler.reply(
             200,

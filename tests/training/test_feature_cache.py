@@ -29,18 +29,18 @@ def trained(folder: Path, cache: FeatureCache | None, kind: str = "mlp_speculato
 
 
 def cached(folder: Path, kind: str = "mlp_speculator") -> tuple[FeatureCache, list[str]]:
-    told: list[str] = []
-    return FeatureCache(folder, BASE, AUX.get(kind, ()), told.append), told
+    lines: list[str] = []
+    return FeatureCache(folder, BASE, AUX.get(kind, ()), lines.append), lines
 
 
-def assert_same_run(one: tuple[Path, Head], other: tuple[Path, Head]) -> None:
-    for name, value in one[1].state_dict().items():
-        assert torch.equal(value, other[1].state_dict()[name]), name
-    first, second = (read_metrics(folder / "metrics.jsonl") for folder, _ in (one, other))
-    for row in (*first, *second):
+def assert_same_run(expected: tuple[Path, Head], run: tuple[Path, Head]) -> None:
+    for name, value in expected[1].state_dict().items():
+        assert torch.equal(value, run[1].state_dict()[name]), name
+    expected_rows, rows = (read_metrics(folder / "metrics.jsonl") for folder, _ in (expected, run))
+    for row in (*expected_rows, *rows):
         for clock in ("tokens_per_second", "hours", "data_wait_share", "peak_gib", "mfu"):
             row.pop(clock, None)
-    assert first == second
+    assert expected_rows == rows
 
 
 @pytest.mark.parametrize("kind", ["mlp_speculator", "eagle3"])
@@ -51,28 +51,28 @@ def test_cached_training_is_bitwise_equal_without_base_forwards(kind, tmp_path, 
     # six training batches and one validation batch
     assert len(list(cache.folder.iterdir())) == 7
 
-    def asked(*_: Any, **__: Any) -> None:
-        raise AssertionError("the base was asked")
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the base read text")
 
-    monkeypatch.setattr(FrozenBase, "read", asked)
-    again = tmp_path / "again", trained(tmp_path / "again", cache, kind)
+    monkeypatch.setattr(FrozenBase, "read", refuse)
+    second = tmp_path / "second", trained(tmp_path / "second", cache, kind)
     assert_same_run(plain, first)
-    assert_same_run(plain, again)
+    assert_same_run(plain, second)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
 def test_damaged_cache_file_is_recomputed(damage: str, tmp_path: Path):
-    cache, told = cached(tmp_path / "features")
+    cache, lines = cached(tmp_path / "features")
     first = tmp_path / "first", trained(tmp_path / "first", cache)
     file = sorted(cache.folder.iterdir())[2]
-    whole = file.read_bytes()
-    flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 1
-    file.write_bytes({"cut": whole[:-9], "flipped": bytes(flipped), "empty": b""}[damage])
-    again = tmp_path / "again", trained(tmp_path / "again", cache)
-    assert_same_run(first, again)
-    assert told == [f"{file} is damaged and will be recomputed"]
-    assert file.read_bytes() == whole
+    content = file.read_bytes()
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 1
+    file.write_bytes({"cut": content[:-9], "flipped": bytes(flipped), "empty": b""}[damage])
+    second = tmp_path / "second", trained(tmp_path / "second", cache)
+    assert_same_run(first, second)
+    assert lines == [f"{file} is damaged and will be recomputed"]
+    assert file.read_bytes() == content
 
 
 def test_other_weights_layers_and_dtypes_have_separate_folders(tmp_path: Path):

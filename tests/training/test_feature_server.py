@@ -29,7 +29,7 @@ from tests.packed import packed, texts
 from tests.training.states_server import StatesServer
 from tests.training.test_trainer import assert_equal, last_step, phase, run_training
 
-LONGEST = 40
+MAX_ROW_TOKENS = 40
 HELD_OUT = ValidationSet([packed(texts(50))], every=3)
 
 
@@ -37,8 +37,8 @@ HELD_OUT = ValidationSet([packed(texts(50))], every=3)
 def bases(tmp_path_factory: pytest.TempPathFactory) -> tuple[FrozenBase, ServedBase]:
     """The same base, whole and without its layers."""
     folder = tiny.saved(tmp_path_factory.mktemp("base"))
-    how: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
-    return FrozenBase.load(folder, **how), ServedBase.load(folder, **how)
+    base = FrozenBase.load(folder, dtype="float32", device="cpu")
+    return base, ServedBase.load(folder, dtype="float32", device="cpu")
 
 
 class Packs:
@@ -61,21 +61,21 @@ def head_of(kind: str, base: BaseEnds) -> Head:
 @pytest.fixture
 def server(bases: tuple[FrozenBase, ServedBase], tmp_path: Path) -> Iterator[StatesServer]:
     """A server for heads that read the last state only."""
-    made = StatesServer(bases[0], tmp_path / "states", [0, 3])
-    yield made
-    made.stop()
+    server = StatesServer(bases[0], tmp_path / "states", [0, 3])
+    yield server
+    server.stop()
 
 
 def source(
     server: StatesServer,
     ends: ServedBase,
     kind: str = "redrafter",
-    told: Any = None,
+    announce: Any = print,
     **changes: Any,
 ) -> VllmServer:
-    settings = {"url": [server.url], "folder": str(server.folder), "max_gib": 0.01} | changes
-    wanted = FeatureSettings(source="vllm", **settings)
-    return VllmServer(wanted, ends, head_of(kind, ends), LONGEST, told or print)
+    defaults = {"url": [server.url], "folder": str(server.folder), "max_gib": 0.01}
+    settings = FeatureSettings(source="vllm", **defaults | changes)
+    return VllmServer(settings, ends, head_of(kind, ends), MAX_ROW_TOKENS, announce)
 
 
 def trained(
@@ -104,20 +104,19 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", kinds())
 def test_losses_equal_those_of_a_local_base(kind: str, bases: Any, tmp_path: Path):
-    whole, ends = bases
+    base, ends = bases
     head = head_of(kind, ends)
-    server = StatesServer(whole, tmp_path / "states", server_layers(head, whole.num_layers))
-    trained(tmp_path / "local", whole, None, kind, HELD_OUT, steps=3)
+    server = StatesServer(base, tmp_path / "states", server_layers(head, base.num_layers))
+    trained(tmp_path / "local", base, None, kind, HELD_OUT, steps=3)
     with closing(source(server, ends, kind)) as features:
         trained(tmp_path / "vllm", ends, features, kind, HELD_OUT, steps=3)
     server.stop()
-    local, remote = rows(tmp_path / "local"), rows(tmp_path / "vllm")
-    for one, other in zip(local, remote, strict=True):
-        for name in one:
+    for local, remote in zip(rows(tmp_path / "local"), rows(tmp_path / "vllm"), strict=True):
+        for name in local:
             if name.startswith(("loss", "validation/loss", "accept")):
-                assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), name
-        assert 0 <= other["features_wait_share"] <= 1
-        assert "features_wait_share" not in one
+                assert remote[name] == pytest.approx(local[name], rel=1e-4, abs=1e-7), name
+        assert 0 <= remote["features_wait_share"] <= 1
+        assert "features_wait_share" not in local
     assert not list(server.folder.iterdir())
     # no request has the padding, or the token after which nothing is predicted
     assert max(map(len, server.requests[1:])) == 21
@@ -129,7 +128,10 @@ def having(**changes: Any) -> Callable[[StatesServer], Any]:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "shifted": (having(change=lambda one: one.roll(1, 0)), "belong to other positions; start it"),
+    "shifted": (
+        having(change=lambda states: states.roll(1, 0)),
+        "belong to other positions; start it",
+    ),
     "fewer layers": (having(layers=[3]), r"layers \[0, 3\] in .* gives \[3\] in"),
     "other layers": (having(layers=[0, 2]), r"but .* gives \[0, 2\] in states"),
     "other layers without ids": (
@@ -138,12 +140,12 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "short context": (having(context=20), "has a context of 20; lower sequence_length, or start"),
     "long prompt": (having(context=9), r"the prompt is too long.*; start it"),
-    "width": (having(change=lambda one: one[..., :16]), r"\(16, 2, 32\) .* of \(16, 2, 16\)"),
+    "width": (having(change=lambda states: states[..., :16]), r"\(16, 2, 32\) .* of \(16, 2, 16\)"),
     "stopped": (StatesServer.stop, r"must be ready, but http.* failed \(.*refused.*\); start it"),
     "failing": (having(faults=["status_500"]), r"failed .*EngineDeadError"),
     "full disk": (having(faults=["cut"]), r"is not whole in .* has [\d.]+ GiB free"),
     "other folder": (
-        lambda one: having(folder=one.folder / "other")(one),
+        lambda server: having(folder=server.folder / "other")(server),
         r"is not whole in features\.folder=",
     ),
 }
@@ -210,22 +212,22 @@ def assert_plain(plain: tuple[Path, dict[str, Any]], head: Head, server: StatesS
     "fault",
     [
         *("status_500", "absent", "cut"),
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("dropped", "stalled", "late")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dropped", "stalled", "late")),
         "removed",
     ],
 )
 def test_failed_requests_are_repeated(
     fault: str, server: Any, bases: Any, plain: Any, tmp_path: Path
 ):
-    told: list[str] = []
+    lines: list[str] = []
     changes: dict[str, Any] = {"timeout_seconds": 1.0} if fault == "stalled" else {}
-    with closing(source(server, bases[1], told=told.append, **changes)) as features:
+    with closing(source(server, bases[1], announce=lines.append, **changes)) as features:
         server.faults += [""] * 9 + [fault] * 2 + [""] * 12 + [fault]
         head = trained(tmp_path / "run", bases[1], features)
     assert not server.faults
     assert_plain(plain, head, server)
-    assert bool(told) == (fault != "late")
-    assert all(line.endswith("; asking again") for line in told)
+    assert bool(lines) == (fault != "late")
+    assert all(line.endswith("; asking again") for line in lines)
 
 
 def test_server_that_is_started_again_is_used_again(
@@ -246,18 +248,18 @@ def test_server_that_is_started_again_is_used_again(
 def test_requests_are_spread_and_go_to_the_server_that_is_left(
     server: Any, bases: Any, plain: Any, tmp_path: Path
 ):
-    other = StatesServer(bases[0], server.folder, [0, 3])
-    answer, urls = other.answer, [server.url, other.url]
+    leaving = StatesServer(bases[0], server.folder, [0, 3])
+    answer, urls = leaving.answer, [server.url, leaving.url]
 
-    def last(handler: Any, body: Any) -> None:
-        if len(other.requests) >= 5:
-            Timer(0, other.stop).start()
+    def answer_and_leave(handler: Any, body: Any) -> None:
+        if len(leaving.requests) >= 5:
+            Timer(0, leaving.stop).start()
         answer(handler, body)
 
-    with closing(source(server, bases[1], told=[].append, url=urls)) as features:
-        other.answer = last
+    with closing(source(server, bases[1], announce=[].append, url=urls)) as features:
+        leaving.answer = answer_and_leave
         head = trained(tmp_path / "run", bases[1], features)
-    assert 5 < len(other.requests) < 36
+    assert 5 < len(leaving.requests) < 36
     assert len(server.requests) > 2
     assert_plain(plain, head, server)
 
@@ -266,7 +268,7 @@ LOST: dict[str, tuple[dict[str, Any], type[BaseException], str]] = {
     "layers": ({"layers": [0, 2]}, InputError, r"but .* gives \[0, 2\] in states"),
     # the norm of the last state hides the factor
     "weights": (
-        {"change": lambda one: one * torch.tensor([1.0, 1.2])[:, None]},
+        {"change": lambda states: states * torch.tensor([1.0, 1.2])[:, None]},
         InputError,
         "must have the weights and layers of the start of this run, but .* gives other states",
     ),
@@ -282,21 +284,21 @@ def test_lost_server_saves_the_run_which_resumes_bit_for_bit(
     """After 30 requests the server changes, and has failed once, or fails for ever."""
     _, ends = bases
     run, (changes, error, line) = RunDirectory(tmp_path / "run"), LOST[case]
-    answer, failed = server.answer, []
+    answer, failures = server.answer, []
 
-    def changed(handler: Any, body: Any) -> None:
+    def answer_changed(handler: Any, body: Any) -> None:
         if len(server.requests) >= 30:
             vars(server).update(changes)
-            if case == "interrupted" and not failed:
+            if case == "interrupted" and not failures:
                 os.kill(os.getpid(), signal.SIGINT)
-            if not (changes and failed):
+            if not (changes and failures):
                 server.faults = ["status_500"] * (1 if changes else 99)
-            failed.append(True)
+            failures.append(True)
         answer(handler, body)
 
     patience = 1.0 if case == "gone" else 900.0
     with closing(source(server, ends, patience_seconds=patience)) as features:
-        monkeypatch.setattr(server, "answer", changed)
+        monkeypatch.setattr(server, "answer", answer_changed)
         with pytest.raises(error, match=line):
             trained(run.path, ends, features)
     monkeypatch.undo()
@@ -308,7 +310,7 @@ def test_lost_server_saves_the_run_which_resumes_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("case", "at"),
+    ("case", "lost_step"),
     [
         pytest.param("gone", 3, id="gone in a phase"),
         pytest.param("gone", 6, id="gone at its end", marks=pytest.mark.slow),
@@ -317,13 +319,13 @@ def test_lost_server_saves_the_run_which_resumes_bit_for_bit(
     ],
 )
 def test_server_that_is_lost_in_a_validation_costs_one_step(
-    case: str, at: int, server: Any, bases: Any, plain: Any, tmp_path: Path, monkeypatch: Any
+    case: str, lost_step: int, server: Any, bases: Any, plain: Any, tmp_path: Path, monkeypatch: Any
 ):
     _, ends = bases
     run, (_, error, line) = RunDirectory(tmp_path / "run"), LOST[case]
 
-    def lost(*values: Any) -> Any:
-        if not last_step(run) < at - 1:
+    def validate_without_server(*values: Any) -> Any:
+        if not last_step(run) < lost_step - 1:
             server.faults = ["status_500"] * 99
             if case == "interrupted":
                 os.kill(os.getpid(), signal.SIGINT)
@@ -331,61 +333,60 @@ def test_server_that_is_lost_in_a_validation_costs_one_step(
 
     patience = 1.0 if case == "gone" else 900.0
     with closing(source(server, ends, patience_seconds=patience)) as features:
-        monkeypatch.setattr(validation, "validate", lost)
+        monkeypatch.setattr(validation, "validate", validate_without_server)
         with pytest.raises(error, match=line):
             trained(run.path, ends, features, held_out=HELD_OUT)
     monkeypatch.undo()
     server.faults = []
-    assert last_step(run) == at - 1
+    assert last_step(run) == lost_step - 1
     with closing(source(server, ends)) as features:
         head = trained(run.path, ends, features, held_out=HELD_OUT)
     assert_plain(plain, head, server)
-    measured = [
-        [(row["step"], row["validation/loss"]) for row in rows(one) if "validation/loss" in row]
-        for one in (plain[0], run.path)
-    ]
-    assert measured[0] == measured[1]
+    expected_losses, losses = (
+        [(row["step"], row["validation/loss"]) for row in rows(folder) if "validation/loss" in row]
+        for folder in (plain[0], run.path)
+    )
+    assert losses == expected_losses
 
 
 def test_runs_share_a_folder_and_sweep_only_their_own_files(
     server: Any, bases: Any, tmp_path: Path
 ):
     _, ends = bases
-    made = [RunDirectory(tmp_path / name) for name in ("one", "two")]
-    with closing(source(server, ends)) as one, closing(source(server, ends)) as two:
-        for run, features in zip(made, (one, two), strict=True):
+    runs = [RunDirectory(tmp_path / name) for name in ("first", "second")]
+    with closing(source(server, ends)) as first, closing(source(server, ends)) as second:
+        for run, features in zip(runs, (first, second), strict=True):
             run.begin("name: test\n", {})
             features.begin(run, 0)
-        left = [
+        first_file, second_file = (
             server.folder / f"cmpl-{features.name}-0123456789ab-0-xyz.safetensors"
-            for features in (one, two)
-        ]
-        for file in left:
+            for features in (first, second)
+        )
+        for file in (first_file, second_file):
             file.write_bytes(b"")
             Path(f"{file}.lock").write_bytes(b"")
-        one.begin(made[0], 0)
-        assert not left[0].exists()
-        assert left[1].exists()
-        two.begin(made[1], 1)
-        assert left[1].exists(), "another process of the run"
+        first.begin(runs[0], 0)
+        assert not first_file.exists()
+        assert second_file.exists()
+        second.begin(runs[1], 1)
+        assert second_file.exists(), "another process of the run"
     assert sorted(file.name for file in server.folder.iterdir()) == [
-        left[1].name, f"{left[1].name}.lock"
+        second_file.name, f"{second_file.name}.lock"
     ]  # fmt: skip
-    left[1].unlink()
 
 
 def test_files_in_flight_are_bounded(server: Any, bases: Any, tmp_path: Path):
     _, ends = bases
-    size = LONGEST * (2 * ends.width * 4 + 8)
+    max_bytes = MAX_ROW_TOKENS * (2 * ends.width * 4 + 8)
     sizes: list[int] = []
-    taken = server.change
+    unchanged = server.change
 
     def change(states: torch.Tensor) -> torch.Tensor:
         sizes.append(sum(file.stat().st_size for file in server.folder.glob("*.safetensors")))
-        return taken(states)
+        return unchanged(states)
 
     server.change = change
-    with closing(source(server, ends, max_gib=1.01 * size / 2**30)) as features:
+    with closing(source(server, ends, max_gib=1.01 * max_bytes / 2**30)) as features:
         trained(tmp_path / "run", ends, features)
     assert len(sizes) > 30
-    assert max(sizes) <= size
+    assert max(sizes) <= max_bytes

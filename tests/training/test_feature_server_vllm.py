@@ -51,8 +51,8 @@ HEADS = {
 
 def training(run: Path, *words: str) -> "subprocess.Popen[bytes]":
     """Start a training in a process of its own, whose memory is measured."""
-    named = [f"base.model={BASE}", "base.device=cpu", "base.dtype=float32", f"run_dir={run}"]
-    command = [sys.executable, "-m", "specheads", "train", *RECIPE, *named, *words]
+    settings = [f"base.model={BASE}", "base.device=cpu", "base.dtype=float32", f"run_dir={run}"]
+    command = [sys.executable, "-m", "specheads", "train", *RECIPE, *settings, *words]
     with Path(f"{run}.log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -64,12 +64,12 @@ def rows(run: Path, process: "subprocess.Popen[bytes]") -> list[dict[str, Any]]:
 
 def cpu_seconds(server: "subprocess.Popen[bytes] | None" = None) -> float:
     """Return the CPU time of the trainings that have ended and of the server, which runs."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    total = ended.ru_utime + ended.ru_stime
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = usage.ru_utime + usage.ru_stime
     if server is not None:
         main = psutil.Process(server.pid)
-        times = [one.cpu_times() for one in (main, *main.children(recursive=True))]
-        total += sum(one.user + one.system for one in times)
+        times = [process.cpu_times() for process in (main, *main.children(recursive=True))]
+        total += sum(process.user + process.system for process in times)
     return total
 
 
@@ -82,12 +82,12 @@ def test_losses_equal_those_of_a_local_base(kind: str, tmp_path: Path, capsys: A
     words = [*RECIPE, *head]
     with features_server(BASE, folder, tmp_path / "log", *words) as (address, server):
         began = cpu_seconds(server)
-        here = ["features=vllm", f"features.url=[{address}]", f"features.folder={folder}"]
-        remote = rows(tmp_path / "vllm", training(tmp_path / "vllm", *head, *here))
+        at_server = ["features=vllm", f"features.url=[{address}]", f"features.folder={folder}"]
+        remote = rows(tmp_path / "vllm", training(tmp_path / "vllm", *head, *at_server))
         seconds.append(cpu_seconds(server) - began)
         if kind == "eagle3":
             # the server has the layers of another head
-            wrong = training(tmp_path / "wrong", *HEADS["redrafter"], *here)
+            wrong = training(tmp_path / "wrong", *HEADS["redrafter"], *at_server)
             assert wrong.wait() == 2
             assert (
                 "error: a server must give this head's layers"
@@ -95,18 +95,18 @@ def test_losses_equal_those_of_a_local_base(kind: str, tmp_path: Path, capsys: A
             )
         assert not list(folder.iterdir())
     assert len(local) == len(remote) == STEPS
-    worst = 0.0
-    for one, other in zip(local, remote, strict=True):
-        for name in one:
+    largest = 0.0
+    for expected, row in zip(local, remote, strict=True):
+        for name in expected:
             if name.startswith(("loss", "validation/loss")):
-                worst = max(worst, abs(other[name] - one[name]) / abs(one[name]))
+                largest = max(largest, abs(row[name] - expected[name]) / abs(expected[name]))
     with capsys.disabled():
-        told: dict[str, Any] = {"kind": kind, "largest relative difference of a loss": worst}
-        told["CPU seconds of trainer and server"] = seconds
+        figures: dict[str, Any] = {"kind": kind, "largest relative difference of a loss": largest}
+        figures["CPU seconds of trainer and server"] = seconds
         for name in ("peak_gib", "tokens_per_second", "features_wait_share"):
-            told[name] = [one[-1].get(name) for one in (local, remote)]
-        print(told)  # noqa: T201
-    assert worst < 1e-4
+            figures[name] = [metrics[-1].get(name) for metrics in (local, remote)]
+        print(figures)  # noqa: T201
+    assert largest < 1e-4
 
 
 @pytest.mark.slow
@@ -117,18 +117,18 @@ def test_acceptance_equals_that_of_a_local_base(kind: str, dtype: str, tmp_path:
     words = [*HEADS[kind], "schedule.phases.corpus.steps=100", f"base.dtype={dtype}"]
     rows(tmp_path / "local", training(tmp_path / "local", *words))
     with features_server(BASE, folder, tmp_path / "log", *RECIPE, *words) as (address, _):
-        here = ["features=vllm", f"features.url=[{address}]", f"features.folder={folder}"]
-        rows(tmp_path / "vllm", training(tmp_path / "vllm", *words, *here))
+        at_server = ["features=vllm", f"features.url=[{address}]", f"features.folder={folder}"]
+        rows(tmp_path / "vllm", training(tmp_path / "vllm", *words, *at_server))
     base = FrozenBase.load(BASE, dtype=dtype, device="cpu")
     assert base.tokenizer
     prompts = load_prompts("python_stdlib", base.tokenizer, num_prompts=32).prompts
-    how = GenerationSettings(max_new_tokens=96, batch_size=32)
-    alone = continue_prompts(base, [one.tokens for one in prompts], how)
+    settings = GenerationSettings(max_new_tokens=96, batch_size=32)
+    texts = continue_prompts(base, [prompt.tokens for prompt in prompts], settings)
     heads = [load_head(tmp_path / name / "head", base) for name in ("vllm", "local")]
     counts = [
         [
             replay(guess_ranks(base, head, prompt.tokens, text), chain(head.depth), prompt.source)
-            for prompt, text in zip(prompts, alone, strict=True)
+            for prompt, text in zip(prompts, texts, strict=True)
         ]
         for head in heads
     ]
@@ -147,7 +147,7 @@ def test_trainer_that_is_killed_ten_times_ends_with_the_same_head(tmp_path: Path
     with features_server(BASE, folder, tmp_path / "log", *RECIPE, *words, alone) as (address, _):
         words += [f"features.url=[{address}]", f"features.folder={folder}"]
         began = time.monotonic()
-        rows(tmp_path / "whole", training(tmp_path / "whole", *words))
+        rows(tmp_path / "plain", training(tmp_path / "plain", *words))
         seconds = time.monotonic() - began
         for _ in range(10):
             process = training(tmp_path / "run", *words)
@@ -160,16 +160,16 @@ def test_trainer_that_is_killed_ten_times_ends_with_the_same_head(tmp_path: Path
         else:
             rows(tmp_path / "run", training(tmp_path / "run", *words))
         assert not list(folder.iterdir())
-    heads = [load_file(tmp_path / name / "head/model.safetensors") for name in ("whole", "run")]
+    heads = [load_file(tmp_path / name / "head/model.safetensors") for name in ("plain", "run")]
     assert_equal(*heads)
 
 
 def test_server_that_is_killed_and_started_again_costs_no_step(tmp_path: Path):
     folder, port, head = tmp_path / "states", free_port(), HEADS["redrafter"]
-    here = [f"features.url=[http://127.0.0.1:{port}/v1]", f"features.folder={folder}"]
-    words = [*head, "features=vllm", *here, "schedule.phases.corpus.sequence_length=512"]
+    at_server = [f"features.url=[http://127.0.0.1:{port}/v1]", f"features.folder={folder}"]
+    words = [*head, "features=vllm", *at_server, "schedule.phases.corpus.sequence_length=512"]
     with features_server(BASE, folder, tmp_path / "log", *RECIPE, *words, port=port) as (_, server):
-        rows(tmp_path / "whole", training(tmp_path / "whole", *words))
+        rows(tmp_path / "plain", training(tmp_path / "plain", *words))
         runs = {name: training(tmp_path / name, *words) for name in ("one", "two")}
         metrics = tmp_path / "one" / "metrics.jsonl"
         while not (metrics.is_file() and len(read_metrics(metrics)) > STEPS / 3):
@@ -182,7 +182,7 @@ def test_server_that_is_killed_and_started_again_costs_no_step(tmp_path: Path):
             assert len(rows(tmp_path / name, process)) == STEPS
         assert "asking again" in " ".join((tmp_path / "one.log").read_text().split())
         assert not list(folder.iterdir())
-    heads = [load_file(tmp_path / name / "head/model.safetensors") for name in ("whole", *runs)]
+    heads = [load_file(tmp_path / name / "head/model.safetensors") for name in ("plain", *runs)]
     # requests of two trainers share batches, whose shapes change the order of sums
-    for other in heads[1:]:
-        torch.testing.assert_close(other, heads[0], rtol=1e-4, atol=1e-5)
+    for head_weights in heads[1:]:
+        torch.testing.assert_close(head_weights, heads[0], rtol=1e-4, atol=1e-5)
