@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from specheads.config.data import DataSettings, SourceSettings
+from specheads.config.data import SOURCES, DataSettings, SourceSettings
 from specheads.core.errors import InputError, one_line
 from specheads.core.files import HUB_ID, local_path
 from specheads.data import files as local
@@ -166,11 +166,17 @@ SOURCE_CLASSES: dict[str, type[CorpusSource]] = {
 }
 
 
+def is_on_hub(source: str, path: str) -> bool:
+    """Return whether a source's data set is on the Hub: conversations and traces may be, too."""
+    if SOURCES[source].rows == "text":
+        return source == "hub"
+    is_id = bool(HUB_ID.fullmatch(path)) and not path.endswith(ROW_SUFFIXES)
+    return is_id and not local_path(path).exists()
+
+
 def open_source(settings: SourceSettings) -> CorpusSource:
-    """Return the source of these settings; conversations and traces may also be on the Hub."""
-    path, may_be_id = settings.path, settings.kind.rows != "text"
-    is_id = HUB_ID.fullmatch(path) and not path.endswith(ROW_SUFFIXES)
-    if may_be_id and is_id and not local_path(path).exists():
+    """Return the source of these settings."""
+    if is_on_hub(settings.source, settings.path):
         return HubDataset(settings)
     return SOURCE_CLASSES[settings.source](settings)
 

@@ -17,7 +17,7 @@ from specheads.base.ignored_settings import auto_class
 from specheads.core.drafter import Head
 from specheads.core.files import HUB_ID, from_json, read_json, write_atomic
 from specheads.data.prompt_sets import PUBLIC_PROMPT_SETS
-from specheads.data.sources import SOURCE_CLASSES, HubDataset, RowFiles
+from specheads.data.sources import is_on_hub
 from specheads.export.layouts import engine_module, engines, objection
 from specheads.measure.results import Results
 from specheads.measure.summary import depth_rows, summary_rows, verdict
@@ -125,10 +125,7 @@ def corpus_sources(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 def hub_id(source: Mapping[str, Any]) -> str:
     """Return the id of a source's data set on the Hub; empty if its text is elsewhere."""
-    path = source["path"]
-    is_id = HUB_ID.fullmatch(path) and not path.endswith(RowFiles.suffixes)
-    may_be_remote = SOURCE_CLASSES.get(source["source"], HubDataset) in (RowFiles, HubDataset)
-    return path if is_id and may_be_remote and not Path(path).exists() else ""
+    return source["path"] if is_on_hub(source["source"], source["path"]) else ""
 
 
 def write_card(run: RunDirectory, settings: Mapping[str, Any], head: Head, base: BaseEnds) -> None:
