@@ -10,7 +10,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -27,7 +29,12 @@ from specheads.decoding.trees.tuned import FILE, Machine, Tuned
 from specheads.export.layouts.vllm import HEAD_VARIABLE
 from specheads.export.vllm_head import COST_FILE, ServingCost
 from specheads.heads.load import load_head
-from specheads.measure.step_times import fit_ragged, fit_server_cost
+from specheads.measure.step_times import (
+    CostError,
+    fit_ragged,
+    fit_server_cost,
+    measure_until_it_fits,
+)
 from specheads.measure.tune import CONTEXTS, tune_head, tuning_table
 from specheads.runs.directory import RunDirectory
 from specheads.training.memory import server_dtype
@@ -87,7 +94,7 @@ def tune_vllm(settings: Tune) -> ServingCost:
     """Time steps of vLLM with an exported head; return vllm.json, written into its folder.
 
     Raises:
-        InputError: The head was not tuned, or vLLM cannot serve it.
+        InputError: The head was not tuned, vLLM cannot serve it, or its step times are noisy.
     """
     folder = writable_folder(head_folder(settings))
     head, base = load_head(folder), settings.base
@@ -106,6 +113,15 @@ def tune_vllm(settings: Tune) -> ServingCost:
         "contexts": settings.contexts or [one for one in CONTEXTS if one <= longest],
     }
     python = settings.python or sys.executable
+    served, _ = measure_until_it_fits(partial(time_vllm, python, folder, job))
+    write_atomic(folder / COST_FILE, dumps(served))
+    return served
+
+
+def time_vllm(python: str, folder: Path, job: dict[str, Any]) -> tuple[ServingCost, CostError]:
+    """Time steps of vLLM in the environment of an interpreter; return the cost and its error."""
+    num_loads = len(job["contexts"]) * len(job["batch_sizes"])
+    sys.stderr.write(f"starting vLLM with {job['model']}, to time its steps at {num_loads} loads\n")
     # vLLM in this process: another one could not return the times
     changes = {HEAD_VARIABLE: str(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(
@@ -130,8 +146,7 @@ def tune_vllm(settings: Tune) -> ServingCost:
         cost_error=error,
         ragged=fit_ragged(answer["steps"], answer["ragged"], cost),
     )
-    write_atomic(folder / COST_FILE, dumps(served))
-    return served
+    return served, error
 
 
 def head_folder(settings: Tune) -> Path:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from itertools import product
 from typing import Any
 
 import torch
@@ -97,11 +98,12 @@ def main() -> None:
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
     generator = torch.Generator().manual_seed(0)
     size = engine.model_config.get_vocab_size()
-    for context in job["contexts"]:
-        for batch in job["batch_sizes"]:
-            prompts = torch.randint(size, (batch, context), generator=generator).tolist()
-            prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
-            engine.generate(prompts, sampling, use_tqdm=False)
+    loads = list(product(job["contexts"], job["batch_sizes"]))
+    for number, (context, batch) in enumerate(loads, start=1):
+        sys.stderr.write(f"load {number} of {len(loads)}: {batch} requests of {context} tokens\n")
+        prompts = torch.randint(size, (batch, context), generator=generator).tolist()
+        prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
+        engine.generate(prompts, sampling, use_tqdm=False)
     json.dump(MEASUREMENTS | {"engine": f"vLLM {vllm.__version__}"}, output)
     output.close()
 

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 from specheads.base.model import FrozenBase
@@ -24,7 +25,13 @@ from specheads.measure import tune_trees
 from specheads.measure.counts import DepthCounts, compute_rate
 from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.measure.offline import lookup_drafts, replay
-from specheads.measure.step_times import fit_cost, time_steps, tokens_after
+from specheads.measure.step_times import (
+    CostError,
+    fit_cost,
+    measure_until_it_fits,
+    time_steps,
+    tokens_after,
+)
 from specheads.measure.tables import ConsoleTable, with_interval
 from specheads.measure.tune_trees import TuningTexts, trace_texts, validation_prompts, write_texts
 from specheads.runs.progress import progress_bar
@@ -128,7 +135,9 @@ def tune_on_texts(
     """
     ranks = [text.ranks for group in texts for text in group.fit_texts]
     trees = tune_trees.candidate_trees(ranks, head.depth, max_nodes)
-    cost, error = measure_cost(base, head, texts, trees, batches, generation, quick=quick)
+    measure = partial(measure_cost, base, head, texts, trees, batches, generation, quick=quick)
+    # a quick choice times its finalists, whatever the fit predicts
+    cost, error = measure_until_it_fits(measure, is_required=not quick)
     traces = [trace_texts(base, head, [text.tokens for text in group.fit_texts]) for group in texts]
     timed, chosen = list[TimedTree](), list[TunedTree]()
     for group, group_traces in zip(texts, traces, strict=True):
@@ -166,7 +175,7 @@ def measure_cost(
     generation: GenerationSettings,
     *,
     quick: bool,
-) -> tuple[StepCost, dict[str, float | int]]:
+) -> tuple[StepCost, CostError]:
     """Time steps of chains and trees of many sizes; return the fitted cost and its error."""
     grid = [policies.NOTHING, *(tree for tree in trees if tree.name == "chain")]
     by_size = {tree.num_nodes: tree for tree in trees if tree.name == "tree"}

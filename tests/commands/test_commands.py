@@ -1,6 +1,7 @@
 """The commands on one run, and mistakes; tests/test_wheel.py runs them in their own processes."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 
 import specheads
 from specheads.commands._call import call
-from specheads.measure import tune
+from specheads.measure import step_times
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
@@ -269,7 +270,8 @@ def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
     work: Path, here: Here, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # which tree is the fastest does not matter here
-    monkeypatch.setattr(tune, "BURST", 2)
+    monkeypatch.setattr(step_times, "BURST", 2)
+    monkeypatch.setattr(step_times, "MAX_COST_ERROR", math.inf)
     folder = work / "runs" / "smoke" / "head"
     small = ["max_nodes=6", "batch_sizes=[1]", "contexts=[24]", "num_prompts=4", "new_tokens=12"]
     try:
@@ -290,7 +292,7 @@ def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
         base = specheads.FrozenBase.load(ROOT / "recipes/tiny_code/base")
         head = specheads.load_head(folder, base)
         tree: Any = specheads.Engine(base, head).tree
-        assert (tree.inner.paths, tree.size) == (((0,), (5,)), 4)
+        assert (tree.head_tree.paths, tree.num_copied) == (((0,), (5,)), 4)
         few = ["num_prompts=1", "max_new_tokens=8", "mode=online", f"out={tmp_path}"]
         here("evaluate", "run=runs/smoke", *few)
         results = results_of(tmp_path)

@@ -2,8 +2,12 @@
 
 import json
 import os
+import random
+import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +17,7 @@ from specheads.commands._call import checked_settings
 from specheads.commands.tune import tune_vllm
 from specheads.config.commands import Tune
 from specheads.core.errors import InputError
-from specheads.core.files import dumps
+from specheads.core.files import dumps, to_json
 from specheads.decoding.calibration import Curve
 from specheads.decoding.trees.tuned import FILE, Machine
 from specheads.export.vllm_head import COST_FILE
@@ -38,14 +42,54 @@ def test_head_without_a_calibration_is_refused(settings):
         tune_vllm(settings)
 
 
+def calibrate(folder: Path) -> None:
+    """Write a tuned.json with a calibration."""
+    measured = tuned.tuned()
+    curves = [Curve(kind="isotonic", probs=[0.5], accepted=[0.5])] * DEPTH
+    acceptance = replace(measured.acceptance, curves=curves)
+    (folder / FILE).write_text(dumps(replace(measured, acceptance=acceptance)))
+
+
+def test_noisy_times_of_a_server_are_measured_again_and_never_stored(
+    settings, tmp_path, monkeypatch, capsys
+):
+    """The second of two engines is quiet; then none is."""
+    calibrate(tmp_path)
+    generator, noises, cost = random.Random(0), [2.0, 0.01, 2.0, 2.0], tuned.tuned().cost
+
+    def serve(command: list[str], *, input: str, **_: Any) -> subprocess.CompletedProcess[str]:
+        noise, job, steps = noises.pop(0), json.loads(input), []
+        shapes = product(job["batch_sizes"], job["contexts"], range(1 + DEPTH), range(20))
+        for batch, context, depth, step in shapes:
+            load = batch, context + 64 * step
+            verify = cost.seconds(*load, 1 + depth, 0)
+            seconds = verify, cost.seconds(*load, 1 + depth, depth) - verify
+            noisy = [value * generator.lognormvariate(0, noise) for value in seconds]
+            steps.append((*load, depth, *noisy))
+        machine = to_json(Machine.of(torch.device("cpu"), torch.float32))
+        answer = {"engine": "vLLM", "machine": machine, "steps": steps, "ragged": []}
+        return subprocess.CompletedProcess(command, 0, json.dumps(answer))
+
+    monkeypatch.setattr(subprocess, "run", serve)
+    with pytest.warns(UserWarning, match=r"got \d+% over \d+ points; measuring again"):
+        served = tune_vllm(settings)
+    assert served.cost_error["median"] < 0.25
+    assert json.loads((tmp_path / COST_FILE).read_text())["cost_error"] == served.cost_error
+    assert capsys.readouterr().err.count("starting vLLM with") == 2
+    (tmp_path / COST_FILE).unlink()
+    with (
+        pytest.warns(UserWarning, match="measuring again"),
+        pytest.raises(InputError, match=r"got \d+% over \d+ points, twice; close other work"),
+    ):
+        tune_vllm(settings)
+    assert not (tmp_path / COST_FILE).exists()
+
+
 @pytest.mark.vllm
 def test_more_drafts_and_more_requests_take_longer(settings, tmp_path, monkeypatch):
     for name, value in VLLM.items():
         monkeypatch.setenv(name, value)
-    measured = tuned.tuned()
-    curves = [Curve(kind="isotonic", probs=[0.5], accepted=[0.5])] * DEPTH
-    acceptance = replace(measured.acceptance, curves=curves)
-    (tmp_path / FILE).write_text(dumps(replace(measured, acceptance=acceptance)))
+    calibrate(tmp_path)
     served = tune_vllm(settings)
     cost, found = served.cost, json.loads((tmp_path / COST_FILE).read_text())
     assert found["engine"] == served.engine

@@ -27,7 +27,14 @@ from specheads.measure import tune as tuning
 from specheads.measure import tune_trees
 from specheads.measure.generation import GenerationSettings
 from specheads.measure.offline import LookupDraft, guess_ranks
-from specheads.measure.step_times import StepTime, fit_cost, fit_ragged, fit_server_cost
+from specheads.measure.step_times import (
+    MAX_COST_ERROR,
+    StepTime,
+    fit_cost,
+    fit_ragged,
+    fit_server_cost,
+    measure_until_it_fits,
+)
 from specheads.measure.tune_trees import (
     Trace,
     TuningTexts,
@@ -79,6 +86,25 @@ def test_planted_cost_model_is_recovered(noise: float):
     cost, error = fit_cost(step_times(PLANTED, noise))
     assert coefficients(cost) == pytest.approx(coefficients(PLANTED), rel=0.02)
     assert error["largest"] < 0.05
+
+
+def test_noisy_step_times_are_measured_again_and_then_refused():
+    quiet, noisy = fit_cost(step_times(PLANTED)), fit_cost(step_times(PLANTED, noise=1.2))
+    assert quiet[1]["median"] < 0.01 < MAX_COST_ERROR < noisy[1]["median"]
+    message = rf"median error of 25%, got {noisy[1]['median']:.0%} over 84 points"
+    for is_required in (True, False):
+        assert measure_until_it_fits(lambda: quiet, is_required=is_required) == quiet
+    with pytest.warns(UserWarning, match=f"{message}; measuring again"):
+        assert measure_until_it_fits(iter([noisy, quiet]).__next__) == quiet
+    with (
+        pytest.warns(UserWarning, match="measuring again"),
+        pytest.raises(InputError, match=f"{message}, twice; close other work, then run specheads"),
+    ):
+        measure_until_it_fits(lambda: noisy)
+    # a quick choice keeps the better of two
+    noisier = noisy[0], noisy[1] | {"median": 9.0}
+    for pair in ([noisy, noisier], [noisier, noisy]):
+        assert measure_until_it_fits(iter(pair).__next__, is_required=False) == noisy
 
 
 def test_cost_of_a_server_is_recovered_from_its_steps():
