@@ -11,8 +11,8 @@ def main() -> None:
     if name in ("-h", "--help"):
         sys.stdout.write(usage())
         return
-    if name not in (known := commands()):
-        sys.stderr.write(f"the command must be one of {', '.join(known)}, got {name!r}\n")
+    if name not in (names := commands()):
+        sys.stderr.write(f"the command must be one of {', '.join(names)}, got {name!r}\n")
         sys.exit(2)
     # imported late: it loads Hydra
     from specheads.commands import _call

@@ -15,10 +15,10 @@ ORDER = ("train", "distill", "tune", "evaluate", "compare", "chat", "export", "p
 def commands() -> dict[str, str]:
     """Return the first docstring line of every command, by name."""
     names = [path.stem.replace("_", "-") for path in sorted(FOLDER.glob("[!_]*.py"))]
-    return {name: described(name)[0] for name in names}
+    return {name: docstring_lines(name)[0] for name in names}
 
 
-def described(command: str) -> list[str]:
+def docstring_lines(command: str) -> list[str]:
     """Return the docstring of a command by lines: its purpose, an empty line, and examples.
 
     Modules are parsed, not imported: a list of commands should not load torch and Hydra.
@@ -29,15 +29,15 @@ def described(command: str) -> list[str]:
 
 def usage() -> str:
     """Return the help text: how to call specheads, and the purpose of each command."""
-    known = commands()
-    width = max(map(len, known), default=0)
-    ordered = [*ORDER, *(name for name in known if name not in ORDER)]
+    purposes = commands()
+    width = max(map(len, purposes), default=0)
+    ordered = [*ORDER, *(name for name in purposes if name not in ORDER)]
     return "\n".join(
         [
             "usage: specheads <command> [group=choice] [key=value] ...",
             "Train heads that draft tokens for a language model, and measure and export them.",
             "",
-            *(f"  {name:{width}}  {known[name]}" for name in ordered),
+            *(f"  {name:{width}}  {purposes[name]}" for name in ordered),
             "",
             "start with     specheads train recipe=tiny_code",
             "own data       specheads train recipe=conversations base.model=MODEL data.path=FILE",

@@ -39,7 +39,7 @@ MIN_COLUMNS = 80
 HELP = "/reset forgets the conversation, /quit or Ctrl-D ends"
 DEPTH_COLOURS = ("#7cc48d", "#4fb06b", "#2e9f55", "#1f8a6d", "#1a7f86")
 """Colors of drafted tokens by depth; deeper ones have the last color."""
-COPIED = "#c58af9"
+LOOKUP_COLOUR = "#c58af9"
 
 
 def run(settings: Chat) -> None:
@@ -58,18 +58,19 @@ def run(settings: Chat) -> None:
         console.print(legend(head.depth, copies=copies))
     with suppress(KeyboardInterrupt):
         for turn, text in enumerate(_lines(console, dialogue)):
-            one = replace(sampling, seed=sampling.seed + turn)
+            turn_sampling = replace(sampling, seed=sampling.seed + turn)
             try:
-                prompt = dialogue.ask(text)
-                answer = Answer(base, prompt, head, tree, limit, one)
+                prompt = dialogue.prompt_for(text)
+                answer = ChatAnswer(base, prompt, head, tree, limit, turn_sampling)
             except InputError as error:
                 sys.stderr.write(f"error: {error}\n")
                 continue
             if settings.side_by_side:
-                _show_both(console, answer, Answer(base, prompt, None, None, limit, one))
+                base_answer = ChatAnswer(base, prompt, None, None, limit, turn_sampling)
+                _show_both(console, answer, base_answer)
             else:
                 _show(console, answer)
-            dialogue.answered(prompt, answer.stream.tokens)
+            dialogue.add_answer(prompt, answer.stream.tokens)
 
 
 # --- questions and answers ---------------------------------------------------------------------
@@ -93,7 +94,7 @@ class Dialogue:
         self._messages = self._open = self._system
         self._tokens: list[int] = []
 
-    def ask(self, text: str) -> list[int]:
+    def prompt_for(self, text: str) -> list[int]:
         """Return the prompt for an answer; an earlier question without an answer is forgotten."""
         if self._template is None:
             return encode_prompt(self._tokenizer, text)
@@ -102,14 +103,14 @@ class Dialogue:
             return self._template.extend_prompt(self._tokens, self._open)
         return self._template.encode_prompt(self._open)
 
-    def answered(self, prompt: list[int], tokens: list[int]) -> None:
+    def add_answer(self, prompt: list[int], tokens: list[int]) -> None:
         """Add the tokens of an answer to the conversation."""
         if self._template:
             self._messages = [*self._open, self._template.parse_answer(tokens)]
             self._tokens = [*prompt, *tokens]
 
 
-class Answer:
+class ChatAnswer:
     """One answer, generated step by step with a drafter or by the base alone."""
 
     def __init__(
@@ -126,8 +127,8 @@ class Answer:
                 f"a conversation must fit into the context of {base.max_length} tokens, got "
                 f"{len(prompt)}; type /reset"
             )
-        room = min(len(prompt) + max_new_tokens, base.max_length)
-        self._engine = Engine(base, drafter, tree=tree, max_batch=1, max_length=room)
+        length = min(len(prompt) + max_new_tokens, base.max_length)
+        self._engine = Engine(base, drafter, tree=tree, max_batch=1, max_length=length)
         self.stream = self._engine.submit(
             Request(prompt=prompt, max_new_tokens=max_new_tokens, sampling=sampling)
         )
@@ -145,19 +146,19 @@ class Answer:
 
     def step(self) -> Text:
         """Decode one step and return its text in colors."""
-        known, shown = len(self.stream.steps), len(self.pieces)
+        num_steps, num_pieces = len(self.stream.steps), len(self.pieces)
         start = time.perf_counter()
         self._engine.step()
-        for step in self.stream.steps[known:]:
+        for step in self.stream.steps[num_steps:]:
             self._origins += step_origins(step)
-            self.seconds += time.perf_counter() - (start if known else step.times.began)
+            self.seconds += time.perf_counter() - (start if num_steps else step.times.began)
         # an end token has no text
         tokens = self.stream.tokens[: -1 if self.stream.finish_reason == "eos" else None]
         for index in range(self._text.num_tokens, len(tokens)):
             self._write(lambda token=tokens[index]: self._text.push(token), self._origins[index])
         if self.is_over:
             self._write(self._text.close, BASE_ORIGIN)
-        return coloured(self.pieces[shown:])
+        return coloured(self.pieces[num_pieces:])
 
     def _write(self, write: Callable[[], None], origin: Origin) -> None:
         before = len(self._text.written)
@@ -206,7 +207,7 @@ def style(origin: Origin) -> str:
     if origin.kind == "base":
         return ""
     if origin.kind == "copied":
-        return COPIED
+        return LOOKUP_COLOUR
     depth = min(origin.depth, len(DEPTH_COLOURS))
     # deeper tokens are underlined too, for readers who do not see colors
     return DEPTH_COLOURS[depth - 1] + (" underline" if depth > 1 else "")
@@ -222,11 +223,11 @@ def legend(depth: int, *, copies: bool = False) -> Text:
     origins = [Origin("drafted", level) for level in range(1, depth + 1)]
     entries = [("the base's own", ""), *((f"{origin}", style(origin)) for origin in origins)]
     if copies:
-        entries.append(("copied", COPIED))
-    return Text(" · ", "dim").join(Text(*one) for one in entries)
+        entries.append(("copied", LOOKUP_COLOUR))
+    return Text(" · ", "dim").join(Text(*entry) for entry in entries)
 
 
-def _show(console: Console, answer: Answer, title: str = "") -> None:
+def _show(console: Console, answer: ChatAnswer, title: str = "") -> None:
     """Print an answer while it is generated."""
     if title:
         console.print(f"{title}:", style="bold")
@@ -236,31 +237,33 @@ def _show(console: Console, answer: Answer, title: str = "") -> None:
     console.print(f"\n[{answer.summary()}]", style="dim", soft_wrap=True)
 
 
-def _show_both(console: Console, answer: Answer, alone: Answer) -> None:
+def _show_both(console: Console, answer: ChatAnswer, base_answer: ChatAnswer) -> None:
     """Print two answers, each at its own speed, and their ratio."""
     if not console.is_terminal or console.width < MIN_COLUMNS:
         _show(console, answer, "with the head")
-        _show(console, alone, "the base alone")
+        _show(console, base_answer, "the base alone")
     else:
         with Live(console=console, transient=True, auto_refresh=False) as live:
             # step the answer with the smaller clock, so that both appear to run in parallel
-            while running := [one for one in (answer, alone) if not one.is_over]:
-                min(running, key=lambda one: one.seconds).step()
-                live.update(_columns(console, answer, alone, console.height - 4), refresh=True)
-        console.print(_columns(console, answer, alone, 10**6))
-    same = "the same text" if answer.stream.tokens == alone.stream.tokens else "another text"
-    if alone.seconds and answer.seconds:
-        faster = answer.tokens_per_second / max(alone.tokens_per_second, 1e-9)
-        console.print(f"[{faster:.1f}x the base alone, {same}]", style="dim")
+            while unfinished := [text for text in (answer, base_answer) if not text.is_over]:
+                min(unfinished, key=lambda text: text.seconds).step()
+                table = _columns(console, answer, base_answer, console.height - 4)
+                live.update(table, refresh=True)
+        console.print(_columns(console, answer, base_answer, 10**6))
+    is_equal = answer.stream.tokens == base_answer.stream.tokens
+    if base_answer.seconds and answer.seconds:
+        speedup = answer.tokens_per_second / max(base_answer.tokens_per_second, 1e-9)
+        text = "the same text" if is_equal else "another text"
+        console.print(f"[{speedup:.1f}x the base alone, {text}]", style="dim")
 
 
-def _columns(console: Console, answer: Answer, alone: Answer, lines: int) -> Table:
+def _columns(console: Console, answer: ChatAnswer, base_answer: ChatAnswer, lines: int) -> Table:
     """Return the last lines of both answers, next to each other."""
     table = Table(expand=True, box=None, padding=(0, 2, 0, 0))
-    width, both = (console.width - 4) // 2, (answer, alone)
+    width, answers = (console.width - 4) // 2, (answer, base_answer)
     for title in ("with the head", "the base alone"):
         table.add_column(title, width=width, vertical="top")
-    texts = [coloured(one.pieces).wrap(console, width) for one in both]
+    texts = [coloured(answer.pieces).wrap(console, width) for answer in answers]
     table.add_row(*(Text("\n").join(text[-lines:]) for text in texts))
-    table.add_row(*(one.summary() for one in both), style="dim")
+    table.add_row(*(answer.summary() for answer in answers), style="dim")
     return table

@@ -67,7 +67,7 @@ def compare(
     evaluation, names = settings.evaluation, method_names(settings.drafters, settings.draft_model)
     folder = writable_folder(output_folder(settings))
     base, heads = _load(settings, base)
-    prompts = evaluation_prompts(base, min(one.depth for one in heads.values()), settings)
+    prompts = evaluation_prompts(base, min(head.depth for head in heads.values()), settings)
     tokens = [prompt.tokens for prompt in prompts.prompts]
     draft_model = None
     if {*names} & {*WITH_DRAFT_MODEL}:
@@ -79,18 +79,21 @@ def compare(
         settings.temperatures or [evaluation.temperature],
         settings.batch_sizes or [evaluation.batch_size],
     ):
-        how = {"temperature": temperature, "batch_size": batch_size}
+        condition = {"temperature": temperature, "batch_size": batch_size}
         # baselines are compared with the base's own tokens
-        here = replace(settings, evaluation=replace(evaluation, acceptance="match", **how))
-        generation, trees = generation_settings(here, prompts), {}
+        condition_settings = replace(
+            settings, evaluation=replace(evaluation, acceptance="match", **condition)
+        )
+        generation, trees = generation_settings(condition_settings, prompts), {}
         if {"head", "hybrid"} & {*names}:
-            found = {
-                one: choose_policy(base, heads[one], here, prompts, generation) for one in heads
+            policies = {
+                name: choose_policy(base, heads[name], condition_settings, prompts, generation)
+                for name in heads
             }
-            trees = {name: remove_lookup(tree) for name, (tree, _) in found.items()}
+            trees = {name: remove_lookup(tree) for name, (tree, _) in policies.items()}
         methods = make_methods(names, base, heads, trees, draft_model)
-        alone = continue_prompts(base, tokens, replace(generation, batch_size=8))
-        texts = BaseTexts(tokens, alone, prompts.groups)
+        base_tokens = continue_prompts(base, tokens, replace(generation, batch_size=8))
+        texts = BaseTexts(tokens, base_tokens, prompts.groups)
         rows = compare_methods(base, methods, texts, generation)
         conditions.append(make_condition(rows, temperature, batch_size))
     comparison = Comparison(
@@ -115,10 +118,12 @@ def compare(
 
 def method_names(drafters: Sequence[str], draft_model: str) -> list[str]:
     """Return the names of the methods; those with a draft model need the name of one."""
-    if (needing := {*drafters} & {*WITH_DRAFT_MODEL}) and not draft_model:
-        raise InputError(f"the drafter {min(needing)} needs a model: draft_model=FOLDER_OR_HUB_ID")
-    named = [name for name in DRAFTERS if draft_model or name not in WITH_DRAFT_MODEL]
-    return list(dict.fromkeys(drafters)) or named
+    if (with_model := {*drafters} & {*WITH_DRAFT_MODEL}) and not draft_model:
+        raise InputError(
+            f"the drafter {min(with_model)} needs a model: draft_model=FOLDER_OR_HUB_ID"
+        )
+    available = [name for name in DRAFTERS if draft_model or name not in WITH_DRAFT_MODEL]
+    return list(dict.fromkeys(drafters)) or available
 
 
 def output_folder(settings: Compare) -> Path:
@@ -134,24 +139,24 @@ def output_folder(settings: Compare) -> Path:
 
 def _load(settings: Compare, base: FrozenBase | None) -> tuple[FrozenBase, dict[str, Head]]:
     """Return the base, and the heads of the settings by name."""
-    places = [Path(place) for place in [settings.run, *settings.heads] if place]
-    runs = {place: run for place in places if (run := RunDirectory(place)).config.is_file()}
+    paths = [Path(path) for path in [settings.run, *settings.heads] if path]
+    runs = {path: run for path in paths if (run := RunDirectory(path)).config.is_file()}
     for run in runs.values():
         run.refuse_unfinished("compared")
-        if run.adapter.is_dir() and len(places) > 1:
+        if run.adapter.is_dir() and len(paths) > 1:
             raise InputError(
                 f"heads are compared on one base, and {run.path} trained its base with an adapter; "
                 "compare it alone, with run=DIR"
             )
     base = base or load_base(settings)
     # a head alone is `head`; several have the names of their folders, or their paths if some repeat
-    names = [place.parent.name if place.name == "head" else place.name for place in places]
+    names = [path.parent.name if path.name == "head" else path.name for path in paths]
     if len(set(names)) < len(names):
-        names = [str(place) for place in places]
+        names = [str(path) for path in paths]
     if len(names) == 1:
         names = ["head"]
     heads = {}
-    for name, place in zip(names, places, strict=True):
-        run = runs.get(place)
-        heads[name] = load_run_head(run, base) if run else load_head(place, base)
+    for name, path in zip(names, paths, strict=True):
+        run = runs.get(path)
+        heads[name] = load_run_head(run, base) if run else load_head(path, base)
     return base, heads

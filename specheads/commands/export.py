@@ -31,13 +31,13 @@ class Exported:
 
 def run(settings: Export) -> None:
     """Export the head of a run, or any head with its base."""
-    made = export(settings=settings)
-    accepted = " ".join(f"{one.accepted}/{one.offered}" for one in made.parity.per_depth)
+    exported = export(settings=settings)
+    accepted = " ".join(f"{depth.accepted}/{depth.offered}" for depth in exported.parity.per_depth)
     sys.stderr.write(
-        f"{made.folder}: the export drafts as the head does, {accepted} accepted by depth, "
-        f"{made.parity.tokens_per_forward:.2f} tokens per forward\n"
+        f"{exported.folder}: the export drafts as the head does, {accepted} accepted by depth, "
+        f"{exported.parity.tokens_per_forward:.2f} tokens per forward\n"
     )
-    sys.stdout.write("".join(f"{line}\n" for line in made.serve))
+    sys.stdout.write("".join(f"{line}\n" for line in exported.serve))
 
 
 def export(

@@ -194,7 +194,7 @@ def _train(
             announce(f"training with {num_processes} process{'es' if num_processes > 1 else ''}")
         on_all_processes(open_run)
         source.begin(run_directory, accelerator.process_index)
-        tracker_settings = asdict(settings.tracker) | {"name": settings.name, "tell": announce}
+        tracker_settings = asdict(settings.tracker) | {"name": settings.name, "announce": announce}
         tracker = Tracker(run_directory.metrics, **tracker_settings) if is_main else None
         resources.enter_context(closing(tracker) if tracker else nullcontext())
         trainer.train(
@@ -213,7 +213,7 @@ def _train(
         )
         if is_main:
             if settings.validation.keep == "best":
-                run_directory.take_best(head)
+                run_directory.restore_best(head)
             run_directory.end(head)
     return head, base
 

@@ -84,8 +84,8 @@ def tune(
     folder = writable_folder(head_folder(settings))
     base, head = load_base_and_head(settings, base)
     names = "batch_sizes", "contexts", "max_nodes", "num_prompts", "new_tokens", "seed"
-    how = {name: getattr(settings, name) for name in names}
-    tuned = tune_head(base, head, settings.data, **how)
+    options = {name: getattr(settings, name) for name in names}
+    tuned = tune_head(base, head, settings.data, **options)
     write_atomic(folder / FILE, dumps(tuned))
     return tuned
 
@@ -110,7 +110,7 @@ def tune_vllm(settings: Tune) -> ServingCost:
         "dtype": dtype_name(server_dtype(base.dtype)),
         "depth": head.depth,
         "batch_sizes": settings.batch_sizes,
-        "contexts": settings.contexts or [one for one in CONTEXTS if one <= longest],
+        "contexts": settings.contexts or [context for context in CONTEXTS if context <= longest],
     }
     python = settings.python or sys.executable
     served, _ = measure_until_it_fits(partial(time_vllm, python, folder, job))
@@ -124,7 +124,7 @@ def time_vllm(python: str, folder: Path, job: dict[str, Any]) -> tuple[ServingCo
     sys.stderr.write(f"starting vLLM with {job['model']}, to time its steps at {num_loads} loads\n")
     # vLLM in this process: another one could not return the times
     changes = {HEAD_VARIABLE: str(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(
+    process = subprocess.run(
         [python, "-m", "specheads.export.vllm_cost"],
         input=json.dumps(job),
         env={"VLLM_LOGGING_LEVEL": "ERROR"} | os.environ | changes,
@@ -132,12 +132,12 @@ def time_vllm(python: str, folder: Path, job: dict[str, Any]) -> tuple[ServingCo
         text=True,
         check=False,
     )
-    if done.returncode:
+    if process.returncode:
         raise InputError(
             f"engine=vllm needs vLLM and specheads in the environment of {python}, and failed as "
             "above; name another interpreter as python=PATH"
         )
-    answer = json.loads(done.stdout)
+    answer = json.loads(process.stdout)
     cost, error = fit_server_cost(answer["steps"])
     served = ServingCost(
         engine=answer["engine"],

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, cast, get_args, get_origin
@@ -34,15 +35,15 @@ SCHEMAS: dict[str, type] = {
     if getattr(kind, "__module__", "") == commands.__name__
 }
 """The settings of each command by its name: every class of `commands`."""
-EVALUATION = {item.name: f"evaluation.{item.name}" for item in fields(EvaluationSettings)}
+EVALUATION = {setting.name: f"evaluation.{setting.name}" for setting in fields(EvaluationSettings)}
 HEAD = {"head": "head_path", "base": "base.model"}
 # Hydra adds names to a mapping only after a plus
 MIXTURE = {"data.sources": "+data.sources"}
 # out= names the folder of the text, and head= the head that drafts
 DISTILL = {
-    item.name: f"schedule.phases.distilled.distill.{item.name}"
-    for item in fields(DistillSettings)
-    if item.name not in ("folder", "use_head")
+    setting.name: f"schedule.phases.distilled.distill.{setting.name}"
+    for setting in fields(DistillSettings)
+    if setting.name not in ("folder", "use_head")
 }
 SHORT: dict[str, dict[str, str]] = {
     "train": MIXTURE | {"base": "base.model"},
@@ -75,7 +76,7 @@ GROUP = re.compile(
     re.DOTALL,
 )
 """OmegaConf's messages about one value for a group, after the override."""
-MOST_SIMILAR = 4
+MAX_SIMILAR = 4
 """Names of settings that the message for an unknown one suggests."""
 REMEASURED = [name for name, _ in settings_with(Remeasured, commands.Train)]
 """Settings that a measurement may change for a run."""
@@ -134,15 +135,15 @@ def _settings_of(command: str, overrides: Sequence[str]) -> Any:
     except Exception as error:
         text = str(error)
         # Hydra advises a plus before an unknown name, which would be refused too
-        if found := re.match(r"Could not (?:override|delete from config\.) '(.*?)'", text):
-            raise UnknownSettingError(found[1]) from error
+        if match := re.match(r"Could not (?:override|delete from config\.) '(.*?)'", text):
+            raise UnknownSettingError(match[1]) from error
         if text.startswith("Error merging override") and error.__cause__:
             # Hydra names the override, and only the wrapped error gives the reason
             text = f"{text.removeprefix('Error merging override ')}: {error.__cause__}"
-        if found := GROUP.match(text):
+        if match := GROUP.match(text):
             text = (
-                f"{found[1]} is a group of settings, got {found[2]!r:.200}; set one by its name, "
-                f"as {found[1]}.NAME=VALUE"
+                f"{match[1]} is a group of settings, got {match[2]!r:.200}; set one by its name, "
+                f"as {match[1]}.NAME=VALUE"
             )
         if override := getattr(error, "override", None):
             rule = "an override must be NAME=VALUE"
@@ -163,31 +164,31 @@ def _similar(command: str, overrides: Sequence[str], name: str) -> list[str]:
     Phases and the settings of a head depend on the recipe and on other choices.
     """
     groups = {"recipe", *(path.name for path in data_dir("configs").iterdir() if path.is_dir())}
-    chosen = expand_overrides(
-        command, [one for one in overrides if one.partition("=")[0] in groups]
-    )
+    choices = [override for override in overrides if override.partition("=")[0] in groups]
     try:
-        composed = OmegaConf.to_container(hydra.compose(command, chosen))
+        composed = OmegaConf.to_container(
+            hydra.compose(command, expand_overrides(command, choices))
+        )
     # a choice that Hydra refuses
     except Exception:
         return []
-    short = {full: one for one, full in SHORT.get(command, {}).items()}
+    short_names = {full: short for short, full in SHORT.get(command, {}).items()}
     names: dict[str, list[str]] = {}
     for full in _names(composed):
-        names.setdefault(full.rpartition(".")[2], []).append(short.get(full, full))
+        names.setdefault(full.rpartition(".")[2], []).append(short_names.get(full, full))
     group, _, last = name.lstrip("-").replace("-", "_").rpartition(".")
-    like = get_close_matches(last, names, cutoff=0.75)
-    if not like:
+    similar = [names[similar_last] for similar_last in get_close_matches(last, names, cutoff=0.75)]
+    if not similar:
         return []
-    own = [one for part in like for one in names[part] if one.rpartition(".")[0] == group]
-    return own[:1] or get_close_matches(name, names[like[0]], n=MOST_SIMILAR, cutoff=0)
+    in_group = [full for full in chain(*similar) if full.rpartition(".")[0] == group]
+    return in_group[:1] or get_close_matches(name, similar[0], n=MAX_SIMILAR, cutoff=0)
 
 
-def _names(values: Any, where: str = "") -> Iterator[str]:
+def _names(values: Any, prefix: str = "") -> Iterator[str]:
     """Yield the full names of all groups and settings."""
     for name, value in values.items() if isinstance(values, Mapping) else ():
-        yield f"{where}{name}"
-        yield from _names(value, f"{where}{name}.")
+        yield f"{prefix}{name}"
+        yield from _names(value, f"{prefix}{name}.")
 
 
 def expand_overrides(command: str, overrides: Sequence[str]) -> list[str]:
@@ -197,24 +198,24 @@ def expand_overrides(command: str, overrides: Sequence[str]) -> list[str]:
     home folder is written out, text is put into quotes, and an optional group of a phase is created
     before it is set.
     """
-    out, short = [], SHORT.get(command, {})
+    expanded, full_names = [], SHORT.get(command, {})
     for override in overrides:
         key, equals, value = override.partition("=")
         # Hydra would ignore its own settings
         if key.lstrip("+~").startswith(("-", "hydra")):
             raise UnknownSettingError(key)
         if not data_dir("configs").joinpath(key, f"{value}.yaml").is_file():
-            key = short.get(key, key)
+            key = full_names.get(key, key)
         if group := OPTIONAL.match(f"{key}={value}"):
-            out.append(f"{group[1]}={{{group[2]}:{{}}}}")
+            expanded.append(f"{group[1]}={{{group[2]}:{{}}}}")
         value = HOME.sub(lambda _: str(Path.home()), equals + value).removeprefix("=")
         if equals and (kind := _text_kind(command, key.lstrip("+"))):
             if kind == "list":
                 value = value if re.match(r"\[|\$|null$", value) else f"[{value}]"
             else:
                 value = _quoted(value) if kind == "text" else _quoted_list(value)
-        out.append(f"{key}{equals}{value}")
-    return out
+        expanded.append(f"{key}{equals}{value}")
+    return expanded
 
 
 def _quoted(value: str) -> str:
@@ -222,7 +223,7 @@ def _quoted(value: str) -> str:
     if PLAIN.fullmatch(value):
         return value
     # a backslash is an escape only before a quote
-    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2], value)
+    escaped = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + match[2], value)
     return "'" + escaped.replace("'", "\\'") + "'"
 
 
@@ -231,7 +232,7 @@ def _quoted_list(value: str) -> str:
     if value == "null" or re.search(r"['\"]|\$\{", value):
         return value
     inner = value[1:-1] if re.fullmatch(r"\[.*\]", value, re.DOTALL) else value
-    return f"[{','.join(_quoted(one.strip()) for one in inner.split(',') if one.strip())}]"
+    return f"[{','.join(_quoted(text.strip()) for text in inner.split(',') if text.strip())}]"
 
 
 def _text_kind(command: str, name: str) -> str:
@@ -240,9 +241,9 @@ def _text_kind(command: str, name: str) -> str:
     Texts stay as they are: `name=1e5` is no number.
     """
     hint: Any = SCHEMAS[command]
-    for part in name.split("."):
+    for key in name.split("."):
         if is_dataclass(hint):
-            hint = setting_hints(cast(type, hint)).get(part)
+            hint = setting_hints(cast(type, hint)).get(key)
         else:
             hint = get_args(hint)[1] if get_origin(hint) is dict else None
         hint = _bare(hint)
@@ -288,9 +289,9 @@ def _rule(text: str) -> str:
     text = " ".join(text.split())
     for end in ENDS:
         text = text.partition(end)[0]
-    if found := CHOICES.search(text):
-        group, value = found[1] or found[2], f"{found[3]!r:.200}" if found[2] else "none"
-        return f"{group} must be one of {', '.join(found[4].split())}, got {value}"
+    if match := CHOICES.search(text):
+        group, value = match[1] or match[2], f"{match[3]!r:.200}" if match[2] else "none"
+        return f"{group} must be one of {', '.join(match[4].split())}, got {value}"
     return text[:1000]
 
 

@@ -1,10 +1,10 @@
 """Facts about settings, as annotations next to their types and ranges."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeVar, get_args
+from dataclasses import dataclass
+from typing import TypeVar
 
-from specheads.core.ranges import setting_hints
+from specheads.core.ranges import group_of, setting_hints
 
 Fact = TypeVar("Fact")
 
@@ -39,18 +39,10 @@ def settings_with(fact: type[Fact], group: type, prefix: str = "") -> Iterator[t
 
     Names of phases and sources are `*` in the full name, as in `schedule.phases.*.steps`.
     """
-    for setting in fields(group):
-        hint = setting_hints(group)[setting.name]
-        name = f"{prefix}{setting.name}"
+    for name, hint in setting_hints(group).items():
+        name = f"{prefix}{name}"
         for annotation in getattr(hint, "__metadata__", ()):
             if isinstance(annotation, fact):
                 yield name, annotation
         if inner := group_of(hint):
             yield from settings_with(fact, inner, f"{name}.{'*.' if 'dict[' in str(hint) else ''}")
-
-
-def group_of(hint: Any) -> type | None:
-    """Return the group of settings that a setting is or contains; None for a plain setting."""
-    if isinstance(hint, type) and is_dataclass(hint):
-        return hint
-    return next(filter(None, map(group_of, get_args(hint))), None)

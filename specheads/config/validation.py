@@ -16,7 +16,7 @@ from specheads.core.errors import InputError
 from specheads.core.ranges import FolderName, check_fields, check_value
 
 
-def check(settings: Any, where: str = "") -> None:
+def check(settings: Any, name: str = "") -> None:
     """Refuse settings with a wrong type, out of range, unknown, or in contradiction.
 
     `where` is the full name of the settings, such as `schedule`; empty for those of a command.
@@ -24,30 +24,30 @@ def check(settings: Any, where: str = "") -> None:
     for schedule in (settings, getattr(settings, "schedule", None)):
         if isinstance(schedule, Schedule):
             _check_phases(schedule.phases)
-    check_fields(settings, where, _check_together)
+    check_fields(settings, name, _check_together)
 
 
-def _check_together(settings: Any, where: str) -> None:
+def _check_together(settings: Any, name: str) -> None:
     """Refuse settings that contradict each other."""
     if getattr(settings, "run", "") and getattr(settings, "head_path", ""):
         raise InputError(
             f"a run has its own head, got run={settings.run}, head={settings.head_path}; drop one"
         )
     if isinstance(settings, Phase):
-        _check_phase(where, settings)
+        _check_phase(name, settings)
     elif isinstance(settings, Schedule):
         _check_one_adapter(settings.phases)
     elif isinstance(settings, TreeSettings) and settings.kind == "static" and not settings.paths:
-        raise InputError(f"a static tree needs {where}.paths, got none; set it, as in [[0],[1]]")
+        raise InputError(f"a static tree needs {name}.paths, got none; set it, as in [[0],[1]]")
     elif isinstance(settings, SourceSettings):
-        _check_source(where, settings)
+        _check_source(name, settings)
     elif (
         isinstance(settings, ValidationSettings)
         and settings.keep == "best"
         and not settings.prompts
     ):
         raise InputError(
-            f"{where}.keep=best needs {where}.prompts above 0, got 0; raise it, or set keep=last"
+            f"{name}.keep=best needs {name}.prompts above 0, got 0; raise it, or set keep=last"
         )
     elif isinstance(settings, EvaluationSettings):
         _check_evaluation(settings)
@@ -68,55 +68,55 @@ def _check_phases(phases: Mapping[str, Phase]) -> None:
         check_value("the name of a phase", name, FolderName)
 
 
-def _check_phase(where: str, phase: Phase) -> None:
+def _check_phase(name: str, phase: Phase) -> None:
     distill = phase.distill
     if phase.text != ("distilled" if distill else "corpus"):
         raise InputError(
-            f"{where}.text must be distilled with distill settings, else corpus, got {phase.text!r}"
+            f"{name}.text must be distilled with distill settings, else corpus, got {phase.text!r}"
         )
     if distill is None and not phase.sequence_length:
         raise InputError(
-            f"{where} reads a corpus and needs sequence_length of at least 2, got 0; set it"
+            f"{name} reads a corpus and needs sequence_length of at least 2, got 0; set it"
         )
     if distill and 0 < phase.sequence_length <= distill.prompt_tokens:
         raise InputError(
-            f"{where} needs sequence_length above distill.prompt_tokens={distill.prompt_tokens}, "
+            f"{name} needs sequence_length above distill.prompt_tokens={distill.prompt_tokens}, "
             f"got {phase.sequence_length}; raise it, or set 0 for the length of the text"
         )
     if phase.decay != 1.0 and phase.depth_weights:
         raise InputError(
-            f"{where} weights depths in one way, got decay={phase.decay} and "
+            f"{name} weights depths in one way, got decay={phase.decay} and "
             f"depth_weights={phase.depth_weights}; leave one out"
         )
     if not any(phase.depth_weights or [1.0]):
         raise InputError(
-            f"{where} needs depth_weights that are not all 0, got {phase.depth_weights}; raise one"
+            f"{name} needs depth_weights that are not all 0, got {phase.depth_weights}; raise one"
         )
 
 
-def _check_source(where: str, source: SourceSettings) -> None:
+def _check_source(name: str, source: SourceSettings) -> None:
     sources = source.sources if isinstance(source, DataSettings) else {}
     if source.source != "mixture" and sources:
         raise InputError(
-            f"{where}.sources needs {where}.source=mixture, got {where}.source={source.source}; "
+            f"{name}.sources needs {name}.source=mixture, got {name}.source={source.source}; "
             "change it, or leave sources out"
         )
     if source.source == "mixture":
-        if not any(one.weight for one in sources.values()):
+        if not any(mixed.weight for mixed in sources.values()):
             raise InputError(
-                f"a mixture needs one of {where}.sources with a weight above 0, got "
+                f"a mixture needs one of {name}.sources with a weight above 0, got "
                 f"{', '.join(sources) or 'none'}; add one"
             )
-        plain = SourceSettings(source="mixture")
-        names = [one.name for one in fields(SourceSettings)]
-        if idle := [name for name in names if getattr(source, name) != getattr(plain, name)]:
+        default = SourceSettings(source="mixture")
+        names = [setting.name for setting in fields(SourceSettings)]
+        if idle := [name for name in names if getattr(source, name) != getattr(default, name)]:
             raise InputError(
-                f"a mixture reads each source with its own settings, got {where}.{idle[0]}="
+                f"a mixture reads each source with its own settings, got {name}.{idle[0]}="
                 f"{getattr(source, idle[0])!r:.80} for the whole; leave it out, or set it for a "
                 "source"
             )
     elif source.kind.needs_path and not source.path:
-        raise InputError(f"{where}.source={source.source} needs {where}.path, got none; set it")
+        raise InputError(f"{name}.source={source.source} needs {name}.path, got none; set it")
 
 
 def _check_evaluation(settings: EvaluationSettings) -> None:
@@ -147,10 +147,10 @@ def _check_served(settings: Train) -> None:
         "base.exact=true": base.exact,
         **{f"schedule.phases.{name}.joint": phase.joint for name, phase in phases.items()},
     }
-    if found := [name for name, value in needs.items() if value]:
+    if conflicts := [name for name, value in needs.items() if value]:
         merge = "; merge it with peft, and give the merged base to the server and as base.model"
         raise InputError(
-            f"features.source=vllm leaves the layers of the base at a server, got {found[0]}"
+            f"features.source=vllm leaves the layers of the base at a server, got {conflicts[0]}"
             f"{merge if base.adapter else '; leave it out, or set features=local'}"
         )
 
@@ -158,7 +158,7 @@ def _check_served(settings: Train) -> None:
 def _check_one_adapter(phases: Mapping[str, Phase]) -> None:
     joint = [phase.joint for phase in phases.values() if phase.joint]
     for setting in ("rank", "alpha", "dropout", "target_modules"):
-        values = [getattr(one, setting) for one in joint]
+        values = [getattr(adapter, setting) for adapter in joint]
         if any(value != values[0] for value in values):
             raise InputError(
                 f"all joint phases need the same joint.{setting}, got {values}; make them equal"

@@ -4,10 +4,6 @@ from collections.abc import Iterator
 from operator import index
 from typing import Any
 
-ONE_STOP = 0.5
-"""Seconds in which several signals are one request to stop: timeout(1) signals a process and its
-group."""
-
 
 class InputError(ValueError):
     """A setting, file or argument is refused, in one line with rule, value and remedy.
@@ -39,7 +35,8 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 def printable(text: str) -> str:
     """Escape control characters: a terminal shows the text and does not execute it."""
     return "".join(
-        one if one.isprintable() or one in "\n\t" else f"\\x{ord(one):02x}" for one in text
+        character if character.isprintable() or character in "\n\t" else f"\\x{ord(character):02x}"
+        for character in text
     )
 
 
@@ -53,7 +50,7 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def require_integer(value: Any, name: str, least: int | None = 0) -> int:
+def require_integer(value: Any, name: str, minimum: int | None = 0) -> int:
     """Return an integer of Python, numpy or torch as an `int`; refuse anything else."""
     try:
         # Python counts True and boolean tensors as integers
@@ -62,6 +59,6 @@ def require_integer(value: Any, name: str, least: int | None = 0) -> int:
         number = None
     if number is None:
         raise InputError(f"{name} must be a whole number, got {value!r:.80}")
-    if least is not None and number < least:
-        raise InputError(f"{name} must be at least {least}, got {number}")
+    if minimum is not None and number < minimum:
+        raise InputError(f"{name} must be at least {minimum}, got {number}")
     return number

@@ -62,15 +62,15 @@ def remove_incomplete(folder: Path, names: str = "*") -> None:
 
     Only the writer of a folder may call this. `names` is a glob of the files that it writes.
     """
-    for item in list(folder.glob(f".{names}.*")):
-        if not (found := SCRATCH.fullmatch(item.name)):
+    for file in list(folder.glob(f".{names}.*")):
+        if not (match := SCRATCH.fullmatch(file.name)):
             continue
-        if found["old"] and not (folder / found["name"]).exists():
-            item.rename(folder / found["name"])
-        elif item.is_dir() and not item.is_symlink():
-            shutil.rmtree(item)
+        if match["old"] and not (folder / match["name"]).exists():
+            file.rename(folder / match["name"])
+        elif file.is_dir() and not file.is_symlink():
+            shutil.rmtree(file)
         else:
-            item.unlink()
+            file.unlink()
 
 
 def is_lock_or_incomplete(name: str) -> bool:
@@ -89,15 +89,15 @@ def sole_writer(
     empty is removed. The lock ends with its process.
     """
     try:
-        made = [one for one in (folder, *folder.parents) if not one.exists()]
-        held = FileLock(folder / lock)
-        while not held.is_locked:
+        new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+        file_lock = FileLock(folder / lock)
+        while not file_lock.is_locked:
             folder.mkdir(parents=True, exist_ok=True)
             # another process may create the folder and remove it again
             with suppress(FileNotFoundError):
-                _acquire(held, folder / lock, wait)
+                _acquire(file_lock, folder / lock, wait)
         # on a file system without locks, the content of the file belongs to filelock
-        if isinstance(held, FileLock):
+        if isinstance(file_lock, FileLock):
             holder = {"pid": os.getpid(), "host": socket.gethostname()}
             (folder / lock).write_text(json.dumps(holder))
     except OSError as error:
@@ -110,15 +110,15 @@ def sole_writer(
         yield
     finally:
         (folder / lock).unlink(missing_ok=True)
-        held.release()
+        file_lock.release()
         with suppress(OSError):
-            for one in made:
-                one.rmdir()
+            for path in new_folders:
+                path.rmdir()
 
 
-def _acquire(held: Any, path: Path, wait: Callable[[str], object] | None) -> None:
+def _acquire(file_lock: Any, path: Path, wait: Callable[[str], object] | None) -> None:
     try:
-        held.acquire(blocking=False)
+        file_lock.acquire(blocking=False)
     except Timeout:
         holder = path.read_text(errors="replace").strip() if path.is_file() else ""
         if wait is None:
@@ -127,19 +127,19 @@ def _acquire(held: Any, path: Path, wait: Callable[[str], object] | None) -> Non
                 f"({holder or 'it just started'}); wait for it, stop it, or choose another folder"
             ) from None
         wait(holder)
-        held.acquire()
+        file_lock.acquire()
 
 
 @contextmanager
-def naming_full_disk(place: Path) -> Iterator[None]:
+def naming_full_disk(path: Path) -> Iterator[None]:
     """Raise an OSError that names the path if the disk is full, whatever the library raised."""
     try:
         yield
     except Exception as error:
-        for met in causes(error):
+        for cause in causes(error):
             # safetensors raises no OSError, and torch wraps it
-            if getattr(met, "errno", None) == errno.ENOSPC or "(os error 28)" in str(met):
-                full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
+            if getattr(cause, "errno", None) == errno.ENOSPC or "(os error 28)" in str(cause):
+                full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
                 raise full from error
         raise
 
@@ -179,7 +179,7 @@ def refuse_outside(file: Path, folder: Path | None = None) -> None:
     allowed = [folder]
     if folder.parent.name == "snapshots":
         allowed.append(folder.parent.parent / "blobs")
-    if not any(real.is_relative_to(place) for place in allowed):
+    if not any(real.is_relative_to(folder) for folder in allowed):
         raise InputError(
             f"a checkpoint's files must be in its own folder, {file} links to {real}; copy it"
         )
@@ -192,30 +192,30 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def local_path(path: str | Path) -> Path:
     """Return a path with ~ expanded, which need not exist; refuse one that cannot be read."""
     try:
-        place = Path(path).expanduser()
-        place.exists()
+        expanded = Path(path).expanduser()
+        expanded.exists()
     # an unknown ~user is a RuntimeError
     except (OSError, RuntimeError, ValueError) as error:
         raise InputError(
             f"a path must be one that this machine can read, got {str(path)!r:.80}: "
             f"{getattr(error, 'strerror', None) or error}; name another"
         ) from error
-    return place
+    return expanded
 
 
-def nearest_existing(place: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """Return the path itself if it exists, else its nearest folder that does."""
-    return next(one for one in (place, *place.parents) if one.exists())
+    return next(parent for parent in (path, *path.parents) if parent.exists())
 
 
 def writable_folder(path: str | Path) -> Path:
     """Return the resolved path of a folder, which need not exist; refuse one that is unwritable."""
-    place, reason = local_path(path), ""
+    folder, reason = local_path(path), ""
     try:
-        place = place.resolve()
-        parent = nearest_existing(place)
+        folder = folder.resolve()
+        parent = nearest_existing(folder)
         # incomplete files have longer names
-        if len(os.fsencode(place.name)) > 240:
+        if len(os.fsencode(folder.name)) > 240:
             reason = "its name is too long"
         elif not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             reason = f"{parent} is {'not writable' if parent.is_dir() else 'a file'}"
@@ -225,13 +225,13 @@ def writable_folder(path: str | Path) -> Path:
         raise InputError(
             f"a folder to write to is needed, got {str(path)!r:.80}: {reason}; name another"
         )
-    return place
+    return folder
 
 
 def cache_folder() -> Path:
     """Return the cache folder: SPECHEADS_CACHE, or `specheads` in XDG_CACHE_HOME or ~/.cache."""
-    own, general = os.environ.get("SPECHEADS_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    return local_path(own or Path(general or "~/.cache") / "specheads").absolute()
+    configured, user_cache = os.environ.get("SPECHEADS_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return local_path(configured or Path(user_cache or "~/.cache") / "specheads").absolute()
 
 
 # --- JSON --------------------------------------------------------------------------------------
@@ -252,8 +252,8 @@ def dumps(value: Any) -> str:
     return json.dumps(to_json(value), indent=1) + "\n"
 
 
-def from_json(kind: type[T], value: Any, where: str = "the JSON object") -> T:
-    """Return the dataclass of a JSON value of the file `where`; unknown keys are ignored.
+def from_json(kind: type[T], value: Any, source: str = "the JSON object") -> T:
+    """Return the dataclass of a JSON value of the file `source`; unknown keys are ignored.
 
     A ValueError is raised if a value is missing or has the wrong type.
     """
@@ -262,9 +262,10 @@ def from_json(kind: type[T], value: Any, where: str = "the JSON object") -> T:
     except ValidationError as error:
         wrong = error.errors()[0]
         name = ".".join(map(str, wrong["loc"])) or "the whole"
-        got = "nothing" if wrong["type"] == "missing" else f"{wrong['input']!r:.40}"
+        value = "nothing" if wrong["type"] == "missing" else f"{wrong['input']!r:.40}"
         raise InputError(
-            f"{where} must have a valid value of {name} ({wrong['msg']}), got {got}; measure again"
+            f"{source} must have a valid value of {name} ({wrong['msg']}), got {value}; "
+            "measure again"
         ) from None
 
 

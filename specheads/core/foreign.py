@@ -43,13 +43,13 @@ SPECULATORS = (
     *("algorithm", "default_proposal_method", "proposal_methods"),
 )
 """Settings of vllm-project/speculators that name the layout of a folder and how it is served."""
-MOST = 8
+MAX_LISTED = 8
 """Number of settings that a message names."""
 REMEDY = "choose another checkpoint, or remove from config.json what has no effect"
 
 
 def refuse_unused(
-    what: str,
+    reader: str,
     *sections: Mapping[str, Any],
     used: Collection[str],
     fixed: Mapping[str, Any] | None = None,
@@ -61,7 +61,7 @@ def refuse_unused(
     passes.
 
     Args:
-        what: Name of the reader.
+        reader: Name of the reader.
         sections: Parts of the config, which may repeat a setting.
         used: Settings that the reader uses, or that do not change its result; with any value.
         fixed: Settings with the only value that the reader computes. In a list each item is one.
@@ -70,22 +70,24 @@ def refuse_unused(
     Raises:
         InputError: A setting would be dropped.
     """
-    fixed, known = fixed or {}, BOOKKEEPING.union(used)
-    wrong: list[str] = []
+    fixed, harmless = fixed or {}, BOOKKEEPING.union(used)
+    unsupported: list[str] = []
     for name, value in (item for section in sections for item in section.items()):
-        shown = f"{_shown(name):.60}={value!r:.60}"
+        setting = f"{_shown(name):.60}={value!r:.60}"
         if value is None or "dropout" in name:
             continue
         if name in fixed:
             values = value if isinstance(value, list) else [value]
-            if any(one != fixed[name] for one in values):
-                wrong.append(f"{shown} (only {fixed[name]!r:.60})")
-        elif name not in known and value is not False and value not in ("", [], {}):
-            wrong.append(shown)
-    if wrong:
-        listed = ", ".join(wrong[:MOST]) + (f" and {len(wrong) - MOST} more" * (len(wrong) > MOST))
+            if any(choice != fixed[name] for choice in values):
+                unsupported.append(f"{setting} (only {fixed[name]!r:.60})")
+        elif name not in harmless and value is not False and value not in ("", [], {}):
+            unsupported.append(setting)
+    if unsupported:
+        listed = ", ".join(unsupported[:MAX_LISTED])
+        if len(unsupported) > MAX_LISTED:
+            listed += f" and {len(unsupported) - MAX_LISTED} more"
         raise InputError(
-            f"every setting of a config must be honoured, and {what} does not support {listed}; "
+            f"every setting of a config must be honoured, and {reader} does not support {listed}; "
             f"{remedy}"
         )
 

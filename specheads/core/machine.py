@@ -56,9 +56,11 @@ def computes_bfloat16() -> bool:
 
     This depends on the instruction set (AMX implies it) and on oneDNN's ISA limit.
     """
-    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
-    may = most in ("ALL", "DEFAULT") or any(one in most for one in ("BF16", "FP16", "AMX", "AVX10"))
-    return may and getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
+    is_enabled = limit in ("ALL", "DEFAULT") or any(
+        name in limit for name in ("BF16", "FP16", "AMX", "AVX10")
+    )
+    return is_enabled and getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 
 
 STATUS, MEMORY = Path("/proc/self/status"), Path("/proc/meminfo")
@@ -103,9 +105,9 @@ def peak_bytes(device: torch.device) -> int:
 
 def process_peak_bytes() -> int:
     """Return the peak bytes of the host that this process has used."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # kibibytes on Linux, bytes on macOS
-    return most if sys.platform == "darwin" else most * 1024
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def peak_gib(device: torch.device) -> float:
@@ -139,8 +141,8 @@ def device_bytes(device: torch.device) -> int:
     """Return the bytes that can be allocated: free memory on CUDA, all memory of the host."""
     if device.type == "cuda":
         # memory that torch has reserved but not allocated is free too
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserved
     return host_bytes() if device.type == "cpu" else sys.maxsize
 
 
@@ -149,11 +151,11 @@ def host_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def refuse_bytes(size: int, device: torch.device, what: str, remedy: str) -> None:
+def refuse_bytes(size: int, device: torch.device, content: str, remedy: str) -> None:
     """Refuse an allocation larger than the free memory of CUDA or the whole memory of the host."""
     if size > (room := device_bytes(device)):
         raise InputError(
-            f"{what} must fit into the memory of {device}, and needs {size / 2**30:.4g} GiB of "
+            f"{content} must fit into the memory of {device}, and needs {size / 2**30:.4g} GiB of "
             f"{room / 2**30:.4g}; {remedy}"
         )
 

@@ -47,13 +47,13 @@ def _is_printable(value: str) -> bool:
 
 
 def _is_path(value: str) -> bool:
-    parts = value.replace("\\", "/").split("/")
-    return _is_printable(value) and all(len(part.encode()) <= MAX_NAME_BYTES for part in parts)
+    names = value.replace("\\", "/").split("/")
+    return _is_printable(value) and all(len(name.encode()) <= MAX_NAME_BYTES for name in names)
 
 
 def _is_pattern(value: str) -> bool:
-    parts = value.split("/")
-    return _is_path(value) and value != "" and "" not in parts[:1] and ".." not in parts
+    names = value.split("/")
+    return _is_path(value) and value != "" and "" not in names[:1] and ".." not in names
 
 
 def _is_folder_name(value: str) -> bool:
@@ -106,37 +106,38 @@ STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def check_fields(
-    settings: Any, where: str = "", together: Callable[[Any, str], None] = lambda *_: None
+    settings: Any, prefix: str = "", check_group: Callable[[Any, str], None] = lambda *_: None
 ) -> None:
     """Refuse settings with a wrong type, out of range, or unknown.
 
     Args:
         settings: A dataclass of settings, which may contain others.
-        where: Full name of the settings, such as `schedule`; empty for those of a command.
-        together: Refuses settings of one group that contradict each other.
+        prefix: Full name of the settings, such as `schedule`; empty for those of a command.
+        check_group: Refuses settings of one group that contradict each other.
     """
-    known = setting_hints(type(settings))
+    hints = setting_hints(type(settings))
     # Hydra's +name=value adds an attribute
     for name in getattr(settings, "__dict__", {}):
-        if name not in known:
-            raise UnknownSettingError(f"{where}.{name}".lstrip("."))
-    for item in fields(settings):
-        value, name = getattr(settings, item.name), f"{where}.{item.name}".lstrip(".")
-        default = item.default if item.default_factory is MISSING else item.default_factory()
-        check_value(name, value, known[item.name], default)
-        parts = value.items() if isinstance(value, Mapping) else [("", value)]
-        for key, part in parts:
-            if is_dataclass(part):
-                check_fields(part, f"{name}.{key}".rstrip("."), together)
-    together(settings, where)
+        if name not in hints:
+            raise UnknownSettingError(f"{prefix}.{name}".lstrip("."))
+    for setting in fields(settings):
+        value, name = getattr(settings, setting.name), f"{prefix}.{setting.name}".lstrip(".")
+        factory = setting.default_factory
+        default = setting.default if factory is MISSING else factory()
+        check_value(name, value, hints[setting.name], default)
+        groups = value.items() if isinstance(value, Mapping) else [("", value)]
+        for key, group in groups:
+            if is_dataclass(group):
+                check_fields(group, f"{name}.{key}".rstrip("."), check_group)
+    check_group(settings, prefix)
 
 
 class UnknownSettingError(InputError):
     """A setting does not exist; `similar` are names that the user may have meant."""
 
     def __init__(self, name: str, similar: Sequence[str] = ()) -> None:
-        meant = f"did you mean {' or '.join(similar)}?"
-        remedy = meant if similar else "correct its name or leave it out"
+        suggestion = f"did you mean {' or '.join(similar)}?"
+        remedy = suggestion if similar else "correct its name or leave it out"
         super().__init__(f"a setting must be one that --help lists, got {name!r}; {remedy}")
         self.name = name
 
@@ -147,14 +148,14 @@ def check_value(name: str, value: Any, hint: Any, default: Any = MISSING) -> Non
         _validator(hint)(value)
     except ValidationError as error:
         # the position in a list, if one item is wrong
-        index = next((part for part in error.errors()[0]["loc"] if isinstance(part, int)), None)
-        wrong, inside = (value, "") if index is None else (value[index], f" at {name}[{index}]")
+        index = next((key for key in error.errors()[0]["loc"] if isinstance(key, int)), None)
+        refused, position = (value, "") if index is None else (value[index], f" at {name}[{index}]")
         usable = default is not MISSING and is_allowed(hint, default)
         remedy = f"its default is {default!r}" if usable else f"set {name}"
-        text = repr(wrong)
-        shown = text if len(text) <= 60 else f"{text[:57]}..."
+        text = repr(refused)
+        excerpt = text if len(text) <= 60 else f"{text[:57]}..."
         raise InputError(
-            f"{name} must be {describe_range(hint)}, got {shown}{inside}; {remedy}"
+            f"{name} must be {describe_range(hint)}, got {excerpt}{position}; {remedy}"
         ) from None
 
 
@@ -169,34 +170,34 @@ def is_allowed(hint: Any, value: Any) -> bool:
 
 @cache
 def _validator(hint: Any) -> Callable[[Any], Any]:
-    # a hint of settings is checked setting by setting
-    return TypeAdapter(hint, config=None if _holds_settings(hint) else STRICT).validate_python
+    # a group of settings is checked setting by setting
+    return TypeAdapter(hint, config=None if group_of(hint) else STRICT).validate_python
 
 
-def _holds_settings(hint: Any) -> bool:
-    # rules are dataclasses too, but instances
-    is_settings = isinstance(hint, type) and is_dataclass(hint)
-    return is_settings or any(map(_holds_settings, get_args(hint)))
+def group_of(hint: Any) -> type | None:
+    """Return the group of settings that a setting is or contains; None for a plain setting."""
+    # rules and facts are dataclasses too, but instances
+    if isinstance(hint, type) and is_dataclass(hint):
+        return hint
+    return next(filter(None, map(group_of, get_args(hint))), None)
 
 
 def describe_range(hint: Any) -> str:
     """Return the type and range of a setting in words, such as `a whole number, at least 1`."""
-    is_ruled = get_origin(hint) is Annotated
-    plain, annotations = (hint.__origin__, hint.__metadata__) if is_ruled else (hint, ())
+    is_annotated = get_origin(hint) is Annotated
+    bare, annotations = (hint.__origin__, hint.__metadata__) if is_annotated else (hint, ())
     # facts about a setting are annotations too
     rules: list[Any] = [rule for rule in annotations if isinstance(rule, BaseMetadata)]
-    origin, inner = get_origin(plain), get_args(plain)
-    if rules and plain in (str, Any):
+    if rules and bare in (str, Any):
         return rules[-1].description
-    if origin in (Union, UnionType):
-        kind = (
-            " or none; ".join(describe_range(one) for one in inner if one is not NoneType)
-            + " or none"
-        )
-    elif origin is list:
+    inner = get_args(bare)
+    if get_origin(bare) in (Union, UnionType):
+        choices = [describe_range(choice) for choice in inner if choice is not NoneType]
+        kind = " or none; ".join([*choices, ""]).removesuffix("; ")
+    elif get_origin(bare) is list:
         kind = f"a list, each {describe_range(inner[0])}"
     else:
-        kind = KINDS.get(plain, "a group of settings")
+        kind = KINDS.get(bare, "a group of settings")
     return ", ".join([kind, *filter(None, map(_described, rules))])
 
 

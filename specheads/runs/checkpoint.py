@@ -15,8 +15,8 @@ from torch import Tensor
 from specheads.core.errors import InputError, first_line
 from specheads.core.files import atomic_folder
 
-SUMS = "checksums.json"
-KEPT = 2
+CHECKSUMS_FILE = "checksums.json"
+NUM_CHECKPOINTS = 2
 """Newest checkpoints that are kept: if the last is damaged, the one before it is used."""
 
 
@@ -34,22 +34,22 @@ class Checkpoint(NamedTuple):
 
 
 def save(folder: Path, content: Checkpoint) -> None:
-    """Write a checkpoint as `step-N` into a folder, and keep the newest `KEPT` up to it."""
+    """Write a checkpoint as `step-N` into a folder, and keep the newest ones up to it."""
     target = folder / f"step-{content.state['step']}"
     with atomic_folder(target) as scratch:
         for name, tensors in (("head", content.weights), ("adapter", content.adapter)):
             if tensors:
-                whole = {key: value.contiguous() for key, value in tensors.items()}
-                save_file(whole, scratch / f"{name}.safetensors")
+                contiguous = {key: value.contiguous() for key, value in tensors.items()}
+                save_file(contiguous, scratch / f"{name}.safetensors")
         # torch.save to our own stream raises the OSError of a full disk
         with (scratch / "optimizer.pt").open("wb") as stream:
             torch.save(content.optimizer, stream)
         (scratch / "state.json").write_text(json.dumps(content.state), encoding="utf-8")
-        (scratch / SUMS).write_text(json.dumps(_sums(scratch)), encoding="utf-8")
-    steps = _steps(folder)
+        (scratch / CHECKSUMS_FILE).write_text(json.dumps(_checksums(scratch)), encoding="utf-8")
+    steps = _step_folders(folder)
     # of later steps there are checkpoints only if they are damaged
-    for other in {*steps} - {*steps[: steps.index(target) + 1][-KEPT:]}:
-        shutil.rmtree(other)
+    for old in {*steps} - {*steps[: steps.index(target) + 1][-NUM_CHECKPOINTS:]}:
+        shutil.rmtree(old)
 
 
 def load_newest(folder: Path, log: Callable[[str], object] = warnings.warn) -> Checkpoint | None:
@@ -58,16 +58,16 @@ def load_newest(folder: Path, log: Callable[[str], object] = warnings.warn) -> C
     Damaged checkpoints after it are logged in one line. If all are damaged, they are refused.
     """
     damaged: list[str] = []
-    for found in reversed(_steps(folder)):
+    for path in reversed(_step_folders(folder)):
         try:
-            content = _read(found)
+            content = _read_checkpoint(path)
         # a damaged file can raise any error
         except Exception as error:
-            damaged.append(f"{found.name} ({first_line(error)})")
+            damaged.append(f"{path.name} ({first_line(error)})")
             continue
         if damaged:
             names = ", ".join(damaged)
-            log(f"damaged checkpoints in {folder}: {names}; resuming from {found.name}")
+            log(f"damaged checkpoints in {folder}: {names}; resuming from {path.name}")
         return content
     if damaged:
         raise InputError(
@@ -77,12 +77,12 @@ def load_newest(folder: Path, log: Callable[[str], object] = warnings.warn) -> C
     return None
 
 
-def _read(folder: Path) -> Checkpoint:
+def _read_checkpoint(folder: Path) -> Checkpoint:
     """Return a checkpoint; raise any error if it is damaged."""
-    sums, found = json.loads((folder / SUMS).read_bytes()), _sums(folder)
-    changed = [name for name in {*sums, *found} if sums.get(name) != found.get(name)]
+    sums, actual = json.loads((folder / CHECKSUMS_FILE).read_bytes()), _checksums(folder)
+    changed = [name for name in {*sums, *actual} if sums.get(name) != actual.get(name)]
     if changed:
-        raise ValueError(f"{min(changed)} does not match {SUMS}")
+        raise ValueError(f"{min(changed)} does not match {CHECKSUMS_FILE}")
     state = json.loads((folder / "state.json").read_bytes())
     if f"step-{state['step']}" != folder.name:
         raise ValueError("state.json is of another step")
@@ -95,18 +95,18 @@ def _read(folder: Path) -> Checkpoint:
     )
 
 
-def _sums(folder: Path) -> dict[str, str]:
+def _checksums(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every file but the list of them."""
-    found: dict[str, str] = {}
+    sums: dict[str, str] = {}
     for file in sorted(folder.iterdir()):
-        if file.name != SUMS:
+        if file.name != CHECKSUMS_FILE:
             with file.open("rb") as stream:
-                found[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return found
+                sums[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return sums
 
 
-def _steps(folder: Path) -> list[Path]:
+def _step_folders(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder in the order of their steps."""
     numbers = {step: step.name.removeprefix("step-") for step in folder.glob("step-*")}
-    found = [step for step, number in numbers.items() if step.is_dir() and number.isdecimal()]
-    return sorted(found, key=lambda step: int(numbers[step]))
+    checkpoints = [step for step, number in numbers.items() if step.is_dir() and number.isdecimal()]
+    return sorted(checkpoints, key=lambda step: int(numbers[step]))

@@ -81,17 +81,17 @@ def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def first_difference(before: Any, now: Any, name: str = "") -> tuple[str, Any, Any] | None:
+def first_difference(before: Any, after: Any, name: str = "") -> tuple[str, Any, Any] | None:
     """Return the name and both values of the first change that a resume does not allow."""
     for pattern, fact in _settings_of_train(Resumable).items():
-        is_among = all(value in fact.among for value in (before, now))
+        is_among = all(value in fact.among for value in (before, after))
         if fnmatchcase(name, pattern) and (is_among or not fact.among):
             return None
-    if not (isinstance(before, dict) and isinstance(now, dict)):
-        return None if before == now else (name, before, now)
-    if name in _settings_of_train(Ordered) and [*before] != [*now]:
-        return name, [*before], [*now]
-    inner = ((key, before.get(key), now.get(key)) for key in {**now, **before})
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return None if before == after else (name, before, after)
+    if name in _settings_of_train(Ordered) and [*before] != [*after]:
+        return name, [*before], [*after]
+    inner = ((key, before.get(key), after.get(key)) for key in {**after, **before})
     differences = (first_difference(a, b, f"{name}.{key}".lstrip(".")) for key, a, b in inner)
     return next(filter(None, differences), None)
 

@@ -21,7 +21,7 @@ from specheads.heads.load import load_head
 from specheads.runs.config_file import first_difference, parse_settings, read_settings
 from specheads.runs.provenance import collect_provenance
 
-KNOWN: dict[str, Any] = {
+PROVENANCE_TYPES: dict[str, Any] = {
     "end": str | None,
     "base_fingerprint": str,
     "base_config": str,
@@ -83,25 +83,26 @@ class RunDirectory:
             remove_incomplete(folder)
         # first, because config.yaml marks the folder as a run
         write_atomic(self.config, config_text)
-        made = {"start": _now(), "end": None, **identity, **asdict(collect_provenance())}
+        record = {"start": _now(), "end": None, **identity, **asdict(collect_provenance())}
         if self.provenance.is_file():
             # keep facts that training added
-            made = {**identity, **self._provenance()}
-        write_atomic(self.provenance, as_json(made))
+            record = {**identity, **self._provenance()}
+        write_atomic(self.provenance, as_json(record))
 
     def _refuse_changed(self, config_text: str, identity: dict[str, Any]) -> None:
-        if found := first_difference(read_settings(self.config), parse_settings(config_text)):
-            name, was, now = found
+        difference = first_difference(read_settings(self.config), parse_settings(config_text))
+        if difference:
+            name, former, value = difference
             raise InputError(
-                f"an unfinished run resumes with its own settings: {name} was {was}, now {now}; "
-                f"choose another name=, or remove {self.path}"
+                f"an unfinished run resumes with its own settings: {name} was {former}, now "
+                f"{value}; choose another name=, or remove {self.path}"
             )
-        before = self._provenance() if self.provenance.is_file() else identity
+        former = self._provenance() if self.provenance.is_file() else identity
         for name, value in identity.items():
-            if before.get(name, value) != value:
+            if former.get(name, value) != value:
                 raise InputError(
                     f"an unfinished run resumes with the same {name.replace('_', ' ')}: it was "
-                    f"{before[name]}, now {value}; restore it, or choose another name="
+                    f"{former[name]}, now {value}; restore it, or choose another name="
                 )
 
     def end(self, head: Head) -> None:
@@ -120,7 +121,7 @@ class RunDirectory:
             self._save(head, folder, folder / "adapter", "adapter")
             (folder / self.best_score.name).write_text(as_json(score), encoding="utf-8")
 
-    def take_best(self, head: Head) -> None:
+    def restore_best(self, head: Head) -> None:
         """Replace the trained head by the one in best/, if there is one."""
         if not self.best_score.is_file():
             return
@@ -129,7 +130,7 @@ class RunDirectory:
             with atomic_folder(self.adapter) as folder:
                 shutil.copytree(adapter, folder, dirs_exist_ok=True)
 
-    def _save(self, head: Head, folder: Path, adapter: Path, place: str) -> dict[str, str]:
+    def _save(self, head: Head, folder: Path, adapter: Path, adapter_path: str) -> dict[str, str]:
         """Save a head; return the fingerprint of the adapter that it belongs to, if there is one.
 
         base.json next to the head then names the adapter by its `place`.
@@ -137,24 +138,24 @@ class RunDirectory:
         if not adapter.is_dir():
             head.save_pretrained(folder)
             return {}
-        owner = {"adapter_fingerprint": lora.fingerprint(adapter)}
+        adapter_record = {"adapter_fingerprint": lora.fingerprint(adapter)}
         fingerprint = {"base_fingerprint": self._provenance().get("base_fingerprint")}
-        about = as_json(fingerprint | {"adapter": place} | owner)
+        about = as_json(fingerprint | {"adapter": adapter_path} | adapter_record)
         (folder / "base.json").write_text(about, encoding="utf-8")
         # the head fits the weights with the merged adapter, not the fingerprint of those without
         made_for, head.base_fingerprint = head.base_fingerprint, ""
         head.save_pretrained(folder)
         head.base_fingerprint = made_for
-        return owner
+        return adapter_record
 
     def _provenance(self) -> dict[str, Any]:
-        known = read_json(self.provenance)
-        for name in KNOWN.keys() & known.keys():
-            if not isinstance(known[name], KNOWN[name]):
+        record = read_json(self.provenance)
+        for name in PROVENANCE_TYPES.keys() & record.keys():
+            if not isinstance(record[name], PROVENANCE_TYPES[name]):
                 raise InputError(
                     f"{self.provenance} has a {name} that training did not write; restore the file"
                 )
-        return known
+        return record
 
 
 def _now() -> str:

@@ -59,12 +59,12 @@ def progress_display(
 
 def progress_line(task: Any) -> str:
     """Return the content of a bar as one line: done, total, rate, time left, numbers."""
-    parts = [f"{task.description} {task.completed:.0f}/{task.total or 0:.0f}"]
+    fields = [f"{task.description} {task.completed:.0f}/{task.total or 0:.0f}"]
     if task.speed:
-        parts.append(f"{task.speed:.3g}/s")
-    if (left := task.time_remaining) is not None:
-        parts.append(f"{timedelta(seconds=left)} left")
-    return "  ".join([*parts, *filter(None, [task.fields["numbers"]])])
+        fields.append(f"{task.speed:.3g}/s")
+    if (remaining := task.time_remaining) is not None:
+        fields.append(f"{timedelta(seconds=remaining)} left")
+    return "  ".join([*fields, *filter(None, [task.fields["numbers"]])])
 
 
 def stage_announcer(names: Sequence[str], minutes: Mapping[str, float]) -> Callable[[str], str]:
@@ -73,20 +73,23 @@ def stage_announcer(names: Sequence[str], minutes: Mapping[str, float]) -> Calla
     The time left is that of `minutes`, scaled by the time that the finished stages took. A stage
     without minutes counts nothing, and without any minutes the line has no time.
     """
-    begun: list[tuple[str, float]] = []
+    starts: list[tuple[str, float]] = []
 
     def begin(name: str) -> str:
-        begun.append((name, time.monotonic()))
-        place = names.index(name)
-        text = f"stage {place + 1} of {len(names)}: {name}"
+        starts.append((name, time.monotonic()))
+        index = names.index(name)
+        text = f"stage {index + 1} of {len(names)}: {name}"
         if not minutes:
             return text
-        times = [(60 * minutes.get(one, 0), end - at) for (one, at), (_, end) in pairwise(begun)]
+        times = [
+            (60 * minutes.get(stage, 0), end - start)
+            for (stage, start), (_, end) in pairwise(starts)
+        ]
         # a run that resumes passes through its finished stages
-        times = [(planned, taken) for planned, taken in times if taken > planned / 5 > 0]
-        planned, taken = map(sum, zip(*times, strict=True)) if times else (1, 1)
-        left = sum(minutes.get(one, 0) for one in names[place:]) * taken / planned
-        return f"{text}, about {left:.0f} minutes left in all"
+        times = [(planned, actual) for planned, actual in times if actual > planned / 5 > 0]
+        planned, actual = map(sum, zip(*times, strict=True)) if times else (1, 1)
+        remaining = sum(minutes.get(stage, 0) for stage in names[index:]) * actual / planned
+        return f"{text}, about {remaining:.0f} minutes left in all"
 
     return begin
 

@@ -88,23 +88,24 @@ def cut_absolute_paths(value: Any, roots: Sequence[Path] = ()) -> Any:
     A path below one of the roots becomes relative to it.
     """
     if isinstance(value, Mapping):
-        return {name: cut_absolute_paths(one, roots) for name, one in value.items()}
+        return {name: cut_absolute_paths(inner, roots) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [cut_absolute_paths(one, roots) for one in value]
+        return [cut_absolute_paths(inner, roots) for inner in value]
     if not isinstance(value, str):
         return value
     if ABSOLUTE.match(value):
         return _cut(value, roots)
-    key, equals, rest = value.partition("=")
-    if equals and ABSOLUTE.match(rest):
-        return key + equals + _cut(rest, roots)
-    return INSIDE.sub(lambda found: _cut(found[0], roots), value)
+    key, equals, path = value.partition("=")
+    if equals and ABSOLUTE.match(path):
+        return key + equals + _cut(path, roots)
+    return INSIDE.sub(lambda match: _cut(match[0], roots), value)
 
 
 def _cut(path: str, roots: Sequence[Path]) -> str:
-    below = (Path(path).relative_to(root) for root in roots if Path(path).is_relative_to(root))
-    shown = next((place.as_posix() for place in below if place.parts), "")
-    return shown or re.split(r"[\\/]", path.rstrip("\\/"))[-1]
+    for root in roots:
+        if Path(path).is_relative_to(root) and Path(path) != root:
+            return Path(path).relative_to(root).as_posix()
+    return re.split(r"[\\/]", path.rstrip("\\/"))[-1]
 
 
 def _git() -> dict[str, Any] | None:

@@ -35,57 +35,57 @@ class Tracker:
         kind: str = "jsonl",
         project: str = "specheads",
         name: str = "",
-        tell: Callable[[str], object] = warnings.warn,
+        announce: Callable[[str], object] = warnings.warn,
     ) -> None:
         self.metrics, self.kind, self.project, self.name = metrics, kind, project, name
-        self._tell = tell
-        self.other: GeneralTracker | None = None
+        self._announce = announce
+        self.tracker: GeneralTracker | None = None
         """The tracker of accelerate; None without a tracker, or after an error."""
 
     def resume(self, step: int) -> None:
         """Drop the rows after this step, from which training resumes, and start the tracker."""
-        kept = [row for row in read_metrics(self.metrics) if row["step"] <= step]
-        write_atomic(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+        rows = [row for row in read_metrics(self.metrics) if row["step"] <= step]
+        write_atomic(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
         if self.kind != "jsonl":
-            self._try(lambda: self._start(step))
+            self._call_tracker(lambda: self._start(step))
 
     def log(self, row: dict[str, Any]) -> None:
         """Write one row; `step` is required."""
         with naming_full_disk(self.metrics), self.metrics.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
-        if (other := self.other) is not None:
-            values = {name: one for name, one in row.items() if not isinstance(one, str)}
-            self._try(lambda: other.log(values, step=row["step"]))
+        if (tracker := self.tracker) is not None:
+            values = {name: value for name, value in row.items() if not isinstance(value, str)}
+            self._call_tracker(lambda: tracker.log(values, step=row["step"]))
 
     def close(self) -> None:
         """Close the tracker."""
-        if (other := self.other) is not None:
-            self._try(other.finish)
+        if (tracker := self.tracker) is not None:
+            self._call_tracker(tracker.finish)
 
     def _start(self, step: int) -> None:
         project, folder = self.project, str(self.metrics.parent)
-        chosen: dict[str, Any] = {"name": self.name, "resume": "allow"}
+        options: dict[str, Any] = {"name": self.name, "resume": "allow"}
         if self.kind == "tensorboard":
-            project, chosen = "tensorboard", {"logging_dir": folder, "purge_step": step + 1}
+            project, options = "tensorboard", {"logging_dir": folder, "purge_step": step + 1}
         if self.kind == "wandb":
             import wandb
 
             # without a key wandb would ask for one: offline keeps the numbers for later
             mode = None if wandb.api.api_key else "offline"
-            chosen |= {"id": self.name, "dir": folder, "mode": mode}
-        tracker = LOGGER_TYPE_TO_CLASS[self.kind](project, **chosen)
-        self.other = tracker
+            options |= {"id": self.name, "dir": folder, "mode": mode}
+        tracker = LOGGER_TYPE_TO_CLASS[self.kind](project, **options)
+        self.tracker = tracker
         tracker.start()
 
-    def _try(self, act: Callable[[], object]) -> None:
-        """Act on the tracker; drop it if it fails."""
+    def _call_tracker(self, call: Callable[[], object]) -> None:
+        """Call the tracker; drop it if it fails."""
         try:
-            act()
+            call()
         # the tracker's code uses the network and can raise any error
         except Exception as error:
-            self.other = None
-            why = shorten(f"{type(error).__name__}: {error}", 200)
-            self._tell(f"{self.kind} failed ({why}); rows go to {self.metrics} only")
+            self.tracker = None
+            reason = shorten(f"{type(error).__name__}: {error}", 200)
+            self._announce(f"{self.kind} failed ({reason}); rows go to {self.metrics} only")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

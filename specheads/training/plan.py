@@ -25,7 +25,7 @@ from specheads.core.errors import InputError
 from specheads.core.ranges import AUTO
 from specheads.decoding.generate import generate
 from specheads.heads.load import build_for_base, resume_head
-from specheads.runs.checkpoint import KEPT
+from specheads.runs.checkpoint import NUM_CHECKPOINTS
 from specheads.training.memory import MetaTraining, StageMemory, StepCost, TrainingSetup
 from specheads.training.processes import load_base, load_served_base, row_share, sharding_of
 from specheads.training.schedule import (
@@ -284,7 +284,7 @@ def _disk_use(training: MetaTraining) -> DiskUse:
         phase.distill.num_samples * text_tokens(phase.distill) for phase in phases if phase.distill
     )
     return DiskUse(
-        checkpoints_bytes=(KEPT + 1) * (head_bytes + training.optimizer_bytes),
+        checkpoints_bytes=(NUM_CHECKPOINTS + 1) * (head_bytes + training.optimizer_bytes),
         heads_bytes=(len(phases) + 2) * head_bytes,
         # an int32 and its loss mask
         generated_text_bytes=num_tokens * 5,

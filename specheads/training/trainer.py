@@ -1,13 +1,9 @@
 """The training loop over all phases of a schedule."""
 
-import math
-import signal
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
@@ -20,9 +16,10 @@ from torch import Tensor
 from specheads.base.ends import BaseEnds
 from specheads.config.training import Schedule
 from specheads.core.drafter import Head
-from specheads.core.errors import ONE_STOP, InputError
+from specheads.core.errors import InputError
 from specheads.core.files import atomic_folder
 from specheads.core.machine import cached_matmul_rate, return_freed_memory
+from specheads.core.signals import on_stop_signal
 from specheads.data.packing import BatchStream, TokenBatch
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
@@ -73,7 +70,10 @@ def train(
     try:
         loop = _TrainingLoop(runner, run, checkpoint_every)
         runner.teacher.source.halted = lambda: loop.stop
-        with progress_display(shown=accelerator.is_main_process) as display, loop.on_interrupt():
+        with (
+            progress_display(shown=accelerator.is_main_process) as display,
+            on_stop_signal(loop.request_stop),
+        ):
             loop.resume(lambda line: display.console.print(line, markup=False, soft_wrap=True))
             if tracker is not None:
                 tracker.resume(loop.state.step)
@@ -214,38 +214,9 @@ class _TrainingLoop:
                 "another run; remove the folder to retrain"
             ) from error
 
-    @contextmanager
-    def on_interrupt(self) -> Iterator[None]:
-        """Turn the first SIGINT or SIGTERM inside the context into a stop request.
-
-        A later one interrupts, unless it comes in the same moment.
-        """
-        # only the main thread receives signals
-        is_main = threading.current_thread() is threading.main_thread()
-        signals = (signal.SIGINT, signal.SIGTERM) if is_main else ()
-        # get both handlers first: an interrupt may come after the first replacement
-        handlers = {number: signal.getsignal(number) for number in signals}
-
-        def restore() -> None:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-
-        first_time = math.inf
-
-        def request_stop(*_: Any) -> None:
-            nonlocal first_time
-            time_now = time.monotonic()
-            if time_now - first_time > ONE_STOP:
-                restore()
-                raise KeyboardInterrupt
-            self.stop, first_time = True, min(first_time, time_now)
-
-        try:
-            for number in handlers:
-                signal.signal(number, request_stop)
-            yield
-        finally:
-            restore()
+    def request_stop(self) -> None:
+        """Ask all processes to stop at their next checkpoint."""
+        self.stop = True
 
     def halt(self) -> None:
         """Raise KeyboardInterrupt on all processes if any of them has a stop request."""

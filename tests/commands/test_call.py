@@ -22,10 +22,18 @@ from safetensors import SafetensorError
 
 from specheads import __main__ as cli
 from specheads.commands import _call, _help, commands
-from specheads.commands._call import INTERRUPTED, SIGNALS, call, interruptible
+from specheads.commands._call import call
 from specheads.config import compose
 from specheads.config.commands import Train
-from specheads.core.errors import ONE_STOP, InputError
+from specheads.core.errors import InputError
+from specheads.core.signals import (
+    INTERRUPTED,
+    ONE_REQUEST_SECONDS,
+    SIGNALS,
+    exit_at_second_request,
+    interrupt,
+    on_stop_signal,
+)
 
 Called = Callable[..., tuple[int, str]]
 
@@ -136,7 +144,7 @@ def test_help_shows_every_setting_and_its_examples_compose(command: str, capsys:
     usage, about, *_ = shown.splitlines()
     assert usage.startswith(f"usage: specheads {command} ")
     assert about == commands()[command]
-    for name, rule, default, about in _help.listed(compose.SCHEMAS[command]):
+    for name, rule, default, about in _help.list_settings(compose.SCHEMAS[command]):
         assert rule
         assert about, name
         assert f"  {name}: {rule}{f' [{default}]' if default else ''}\n      {about[:40]}" in shown
@@ -176,7 +184,7 @@ def test_interrupt_promises_to_resume_only_where_the_work_is_kept(raising: Calle
 
 def test_sigterm_interrupts_and_its_handler_is_restored():
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), interruptible():
+    with pytest.raises(KeyboardInterrupt), on_stop_signal(interrupt), exit_at_second_request():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
     assert signal.set_wakeup_fd(-1) == -1
@@ -184,7 +192,7 @@ def test_sigterm_interrupts_and_its_handler_is_restored():
 
 def ignore_signals(ready: Event) -> None:
     """Run no handler that stops, like a process that waits in a library."""
-    with interruptible():
+    with on_stop_signal(interrupt), exit_at_second_request():
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)
         ready.set()
@@ -192,24 +200,41 @@ def ignore_signals(ready: Event) -> None:
             time.sleep(1)
 
 
-@pytest.mark.parametrize("numbers", [(*SIGNALS,), (signal.SIGTERM, signal.SIGTERM)])
-def test_second_signal_ends_a_process_that_ignores_signals(numbers: tuple[signal.Signals, ...]):
+@pytest.mark.parametrize("numbers", ["INT TERM", "TERM TERM", "HUP USR1", "USR2 INT"])
+def test_second_signal_ends_a_process_that_ignores_signals(numbers: str):
     ready = FORK.Event()
     process = FORK.Process(target=ignore_signals, args=(ready,))
     process.start()
     ready.wait()
     assert process.pid is not None
-    for number in numbers:
-        time.sleep(ONE_STOP + 0.1)
+    for number in numbers.split():
+        time.sleep(ONE_REQUEST_SECONDS + 0.1)
         assert process.is_alive()
-        os.kill(process.pid, number)
+        os.kill(process.pid, signal.Signals[f"SIG{number}"])
     process.join()
     assert process.exitcode == INTERRUPTED
 
 
+def test_signals_that_are_ignored_or_handled_stay_so():
+    """nohup ignores SIGHUP, and a program may use SIGUSR1 itself."""
+    received: list[int] = []
+    handlers = {signal.SIGHUP: signal.SIG_IGN, signal.SIGUSR1: lambda *_: received.append(1)}
+    former = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        with on_stop_signal(interrupt):
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(KeyboardInterrupt), on_stop_signal(interrupt):
+            signal.raise_signal(signal.SIGUSR2)
+        assert received == [1]
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
 def clean_up(ready: Event, done: Any) -> None:
     """Take a while to save the work after an interrupt."""
-    with interruptible():
+    with on_stop_signal(interrupt), exit_at_second_request():
         try:
             ready.set()
             time.sleep(600)
@@ -240,7 +265,7 @@ def wait(ready: Event) -> None:
 
 
 def test_terminated_workers_do_not_count_as_signals():
-    with interruptible():
+    with on_stop_signal(interrupt), exit_at_second_request():
         for _ in range(3):
             ready = FORK.Event()
             worker = FORK.Process(target=wait, args=(ready,))

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from specheads.base.model import FrozenBase
 from specheads.commands import chat
 from specheads.commands._call import call
-from specheads.commands.chat import Answer, Dialogue
+from specheads.commands.chat import ChatAnswer, Dialogue
 from specheads.config import data_dir
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
@@ -44,12 +44,12 @@ def tokenizer_of(base: FrozenBase) -> PreTrainedTokenizerBase:
     return base.tokenizer
 
 
-def answered(base: FrozenBase, *, rate: float | None = 1.0) -> Answer:
+def answered(base: FrozenBase, *, rate: float | None = 1.0) -> ChatAnswer:
     """Return a complete answer; the drafter has this acceptance rate, None uses no drafter."""
-    prompt = Dialogue(tokenizer_of(base)).ask(ASKED)
+    prompt = Dialogue(tokenizer_of(base)).prompt_for(ASKED)
     said = generate(base, None, [prompt], max_new_tokens=24).tokens[0]
     drafter = None if rate is None else Oracle([prompt + said], 3, base.vocab_size, rate=rate)
-    answer = Answer(base, prompt, drafter, None if rate is None else chain(3), 24, GREEDY)
+    answer = ChatAnswer(base, prompt, drafter, None if rate is None else chain(3), 24, GREEDY)
     while not answer.is_over:
         answer.step()
     return answer
@@ -79,16 +79,16 @@ def test_dialogue_uses_the_chat_template_and_keeps_earlier_tokens(base: FrozenBa
     tokenizer: Any = FrozenBase.load(BASE_FOLDER, device="cpu").tokenizer
     tokenizer.chat_template, end = CHAT, tokenizer.eos_token
     dialogue = Dialogue(tokenizer, "be brief")
-    first = dialogue.ask("one?")
+    first = dialogue.prompt_for("one?")
     assert tokenizer.decode(first) == f"<system>be brief{end}<user>one?{end}<assistant>"
     answer = tokenizer("two").input_ids
-    dialogue.answered(first, answer)
-    dialogue.ask("too long to be answered?")
-    second = dialogue.ask("three?")
+    dialogue.add_answer(first, answer)
+    dialogue.prompt_for("too long to be answered?")
+    second = dialogue.prompt_for("three?")
     assert second[: len(first) + len(answer)] == [*first, *answer]
     assert tokenizer.decode(second).endswith(f"two{end}<user>three?{end}<assistant>")
     dialogue.clear()
-    assert dialogue.ask("one?") == first
+    assert dialogue.prompt_for("one?") == first
     with pytest.raises(InputError, match="system needs a base with a chat template"):
         Dialogue(tokenizer_of(base), "be brief")
 

@@ -16,7 +16,7 @@ import pytest
 from specheads.commands import train  # noqa: F401 - imported once, before the children fork
 from specheads.commands._call import call
 from specheads.core.files import LOCK
-from specheads.runs.checkpoint import SUMS
+from specheads.runs.checkpoint import CHECKSUMS_FILE
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from tests import tiny
@@ -134,7 +134,7 @@ def at(run: RunDirectory) -> str:
 
 def files(run: Path) -> dict[str, Any]:
     """Return the files of a run, without names and times."""
-    timed = ("config.yaml", "provenance.json", "metrics.jsonl", "report.md", SUMS)
+    timed = ("config.yaml", "provenance.json", "metrics.jsonl", "report.md", CHECKSUMS_FILE)
     found: dict[str, Any] = {
         str(file.relative_to(run)): file.read_bytes()
         for file in run.rglob("*")

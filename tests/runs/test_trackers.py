@@ -22,7 +22,7 @@ def _process() -> None:
 def tracker(folder: Path, *, kind: str = "jsonl", told: list[str] | None = None) -> Tracker:
     tell = pytest.fail if told is None else told.append
     return Tracker(
-        folder / "metrics.jsonl", kind=kind, project="specheads-tests", name="run", tell=tell
+        folder / "metrics.jsonl", kind=kind, project="specheads-tests", name="run", announce=tell
     )
 
 
@@ -80,7 +80,7 @@ def test_wandb_is_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.Monk
     found = tracker(tmp_path, kind="wandb")
     found.resume(0)
     found.log(ROWS[0])
-    other: Any = found.other
+    other: Any = found.tracker
     assert other.tracker.offline
     found.close()
     assert list((tmp_path / "wandb").glob("offline-run-*"))

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from specheads.base.ends import BaseEnds
 from specheads.config.training import DistillSettings, Phase, Schedule
 from specheads.core.drafter import Head
-from specheads.core.errors import ONE_STOP, InputError
+from specheads.core.errors import InputError
 from specheads.core.machine import computes_bfloat16
+from specheads.core.signals import ONE_REQUEST_SECONDS
 from specheads.data.packing import BatchStream, TokenBatch
 from specheads.heads.load import build_for_base, build_head, kinds
 from specheads.runs import checkpoint
@@ -210,7 +211,7 @@ def test_second_interrupt_does_not_wait_for_the_step(tmp_path: Path, monkeypatch
     def interrupted(*_: Any) -> None:
         for _again in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(ONE_STOP + 0.1)
+            time.sleep(ONE_REQUEST_SECONDS + 0.1)
         pytest.fail("it went on")
 
     monkeypatch.setattr(StepRunner, "step", interrupted)

@@ -173,7 +173,7 @@ def test_the_best_head_can_become_the_head_of_the_run(tmp_path: Path):
     with torch.no_grad():
         for value in head.parameters():
             value.zero_()
-    run.take_best(head)
+    run.restore_best(head)
     for name, value in load_file(run.best / "model.safetensors").items():
         assert torch.equal(head.state_dict()[name], value), name
 
