@@ -58,20 +58,20 @@ def judged_trees(draw: st.DrawFn) -> list[tuple[list[int], list[int], list[int]]
             parent, token = draw(st.sampled_from(free))
             parents.append(parent)
             tokens.append(token)
-        said = draw(st.lists(st.integers(0, 2), min_size=num_nodes, max_size=num_nodes))
-        rows.append((tokens, parents, said))
+        chosen = draw(st.lists(st.integers(0, 2), min_size=num_nodes, max_size=num_nodes))
+        rows.append((tokens, parents, chosen))
     return rows
 
 
 @given(judged_trees())
 def test_the_verdict_is_that_of_a_walk_from_the_root(rows):
-    tokens, parents, said = zip(*rows, strict=True)
+    tokens, parents, chosen = zip(*rows, strict=True)
     tree = TokenTree(torch.tensor(tokens), torch.tensor(parents))
-    verdict = match(tree, torch.tensor(said))
+    verdict = match(tree, torch.tensor(chosen))
     for row, judged in enumerate(rows):
         count = int(verdict.count[row])
-        found = (verdict.path[row, :count].tolist(), int(verdict.bonus[row]))
-        assert found == walk(*judged)
+        decision = (verdict.path[row, :count].tolist(), int(verdict.bonus[row]))
+        assert decision == walk(*judged)
 
 
 def medusa_tree(case: str, tokens: torch.Tensor) -> TokenTree:
@@ -110,39 +110,39 @@ Children = Callable[[torch.Tensor, int], list[tuple[Prefix, float]]]
 def laws(vocab: int, depth: int, seed: int, zeros: float = 0.0) -> Laws:
     """Return a random law after every text of up to `depth` tokens, some tokens impossible."""
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    table = {}
     for length in range(depth + 1):
         for prefix in itertools.product(range(vocab), repeat=length):
             weights = torch.rand(vocab, generator=generator, dtype=torch.float64) ** 2
             impossible = torch.rand(vocab, generator=generator) < zeros
             impossible[length % vocab] = False
             weights = weights.masked_fill(impossible, 0.0)
-            found[prefix] = weights / weights.sum()
-    return found
+            table[prefix] = weights / weights.sum()
+    return table
 
 
-def drawn(law: torch.Tensor, width: int) -> list[tuple[Prefix, float]]:
+def sampled_children(law: torch.Tensor, width: int) -> list[tuple[Prefix, float]]:
     """Every way to sample without replacement; without tokens left, all are equally likely."""
     ways = []
     for tokens in itertools.permutations(range(len(law)), width):
-        left, probability = law.clone(), 1.0
-        for place, token in enumerate(tokens):
-            if left.sum() == 0:
-                left = torch.ones_like(law)
-                left[[*tokens[:place]]] = 0.0
-            probability *= float(left[token] / left.sum())
-            left[token] = 0.0
+        weights, probability = law.clone(), 1.0
+        for index, token in enumerate(tokens):
+            if weights.sum() == 0:
+                weights = torch.ones_like(law)
+                weights[[*tokens[:index]]] = 0.0
+            probability *= float(weights[token] / weights.sum())
+            weights[token] = 0.0
         if probability:
             ways.append((tokens, probability))
     return ways
 
 
-def best(law: torch.Tensor, width: int) -> list[tuple[Prefix, float]]:
+def best_children(law: torch.Tensor, width: int) -> list[tuple[Prefix, float]]:
     return [(tuple(law.topk(width).indices.tolist()), 1.0)]
 
 
 @dataclass
-class Grown:
+class DraftOutcome:
     """One outcome of drafting, a batch of one, with the probability of it."""
 
     weight: float
@@ -153,18 +153,18 @@ class Grown:
         return torch.stack([base[prefix] for prefix in self.prefixes])[None]
 
 
-def grown(
+def draft_outcomes(
     draft: Laws,
     branches: Prefix,
-    children: Children = drawn,
+    children: Children = sampled_children,
     stops: Callable[[float], bool] = lambda _: False,
-) -> Iterator[Grown]:
+) -> Iterator[DraftOutcome]:
     """Yield every tree a drafter with these laws can grow; nothing grows below a doubted token."""
     root: tuple[float, list[Prefix], list[int], list[bool]] = (1.0, [()], [-1], [False])
-    found, first, size = [root], 0, 1
+    outcomes, first, size = [root], 0, 1
     for width in branches:
-        longer = []
-        for weight, prefixes, parents, stopped in found:
+        next_outcomes = []
+        for weight, prefixes, parents, stopped in outcomes:
             nodes = range(first, first + size)
             ways = [children(draft[prefixes[node]], width) for node in nodes]
             for chosen in itertools.product(*ways):
@@ -173,7 +173,7 @@ def grown(
                     for node, (tokens, _) in zip(nodes, chosen, strict=True)
                     for token in tokens
                 ]
-                longer.append((
+                next_outcomes.append((
                     weight * math.prod(chance for _, chance in chosen),
                     prefixes + [(*prefixes[node], token) for node, token, _ in below],
                     parents + [-1 if absent else node for node, _, absent in below],
@@ -182,14 +182,14 @@ def grown(
                         for node, token, absent in below
                     ],
                 ))  # fmt: skip
-        found, first, size = longer, first + size, size * width
-    for weight, prefixes, parents, _ in found:
+        outcomes, first, size = next_outcomes, first + size, size * width
+    for weight, prefixes, parents, _ in outcomes:
         tokens = [0] + [prefix[-1] for prefix in prefixes[1:]]
         probs = torch.stack([draft[prefix] for prefix in prefixes[:first]])
-        how = BranchSampling(branches, probs[None])
-        yield Grown(
+        sampling = BranchSampling(branches, probs[None])
+        yield DraftOutcome(
             weight,
-            TokenTree(torch.tensor([tokens]), torch.tensor([parents]), branch_sampling=how),
+            TokenTree(torch.tensor([tokens]), torch.tensor([parents]), branch_sampling=sampling),
             prefixes,
         )
 
@@ -200,8 +200,8 @@ def cells(*breaks: Iterable[float]) -> tuple[torch.Tensor, torch.Tensor]:
     Between two breaks a rule does not depend on the number, so its integral is a finite sum.
     """
     middles, lengths = [], []
-    for places in breaks:
-        edges = torch.tensor(sorted({0.0, 1.0, *(min(place, 1.0) for place in places)}))
+    for points in breaks:
+        edges = torch.tensor(sorted({0.0, 1.0, *(min(point, 1.0) for point in points)}))
         # the middle of the last cell may round to one, which is no uniform number
         middles.append(((edges[1:] + edges[:-1]) / 2).clamp(max=1 - 2**-53))
         lengths.append(edges.diff())
@@ -216,41 +216,41 @@ def sums(law: torch.Tensor) -> list[float]:
 
 def repeated(tree: TokenTree, count: int) -> TokenTree:
     assert tree.branch_sampling is not None
-    how = BranchSampling(
+    sampling = BranchSampling(
         tree.branch_sampling.branches, tree.branch_sampling.probs.expand(count, -1, -1)
     )
     return TokenTree(
-        tree.tokens.expand(count, -1), tree.parents.expand(count, -1), branch_sampling=how
+        tree.tokens.expand(count, -1), tree.parents.expand(count, -1), branch_sampling=sampling
     )
 
 
-Judged = tuple[Verdict, torch.Tensor]
+CellVerdicts = tuple[Verdict, torch.Tensor]
 """A verdict in every cell, and the cells' volumes."""
 
 
-def by_rejection(one: Grown, base: Laws, shared: bool = False) -> Judged:
+def by_rejection(outcome: DraftOutcome, base: Laws, shared: bool = False) -> CellVerdicts:
     """Integrate over one coin per node, and one number for the sample after the path.
 
     `shared` has all children of a node tested with one coin, which is wrong.
     """
-    tree = one.tree
+    tree = outcome.tree
     assert tree.branch_sampling is not None
-    coins: list[list[float]] = [[] for _ in one.prefixes]
+    coins: list[list[float]] = [[] for _ in outcome.prefixes]
     ends: list[float] = []
-    for node, prefix in enumerate(one.prefixes):
+    for node, prefix in enumerate(outcome.prefixes):
         law, ends = base[prefix], ends + sums(base[prefix])
         below = [child for child, parent in enumerate(tree.parents[0].tolist()) if parent == node]
-        left = tree.branch_sampling.probs[0, node].clone() if below else law
-        for place, child in enumerate(below):
-            token = one.prefixes[child][-1]
-            coins[child] = [float(law[token] / left[token])]
-            law = (law - left).clamp(min=0)
+        draft_law = tree.branch_sampling.probs[0, node].clone() if below else law
+        for index, child in enumerate(below):
+            token = outcome.prefixes[child][-1]
+            coins[child] = [float(law[token] / draft_law[token])]
+            law = (law - draft_law).clamp(min=0)
             law = law / law.sum() if law.sum() > 0 else base[prefix]
-            left[token] = 0.0
-            if left.sum() == 0:
-                left = torch.ones_like(left)
-                left[[one.prefixes[tried][-1] for tried in below[: place + 1]]] = 0.0
-            left = left / left.sum()
+            draft_law[token] = 0.0
+            if draft_law.sum() == 0:
+                draft_law = torch.ones_like(draft_law)
+                draft_law[[outcome.prefixes[tried][-1] for tried in below[: index + 1]]] = 0.0
+            draft_law = draft_law / draft_law.sum()
         ends += sums(law)
     num_nodes, whose = len(coins), torch.arange(len(coins))
     if shared:
@@ -260,65 +260,73 @@ def by_rejection(one: Grown, base: Laws, shared: bool = False) -> Judged:
     numbers, volumes = cells(*coins, ends)
     verdict = rejection(
         repeated(tree, len(numbers)),
-        one.base_probs(base).expand(len(numbers), -1, -1),
+        outcome.base_probs(base).expand(len(numbers), -1, -1),
         numbers[:, whose],
         numbers[:, num_nodes, None].expand(-1, num_nodes),
     )
     return verdict, volumes
 
 
-def by_matching(one: Grown, base: Laws) -> Judged:
+def by_matching(outcome: DraftOutcome, base: Laws) -> CellVerdicts:
     """Integrate over one number a level, which all nodes of the level share."""
-    lengths = [len(prefix) for prefix in one.prefixes]
+    lengths = [len(prefix) for prefix in outcome.prefixes]
     levels = [
-        [place for prefix in one.prefixes if len(prefix) == level for place in sums(base[prefix])]
+        [
+            index
+            for prefix in outcome.prefixes
+            if len(prefix) == level
+            for index in sums(base[prefix])
+        ]
         for level in range(max(lengths) + 1)
     ]
     numbers, volumes = cells(*levels)
-    base_probs = one.base_probs(base).expand(len(numbers), -1, -1)
-    tree = repeated(one.tree, len(numbers))
+    base_probs = outcome.base_probs(base).expand(len(numbers), -1, -1)
+    tree = repeated(outcome.tree, len(numbers))
     return match(tree, draw(base_probs, numbers[:, lengths])), volumes
 
 
-def by_typicality(one: Grown, base: Laws) -> Judged:
-    return typical(one.tree, one.base_probs(base)), torch.ones(1)
+def by_typicality(outcome: DraftOutcome, base: Laws) -> CellVerdicts:
+    return typical(outcome.tree, outcome.base_probs(base)), torch.ones(1)
 
 
-def by_a_draw_for_each_sibling(one: Grown, base: Laws) -> Judged:
+def by_a_draw_for_each_sibling(outcome: DraftOutcome, base: Laws) -> CellVerdicts:
     """Accept a child that its own draw hits, the first such one: several tries a position."""
-    parents = one.tree.parents[0].tolist()
-    above = [one.prefixes[max(parent, 0)] for parent in parents]
+    parents = outcome.tree.parents[0].tolist()
+    above = [outcome.prefixes[max(parent, 0)] for parent in parents]
     numbers, volumes = cells(
         *(sums(base[prefix]) for prefix in above),
         itertools.chain.from_iterable(sums(law) for law in base.values()),
     )
-    tree = repeated(one.tree, len(numbers))
-    own = torch.stack([base[prefix] for prefix in above]).expand(len(numbers), -1, -1)
-    hit = draw(own, numbers[:, : len(parents)]) == tree.tokens
-    hit[:, 0] = True
-    kept = ~(tree.ancestors() & ~hit[:, None]).any(-1)
+    tree = repeated(outcome.tree, len(numbers))
+    laws_above = torch.stack([base[prefix] for prefix in above]).expand(len(numbers), -1, -1)
+    is_hit = draw(laws_above, numbers[:, : len(parents)]) == tree.tokens
+    is_hit[:, 0] = True
+    is_kept = ~(tree.ancestors() & ~is_hit[:, None]).any(-1)
     # of siblings that are hit the first goes on: the leftmost deepest node ends the path
     depths = tree.depths() + 1
-    end = (kept * depths).argmax(-1)
+    end = (is_kept * depths).argmax(-1)
     path = tree.ancestors()[torch.arange(len(numbers)), end]
-    last = one.base_probs(base)[0][end]
+    last = outcome.base_probs(base)[0][end]
     bonus = draw(last, numbers[:, len(parents)])
     order = (~path).to(torch.uint8).argsort(dim=-1, stable=True)
     return Verdict(order, path.sum(-1), bonus), volumes
 
 
-def joint(base: Laws, length: int, said: Prefix = ()) -> torch.Tensor:
+def joint(base: Laws, length: int, prefix: Prefix = ()) -> torch.Tensor:
     """Return the base's own law of the tokens after a text: (vocab, ...), one axis a token."""
     vocab = len(base[()])
     chances = [
-        math.prod(float(base[said + text[:place]][token]) for place, token in enumerate(text))
+        math.prod(float(base[prefix + text[:index]][token]) for index, token in enumerate(text))
         for text in itertools.product(range(vocab), repeat=length)
     ]
     return torch.tensor(chances).view([vocab] * length)
 
 
 def emitted(
-    judge: Callable[[Grown, Laws], Judged], trees: Iterable[Grown], base: Laws, length: int
+    judge: Callable[[DraftOutcome, Laws], CellVerdicts],
+    trees: Iterable[DraftOutcome],
+    base: Laws,
+    length: int,
 ) -> torch.Tensor:
     """Return the law of the first tokens that steps emit; what one step lacks the next ones add.
 
@@ -326,26 +334,26 @@ def emitted(
     """
     vocab = len(base[()])
     law = torch.zeros([vocab] * length)
-    for one in trees:
-        verdict, volumes = judge(one, base)
+    for outcome in trees:
+        verdict, volumes = judge(outcome, base)
         rows = zip(
             verdict.path.tolist(), verdict.count.tolist(), verdict.bonus.tolist(), strict=True
         )
         weights: dict[Prefix, float] = defaultdict(float)
         for (path, count, bonus), volume in zip(rows, volumes.tolist(), strict=True):
-            weights[(*one.prefixes[path[count - 1]], bonus)] += volume
-        for said, weight in weights.items():
-            rest = joint(base, length - len(said), said) if len(said) < length else 1.0
-            law[said[:length]] += one.weight * weight * rest
+            weights[(*outcome.prefixes[path[count - 1]], bonus)] += volume
+        for prefix, weight in weights.items():
+            later_law = joint(base, length - len(prefix), prefix) if len(prefix) < length else 1.0
+            law[prefix[:length]] += outcome.weight * weight * later_law
     return law
 
 
-def acceptance(trees: Iterable[Grown], base: Laws) -> float:
+def acceptance(trees: Iterable[DraftOutcome], base: Laws) -> float:
     """Return how probable it is that rejection keeps a child of the root."""
     total = 0.0
-    for one in trees:
-        verdict, volumes = by_rejection(one, base)
-        total += one.weight * float(volumes[verdict.count > 1].sum())
+    for outcome in trees:
+        verdict, volumes = by_rejection(outcome, base)
+        total += outcome.weight * float(volumes[verdict.count > 1].sum())
     return total
 
 
@@ -356,9 +364,9 @@ def variation(first: torch.Tensor, second: torch.Tensor) -> float:
 
 SHAPES = [(4, (1, 1)), (3, (1, 1, 1)), (3, (2, 1)), (2, (2, 1, 2)), (4, (3,)), (3, (3, 1))]
 EXACT = {
-    "rejection": (by_rejection, drawn),
-    "match, drawn children": (by_matching, drawn),
-    "match, best children": (by_matching, best),
+    "rejection": (by_rejection, sampled_children),
+    "match, drawn children": (by_matching, sampled_children),
+    "match, best children": (by_matching, best_children),
 }
 
 
@@ -369,7 +377,7 @@ def test_lossless_rules_have_the_law_of_the_base_to_the_last_token(name, vocab, 
     judge, children = EXACT[name]
     depth = len(branches)
     base, draft = laws(vocab, depth, 1, zeros), laws(vocab, depth, 2, zeros)
-    law = emitted(judge, grown(draft, branches, children), base, depth + 1)
+    law = emitted(judge, draft_outcomes(draft, branches, children), base, depth + 1)
     assert (law - joint(base, depth + 1)).abs().max() < 1e-12
 
 
@@ -378,8 +386,8 @@ def test_lossless_rules_have_the_law_of_the_base_to_the_last_token(name, vocab, 
 def test_stopping_below_a_doubted_token_keeps_the_law(name, branches):
     judge, children = EXACT[name]
     base, draft = laws(3, len(branches), 5), laws(3, len(branches), 6)
-    trees = list(grown(draft, branches, children, stops=lambda chance: chance < 0.5))
-    assert any((one.tree.parents[0, 1:] < 0).any() for one in trees)
+    trees = list(draft_outcomes(draft, branches, children, stops=lambda chance: chance < 0.5))
+    assert any((outcome.tree.parents[0, 1:] < 0).any() for outcome in trees)
     law = emitted(judge, trees, base, len(branches) + 1)
     assert (law - joint(base, len(branches) + 1)).abs().max() < 1e-12
 
@@ -389,7 +397,7 @@ def test_stopping_below_a_doubted_token_keeps_the_law(name, branches):
 
 def test_the_check_catches_typical_acceptance():
     base, draft = laws(3, 2, 1), laws(3, 2, 2)
-    law = emitted(by_typicality, grown(draft, (2, 1)), base, 3)
+    law = emitted(by_typicality, draft_outcomes(draft, (2, 1)), base, 3)
     assert variation(law, joint(base, 3)) > 0.2
 
 
@@ -397,7 +405,7 @@ def test_the_check_catches_a_draw_for_each_sibling():
     # Medusa's nucleus mode: the second sibling gets another try
     base, draft = {(): torch.tensor([0.5, 0.3, 0.2])}, {(): torch.tensor([0.6, 0.4, 0.0])}
     base |= {(token,): base[()] for token in range(3)}
-    law = emitted(by_a_draw_for_each_sibling, grown(draft, (2,), best), base, 1)
+    law = emitted(by_a_draw_for_each_sibling, draft_outcomes(draft, (2,), best_children), base, 1)
     torch.testing.assert_close(law, torch.tensor([0.675, 0.255, 0.07]))
     assert variation(law, base[()]) == pytest.approx(0.175)
 
@@ -415,29 +423,31 @@ def after_any(law: torch.Tensor) -> Laws:
 def test_the_check_catches_a_coin_that_siblings_share():
     # the second sibling is tested with a coin that is known to have failed the first
     base, draft = after_any(P), after_any(Q)
-    law = emitted(functools.partial(by_rejection, shared=True), grown(draft, (2,)), base, 1)
+    law = emitted(
+        functools.partial(by_rejection, shared=True), draft_outcomes(draft, (2,)), base, 1
+    )
     torch.testing.assert_close(law, torch.tensor([0.5225, 0.2775, 0.15, 0.05]))
-    law = emitted(by_rejection, grown(draft, (2,)), base, 1)
+    law = emitted(by_rejection, draft_outcomes(draft, (2,)), base, 1)
     assert variation(law, P) < 1e-12
 
 
 def test_the_check_catches_dropping_a_doubted_token_unverified():
     base, draft = after_any(torch.tensor([0.7, 0.3])), after_any(torch.tensor([0.5, 0.5]))
     dropping = []
-    for one in grown(draft, (1,)):
-        parents = one.tree.parents.clone()
-        parents[0, 1] = -1 if one.tree.tokens[0, 1] == 1 else 0
-        tree = TokenTree(one.tree.tokens, parents, branch_sampling=one.tree.branch_sampling)
-        dropping.append(Grown(one.weight, tree, one.prefixes))
+    for outcome in draft_outcomes(draft, (1,)):
+        parents = outcome.tree.parents.clone()
+        parents[0, 1] = -1 if outcome.tree.tokens[0, 1] == 1 else 0
+        tree = TokenTree(outcome.tree.tokens, parents, branch_sampling=outcome.tree.branch_sampling)
+        dropping.append(DraftOutcome(outcome.weight, tree, outcome.prefixes))
     law = emitted(by_rejection, dropping, base, 1)
     torch.testing.assert_close(law, torch.tensor([0.85, 0.15]))
-    law = emitted(by_rejection, grown(draft, (1,)), base, 1)
+    law = emitted(by_rejection, draft_outcomes(draft, (1,)), base, 1)
     assert variation(law, base[()]) < 1e-12
 
 
 def test_the_check_catches_best_guesses_that_pass_for_drawn_ones():
-    # the result of testing a beam's two best tokens as if they were samples
-    pretended = list(grown(after_any(Q), (2,), lambda *_: [((2, 0), 1.0)]))
+    # the result of testing a beam's two best_children tokens as if they were samples
+    pretended = list(draft_outcomes(after_any(Q), (2,), lambda *_: [((2, 0), 1.0)]))
     law = emitted(by_rejection, pretended, after_any(P), 1)
     torch.testing.assert_close(law, torch.tensor([0.7, 0.0, 0.3, 0.0]))
 
@@ -447,12 +457,12 @@ def test_at_temperature_zero_rejection_is_matching_whatever_the_coins():
         prefix: nn.functional.one_hot(law.argmax(), 3).double()
         for prefix, law in laws(3, 2, 7).items()
     }
-    for one in grown(laws(3, 2, 8), (2, 1)):
-        verdict, wanted = by_rejection(one, base)[0], by_matching(one, base)[0]
-        count = int(wanted.count[0])
+    for outcome in draft_outcomes(laws(3, 2, 8), (2, 1)):
+        verdict, expected = by_rejection(outcome, base)[0], by_matching(outcome, base)[0]
+        count = int(expected.count[0])
         assert (verdict.count == count).all()
-        assert (verdict.path[:, :count] == wanted.path[0, :count]).all()
-        assert (verdict.bonus == wanted.bonus[0]).all()
+        assert (verdict.path[:, :count] == expected.path[0, :count]).all()
+        assert (verdict.bonus == expected.bonus[0]).all()
 
 
 # --- how much rejection accepts ----------------------------------------------------------------
@@ -461,7 +471,9 @@ def test_at_temperature_zero_rejection_is_matching_whatever_the_coins():
 @pytest.mark.parametrize("seed", range(10))
 def test_acceptance_is_optimal_for_one_child_grows_with_more_and_covers_with_all(seed):
     base, draft = laws(4, 0, seed)[()], laws(4, 0, seed + 100)[()]
-    accepted = [acceptance(grown(after_any(draft), (k,)), after_any(base)) for k in range(1, 5)]
+    accepted = [
+        acceptance(draft_outcomes(after_any(draft), (k,)), after_any(base)) for k in range(1, 5)
+    ]
     assert accepted[0] == pytest.approx(1 - variation(base, draft), abs=1e-12)
     assert accepted == sorted(accepted)
     assert accepted[3] == pytest.approx(1.0, abs=1e-12)
@@ -482,10 +494,10 @@ def test_a_chain_is_judged_as_transformers_judges_it(case):
     )  # fmt: skip
     depth = draft.shape[1]
     tree = chain(tokens[:, -depth - 1 :])
-    how = BranchSampling((1,) * depth, draft.double().softmax(-1))
+    sampling = BranchSampling((1,) * depth, draft.double().softmax(-1))
     coins = torch.cat([torch.zeros(1), uniforms])[None]
     path, count, after = accept.walk_nodes(
-        replace(tree, branch_sampling=how), base.double().softmax(-1), coins
+        replace(tree, branch_sampling=sampling), base.double().softmax(-1), coins
     )
     assert int(count) == int(matched) + 1
     assert path[0, : int(count)].tolist() == list(range(int(count)))
@@ -501,23 +513,23 @@ def test_a_chain_has_the_law_that_transformers_measured():
     count, rows, depth = 60_000, torch.arange(60_000), 3
     tokens = draw(draft.expand(count, -1, -1), noise.uniform(rows[:, None], torch.arange(3), 0))
     tree = chain(torch.cat([torch.zeros(count, 1, dtype=torch.long), tokens], dim=1))
-    how = BranchSampling((1,) * depth, draft.expand(count, -1, -1))
+    sampling = BranchSampling((1,) * depth, draft.expand(count, -1, -1))
     nodes = torch.arange(depth + 1)
     verdict = rejection(
-        replace(tree, branch_sampling=how),
+        replace(tree, branch_sampling=sampling),
         base.expand(count, -1, -1),
         noise.uniform(rows[:, None], nodes, 1),
         noise.uniform(rows[:, None], nodes, 2),
     )
-    said = torch.cat([tokens, tokens[:, :1]], dim=1)
-    said[rows, verdict.count - 1] = verdict.bonus
-    both = verdict.count > 1
-    for ours, theirs in (
-        (torch.bincount(said[:, 0], minlength=7), io["out.first_token_counts"]),
-        (torch.bincount(said[both, 1], minlength=7), io["out.second_token_counts"]),
+    texts = torch.cat([tokens, tokens[:, :1]], dim=1)
+    texts[rows, verdict.count - 1] = verdict.bonus
+    has_second = verdict.count > 1
+    for counts, reference_counts in (
+        (torch.bincount(texts[:, 0], minlength=7), io["out.first_token_counts"]),
+        (torch.bincount(texts[has_second, 1], minlength=7), io["out.second_token_counts"]),
         (torch.bincount(verdict.count - 1, minlength=4), io["out.n_matches_counts"]),
     ):
-        pooled = torch.stack([ours, theirs]).double()
+        pooled = torch.stack([counts, reference_counts]).double()
         expected = pooled.sum(1, keepdim=True) * pooled.sum(0) / pooled.sum()
         # seven cells: 28 is passed by one sample in ten thousand
         assert ((pooled - expected) ** 2 / expected).sum() < 28
@@ -532,7 +544,7 @@ def test_typical_acceptance_keeps_tokens_above_its_threshold_and_is_lossy():
     probs = P.expand(1, 2, -1)
     assert int(typical(tree, probs).count) == 1
     assert int(typical(tree, probs, epsilon=0.3, delta=0.09).count) == 2
-    only = grown(after_any(Q), (1,), lambda *_: [((1,), 1.0)])
+    only = draft_outcomes(after_any(Q), (1,), lambda *_: [((1,), 1.0)])
     law = emitted(by_typicality, only, base, 1)
     assert law.tolist() == [0, 1, 0, 0]
     assert variation(law, P) == pytest.approx(0.7)

@@ -63,7 +63,7 @@ CASES = [
 def test_every_baseline_decodes_the_base_s_text(architecture, name):
     drafter, policy = arm(name, architecture)
     out = generate(tiny.base(architecture), drafter, tiny.prompts(), max_new_tokens=14, tree=policy)
-    assert out.tokens == [said[:14] for said in tiny.continuations(architecture)]
+    assert out.tokens == [tokens[:14] for tokens in tiny.continuations(architecture)]
 
 
 # --- prompt lookup -----------------------------------------------------------------------------
@@ -81,13 +81,15 @@ def naive(text: list[int], copied: int) -> tuple[int, list[int]]:
 
 
 @given(
-    text=st.lists(st.integers(0, 3), max_size=40), told=st.integers(0, 40), copied=st.integers(1, 8)
+    text=st.lists(st.integers(0, 3), max_size=40),
+    length=st.integers(0, 40),
+    copied=st.integers(1, 8),
 )
-def test_prompt_lookup_equals_a_search_by_loops(text: list[int], told: int, copied: int):
-    found = LookupText(text[:told])
-    assert found.find(copied) == naive(text[:told], copied)
-    found.extend(text[told:])
-    assert found.find(copied) == naive(text, copied)
+def test_prompt_lookup_equals_a_search_by_loops(text: list[int], length: int, copied: int):
+    lookup = LookupText(text[:length])
+    assert lookup.find(copied) == naive(text[:length], copied)
+    lookup.extend(text[length:])
+    assert lookup.find(copied) == naive(text, copied)
 
 
 def test_a_step_of_prompt_lookup_drafts_the_longest_match_alone():
@@ -104,7 +106,8 @@ def test_a_step_of_prompt_lookup_drafts_the_longest_match_alone():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "depth"), [*((one, 4) for one in tiny.ARCHITECTURES), ("llama", 1)]
+    ("architecture", "depth"),
+    [*((architecture, 4) for architecture in tiny.ARCHITECTURES), ("llama", 1)],
 )
 def test_a_base_that_drafts_for_itself_is_always_right(architecture, depth):
     base = tiny.base(architecture)
@@ -126,15 +129,15 @@ def test_a_tree_of_a_draft_model_follows_each_path():
     _, state = drafter.extend(state, level, torch.zeros_like(level))
     below = torch.tensor([[5, 6, 7]])
     logits, _ = drafter.extend(state, below, torch.tensor([[1, 0, 1]]))
-    for place, path in enumerate(([4, 5], [3, 6], [4, 7])):
+    for index, path in enumerate(([4, 5], [3, 6], [4, 7])):
         plain = base.model(torch.tensor([[*prompt[0].tolist(), 30, *path]])).logits[0, -1]
-        torch.testing.assert_close(logits[0, place], plain)
+        torch.testing.assert_close(logits[0, index], plain)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused_in_one_line():
-    other = FrozenBase(AutoModelForCausalLM.from_config(tiny.config(vocab_size=50)), name="other")
+    model = FrozenBase(AutoModelForCausalLM.from_config(tiny.config(vocab_size=50)), name="other")
     with pytest.raises(ValueError, match="'other' has 50 tokens, 'tiny-llama' has 61"):
-        DraftModel(other, 2, tiny.base())
+        DraftModel(model, 2, tiny.base())
 
 
 def test_a_draft_model_with_fewer_padding_rows_reads_every_token_of_the_base(monkeypatch):
@@ -173,38 +176,38 @@ def test_a_window_decodes_as_if_it_had_read_sinks_and_recent_text_at_their_place
         Committed(base.read(reading), following, torch.tensor([len(text), 3])), memory
     )
     # the plain model over the same tokens at the same positions, the long gap left out
-    kept = [*text, 33]
-    places = [*range(sinks), *range(len(kept) - window, len(kept))]
+    window_text = [*text, 33]
+    positions = [*range(sinks), *range(len(window_text) - window, len(window_text))]
     plain = base.model(
-        torch.tensor([[kept[place] for place in places]]),
-        position_ids=torch.tensor([places]),
-        attention_mask=dense_mask(base, places),
+        torch.tensor([[window_text[position] for position in positions]]),
+        position_ids=torch.tensor([positions]),
+        attention_mask=dense_mask(base, positions),
     )
     torch.testing.assert_close(logits[0, 0], plain.logits[0, -1])
     plain = base.model(torch.tensor([[*short, 34]]))
     torch.testing.assert_close(logits[1, 0], plain.logits[0, -1])
 
 
-def dense_mask(base: FrozenBase, places: list[int]):
+def dense_mask(base: FrozenBase, positions: list[int]):
     """Return causal masks that count a sliding window in positions, by kind of layer."""
-    at = torch.tensor(places)
+    at = torch.tensor(positions)
     masks = {}
     for kind, window in base.windows.items():
-        seen = at[:, None] >= at
+        visible = at[:, None] >= at
         if window is not None:
-            seen = seen & (at > at[:, None] - window)
-        zero = torch.zeros(seen.shape, dtype=base.dtype)
-        masks[kind] = zero.masked_fill(~seen, torch.finfo(base.dtype).min)[None, None]
+            visible = visible & (at > at[:, None] - window)
+        zero = torch.zeros(visible.shape, dtype=base.dtype)
+        masks[kind] = zero.masked_fill(~visible, torch.finfo(base.dtype).min)[None, None]
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def test_a_window_shorter_than_the_copied_text_reads_all_of_it():
     window = Streaming(tiny.base(), 2, sinks=2, window=4)
     prompts = [[7, 3, 11, 5, 2, 9, 7, 3, 11] * 3, [4, 8] * 5]
-    how: dict[str, Any] = {"max_new_tokens": 60}
-    out = generate(tiny.base(), window, prompts, tree=HybridTree(policies.chain(2), 10), **how)
+    settings: dict[str, Any] = {"max_new_tokens": 60}
+    out = generate(tiny.base(), window, prompts, tree=HybridTree(policies.chain(2), 10), **settings)
     assert max(len(step.tokens) for row in out.steps for step in row) > 5
-    assert out.tokens == generate(tiny.base(), None, prompts, **how).tokens
+    assert out.tokens == generate(tiny.base(), None, prompts, **settings).tokens
 
 
 # --- grafting ----------------------------------------------------------------------------------
@@ -227,10 +230,12 @@ def test_a_grafted_tree_is_the_union_of_the_tree_and_the_copied_path(seed, copie
         old = paths(tokens[row].tolist(), parents[row].tolist())
         new = paths(out.tokens[row].tolist(), out.parents[row].tolist())
         assert len(set(new)) == len(new), "a (parent, token) pair occurs once"
-        whole = [token for token in path[row].tolist() if token >= 0]
-        shared = max(len(p) for p in old if list(p) == whole[: len(p)])
-        wanted = {tuple(whole[:end]) for end in range(min(len(whole), shared + size) + 1)}
-        assert set(new) == set(old) | wanted
+        copied_path = [token for token in path[row].tolist() if token >= 0]
+        shared = max(len(p) for p in old if list(p) == copied_path[: len(p)])
+        expected = {
+            tuple(copied_path[:end]) for end in range(min(len(copied_path), shared + size) + 1)
+        }
+        assert set(new) == set(old) | expected
 
 
 def random_trees(batch: int, num_nodes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -249,8 +254,8 @@ def random_trees(batch: int, num_nodes: int, generator: torch.Generator) -> tupl
 
 def paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
     """Return the path to each node that is present."""
-    found: dict[int, tuple[int, ...]] = {0: ()}
+    paths: dict[int, tuple[int, ...]] = {0: ()}
     for node in range(1, len(tokens)):
         if parents[node] >= 0:
-            found[node] = (*found[parents[node]], tokens[node])
-    return list(found.values())
+            paths[node] = (*paths[parents[node]], tokens[node])
+    return list(paths.values())

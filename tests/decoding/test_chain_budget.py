@@ -27,23 +27,25 @@ def logits(*probs: float) -> torch.Tensor:
     return torch.stack([first, 1 - first], dim=-1).log()[:, None]
 
 
-def step(one: ChainBudget, sampled: list[int], prob: float, drafted: int = 2) -> list[int] | None:
+def step(
+    chains: ChainBudget, sampled: list[int], prob: float, drafted: int = 2
+) -> list[int] | None:
     """Run a step of one request and one level; return the verified draft, None without a draft."""
-    one.observe(["a"], [sampled])
-    if not one.starts(1):
+    chains.observe(["a"], [sampled])
+    if not chains.starts(1):
         return None
-    one.update_level([0], 0, logits(prob))
-    return one.cut([[drafted]], 0)[0]
+    chains.update_level([0], 0, logits(prob))
+    return chains.cut([[drafted]], 0)[0]
 
 
 @pytest.mark.parametrize(("ragged", "equal"), [(0.0, False), (0.05, False), (1.0, True)])
 def test_the_chains_that_survive_best_are_verified(ragged, equal):
-    one = budget(token=0.25)
-    one.ragged = ragged / 3
-    one.observe(["a", "b", "c"], [[1], [1], [1]])
+    chains = budget(token=0.25)
+    chains.ragged = ragged / 3
+    chains.observe(["a", "b", "c"], [[1], [1], [1]])
     for level, probs in enumerate([(0.9, 0.55, 0.8), (0.5, 0.9, 0.9), (0.99, 0.5, 0.9)]):
-        one.update_level([0, 1, 2], level, logits(*probs))
-    counts = [len(chain) for chain in one.cut([[1, 2, 3], [4, 5, 6], [7, 8, 9]], 0)]
+        chains.update_level([0, 1, 2], level, logits(*probs))
+    counts = [len(chain) for chain in chains.cut([[1, 2, 3], [4, 5, 6], [7, 8, 9]], 0)]
     survivals = np.array([[0.9, 0.45, 0.4455], [0.55, 0.495, 0.2475], [0.8, 0.72, 0.648]])
     # brute force over all ways to cut the three chains
     cuts = [(a, b, c) for a in range(4) for b in range(4) for c in range(4)]
@@ -57,82 +59,82 @@ def test_the_chains_that_survive_best_are_verified(ragged, equal):
 
 
 def test_drafts_that_are_never_right_are_no_longer_verified_and_tried_again():
-    one = budget(token=0.1, draft=0.05)
-    found = [step(one, [1], 0.8) for _ in range(300)]
-    assert found[0] == [2]
-    later = found[100:]
+    chains = budget(token=0.1, draft=0.05)
+    drafts = [step(chains, [1], 0.8) for _ in range(300)]
+    assert drafts[0] == [2]
+    later = drafts[100:]
     assert [2] not in later
     # some steps draft without a gain, to see whether drafts pay again
     assert 0 < 200 - later.count(None) <= 200 // RETRY + 1
 
 
 def test_drafts_pay_again_once_they_are_right():
-    one = budget(token=0.1, draft=0.05)
+    chains = budget(token=0.1, draft=0.05)
     for _ in range(100):
-        step(one, [1], 0.8)
-    found = [step(one, [2], 0.8) for _ in range(600)]
-    assert found[0] is None
-    assert found[-50:] == [[2]] * 50
+        step(chains, [1], 0.8)
+    drafts = [step(chains, [2], 0.8) for _ in range(600)]
+    assert drafts[0] is None
+    assert drafts[-50:] == [[2]] * 50
 
 
 def test_unsure_drafts_are_not_begun_in_large_batches_only():
-    one = budget(token=0.2, draft=0.1, depth=1)
+    chains = budget(token=0.2, draft=0.1, depth=1)
     for turn in range(80):
         requests = [*"abcdefgh"] if turn % 2 else ["a"]
         rows = [*range(len(requests))]
         # half of the drafts are right
-        one.observe(requests, [[1 + turn // 2 % 2]] * len(requests))
-        if one.starts(len(rows)):
-            one.update_level(rows, 0, logits(*[0.5] * len(rows)))
-            one.cut([[1]] * len(rows), 0)
-    assert one._gains[1] > 1.02
-    assert one._gains[4] < 1.0
+        chains.observe(requests, [[1 + turn // 2 % 2]] * len(requests))
+        if chains.starts(len(rows)):
+            chains.update_level(rows, 0, logits(*[0.5] * len(rows)))
+            chains.cut([[1]] * len(rows), 0)
+    assert chains._gains[1] > 1.02
+    assert chains._gains[4] < 1.0
 
 
 @pytest.mark.parametrize(("token", "is_right"), [(2, True), (3, False)])
 def test_tokens_that_were_cut_are_observed(token, is_right):
-    one = budget(token=10.0)
-    assert step(one, [1], 0.6) == []
-    one.observe(["a", "b"], [[token], [1]])
-    factors = one._factors
+    chains = budget(token=10.0)
+    assert step(chains, [1], 0.6) == []
+    chains.observe(["a", "b"], [[token], [1]])
+    factors = chains._factors
     assert (factors[0] > 1.0) == is_right
     # a new request has the usual rates
-    assert one._chances[1] == one.rates
+    assert chains._chances[1] == chains.rates
     # a draft is observed once
-    one.observe(["a", "b"], [[token], [1]])
-    assert one._factors == factors
+    chains.observe(["a", "b"], [[token], [1]])
+    assert chains._factors == factors
 
 
 def test_rates_follow_the_tokens_up_to_the_first_wrong_one():
-    one = budget()
-    one.observe(["a"], [[1]])
-    one.cut([[2, 3, 4]], 0)
-    one.observe(["a"], [[2, 9, 4]])
-    assert one.rates[0] > 0.5 > one.rates[1]
-    assert one.rates[2] == 0.5
+    chains = budget()
+    chains.observe(["a"], [[1]])
+    chains.cut([[2, 3, 4]], 0)
+    chains.observe(["a"], [[2, 9, 4]])
+    assert chains.rates[0] > 0.5 > chains.rates[1]
+    assert chains.rates[2] == 0.5
 
 
 def test_levels_that_a_chain_lacks_are_not_expected():
-    one = budget()
-    one.observe(["a", "b"], [[1], [1]])
-    assert one.cut([[2], [3, 4, 5]], 0) == [[2], [3, 4, 5]]
+    chains = budget()
+    chains.observe(["a", "b"], [[1], [1]])
+    assert chains.cut([[2], [3, 4, 5]], 0) == [[2], [3, 4, 5]]
     # verification is free: the gain is that of the expected tokens
-    assert one._gains[2] == pytest.approx((2 + 0.5 + 0.5 + 0.25 + 0.125) / 2)
+    assert chains._gains[2] == pytest.approx((2 + 0.5 + 0.5 + 0.25 + 0.125) / 2)
 
 
 @pytest.mark.parametrize(("prob", "pays"), [(0.9, True), (0.5, False)])
 def test_another_level_is_drafted_if_it_pays(prob, pays):
-    one = budget(token=0.25, draft=0.02)
-    one.observe(["a"], [[1]])
-    one.update_level([0], 0, logits(prob))
-    assert one.continues([0], 1, 0) == pays
+    chains = budget(token=0.25, draft=0.02)
+    chains.observe(["a"], [[1]])
+    chains.update_level([0], 0, logits(prob))
+    assert chains.continues([0], 1, 0) == pays
 
 
 def test_requests_that_left_the_batch_are_forgotten():
-    one = budget()
-    one.observe(["a", "b"], [[1], [1]])
-    one.observe(["b"], [[1]])
-    assert list(one._requests) == ["b"]
+    chains = budget()
+    chains.observe(["a", "b"], [[1], [1]])
+    chains.observe(["b"], [[1]])
+    assert list(chains._requests) == ["b"]
 
 
 def test_cost_follows_a_server_whose_tokens_take_longer():
@@ -191,9 +193,9 @@ def test_the_best_nodes_of_all_rows_are_the_best_subset(trees, cost):
         return cost.seconds(tokens, 100 * len(trees))
 
     nodes = sorted((-value for tree in trees for _, value in tree))
-    number, found = num_verified([-value for value in nodes], len(trees), seconds)
+    number, goodput = num_verified([-value for value in nodes], len(trees), seconds)
     expected = len(trees) - sum(nodes[:number])
-    assert found == pytest.approx(expected / seconds(len(trees) + number))
+    assert goodput == pytest.approx(expected / seconds(len(trees) + number))
     everything = [(row, node) for row, tree in enumerate(trees) for node in range(1, len(tree) + 1)]
     best = 0.0
     for count in range(len(everything) + 1):
@@ -202,7 +204,7 @@ def test_the_best_nodes_of_all_rows_are_the_best_subset(trees, cost):
             if all(trees[r][n - 1][0] in (0, *(m for q, m in chosen if q == r)) for r, n in chosen):
                 tokens = len(trees) + sum(trees[row][node - 1][1] for row, node in chosen)
                 best = max(best, tokens / seconds(len(trees) + count))
-    assert found == pytest.approx(best)
+    assert goodput == pytest.approx(best)
 
 
 def test_free_verification_takes_every_node_and_dear_verification_none():

@@ -50,10 +50,10 @@ def many(
     count: int, vocab: int, chosen: Sampling = DRAWN, *, coupled: bool = True
 ) -> SamplingState:
     """Return rows of one text and a seed each."""
-    each = [chosen.of_prompt(place) for place in range(count)]
-    places = torch.full((count,), 4)
+    samplings = [chosen.of_prompt(row) for row in range(count)]
+    positions = torch.full((count,), 4)
     text = torch.zeros(count, 8, dtype=torch.long)
-    return SamplingState(each, places, text, vocab, dtype=torch.float64, coupled=coupled)
+    return SamplingState(samplings, positions, text, vocab, dtype=torch.float64, coupled=coupled)
 
 
 def grown(policy: policies.TreePolicy, drafter: Drafter, rows: SamplingState) -> TokenTree:
@@ -103,12 +103,12 @@ def test_a_coupled_guess_is_right_at_the_computed_rate(seed, spread, vocab):
     rows = many(count, vocab)
     tree = grown(policies.chain(1), Laws(draft), rows)
     share = (chosen(rows, tree, base)[:, 0] == tree.tokens[:, 1]).double().mean()
-    wanted = agreement(base, draft)
-    error = (wanted * (1 - wanted) / count) ** 0.5
-    assert abs(share - wanted) < 4.5 * error
+    expected = agreement(base, draft)
+    error = (expected * (1 - expected) / count) ** 0.5
+    assert abs(share - expected) < 4.5 * error
     distance = float((base.exp() - draft.exp()).abs().sum() / 2)
-    least, most = (1 - distance) / (1 + distance), 1 - distance
-    assert least - 1e-12 <= wanted <= most + 1e-12
+    lower_bound, upper_bound = (1 - distance) / (1 + distance), 1 - distance
+    assert lower_bound - 1e-12 <= expected <= upper_bound + 1e-12
     # the best guess of a perfect drafter is still one token
     assert agreement(base, base) == pytest.approx(1.0)
 
@@ -150,28 +150,28 @@ def test_greedy_rows_next_to_sampling_rows_keep_their_drafts():
 # --- the text ------------------------------------------------------------------------------------
 
 
-def decoded(monkeypatch: pytest.MonkeyPatch | None = None, *, seen: bool = True) -> Decoding:
+def decoded(monkeypatch: pytest.MonkeyPatch | None = None, *, coupled: bool = True) -> Decoding:
     """Return many texts, perhaps with drafts that see the noise of a wrong position."""
     if monkeypatch is not None:
         right = SamplingState.level_noise
         monkeypatch.setattr(
             SamplingState, "level_noise", lambda rows, level: right(rows, level + 1)
         )
-    each = [Sampling(temperature=1.0, seed=3).of_prompt(place) for place in range(60)]
+    samplings = [Sampling(temperature=1.0, seed=3).of_prompt(row) for row in range(60)]
     return generate(
         tiny.base(),
         Bigrams("llama", 2, 0.5),
-        [[1 + place % 60, 7] for place in range(60)],
+        [[1 + row % 60, 7] for row in range(60)],
         max_new_tokens=24,
-        sampling=each,
+        sampling=samplings,
         tree=policies.chain(2),
-        coupled=seen,
+        coupled=coupled,
     )
 
 
 def test_noise_of_a_wrong_position_changes_no_text_and_does_not_help(monkeypatch):
-    found = decoded(), decoded(seen=False), decoded(monkeypatch)
-    assert found[0].tokens == found[1].tokens == found[2].tokens
-    with_noise, without, wrong = (sum(one.forwards) for one in found)
+    decodings = decoded(), decoded(coupled=False), decoded(monkeypatch)
+    assert decodings[0].tokens == decodings[1].tokens == decodings[2].tokens
+    with_noise, without, wrong = (sum(decoding.forwards) for decoding in decodings)
     assert with_noise < 0.95 * without
     assert wrong > 1.05 * with_noise

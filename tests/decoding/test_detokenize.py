@@ -24,7 +24,7 @@ NAMES = {byte: chr(byte) for byte in SAME} | {byte: chr(256 + n) for n, byte in 
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of as many tokens as the tiny bases have; some cut characters."""
-    vocab = {"".join(map(NAMES.__getitem__, piece)): place for place, piece in enumerate(PIECES)}
+    vocab = {"".join(map(NAMES.__getitem__, piece)): index for index, piece in enumerate(PIECES)}
     bpe = Tokenizer(models.BPE(vocab | {"<end>": END}, []))
     bpe.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>")
@@ -78,8 +78,8 @@ def test_of_two_stop_strings_the_one_completed_first_counts():
 
 def test_each_token_has_a_text_of_its_own_or_a_name():
     cut = ids(b"a", b"\xe2", b"\x82\xac", b"\xf0\x9f\x98", b" the")
-    shown = [token_text(tokenizer(), cut[:place], token) for place, token in enumerate(cut)]
-    assert shown == ["a", "⟨â⟩", "€", "⟨ðŁĺ⟩", "\N{REPLACEMENT CHARACTER} the"]
+    texts = [token_text(tokenizer(), cut[:end], token) for end, token in enumerate(cut)]
+    assert texts == ["a", "⟨â⟩", "€", "⟨ðŁĺ⟩", "\N{REPLACEMENT CHARACTER} the"]
     assert token_text(tokenizer(), cut, END) == "⟨<end>⟩"
 
 

@@ -40,10 +40,10 @@ def what(step: DecodingStep) -> tuple[list[int], ...]:
 def head(kind: str, **settings: Any) -> Drafter:
     """Return an untrained head, right about as often as chance has it."""
     torch.manual_seed(1)
-    made = build_for_base({"kind": kind, "depth": 3, **settings}, tiny.base()).double().eval()
-    for parameter in made.parameters():
+    model_head = build_for_base({"kind": kind, "depth": 3, **settings}, tiny.base()).double().eval()
+    for parameter in model_head.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
-    return made
+    return model_head
 
 
 ARMS: dict[str, Callable[[], Arm]] = {
@@ -71,10 +71,10 @@ def requests(number: int) -> list[Request]:
             sampling=Sampling(
                 temperature=generator.choice([0.0, 0.7]),
                 repetition_penalty=generator.choice([1.0, 1.3]),
-                seed=place,
+                seed=index,
             ),
         )
-        for place in range(number)
+        for index in range(number)
     ]
 
 
@@ -95,9 +95,9 @@ def alone(name: str) -> list[Decoding]:
     ]
 
 
-def ask(engine: Engine, **wanted: Any) -> Stream:
+def ask(engine: Engine, **settings: Any) -> Stream:
     """Submit the first tiny prompt, or another request."""
-    return engine.submit(Request(**{"prompt": tiny.prompts()[0], "max_new_tokens": NEW} | wanted))
+    return engine.submit(Request(**{"prompt": tiny.prompts()[0], "max_new_tokens": NEW} | settings))
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
@@ -168,8 +168,8 @@ def test_cancelling_frees_blocks_at_once_wherever_the_request_is():
     engine.run()
     reasons = [stream.finish_reason for stream in streams]
     assert reasons == ["cancelled", "length", "cancelled", "length"]
-    said = tiny.continuations()[0][:NEW]
-    assert [stream.tokens for stream in streams] == [said[:2], said, [], said]
+    expected = tiny.continuations()[0][:NEW]
+    assert [stream.tokens for stream in streams] == [expected[:2], expected, [], expected]
     streams[1].cancel()
     assert streams[1].finish_reason == "length"
     assert engine.pool.num_free == 12
@@ -218,8 +218,8 @@ def serve(visits: list[tuple[Any, ...]], num_blocks: int, max_batch: int, name: 
         streams.append(ask(engine, prompt=[prompt] * prompt, max_new_tokens=limit, **ends))
         for _ in range(steps):
             engine.step()
-            held = sum(one.num_blocks for one in engine.running)
-            assert pool.num_blocks - pool.num_free <= held <= pool.num_blocks
+            num_blocks = sum(stream.num_blocks for stream in engine.running)
+            assert pool.num_blocks - pool.num_free <= num_blocks <= pool.num_blocks
         if leaving is not None:
             streams[leaving % len(streams)].cancel()
     engine.run()
@@ -265,8 +265,8 @@ def test_an_error_ends_only_the_rows_of_its_step(place, paged, monkeypatch):
     assert not {*failed} & {*engine.running, *engine.waiting}
     assert engine.waiting
     engine.run()
-    for stream, said, limit in zip(streams, tiny.continuations() * 2, limits, strict=True):
-        assert stream.tokens == said[: len(stream.tokens)]
+    for stream, expected, limit in zip(streams, tiny.continuations() * 2, limits, strict=True):
+        assert stream.tokens == expected[: len(stream.tokens)]
         assert stream in failed or (stream.finish_reason, len(stream.tokens)) == ("length", limit)
     if pool is not None:
         assert pool.num_free == pool.num_blocks
@@ -276,13 +276,13 @@ def test_an_error_ends_only_the_rows_of_its_step(place, paged, monkeypatch):
 
 
 def test_an_end_of_text_inside_a_drafted_path_ends_the_row_there():
-    said = tiny.continuations()[0]
+    expected = tiny.continuations()[0]
     # the first token comes with the prompt, and each forward brings five
-    place = next(place for place in range(7, 10) if said[place] not in said[:place])
+    end = next(end for end in range(7, 10) if expected[end] not in expected[:end])
     engine = Engine(tiny.base(), tiny.oracle(4))
-    ended, ignored = ask(engine, eos_ids=(said[place],)), ask(engine, eos_ids=())
+    ended, ignored = ask(engine, eos_ids=(expected[end],)), ask(engine, eos_ids=())
     engine.run()
-    assert ended.tokens == said[: place + 1]
+    assert ended.tokens == expected[: end + 1]
     assert ended.finish_reason == "eos"
     assert len(ended.steps[-1].tokens) == 5
     assert ignored.finish_reason == "length"
@@ -316,25 +316,25 @@ def joined(pieces: list[tuple[list[int], str]]) -> tuple[list[int], str]:
 @pytest.mark.parametrize("depth", [0, 4])
 def test_streamed_text_is_the_text_however_many_tokens_come_at_once(depth, base):
     engine = Engine(base, tiny.oracle(depth) if depth else None)
-    for prompt, said in zip(tiny.prompts(), tiny.continuations(), strict=True):
+    for prompt, expected in zip(tiny.prompts(), tiny.continuations(), strict=True):
         stream = ask(engine, prompt=prompt, max_new_tokens=tiny.NEW_TOKENS)
         pieces = list(stream)
         assert len(pieces) > 5
         assert joined(pieces) == (stream.tokens, stream.text)
-        assert stream.tokens == said
+        assert stream.tokens == expected
         before = base.tokenizer.decode(prompt).rstrip("\N{REPLACEMENT CHARACTER}")
-        whole = base.tokenizer.decode(prompt + said, skip_special_tokens=True)
-        assert whole == before + stream.text
+        text = base.tokenizer.decode(prompt + expected, skip_special_tokens=True)
+        assert text == before + stream.text
 
 
 # 0 | ing | F | d | c d     the second string begins within a token and ends within another
 @pytest.mark.parametrize("stop", ["0ingF", "ngFdc"])
 @pytest.mark.parametrize("depth", [0, 4])
 def test_a_stop_string_ends_the_text_right_before_it(depth, stop, base):
-    said = tiny.continuations()[0]
+    expected = tiny.continuations()[0]
     text = ask(Engine(base), max_new_tokens=30)
     list(text)
-    assert [PIECES[token] for token in said[6:11]] == [b"0", b"ing", b"F", b"d", b"c d"]
+    assert [PIECES[token] for token in expected[6:11]] == [b"0", b"ing", b"F", b"d", b"c d"]
     start = text.text.index(stop)
     engine = Engine(base, tiny.oracle(depth) if depth else None, pool=base.pool(40, 4))
     stream = ask(engine, max_new_tokens=30, stop=("never said", stop))
@@ -342,22 +342,25 @@ def test_a_stop_string_ends_the_text_right_before_it(depth, stop, base):
     assert stream.finish_reason == "stop"
     assert stream.text == text.text[:start]
     assert joined(pieces) == (stream.tokens, stream.text)
-    assert said[: len(stream.tokens)] == stream.tokens
+    assert expected[: len(stream.tokens)] == stream.tokens
     assert engine.pool is not None
     assert engine.pool.num_free == 40
     # text that could have begun a stop string is written at the end
-    other = ask(engine, max_new_tokens=30, stop=(stop[:-1] + "?never",))
-    assert joined(list(other)) == (said[:30], text.text)
-    assert other.finish_reason == "length"
+    unstopped = ask(engine, max_new_tokens=30, stop=(stop[:-1] + "?never",))
+    assert joined(list(unstopped)) == (expected[:30], text.text)
+    assert unstopped.finish_reason == "length"
 
 
 def test_a_stop_string_that_is_a_special_token_ends_the_text_at_it(base):
     special, number = base.tokenizer.eos_token, base.tokenizer.eos_token_id
-    said = tiny.continuations()[0][:3]
-    for stop, kept in ((special, [*said, number]), ("never said", [*said, number, *said])):
+    tokens = tiny.continuations()[0][:3]
+    for stop, expected in (
+        (special, [*tokens, number]),
+        ("never said", [*tokens, number, *tokens]),
+    ):
         stream = ask(Engine(base), max_new_tokens=7, eos_ids=(), stop=("never", stop))
-        stream.append_tokens([*said, number, *said])
-        assert stream.tokens == kept
+        stream.append_tokens([*tokens, number, *tokens])
+        assert stream.tokens == expected
         assert stream.finish_reason == ("eos" if stop == special else "length")
 
 
@@ -378,20 +381,20 @@ def test_a_head_in_another_dtype_is_refused_before_torch_fails():
 
 
 def test_prompts_of_very_different_length_are_not_padded_to_the_longest(monkeypatch):
-    base, read = tiny.base(), []
+    base, prefills = tiny.base(), []
     prefill = FrozenBase.prefill
 
-    def noted(self, tokens, *rest):
-        read.append(tuple(tokens.shape))
-        return prefill(self, tokens, *rest)
+    def record_prefill(self, tokens, *arguments):
+        prefills.append(tuple(tokens.shape))
+        return prefill(self, tokens, *arguments)
 
-    monkeypatch.setattr(FrozenBase, "prefill", noted)
+    monkeypatch.setattr(FrozenBase, "prefill", record_prefill)
     lengths = [120, 5, 90, 110, 30]
     prompts = [(torch.arange(length) % tiny.VOCAB).tolist() for length in lengths]
     engine = Engine(base, None, max_batch=5, max_length=125)
-    streams = [engine.submit(Request(prompt=one, max_new_tokens=4)) for one in prompts]
+    streams = [engine.submit(Request(prompt=prompt, max_new_tokens=4)) for prompt in prompts]
     engine.step()
-    assert read == [(3, 90), (2, 120)]
+    assert prefills == [(3, 90), (2, 120)]
     assert {*engine.running} == {*streams}
     engine.run()
     for stream, prompt in zip(streams, prompts, strict=True):

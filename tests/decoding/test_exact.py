@@ -49,21 +49,21 @@ class RandomTrees(policies.TreePolicy):
         drafter.begin(committed, memory)
         rows_of = (committed.root()[:, 0].tolist(), memory.texts.tolist(), memory.roots.tolist())
         trees = [
-            self._row(root, drafter.guesses[text, place:].tolist())
-            for root, text, place in zip(*rows_of, strict=True)
+            self._row(root, drafter.guesses[text, position:].tolist())
+            for root, text, position in zip(*rows_of, strict=True)
         ]
         drafted, parents = zip(*trees, strict=True)
         return TokenTree(torch.tensor(drafted), torch.tensor(parents))
 
-    def _row(self, root: int, said: list[int]) -> tuple[list[int], list[int]]:
+    def _row(self, root: int, expected: list[int]) -> tuple[list[int], list[int]]:
         tokens, parents, depths = [root], [-1], [0]
-        taken: set[tuple[int, int]] = set()
+        used: set[tuple[int, int]] = set()
         while len(tokens) < self.num_nodes:
             parent = self._below(len(tokens))
             right = self._below(1000) < 1000 * self.share_right
-            token = said[depths[parent] + 1] if right else self._below(tiny.VOCAB)
-            if (parent, token) not in taken:
-                taken.add((parent, token))
+            token = expected[depths[parent] + 1] if right else self._below(tiny.VOCAB)
+            if (parent, token) not in used:
+                used.add((parent, token))
                 tokens.append(token)
                 parents.append(parent)
                 depths.append(depths[parent] + 1)
@@ -137,7 +137,7 @@ def test_random_trees_are_exact_in_float32_too():
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_a_causal_mask_in_place_of_the_tree_mask_is_caught(architecture, monkeypatch):
     change_mask(
-        monkeypatch, architecture, lambda one, window: (torch.ones_like(one).tril(), window)
+        monkeypatch, architecture, lambda mask, window: (torch.ones_like(mask).tril(), window)
     )
     assert decode(architecture).tokens != tiny.continuations(architecture)
 
@@ -162,11 +162,13 @@ FURTHER = [pytest.param(name, marks=pytest.mark.slow) for name in tiny.FURTHER]
 def test_the_reference_is_varied_and_never_close_to_a_tie(architecture):
     """A base that repeats itself would forgive wrong masks, and a tie would fail right ones."""
     model = tiny.base(architecture, "eager").model
-    for prompt, said in zip(tiny.prompts(), tiny.continuations(architecture), strict=True):
-        logits = model(input_ids=torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
+    for prompt, continuation in zip(tiny.prompts(), tiny.continuations(architecture), strict=True):
+        logits = model(input_ids=torch.tensor([prompt + continuation])).logits[
+            0, len(prompt) - 1 : -1
+        ]
         best = logits.topk(2).values
         assert (best[:, 0] - best[:, 1]).min() > 1e-3
-        assert len(set(said)) > tiny.NEW_TOKENS // 3
+        assert len(set(continuation)) > tiny.NEW_TOKENS // 3
 
 
 # further architectures
@@ -179,9 +181,11 @@ def cases(second: tuple[str, ...], *, every: bool = True) -> list[Any]:
     """
     return [
         pytest.param(
-            one, choice, marks=() if not number and (every or not place) else pytest.mark.slow
+            architecture,
+            choice,
+            marks=() if not number and (every or not index) else pytest.mark.slow,
         )
-        for place, one in enumerate(tiny.FURTHER if every else tiny.EXPERTS)
+        for index, architecture in enumerate(tiny.FURTHER if every else tiny.EXPERTS)
         for number, choice in enumerate(second)
     ]
 
@@ -209,11 +213,13 @@ def test_head_of_experts_is_planned_exported_and_loaded(
     base = FrozenBase.load(folder, dtype="float32", device="cpu")
     # a CPU reads packed documents one by one, and the plan is for masks
     plain = ("schedule.phases.corpus.packing=none", "~schedule.phases.distilled")
-    wanted = setup(folder, f"head={kind}", *plain)
-    training = MetaTraining(wanted, torch.device("cpu"))
+    expected = setup(folder, f"head={kind}", *plain)
+    training = MetaTraining(expected, torch.device("cpu"))
     weights = training.weights_memory()
-    assert weights.base_weights_bytes == sum(one.nbytes for one in base.model.parameters())
-    (planned,), (_, step) = schedule_phases(wanted.schedule), stepping(wanted, base)
+    assert weights.base_weights_bytes == sum(
+        parameter.nbytes for parameter in base.model.parameters()
+    )
+    (planned,), (_, step) = schedule_phases(expected.schedule), stepping(expected, base)
     step()
     with PeakMemory() as memory:
         step()

@@ -56,7 +56,7 @@ def test_a_drafter_that_knows_the_text_gets_depth_plus_one_tokens_a_forward(dept
 
 @pytest.mark.parametrize("new_tokens", [0, 1, 2])
 def test_the_limit_is_kept_to_the_token(new_tokens):
-    expected = [said[:new_tokens] for said in tiny.continuations()]
+    expected = [expected_tokens[:new_tokens] for expected_tokens in tiny.continuations()]
     assert alone(tiny.prompts(), max_new_tokens=new_tokens).tokens == expected
     out = speculate(new_tokens=new_tokens)
     assert out.tokens == expected
@@ -66,12 +66,12 @@ def test_the_limit_is_kept_to_the_token(new_tokens):
 
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_row_ends_with_its_first_end_of_text_and_others_go_on(depth, monkeypatch):
-    said = tiny.continuations()
-    eos = said[0][9]
+    expected_tokens = tiny.continuations()
+    eos = expected_tokens[0][9]
     monkeypatch.setattr(tiny.base().model.generation_config, "eos_token_id", [eos, 60])
-    ends = [min([*row, eos, 60].index(token) for token in (eos, 60)) + 1 for row in said]
+    ends = [min([*row, eos, 60].index(token) for token in (eos, 60)) + 1 for row in expected_tokens]
     assert len({*ends}) == 3, "the rows should end at different places"
-    expected = [row[:end] for row, end in zip(said, ends, strict=True)]
+    expected = [row[:end] for row, end in zip(expected_tokens, ends, strict=True)]
     out = speculate(depth) if depth else alone(tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS)
     assert out.tokens == expected
     if not depth:
@@ -79,9 +79,9 @@ def test_a_row_ends_with_its_first_end_of_text_and_others_go_on(depth, monkeypat
 
 
 def test_the_end_of_text_can_be_ignored(monkeypatch):
-    said = tiny.continuations()
-    monkeypatch.setattr(tiny.base().model.generation_config, "eos_token_id", said[0][3])
-    assert speculate(stop_at_eos=False).tokens == said
+    expected_tokens = tiny.continuations()
+    monkeypatch.setattr(tiny.base().model.generation_config, "eos_token_id", expected_tokens[0][3])
+    assert speculate(stop_at_eos=False).tokens == expected_tokens
 
 
 def test_the_context_can_be_filled_to_its_last_position():
@@ -131,7 +131,7 @@ def test_a_ledger_holds_the_time_of_every_part_of_a_real_heads_steps():
     seconds = time.perf_counter() - start
     assert decoding.tokens == generate(base, head, prompts, max_new_tokens=12).tokens
     assert ledger.num_steps == max(decoding.forwards)
-    assert all(ledger.seconds[part] > 0 for part in PARTS)
+    assert all(ledger.seconds[name] > 0 for name in PARTS)
     # the rest of the time is that of the prompts
     assert sum(ledger.seconds.values()) < seconds
     assert set(NO_LEDGER.seconds.values()) == {0.0}

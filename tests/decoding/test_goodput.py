@@ -92,15 +92,15 @@ def test_a_request_that_takes_one_more_token_is_not_drafted_for():
 
 
 def test_averages_follow_acceptance_and_return_to_the_seed_without_observations():
-    known = MovingRates([0.5, 0.5, 0.5])
+    moving = MovingRates([0.5, 0.5, 0.5])
     for _ in range(200):
-        known.update(1, refused=True)
-    assert known.rates[0] > 0.99
-    assert known.rates[1] < 0.01
-    assert known.rates[2] == 0.5
+        moving.update(1, refused=True)
+    assert moving.rates[0] > 0.99
+    assert moving.rates[1] < 0.01
+    assert moving.rates[2] == 0.5
     for _ in range(400):
-        known.update(0, refused=False)
-    assert known.rates == pytest.approx([0.5, 0.5, 0.5], abs=0.02)
+        moving.update(0, refused=False)
+    assert moving.rates == pytest.approx([0.5, 0.5, 0.5], abs=0.02)
 
 
 # --- copied text ---------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_as_much_is_copied_and_drafted_as_pays(cost, batch, rate, matched, best)
 
 
 @pytest.mark.parametrize(
-    ("path", "copied", "own"),
+    ("path", "copied", "num_accepted"),
     [
         # 0 - 1 - 2, of which 1 is copied too, and 3, 4 below it
         ([0, 1, 3, 4], [1, 3], 1),
@@ -151,11 +151,11 @@ def test_as_much_is_copied_and_drafted_as_pays(cost, batch, rate, matched, best)
         ([0, 1], [], 1),
     ],
 )
-def test_a_step_gives_the_accepted_levels_of_the_heads_own_tree(path, copied, own):
+def test_a_step_gives_the_accepted_levels_of_the_heads_own_tree(path, copied, num_accepted):
     parents = [-1, 0, 1, *copied]
     nodes, never = list(range(len(parents))), StepTimes(0.0, 0.0)
     step = DecodingStep(path, path, nodes, parents, never, len(copied))
-    assert step.num_accepted == own
+    assert step.num_accepted == num_accepted
     assert step.num_drafted == 2
 
 
@@ -215,8 +215,8 @@ def served(drafter: Drafter | None, tree: policies.TreePolicy) -> list[Stream]:
             streams.append(engine.submit(late.pop(0)))
         engine.step()
         engine.step()
-    said = [text.tokens[0] for text in alone("base alone")]
-    assert [stream.tokens for stream in streams] == said
+    expected = [text.tokens[0] for text in alone("base alone")]
+    assert [stream.tokens for stream in streams] == expected
     return streams
 
 
@@ -236,12 +236,12 @@ def test_an_engine_drafts_deep_for_few_and_not_at_all_for_many():
     engine.run()
     assert len(single.steps[0].drafted) == 4
     assert len(single.steps[-1].drafted) < 4
-    many = [engine.submit(Request(prompt=tiny.prompts()[1], max_new_tokens=30)) for _ in range(8)]
+    batch = [engine.submit(Request(prompt=tiny.prompts()[1], max_new_tokens=30)) for _ in range(8)]
     engine.run()
-    assert {len(step.drafted) for stream in many for step in stream.steps} == {1}
-    said = tiny.continuations()
-    assert single.tokens == said[0][:8]
-    assert [stream.tokens for stream in many] == [said[1][:30]] * 8
+    assert {len(step.drafted) for stream in batch for step in stream.steps} == {1}
+    expected = tiny.continuations()
+    assert single.tokens == expected[0][:8]
+    assert [stream.tokens for stream in batch] == [expected[1][:30]] * 8
 
 
 def test_an_engine_gives_up_drafts_that_are_refused_and_tries_them_again():
@@ -263,25 +263,25 @@ def test_goodput_learns_how_often_copied_text_is_right_whether_it_copies_or_not(
     stream = engine.submit(Request(prompt=prompt, max_new_tokens=30, eos_ids=()))
     engine.run()
     assert any(step.num_copied for step in stream.steps) == copies
-    expected = [MovingRates(one) for one in rates]
+    expected = [MovingRates(start) for start in rates]
     text = prompt + stream.tokens[:1]
-    for said in [step.tokens for step in stream.steps]:
+    for tokens in [step.tokens for step in stream.steps]:
         matched, copied = LookupText(text).find(policy.lookup_length)
-        right = common_prefix_length(copied, said)
+        right = common_prefix_length(copied, tokens)
         if matched:
-            expected[matched - 1].update(right, refused=right < min(len(copied), len(said)))
-        text = text + said
+            expected[matched - 1].update(right, refused=right < min(len(copied), len(tokens)))
+        text = text + tokens
     copied = stream.rates.copied
-    assert [one.rates for one in copied] == [one.rates for one in expected]
+    assert [moving.rates for moving in copied] == [moving.rates for moving in expected]
     assert copied[2].rates != rates[2]
 
 
 def test_goodput_of_a_tuned_head_copies_where_that_was_measured():
-    found = tuned()
-    plain = Goodput.of(found)
+    measured = tuned()
+    plain = Goodput.of(measured)
     assert (plain.depth, plain.lookup_length) == (2, 0)
-    found.acceptance.matches[:] = [MATCH] * 3
-    policy = Goodput.of(found)
+    measured.acceptance.matches[:] = [MATCH] * 3
+    policy = Goodput.of(measured)
     assert (policy.draft_depth, policy.depth, policy.num_nodes) == (2, 12, 13)
     assert policy.drafts == [(depth, size) for size in (0, 2, 4, 7, 10) for depth in (0, 1, 2)]
     assert [tree.depth for tree in policy.trees] == [sum(draft) for draft in policy.drafts]
@@ -308,13 +308,13 @@ def left_by(act: Callable[[], object]) -> int:
     gc.freeze()
     act()
     # asking an object for its class wakes some that warn
-    return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+    return sum(issubclass(type(tensor), torch.Tensor) for tensor in gc.get_objects())
 
 
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize(
     ("name", "pooled"),
-    [*USUAL, *(pytest.param(*one, marks=pytest.mark.slow) for one in EVERY if one not in USUAL)],
+    [*USUAL, *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in USUAL)],
 )
 def test_requests_that_join_and_leave_free_all_tensors(name: str, pooled: bool):
     drafter, (tree, *_) = DRAFTERS[name]() if name else (None, (policies.NOTHING,))
@@ -322,9 +322,9 @@ def test_requests_that_join_and_leave_free_all_tensors(name: str, pooled: bool):
     engine = Engine(tiny.base(), drafter, tree=tree, max_batch=3, max_length=60, pool=pool)
 
     def serve() -> None:
-        for place in range(6):
-            prompt = tiny.prompts()[place % 2][:20]
-            engine.submit(Request(prompt=prompt, max_new_tokens=4 + 3 * place, eos_ids=()))
+        for index in range(6):
+            prompt = tiny.prompts()[index % 2][:20]
+            engine.submit(Request(prompt=prompt, max_new_tokens=4 + 3 * index, eos_ids=()))
             engine.step()
         engine.run()
 

@@ -44,12 +44,12 @@ class Walker(Drafter):
     def __init__(self, vocab: int, depth: int, seed: int = 0, batch: int = 1) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.vocab, self.depth = vocab, depth
-        places = sum(vocab**level for level in range(depth + 1))
-        self.table = 1.5 * torch.randn(batch, places, vocab, generator=generator).double()
+        num_texts = sum(vocab**level for level in range(depth + 1))
+        self.table = 1.5 * torch.randn(batch, num_texts, vocab, generator=generator).double()
 
-    def _at(self, places):
-        rows = torch.arange(len(places))[:, None]
-        return self.table[rows, places], places
+    def _at(self, texts):
+        rows = torch.arange(len(texts))[:, None]
+        return self.table[rows, texts], texts
 
     def begin(self, committed, memory):
         del memory
@@ -64,10 +64,10 @@ class Walker(Drafter):
         probs: dict[tuple[int, ...], float] = {}
         for length in range(1, self.depth + 1):
             for path in itertools.product(range(self.vocab), repeat=length):
-                place = 0
+                index = 0
                 for token in path[:-1]:
-                    place = place * self.vocab + token + 1
-                law = self.table[row, place].softmax(-1)
+                    index = index * self.vocab + token + 1
+                law = self.table[row, index].softmax(-1)
                 probs[path] = probs.get(path[:-1], 1.0) * law[path[-1]].item()
         return probs
 
@@ -84,8 +84,8 @@ def grow(policy: TreePolicy, drafter: Drafter, roots: list[int]) -> TokenTree:
 def paths_of(tree: TokenTree, row: int = 0) -> list[tuple[int, ...]]:
     """Return the tokens from the root down to each node, the root left out."""
     paths: list[tuple[int, ...]] = [()]
-    rest = zip(tree.tokens[row, 1:].tolist(), tree.parents[row, 1:].tolist(), strict=True)
-    for token, parent in rest:
+    nodes = zip(tree.tokens[row, 1:].tolist(), tree.parents[row, 1:].tolist(), strict=True)
+    for token, parent in nodes:
         paths.append((*paths[parent], token))
     return paths[1:]
 
@@ -156,12 +156,12 @@ def test_a_beam_holds_the_best_continuations_of_the_level_above(width: int, dept
     assert tree.tokens.shape == (2, 1 + width * depth)
     for row in range(2):
         probs = drafter.path_probs(row)
-        ours = paths_of(tree, row)
+        paths = paths_of(tree, row)
         above: list[tuple[int, ...]] = [()]
         for level in range(depth):
             candidates = [(*path, token) for path in above for token in range(5)]
             above = sorted(candidates, key=lambda path: -probs[path])[:width]
-            assert ours[level * width : (level + 1) * width] == above
+            assert paths[level * width : (level + 1) * width] == above
 
 
 def test_a_beam_counts_only_the_best_guesses_of_a_node():
@@ -190,29 +190,29 @@ def searched(case: str, dtype: torch.dtype = torch.float32) -> tuple:
     io = load_file(GOLDEN / case / "expected.safetensors")
     hidden = io["in.hidden"]
     roots = io["in.inds"][:, hidden.shape[1] - 1 :][:, :1]
-    begun = (Committed(Features(hidden[:, -1:].to(dtype)), roots, torch.ones(2).long()), None)
-    found = load_file(GOLDEN / case / "search.safetensors")
-    return load_head(GOLDEN / case).to(dtype), begun, found
+    arguments = (Committed(Features(hidden[:, -1:].to(dtype)), roots, torch.ones(2).long()), None)
+    reference = load_file(GOLDEN / case / "search.safetensors")
+    return load_head(GOLDEN / case).to(dtype), arguments, reference
 
 
 @pytest.mark.parametrize(("case", "search", "widths"), SEARCHES)
 def test_the_tree_is_its_project_s_candidates_flattened(case, search, widths):
-    head, begun, found = searched(case)
-    suffixes = found[f"out.suffixes.{search}"]
+    head, arguments, reference = searched(case)
+    suffixes = reference[f"out.suffixes.{search}"]
     flat = 0
     for row in range(2):
         candidates = suffixes[row].tolist()
-        wanted = {tuple(path[:end]) for path in candidates for end in range(1, len(path) + 1)}
-        policy = Product(widths, 1 + len(wanted))
+        expected = {tuple(path[:end]) for path in candidates for end in range(1, len(path) + 1)}
+        policy = Product(widths, 1 + len(expected))
         with torch.inference_mode():
-            tree = policy.grow(head, *begun)
-        ours = paths_of(tree, row)
-        assert set(ours) == wanted
+            tree = policy.grow(head, *arguments)
+        paths = paths_of(tree, row)
+        assert set(paths) == expected
         # best first: leaves are in the order of its scores
-        assert [list(path) for path in ours if len(path) == len(widths)] == candidates
+        assert [list(path) for path in paths if len(path) == len(widths)] == candidates
         flat += policy.num_nodes
     # there both rows are flattened into one
-    assert len(found[f"out.flat.tokens.{search}"]) == flat
+    assert len(reference[f"out.flat.tokens.{search}"]) == flat
 
 
 @pytest.mark.parametrize(("case", "search", "widths"), SEARCHES)
@@ -222,9 +222,9 @@ def test_the_tree_is_its_project_s_candidates_flattened(case, search, widths):
 def test_drafting_along_its_project_s_candidates_gives_their_scores(
     case: str, search: int, widths: tuple[int, ...], dtype: torch.dtype, tolerance: float
 ):
-    head, begun, found = searched(case, dtype)
-    suffixes = found[f"out.suffixes.{search}"]
-    logits, state = head.begin(*begun)
+    head, arguments, reference = searched(case, dtype)
+    suffixes = reference[f"out.suffixes.{search}"]
+    logits, state = head.begin(*arguments)
     score = torch.zeros(suffixes.shape[:2], dtype=dtype)
     for level in range(len(widths)):
         law = logits.log_softmax(-1).expand(-1, suffixes.shape[1], -1)
@@ -232,8 +232,8 @@ def test_drafting_along_its_project_s_candidates_gives_their_scores(
         if level + 1 < len(widths):
             parents = torch.arange(suffixes.shape[1]).expand(2, -1) * int(level > 0)
             logits, state = head.extend(state, suffixes[..., level], parents)
-    wanted = found[f"out64.suffix_scores.{search}"].to(dtype)
-    torch.testing.assert_close(score, wanted, rtol=tolerance, atol=tolerance)
+    expected = reference[f"out64.suffix_scores.{search}"].to(dtype)
+    torch.testing.assert_close(score, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("num_nodes", [2, 7, 10])
@@ -245,7 +245,7 @@ def test_paths_enter_by_the_probability_of_the_whole(num_nodes: int):
         level = [()]
         for width in (3, 2, 1):
             children = ([(*path, token) for token in range(4)] for path in level)
-            best = (sorted(some, key=probs.__getitem__)[-width:] for some in children)
+            best = (sorted(siblings, key=probs.__getitem__)[-width:] for siblings in children)
             level = list(itertools.chain.from_iterable(best))
         ordered = sorted(level, key=probs.__getitem__, reverse=True)
         beginnings = (path[:end] for path in ordered for end in range(1, 4))

@@ -52,7 +52,7 @@ def refused(message: str, make: Callable[[], Any]) -> None:
         tuple(PROMPT),
         np.array(PROMPT, dtype=np.uint8),
         array.array("i", PROMPT),
-        [torch.tensor(one) for one in PROMPT],
+        [torch.tensor(prompt) for prompt in PROMPT],
     ],
     ids=lambda prompt: f"{type(prompt).__name__} of {type(prompt[0]).__name__}",
 )
@@ -60,11 +60,11 @@ def test_token_ids_are_taken_in_any_row_of_whole_numbers(prompt):
     assert answer([prompt]) == answer([PROMPT])
     request = Request(prompt=prompt)
     assert request.prompt == PROMPT
-    assert {type(one) for one in request.prompt} == {int}
+    assert {type(token) for token in request.prompt} == {int}
 
 
 @pytest.mark.parametrize(
-    ("prompts", "told"),
+    ("prompts", "message"),
     [
         ("def f():", r"prompt 0 must be .* got str 'd'; tokenise .*tokenizer\(text\)"),
         (PROMPT, "prompt 0 must be a list of token ids, got int 5"),
@@ -79,12 +79,12 @@ def test_token_ids_are_taken_in_any_row_of_whole_numbers(prompt):
         ([[1] * 100 + [2] * 26], r"126 \+ 3 exceed 128"),
     ],
 )
-def test_invalid_prompts_are_refused_in_one_line(prompts, told):
-    refused(told, lambda: answer(prompts))
+def test_invalid_prompts_are_refused_in_one_line(prompts, message):
+    refused(message, lambda: answer(prompts))
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"max_new_tokens": 2.0}, "max_new_tokens must be a whole number, got 2.0"),
         ({"max_batch": True}, "max_batch must be a whole number, got True"),
@@ -95,12 +95,12 @@ def test_invalid_prompts_are_refused_in_one_line(prompts, told):
         ({"sampling": [GREEDY] * 2}, "or a list of 1, got"),
     ],
 )
-def test_invalid_settings_are_refused_in_one_line(settings, told):
-    refused(told, lambda: answer([PROMPT], **settings))
+def test_invalid_settings_are_refused_in_one_line(settings, message):
+    refused(message, lambda: answer([PROMPT], **settings))
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message"),
     [
         ("temperature", -0.1, "a number, 0 or at least 1e-30"),
         # over which float32 logits are infinite
@@ -113,8 +113,8 @@ def test_invalid_settings_are_refused_in_one_line(settings, told):
         ("seed", -1, "a whole number, at least 0"),
     ],
 )
-def test_sampling_settings_out_of_range_are_refused_in_one_line(name, value, told):
-    refused(f"{name} must be {told}.*, got {value!r}", lambda: Sampling(**{name: value}))
+def test_sampling_settings_out_of_range_are_refused_in_one_line(name, value, message):
+    refused(f"{name} must be {message}.*, got {value!r}", lambda: Sampling(**{name: value}))
 
 
 BAD: dict[str, Any] = {
@@ -177,7 +177,7 @@ def test_a_tree_that_cannot_be_is_refused_before_it_is_built(make, setting, buil
 
 
 @pytest.mark.parametrize(
-    ("tree", "told"),
+    ("tree", "message"),
     [
         ("chain", r"TreePolicy, such as policies\.chain.*got 'chain'"),
         (chain(3), "the tree has 3 levels but the head drafts 2"),
@@ -187,15 +187,17 @@ def test_a_tree_that_cannot_be_is_refused_before_it_is_built(make, setting, buil
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_a_tree_that_the_drafter_cannot_draft_is_refused_with_the_engine(tree, told):
+def test_a_tree_that_the_drafter_cannot_draft_is_refused_with_the_engine(tree, message):
     drafter = DraftModel(tiny.base(), 2, tiny.base())
-    refused(told, lambda: Engine(tiny.base(), drafter, tree=tree))
+    refused(message, lambda: Engine(tiny.base(), drafter, tree=tree))
 
 
 def test_guesses_are_counted_among_the_tokens_that_a_head_drafts():
-    made = build_for_base({"kind": "medusa", "depth": 1, "draft_tokens": 8}, tiny.base()).double()
-    Engine(tiny.base(), made, tree=Static([(7,)]))
-    refused("9 guesses .* knows 8", lambda: Engine(tiny.base(), made, tree=Static([(8,)])))
+    small_head = build_for_base(
+        {"kind": "medusa", "depth": 1, "draft_tokens": 8}, tiny.base()
+    ).double()
+    Engine(tiny.base(), small_head, tree=Static([(7,)]))
+    refused("9 guesses .* knows 8", lambda: Engine(tiny.base(), small_head, tree=Static([(8,)])))
 
 
 def test_a_tree_with_levels_needs_a_head():
@@ -210,17 +212,17 @@ def test_the_size_of_a_cache_is_known_before_it_is_made(architecture):
     base = tiny.base(architecture)
     cache = base.cache(2, 7)
     base.prefill(torch.tensor([[1, 2], [3, 4]]), cache, [2, 2])
-    assert sum(one.nbytes for one in cache.slab.stacks) == base.slot_bytes * 2 * 7
+    assert sum(stack.nbytes for stack in cache.slab.stacks) == base.slot_bytes * 2 * 7
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda base: base.cache(BIG, 1000), r"lower max_batch or max_length, or take a pool"),
         (lambda base: base.pool(BIG), "lower num_blocks"),
         (lambda base: Streaming(base, 2, window=10**12).memory(1, 8), "lower window or max_nodes"),
     ],
 )
-def test_too_large_allocations_are_refused_by_size(make, told, built):
-    refused(rf"must fit into the memory of cpu, and needs .*{told}", lambda: make(tiny.base()))
+def test_too_large_allocations_are_refused_by_size(make, message, built):
+    refused(rf"must fit into the memory of cpu, and needs .*{message}", lambda: make(tiny.base()))
     assert built() < 10 * 2**20

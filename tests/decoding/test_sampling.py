@@ -57,40 +57,40 @@ def test_laws_are_those_that_transformers_samples_from(name):
         repetition_penalty=chosen.repetition_penalty, return_dict_in_generate=True,
         output_scores=True, output_logits=True, pad_token_id=0,
     )  # fmt: skip
-    wanted = torch.stack(out.scores, dim=1).softmax(-1)
+    expected = torch.stack(out.scores, dim=1).softmax(-1)
     logits = torch.stack(out.logits, dim=1)
     # the new tokens as a chain below the prompt's last token
     new = out.sequences[:, prompt.shape[1] - 1 : -1]
     paths = torch.where(torch.ones(8, 8, dtype=torch.bool).tril(), new[:, None], new[:, :1, None])
     law = rows([chosen], prompt).probs(logits, paths)
-    torch.testing.assert_close(law, wanted, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(law, expected, atol=1e-6, rtol=1e-5)
     assert (law == 0).any() == (name != "plain")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_samples_do_not_depend_on_drafts_or_on_other_rows(dtype):
-    chosen = [Sampling(temperature=1.0, seed=place) for place in range(6)]
+    chosen = [Sampling(temperature=1.0, seed=seed) for seed in range(6)]
     chosen[2] = GREEDY
     #  a root with two children, and a grandchild
     tree = TokenTree(
         torch.tensor([0, 7, 9, 4]).expand(6, -1), torch.tensor([-1, 0, 0, 1]).expand(6, -1)
     )
     logits = torch.randn(6, 4, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
-    plain, seen = (
+    plain, with_noise = (
         replace(rows(chosen, torch.zeros(6, 8, dtype=torch.long), 256), dtype=dtype)
         for _ in range(2)
     )
-    seen.level_noise(1)
-    found = plain.choose(tree, logits, tree.ancestors())
-    assert torch.equal(found, seen.choose(tree, logits, tree.ancestors()))
-    places = plain.lengths[:, None] + torch.tensor([1, 2, 2, 3])
+    with_noise.level_noise(1)
+    samples = plain.choose(tree, logits, tree.ancestors())
+    assert torch.equal(samples, with_noise.choose(tree, logits, tree.ancestors()))
+    positions = plain.lengths[:, None] + torch.tensor([1, 2, 2, 3])
     precise = torch.promote_types(dtype, torch.float32)
-    made = noise.gumbel(noise.bits(plain.seeds[:, None], places, noise.TOKEN), 256, precise)
-    wanted = (logits.to(precise) + made * plain.is_sampled[:, None, None]).argmax(-1)
-    assert torch.equal(found, wanted)
-    one = TokenTree(tree.tokens[:1], tree.parents[:1])
-    alone = plain.keep([4]).choose(one, logits[4:5], one.ancestors())
-    assert torch.equal(found[4:5], alone)
+    gumbels = noise.gumbel(noise.bits(plain.seeds[:, None], positions, noise.TOKEN), 256, precise)
+    expected = (logits.to(precise) + gumbels * plain.is_sampled[:, None, None]).argmax(-1)
+    assert torch.equal(samples, expected)
+    single_tree = TokenTree(tree.tokens[:1], tree.parents[:1])
+    alone = plain.keep([4]).choose(single_tree, logits[4:5], single_tree.ancestors())
+    assert torch.equal(samples[4:5], alone)
 
 
 # --- the base alone ----------------------------------------------------------------------------
@@ -100,26 +100,26 @@ def test_samples_do_not_depend_on_drafts_or_on_other_rows(dtype):
 def test_the_base_alone_draws_by_the_noise_of_each_position(name):
     chosen = SETTINGS[name]
     base, prompt = tiny.base(), tiny.prompts()[1]
-    said = generate(base, None, [prompt], max_new_tokens=12, sampling=[chosen]).tokens[0]
+    tokens = generate(base, None, [prompt], max_new_tokens=12, sampling=[chosen]).tokens[0]
     text = list(prompt)
-    for token in said:
+    for token in tokens:
         logits = base.model(input_ids=torch.tensor([text]), use_cache=False).logits[:, -1:]
         law = rows([chosen], torch.tensor([text])).probs(logits, torch.tensor([[[text[-1]]]]))[0, 0]
-        seed, place = torch.tensor([chosen.seed, len(text)])
-        found = noise.gumbel(noise.bits(seed, place, noise.TOKEN), tiny.VOCAB)
-        assert token == int((law.log() + found).argmax())
+        seed, position = torch.tensor([chosen.seed, len(text)])
+        gumbels = noise.gumbel(noise.bits(seed, position, noise.TOKEN), tiny.VOCAB)
+        assert token == int((law.log() + gumbels).argmax())
         text.append(token)
 
 
 def test_equal_prompts_are_answered_differently_and_again_the_same():
     laws = [Sampling(temperature=1.0, seed=seed) for seed in (3, 3, 4)]
-    first, again, other = (
+    first, again, other_seed = (
         generate(tiny.base(), None, [[5, 9]] * 4, max_new_tokens=8, sampling=law).tokens
         for law in laws
     )
     assert first == again
     assert len({*map(tuple, first)}) == 4
-    assert not {*map(tuple, first)} & {*map(tuple, other)}
+    assert not {*map(tuple, first)} & {*map(tuple, other_seed)}
 
 
 # --- sample and match ----------------------------------------------------------------------------
@@ -150,16 +150,17 @@ MIXED = [
 EVERYTHING = [*itertools.product(tiny.ARCHITECTURES, SHAPES, CACHES, (1, 7))]
 # every architecture with every cache, every shape with every cache and both batches
 SOME = [
-    (architecture, [*SHAPES][(place + 3 * turn) % 8], cache, (1, 7)[(place + turn) % 2])
-    for place, architecture in enumerate(tiny.ARCHITECTURES)
+    (architecture, [*SHAPES][(index + 3 * turn) % 8], cache, (1, 7)[(index + turn) % 2])
+    for index, architecture in enumerate(tiny.ARCHITECTURES)
     for turn, cache in enumerate(CACHES)
 ]
+SLOW = [case for case in EVERYTHING if case not in SOME]
 
 
 @functools.cache
 def samples_alone(architecture: str, batch: int) -> Decoding:
     """Return what the base alone says to this many prompts, each with settings of its own."""
-    chosen = [one.of_prompt(place) for place, one in enumerate(MIXED[:batch])]
+    chosen = [sampling.of_prompt(index) for index, sampling in enumerate(MIXED[:batch])]
     return generate(
         tiny.base(architecture), None, ragged()[:batch], max_new_tokens=16, sampling=chosen
     )
@@ -176,11 +177,11 @@ def match(
     """Return what a drafter that knows most of the text helps to say, and what the base says."""
     base, policy, prompts = tiny.base(architecture), SHAPES[shape](), ragged()[:batch]
     alone = samples_alone(architecture, batch)
-    known = [prompt + said for prompt, said in zip(prompts, alone.tokens, strict=True)]
-    chosen = [one.of_prompt(place) for place, one in enumerate(MIXED[:batch])]
-    ours = generate(
+    texts = [prompt + tokens for prompt, tokens in zip(prompts, alone.tokens, strict=True)]
+    chosen = [sampling.of_prompt(index) for index, sampling in enumerate(MIXED[:batch])]
+    decoding = generate(
         base,
-        Oracle(known, policy.depth, tiny.VOCAB, rate=0.8),
+        Oracle(texts, policy.depth, tiny.VOCAB, rate=0.8),
         prompts,
         max_new_tokens=16,
         sampling=chosen,
@@ -189,20 +190,23 @@ def match(
         pool=CACHES[cache](base),
         **settings,
     )
-    return ours, alone
+    return decoding, alone
 
 
 @pytest.mark.parametrize(
     ("architecture", "shape", "cache", "batch"),
-    [*SOME, *(pytest.param(*one, marks=pytest.mark.slow) for one in EVERYTHING if one not in SOME)],
+    [
+        *SOME,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERYTHING if case not in SOME),
+    ],
 )
 def test_sample_and_match_gives_the_base_s_samples(architecture, shape, cache, batch):
-    ours, alone = match(architecture, shape, cache, batch)
-    assert ours.tokens == alone.tokens
+    decoding, alone = match(architecture, shape, cache, batch)
+    assert decoding.tokens == alone.tokens
     if architecture == "llama":
         assert match(architecture, shape, cache, batch, coupled=False)[0].tokens == alone.tokens
     # what a sampled tree holds is luck, and so is what of it agrees
-    assert shape == "sampled" or sum(ours.forwards) < 0.8 * sum(alone.forwards)
+    assert shape == "sampled" or sum(decoding.forwards) < 0.8 * sum(alone.forwards)
 
 
 def a_draw_for_each_node(
@@ -210,22 +214,22 @@ def a_draw_for_each_node(
 ) -> accept.Verdict:
     """Draw after every node with a number of its own: the law is right, the tokens are others."""
     nodes = torch.arange(tree.tokens.shape[1])
-    drawn = accept.draw(
+    samples = accept.draw(
         rows.tree_probs(tree, logits, ancestors), noise.uniform(rows.lengths[:, None], nodes)
     )
-    return accept.match(tree, drawn, ancestors)
+    return accept.match(tree, samples, ancestors)
 
 
 @pytest.mark.parametrize("acceptance", ["typical", a_draw_for_each_node])
 def test_a_rule_that_is_not_sample_and_match_is_caught(acceptance):
-    ours, alone = match("llama", "static", "contiguous", 7, acceptance)
-    assert ours.tokens != alone.tokens
+    decoding, alone = match("llama", "static", "contiguous", 7, acceptance)
+    assert decoding.tokens != alone.tokens
 
 
 # --- a toy model, counted ------------------------------------------------------------------------
 
 
-class Counting(Markov):
+class CountingDrafter(Markov):
     """A Markov drafter that counts how often it is asked."""
 
     calls = 0
@@ -235,7 +239,7 @@ class Counting(Markov):
         return super().extend(state, tokens, parents)
 
 
-def grown(
+def draft_tree(
     policy: policies.TreePolicy,
     drafter: Drafter,
     roots: list[int],
@@ -244,11 +248,11 @@ def grown(
     coupled: bool = True,
 ) -> TokenTree:
     texts = torch.tensor(roots)[:, None]
-    each = [chosen.of_prompt(place) for place in range(len(roots))]
-    known = replace(rows(each, texts, VOCAB), coupled=coupled)
+    samplings = [chosen.of_prompt(row) for row in range(len(roots))]
+    sampling = replace(rows(samplings, texts, VOCAB), coupled=coupled)
     count = torch.ones(len(roots), dtype=torch.long)
     features = Features(torch.zeros(len(roots), 1, 1))
-    return policy.grow(drafter, Committed(features, texts, count), None, known)
+    return policy.grow(drafter, Committed(features, texts, count), None, sampling)
 
 
 def test_drafting_stops_below_a_doubted_token_and_saves_the_calls():
@@ -257,31 +261,34 @@ def test_drafting_stops_below_a_doubted_token_and_saves_the_calls():
     table = torch.zeros(5, 5)
     table[[0, 1, 2], [1, 2, 3]] = 50.0
     sure, doubting = (
-        grown(policy, drafter, roots, Sampling(temperature=1.0), coupled=False)
-        for drafter, roots in ((Counting(table, 3), [0, 2]), (Counting(table, 3), [3, 4]))
+        draft_tree(policy, drafter, roots, Sampling(temperature=1.0), coupled=False)
+        for drafter, roots in (
+            (CountingDrafter(table, 3), [0, 2]),
+            (CountingDrafter(table, 3), [3, 4]),
+        )
     )
     # row 0 is sure all the way; row 1 draws 3 surely, then doubts and is done
     assert sure.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, 1, -1]]
     assert sure.tokens[0].tolist() == [0, 1, 2, 3]
     # where every row doubts its first token it is all there is to verify
     assert doubting.parents.tolist() == [[-1, 0], [-1, 0]]
-    counting = Counting(table, 3)
-    grown(policy, counting, [3, 4], Sampling(temperature=1.0), coupled=False)
+    counting = CountingDrafter(table, 3)
+    draft_tree(policy, counting, [3, 4], Sampling(temperature=1.0), coupled=False)
     assert counting.calls == 0
 
 
 def test_drawn_children_are_distinct_and_follow_the_law_without_replacement():
     table = torch.randn(5, 5, generator=torch.Generator().manual_seed(0)).double()
     chosen = Sampling(temperature=0.7, top_k=4)
-    tree = grown(Sampled((2, 1)), Markov(table, 2), [3] * 20_000, chosen)
+    tree = draft_tree(Sampled((2, 1)), Markov(table, 2), [3] * 20_000, chosen)
     assert tree.branch_sampling is not None
     law = (table[3] / 0.7).masked_fill(table[3] == table[3].min(), -torch.inf).softmax(-1)
     torch.testing.assert_close(tree.branch_sampling.probs[0, 0], law)
     first, second = tree.tokens[:, 1], tree.tokens[:, 2]
     counts = torch.zeros(5, 5).index_put_((first, second), torch.ones(()), accumulate=True)
-    wanted = law[:, None] * law / (1 - law)[:, None]
-    wanted.fill_diagonal_(0.0)
-    torch.testing.assert_close(counts.double() / 20_000, wanted, atol=0.015, rtol=0.0)
+    expected_law = law[:, None] * law / (1 - law)[:, None]
+    expected_law.fill_diagonal_(0.0)
+    torch.testing.assert_close(counts.double() / 20_000, expected_law, atol=0.015, rtol=0.0)
 
 
 def test_greedy_rows_get_the_best_guesses_and_small_draft_vocabularies_their_tokens():
@@ -290,9 +297,9 @@ def test_greedy_rows_get_the_best_guesses_and_small_draft_vocabularies_their_tok
             return drafted + 2
 
     table = torch.tensor([[0.0, 2.0, 1.0]]).expand(5, -1)
-    tree = grown(Sampled((2, 1)), Small(table, 2), [1], GREEDY)
+    tree = draft_tree(Sampled((2, 1)), Small(table, 2), [1], GREEDY)
     assert tree.tokens.tolist() == [[1, 3, 4, 3, 3]]
-    tree = grown(Sampled((3,)), Small(table, 1), [1], Sampling(temperature=1.0))
+    tree = draft_tree(Sampled((3,)), Small(table, 1), [1], Sampling(temperature=1.0))
     assert sorted(tree.tokens[0, 1:].tolist()) == [2, 3, 4]
     assert tree.branch_sampling is not None
     assert tree.branch_sampling.probs[0, 0, :2].tolist() == [0.0, 0.0]
@@ -342,16 +349,18 @@ def deviation(
 ) -> float:
     """Return how far the counts of many texts are from their law, in standard deviations."""
     counts = torch.zeros(VOCAB**NEW)
-    how: dict[str, Any] = {"max_new_tokens": NEW, "acceptance": acceptance, "tree": tree}
+    settings: dict[str, Any] = {"max_new_tokens": NEW, "acceptance": acceptance, "tree": tree}
     for batch in range(batches):
-        each = [CHOSEN.of_prompt(batch * BATCH + place) for place in range(BATCH)]
-        said = generate(toy(), drafter, [[2, 0]] * BATCH, sampling=each, **how).tokens
-        texts = torch.tensor(said) @ (VOCAB ** torch.arange(NEW - 1, -1, -1))
+        samplings = [CHOSEN.of_prompt(batch * BATCH + row) for row in range(BATCH)]
+        tokens = generate(toy(), drafter, [[2, 0]] * BATCH, sampling=samplings, **settings).tokens
+        texts = torch.tensor(tokens) @ (VOCAB ** torch.arange(NEW - 1, -1, -1))
         counts += torch.bincount(texts, minlength=VOCAB**NEW)
     law = batches * BATCH * expected()
     # texts that are expected less than five times count as one
     rare = law < 5
-    return chi_square(*(torch.cat([one[~rare], one[rare].sum()[None]]) for one in (counts, law)))
+    return chi_square(
+        *(torch.cat([weights[~rare], weights[rare].sum()[None]]) for weights in (counts, law))
+    )
 
 
 COUNTED: dict[str, tuple[str, policies.TreePolicy, Drafter]] = {

@@ -70,13 +70,13 @@ def base(meta: FrozenBase, monkeypatch: pytest.MonkeyPatch) -> FrozenBase:
 
 
 def waits(
-    base: FrozenBase, drafter: Drafter | None, policy: policies.TreePolicy, **how: Any
+    base: FrozenBase, drafter: Drafter | None, policy: policies.TreePolicy, **settings: Any
 ) -> dict[str, int]:
     """Return the copies from the host in a step, after a first step that may prepare itself."""
-    settings = LAWS[how.get("law", "greedy")]
-    acceptance = acceptance_rule(how.get("acceptance", "match"))
+    sampling = LAWS[settings.get("law", "greedy")]
+    acceptance = acceptance_rule(settings.get("acceptance", "match"))
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
-    state, _ = loop.start(base, drafter, prompts, 64, settings, how.get("cache"))
+    state, _ = loop.start(base, drafter, prompts, 64, sampling, settings.get("cache"))
     loop.step(base, drafter, policy, acceptance, state)
     with Waits() as waits:
         loop.step(base, drafter, policy, acceptance, state)
@@ -120,19 +120,19 @@ def test_rows_that_leave_or_join_do_not_wait(
     base: FrozenBase, law: str, paged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = BlockPool(base.num_layers, 40, 16, META)
-    state, other = (
+    state, joining = (
         loop.start(base, None, prompts, 64, LAWS[law], PagedKVCache(pool, 2) if paged else None)[0]
         for prompts in ([[1, 2, 3], [4, 5, 6, 7]], [[1, 2], [3, 4, 5]])
     )
-    made = torch.tensor
+    build_tensor = torch.tensor
 
-    def on_the_host(values: Any, **how: Any) -> Tensor:
-        assert "device" not in how, "a copy from memory that is not pinned waits"
-        return made(values, **how)
+    def on_the_host(values: Any, **settings: Any) -> Tensor:
+        assert "device" not in settings, "a copy from memory that is not pinned waits"
+        return build_tensor(values, **settings)
 
     monkeypatch.setattr(torch, "tensor", on_the_host)
     with Waits() as waits:
-        state.join(other)
+        state.join(joining)
         state.keep([0, 3, 2])
     assert waits.found == {}
 

@@ -64,9 +64,9 @@ def test_nonlinear_costs_of_early_files_are_ignored_and_trees_stay(tmp_path):
 def test_tuned_file_of_the_published_head():
     published = Path("recipes/smollm2_long/head/tuned.json")
     value = json.loads(published.read_text(encoding="utf-8"))
-    found = Tuned.read(value, str(published))
-    assert [tree.paths for tree in found.trees] == [tree["paths"] for tree in value["trees"]]
-    assert Goodput.of(found).lookup_length > 0
+    measured = Tuned.read(value, str(published))
+    assert [tree.paths for tree in measured.trees] == [tree["paths"] for tree in value["trees"]]
+    assert Goodput.of(measured).lookup_length > 0
 
 
 def test_further_training_drops_the_head_s_tuned_trees(tmp_path):
@@ -74,7 +74,7 @@ def test_further_training_drops_the_head_s_tuned_trees(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ({"schema": 2}, "must be of schema 1, got 2"),
         ({"trees": []}, "trees .*at least 1 item"),
@@ -92,8 +92,8 @@ def test_further_training_drops_the_head_s_tuned_trees(tmp_path):
         ({"acceptance": {"per_depth": [float("nan")]}}, "value of acceptance.per_depth.0"),
     ],
 )  # fmt: skip
-def test_a_damaged_file_or_one_of_another_head_is_refused_in_one_line(tmp_path, content, told):
-    with pytest.raises(InputError, match=told) as caught:
+def test_a_damaged_file_or_one_of_another_head_is_refused_in_one_line(tmp_path, content, message):
+    with pytest.raises(InputError, match=message) as caught:
         load_head(folder(tmp_path, **content), tiny.base())
     assert "delete" in str(caught.value)
 
@@ -108,7 +108,7 @@ def test_decoding_takes_the_tuned_tree_and_any_that_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("other", "kind", "wanted"),
+    ("changes", "kind", "expected"),
     [
         ({"name": "abacus"}, "static", "tuned"),
         ({"dtype": "float16"}, "static", "tuned"),
@@ -118,12 +118,12 @@ def test_decoding_takes_the_tuned_tree_and_any_that_is_named(tmp_path):
     ],
 )
 def test_trees_tuned_on_another_machine_are_used_on_the_same_device_type(
-    tmp_path, other: dict[str, str], kind: str, wanted: str
+    tmp_path, changes: dict[str, str], kind: str, expected: str
 ):
     base = tiny.base()
     head = load_head(folder(tmp_path), base)
-    head.tuned = tuned(tree(kind=kind), machine=replace(tuned().machine, **other))
-    assert Engine(base, head).tree.name == wanted
+    head.tuned = tuned(tree(kind=kind), machine=replace(tuned().machine, **changes))
+    assert Engine(base, head).tree.name == expected
 
 
 def test_trees_follow_batch_and_context_while_decoding():
@@ -138,10 +138,13 @@ def test_trees_follow_batch_and_context_while_decoding():
     assert (nodes[0], nodes[-1]) == (1, 5)
     assert out.tokens == generate(base, None, [[1, 2, 3]], max_new_tokens=40).tokens
     always = generate(base, head, [[1, 2, 3]], max_new_tokens=40, tree=policies.Static(wide))
-    late, known = drafts(out), drafts(always)
-    assert late.keys() & known.keys()
+    switched, continuous = drafts(out), drafts(always)
+    assert switched.keys() & continuous.keys()
     # the same position of the text always gets the same draft
-    assert all(known[place] == late[place] for place in late.keys() & known.keys())
+    assert all(
+        continuous[position] == switched[position]
+        for position in switched.keys() & continuous.keys()
+    )
 
 
 TWICE = [[7, 3, 11, 5, 2, 9, 7, 3, 11], [4, 8, 4, 8, 4]]
@@ -154,8 +157,8 @@ def test_a_tuned_tree_with_copied_text_is_drafted_and_changes_no_text(kind, temp
     base, sampling = tiny.base(), Sampling(temperature=temperature, seed=3)
     head = copy_for_drafting(build_for_base({"kind": kind, "depth": 2}, base), base)
     head.tuned = tuned(tree(copied=5))
-    how: Any = {"max_new_tokens": 40, "sampling": sampling}
-    alone, out = (generate(base, one, TWICE, **how) for one in (None, head))
+    settings: Any = {"max_new_tokens": 40, "sampling": sampling}
+    alone, out = (generate(base, drafter, TWICE, **settings) for drafter in (None, head))
     assert out.tokens == alone.tokens
     steps = [step for row in out.steps for step in row]
     assert {step.num_copied for step in steps} > {0}
@@ -167,8 +170,8 @@ def test_a_tuned_tree_with_copied_text_is_drafted_and_changes_no_text(kind, temp
     engine = Engine(base, head, max_batch=2)
     assert isinstance(engine.tree, HybridTree)
     streams = [
-        engine.submit(Request(prompt=prompt, max_new_tokens=40, sampling=one))
-        for prompt, one in zip(TWICE, expand_sampling(sampling, len(TWICE)), strict=True)
+        engine.submit(Request(prompt=prompt, max_new_tokens=40, sampling=settings))
+        for prompt, settings in zip(TWICE, expand_sampling(sampling, len(TWICE)), strict=True)
     ]
     engine.run()
     assert [stream.tokens for stream in streams] == alone.tokens
@@ -176,25 +179,25 @@ def test_a_tuned_tree_with_copied_text_is_drafted_and_changes_no_text(kind, temp
 
 def drafts(out: Decoding) -> dict[int, list[int]]:
     """Return the drafts by their position in the text."""
-    place, found = 0, {}
+    position, drafted = 0, {}
     for step in out.steps[0]:
         if len(step.drafted) > 1:
-            found[place] = step.drafted
-        place += len(step.tokens)
-    return found
+            drafted[position] = step.drafted
+        position += len(step.tokens)
+    return drafted
 
 
 def test_places_of_one_tree_have_one_policy_whatever_was_measured_of_it():
-    found = tuned(tree(), tree(4, 512, interval=[1.0, 1.3]))
-    assert isinstance(found.policy(), policies.Static)
+    measured = tuned(tree(), tree(4, 512, interval=[1.0, 1.3]))
+    assert isinstance(measured.policy(), policies.Static)
     assert isinstance(tuned(tree(), tree(4, paths=[[0]], num_nodes=2)).policy(), Choice)
 
 
 def test_the_nearest_batch_counts_first_and_then_the_nearest_context():
-    found = tuned(tree(1, 32), tree(1, 512), tree(8, 32))
-    assert found.best(1, 20) == tree(1, 32)
-    assert found.best(2, 400) == tree(1, 512)
-    assert found.best(20, 4000) == tree(8, 32)
+    measured = tuned(tree(1, 32), tree(1, 512), tree(8, 32))
+    assert measured.best(1, 20) == tree(1, 32)
+    assert measured.best(2, 400) == tree(1, 512)
+    assert measured.best(20, 4000) == tree(8, 32)
 
 
 def test_an_estimate_takes_the_place_of_the_drafters_own_probability():

@@ -43,8 +43,8 @@ def head(base: specheads.FrozenBase, tmp_path_factory: pytest.TempPathFactory) -
     """Return the override that names an untrained head."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("head")
-    made = build_for_base({"kind": "mlp_speculator", "depth": 3, "inner_dim": 32}, base)
-    made.save_pretrained(folder)
+    head = build_for_base({"kind": "mlp_speculator", "depth": 3, "inner_dim": 32}, base)
+    head.save_pretrained(folder)
     return f"head={folder}"
 
 
@@ -55,16 +55,14 @@ def assert_lossless(results: Results) -> None:
 
 
 def test_the_smoke_recipe_trains_distils_evaluates_and_loads(device, tmp_path):
-    place = tmp_path / "run"
+    folder = tmp_path / "run"
     # the base loads itself onto the device, as it does for a command
     overrides = [f"base.device={device}", "base.dtype=float32", "tracker=jsonl", *SMALL]
-    run = specheads.train("smoke", [*overrides, f"run_dir={place}"])
+    run = specheads.train("smoke", [*overrides, f"run_dir={folder}"])
     rows = read_metrics(run.metrics)
     assert [row["phase"] for row in rows] == ["corpus"] * 3 + ["distilled"] * 2
-    written = [
-        row for file in run.text.glob("*.parquet") for row in pq.read_table(file).to_pylist()
-    ]
-    assert len(written) > 0
+    lines = [row for file in run.text.glob("*.parquet") for row in pq.read_table(file).to_pylist()]
+    assert len(lines) > 0
     results = read_results(Results, run.report / "results.json")
     assert results is not None
     assert_lossless(results)
@@ -83,13 +81,13 @@ def test_the_smoke_recipe_trains_distils_evaluates_and_loads(device, tmp_path):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_head_distils_the_text_of_the_base_alone(temperature, base, head, tmp_path):
-    asked = [
+    arguments = [
         "recipe=smoke", "num_samples=6", "new_tokens=8", "batch_size=3", "data.max_documents=20",
         f"temperature={temperature}", "base.dtype=float32",
     ]  # fmt: skip
     tables = []
     for name, drafter in (("alone", []), ("drafted", [head])):
-        report = specheads.distill(overrides=[*asked, *drafter], base=base, out=tmp_path / name)
+        report = specheads.distill(overrides=[*arguments, *drafter], base=base, out=tmp_path / name)
         assert report is not None
         assert report["requested"] == 6
         tables.append([pq.read_table(file) for file in sorted((tmp_path / name).glob("*.parquet"))])
@@ -109,7 +107,7 @@ def test_an_export_passes_the_gate(kind, engine, device, tmp_path):
     texts = pair_texts(prompts, generate(base, None, prompts, max_new_tokens=AFTER).tokens)
     _, parity = export_head(head, base, engine, tmp_path / "out", texts)
     walked = [replay(guess_ranks(base, head, *text, width=1), policies.chain(3)) for text in texts]
-    assert sum(one.new_tokens for one in walked) > 0
+    assert sum(counts.new_tokens for counts in walked) > 0
     assert parity.largest_difference < 1e-5
     assert json.loads((tmp_path / "out" / "config.json").read_text())
     assert {value.device for value in head.state_dict().values()} == {device}

@@ -56,8 +56,8 @@ def decode_both_ways(architecture: str, name: str) -> None:
         (tiny.prompts(), 30),
     ):
         settings = {"max_new_tokens": length, "tree": TREE}
-        found = generate(base, oracle(plain, prompts, length), prompts, **settings)
-        assert found == generate(plain, oracle(plain, prompts, length), prompts, **settings)
+        decoding = generate(base, oracle(plain, prompts, length), prompts, **settings)
+        assert decoding == generate(plain, oracle(plain, prompts, length), prompts, **settings)
     if device.type == "cuda":
         assert base.static
 
@@ -66,7 +66,7 @@ def decode_both_ways(architecture: str, name: str) -> None:
 def test_compiled_graphs_give_the_text_of_eager_code(architecture, device):
     code = "from tests.gpu.test_compile import decode_both_ways as run; "
     code += f"run({architecture!r}, {str(device)!r})"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-3000:]

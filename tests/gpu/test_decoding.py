@@ -75,9 +75,11 @@ def sampled(
     device: torch.device, head: Drafter | None, seed: int = 1, **settings: Any
 ) -> list[list[int]]:
     """Sample in float64: in float32 two ways to the same logits may draw different tokens."""
-    each = [replace(one, seed=seed).of_prompt(row) for row, one in enumerate(SETTINGS)]
+    samplings = [
+        replace(sampling, seed=seed).of_prompt(row) for row, sampling in enumerate(SETTINGS)
+    ]
     return generate(
-        base_on(device), head, tiny.prompts(), max_new_tokens=24, sampling=each, **settings
+        base_on(device), head, tiny.prompts(), max_new_tokens=24, sampling=samplings, **settings
     ).tokens
 
 

@@ -123,11 +123,11 @@ def test_a_killed_run_goes_on_bit_for_bit(kind, precision, muon, device, tmp_pat
     settings = phase(steps=8, batch_size=4, sequence_length=40, scored_share=0.6)
     schedule = Schedule(phases={"corpus": settings}, muon_learning_rate=muon)
     call = device, schedule, kind
-    whole, rows = run_training(tmp_path / "whole", *call, precision=precision)
+    full_run, rows = run_training(tmp_path / "whole", *call, precision=precision)
     with power_cut(5):
         run_training(tmp_path / "parts", *call, precision=precision, checkpoint_every=3)
-    parts, later = run_training(tmp_path / "parts", *call, precision=precision)
-    assert_equal(whole.state_dict(), parts.state_dict())
+    resumed_run, later = run_training(tmp_path / "parts", *call, precision=precision)
+    assert_equal(full_run.state_dict(), resumed_run.state_dict())
     assert later[-1]["loss"] == rows[-1]["loss"]
 
 
@@ -149,7 +149,7 @@ def test_packed_documents_are_read_as_under_a_mask(device, monkeypatch):
     base = FrozenBase(model, name="tiny-llama")
     weight = base.model.get_parameter("model.layers.0.self_attn.k_proj.weight")
     weight.requires_grad_(True)
-    batch, found = packed(texts()), []
+    batch, results = packed(texts()), []
     # the sum of squares behind a norm would have no gradient but rounding
     direction = torch.randn(2, 40, base.width).to(device)
     for attending in (attention.attending_documents, lambda *_: nullcontext()):
@@ -158,9 +158,9 @@ def test_packed_documents_are_read_as_under_a_mask(device, monkeypatch):
             batch.tokens, document_ids=batch.document_ids, gradients=True
         ).hidden.float()
         (slope,) = torch.autograd.grad((hidden * direction).sum(), weight)
-        found.append((hidden, slope.float()))
-    for ours, theirs in zip(*found, strict=True):
-        assert (ours - theirs).norm() <= 0.03 * theirs.norm()
+        results.append((hidden, slope.float()))
+    for gpu_values, cpu_values in zip(*results, strict=True):
+        assert (gpu_values - cpu_values).norm() <= 0.03 * cpu_values.norm()
 
 
 WEIGHTS = (1.0, 0.8, 0.64)
@@ -180,9 +180,9 @@ def tolerance(kind: str, dtype: torch.dtype) -> float:
 KINDS = sorted(LOSSES)
 
 
-def assert_close(found: Tensor, wanted: Tensor, share: float) -> None:
-    found, wanted = (values.detach().double().cpu() for values in (found, wanted))
-    assert (found - wanted).norm() <= share * wanted.norm()
+def assert_close(actual: Tensor, expected: Tensor, share: float) -> None:
+    actual, expected = (values.detach().double().cpu() for values in (actual, expected))
+    assert (actual - expected).norm() <= share * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
@@ -192,27 +192,27 @@ def assert_close(found: Tensor, wanted: Tensor, share: float) -> None:
 def test_a_loss_in_chunks_has_the_value_and_gradients_of_the_dense_one(
     kind: str, is_shared: bool, dtype: torch.dtype, chunk_rows: int | None, device: torch.device
 ) -> None:
-    (states, projections, shared), each, leaves = problem_of(dtype=dtype, device=device)
+    (states, projections, shared), masks, leaves = problem_of(dtype=dtype, device=device)
     precise, precise_each, precise_leaves = problem_of()
-    targets, precise_targets = (shared, None) if is_shared else (each, precise_each)
+    targets, precise_targets = (shared, None) if is_shared else (masks, precise_each)
     loss = fused_loss(kind, states, projections, targets, weights=WEIGHTS, chunk_rows=chunk_rows)
     dense = dense_loss(kind, precise, WEIGHTS, precise_targets)
     assert (loss.total.device, loss.total.dtype) == (device, torch.float32)
     share = tolerance(kind, dtype)
     assert_close(loss.total, dense, share)
-    ours = torch.autograd.grad(loss.total, leaves)
-    theirs = torch.autograd.grad(dense, precise_leaves)
-    for one, other, leaf in zip(ours, theirs, leaves, strict=True):
-        assert (one.dtype, one.device) == (leaf.dtype, leaf.device)
-        assert_close(one, other, share)
+    gpu_values = torch.autograd.grad(loss.total, leaves)
+    cpu_values = torch.autograd.grad(dense, precise_leaves)
+    for gradient, reference, leaf in zip(gpu_values, cpu_values, leaves, strict=True):
+        assert (gradient.dtype, gradient.device) == (leaf.dtype, leaf.device)
+        assert_close(gradient, reference, share)
 
 
 @pytest.mark.parametrize("levels", [0, 2])
 def test_flash_attention_with_paths_equals_the_plain_one(levels, device, monkeypatch):
-    how = {"dtype": torch.bfloat16, "device": device}
+    options = {"dtype": torch.bfloat16, "device": device}
     if device.type == "cpu":
         # no such kernel there
         monkeypatch.setattr(path_attention, "_flash_forward", forward)
         monkeypatch.setattr(path_attention, "_flash_backward", backward)
-        how["dtype"] = torch.float64
-    check_agreement(random_leaves(4, 2, levels, how), 3e-2)
+        options["dtype"] = torch.float64
+    check_agreement(random_leaves(4, 2, levels, options), 3e-2)

@@ -22,22 +22,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def texts(device: torch.device) -> torch.Tensor:
     """Return the tiny prompts with their continuations, cut to one length."""
     pairs = zip(tiny.prompts(), tiny.continuations("llama", torch.float32, device), strict=True)
-    whole = [prompt + continuation for prompt, continuation in pairs]
-    length = min(map(len, whole))
-    return torch.tensor([text[-length:] for text in whole], device=device)
+    texts = [prompt + continuation for prompt, continuation in pairs]
+    length = min(map(len, texts))
+    return torch.tensor([text[-length:] for text in texts], device=device)
 
 
 @functools.cache
 def _trained(kind: str, device: torch.device) -> Head:
     base = tiny.base("llama", dtype=torch.float32, device=device)
     torch.manual_seed(1)
-    made = build_for_base({"kind": kind, "depth": DEPTH, **SETTINGS.get(kind, {})}, base)
-    return train_head(made, base, texts(device), steps=40, learning_rate=5e-3)
+    head = build_for_base({"kind": kind, "depth": DEPTH, **SETTINGS.get(kind, {})}, base)
+    return train_head(head, base, texts(device), steps=40, learning_rate=5e-3)
 
 
 def head(kind: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Head:
     """Return a head for the tiny llama of a device in this precision."""
-    made = copy_head(_trained(kind, device)).requires_grad_(False)
+    head = copy_head(_trained(kind, device)).requires_grad_(False)
     # a base in another precision has another fingerprint where weights were cast
-    fit_to_base(made, tiny.base("llama", dtype=dtype, device=device), force=True)
-    return made.eval()
+    fit_to_base(head, tiny.base("llama", dtype=dtype, device=device), force=True)
+    return head.eval()
