@@ -12,9 +12,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from specheads.core.drafter import Nodes
 from specheads.core.errors import InputError
 from specheads.core.tree import TokenTree
-from specheads.decoding.sampling import Ancestors, Nodes, SamplingState, Scores
+from specheads.decoding.sampling import Ancestors, NodeScores, SamplingState
 
 Coins = Float[Tensor, "batch node"]
 """Uniform numbers, one for each node."""
@@ -58,7 +59,7 @@ def draw(
     return torch.searchsorted(sums, thresholds, right=True)[..., 0]
 
 
-def rejection(tree: TokenTree, base_probs: Scores, coins: Coins, uniforms: Coins) -> Verdict:
+def rejection(tree: TokenTree, base_probs: NodeScores, coins: Coins, uniforms: Coins) -> Verdict:
     """Test sampled nodes one by one, each against the remainder of its rejected siblings.
 
     On a chain this is speculative sampling: a token x sampled from the draft's distribution q is
@@ -76,7 +77,7 @@ def rejection(tree: TokenTree, base_probs: Scores, coins: Coins, uniforms: Coins
 
 
 def walk_nodes(
-    tree: TokenTree, base_probs: Scores, coins: Coins
+    tree: TokenTree, base_probs: NodeScores, coins: Coins
 ) -> tuple[Int[Tensor, "batch path"], Int[Tensor, " batch"], Float[Tensor, "batch vocab"]]:
     """Return the path that rejection keeps, its length, and the probs of the next token."""
     assert tree.branch_sampling is not None
@@ -131,7 +132,7 @@ def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:
 
 def typical(
     tree: TokenTree,
-    base_probs: Scores,
+    base_probs: NodeScores,
     ancestors: Ancestors | None = None,
     *,
     epsilon: float = 0.09,

@@ -1,5 +1,7 @@
 """Draft with a smaller language model, or with the base itself over a window of the text."""
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -11,9 +13,15 @@ from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree, chain
 
-Draft = tuple[KVCache, TokenTree, int]
-"""State of a draft: the cache, all levels that the model has read, without the root, which is
-committed, and the first node of the level read last; -1 is the root."""
+
+class DraftState(NamedTuple):
+    """State of a draft between two levels."""
+
+    cache: KVCache
+    tree: TokenTree
+    """All levels that the model has read, without the root, which is committed."""
+    level_start: int
+    """First node of the level read last; -1 is the root."""
 
 
 class DraftModel(Drafter):
@@ -55,9 +63,9 @@ class DraftModel(Drafter):
         unread = unread[:, : max(counts)]
         logits, _ = self.model.prefill(unread, cache, counts, chunk=self.chunk)
         empty = text[:, :0]
-        return logits[:, None, : self.drafted_size], (cache, TokenTree(empty, empty), -1)
+        return logits[:, None, : self.drafted_size], DraftState(cache, TokenTree(empty, empty), -1)
 
-    def extend(self, state: Draft, tokens: Nodes, parents: Nodes) -> Guesses:
+    def extend(self, state: DraftState, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read the tree so far and this level."""
         cache, tree, level_start = state
         first = tree.tokens.shape[1]
@@ -66,7 +74,7 @@ class DraftModel(Drafter):
             torch.cat([tree.parents, level_start + parents], dim=1),
         )
         logits = self.model.verify(tree, cache).logits[:, first:]
-        return logits[..., : self.drafted_size], (cache, tree, first)
+        return logits[..., : self.drafted_size], DraftState(cache, tree, first)
 
 
 def refuse_vocabulary(model: FrozenBase, base: FrozenBase) -> None:

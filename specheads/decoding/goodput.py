@@ -11,7 +11,7 @@ from specheads.decoding.load import MovingRates, RequestRates, RowLoad, StepLoad
 from specheads.decoding.prompt_lookup import LookupText
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree
-from specheads.decoding.trees.tuned import Choice, Tuned
+from specheads.decoding.trees.tuned import SwitchingPolicy, Tuned
 
 COPY_SIZES = 2, 4, 7
 """Numbers of copied tokens to choose from, in addition to all that have a rate."""
@@ -63,7 +63,7 @@ def best_draft(cost: StepCost, drafts: Sequence[DraftSize], load: StepLoad) -> i
     return next(index for index, goodput in enumerate(goodputs) if goodput >= threshold)
 
 
-class Goodput(Choice):
+class Goodput(SwitchingPolicy):
     """Chooses the draft with the highest goodput for the batch of each step, or no draft.
 
     The candidates are chains of every depth from zero on, each without and with copied text. The

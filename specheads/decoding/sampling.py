@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from specheads.base.cache import upload
-from specheads.core.drafter import Drafter, State
+from specheads.core.drafter import Drafter, Nodes, State
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.ranges import (
@@ -38,8 +38,7 @@ from specheads.core.tree import TokenTree
 from specheads.decoding import noise
 from specheads.decoding.noise import likeliest
 
-Nodes = Int[Tensor, "batch node"]
-Scores = Float[Tensor, "batch node vocab"]
+NodeScores = Float[Tensor, "batch node vocab"]
 """Logits, scores or probabilities of the token after each node."""
 Ancestors = Bool[Tensor, "batch node node"]
 Paths = Int[Tensor, "batch node path"]
@@ -165,7 +164,7 @@ class SamplingState:
             self.text.scatter_(1, self.lengths[:, None] + offsets, tokens)
         self.lengths, self._noise = lengths, None
 
-    def scores(self, logits: Scores, paths: Paths) -> Scores:
+    def scores(self, logits: NodeScores, paths: Paths) -> NodeScores:
         """Apply each row's sampling settings to logits over the base's vocabulary after each node.
 
         At temperature zero only the largest score has a meaning.
@@ -179,7 +178,7 @@ class SamplingState:
             out[rows] = _group_scores(settings, *inputs)
         return out
 
-    def probs(self, logits: Scores, paths: Paths) -> Scores:
+    def probs(self, logits: NodeScores, paths: Paths) -> NodeScores:
         """Return the distribution that each row samples from; at temperature zero it is a point."""
         scores = self.scores(logits, paths)
         probs = scores.softmax(-1)
@@ -188,11 +187,11 @@ class SamplingState:
         best = torch.zeros_like(probs).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
         return torch.where(self.is_sampled[:, None, None], probs, best)
 
-    def tree_probs(self, tree: TokenTree, logits: Scores, ancestors: Ancestors) -> Scores:
+    def tree_probs(self, tree: TokenTree, logits: NodeScores, ancestors: Ancestors) -> NodeScores:
         """Return the base's distribution after each node of a tree."""
         return self.probs(logits, _paths(tree, ancestors))
 
-    def choose(self, tree: TokenTree, logits: Scores, ancestors: Ancestors) -> Nodes:
+    def choose(self, tree: TokenTree, logits: NodeScores, ancestors: Ancestors) -> Nodes:
         """Return the token that the base alone would choose after each node of a tree.
 
         It is the argmax of the scores plus the position's noise, a sample of their distribution.

@@ -28,7 +28,7 @@ from specheads.decoding.cost import StepCost
 from specheads.decoding.prompt_lookup import MAX_NGRAM
 from specheads.decoding.sampling import expand_sampling
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.early_stop import Estimate, entropy
+from specheads.decoding.trees.early_stop import AcceptanceEstimate, entropy
 from specheads.decoding.trees.tuned import MatchRates
 from specheads.measure.counts import DepthCounts, number_sources
 from specheads.measure.generation import GenerationSettings, continue_prompts
@@ -328,7 +328,7 @@ def trace_text(base: FrozenBase, head: Head, prompt: list[int], continuation: li
     return Trace(*(torch.stack(levels, dim=1).cpu() for levels in zip(*columns, strict=True)))
 
 
-def fit_estimate(traces: Sequence[Trace]) -> Estimate:
+def fit_estimate(traces: Sequence[Trace]) -> AcceptanceEstimate:
     """Fit a logistic regression: is a draft right, given that those above it are?"""
     trace = Trace.join(traces)
     levels, reached = torch.arange(trace.is_right.shape[1]), trace.reached()
@@ -336,11 +336,11 @@ def fit_estimate(traces: Sequence[Trace]) -> Estimate:
     columns = [ones, trace.log_probs, trace.entropies, levels.expand_as(ones).double()]
     inputs, labels = torch.stack(columns, dim=-1)[reached], trace.is_right[reached]
     bias, log_prob, weight, level = logistic_regression(inputs, labels, [0.0] * 4).tolist()
-    return Estimate(bias=bias, log_prob=log_prob, entropy=weight, level=level)
+    return AcceptanceEstimate(bias=bias, log_prob=log_prob, entropy=weight, level=level)
 
 
 def best_stop(
-    traces: Sequence[Trace], estimate: Estimate, cost: StepCost, context: int | float
+    traces: Sequence[Trace], estimate: AcceptanceEstimate, cost: StepCost, context: int | float
 ) -> policies.Static | None:
     """Return the chain with the threshold of most tokens per second; None for no threshold.
 

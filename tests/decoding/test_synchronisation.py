@@ -63,7 +63,7 @@ def base(meta: FrozenBase, monkeypatch: pytest.MonkeyPatch) -> FrozenBase:
     for name, module in list(sys.modules.items()):
         if name.startswith("specheads.") and hasattr(module, "upload"):
             monkeypatch.setattr(module, "upload", uploaded)
-    monkeypatch.setattr(loop, "_read", verdict_of_nobody)
+    monkeypatch.setattr(loop, "copy_to_host", verdict_of_nobody)
     # prompts are read once, and may wait
     monkeypatch.setattr(Tensor, "tolist", lambda values: [1] * len(values))
     return meta

@@ -19,9 +19,9 @@ from specheads.decoding.goodput import Goodput
 from specheads.decoding.request import Request
 from specheads.decoding.sampling import Sampling, expand_sampling
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.early_stop import Estimate
+from specheads.decoding.trees.early_stop import AcceptanceEstimate
 from specheads.decoding.trees.hybrid import HybridTree
-from specheads.decoding.trees.tuned import Choice, Tuned
+from specheads.decoding.trees.tuned import SwitchingPolicy, Tuned
 from specheads.heads.load import build_for_base, copy_for_drafting, load_head, resume_head
 from tests import tiny
 from tests.tuned import FORWARD, NEGATIVE, tree, tuned
@@ -132,7 +132,7 @@ def test_trees_follow_batch_and_context_while_decoding():
     head = copy_for_drafting(build_for_base({"kind": "eagle3", "depth": 2}, base), base)
     wide = [[0], [1], [2], [0, 0]]
     head.tuned = tuned(tree(context=4, kind="none"), tree(context=64, paths=wide, num_nodes=5))
-    assert isinstance(Engine(base, head).tree, Choice)
+    assert isinstance(Engine(base, head).tree, SwitchingPolicy)
     out = generate(base, head, [[1, 2, 3]], max_new_tokens=40)
     nodes = [len(step.drafted) for step in out.steps[0]]
     assert (nodes[0], nodes[-1]) == (1, 5)
@@ -190,7 +190,7 @@ def drafts(out: Decoding) -> dict[int, list[int]]:
 def test_places_of_one_tree_have_one_policy_whatever_was_measured_of_it():
     measured = tuned(tree(), tree(4, 512, interval=[1.0, 1.3]))
     assert isinstance(measured.policy(), policies.Static)
-    assert isinstance(tuned(tree(), tree(4, paths=[[0]], num_nodes=2)).policy(), Choice)
+    assert isinstance(tuned(tree(), tree(4, paths=[[0]], num_nodes=2)).policy(), SwitchingPolicy)
 
 
 def test_the_nearest_batch_counts_first_and_then_the_nearest_context():
@@ -202,11 +202,11 @@ def test_the_nearest_batch_counts_first_and_then_the_nearest_context():
 
 def test_an_estimate_takes_the_place_of_the_drafters_own_probability():
     logs, entropies = torch.tensor([-0.1, -3.0]), torch.tensor([0.2, 2.0])
-    learned = Estimate(bias=0.0, log_prob=1.0, entropy=-1.0, level=-0.5)
+    learned = AcceptanceEstimate(bias=0.0, log_prob=1.0, entropy=-1.0, level=-0.5)
     chances = learned(logs, entropies, 2)
     torch.testing.assert_close(chances, torch.sigmoid(logs - entropies - 1.0))
     # drafting stops below the first level whose estimate is too low: sigmoid(15 - 10 * 2)
-    falling = Estimate(bias=15.0, log_prob=0.0, entropy=0.0, level=-10.0)
+    falling = AcceptanceEstimate(bias=15.0, log_prob=0.0, entropy=0.0, level=-10.0)
     policy = policies.Static([(0,) * length for length in range(1, 6)], "", 0.5, falling)
     out = generate(tiny.base(), tiny.oracle(5), tiny.prompts(), max_new_tokens=9, tree=policy)
     assert {len(step.drafted) for steps in out.steps for step in steps} == {1 + 3}

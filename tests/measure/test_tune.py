@@ -20,7 +20,7 @@ from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.early_stop import Estimate
+from specheads.decoding.trees.early_stop import AcceptanceEstimate
 from specheads.decoding.trees.tuned import Machine, MatchRates
 from specheads.heads.load import build_for_base, copy_for_drafting
 from specheads.measure import tune as tuning
@@ -219,7 +219,7 @@ def test_trace_equals_the_drafts_of_a_chain():
     trace = trace_text(base, head, prompt, continuation)
     ranks = guess_ranks(base, head, prompt, continuation)
     assert torch.equal(trace.is_right, ranks[: len(continuation) - head.depth] == 0)
-    assert isinstance(fit_estimate([trace]), Estimate)
+    assert isinstance(fit_estimate([trace]), AcceptanceEstimate)
 
 
 def test_the_drafts_of_each_depth_are_those_below_right_ones(monkeypatch):

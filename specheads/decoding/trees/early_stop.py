@@ -10,7 +10,7 @@ from specheads.core.drafter import Drafter, State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class AcceptanceEstimate:
     """Probability that a drafted token is accepted: a logistic regression on traces.
 
     Source: Mamou et al. 2024, arXiv:2405.04304 (DISCO), for its inputs; DISCO uses a small network.
@@ -32,7 +32,7 @@ class Estimate:
 
 def chances(
     drafter: Drafter,
-    estimate: Estimate | None,
+    estimate: AcceptanceEstimate | None,
     logits: Float[Tensor, "batch level vocab"],
     state: State,
     drafted: Int[Tensor, "batch node"],

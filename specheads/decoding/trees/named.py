@@ -16,7 +16,7 @@ from specheads.core.ranges import (
     one_of,
 )
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.early_stop import Estimate
+from specheads.decoding.trees.early_stop import AcceptanceEstimate
 from specheads.decoding.trees.hybrid import HybridTree, remove_lookup
 
 
@@ -108,7 +108,7 @@ class TunedTree:
     """Rank paths of a static tree or chain."""
     confidence: float = 0.0
     """As in `policies.Static`."""
-    stop: Estimate | None = None
+    stop: AcceptanceEstimate | None = None
     """Estimate that is compared with the confidence; None is the head's probability."""
     num_nodes: int = 1
     depth: int = 0

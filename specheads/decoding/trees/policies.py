@@ -16,8 +16,8 @@ from specheads.decoding import noise
 from specheads.decoding.load import RequestRates, StepLoad
 from specheads.decoding.noise import likeliest
 from specheads.decoding.prompt_lookup import LookupText
-from specheads.decoding.sampling import CoupledDrafter, SamplingState, Scores, over_vocabulary
-from specheads.decoding.trees.early_stop import Estimate, chances
+from specheads.decoding.sampling import CoupledDrafter, NodeScores, SamplingState, over_vocabulary
+from specheads.decoding.trees.early_stop import AcceptanceEstimate, chances
 
 
 class TreePolicy:
@@ -72,10 +72,10 @@ class TreePolicy:
         raise NotImplementedError
 
 
-Path = tuple[int, ...]
+RankPath = tuple[int, ...]
 
 
-class Level(NamedTuple):
+class StaticLevel(NamedTuple):
     """One level of a static tree; the drafter reads only nodes with children."""
 
     parents: Int[Tensor, " node"]
@@ -90,19 +90,23 @@ class Level(NamedTuple):
     """Guesses taken after each parent."""
 
 
-Shape = tuple[Int[Tensor, " node"], Bool[Tensor, "1 node node"], list[Level]]
-"""A static tree on one device: the parents and the ancestors of its nodes, as in `TokenTree`, and
-its levels. A step then uploads nothing."""
+class StaticShape(NamedTuple):
+    """A static tree on one device, so that a step uploads nothing."""
+
+    parents: Int[Tensor, " node"]
+    """As in `TokenTree`."""
+    ancestors: Bool[Tensor, "1 node node"]
+    levels: list[StaticLevel]
 
 
-def static_shape(paths: Sequence[Path], device: torch.device) -> Shape:
+def static_shape(paths: Sequence[RankPath], device: torch.device) -> StaticShape:
     """Return the shape of rank paths that are sorted by length and closed under prefixes."""
     node_of = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}
     parents = torch.tensor([-1] + [node_of[path[:-1]] for path in paths])
     has_children = {path[:-1] for path in paths}
-    levels: list[Level] = []
+    levels: list[StaticLevel] = []
     # index of each node that was read in the level above
-    parent_of: dict[Path, int] = {(): 0}
+    parent_of: dict[RankPath, int] = {(): 0}
     for _, group in itertools.groupby(paths, len):
         level = list(group)
         inner = [node for node, path in enumerate(level) if path in has_children]
@@ -115,10 +119,10 @@ def static_shape(paths: Sequence[Path], device: torch.device) -> Shape:
             torch.tensor(values, dtype=torch.long).to(device)
             for values in (level_parents, guesses, inner, inner_parents)
         ]
-        levels.append(Level(*indices, width=width))
+        levels.append(StaticLevel(*indices, width=width))
         parent_of = {level[node]: index for index, node in enumerate(inner)}
-    reach = TokenTree(parents[None], parents[None]).ancestors()
-    return parents.to(device), reach.to(device), levels
+    ancestors = TokenTree(parents[None], parents[None]).ancestors()
+    return StaticShape(parents.to(device), ancestors.to(device), levels)
 
 
 class Static(TreePolicy):
@@ -139,7 +143,7 @@ class Static(TreePolicy):
         paths: Sequence[Sequence[int]],
         name: str = "static",
         confidence: float = 0.0,
-        estimate: Estimate | None = None,
+        estimate: AcceptanceEstimate | None = None,
     ) -> None:
         refuse_nodes(1 + len(paths), "tree.paths")
         ranks = [
@@ -156,9 +160,9 @@ class Static(TreePolicy):
         self.confidence, self.estimate = confidence, estimate
         self.num_nodes, self.depth = len(prefixes), max(map(len, ordered), default=0)
         self.num_guesses = 1 + max((path[-1] for path in ordered), default=0)
-        self._shapes: dict[torch.device, Shape] = {}
+        self._shapes: dict[torch.device, StaticShape] = {}
 
-    def shape(self, device: torch.device) -> Shape:
+    def shape(self, device: torch.device) -> StaticShape:
         """Return the shape on a device; it is copied there once."""
         if device not in self._shapes:
             self._shapes[device] = static_shape(self.paths, device)
@@ -166,7 +170,7 @@ class Static(TreePolicy):
 
     def draft(self, drafter: Drafter, root: Tensor, logits: Tensor, state: State) -> TokenTree:
         """Draft `num_nodes - 1` tokens by their ranks."""
-        batch, (parents, reach, levels) = len(root), self.shape(root.device)
+        batch, (parents, ancestors, levels) = len(root), self.shape(root.device)
         drafted = [root]
         # nodes whose path has not stopped
         present = [torch.ones_like(root, dtype=torch.bool)]
@@ -191,7 +195,7 @@ class Static(TreePolicy):
         if self.confidence:
             # an absent node may be an ancestor of another absent node, which has no effect
             parents = parents.masked_fill(~torch.cat(present, dim=1), -1)
-        return TokenTree(tokens, parents, reach[:, :size, :size].expand(batch, -1, -1))
+        return TokenTree(tokens, parents, ancestors[:, :size, :size].expand(batch, -1, -1))
 
 
 class BestFirst(TreePolicy):
@@ -199,7 +203,7 @@ class BestFirst(TreePolicy):
 
     The score of a node is the probability of its path. Each level expands the `beam` best nodes of
     the level above into `branch` children each, and the best `num_nodes - 1` nodes of all levels
-    are kept. Scores decrease along a path, so the kept nodes are a tree.
+    are kept. NodeScores decrease along a path, so the kept nodes are a tree.
 
     Source: Li et al. 2024, arXiv:2406.16858, section 4; Wang et al. 2024, arXiv:2406.17276.
     """
@@ -404,7 +408,7 @@ class Sampled(TreePolicy):
 
 
 def _sample_children(
-    sampling: SamplingState, logits: Scores, probs: Scores, level: int, count: int
+    sampling: SamplingState, logits: NodeScores, probs: NodeScores, level: int, count: int
 ) -> Int[Tensor, "batch node path"]:
     """Return tokens sampled without replacement after each node at depth `level`, in order.
 

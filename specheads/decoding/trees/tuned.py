@@ -29,7 +29,7 @@ FILE = "tuned.json"
 SCHEMA = 1
 
 
-class Choice(policies.TreePolicy):
+class SwitchingPolicy(policies.TreePolicy):
     """Uses one of several trees in each step of an engine, the one whose index `choose` returns.
 
     Source: Chen et al. 2024, arXiv:2402.12374, for trees that depend on the machine; Together AI's
@@ -162,7 +162,7 @@ class Tuned:
         trees = [tree.policy() for tree in self.trees]
         if all(tree.shape() == self.trees[0].shape() for tree in self.trees):
             return trees[0]
-        return Choice("tuned", trees, self._nearest)
+        return SwitchingPolicy("tuned", trees, self._nearest)
 
     def _nearest(self, load: StepLoad) -> int:
         """Return the index of the tree for the batch and the mean context."""
