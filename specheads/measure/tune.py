@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
@@ -33,7 +33,14 @@ from specheads.measure.step_times import (
     tokens_after,
 )
 from specheads.measure.tables import ConsoleTable, with_interval
-from specheads.measure.tune_trees import TuningTexts, trace_texts, validation_prompts, write_texts
+from specheads.measure.tune_trees import (
+    Trace,
+    TuningText,
+    TuningTexts,
+    trace_texts,
+    validation_prompts,
+    write_texts,
+)
 from specheads.runs.progress import progress_bar
 
 COPIED = (4, 10)
@@ -82,7 +89,7 @@ def tune_head(
     for context in contexts:
         prompts = validation_prompts(corpus, base, context, num_prompts, longest=longest, seed=seed)
         texts.append(write_texts(base, head, prompts, context, generation))
-    return tune_on_texts(base, head, texts, batch_sizes, generation, max_nodes)
+    return Tuner(base, head, generation, max_nodes).tune(texts, batch_sizes)
 
 
 def choose_tree(
@@ -114,202 +121,171 @@ def choose_tree(
     generation = replace(generation, max_new_tokens=TUNING_TOKENS, sources=())
     context = max(min(context, base.max_length - tokens_after(head.depth)), 1)
     texts = write_texts(base, head, corpus_prompts, context, generation)
-    measured = tune_on_texts(base, head, [texts], [batch], generation, QUICK_NODES, quick=True)
+    measured = Tuner(base, head, generation, QUICK_NODES, quick=True).tune([texts], [batch])
     return measured.trees[0].policy(), measured
 
 
-def tune_on_texts(
-    base: FrozenBase,
-    head: Head,
-    texts: Sequence[TuningTexts],
-    batches: Sequence[int],
-    generation: GenerationSettings,
-    max_nodes: int,
-    *,
-    quick: bool = False,
-) -> Tuned:
-    """Choose a tree at each batch size and at the context length of each of the texts.
+@dataclass(frozen=True)
+class Tuner:
+    """Chooses trees for a head by measurements on texts."""
 
-    A head's tree has at most `max_nodes` nodes, root included. A quick choice takes fewer steps,
-    among trees that can be replayed.
-    """
-    ranks = [text.ranks for group in texts for text in group.fit_texts]
-    trees = tune_trees.candidate_trees(ranks, head.depth, max_nodes)
-    measure = partial(measure_cost, base, head, texts, trees, batches, generation, quick=quick)
-    # a quick choice times its finalists, whatever the fit predicts
-    cost, error = measure_until_it_fits(measure, is_required=not quick)
-    traces = [trace_texts(base, head, [text.tokens for text in group.fit_texts]) for group in texts]
-    timed, chosen = list[TimedTree](), list[TunedTree]()
-    for group, group_traces in zip(texts, traces, strict=True):
-        further = list[policies.TreePolicy]()
-        if group_traces and not quick:
-            estimate = tune_trees.fit_estimate(group_traces)
-            stop = tune_trees.best_stop(group_traces, estimate, cost, group.context)
-            further = [stop] if stop and stop.num_nodes <= max_nodes else []
-        for batch in batches:
-            finalists = choose_finalists(
-                base, head, group, trees, further, cost, batch, max_nodes, quick=quick
-            )
-            rounds = 6 if quick else 8
-            times, tree = time_finalists(base, head, finalists, group, batch, generation, rounds)
-            timed += times
-            chosen.append(tree)
-    return Tuned(
-        machine=tuned.Machine.of(base.device, base.dtype),
-        base=base.fingerprint,
-        cost=cost,
-        cost_error=error,
-        acceptance=measure_acceptance(base, head, texts, traces),
-        trees=chosen,
-        tried=timed,
-        new_tokens=generation.max_new_tokens,
-    )
+    base: FrozenBase
+    head: Head
+    generation: GenerationSettings
+    max_nodes: int
+    """Most nodes of a head's tree, root included."""
+    quick: bool = False
+    """Take fewer steps, among trees that can be replayed."""
 
-
-def measure_cost(
-    base: FrozenBase,
-    head: Head,
-    texts: Sequence[TuningTexts],
-    trees: Sequence[policies.Static],
-    batches: Sequence[int],
-    generation: GenerationSettings,
-    *,
-    quick: bool,
-) -> tuple[StepCost, CostError]:
-    """Time steps of chains and trees of many sizes; return the fitted cost and its error."""
-    grid = [policies.NOTHING, *(tree for tree in trees if tree.name == "chain")]
-    by_size = {tree.num_nodes: tree for tree in trees if tree.name == "tree"}
-    grid += [by_size[size] for size in GRID if size in by_size]
-    # all batch sizes and contexts in turns, because a machine changes its pace within minutes
-    runs = [
-        ((head if tree.depth else None, tree), group.rows(batch))
-        for group, batch, tree in product(texts, batches, grid)
-        if batch * tree.num_nodes <= MAX_TOKENS
-    ]
-    methods, rows = zip(*runs, strict=True)
-    rounds = 3 if quick else 5
-    return fit_cost(time_steps(base, methods, rows, generation=generation, rounds=rounds))
-
-
-def choose_finalists(
-    base: FrozenBase,
-    head: Head,
-    texts: TuningTexts,
-    trees: Sequence[policies.Static],
-    further: Sequence[policies.TreePolicy],
-    cost: StepCost,
-    batch: int,
-    max_nodes: int,
-    *,
-    quick: bool,
-) -> list[policies.TreePolicy]:
-    """Return the trees to time at a batch size, as far as the context has room for them.
-
-    These are the best by prediction, two of another size, the best chain, `further` trees and,
-    unless the choice is quick, those of `candidate_policies`, some also with prompt lookup.
-    """
-    ranks = [text.ranks for text in texts.test_texts]
-    ordered = sorted(
-        trees, key=lambda tree: -tune_trees.predict(tree, ranks, cost, batch, texts.context)
-    )
-    best, chain = ordered[0], next(tree for tree in ordered if tree.name == "chain")
-    other_sizes = [tree for tree in ordered if abs(tree.num_nodes - best.num_nodes) > 1]
-    finalists: list[policies.TreePolicy] = [best, chain]
-    if not quick:
-        finalists += candidate_policies(head.depth, head.drafted_size, best.num_nodes, max_nodes)
-    hybrids = [HybridTree(tree, size) for tree in dict.fromkeys(finalists) for size in COPIED]
-    distinct = dict.fromkeys([*finalists, *other_sizes[:2], *further, *hybrids])
-    longest = base.max_length - texts.context
-    return [tree for tree in distinct if tokens_after(tree.depth) <= longest]
-
-
-def time_finalists(
-    base: FrozenBase,
-    head: Head,
-    trees: Sequence[policies.TreePolicy],
-    texts: TuningTexts,
-    batch: int,
-    generation: GenerationSettings,
-    rounds: int,
-) -> tuple[list[TimedTree], TunedTree]:
-    """Time the base alone and trees, count tokens on other texts; return all and the best."""
-    methods = [(None, policies.NOTHING), *((head, tree) for tree in trees)]
-    turns, silent = max(1, rounds // batch), replace(generation, progress=False)
-    # the number of prompt-lookup tokens differs from text to text: each turn continues others
-    times = [
-        time_steps(
-            base,
-            methods,
-            [texts.rows(batch, turn * batch)] * len(methods),
-            generation=silent,
-            rounds=rounds // turns,
+    def tune(self, texts: Sequence[TuningTexts], batches: Sequence[int]) -> Tuned:
+        """Choose a tree at each batch size and at the context length of each of the texts."""
+        base, ranks = self.base, [text.ranks for group in texts for text in group.fit_texts]
+        trees = tune_trees.candidate_trees(ranks, self.head.depth, self.max_nodes)
+        # a quick choice times its finalists, whatever the fit predicts
+        cost, error = measure_until_it_fits(
+            partial(self.measure_cost, texts, trees, batches), is_required=not self.quick
         )
-        for turn in progress_bar(range(turns), "step times", generation.progress)
-    ]
-    seconds = [
-        statistics.fmean(time.seconds for time in column) for column in zip(*times, strict=True)
-    ]
-    timed = []
-    for (_, tree), step_seconds in zip(methods, seconds, strict=True):
-        rate = compute_rate(count_tokens(base, head, tree, texts, generation))
-        overhead = step_seconds / seconds[0]
-        timed.append(
-            TimedTree(
-                batch=batch,
-                context=texts.context,
-                tree=tree.name,
-                num_nodes=tree.num_nodes,
-                depth=tree.depth,
-                tokens_per_forward=rate.tokens_per_forward,
-                step_overhead=overhead,
-                speedup=rate.tokens_per_forward / overhead,
-                interval=[bound / overhead for bound in rate.interval],
-            )
+        traces = [self.trace(group.fit_texts) for group in texts]
+        timed, chosen = list[TimedTree](), list[TunedTree]()
+        for group, group_traces in zip(texts, traces, strict=True):
+            stops = list[policies.TreePolicy]()
+            if group_traces and not self.quick:
+                stop = tune_trees.best_stop(group_traces, cost, group.context)
+                stops = [stop] if stop and stop.num_nodes <= self.max_nodes else []
+            for batch in batches:
+                finalists = self.choose_finalists(group, trees, cost, batch)
+                times, tree = self.time_finalists([*finalists, *stops], group, batch)
+                timed += times
+                chosen.append(tree)
+        return Tuned(
+            machine=tuned.Machine.of(base.device, base.dtype),
+            base=base.fingerprint,
+            cost=cost,
+            cost_error=error,
+            acceptance=self.measure_acceptance(texts, traces),
+            trees=chosen,
+            tried=timed,
+            new_tokens=self.generation.max_new_tokens,
         )
-    fastest = max(range(len(timed)), key=lambda i: timed[i].speedup)
-    timed[fastest] = replace(timed[fastest], chosen=True)
-    return timed, TunedTree.of(methods[fastest][1], timed[fastest])
 
+    def measure_cost(
+        self,
+        texts: Sequence[TuningTexts],
+        trees: Sequence[policies.Static],
+        batches: Sequence[int],
+    ) -> tuple[StepCost, CostError]:
+        """Time steps of chains and trees of many sizes; return the fitted cost and its error."""
+        grid = [policies.NOTHING, *(tree for tree in trees if tree.name == "chain")]
+        by_size = {tree.num_nodes: tree for tree in trees if tree.name == "tree"}
+        grid += [by_size[size] for size in GRID if size in by_size]
+        # all batch sizes and contexts in turns, because a machine changes its pace within minutes
+        runs = [
+            ((self.head if tree.depth else None, tree), group.rows(batch))
+            for group, batch, tree in product(texts, batches, grid)
+            if batch * tree.num_nodes <= MAX_TOKENS
+        ]
+        methods, rows = zip(*runs, strict=True)
+        rounds = 3 if self.quick else 5
+        times = time_steps(self.base, methods, rows, generation=self.generation, rounds=rounds)
+        return fit_cost(times)
 
-def count_tokens(
-    base: FrozenBase,
-    head: Head,
-    tree: policies.TreePolicy,
-    texts: TuningTexts,
-    generation: GenerationSettings,
-) -> list[DepthCounts]:
-    """Count accepted drafts of a tree on the texts that judge trees, replayed if possible."""
-    if fixed_tree(tree) is not None:
-        return [replay(text.ranks, tree, text.source, text.tokens) for text in texts.test_texts]
-    sources = tuple(text.source for text in texts.test_texts)
-    generation = replace(generation, tree=tree, batch_size=8, sources=sources)
-    prompts = [text.prompt for text in texts.test_texts]
-    return [text.counts for text in decode_prompts(base, head, prompts, generation)]
+    def choose_finalists(
+        self, texts: TuningTexts, trees: Sequence[policies.Static], cost: StepCost, batch: int
+    ) -> list[policies.TreePolicy]:
+        """Return the trees to time at a batch size, as far as the context has room for them.
 
+        These are the best by prediction, two of another size, the best chain and, unless the choice
+        is quick, those of `candidate_policies`, some also with prompt lookup.
+        """
+        ranks, head = [text.ranks for text in texts.test_texts], self.head
+        ordered = sorted(
+            trees, key=lambda tree: -tune_trees.predict(tree, ranks, cost, batch, texts.context)
+        )
+        best, chain = ordered[0], next(tree for tree in ordered if tree.name == "chain")
+        other_sizes = [tree for tree in ordered if abs(tree.num_nodes - best.num_nodes) > 1]
+        finalists: list[policies.TreePolicy] = [best, chain]
+        if not self.quick:
+            sizes = best.num_nodes, self.max_nodes
+            finalists += candidate_policies(head.depth, head.drafted_size, *sizes)
+        hybrids = [HybridTree(tree, size) for tree in dict.fromkeys(finalists) for size in COPIED]
+        distinct = dict.fromkeys([*finalists, *other_sizes[:2], *hybrids])
+        longest = self.base.max_length - texts.context
+        return [tree for tree in distinct if tokens_after(tree.depth) <= longest]
 
-def measure_acceptance(
-    base: FrozenBase,
-    head: Head,
-    texts: Sequence[TuningTexts],
-    traces: Sequence[Sequence[tune_trees.Trace]],
-) -> tuned.AcceptanceRates:
-    """Return the acceptance rates of drafted and copied tokens; `traces` are of the fit texts.
+    def time_finalists(
+        self, trees: Sequence[policies.TreePolicy], texts: TuningTexts, batch: int
+    ) -> tuple[list[TimedTree], TunedTree]:
+        """Time the base alone and trees, count tokens on other texts; return all and the best."""
+        methods = [(None, policies.NOTHING), *((self.head, tree) for tree in trees)]
+        rounds = 6 if self.quick else 8
+        turns, silent = max(1, rounds // batch), replace(self.generation, progress=False)
+        # the number of prompt-lookup tokens differs from text to text: each turn continues others
+        times = [
+            time_steps(
+                self.base,
+                methods,
+                [texts.rows(batch, turn * batch)] * len(methods),
+                generation=silent,
+                rounds=rounds // turns,
+            )
+            for turn in progress_bar(range(turns), "step times", self.generation.progress)
+        ]
+        seconds = [
+            statistics.fmean(time.seconds for time in column) for column in zip(*times, strict=True)
+        ]
+        timed = []
+        for (_, tree), step_seconds in zip(methods, seconds, strict=True):
+            rate = compute_rate(self.count_tokens(tree, texts))
+            overhead = step_seconds / seconds[0]
+            timed.append(
+                TimedTree(
+                    batch=batch,
+                    context=texts.context,
+                    tree=tree.name,
+                    num_nodes=tree.num_nodes,
+                    depth=tree.depth,
+                    tokens_per_forward=rate.tokens_per_forward,
+                    step_overhead=overhead,
+                    speedup=rate.tokens_per_forward / overhead,
+                    interval=[bound / overhead for bound in rate.interval],
+                )
+            )
+        fastest = max(range(len(timed)), key=lambda i: timed[i].speedup)
+        timed[fastest] = replace(timed[fastest], chosen=True)
+        return timed, TunedTree.of(methods[fastest][1], timed[fastest])
 
-    Rates are those of a chain's steps: other positions, which accepted drafts skip, are easier.
-    """
-    all_texts = [text for group in texts for text in (*group.fit_texts, *group.test_texts)]
-    counts = [replay(text.ranks, policies.chain(head.depth)) for text in all_texts]
-    lookups = [lookup_drafts(*text.tokens, max(COPIED)) for text in all_texts]
-    test_tokens = [text.tokens for group in texts for text in group.test_texts]
-    return tuned.AcceptanceRates(
-        per_depth=DepthCounts.total(counts, head.depth).levels(),
-        matches=tune_trees.match_rates(lookups, max(COPIED)),
-        curves=tune_trees.calibrate(
-            [trace for group in traces for trace in group],
-            trace_texts(base, head, test_tokens),
-            head.depth,
-        ),
-    )
+    def count_tokens(self, tree: policies.TreePolicy, texts: TuningTexts) -> list[DepthCounts]:
+        """Count accepted drafts of a tree on the texts that judge trees, replayed if possible."""
+        if fixed_tree(tree) is not None:
+            return [replay(text.ranks, tree, text.source, text.tokens) for text in texts.test_texts]
+        sources = tuple(text.source for text in texts.test_texts)
+        generation = replace(self.generation, tree=tree, batch_size=8, sources=sources)
+        prompts = [text.prompt for text in texts.test_texts]
+        decoded = decode_prompts(self.base, self.head, prompts, generation)
+        return [text.counts for text in decoded]
+
+    def trace(self, texts: Sequence[TuningText]) -> list[Trace]:
+        """Return the traces of texts."""
+        return trace_texts(self.base, self.head, [text.tokens for text in texts])
+
+    def measure_acceptance(
+        self, texts: Sequence[TuningTexts], fit_traces: Sequence[Sequence[Trace]]
+    ) -> tuned.AcceptanceRates:
+        """Return the acceptance rates of drafted and copied tokens.
+
+        Rates are those of a chain's steps: other positions, which accepted drafts skip, are easier.
+        """
+        depth, size = self.head.depth, max(COPIED)
+        all_texts = [text for group in texts for text in (*group.fit_texts, *group.test_texts)]
+        counts = [replay(text.ranks, policies.chain(depth)) for text in all_texts]
+        lookups = [lookup_drafts(*text.tokens, size) for text in all_texts]
+        test_traces = self.trace([text for group in texts for text in group.test_texts])
+        traces = [trace for group in fit_traces for trace in group]
+        return tuned.AcceptanceRates(
+            per_depth=DepthCounts.total(counts, depth).levels(),
+            matches=tune_trees.match_rates(lookups, size),
+            curves=tune_trees.calibrate(traces, test_traces, depth),
+        )
 
 
 def tuning_table(measured: Tuned) -> ConsoleTable:

@@ -340,13 +340,13 @@ def fit_estimate(traces: Sequence[Trace]) -> AcceptanceEstimate:
 
 
 def best_stop(
-    traces: Sequence[Trace], estimate: AcceptanceEstimate, cost: StepCost, context: int | float
+    traces: Sequence[Trace], cost: StepCost, context: int | float
 ) -> policies.Static | None:
     """Return the chain with the threshold of most tokens per second; None for no threshold.
 
     Replay is exact: a chain that stops is a shorter chain.
     """
-    depth = traces[0].is_right.shape[1]
+    depth, estimate = traces[0].is_right.shape[1], fit_estimate(traces)
     seconds = [cost.seconds(1, context, level + 1, level) for level in range(depth + 1)]
     rates = dict.fromkeys((0.0, *THRESHOLDS), 0.0)
     rows = [

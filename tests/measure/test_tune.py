@@ -205,11 +205,11 @@ def test_early_stop_is_learned_and_pays_if_levels_cost_time():
     slow = replace(PLANTED, draft=ForwardCost(fixed=8e-3, token=0.0, context=0.0))
     estimate = fit_estimate([planted_trace()])
     assert estimate.log_prob > 0.5
-    stop = best_stop([planted_trace()], estimate, slow, 64)
+    stop = best_stop([planted_trace()], slow, 64)
     assert stop is not None
     assert stop.confidence > 0
-    assert stop.estimate is estimate
-    assert best_stop([planted_trace()], estimate, FREE, 64) is None
+    assert stop.estimate == estimate
+    assert best_stop([planted_trace()], FREE, 64) is None
 
 
 def test_trace_equals_the_drafts_of_a_chain():
@@ -292,7 +292,7 @@ def tune_habit(
     """Return the choice for a head with this noise: more noise, fewer right drafts."""
     base, head = tiny.base(), Habit(noise)
     texts = write_texts(base, head, prompts(sources=sources), 30, SHORT)
-    return tuning.tune_on_texts(base, head, [texts], [1], SHORT, max_nodes, quick=quick)
+    return tuning.Tuner(base, head, SHORT, max_nodes, quick).tune([texts], [1])
 
 
 def test_intervals_are_over_sources_and_trees_respect_max_nodes(machine):
@@ -341,7 +341,7 @@ def test_repetitive_text_chooses_prompt_lookup(machine):
     ]
     generation = GenerationSettings(max_new_tokens=20)
     texts = write_texts(base, head, prompts(twice * 2), 30, generation)
-    head.tuned = tuning.tune_on_texts(base, head, [texts], [1], generation, 16, quick=True)
+    head.tuned = tuning.Tuner(base, head, generation, 16, quick=True).tune([texts], [1])
     (chosen,) = [row for row in head.tuned.tried if row.chosen]
     assert chosen.tree.endswith("+lookup")
     speedups = [row.speedup for row in head.tuned.tried if "lookup" not in row.tree]
@@ -365,12 +365,11 @@ def test_prompts_are_whole_and_near_the_context(monkeypatch: pytest.MonkeyPatch,
     head = copy_for_drafting(build_for_base({"kind": "mlp_speculator", "depth": 2}, base), base)
     used: list[list[int]] = []
 
-    def tune_on_texts(_: Any, __: Any, texts: list[TuningTexts], *args: Any) -> Any:
-        del args
+    def tune_texts(_: Any, texts: list[TuningTexts], __: Any) -> Any:
         used.extend(text.prompt for text in (*texts[0].fit_texts, *texts[0].test_texts))
         return planted()
 
-    monkeypatch.setattr(tuning, "tune_on_texts", tune_on_texts)
+    monkeypatch.setattr(tuning.Tuner, "tune", tune_texts)
     tokenizer: Any = base.tokenizer
     tokenizer.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
 
@@ -409,14 +408,16 @@ def test_evaluation_chooses_a_tree_for_its_own_settings(
 ):
     calls: list[tuple[Any, ...]] = []
 
-    def tune_on_texts(base, head, texts, batches, generation, max_nodes, *, quick):
+    def tune_texts(tuner, texts, batches):
+        generation = tuner.generation
         contexts = [group.context for group in texts]
         calls.append((contexts, batches, generation.sampling, generation.coupled))
         assert {len(text.prompt) for text in texts[0].test_texts} == {8}
-        assert (base.dtype, head.depth, quick, max_nodes) == (torch.float32, 2, True, 16)
+        assert (tuner.base.dtype, tuner.head.depth) == (torch.float32, 2)
+        assert (tuner.quick, tuner.max_nodes) == (True, 16)
         return planted(tuned_tree(kind="none"))
 
-    monkeypatch.setattr(tuning, "tune_on_texts", tune_on_texts)
+    monkeypatch.setattr(tuning.Tuner, "tune", tune_texts)
     rows = [json.dumps({"text": f"value_{number} = left + right\n" * 9}) for number in range(9)]
     (tmp_path / "text.jsonl").write_text("\n".join(rows), encoding="utf-8")
     base = FrozenBase.load(**asdict(compose.settings_of("evaluate", ["base=tiny_code"]).base))
