@@ -218,15 +218,18 @@ class Shifted(Habit):
         return (self.habits[self.best[tokens]] if self.online else logits), state
 
 
-def measure(drafter: Head):
+@functools.cache
+def measure(shifted: str):
+    """Return what is measured of a head that is shifted nowhere, offline, online, or in both."""
+    head = Shifted(online="online" in shifted, offline="offline" in shifted)
     base, generation = tiny.base(), GenerationSettings(max_new_tokens=30, tree=CHAIN)
-    texts = BaseTexts(tiny.prompts(), continue_prompts(base, tiny.prompts(), generation))
-    offline = measure_offline(base, drafter, texts, generation)
-    return offline, *measure_online(base, drafter, texts, generation)
+    texts = BaseTexts(tiny.prompts(), [text[:30] for text in tiny.continuations()])
+    offline = measure_offline(base, head, texts, generation)
+    return offline, *measure_online(base, head, texts, generation)
 
 
 def test_shifted_drafts_lower_every_rate_and_change_no_text():
-    right, wrong = measure(Habit(0.0, DEPTH)), measure(Shifted())
+    right, wrong = measure("nowhere"), measure("online, offline")
     for good, bad in ((right[0], wrong[0]), (right[1], wrong[1])):
         assert bad.tokens_per_forward < 0.8 * good.tokens_per_forward
         assert bad.conditional_acceptance[0].rate < 0.5 * good.conditional_acceptance[0].rate
@@ -239,10 +242,10 @@ def test_shifted_drafts_lower_every_rate_and_change_no_text():
 
 @pytest.mark.parametrize("side", ["online", "offline"])
 def test_replay_differs_if_only_one_side_is_shifted(side: str):
-    offline, online, *_ = measure(Shifted(online=side == "online", offline=side == "offline"))
+    offline, online, *_ = measure(side)
     assert offline.per_depth != online.per_depth
     assert offline.forwards != online.forwards
-    offline, online, *_ = measure(Shifted())
+    offline, online, *_ = measure("online, offline")
     assert (offline.forwards, offline.per_depth) == (online.forwards, online.per_depth)
 
 

@@ -59,7 +59,7 @@ def run(
 )
 def test_mean_wait_matches_m_d_1(load):
     # one row and a service time of 0.5 s: 0.25 s for the prompt and 0.25 s for one step
-    number = 100_000 if load == 0.8 else 40_000
+    number = {0.3: 40_000, 0.6: 20_000, 0.8: 100_000}[load]
     arrivals = poisson_arrivals(load / 0.5, number, prompt_tokens=1, new_tokens=2, seed=3)
     served = run(linear(0.25), arrivals, [0], depth=0)[0]
     theory = load * 0.5 / (2 * (1 - load))
