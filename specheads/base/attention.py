@@ -1,75 +1,139 @@
 """Attention of tree nodes over a cache, and within each document of a packed batch.
 
-See docs/tree_verification.md.
+transformers calls one registered function in each layer. What it computes is an argument of the
+forward, which the layers pass on. See docs/tree_verification.md.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from specheads.base.cache import RowCache
-from specheads.base.exact_attention import ExactAttention
-from specheads.base.masks import is_special, refuse_special, replaced
-from specheads.core.errors import InputError
 from specheads.core.features import PackedDocuments
-from specheads.core.kernels import flash_takes, opaque, without_cudnn_attention
+from specheads.core.kernels import changes_scores, flash_supports, opaque, refuse_changed_scores
 
-MOST_NODES = 64
+MAX_FOLDED_NODES = 64
 """Largest tree for which folding query heads into nodes is faster than repeating the keys."""
-ALIGNED = 16
+MASK_STRIDE = 16
 """Row stride of a mask, in elements: the CUDA kernel copies a mask with any other stride."""
+FIRST_INDEX = 2
+"""torch.compile makes graphs of their own for the indices 0 and 1, so the smallest one is 2."""
+NAME, ARGUMENT = "specheads", "specheads_attention"
+"""Names of the registered function and of its argument."""
+Attention = Callable[..., tuple[Tensor, None]]
+"""Computes (batch, position, heads, width) in each layer; the arguments are transformers'."""
 _HAS_ENABLE_GQA = "enable_gqa" in signature(varlen_attn).parameters
-_TALL = WeakTensorKeyDictionary()
-"""The repeated mask of each mask, for as long as that mask lives: its layers share it."""
 
 
-def grouped_attention(
+@contextmanager
+def attending(config: PreTrainedConfig, attention: Attention) -> Iterator[dict[str, Any]]:
+    """Let a model compute attention so in this context; yield the argument for its forward.
+
+    A model whose attention cannot be replaced gets no argument, and uses its mask.
+    """
+    before = config._attn_implementation
+    if before != "sdpa":
+        yield {}
+        return
+    config._attn_implementation = NAME
+    try:
+        yield {ARGUMENT: attention}
+    finally:
+        config._attn_implementation = before
+
+
+def _compute_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor,
     scaling: float | None = None,
+    *,
+    specheads_attention: Attention | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention from each row's nodes to its slots; transformers calls this in each layer.
+    # StableLM and Nemotron do not pass the argument on; their mask is enough
+    compute = specheads_attention or GroupedAttention()
+    return compute(module, query, key, value, attention_mask, scaling, **settings)
+
+
+AttentionInterface.register(NAME, _compute_attention)
+
+
+class GroupedAttention:
+    """Attention from each row's nodes to its slots, in all layers of one forward.
 
     Query heads that share keys are folded into the node axis. transformers repeats keys and values
     for each query head instead, which copies the whole cache at every step.
     """
-    nodes = query.shape[2]
-    if is_special(settings) or (nodes > MOST_NODES and query.device.type == "cpu"):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **settings
-        )
-    return folded(query, key, value, attention_mask, scaling), None
+
+    def __init__(self) -> None:
+        self._masks: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        """Masks and repeated masks: most layers share theirs."""
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor,
+        scaling: float | None = None,
+        **settings: Any,
+    ) -> tuple[Tensor, None]:
+        """Compute attention; the arguments are transformers'."""
+        is_large = query.shape[2] > MAX_FOLDED_NODES and query.device.type == "cpu"
+        if changes_scores(settings) or is_large:
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, scaling=scaling, **settings
+            )
+        mask = self._repeat_mask(attention_mask, query.shape[1] // key.shape[1])
+        return attend_folded(query, key, value, mask, scaling), None
+
+    def _repeat_mask(self, mask: Tensor, group: int) -> Tensor:
+        if torch.compiler.is_compiling():
+            return repeat_mask(mask, group)
+        if (id(mask), group) not in self._masks:
+            self._masks[id(mask), group] = mask, repeat_mask(mask, group)
+        return self._masks[id(mask), group][1]
 
 
-def folded(
-    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None
+class CountedAttention(GroupedAttention):
+    """Attention that counts the layers that call it."""
+
+    num_calls = 0
+
+    def __call__(self, *inputs: Any, **settings: Any) -> tuple[Tensor, None]:
+        """Count the call, and compute attention."""
+        self.num_calls += 1
+        return super().__call__(*inputs, **settings)
+
+
+def repeat_mask(mask: Tensor, group: int) -> Tensor:
+    """Return the mask of nodes (batch, 1, node, slot) for `group` query heads that share keys."""
+    if mask.device.type == "cpu":
+        # repeat() takes ten times as long on such a small tensor
+        return torch.cat([mask] * group, dim=2)
+    slots = mask.shape[-1]
+    return F.pad(mask, (0, -slots % MASK_STRIDE)).repeat(1, 1, group, 1)[..., :slots]
+
+
+def attend_folded(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
 ) -> Tensor:
     """Return attention (batch, node, heads, width), with query heads folded into nodes."""
-    (batch, heads, nodes, width), shared = query.shape, key.shape[1]
-    group = heads // shared
-    query = query.reshape(batch, shared, group * nodes, width)
-    if query.device.type == "cpu":
-        # repeat() takes ten times as long on such a small tensor
-        mask = torch.cat([attention_mask] * group, dim=2)
-    else:
-        mask = _tall(attention_mask, group)
+    batch, heads, nodes, width = query.shape
+    query = query.reshape(batch, key.shape[1], -1, width)
     # the compiler would make graphs of the kernel's own cases
     attend = _opaque_masked if torch.compiler.is_compiling() else _attend_masked
     out = attend(query, key, value, mask, scaling)
@@ -89,19 +153,11 @@ def _masked_shape(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor
 _opaque_masked = opaque("grouped_attention", _attend_masked, _masked_shape)
 
 
-def _tall(mask: Tensor, group: int) -> Tensor:
-    """Return the mask repeated for each query head of a group; computed once per mask."""
-    if mask not in _TALL:
-        slots = mask.shape[-1]
-        _TALL[mask] = F.pad(mask, (0, -slots % ALIGNED)).repeat(1, 1, group, 1)[..., :slots]
-    return _TALL[mask]
+# --- compiled layers: the compiler must not see the cache -----------------------------------------
 
 
-_LAYERS: ContextVar[Iterator[Any]] = ContextVar("layers of the cache, the next to attend first")
-
-
-class DeferredCache(Cache):
-    """A cache for compiled layers: it passes new keys and values on to attention.
+class UnwrittenCache(Cache):
+    """A cache for compiled layers: it passes new keys and values on to `LayerAttention`.
 
     A compiled layer that knew its cache would be compiled again for each layer and each length.
     """
@@ -112,155 +168,146 @@ class DeferredCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values; `deferred_attention` writes them."""
+        """Return the new keys and values."""
         return key_states, value_states
 
 
-@contextmanager
-def deferring(cache: RowCache) -> Iterator[None]:
-    """Let `deferred_attention` write to and read the layers of this cache, in order.
+@dataclass
+class LayerAttention:
+    """Attention of one compiled layer, which first writes its new keys and values.
 
-    A context variable, because any argument would make the compiler specialise on the layer.
+    Tensors and numbers, and no cache, so that all layers share a graph.
     """
-    layers = iter(cache.layers)
-    token = _LAYERS.set(layers)
-    try:
-        yield
-        if next(layers, None) is not None:
-            raise InputError(
-                "compile=true needs layers that call attention once, in order; leave it out"
-            )
-    finally:
-        _LAYERS.reset(token)
+
+    keys: Tensor
+    """Memory of several layers (layer, batch, heads, slot, width)."""
+    values: Tensor
+    keys_index: int
+    """Index of this layer's keys in their memory, plus `FIRST_INDEX`."""
+    values_index: int
+    rows: Tensor
+    """Row and slot of each new position."""
+    slots: Tensor
+
+    def __call__(
+        self,
+        _module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor,
+        scaling: float | None = None,
+        **settings: Any,
+    ) -> tuple[Tensor, None]:
+        """Compute attention; the mask may be repeated already."""
+        refuse_changed_scores(settings, "compile=true on CUDA")
+        memory = (
+            *(self.keys, self.values, self.keys_index, self.values_index),
+            *(self.rows, self.slots),
+        )
+        return _opaque_layer(query, key, value, attention_mask, scaling, *memory), None
 
 
-def deferred_attention(
-    _module: torch.nn.Module,
+def _attend_layer(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor,
-    scaling: float | None = None,
-    **settings: Any,
-) -> tuple[Tensor, None]:
-    """Write new keys and values to the next layer's cache, then compute attention."""
-    refuse_special(settings, "compile=true on CUDA")
-    return _opaque_deferred(query, key, value, attention_mask, scaling), None
-
-
-def _attend_deferred(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
+    mask: Tensor,
+    scaling: float | None,
+    keys: Tensor,
+    values: Tensor,
+    keys_index: int,
+    values_index: int,
+    rows: Tensor,
+    slots: Tensor,
 ) -> Tensor:
-    keys, values = next(_LAYERS.get()).update(key, value)
-    return folded(query, keys, values, mask, scaling)
+    keys, values = keys[keys_index - FIRST_INDEX], values[values_index - FIRST_INDEX]
+    keys[rows, :, slots] = key.transpose(1, 2)
+    values[rows, :, slots] = value.transpose(1, 2)
+    group = query.shape[1] // key.shape[1]
+    if mask.shape[2] != group * query.shape[2]:
+        mask = repeat_mask(mask[:, :, : query.shape[2]], group)
+    batch, end = len(query), mask.shape[-1]
+    return attend_folded(query, keys[:batch, :, :end], values[:batch, :, :end], mask, scaling)
 
 
-def _deferred_shape(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:
+def _layer_shape(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:
     batch, heads, nodes = query.shape[:3]
     return query.new_empty(batch, nodes, heads, value.shape[-1])
 
 
-_opaque_deferred = opaque("deferred_attention", _attend_deferred, _deferred_shape)
+_opaque_layer = opaque("layer_attention", _attend_layer, _layer_shape)
 
 
-@contextmanager
-def attending(
-    config: PreTrainedConfig,
-    cache: RowCache,
-    *,
-    exact: ExactAttention | None = None,
-    deferred: bool = False,
-) -> Iterator[None]:
-    """Select the attention implementation for the forwards in this context.
-
-    `exact` is that of an exact base; `deferred` is for compiled layers with a `DeferredCache`.
-    """
-    if deferred:
-        name, function = "specheads_deferred", deferred_attention
-    elif exact is not None:
-        name, function = "specheads_exact", exact
-    elif config._attn_implementation == "sdpa":
-        name, function = "specheads_grouped", grouped_attention
-    else:
-        yield
-        return
-    written = deferring(cache) if deferred else nullcontext()
-    with replaced(config, name, function), without_cudnn_attention(cache.device), written:
-        yield
+# --- documents: masked scores are not computed ----------------------------------------------------
 
 
-# documents: masked scores are not computed
+class DocumentAttention:
+    """Attention within each document of a packed batch, in all layers of one forward."""
 
+    def __init__(self, documents: PackedDocuments) -> None:
+        self.documents = documents
 
-@contextmanager
-def attending_documents(
-    config: PreTrainedConfig, places: Int[Tensor, "batch time"], windows: Sequence[int | None]
-) -> Iterator[PackedDocuments | None]:
-    """Select attention within documents for the forwards in this context, if it is faster.
-
-    `places` are the positions within each document. Models whose attention cannot be replaced use
-    the mask instead, and the context is None. On CUDA this synchronises once.
-    """
-    if places.device.type not in ("cpu", "cuda") or config._attn_implementation != "sdpa":
-        yield None
-        return
-    documents = PackedDocuments.of(places)
-    longest = max(documents.lengths)
-    if any(window is not None and window < longest for window in windows):
-        yield documents
-        return
-    with replaced(config, "specheads_documents", partial(document_attention, documents)):
-        yield documents
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor,
+        scaling: float | None = None,
+        **settings: Any,
+    ) -> tuple[Tensor, None]:
+        """Compute attention (batch, time, heads, width); the arguments are transformers'."""
+        if changes_scores(settings) or settings.get("dropout") or not _fits(query, key, value):
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, scaling=scaling, **settings
+            )
+        return _attend_documents(self.documents, query, key, value, scaling), None
 
 
 def document_attention(
-    documents: PackedDocuments,
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    scaling: float | None = None,
-    **settings: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention (batch, heads, time, width) within each document, for transformers."""
-    if is_special(settings) or settings.get("dropout") or not _takes(query, key, value):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **settings
-        )
-    return _within_documents(documents, query, key, value, scaling), None
+    documents: PackedDocuments, windows: Sequence[int | None]
+) -> DocumentAttention | None:
+    """Return attention within documents; None if a window is shorter than a document."""
+    longest = max(documents.lengths)
+    if any(window is not None and window < longest for window in windows):
+        return None
+    return DocumentAttention(documents)
 
 
-def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether the device supports these tensors: on CUDA, whether flash attention does."""
     if query.device.type != "cuda":
         return True
-    alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
-    return alike and flash_takes(query.dtype, query.shape[-1])
+    is_uniform = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
+    return is_uniform and flash_supports(query.dtype, query.shape[-1])
 
 
-def _within_documents(
+def _attend_documents(
     documents: PackedDocuments, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
 ) -> Tensor:
     """Return (batch, time, heads, width)."""
     lengths, bounds = documents
     # one split along one axis needs only one concatenation in the backward pass
-    tokens = [values.transpose(1, 2).flatten(0, 1) for values in (query, key, value)]
+    flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
     if query.device.type == "cuda":
-        mixed = _flash(tokens[0], tokens[1], tokens[2], bounds, max(lengths), scaling)
+        mixed = _attend_flash(flat[0], flat[1], flat[2], bounds, max(lengths), scaling)
         return mixed.unflatten(0, (len(query), -1))
-    columns = [values.split(lengths) for values in tokens]
-    pieces = []
-    for column in zip(*columns, strict=True):
-        own = [piece.transpose(0, 1)[None] for piece in column]
+    mixed_documents = []
+    for states in zip(*(values.split(lengths) for values in flat), strict=True):
+        document_states = [piece.transpose(0, 1)[None] for piece in states]
         mixed = F.scaled_dot_product_attention(
-            *own, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+            *document_states,
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
-        pieces.append(mixed[0].transpose(0, 1))
-    return torch.cat(pieces).unflatten(0, (len(query), -1))
+        mixed_documents.append(mixed[0].transpose(0, 1))
+    return torch.cat(mixed_documents).unflatten(0, (len(query), -1))
 
 
-def _flash(
+def _attend_flash(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scaling: float | None
 ) -> Tensor:
     """Compute attention within all documents in one kernel: (position, heads, width)."""

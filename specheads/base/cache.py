@@ -6,7 +6,7 @@ See docs/tree_verification.md.
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,12 +43,12 @@ class RowCache(Cache, ABC):
     def _set_lengths(self, lengths: list[int]) -> None:
         # the copy on the host gives all shapes without synchronising
         self.row_lengths = lengths
-        self.lengths = self._placed(upload(lengths, self.device))
+        self.lengths = self._store_lengths(upload(lengths, self.device))
         self.longest = max(lengths, default=0)
-        alike = not self.static and min(lengths, default=0) == self.longest
-        self.shared_length = self.longest if alike else None
+        is_shared = not self.static and min(lengths, default=0) == self.longest
+        self.shared_length = self.longest if is_shared else None
 
-    def _placed(self, lengths: Tensor) -> Tensor:
+    def _store_lengths(self, lengths: Tensor) -> Tensor:
         return lengths
 
     def scratch(self, length: int) -> Tensor:
@@ -67,7 +67,7 @@ class RowCache(Cache, ABC):
     def extent(self, length: int) -> int:
         """Return the number of slots that a forward over `length` new positions reads."""
         end = self.longest + length
-        return _whole(end) if self.static else end
+        return _round_up(end) if self.static else end
 
     @abstractmethod
     def reserve(self, length: int, counts: list[int] | None = None) -> None:
@@ -120,7 +120,7 @@ def upload(values: list[Any], device: torch.device) -> Tensor:
     return to_device(torch.tensor(values, dtype=torch.long), device)
 
 
-def _whole(slots: int) -> int:
+def _round_up(slots: int) -> int:
     return -(-slots // EXTENT) * EXTENT
 
 
@@ -160,6 +160,13 @@ class RowLayer(CacheLayerMixin):
         return self.cache.capacity
 
 
+class StateLocation(NamedTuple):
+    """Where the keys, or the values, of a layer are in a slab."""
+
+    stack: int
+    position: int
+
+
 class Slab:
     """The memory of a contiguous cache; the next static cache can reuse it with its CUDA graphs."""
 
@@ -169,10 +176,10 @@ class Slab:
         self.graphs: dict[Hashable, Any] = {}
         """CUDA graphs recorded over this memory: see `compile.CudaGraphs`."""
         self.stacks: list[Tensor] = []
-        """Keys and values (part, batch, heads, slot, width); one stack has those of all layers that
-        are alike, so that one copy commits a step."""
-        self.parts: dict[int, tuple[tuple[int, int], ...]] = {}
-        """For the keys and the values of a layer: the number of the stack, and the index in it."""
+        """Keys and values (index, batch, heads, slot, width); one stack has those of all layers
+        with the same shapes, so that one copy commits a step."""
+        self.locations: dict[int, tuple[StateLocation, StateLocation]] = {}
+        """Of the keys and of the values of each layer."""
 
     @property
     def rows(self) -> int:
@@ -181,45 +188,47 @@ class Slab:
 
     def states(self, layer: int, new: tuple[Tensor, Tensor]) -> list[Tensor]:
         """Return a layer's keys and values (batch, heads, slot, width), allocated like new ones."""
-        if layer not in self.parts:
+        if layer not in self.locations:
             self._allocate(layer, *new)
-        return [self.stacks[number][place] for number, place in self.parts[layer]]
+        return [self.stacks[stack][position] for stack, position in self.locations[layer]]
 
     def _allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        rows, num_parts = self.rows or len(keys), 2 * self.num_layers
+        rows, num_states = self.rows or len(keys), 2 * self.num_layers
 
-        def stack(parts: int, like: Tensor) -> Tensor:
-            sizes = (parts, rows, like.shape[1], self.capacity, like.shape[-1])
+        def new_stack(num_states: int, states: Tensor) -> Tensor:
+            sizes = (num_states, rows, states.shape[1], self.capacity, states.shape[-1])
             # memory allocated in inference mode cannot be written to outside of it
             with torch.inference_mode(mode=False):
-                return like.new_zeros(sizes)
+                return states.new_zeros(sizes)
 
-        if not self.stacks and _kind(keys) == _kind(values):
-            self.stacks.append(stack(num_parts, keys))
-        kinds = {_kind(self.stacks[0])} if self.stacks and len(self.stacks[0]) == num_parts else ()
-        if {_kind(keys), _kind(values)} == kinds:
-            self.parts[layer] = (0, 2 * layer), (0, 2 * layer + 1)
+        if not self.stacks and _shape_key(keys) == _shape_key(values):
+            self.stacks.append(new_stack(num_states, keys))
+        is_shared = self.stacks and len(self.stacks[0]) == num_states
+        shared_key = {_shape_key(self.stacks[0])} if is_shared else ()
+        if {_shape_key(keys), _shape_key(values)} == shared_key:
+            self.locations[layer] = StateLocation(0, 2 * layer), StateLocation(0, 2 * layer + 1)
         else:
-            count = len(self.stacks)
-            self.stacks += stack(1, keys), stack(1, values)
-            self.parts[layer] = (count, 0), (count + 1, 0)
+            first = len(self.stacks)
+            self.stacks += new_stack(1, keys), new_stack(1, values)
+            self.locations[layer] = StateLocation(first, 0), StateLocation(first + 1, 0)
 
     def allocate_like(self, other: "Slab", rows: int) -> None:
         """Allocate memory for so many rows with the stacks of another slab."""
-        self.stacks, self.parts = [one[:, :0] for one in other.stacks], dict(other.parts)
+        self.stacks = [stack[:, :0] for stack in other.stacks]
+        self.locations = dict(other.locations)
         self.enlarge(rows, 0)
 
     def enlarge(self, rows: int, end: int) -> None:
         """Move to memory for more rows; the first `end` slots of each row are copied."""
         with torch.inference_mode(mode=False):
-            for place, old in enumerate(self.stacks):
-                self.stacks[place] = old.new_zeros(len(old), rows, *old.shape[2:])
-                self.stacks[place][:, : old.shape[1], :, :end] = old[:, :, :, :end]
+            for number, old in enumerate(self.stacks):
+                self.stacks[number] = old.new_zeros(len(old), rows, *old.shape[2:])
+                self.stacks[number][:, : old.shape[1], :, :end] = old[:, :, :, :end]
         # they were recorded over the memory before
         self.graphs.clear()
 
 
-def _kind(states: Tensor) -> tuple[Any, ...]:
+def _shape_key(states: Tensor) -> tuple[Any, ...]:
     """Return what keys and values of one stack have in common."""
     return states.dtype, states.shape[-3], states.shape[-1]
 
@@ -238,20 +247,25 @@ class KVCache(RowCache):
         slab: Slab | None = None,
     ) -> None:
         self.static = static
-        self.slab = slab or Slab(num_layers, _whole(capacity) if static else capacity)
+        self.slab = slab or Slab(num_layers, _round_up(capacity) if static else capacity)
         self.capacity = self.slab.capacity
-        self._places: tuple[Tensor, Tensor] | None = None
+        self._next_slots: tuple[Tensor, Tensor] | None = None
         super().__init__(num_layers, batch, device)
 
-    def _placed(self, lengths: Tensor) -> Tensor:
+    def _store_lengths(self, lengths: Tensor) -> Tensor:
         if not self.static:
             return lengths
-        held = self.slab.lengths
-        if held is None or len(held) < len(lengths):
+        memory = self.slab.lengths
+        if memory is None or len(memory) < len(lengths):
             with torch.inference_mode(mode=False):
-                held = self.slab.lengths = torch.zeros_like(lengths)
+                memory = self.slab.lengths = torch.zeros_like(lengths)
             self.slab.graphs.clear()
-        return held[: len(lengths)].copy_(lengths)
+        return memory[: len(lengths)].copy_(lengths)
+
+    @property
+    def can_compile(self) -> bool:
+        """Whether compiled layers can write to it: its memory is allocated and does not move."""
+        return self.static and bool(self.slab.locations)
 
     def reserve(self, length: int, counts: list[int] | None = None) -> None:
         """Check that the next forward fits; raise a ValueError if it does not."""
@@ -259,30 +273,30 @@ class KVCache(RowCache):
             raise InputError(
                 f"a cache of {self.capacity} slots cannot hold {self.longest} + {length} tokens"
             )
-        self.end, self._places = self.extent(length), None
+        self.end, self._next_slots = self.extent(length), None
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's new positions into each row's scratch; return the slots in use."""
         # memory of rows that have left is not read; rows that join reuse it
         rows, length = len(self.row_lengths), keys.shape[2]
-        held = [one[:rows] for one in self.slab.states(layer, (keys, values))]
-        for own, new in zip(held, (keys, values), strict=True):
+        memory = [states[:rows] for states in self.slab.states(layer, (keys, values))]
+        for states, new in zip(memory, (keys, values), strict=True):
             if self.shared_length is not None:
-                own[:, :, self.shared_length : self.shared_length + length] = new
+                states[:, :, self.shared_length : self.shared_length + length] = new
             else:
-                places = self.places(length)
-                own[places[0], :, places[1]] = new.transpose(1, 2)
-        return held[0][:, :, : self.end], held[1][:, :, : self.end]
+                index, slots = self.next_slots(length)
+                states[index, :, slots] = new.transpose(1, 2)
+        return memory[0][:, :, : self.end], memory[1][:, :, : self.end]
 
-    def places(self, length: int) -> tuple[Tensor, Tensor]:
+    def next_slots(self, length: int) -> tuple[Tensor, Tensor]:
         """Return rows and slots of the next positions; computed once per forward."""
-        if self._places is None or torch.compiler.is_compiling():
+        if self._next_slots is None or torch.compiler.is_compiling():
             rows = torch.arange(len(self.lengths), device=self.device)
-            places = rows[:, None], self.scratch(length)
+            next_slots = rows[:, None], self.scratch(length)
             if torch.compiler.is_compiling():
-                return places
-            self._places = places
-        return self._places
+                return next_slots
+            self._next_slots = next_slots
+        return self._next_slots
 
     def _move(self, paths: list[list[int]]) -> None:
         if self.device.type != "cpu":
@@ -290,25 +304,25 @@ class KVCache(RowCache):
             return
         # twenty times as fast as an index of slots; paths ascend, so no node is overwritten early
         for row, (length, path) in enumerate(zip(self.row_lengths, paths, strict=True)):
-            for place, node in enumerate(path):
-                if node != place:
+            for depth, node in enumerate(path):
+                if node != depth:
                     for stack in self.slab.stacks:
-                        stack[:, row, :, length + place] = stack[:, row, :, length + node]
+                        stack[:, row, :, length + depth] = stack[:, row, :, length + node]
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         rows = torch.arange(len(target), device=self.device)[:, None]
         for stack in self.slab.stacks:
-            held = stack[:, : len(target)]
+            states = stack[:, : len(target)]
             if len(target) == 1:
-                held.index_copy_(3, target[0], held.index_select(3, source[0]))
+                states.index_copy_(3, target[0], states.index_select(3, source[0]))
             else:
-                held[:, rows, :, target] = held[:, rows, :, source]
+                states[:, rows, :, target] = states[:, rows, :, source]
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keep only these rows, in this order; each at most once."""
-        moved = [(place, row) for place, row in enumerate(rows) if place != row]
-        if moved:
-            targets, sources = upload(moved, self.device).T
+        moves = [(target, row) for target, row in enumerate(rows) if target != row]
+        if moves:
+            targets, sources = upload(moves, self.device).T
             for stack in self.slab.stacks:
                 stack[:, targets, :, : self.longest] = stack[:, sources, :, : self.longest]
         super().keep_rows(rows)

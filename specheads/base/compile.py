@@ -3,7 +3,7 @@
 See docs/bases.md.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,15 +17,15 @@ from specheads.core.errors import InputError
 
 EXTENT = 256
 """On CUDA a forward reads a multiple of this many slots, which limits the number of graphs."""
-PLAIN = 2
+WARMUP_CALLS = 2
 """Calls of a shape before its graph is recorded: they compile kernels and warm up."""
-MOST_GRAPHS = 32
+MAX_GRAPHS = 32
 """Graphs kept per cache; each owns its outputs, including the logits of all nodes."""
 Outputs = tuple[Any, ...]
 Forward = Callable[..., Outputs]
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_forward(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function, compiled at its first call for any number of rows, nodes and slots."""
     graphs = torch.compile(function, dynamic=True)
 
@@ -65,25 +65,27 @@ class CudaGraphs:
     ) -> Outputs:
         """Return the outputs of the forward, replayed from the graph of this key in `graphs`.
 
-        The next call with this key overwrites them. The first `PLAIN` calls run without a graph.
+        The next call with this key overwrites them. The first `WARMUP_CALLS` run without a
+        graph.
         """
         # memory allocated in inference mode cannot be written to outside of it
         with torch.inference_mode(mode=False), torch.no_grad():
-            known = graphs.pop(key, 0)
-            if known == PLAIN:
-                known = self.record(forward, inputs)
-            graphs[key] = known + 1 if isinstance(known, int) else known
-            if len(graphs) > MOST_GRAPHS:
-                # the least recently used one
-                del graphs[next(iter(graphs))]
-            if isinstance(known, int):
+            # a number of calls, until the graph is recorded
+            graph = graphs.pop(key, 0)
+            if graph == WARMUP_CALLS:
+                graph = self.record(forward, inputs)
+            graphs[key] = graph + 1 if isinstance(graph, int) else graph
+            if len(graphs) > MAX_GRAPHS:
+                least_recently_used = next(iter(graphs))
+                del graphs[least_recently_used]
+            if isinstance(graph, int):
                 with _compiling():
                     return forward(*inputs)
-            return known(*inputs)
+            return graph(*inputs)
 
     def record(self, forward: Forward, inputs: tuple[Tensor, ...]) -> Forward:
         """Record a forward over copies of its inputs; return the function that replays it."""
-        fixed = [one.clone(memory_format=torch.contiguous_format) for one in inputs]
+        fixed = [tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs]
         graph = torch.cuda.CUDAGraph()
         if not self._alive:
             self._pool = torch.cuda.graph_pool_handle()
@@ -99,9 +101,9 @@ class CudaGraphs:
 
         self._alive.add(graph)
 
-        def replay(*new: Tensor) -> Outputs:
-            for own, one in zip(fixed, new, strict=True):
-                own.copy_(one)
+        def replay(*new_inputs: Tensor) -> Outputs:
+            for fixed_input, new_input in zip(fixed, new_inputs, strict=True):
+                fixed_input.copy_(new_input)
             graph.replay()
             return outputs
 
@@ -111,43 +113,49 @@ class CudaGraphs:
 class CompiledLayers:
     """The layers of a model, which share their code and so are compiled once.
 
-    `attention.deferred_attention` hides the cache from the compiler. A model runs uncompiled
-    if transformers does not name its layers or if they are of several classes.
+    `attention.LayerAttention` hides the cache from the compiler.
     """
 
-    def __init__(self, model: PreTrainedModel, backend: str = "inductor") -> None:
-        names, count = set(model._no_split_modules or ()), model.config.get_text_config()
-        found = [one for one in model.base_model.modules() if type(one).__name__ in names]
-        kinds = {type(one) for one in found}
-        fits = len(found) == count.num_hidden_layers and len(kinds) == 1
-        self.layers = found if fits else []
-        if fits:
-            self._forward = torch.compile(kinds.pop().forward, dynamic=True, backend=backend)
+    def __init__(self, layers: list[nn.Module], backend: str = "inductor") -> None:
+        self.layers = layers
+        self._forward = torch.compile(type(layers[0]).forward, dynamic=True, backend=backend)
 
     @contextmanager
-    def active(self) -> Iterator[list[Tensor]]:
-        """Run the layers compiled in this context; yield a list of each layer's input."""
+    def active(self, arguments: Sequence[dict[str, Any]]) -> Iterator[list[Tensor]]:
+        """Run the layers compiled in this context, each with arguments of its own.
+
+        Yields a list of each layer's input.
+        """
         streams: list[Tensor] = []
 
-        def run(layer: nn.Module, *args: Any, **settings: Any) -> Any:
-            streams.append(args[0] if args else settings["hidden_states"])
-            return self._forward(layer, *args, **settings)
+        def run(number: int, *inputs: Any, **settings: Any) -> Any:
+            streams.append(inputs[0] if inputs else settings["hidden_states"])
+            return self._forward(self.layers[number], *inputs, **settings | arguments[number])
 
-        hooks = [_without_hooks(part) for layer in self.layers for part in layer.modules()]
-        for layer in self.layers:
-            layer.forward = partial(run, layer)
+        restores = [_remove_hooks(part) for layer in self.layers for part in layer.modules()]
+        for number, layer in enumerate(self.layers):
+            layer.forward = partial(run, number)
         try:
             yield streams
         finally:
             for layer in self.layers:
                 del layer.forward
-            for restore in hooks:
+            for restore in restores:
                 restore()
 
 
-def _without_hooks(module: nn.Module) -> Callable[[], None]:
+def find_layers(model: PreTrainedModel, backend: str = "inductor") -> CompiledLayers | None:
+    """Return the compiled layers; None if transformers names none, or those of two classes."""
+    names, config = set(model._no_split_modules or ()), model.config.get_text_config()
+    layers = [module for module in model.base_model.modules() if type(module).__name__ in names]
+    if len(layers) != config.num_hidden_layers or len(set(map(type, layers))) != 1:
+        return None
+    return CompiledLayers(layers, backend)
+
+
+def _remove_hooks(module: nn.Module) -> Callable[[], None]:
     """Remove transformers' output hooks, which would break graphs; return a function to undo it."""
     hooks = module._forward_hooks
-    homes = {key: getattr(one, "__module__", "") for key, one in hooks.items()}
-    taken = {key: hooks.pop(key) for key, home in homes.items() if "output_capturing" in home}
-    return lambda: hooks.update(taken)
+    homes = {key: getattr(hook, "__module__", "") for key, hook in hooks.items()}
+    removed = {key: hooks.pop(key) for key, home in homes.items() if "output_capturing" in home}
+    return lambda: hooks.update(removed)

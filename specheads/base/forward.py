@@ -13,17 +13,25 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
-from specheads.base.attention import DeferredCache, attending, attending_documents
+from specheads.base.attention import (
+    ARGUMENT,
+    FIRST_INDEX,
+    Attention,
+    CountedAttention,
+    GroupedAttention,
+    LayerAttention,
+    UnwrittenCache,
+    attending,
+    document_attention,
+    repeat_mask,
+)
 from specheads.base.cache import KVCache, RowCache, upload
-from specheads.base.compile import CompiledLayers, CudaGraphs, compiled
+from specheads.base.compile import CompiledLayers, CudaGraphs, compile_forward, find_layers
 from specheads.base.ends import last_stream
-from specheads.base.exact_attention import ExactAttention
 from specheads.base.experts import experts_of, tokens_twice
 from specheads.base.masks import (
-    additive,
     attention_windows,
     context_length,
     document_mask,
@@ -31,13 +39,12 @@ from specheads.base.masks import (
     tree_mask,
 )
 from specheads.base.projection import VocabularyProjection, vocabulary_projection
+from specheads.core.cpu.exact_attention import ExactAttention
 from specheads.core.errors import InputError
-from specheads.core.features import Features, document_positions, within_documents
+from specheads.core.features import Features, PackedDocuments, document_positions
+from specheads.core.kernels import without_cudnn_attention
 from specheads.core.tree import TokenTree
 
-FULL_BRANCHES = 32
-"""The number of chains of a row is padded to a multiple of this: oneDNN caches megabytes for each
-shape."""
 AuxLayers = tuple[int, ...]
 """Layers whose residual stream is read: k is the stream after k layers."""
 TreeOutput = tuple[Tensor, Tensor, Tensor | None]
@@ -86,14 +93,33 @@ class Forwards:
     def compile(self) -> None:
         """Compile the following forwards of trees."""
         if self.model.device.type == "cuda":
-            self.graphs, self.compiled_layers = CudaGraphs(), CompiledLayers(self.model)
+            self.graphs = CudaGraphs()
+            if self.count_attention_calls() == self.config.num_hidden_layers:
+                self.compiled_layers = find_layers(self.model)
         else:
-            self.compiled_answer = compiled(logits_and_output)
+            self.compiled_answer = compile_forward(logits_and_output)
 
     @property
     def is_compiled(self) -> bool:
         """Whether forwards of trees are compiled."""
         return self.graphs is not None or self.compiled_answer is not None
+
+    @property
+    def can_replace_attention(self) -> bool:
+        """Whether transformers lets other code compute the attention of this model."""
+        return self.config._attn_implementation == "sdpa"
+
+    @torch.no_grad()
+    def count_attention_calls(self) -> int:
+        """Return how often the layers of one forward pass the argument of attention on."""
+        attention, token = CountedAttention(), torch.zeros(1, 1, dtype=torch.long)
+        token = token.to(self.model.device)
+        inputs = {"input_ids": token, "position_ids": token, "use_cache": False}
+        inputs["attention_mask"] = self._masks(
+            partial(document_mask, token, dtype=self.model.dtype)
+        )
+        self._features(inputs, (), attention)
+        return attention.num_calls
 
     def _refuse_training(self) -> None:
         if self.model.training:
@@ -116,65 +142,19 @@ class Forwards:
         """
         self._refuse_training()
         inputs: dict[str, Any] = {"input_ids": tokens.to(self.model.device), "use_cache": False}
-        attending_text = nullcontext()
+        attention = documents = None
         if document_ids is not None:
             document_ids = document_ids.to(self.model.device)
             mask = partial(document_mask, document_ids, dtype=self.model.dtype)
-            inputs["attention_mask"] = self._masks(mask)
-            inputs["position_ids"] = positions = document_positions(document_ids)
-            windows = list(self.windows.values())
-            attending_text = attending_documents(self.config, positions, windows)
-        with torch.set_grad_enabled(gradients), attending_text as documents:
-            features = self._features(inputs, aux_layers)
+            positions = document_positions(document_ids)
+            inputs |= {"attention_mask": self._masks(mask), "position_ids": positions}
+            if self.can_replace_attention and positions.device.type in ("cpu", "cuda"):
+                # on CUDA this synchronises once
+                documents = PackedDocuments.of(positions)
+                attention = document_attention(documents, list(self.windows.values()))
+        with torch.set_grad_enabled(gradients):
+            features = self._features(inputs, aux_layers, attention)
             return replace(features, document_ids=document_ids, documents=documents)
-
-    @torch.no_grad()
-    def read_branches(
-        self,
-        tokens: Int[Tensor, "batch time"],
-        document_ids: Int[Tensor, "batch time"] | None,
-        rows: Int[Tensor, " branch"],
-        places: Int[Tensor, " branch"],
-        drafts: Int[Tensor, "branch level"],
-    ) -> Float[Tensor, "branch level width"]:
-        """Return the final hidden states of chains that branch off whole texts, in one forward.
-
-        Chain i follows position `places[i]` of row `rows[i]`, in rising order, and sees its
-        document up to there. The texts are read again.
-        """
-        self._refuse_training()
-        (batch, time), levels = tokens.shape, drafts.shape[1]
-        if document_ids is None:
-            document_ids = torch.zeros_like(tokens)
-        counts = torch.zeros_like(tokens[:, 0]).index_add(0, rows, torch.ones_like(rows))
-        # as many chains in every row; the meta device has no counts
-        most = -(-len(rows) // batch) if rows.is_meta else int(counts.max())
-        most += -most % FULL_BRANCHES
-        slots = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-        at = tokens.new_zeros(batch, most).index_put((rows, slots), places)
-        nodes = drafts.new_zeros(batch, most, levels).index_put((rows, slots), drafts)
-        chains = torch.arange(most * levels, device=rows.device) // max(levels, 1)
-        own = (chains[:, None] == chains).tril().expand(batch, -1, -1)
-        text = within_documents(document_ids)
-        above = text.take_along_dim(at[..., None], dim=1).repeat_interleave(levels, dim=1)
-        visible = torch.cat([F.pad(text, (0, most * levels)), torch.cat([above, own], 2)], 1)
-        positions = document_positions(document_ids)
-        steps = torch.arange(1, levels + 1, device=rows.device)
-        behind = positions.gather(1, at)[..., None] + steps
-        positions = torch.cat([positions, behind.flatten(1)], dim=1)
-        apart = positions[:, :, None] - positions[:, None]
-
-        def mask(window: int | None) -> Tensor:
-            near = visible if window is None else visible & (apart < window)
-            return additive(near, self.model.dtype)
-
-        out = self.model.base_model(
-            input_ids=torch.cat([tokens, nodes.flatten(1)], dim=1),
-            attention_mask=self._masks(mask),
-            position_ids=positions.clamp(max=self.max_length - 1),
-            use_cache=False,
-        )
-        return out.last_hidden_state[:, time:].unflatten(1, (most, levels))[rows, slots]
 
     @torch.no_grad()
     def verify(self, tree: TokenTree, cache: RowCache, aux_layers: AuxLayers = ()) -> Verification:
@@ -233,18 +213,23 @@ class Forwards:
             ancestors = (depths[:, None] >= depths).expand(batch, -1, -1)
             cache.reserve(length, left)
             inputs = self._inputs(piece, ancestors, depths.expand(batch, -1), cache)
-            with attending(self.config, cache):
-                pieces.append(self._features(inputs, aux_layers))
+            with without_cudnn_attention(self.model.device):
+                pieces.append(self._features(inputs, aux_layers, GroupedAttention()))
             cache.commit([list(range(count)) for count in left])
         features = Features.concatenate(pieces)
         last = upload([count - 1 for count in counts], self.model.device)
         last_hidden = features.gather(last[:, None]).hidden[:, 0]
         return vocabulary_projection(self.model)(last_hidden), features
 
-    def _features(self, inputs: dict[str, Any], aux_layers: AuxLayers) -> Features:
-        """Return the features of every position, with the residual streams of `aux_layers`."""
-        with self._last_stream(aux_layers) as last:
-            output = self.model.base_model(**inputs, output_hidden_states=bool(aux_layers))
+    def _features(
+        self, inputs: dict[str, Any], aux_layers: AuxLayers, attention: Attention | None
+    ) -> Features:
+        """Return the features of every position; without `attention` it is transformers' own."""
+        selected = attending(self.config, attention) if attention else nullcontext({})
+        with selected as argument, self._last_stream(aux_layers) as last:
+            output = self.model.base_model(
+                **inputs, **argument, output_hidden_states=bool(aux_layers)
+            )
         return _features(output, inputs["input_ids"], aux_layers, last)
 
     def forward_tree(
@@ -256,31 +241,61 @@ class Forwards:
     ) -> TreeOutput:
         """Return the outputs of a tree's nodes; a CUDA graph records this method."""
         inputs = self._inputs(tokens, ancestors, ancestors.sum(-1) - 1, cache)
-        layers, projection = self.compiled_layers, vocabulary_projection(self.model)
-        if layers is not None and layers.layers and cache.static:
-            return self._compiled_tree(layers, projection, inputs, cache, aux_layers)
-        run = self.compiled_answer or logits_and_output
-        order = ExactAttention(ancestors, cache.row_lengths) if self.exact else None
-        twice = tokens_twice(self.experts if self.exact else [])
-        attending_tree = attending(self.config, cache, exact=order)
-        with attending_tree, twice, self._last_stream(aux_layers) as last:
-            logits, output = run(
-                self.model, projection, **inputs, output_hidden_states=bool(aux_layers)
-            )
+        projection = vocabulary_projection(self.model)
+        with without_cudnn_attention(self.model.device):
+            if self.compiled_layers and isinstance(cache, KVCache) and cache.can_compile:
+                layers = self.compiled_layers
+                return self._forward_compiled(layers, projection, inputs, cache, aux_layers)
+            run = self.compiled_answer or logits_and_output
+            attention = GroupedAttention()
+            if self.exact:
+                attention = ExactAttention(ancestors, cache.row_lengths)
+            twice = tokens_twice(self.experts if self.exact else [])
+            selected = attending(self.config, attention)
+            with selected as argument, twice, self._last_stream(aux_layers) as last:
+                logits, output = run(
+                    self.model,
+                    projection,
+                    **inputs,
+                    **argument,
+                    output_hidden_states=bool(aux_layers),
+                )
         features = _features(output, tokens, aux_layers, last)
         return logits, features.hidden, features.aux
 
-    def _compiled_tree(
+    def _forward_compiled(
         self,
         layers: CompiledLayers,
         projection: VocabularyProjection,
         inputs: dict[str, Any],
-        cache: RowCache,
+        cache: KVCache,
         aux_layers: AuxLayers,
     ) -> TreeOutput:
-        inputs[self.cache_argument] = DeferredCache()
-        active, unnormed = layers.active(), self._last_stream(aux_layers)
-        with attending(self.config, cache, deferred=True), active as streams, unnormed as last:
+        # layers of another shape repeat the mask themselves
+        group = self.config.num_attention_heads // cache.slab.stacks[0].shape[2]
+        masks = inputs["attention_mask"]
+        if isinstance(masks, dict):
+            inputs["attention_mask"] = {kind: repeat_mask(masks[kind], group) for kind in masks}
+        else:
+            inputs["attention_mask"] = repeat_mask(masks, group)
+        inputs[self.cache_argument] = UnwrittenCache()
+        rows, slots = cache.next_slots(inputs["input_ids"].shape[1])
+        attention = [
+            {
+                ARGUMENT: LayerAttention(
+                    cache.slab.stacks[keys.stack],
+                    cache.slab.stacks[values.stack],
+                    keys.position + FIRST_INDEX,
+                    values.position + FIRST_INDEX,
+                    rows,
+                    slots,
+                )
+            }
+            for _, (keys, values) in sorted(cache.slab.locations.items())
+        ]
+        active, last_stream = layers.active(attention), self._last_stream(aux_layers)
+        selected = attending(self.config, GroupedAttention())
+        with selected, active as streams, last_stream as last:
             logits, output = logits_and_output(self.model, projection, **inputs)
         streams = [*streams, *last]
         aux = torch.cat([streams[layer] for layer in aux_layers], -1) if aux_layers else None

@@ -5,14 +5,13 @@ See docs/tree_verification.md.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specheads.base.cache import RowCache
 from specheads.core.errors import InputError
@@ -128,32 +127,4 @@ def refuse_attention(name: str | None) -> None:
     if name not in ATTENTION:
         raise InputError(
             f"tree verification needs attention of {ATTENTION}, got {name!r}; load it with one"
-        )
-
-
-SPECIAL = ("softcap", "position_bias", "s_aux")
-"""Arguments of attention that change its scores; plain attention does not support them."""
-
-
-@contextmanager
-def replaced(config: PreTrainedConfig, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Temporarily replace the attention of this config's model by a function with this name."""
-    AttentionInterface.register(name, function)
-    before, config._attn_implementation = config._attn_implementation, name
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-
-
-def is_special(settings: Mapping[str, Any]) -> bool:
-    """Return whether these keyword arguments of attention ask for more than plain attention."""
-    return any(settings.get(name) is not None for name in SPECIAL)
-
-
-def refuse_special(settings: Mapping[str, Any], setting: str) -> None:
-    """Refuse a base with more than plain attention, because a setting of it computes no more."""
-    if is_special(settings):
-        raise InputError(
-            f"{setting} supports plain attention, this base adds to its scores; leave it out"
         )

@@ -19,10 +19,10 @@ from specheads.base.loading import load_model
 from specheads.base.paged import BlockPool
 from specheads.base.selfcheck import check, check_exact
 from specheads.base.sharding import Sharding
+from specheads.core.cpu.weight_layout import for_few_rows
 from specheads.core.features import Features
 from specheads.core.machine import refuse_bytes
 from specheads.core.tree import TokenTree
-from specheads.core.weight_layout import for_few_rows
 
 
 class FrozenBase(BaseEnds):

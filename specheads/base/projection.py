@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.base import lora
-from specheads.core.weight_layout import product
+from specheads.core.cpu.weight_layout import product
 
 
 @dataclass(frozen=True, slots=True)

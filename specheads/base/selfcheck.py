@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from specheads.base.cache import KVCache
-from specheads.base.exact_attention import BLOCK, keeps_order
 from specheads.base.forward import Forwards
 from specheads.base.projection import vocabulary_projection
+from specheads.core.cpu.exact_attention import BLOCK, keeps_order
 from specheads.core.errors import InputError, first_line
 from specheads.core.tree import TokenTree
 
@@ -92,18 +92,23 @@ def check_exact(forwards: Forwards, *, compile: bool = False) -> None:
             f"compile={compile}, device={forwards.model.device} and attention={attention}; change "
             "them, or leave exact out"
         )
-    alike = False
+    if not forwards.count_attention_calls():
+        raise InputError(
+            "exact=true needs layers that pass arguments on to their attention, and those of "
+            f"{forwards.config.model_type!r} do not; leave exact out"
+        )
+    is_exact = False
     forwards.exact = True
     try:
-        alike = keeps_order(forwards.model.dtype) and _decodes_alike(forwards)
+        is_exact = keeps_order(forwards.model.dtype) and _decodes_exactly(forwards)
     except RuntimeError as error:
         raise InputError(
             "exact=true needs attention that torch's flash kernel computes; "
             f"{forwards.config.model_type!r} fails with {first_line(error)!r}; leave exact out"
         ) from error
     finally:
-        forwards.exact = alike
-    if not alike:
+        forwards.exact = is_exact
+    if not is_exact:
         raise InputError(
             f"exact=true needs matrix products that do not depend on the number of rows, and "
             f"in {forwards.model.dtype} this machine's do; try another dtype, or leave exact out"
@@ -119,7 +124,7 @@ def make_exact(forwards: Forwards) -> bool:
     return forwards.exact
 
 
-def _decodes_alike(forwards: Forwards) -> bool:
+def _decodes_exactly(forwards: Forwards) -> bool:
     """Return whether a path of a tree has the logits of its tokens one by one, bit for bit."""
     # the levels of the tree are on both sides of a multiple of the blocks of exact attention
     length = 3 * BLOCK - 2

@@ -14,11 +14,11 @@ from huggingface_hub import PyTorchModelHubMixin
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from specheads.core.cpu.weight_layout import product
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.files import as_json
 from specheads.core.ranges import check_fields
-from specheads.core.weight_layout import product
 
 State = Any
 """State of a drafter between the levels of one draft; opaque to the engines."""

@@ -1,26 +1,44 @@
 """Rules of attention kernels, and operators that torch.compile does not trace into."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-HALF = (torch.float16, torch.bfloat16)
-WIDEST = 256
+from specheads.core.errors import InputError
+
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+MAX_FLASH_HEAD_DIM = 256
 """Dtypes and largest head width of the flash attention kernel."""
+SCORE_CHANGES = ("softcap", "position_bias", "s_aux")
+"""Arguments of attention that change its scores; plain attention does not support them."""
 
 
-def flash_takes(dtype: torch.dtype, head_dim: int) -> bool:
+def flash_supports(dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether the flash attention kernel exists for this dtype and head width."""
-    return dtype in HALF and head_dim % 8 == 0 and head_dim <= WIDEST
+    return dtype in FLASH_DTYPES and head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM
+
+
+def changes_scores(settings: Mapping[str, Any]) -> bool:
+    """Return whether these keyword arguments of attention ask for more than plain attention."""
+    return any(settings.get(name) is not None for name in SCORE_CHANGES)
+
+
+def refuse_changed_scores(settings: Mapping[str, Any], feature: str) -> None:
+    """Refuse a base with more than plain attention, which `feature` does not compute."""
+    if changes_scores(settings):
+        raise InputError(
+            f"{feature} supports plain attention, this base adds to its scores; leave it out"
+        )
 
 
 def product_dtype(values: Tensor) -> torch.dtype:
     """Return the dtype in which products of these values are computed now, by autocast or not."""
-    kind = values.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
+    device = values.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
     return values.dtype
 
 
@@ -47,15 +65,15 @@ _LIBRARY = torch.library.Library("specheads", "FRAGMENT")
 
 
 def opaque(
-    name: str, function: Callable[..., Tensor], shaped: Callable[..., Tensor]
+    name: str, function: Callable[..., Tensor], empty_result: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
     """Return a function of tensors, which returns new memory, as an operator that is not traced.
 
-    `shaped` returns an empty result of the right shape. `torch.library.custom_op` does the same,
+    `empty_result` returns memory of the right shape. `torch.library.custom_op` does the same,
     but adds 37 microseconds to each call instead of 7, and a step makes hundreds of calls.
     """
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(name, function, device)
-    torch.library.register_fake(f"specheads::{name}", shaped, lib=_LIBRARY)
+    torch.library.register_fake(f"specheads::{name}", empty_result, lib=_LIBRARY)
     return getattr(torch.ops.specheads, name).default

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from specheads.base.fingerprint import tables_fingerprint
 from specheads.base.projection import projection_of
+from specheads.core.cpu.weight_layout import for_few_rows
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import from_json, read_json
 from specheads.core.ranges import NonNegativeFloat
-from specheads.core.weight_layout import for_few_rows
 from specheads.decoding.chain_budget import ChainBudget
 from specheads.decoding.cost import StepCost
 from specheads.decoding.trees.tuned import Machine

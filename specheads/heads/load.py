@@ -27,12 +27,12 @@ from torch import Tensor
 from specheads.base.ends import BaseEnds, ServedBase
 from specheads.base.fingerprint import base_fingerprint, tables_fingerprint
 from specheads.base.model import FrozenBase
+from specheads.core.cpu.weight_layout import for_few_rows
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
 from specheads.core.files import local_path, read_json
 from specheads.core.machine import host_bytes
 from specheads.core.ranges import check_value, setting_hints
-from specheads.core.weight_layout import for_few_rows
 from specheads.decoding.trees import tuned
 from specheads.heads.checkpoint import (
     INDEX_SUFFIX,

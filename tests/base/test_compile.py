@@ -14,7 +14,7 @@ import torch
 from torch._inductor import config as inductor
 
 from specheads.base.cache import KVCache
-from specheads.base.compile import CompiledLayers, CudaGraphs, compiled
+from specheads.base.compile import CudaGraphs, compile_forward, find_layers
 from specheads.base.model import FrozenBase
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
@@ -111,8 +111,9 @@ def test_recorded_forwards_give_the_tokens_of_eager_ones(architecture: str) -> N
     # the code that runs on CUDA, except the recording and the compiler's kernels
     plain, base = tiny.base(architecture), copied(architecture)
     record = base.forwards.graphs = Recorder(base)
-    base.forwards.compiled_layers = CompiledLayers(base.model, backend="eager")
-    assert base.forwards.compiled_layers.layers
+    base.forwards.compiled_layers = find_layers(base.model, backend="eager")
+    assert base.forwards.compiled_layers
+    assert base.forwards.count_attention_calls() == base.num_layers
     prompts, head, before = tiny.prompts(), eagle(architecture), graphs()
     for length in (24, 31):
         drafters = [(None, None), (head, policies.chain(2))]
@@ -126,7 +127,7 @@ def test_recorded_forwards_give_the_tokens_of_eager_ones(architecture: str) -> N
 
 
 def test_a_missing_compiler_is_an_input_error() -> None:
-    double = compiled(lambda values: (values.sin() + values).cos() * 3.25)
+    double = compile_forward(lambda values: (values.sin() + values).cos() * 3.25)
     # torch's own patch, because torch 2.11 ignores values restored by monkeypatch
     none = inductor.patch({"cpp.cxx": ("/no/such/compiler",), "force_disable_caches": True})
     with none, pytest.raises(ValueError, match="needs a working compiler"):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core import weight_layout
-from specheads.core.weight_layout import PackedLinear, column_major, for_few_rows, pack, product
+from specheads.core.cpu import weight_layout
+from specheads.core.cpu.weight_layout import PackedLinear, column_major, for_few_rows, pack, product
 
 LIBRARIES = {
     "mkl": (torch.backends.mkl.is_available(), weight_layout.MKL),

@@ -1,7 +1,6 @@
 """Training on a device: losses, kernels, resume bit for bit, and packed documents."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +151,8 @@ def test_packed_documents_are_read_as_under_a_mask(device, monkeypatch):
     batch, results = packed(texts()), []
     # the sum of squares behind a norm would have no gradient but rounding
     direction = torch.randn(2, 40, base.width).to(device)
-    for attending in (attention.attending_documents, lambda *_: nullcontext()):
-        monkeypatch.setattr("specheads.base.forward.attending_documents", attending)
+    for document_attention in (attention.document_attention, lambda *_: None):
+        monkeypatch.setattr("specheads.base.forward.document_attention", document_attention)
         hidden = base.read(
             batch.tokens, document_ids=batch.document_ids, gradients=True
         ).hidden.float()

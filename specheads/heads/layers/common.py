@@ -11,10 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from specheads.core.cpu.weight_layout import product
 from specheads.core.drafter import Head, Nodes, Projection, Weight
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
-from specheads.core.weight_layout import product
 
 NUM_FUSED_LAYERS = 3
 """Number of base layers that a head with `aux_layers` reads by default."""

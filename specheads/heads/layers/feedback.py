@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specheads.core.drafter import Anchors, Guesses, Nodes, State, States, Tokens
 from specheads.core.features import Committed, Features, PackedDocuments
-from specheads.core.kernels import flash_takes, product_dtype
+from specheads.core.kernels import flash_supports, product_dtype
 from specheads.heads.layers.attention import (
     AttentionContext,
     HeadCache,
@@ -108,7 +108,7 @@ class FeedbackHead(BorrowingHead):
         The kernel depends on the device and dtype of `hidden`, and on the width.
         """
         head_dim = self.blocks()[0].self_attn.kernel_dim
-        if hidden.device.type != "cpu" and not flash_takes(product_dtype(hidden), head_dim):
+        if hidden.device.type != "cpu" and not flash_supports(product_dtype(hidden), head_dim):
             return None
         positions = features.positions().expand(len(hidden), -1)
         return features.documents or PackedDocuments.of(positions)

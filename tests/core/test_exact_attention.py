@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specheads.base import exact_attention
 from specheads.base.cache import RowCache
 from specheads.base.forward import Forwards, Verification
 from specheads.base.model import FrozenBase
 from specheads.base.paged import PagedKVCache
+from specheads.core.cpu import exact_attention
 from specheads.core.errors import InputError
 from specheads.core.tree import TokenTree
 from specheads.decoding.generate import generate
