@@ -117,17 +117,12 @@ def measure_phase(
     """Replay a chain with the head as it was at the end of a phase."""
     offline = measure_offline(base, load_head(folder, base, force=True), texts, generation)
     return results.PhaseRate(
-        phase=folder.name,
-        tokens_per_forward=offline.tokens_per_forward,
-        interval=offline.interval,
+        phase=folder.name, tokens_per_forward=offline.tokens_per_forward, interval=offline.interval
     )
 
 
 def measure_contexts(
-    base: FrozenBase,
-    head: Head,
-    contexts: Sequence[PromptSet],
-    generation: GenerationSettings,
+    base: FrozenBase, head: Head, contexts: Sequence[PromptSet], generation: GenerationSettings
 ) -> list[results.ContextRate]:
     """Decode the same prompts at each context length."""
     rates, first_counts = [], list[DepthCounts]()

@@ -20,13 +20,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
 from specheads.decoding.prompt_lookup import LookupText, common_prefix_length
-from specheads.decoding.sampling import (
-    GREEDY,
-    Sampling,
-    SamplingState,
-    expand_sampling,
-    with_noise,
-)
+from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, expand_sampling, with_noise
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.named import fixed_tree

@@ -14,12 +14,7 @@ from specheads.data.prompts import PromptSet
 from specheads.decoding.cost import StepCost
 from specheads.decoding.trees import policies, tuned
 from specheads.decoding.trees.hybrid import HybridTree
-from specheads.decoding.trees.named import (
-    TimedTree,
-    TunedTree,
-    candidate_policies,
-    fixed_tree,
-)
+from specheads.decoding.trees.named import TimedTree, TunedTree, candidate_policies, fixed_tree
 from specheads.decoding.trees.tuned import Tuned
 from specheads.measure import tune_trees
 from specheads.measure.counts import DepthCounts, compute_rate
@@ -169,10 +164,7 @@ class Tuner:
         )
 
     def measure_cost(
-        self,
-        texts: Sequence[TuningTexts],
-        trees: Sequence[policies.Static],
-        batches: Sequence[int],
+        self, texts: Sequence[TuningTexts], trees: Sequence[policies.Static], batches: Sequence[int]
     ) -> tuple[StepCost, CostError]:
         """Time steps of chains and trees of many sizes; return the fitted cost and its error."""
         grid = [policies.NOTHING, *(tree for tree in trees if tree.name == "chain")]
