@@ -94,6 +94,8 @@ class Drafter(ABC):
     """Length of the longest text it can draft for; None is any."""
     max_unread_positions: int = 32
     """Most committed positions that steps without a draft may leave unread."""
+    tuned: Any = None
+    """Measurements of `specheads tune`: see decoding/trees/tuned.py. None without them."""
 
     def memory(self, batch: int, capacity: int) -> Memory | None:
         """Return the state between steps for rows of at most `capacity`; None without any."""
@@ -148,10 +150,10 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     Zero: every depth learns from every position of the loss mask."""
     drafts_blocks: bool = False
     """Whether one forward drafts all levels, after an anchor."""
+    adds_to_base_logits: bool = False
+    """Whether its logits are those of the base's projection plus a correction."""
     base_fingerprint: str = ""
     """Fingerprint of the base it was trained on: see base/fingerprint.py. Empty if unknown."""
-    tuned: Any = None
-    """Measurements of `specheads tune`: see decoding/trees/tuned.py. None without them."""
 
     def __init__(self, config: Any, width: int, vocab_size: int) -> None:
         super().__init__()

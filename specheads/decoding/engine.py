@@ -27,7 +27,7 @@ def default_tree(drafter: Drafter, base: FrozenBase) -> policies.TreePolicy:
 
     "Do not draft" is only used on the same device name and dtype: drafting may pay on another one.
     """
-    tuned = drafter.tuned if isinstance(drafter, Head) else None
+    tuned = drafter.tuned
     if isinstance(tuned, Tuned) and tuned.machine.device == base.device.type:
         policy = tuned.policy()
         if policy.depth or tuned.fits(base.device, base.dtype):

@@ -155,9 +155,9 @@ def fill_head(head: Head, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def read_draft_maps(head: Head, named: dict[str, Tensor]) -> None:
+def read_draft_maps(head: Head, weights: dict[str, Tensor]) -> None:
     """Replace the maps d2t and t2d by `draft_ids`; refuse maps that contradict each other."""
-    mask, offsets = named.pop("t2d", None), named.pop("d2t", None)
+    mask, offsets = weights.pop("t2d", None), weights.pop("d2t", None)
     if offsets is None:
         return
     if len(offsets) != head.drafted_size:
@@ -169,4 +169,4 @@ def read_draft_maps(head: Head, named: dict[str, Tensor]) -> None:
     if mask is not None and not torch.equal(mask.nonzero()[:, 0], ids):
         raise InputError("d2t and t2d must name the same tokens, in order; repair the maps")
     if head.draft_ids is not None:
-        named["draft_ids"] = ids
+        weights["draft_ids"] = ids

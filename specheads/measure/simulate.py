@@ -22,7 +22,6 @@ from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.goodput import Goodput, best_draft
 from specheads.decoding.load import MovingRates, RequestRates, RowLoad, StepLoad
 from specheads.decoding.request import group_by_length
-from specheads.heads.layers.block import BlockHead
 from specheads.measure.tables import ConsoleTable
 
 MEASURED = "measured"
@@ -344,5 +343,5 @@ def model_sizes(base: FrozenBase, head: Head) -> dict[str, Any]:
         "parameters": float(base.num_parameters),
         "draft_parameters": float(num_read + num_borrowed),
         "position_bytes": base.slot_bytes // base.dtype.itemsize * WEIGHT_BYTES,
-        "levels": head.depth if isinstance(head, BlockHead) else 1,
+        "levels": head.depth if head.drafts_blocks else 1,
     }

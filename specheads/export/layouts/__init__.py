@@ -13,7 +13,6 @@ from specheads.base.ends import BaseEnds
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.export.layouts._shared import Layout
-from specheads.heads.layers.block import BlockHead
 
 
 def engines() -> list[str]:
@@ -50,9 +49,9 @@ def objection(head: Head, base: BaseEnds, layout: Layout | None) -> str:
     """Return why a layout cannot hold a head, or an empty string."""
     if layout is None:
         return "it does not load this kind"
-    if isinstance(head, BlockHead) and base.projection.bias is not None:
+    if head.drafts_blocks and base.projection.bias is not None:
         return "it applies the base's lm_head to such heads without its bias"
-    if head.kind == "dspark" and base.projection.scale != 1.0 and head.draft_ids is None:
+    if head.adds_to_base_logits and base.projection.scale != 1.0 and head.draft_ids is None:
         return "its Markov head adds to logits that the engine does not scale as the base does"
     for setting in dataclasses.fields(head.config):
         value, factory = getattr(head.config, setting.name), setting.default_factory

@@ -96,7 +96,7 @@ def stored_dtype(head: Head) -> str:
 def layer_settings(head: Head, base: BaseEnds) -> dict[str, Any]:
     """Return the settings of a head's layers: Llama (EAGLE-3) or Qwen3 (block heads)."""
     assert isinstance(head, Eagle3 | BlockHead)
-    settings, block, layer = head.config, isinstance(head, BlockHead), head.blocks()[0]
+    settings, block, layer = head.config, head.drafts_blocks, head.blocks()[0]
     attention, window = layer.self_attn, settings.sliding_window
     windows: dict[str, Any] = {
         "layer_types": ["sliding_attention"] * settings.num_layers,

@@ -33,6 +33,8 @@ class Head(BlockHead):
     confidence head gives the logit of the probability that the base accepts the token of a state.
     """
 
+    adds_to_base_logits = True
+
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         rank = config.markov_rank

@@ -253,9 +253,9 @@ SAME = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
     """Read a folder of SafeAILab's EAGLE, SpecForge or vllm-project's speculators."""
-    named = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
+    weights = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
     kind = config.get("speculators_model_type", "eagle3")
-    if kind not in ("eagle3", "peagle") or "midlayer.hidden_norm.weight" not in named:
+    if kind not in ("eagle3", "peagle") or "midlayer.hidden_norm.weight" not in weights:
         return None
     nested = dict(config.get("eagle_config", {}))
     if IDS in nested and IDS not in config:
@@ -270,7 +270,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         used=(*LAYERS, *SPECULATORS, *SAME, *MASKS, *USED),
         fixed=PLAIN | {"target_hidden_size": settings["hidden_size"]} | plain,
     )
-    own: dict[str, Any] = {
+    values: dict[str, Any] = {
         **published_sizes(settings),
         **read_rope_settings(settings),
         "aux_layers": sorted(set(settings.get(IDS) or ())),
@@ -278,20 +278,20 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         "sliding_window": window,
         **{name: bool(settings.get(name)) for name in SAME},
     }
-    if (mask := named.get("mask_hidden")) is not None:
-        named["mask_hidden"] = mask.flatten()
+    if (mask := weights.get("mask_hidden")) is not None:
+        weights["mask_hidden"] = mask.flatten()
         tokens = [settings[name] for name in MASKS if settings.get(name) is not None]
         if not tokens:
             raise InputError(f"mask_hidden needs one of {', '.join(MASKS)} in config.json; add it")
-        own |= {"parallel": True, "mask_token": tokens[0]}
+        values |= {"parallel": True, "mask_token": tokens[0]}
     embedding = None
     if not settings.get("embed_requires_grad", kind == "peagle"):
         # a copy of the base's, unless `bind` finds another one
-        embedding = named.pop("embed_tokens.weight", None)
-    own["own_embedding"] = "embed_tokens.weight" in named
-    head = Head(Config(**own), settings["hidden_size"], settings["vocab_size"])
-    read_draft_maps(head, named)
-    fill_head(head, named)
+        embedding = weights.pop("embed_tokens.weight", None)
+    values["own_embedding"] = "embed_tokens.weight" in weights
+    head = Head(Config(**values), settings["hidden_size"], settings["vocab_size"])
+    read_draft_maps(head, weights)
+    fill_head(head, weights)
     if embedding is not None:
         head.bind(embedding)
         head.has_copy = True

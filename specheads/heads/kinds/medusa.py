@@ -121,12 +121,12 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         | {"truncated_vocab_size": config.get("vocab_size")},
     )
     num_layers = config.get("medusa_num_layers", 1)
-    named = {name.removeprefix("medusa_heads."): value for name, value in tensors.items()}
-    named = {_rename(name, num_layers): value for name, value in named.items()}
-    rows, width = named["head.0.weight"].shape
+    weights = {name.removeprefix("medusa_heads."): value for name, value in tensors.items()}
+    weights = {_rename(name, num_layers): value for name, value in weights.items()}
+    rows, width = weights["head.0.weight"].shape
     settings = Config(depth=config["medusa_num_heads"], num_layers=num_layers)
     head = Head(settings, width=width, vocab_size=rows)
-    fill_head(head, named)
+    fill_head(head, weights)
     return head
 
 

@@ -189,15 +189,17 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         scale_input=config.get("scale_input", False),
     )
     head = Head(settings, width=width, vocab_size=config["vocab_size"])
-    named = {name.removeprefix("speculator."): value for name, value in tensors.items()}
+    weights = {name.removeprefix("speculator."): value for name, value in tensors.items()}
     if head.gated:
-        named = _join_gates(named)
+        weights = _join_gates(weights)
     elif method:
         # there, each module is the only one of a sequence
-        named = {re.sub(r"^(emb|proj|ln)\.(\d+)\.0\.", r"\1.\2.", n): t for n, t in named.items()}
+        weights = {
+            re.sub(r"^(emb|proj|ln)\.(\d+)\.0\.", r"\1.\2.", n): t for n, t in weights.items()
+        }
     if settings.tie_weights:
-        named = _untie(named, set(head.state_dict()))
-    fill_head(head, named)
+        weights = _untie(weights, set(head.state_dict()))
+    fill_head(head, weights)
     return head
 
 
@@ -216,31 +218,31 @@ def _arctic_width(config: dict[str, Any]) -> int:
     return int(width)
 
 
-def _join_gates(named: dict[str, Tensor]) -> dict[str, Tensor]:
+def _join_gates(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Stack the gates, which Arctic stores separately; all gates share one embedding."""
-    named = {name.replace("cell_ln.", "ln."): value for name, value in named.items()}
+    weights = {name.replace("cell_ln.", "ln."): value for name, value in weights.items()}
     for module in ("emb", "proj"):
         for level in ("0", "1"):
             names = [f"{gate}_{module}.{level}.weight" for gate in GATES]
-            gates = [named.pop(name) for name in names if name in named]
+            gates = [weights.pop(name) for name in names if name in weights]
             if len(gates) < len(names):
                 continue
             if module == "emb" and not all(torch.equal(gates[0], gate) for gate in gates):
                 raise InputError(
                     "with tie_lstm_embs the gates' embeddings must be equal; download it again"
                 )
-            named[f"{module}.{level}.weight"] = gates[0] if module == "emb" else torch.cat(gates)
-    return named
+            weights[f"{module}.{level}.weight"] = gates[0] if module == "emb" else torch.cat(gates)
+    return weights
 
 
-def _untie(named: dict[str, Tensor], parameters: set[str]) -> dict[str, Tensor]:
+def _untie(weights: dict[str, Tensor], parameters: set[str]) -> dict[str, Tensor]:
     """Remove the copies of tied tensors, after a check that they are equal."""
-    for name in sorted(set(named) - parameters):
+    for name in sorted(set(weights) - parameters):
         module, _, suffix = name.partition(".")
         suffix = suffix.partition(".")[2]
         original = f"{module}.{1 if module == 'proj' else 0}.{suffix}"
-        if original not in named or not torch.equal(named[original], named[name]):
+        if original not in weights or not torch.equal(weights[original], weights[name]):
             raise InputError(
                 f"with tie_weights {name!r} and {original!r} must be equal; download it again"
             )
-    return {name: value for name, value in named.items() if name in parameters}
+    return {name: value for name, value in weights.items() if name in parameters}

@@ -71,10 +71,10 @@ class BlockConfig(AttentionConfig):
 
     def __post_init__(self) -> None:
         slots = self.depth + (not self.sample_from_anchor)
-        for name, least in (("causal", 1), ("window_counts_slots", slots)):
-            if getattr(self, name) and (self.sliding_window or 0) < least:
+        for name, minimum in (("causal", 1), ("window_counts_slots", slots)):
+            if getattr(self, name) and (self.sliding_window or 0) < minimum:
                 raise InputError(
-                    f"head.{name}=true needs head.sliding_window of at least {least}, got "
+                    f"head.{name}=true needs head.sliding_window of at least {minimum}, got "
                     f"{self.sliding_window}; set it, or leave {name} out"
                 )
 
@@ -309,12 +309,15 @@ def read_block(
 
     `markov` tells DSpark from DFlash. A setting with an unsupported value is refused.
     """
-    by_speculators, named = config.get("speculators_model_type", ""), config.get("architectures")
-    by_deepspec = not by_speculators and any(name in BY_DEEPSPEC for name in named or ())
+    by_speculators, class_names = (
+        config.get("speculators_model_type", ""),
+        config.get("architectures"),
+    )
+    by_deepspec = not by_speculators and any(name in BY_DEEPSPEC for name in class_names or ())
     by_others = "dflash_config" in config or config.get("model_type") == BY_TRANSFORMERS
-    known = by_speculators in ("dflash", "dspark") or by_deepspec or by_others
+    is_read = by_speculators in ("dflash", "dspark") or by_deepspec or by_others
     settings = config.get("transformer_layer_config", {}) | config.get("dflash_config", {}) | config
-    if not known or bool(settings.get("markov_rank")) != markov:
+    if not is_read or bool(settings.get("markov_rank")) != markov:
         return None
     window, plain, causal = None, full_attention(settings), False
     by_modelopt = not by_speculators and bool(settings.get("use_swa"))
@@ -343,7 +346,7 @@ def read_block(
     anchored = settings.get("sample_from_anchor", by_default)
     # their ids count layer outputs from zero; here k is the residual stream after k layers
     layers = [layer + 1 for layer in settings.get("target_layer_ids") or ()]
-    own = {
+    values = {
         **published_sizes(settings),
         # the other formats count the anchor's slot, which drafts nothing
         "depth": settings["block_size"] - (not (by_deepspec or anchored)),
@@ -358,12 +361,12 @@ def read_block(
         "attention_sink": any(settings.get(name) for name in SINK),
         **({"markov_rank": settings["markov_rank"]} if markov else {}),
     }
-    made = head(kind(**own), settings["hidden_size"], settings["vocab_size"])
-    ours = {RENAMED.get(name, name): value for name, value in tensors.items()}
-    embedding = ours.pop("embed_tokens.weight", None)
-    lent = [ours.pop(name, None) for name in LENT]
-    read_draft_maps(made, ours)
-    fill_head(made, ours)
+    block_head = head(kind(**values), settings["hidden_size"], settings["vocab_size"])
+    weights = {RENAMED.get(name, name): value for name, value in tensors.items()}
+    embedding = weights.pop("embed_tokens.weight", None)
+    lent = [weights.pop(name, None) for name in LENT]
+    read_draft_maps(block_head, weights)
+    fill_head(block_head, weights)
     if embedding is not None and lent[0] is not None and len(lent[0]) == len(embedding):
-        made.bind(embedding, lent[0])
-    return made
+        block_head.bind(embedding, lent[0])
+    return block_head
