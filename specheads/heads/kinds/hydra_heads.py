@@ -10,14 +10,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, States, Tokens
+from specheads.core.drafter import Projection
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, WidthOrZero
 from specheads.heads.checkpoint import fill_head
 from specheads.heads.layers.attention import AttentionContext, HeadCache, LlamaLayer
-from specheads.heads.layers.common import BorrowingHead, NodeStates, ResidualBlock, RMSNorm
+from specheads.heads.layers.common import ResidualBlock, RMSNorm
+from specheads.heads.layers.recurrent import RecurrentHead
 
 BORROWED = ("input_embed_fn.weight", "embed_tokens.weight", "rotary_emb.inv_freq")
 """Tensors of public checkpoints that are not part of the head."""
@@ -80,7 +81,7 @@ class PrefixLayer(LlamaLayer):
         return self.norm(self(inputs, AttentionContext(cache.text(), cache.visible())))
 
 
-class Head(BorrowingHead):
+class Head(RecurrentHead):
     """`depth` heads; the k-th reads the state and the embeddings of k + 1 tokens after it."""
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
@@ -105,39 +106,33 @@ class Head(BorrowingHead):
         """Return empty slots for the keys and values of the prefix layer."""
         return HeadCache.empty([self.prefix], batch, capacity) if self.prefix else None
 
-    def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
-        """Yield the states that read one token after each position, then two, and so on."""
+    def encode_text(self, features: Features) -> Float[Tensor, "batch time width"]:
+        """Return the states of the prefix layer, if any, or the base's hidden states."""
         features = self.fuse_streams(features)
-        path = self.prefix.encode_text(features) if self.prefix else features.hidden
-        embedded = self.embed(tokens, path)
-        next_embedded = embedded.roll(-1, 1)
-        for level, blocks in enumerate(self.blocks):
-            path = torch.cat([path, next_embedded], dim=-1)
-            yield blocks(path)
-            next_embedded = embedded.roll(-2 - level, 1)
+        return self.prefix.encode_text(features) if self.prefix else features.hidden
+
+    def encode_committed(self, committed: Committed, memory: Any) -> Float[Tensor, "batch 1 width"]:
+        """Return the same for the last committed position of each row."""
+        if self.prefix is None:
+            return super().encode_committed(committed, memory)
+        return self.prefix.encode_committed(self.fuse_committed(committed), memory)
+
+    def first_state(self, hidden: Tensor) -> Tensor:
+        """Return the path without a token."""
+        return hidden
+
+    def read_token(self, state: Tensor, embedded: Tensor, level: int) -> Tensor:
+        """Append a token to the path."""
+        return torch.cat([state, embedded], dim=-1)
+
+    def output(self, state: Tensor, hidden: Tensor, level: int) -> Tensor:
+        """Return the output of a level's blocks."""
+        return self.blocks[level](state)
 
     def projection(self, level: int) -> Projection:
         """Return the vocabulary projection of a level."""
         head = self.head[level]
         return Projection(head.get_parameter("weight"), head.get_parameter("bias"))
-
-    def begin(self, committed: Committed, memory: Any) -> Guesses:
-        """Read the root after the base's last hidden state."""
-        committed = self.fuse_committed(committed)
-        if self.prefix:
-            path = self.prefix.encode_committed(committed, memory)
-        else:
-            path = committed.last_hidden()
-        return self.read_tokens(path, committed.root(), 0)
-
-    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
-        """Read each node after its parent's path."""
-        return self.read_tokens(state.of_parents(parents), tokens, state.level + 1)
-
-    def read_tokens(self, path: Tensor, tokens: Tensor, level: int) -> Guesses:
-        """Append the embeddings of a level's tokens to the paths; return the logits after them."""
-        path = torch.cat([path, self.embed(tokens, path)], dim=-1)
-        return self.logits(self.blocks[level](path), level), NodeStates(path, level)
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:

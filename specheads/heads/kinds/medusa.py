@@ -15,7 +15,7 @@ from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
 from specheads.core.ranges import Depth, DepthOrZero, NonNegativeInt, Width, one_of
 from specheads.heads.checkpoint import fill_head
-from specheads.heads.layers.common import BorrowingHead, NodeStates, ResidualBlock
+from specheads.heads.layers.common import BorrowingHead, ResidualBlock
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,6 +33,15 @@ class Config:
     """Rank of the update, with projection=low_rank."""
     draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaDraft:
+    """State of a draft."""
+
+    hidden: Float[Tensor, "batch 1 width"]
+    """The base's last hidden state."""
+    level: int
 
 
 class Head(BorrowingHead):
@@ -91,12 +100,12 @@ class Head(BorrowingHead):
     def begin(self, committed: Committed, memory: None) -> Guesses:
         """Return the logits after the root, from the base's last hidden state."""
         hidden = committed.last_hidden()
-        return self.logits(self.level_state(hidden, 0), 0), NodeStates(hidden, 0)
+        return self.logits(self.level_state(hidden, 0), 0), MedusaDraft(hidden, 0)
 
     def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Return the same logits for every node of the level: Medusa ignores the path."""
         level = state.level + 1
-        logits = self.logits(self.level_state(state.states, level), level)
+        logits = self.logits(self.level_state(state.hidden, level), level)
         return logits.expand(-1, tokens.shape[1], -1), replace(state, level=level)
 
     def level_state(self, hidden: Tensor, level: int) -> Tensor:

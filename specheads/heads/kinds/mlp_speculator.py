@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, States, Tokens
+from specheads.core.drafter import Projection
 from specheads.core.errors import InputError
-from specheads.core.features import Committed, Features
 from specheads.core.foreign import refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, WidthOrZero, one_of
 from specheads.heads.checkpoint import fill_head
-from specheads.heads.layers.common import BorrowingHead, NodeStates
+from specheads.heads.layers.recurrent import RecurrentHead, entry_of_level
 
 EPSILON = 1e-6
 GATES = ("forget", "input", "output", "cell")
@@ -60,7 +59,7 @@ class _Norm(nn.Module):
         return F.rms_norm(values, self.weight.shape, self.weight, EPSILON) + self.bias
 
 
-class Head(BorrowingHead):
+class Head(RecurrentHead):
     """`depth` steps of state <- GELU(norm(a * W state + b * E token)), each with its logits.
 
     The weights a and b are such that half of the first state's energy remains after all levels:
@@ -78,7 +77,7 @@ class Head(BorrowingHead):
         inner = config.inner_dim or width
         copies = 1 if config.tie_weights else config.depth
         recurrences = min(config.depth - 1, 1 if config.tie_weights else config.depth)
-        self.inner = inner
+        self.inner, self.num_embeddings = inner, copies
         self.gated = config.state == "gated"
         self.emb = nn.ModuleList(nn.Embedding(vocab_size, inner) for _ in range(copies))
         self.proj = nn.ModuleList(
@@ -106,33 +105,13 @@ class Head(BorrowingHead):
             level.get_parameter("weight").data.copy_(projection)
         nn.init.eye_(self.proj[0].get_parameter("weight").data[-self.inner :])
 
-    def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
-        """Yield the states that read tokens[:, t + 1], then tokens[:, t + 2], and so on."""
-        state = self.first_state(self.fuse_streams(features).hidden)
-        # one lookup for all levels: the gradient of each lookup is as large as the table
-        tables = [table(tokens) for table in self.emb]
-        for level in range(self.depth):
-            embedded = level_entry(tables, level).roll(-1 - level, 1)
-            state = self.recurrent_step(state, embedded, level)
-            yield state[..., : self.inner]
+    def embed_level(self, tokens: Tensor, like: Tensor, level: int) -> Tensor:
+        """Return the embeddings of a level's own table."""
+        return entry_of_level(self.emb, level)(tokens)
 
     def projection(self, level: int) -> Projection:
         """Return the vocabulary projection of a level, without a bias."""
-        return Projection(level_entry(self.head, level).weight)
-
-    def begin(self, committed: Committed, memory: None) -> Guesses:
-        """Read the root after the base's last hidden state."""
-        state = self.first_state(self.fuse_committed(committed).last_hidden())
-        return self.read_tokens(state, committed.root(), 0)
-
-    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
-        """Read each node after its parent's state."""
-        return self.read_tokens(state.of_parents(parents), tokens, state.level + 1)
-
-    def read_tokens(self, states: Tensor, tokens: Tensor, level: int) -> Guesses:
-        """Return the logits after the tokens of a level, given their parents' states."""
-        states = self.recurrent_step(states, level_entry(self.emb, level)(tokens), level)
-        return self.logits(states[..., : self.inner], level), NodeStates(states, level)
+        return Projection(entry_of_level(self.head, level).weight)
 
     def first_state(self, hidden: Tensor) -> Tensor:
         """Return the state before any token, from the base's hidden state."""
@@ -140,12 +119,12 @@ class Head(BorrowingHead):
             hidden = F.rms_norm(hidden, hidden.shape[-1:], eps=EPSILON) / math.sqrt(2)
         return F.pad(hidden, (0, self.inner)) if self.gated else hidden
 
-    def recurrent_step(self, state: Tensor, embedded: Tensor, level: int) -> Tensor:
+    def read_token(self, state: Tensor, embedded: Tensor, level: int) -> Tensor:
         """Return the state after one more embedded token; [state, cell] if gated."""
-        norm = level_entry(self.ln, level)
+        norm = entry_of_level(self.ln, level)
         # scaled by 1 / a compared with the formula, as in the original code: the norm undoes this
         # except for its epsilon
-        scale, project = self.token_weight / self.state_weight, level_entry(self.proj, level)
+        scale, project = self.token_weight / self.state_weight, entry_of_level(self.proj, level)
         if not self.gated:
             return F.gelu(norm(torch.add(project(state), embedded, alpha=scale)))
         output, cell = state.split([state.shape[-1] - self.inner, self.inner], dim=-1)
@@ -153,13 +132,12 @@ class Head(BorrowingHead):
         gates = torch.add(gates, embedded[..., None, :], alpha=scale)
         forget_gate, input_gate, output_gate = gates[..., :3, :].sigmoid().unbind(-2)
         cell = cell * forget_gate + F.gelu(norm(gates[..., 3, :])) * input_gate
-        output = F.gelu(level_entry(self.state_ln, level)(cell)) * output_gate
+        output = F.gelu(entry_of_level(self.state_ln, level)(cell)) * output_gate
         return torch.cat([output, cell], dim=-1)
 
-
-def level_entry(modules: nn.ModuleList | list[Tensor], level: int) -> Any:
-    """Return the entry of a level, or the last one, which later levels share."""
-    return modules[min(level, len(modules) - 1)]
+    def output(self, state: Tensor, hidden: Tensor, level: int) -> Tensor:
+        """Return the state without the cell."""
+        return state[..., : self.inner]
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.drafter import Anchors, Guesses, Nodes, Projection, State, States, Tokens
-from specheads.core.features import Committed, Features
+from specheads.core.drafter import Projection
 from specheads.core.foreign import refuse_unused
 from specheads.core.ranges import Depth, DepthOrZero, LayerIndex, NonNegativeInt, WidthOrZero
 from specheads.heads.checkpoint import fill_head
-from specheads.heads.layers.common import BorrowingHead, ResidualBlock, pick_parents
+from specheads.heads.layers.common import ResidualBlock
+from specheads.heads.layers.recurrent import RecurrentHead
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,17 +38,7 @@ class Config:
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecurrentDraft:
-    """State of a draft."""
-
-    hidden: Float[Tensor, "batch 1 width"]
-    """The base's last hidden state."""
-    states: Float[Tensor, "batch node width"]
-    """States of a level's nodes."""
-
-
-class Head(BorrowingHead):
+class Head(RecurrentHead):
     """state <- SiLU(W embedding + U state + b), starting at zero; logits from [hidden, state]."""
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
@@ -79,44 +68,23 @@ class Head(BorrowingHead):
         nn.init.zeros_(self.head.weight)
         self.head.weight.data[:, :width].copy_(projection)
 
-    def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
-        """Yield the states that read one token after each position, then two, and so on."""
-        hidden = self.fuse_streams(features).hidden
-        embedded = self.embed(tokens, hidden)
-        state, next_embedded = torch.zeros_like(hidden), embedded.roll(-1, 1)
-        for level in range(self.depth):
-            state = self.recurrent_cell(state, next_embedded)
-            yield self.exit_state(hidden, state)
-            next_embedded = embedded.roll(-2 - level, 1)
-
     def projection(self, level: int) -> Projection:
         """Return the vocabulary projection, the same at every level, without a bias."""
         return Projection(self.head.weight)
 
-    def begin(self, committed: Committed, memory: None) -> Guesses:
-        """Read the root from a zero state, next to the base's last hidden state."""
-        hidden = self.fuse_committed(committed).last_hidden()
-        return self.read_tokens(hidden, torch.zeros_like(hidden), committed.root())
+    def first_state(self, hidden: Tensor) -> Tensor:
+        """Return a state of zeros."""
+        return torch.zeros_like(hidden)
 
-    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
-        """Read each node after its parent's state."""
-        return self.read_tokens(state.hidden, pick_parents(state.states, parents), tokens)
-
-    def read_tokens(self, hidden: Tensor, states: Tensor, tokens: Tensor) -> Guesses:
-        """Return the logits after the tokens of a level, given their parents' states."""
-        states = self.recurrent_cell(states, self.embed(tokens, hidden))
-        outputs = self.exit_state(hidden.expand_as(states), states)
-        return self.logits(outputs, 0), RecurrentDraft(hidden, states)
-
-    def recurrent_cell(self, state: Tensor, embedded: Tensor) -> Tensor:
+    def read_token(self, state: Tensor, embedded: Tensor, level: int) -> Tensor:
         """Return the state after one more token."""
         if self.rnn_w is None or self.rnn_u is None:
             return state + embedded
         return F.silu(self.rnn_w(embedded) + self.rnn_u(state))
 
-    def exit_state(self, hidden: Tensor, state: Tensor) -> Tensor:
-        """Return the input of the vocabulary projection."""
-        joined = torch.cat([hidden, state], dim=-1)
+    def output(self, state: Tensor, hidden: Tensor, level: int) -> Tensor:
+        """Return the output of the blocks, which read the base's hidden state and this one."""
+        joined = torch.cat([hidden.expand_as(state), state], dim=-1)
         return self.blocks(joined if self.input_proj is None else self.input_proj(joined))
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,19 +207,6 @@ class ResidualBlock(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         """Return the output of the block."""
         return self.res_connection(values) + F.silu(self.linear(values))
-
-
-@dataclass(frozen=True, slots=True)
-class NodeStates:
-    """State of a draft: the states of a level's nodes, which the next level continues."""
-
-    states: Float[Tensor, "batch node width"]
-    level: int
-    """Number of the level, counted from zero."""
-
-    def of_parents(self, parents: Nodes) -> Float[Tensor, "batch child width"]:
-        """Return the state of the parent of each node of the next level."""
-        return pick_parents(self.states, parents)
 
 
 def pick_parents(
