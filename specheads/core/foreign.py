@@ -24,8 +24,7 @@ _BOOKKEEPING = """
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """
 BOOKKEEPING = frozenset(_BOOKKEEPING.split())
-"""Settings that no forward pass of a trained model reads. `auto_map` is one of them only because
-code is refused before: see heads/checkpoint.py."""
+"""Settings that no forward pass of a trained model reads. No code of `auto_map` is ever run."""
 _LAYERS = """
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim hidden_act rms_norm_eps attention_bias mlp_bias

@@ -17,6 +17,7 @@ from torch import Tensor
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
 from specheads.core.files import read_json, refuse_outside
+from specheads.core.machine import dtype_name
 
 WEIGHT_FILES = (
     "model*.safetensors",
@@ -30,16 +31,16 @@ WEIGHT_FILES = (
 INDEX_SUFFIX = ".index.json"
 MASK_EMBEDDING = "mask_embedding.pt"
 """File of some DFlash heads, whose masks SGLang and vLLM then embed by it."""
-CODE_KEYS = ("_target_", "auto_map", "custom_pipelines")
-"""Settings that name code. They are refused instead of ignored."""
-SAVED_BY = ("Eagle3", "PEagle", "DFlash", "DSpark", "MTP")
-HARMLESS = [{"": f"config.{kind}SpeculatorConfig"} for kind in SAVED_BY]
-"""The `auto_map` that vllm-project/speculators writes into all its folders. It names a class of
-that library under a key that transformers never reads."""
+CODE_KEYS = ("_target_", "custom_pipelines")
+"""Settings that name code. They are refused instead of ignored; `auto_map`, which published heads
+copy from their bases, is ignored as it is there."""
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's config.json; refuse one that is missing, no JSON, or names code."""
+    """Return a checkpoint's config.json without null values, which mean unset.
+
+    One that is missing, no JSON, or names code is refused.
+    """
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(
@@ -49,12 +50,16 @@ def read_settings(folder: Path) -> dict[str, Any]:
     pending: list[Any] = [settings]
     # grows by the nested values; deep settings would exceed the limit of recursion
     for value in pending:
-        inner = value if isinstance(value, dict) else {}
-        pending += value if isinstance(value, list) else inner.values()
-        if code := [name for name in CODE_KEYS if name in inner and inner[name] not in HARMLESS]:
+        if not isinstance(value, dict):
+            pending += value if isinstance(value, list) else []
+            continue
+        if code := [name for name in CODE_KEYS if name in value]:
             raise InputError(
                 f"{file} may hold settings only, and names code in {code[0]!r}; remove it"
             )
+        for name in [name for name, setting in value.items() if setting is None]:
+            del value[name]
+        pending += value.values()
     return settings
 
 
@@ -128,12 +133,30 @@ def _has_all_elements(value: Any) -> bool:
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
+def check_weights(weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are no floating-point numbers, such as packed ones, or not finite."""
+    for name, weight in weights.items():
+        if not weight.is_floating_point():
+            raise InputError(
+                f"{name} must hold floating-point numbers, got {dtype_name(weight.dtype)}; choose "
+                "a checkpoint that is not quantised"
+            )
+        # not every operation exists for 8 bits
+        wide = weight.float() if weight.element_size() == 1 else weight
+        if not wide.isfinite().all():
+            raise InputError(
+                f"{name} must hold finite numbers, and has NaN or infinity; download it again, or "
+                "choose another checkpoint"
+            )
+
+
 def fill_head(head: Head, tensors: Mapping[str, Tensor]) -> None:
-    """Load tensors into a head by name; refuse a missing, unexpected or misshapen one by name.
+    """Load tensors into a head; refuse a missing, unexpected, misshapen or damaged one by name.
 
     The head may be on the meta device, because its tensors are replaced.
     """
     parameters = head.state_dict()
+    check_weights({name: value for name, value in tensors.items() if name != "draft_ids"})
     copies = {
         name: value.to(parameters[name].dtype, copy=True) if name in parameters else value
         for name, value in tensors.items()

@@ -17,7 +17,7 @@ from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, PositiveInt
-from specheads.heads.checkpoint import fill_head, read_draft_maps
+from specheads.heads.checkpoint import check_weights, fill_head, read_draft_maps
 from specheads.heads.layers.attention import AttentionConfig, HeadCache, LlamaLayer
 from specheads.heads.layers.common import NUM_FUSED_LAYERS, RMSNorm
 from specheads.heads.layers.feedback import FeedbackHead
@@ -261,7 +261,10 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     if IDS in nested and IDS not in config:
         nested[IDS] = _streams_of(nested[IDS])
     settings = config.get("transformer_layer_config", {}) | nested | config
-    window, plain = draft_window(settings, settings.get("num_hidden_layers") or 1)
+    # in the config of a head with one layer, the number may be that of its base's layers
+    is_deep = any(name.startswith("layers.") for name in weights)
+    num_layers = settings["num_hidden_layers"] if is_deep else 1
+    window, plain = draft_window(settings, num_layers)
     refuse_unused(
         "eagle3",
         config,
@@ -274,7 +277,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         **published_sizes(settings),
         **read_rope_settings(settings),
         "aux_layers": sorted(set(settings.get(IDS) or ())),
-        "num_layers": settings.get("num_hidden_layers") or 1,
+        "num_layers": num_layers,
         "sliding_window": window,
         **{name: bool(settings.get(name)) for name in SAME},
     }
@@ -293,6 +296,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     read_draft_maps(head, weights)
     fill_head(head, weights)
     if embedding is not None:
+        check_weights({"embed_tokens.weight": embedding})
         head.bind(embedding)
         head.has_copy = True
     return head

@@ -15,7 +15,7 @@ from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, WidthOrZero
-from specheads.heads.checkpoint import fill_head
+from specheads.heads.checkpoint import check_weights, fill_head
 from specheads.heads.layers.attention import AttentionContext, HeadCache, LlamaLayer
 from specheads.heads.layers.common import ResidualBlock, RMSNorm
 from specheads.heads.layers.recurrent import RecurrentHead
@@ -166,6 +166,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     indices = 2 if prefix else 1
     names = [name for name in tensors if not name.endswith(BORROWED)]
     fill_head(head, {_rename(name, indices): tensors[name] for name in names})
+    check_weights({"input_embed_fn.weight": embedding})
     head.bind(embedding)
     return head
 

@@ -3,6 +3,7 @@
 Source: Cai et al. 2024, arXiv:2401.10774, section 2.1; FasterDecoding/Medusa.
 """
 
+import re
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -115,8 +116,13 @@ class Head(BorrowingHead):
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
-    """Read FasterDecoding's layout: `{head}.{layer}.linear.*`, then `{head}.{layers}.weight`."""
-    if "medusa_num_heads" not in config:
+    """Read FasterDecoding's layout: `{head}.{layer}.linear.*`, then `{head}.{layers}.weight`.
+
+    In vLLM's layout these are `blocks.{head}.layers.{layer}.*`, without biases unless
+    `medusa_fc_bias` is set, and `lm_heads.{head}.weight`.
+    """
+    by_vllm = config.get("model_type") == "medusa" and "num_heads" in config
+    if "medusa_num_heads" not in config and not by_vllm:
         return None
     refuse_unused(
         "medusa",
@@ -124,23 +130,34 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         # the heads have no attention, and engines choose trees of their own
         used=(
             *("medusa_num_heads", "medusa_num_layers", "max_paths", "topk", "medusa_choices"),
-            *LAYERS,
+            *("num_heads", "medusa_fc_bias", *LAYERS),
         ),
-        fixed={"medusa_fc_bias": True, "original_lm_head": False, "logit_scale": 1}
+        fixed={"original_lm_head": False, "logit_scale": 1}
         | {"truncated_vocab_size": config.get("vocab_size")},
     )
-    num_layers = config.get("medusa_num_layers", 1)
-    weights = {name.removeprefix("medusa_heads."): value for name, value in tensors.items()}
-    weights = {_rename(name, num_layers): value for name, value in weights.items()}
+    depth = config["num_heads" if by_vllm else "medusa_num_heads"]
+    num_layers = config.get("num_hidden_layers" if by_vllm else "medusa_num_layers", 1)
+    weights = {
+        _rename(name.removeprefix("medusa_heads."), num_layers): value
+        for name, value in tensors.items()
+    }
+    for name, weight in list(weights.items()):
+        if name.endswith("linear.weight") and not config.get("medusa_fc_bias", not by_vllm):
+            weights.setdefault(name.replace("weight", "bias"), weight.new_zeros(len(weight)))
     rows, width = weights["head.0.weight"].shape
-    settings = Config(depth=config["medusa_num_heads"], num_layers=num_layers)
-    head = Head(settings, width=width, vocab_size=rows)
+    head = Head(Config(depth=depth, num_layers=num_layers), width=width, vocab_size=rows)
     fill_head(head, weights)
     return head
 
 
 def _rename(name: str, num_layers: int) -> str:
+    """Return our name of a tensor in either layout."""
+    name = name.replace("lm_heads.", "head.")
+    if name.startswith("blocks."):
+        return re.sub(r"\.layers\.(\d+)\.", r".\1.linear.", name)
     head, layer, suffix = (*name.split(".", 2), "")[:3]
+    if head == "head":
+        return name
     if layer == str(num_layers):
         return f"head.{head}.{suffix}"
     return f"blocks.{head}.{layer}.{suffix}"

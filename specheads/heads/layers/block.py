@@ -16,7 +16,7 @@ from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt, TokenId, is_allowed
-from specheads.heads.checkpoint import fill_head, read_draft_maps
+from specheads.heads.checkpoint import check_weights, fill_head, read_draft_maps
 from specheads.heads.layers.attention import (
     AttentionConfig,
     AttentionContext,
@@ -293,7 +293,10 @@ BY_TRANSFORMERS = "muse_glimmer_assistant"
 """The `model_type` of transformers' only class of a DFlash head."""
 RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 """Tensors of that class, and our names."""
-LENT = ("lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+COPIES = (
+    *("embed_tokens.weight", "lm_head.weight"),
+    *("verifier_lm_head.weight", "verifier_norm.weight"),
+)
 """Copies of the base's tensors."""
 
 
@@ -363,10 +366,11 @@ def read_block(
     }
     block_head = head(kind(**values), settings["hidden_size"], settings["vocab_size"])
     weights = {RENAMED.get(name, name): value for name, value in tensors.items()}
-    embedding = weights.pop("embed_tokens.weight", None)
-    lent = [weights.pop(name, None) for name in LENT]
+    copies = {name: weights.pop(name) for name in COPIES if name in weights}
     read_draft_maps(block_head, weights)
     fill_head(block_head, weights)
-    if embedding is not None and lent[0] is not None and len(lent[0]) == len(embedding):
-        block_head.bind(embedding, lent[0])
+    check_weights(copies)
+    embedding, projection = map(copies.get, COPIES[:2])
+    if embedding is not None and projection is not None and len(projection) == len(embedding):
+        block_head.bind(embedding, projection)
     return block_head

@@ -20,11 +20,11 @@ def read_rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     theta = rope.get("rope_theta") or settings.get("rope_theta")
     base = {"rope_theta": theta} if theta else {}
     kind = rope.get("rope_type", rope.get("type"))
-    if kind in (None, "default"):
+    # texts have one position a token, so mrope rotates as without its sections
+    if kind in (None, "default", "mrope"):
         refuse_unused(
             "a rotary embedding without scaling",
             rope,
-            # texts have one position a token, so the sections of mrope do nothing
             used=(*NAMES, ORIGINAL, "mrope_section", "mrope_interleaved"),
             fixed={"factor": 1, "partial_rotary_factor": 1},
         )
