@@ -57,7 +57,7 @@ def refuse_unused(
     """Refuse all settings of a config that a reader does not support, together and by name.
 
     Null, false and empty values turn a setting off and pass, unless it is one of `fixed`. Dropout
-    passes.
+    and ids of tokens pass.
 
     Args:
         reader: Name of the reader.
@@ -72,8 +72,8 @@ def refuse_unused(
     fixed, harmless = fixed or {}, BOOKKEEPING.union(used)
     unsupported: list[str] = []
     for name, value in (item for section in sections for item in section.items()):
-        setting = f"{_shown(name):.60}={value!r:.60}"
-        if value is None or "dropout" in name:
+        setting = f"{_quote(name):.60}={value!r:.60}"
+        if value is None or "dropout" in name or name.endswith("_token_id"):
             continue
         if name in fixed:
             values = value if isinstance(value, list) else [value]
@@ -91,6 +91,6 @@ def refuse_unused(
         )
 
 
-def _shown(name: str) -> str:
+def _quote(name: str) -> str:
     """Return a name, quoted if it is not one of a setting."""
     return name if name.replace(".", "_").isidentifier() else repr(name)

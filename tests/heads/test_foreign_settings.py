@@ -58,7 +58,7 @@ MIXED = WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
         ("eagle3_chain", EAGLE, {"use_last_layernorm": False}, {"use_last_layernorm": True}),
         ("eagle3_chain", EAGLE, {"planted_setting": 3}, {"parallel_draft_step": 1}),
         ("eagle3_chain", "", {"rope_scaling": {"factor": 4.0}}, {"rope_scaling": {"factor": 1}}),
-        ("eagle3_chain", "rope_scaling", {"type": "mrope"}, {"rope_type": "default"}),
+        ("eagle3_chain", "rope_scaling", {"type": "longrope"}, {"type": "mrope"}),
         ("eagle3_speculators_ttt", INNER, CHUNKS, {"layer_types": ["full_attention"]}),
         ("eagle3_speculators_ttt", INNER, WINDOW | {"sliding_window": 1.5}, WINDOW),
         ("peagle", INNER, MIXED, MIXED | {"layer_types": ["sliding_attention"] * 2}),

@@ -62,7 +62,7 @@ def refused(folder: Path, message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"auto_map": {"AutoModel": "model.Head"}}, "names code in 'auto_map'"),
+        ({"custom_pipelines": {"x": {"impl": "model.Head"}}}, "names code in 'custom_pipelines'"),
         ({"_target_": "os.system"}, "names code in '_target_'"),
         ({"kind": "os.system"}, "head kind must be one of"),
         ({"kind": ["medusa"]}, "head kind must be one of"),
@@ -73,7 +73,7 @@ def refused(folder: Path, message: str) -> None:
         ({"width": 10**12, "vocab_size": 10**12}, "do not describe a head"),
         ({"width": -8}, "do not describe a head"),
         ({"width": "8"}, "do not describe a head"),
-        ({"depth": None}, "head.depth must be a whole number"),
+        ({"depth": None}, "Missing key"),
         ({"depth": True, "num_layers": [1]}, "head.depth must be a whole number"),
         ({"kind": "x" * 10_000}, "head kind must be one of .{,200}$"),
     ],

@@ -244,6 +244,11 @@ USED = (
     *("num_aux_hidden_states", "parallel_draft_heads_num_layers", "has_lm_head"),
     *("num_local_experts", "experts_per_token", "num_experts_per_tok"),
     *("target_model_type", "modal_type"),
+    *("decoder_sparse_step", "router_aux_loss_coef"),
+    # the same of Hunyuan
+    *("attention_head_dim", "cla_share_factor", "class_num", "dense_list", "mask_init_id"),
+    *("im_start_id", "im_end_id", "im_newline_id", "text_start_id", "text_end_id", "pad_id"),
+    *("norm_type", "org_vocab_size", "pool_type", "use_qk_norm", "use_rotary_pos_emb"),
 )
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Names of P-EAGLE's mask token."""

@@ -133,7 +133,8 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
             *("num_heads", "medusa_fc_bias", *LAYERS),
         ),
         fixed={"original_lm_head": False, "logit_scale": 1}
-        | {"truncated_vocab_size": config.get("vocab_size")},
+        | {"truncated_vocab_size": config.get("vocab_size")}
+        | ({} if by_vllm else {"medusa_fc_bias": True}),
     )
     depth = config["num_heads" if by_vllm else "medusa_num_heads"]
     num_layers = config.get("num_hidden_layers" if by_vllm else "medusa_num_layers", 1)

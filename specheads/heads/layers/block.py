@@ -281,6 +281,7 @@ USED = (
     *("sample_from_anchor", "draft_vocab_size", "dflash_config", "markov_rank"),
     # the next ones describe the base or the training
     *("num_target_layers", "num_anchors", "confidence_head_alpha"),
+    *("loss_decay_gamma", "attention_backend"),
     # it is about layers with a window
     "sliding_window_non_causal",
     *SINK,
@@ -355,7 +356,8 @@ def read_block(
         "depth": settings["block_size"] - (not (by_deepspec or anchored)),
         "num_layers": settings["num_hidden_layers"],
         "aux_layers": list(settings.get("aux_hidden_state_layer_ids") or layers),
-        "rope_theta": rope.get("rope_theta"),
+        # the default of Qwen3 in transformers
+        "rope_theta": rope.get("rope_theta", 10_000.0),
         "mask_token": settings["mask_token_id"],
         "sample_from_anchor": anchored,
         "sliding_window": window,
