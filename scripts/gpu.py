@@ -372,7 +372,7 @@ def train_row(report: Report, base: Any, kind: str) -> dict[str, Any]:
 
 def planned_gib(base: Any, bench: Any) -> float:
     """Return the peak memory in GiB that `dry_run` plans for such a step, from shapes alone."""
-    from specheads.commands._dry_run import setup_of
+    from specheads.commands._batch_sizes import setup_of
     from specheads.config import compose
     from specheads.training.plan import plan_training
 

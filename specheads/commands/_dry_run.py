@@ -9,6 +9,7 @@ import yaml
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.loading import load_tokenizer
+from specheads.commands._batch_sizes import resolve_batch_sizes, setup_of
 from specheads.config import compose
 from specheads.config.commands import Train
 from specheads.config.training import distill_settings
@@ -16,27 +17,14 @@ from specheads.core.errors import InputError, printable
 from specheads.data.masks import CLOSE, OPEN, marked
 from specheads.data.prompts import held_out_prompts
 from specheads.data.tokenise import UnansweredError, tokenise_corpus
-from specheads.training.memory import TrainingSetup
 from specheads.training.plan import plan_training
 from specheads.training.processes import accelerator_of_environment
-
-
-def setup_of(settings: Train) -> TrainingSetup:
-    """Return what the plan of a training needs to know."""
-    return TrainingSetup(
-        base=settings.base,
-        head=settings.head,
-        init=settings.init,
-        schedule=settings.schedule,
-        data=settings.data,
-        features=settings.features,
-        seed=settings.seed,
-    )
 
 
 def show_plan(settings: Train) -> None:
     """Print the settings and the plan as two YAML documents, and the plan in one line."""
     accelerator = accelerator_of_environment(settings.base.dtype)
+    resolve_batch_sizes(settings, accelerator, lambda line: sys.stdout.write(f"# {line}\n"))
     if accelerator.is_main_process:
         sys.stdout.write(compose.as_yaml(settings))
         sys.stdout.flush()

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from specheads.base.gguf import located
-from specheads.commands import _dry_run
+from specheads.commands._batch_sizes import setup_of
 from specheads.commands._call import checked_settings
 from specheads.config.commands import ServeFeatures
 from specheads.config.training import FeatureSettings
@@ -87,7 +87,7 @@ def serve_features(
             f"base.dtype={base_settings.dtype} base.adapter={base_settings.adapter!r}; change the "
             "dtype, or merge the adapter into the weights first"
         )
-    setup = _dry_run.setup_of(settings)
+    setup = setup_of(settings)
     dtype = server_dtype(base_settings.dtype)
     base = meta_served_base(setup.base, dtype)
     layers = server_layers(meta_head(setup, base), base.num_layers)

@@ -20,6 +20,7 @@ from specheads.base import lora
 from specheads.base.ends import BaseEnds, ServedBase
 from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
+from specheads.commands._batch_sizes import resolve_batch_sizes
 from specheads.commands._call import checked_settings
 from specheads.commands.evaluate import (
     context_prompts,
@@ -39,7 +40,6 @@ from specheads.heads.load import build_for_base, configure, load_head, resume_he
 from specheads.measure.quality import quality_windows
 from specheads.measure.results import Results, read_results
 from specheads.measure.summary import print_results
-from specheads.runs.config_file import read_settings
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import stage_announcer
 from specheads.runs.trackers import Tracker, refuse_missing
@@ -47,7 +47,6 @@ from specheads.training import trainer
 from specheads.training.distill.run import refuse_not_decoding
 from specheads.training.features import FeatureSource, LocalBase, feature_cache
 from specheads.training.phase_data import PhaseData
-from specheads.training.plan import auto_phases, largest_batch_sizes
 from specheads.training.processes import (
     accelerator_of_environment,
     explain_lost_process,
@@ -98,7 +97,7 @@ def train(
     settings = settings or checked_settings(Train, overrides, recipe=recipe)
     run_directory = RunDirectory(Path(settings.run_dir))
     accelerator = accelerator_of_environment(settings.base.dtype)
-    _resolve_batch_sizes(settings, run_directory, accelerator, announce)
+    resolve_batch_sizes(settings, accelerator, announce)
     begin_stage = stage_announcer(_stage_names(settings), settings.minutes)
     with explain_lost_process():
         head, teacher = _train(settings, run_directory, accelerator, base, announce, begin_stage)
@@ -237,25 +236,6 @@ def _feature_source(
             settings.features, phases, data, num_rows, base, head.aux_layers, announce
         )
     return LocalBase(base, head.aux_layers)
-
-
-def _resolve_batch_sizes(
-    settings: Train, run_directory: RunDirectory, accelerator: Accelerator, announce: Announce
-) -> None:
-    """Replace every `batch_size=auto` by a number.
-
-    The number is that of the run that resumes, or of the largest batch that fits.
-    """
-    names, phases = auto_phases(settings.schedule), settings.schedule.phases
-    saved = read_settings(run_directory.config) if run_directory.config.is_file() else {}
-    saved_phases = saved.get("schedule", {}).get("phases", {})
-    sizes = {name: saved_phases.get(name, {}).get("batch_size") for name in names}
-    if not all(isinstance(size, int) for size in sizes.values()):
-        sizes = largest_batch_sizes(_dry_run.setup_of(settings), accelerator)
-    for name, size in sizes.items():
-        phases[name].batch_size = size
-        if accelerator.is_main_process:
-            announce(f"phase {name!r}: batch_size=auto is {size}")
 
 
 def _load_checked_base(

@@ -117,12 +117,13 @@ class PackedText:
                 f"{self.rows_per_epoch}; give more text, or lower the batch size or the sequence "
                 "length"
             )
-        rows = range(self.rows_per_epoch)
-        if not any(self.batch(range(row, row + 1)).loss_mask.any() for row in rows):
+        # a later piece of a document has lost the question, with any packing
+        masks = (documents.loss_mask(number) for number in range(len(documents)))
+        if not any(mask[: self.length].any() for mask in masks):
             raise InputError(
-                f"training needs tokens in the loss, and {self.rows_per_epoch} rows of "
-                f"{self.length} tokens have none: every answer is cut off; raise the sequence "
-                "length, or give shorter questions"
+                f"training needs tokens in the loss, and none of {len(documents)} documents has "
+                f"one in its first {self.length} tokens, the length of a row: every answer is cut "
+                "off; raise sequence_length, or give shorter questions"
             )
 
     @property

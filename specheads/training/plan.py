@@ -299,8 +299,13 @@ def auto_phases(schedule: Schedule) -> list[str]:
     return [name for name, phase in schedule.phases.items() if phase.batch_size == AUTO]
 
 
-def largest_batch_sizes(setup: TrainingSetup, accelerator: Accelerator) -> dict[str, int]:
-    """Return the batch size, over all processes, of each phase with `auto`."""
+def largest_batch_sizes(
+    setup: TrainingSetup, accelerator: Accelerator, num_rows: dict[str, int]
+) -> dict[str, int]:
+    """Return the batch size, over all processes, of each phase with `auto`.
+
+    `num_rows` are the rows of the text of each phase, which limit a batch.
+    """
     device = device_of(str(_device_of(setup, accelerator)))
     sharding = sharding_of(accelerator, setup.base.device)
     training, names = MetaTraining(setup, device), auto_phases(setup.schedule)
@@ -317,7 +322,7 @@ def largest_batch_sizes(setup: TrainingSetup, accelerator: Accelerator) -> dict[
         if phase.name in names:
             rows = phase.settings.accumulation_steps
             length = row_tokens(phase.settings, setup.data, training.base.max_length)
-            while 2 * rows * length <= MAX_TOKENS:
+            while 2 * rows * length <= MAX_TOKENS and 2 * rows * num_shares <= num_rows[phase.name]:
                 if training.measure_step(phase, 2 * rows).memory.total_bytes > room_bytes:
                     break
                 rows *= 2

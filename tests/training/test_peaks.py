@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from specheads.commands._dry_run import setup_of
+from specheads.commands._batch_sizes import setup_of
 from specheads.commands.train import train
 from specheads.config import compose
 from specheads.heads.load import kinds

@@ -12,8 +12,7 @@ from transformers import LlamaConfig
 
 from specheads.base.ends import BaseEnds, ServedBase
 from specheads.base.model import FrozenBase
-from specheads.commands._dry_run import setup_of
-from specheads.commands.train import _resolve_batch_sizes
+from specheads.commands._batch_sizes import resolve_batch_sizes, setup_of
 from specheads.config import compose
 from specheads.config.commands import Train
 from specheads.core.machine import process_bytes
@@ -217,17 +216,18 @@ def test_automatic_batch_fits_memory_and_tokens(gib, tokens, rows, folder, monke
     room_bytes = gib * 2**30 + process_bytes(CPU) / 0.8
     monkeypatch.setattr(planner, "usable_bytes", lambda _: room_bytes)
     auto_setup = setup(folder, CORPUS_ONLY, "head=medusa", AUTO)
-    assert largest_batch_sizes(auto_setup, ACCELERATOR) == {"corpus": rows}
+    assert largest_batch_sizes(auto_setup, ACCELERATOR, {"corpus": 100}) == {"corpus": rows}
 
 
 def test_auto_batch_is_printed_and_a_resumed_run_keeps_it(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "MAX_TOKENS", 2 * 64)
     lines: list[str] = []
-    run, settings = RunDirectory(tmp_path), settings_of(folder, CORPUS_ONLY, AUTO)
-    _resolve_batch_sizes(settings, run, ACCELERATOR, lines.append)
+    words = (CORPUS_ONLY, AUTO, f"run_dir={tmp_path}")
+    run, settings = RunDirectory(tmp_path), settings_of(folder, *words)
+    resolve_batch_sizes(settings, ACCELERATOR, lines.append)
     assert lines == ["phase 'corpus': batch_size=auto is 2"]
     run.config.write_text(compose.as_yaml(settings))
     monkeypatch.delattr(planner, "MetaTraining")
-    resumed = settings_of(folder, CORPUS_ONLY, AUTO)
-    _resolve_batch_sizes(resumed, run, ACCELERATOR, lines.append)
+    resumed = settings_of(folder, *words)
+    resolve_batch_sizes(resumed, ACCELERATOR, lines.append)
     assert asdict(resumed) == asdict(settings)

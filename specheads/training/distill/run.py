@@ -33,6 +33,7 @@ from specheads.training.distill.shards import (
     MARK,
     as_markdown,
     missing_blocks,
+    refuse_all_dropped,
     refuse_other_text,
     report_of,
     write_shard,
@@ -334,4 +335,5 @@ def write_folder(job: TextJob, bar: Progress, halt: Callable[[], None]) -> dict[
     report = report_of(job.folder, total, decoder(job.base), speed)
     if speed or not (job.folder / "report.md").is_file():
         write_atomic(job.folder / "report.md", as_markdown(report))
+    refuse_all_dropped(job.folder, total, report["dropped"])
     return report

@@ -34,6 +34,16 @@ SCHEMA = pa.schema(
 """One row per piece of a text; a dropped text has one row without tokens."""
 
 
+REMEDIES = {
+    "truncated": "raise new_tokens, or set drop=[loop,empty]",
+    "loop": "raise temperature or repetition_penalty, or set drop=[empty,truncated]",
+    "empty": "check the base's chat template, or set drop=[loop,truncated]",
+    "context": "give shorter conversations",
+    "unasked": "give conversations with a user's message",
+}
+"""What to change if every text has a fault."""
+
+
 def refuse_other_text(folder: Path, claim: dict[str, Any]) -> None:
     """Raise if a folder has text that something else determines than `claim`."""
     mark = folder / MARK
@@ -90,13 +100,21 @@ def read_shards(folder: Path, num_samples: int) -> pa.Table:
 
 def read_text(folder: Path, num_samples: int) -> TokenisedDocuments:
     """Return the texts of a folder with numbers below `num_samples`, except dropped ones."""
-    table = read_shards(folder, num_samples).filter(pc.field("turns") > 0)
-    if not table.num_rows:
+    table = read_shards(folder, num_samples)
+    refuse_all_dropped(folder, num_samples, _count_faults(table.filter(pc.field("turns") == 0)))
+    answered = table.filter(pc.field("turns") > 0)
+    return TokenisedDocuments(answered.select(["tokens", "loss_mask"]))
+
+
+def refuse_all_dropped(folder: Path, num_samples: int, dropped: dict[str, int]) -> None:
+    """Raise if no text of a folder has an answer; `dropped` counts texts by fault."""
+    if sum(dropped.values()) == num_samples:
+        counts = ", ".join(f"{fault}: {count:,}" for fault, count in dropped.items())
         raise InputError(
-            f"training needs text, but all {num_samples} texts in {folder} were dropped; see its "
-            "report.md, and change the prompts or distill.drop"
+            f"generated text needs answers, but none of {num_samples:,} in {folder} was kept "
+            f"(dropped: {counts}); {REMEDIES[next(iter(dropped))]}, and generate the text into "
+            "another folder: out=FOLDER, or another name of the run"
         )
-    return TokenisedDocuments(table.select(["tokens", "loss_mask"]))
 
 
 def _shard_file(folder: Path, block: int) -> Path:

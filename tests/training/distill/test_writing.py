@@ -1,18 +1,23 @@
 """Self-distilled text does not depend on processes and stops."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import GenerationConfig
 
+from specheads.base.model import FrozenBase
 from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
 from specheads.training.distill.engines import GeneratedAnswer
 from specheads.training.distill.run import find_fault, write_texts
 from specheads.training.distill.shards import read_shards, read_text, report_of
+from tests import tiny
 from tests.training.distill.fake_engine import (
+    END,
     SETTINGS,
     FakeChats,
     FakeEngine,
@@ -22,6 +27,7 @@ from tests.training.distill.fake_engine import (
     write,
 )
 
+ALL = ("loop", "empty", "truncated")
 NUM_ANSWERS = sum(number % 3 + 1 for number in range(10))
 
 
@@ -213,11 +219,56 @@ def test_faulty_answer_ends_the_text_and_is_counted(tmp_path: Path):
     assert report["tokens"] == sum(sum(row["loss_mask"]) for row in rows(tmp_path))
 
 
-def test_fully_dropped_text_is_refused(tmp_path: Path):
-    faults = {(number, 0): [1, 2] for number in range(10)}
-    write(tmp_path, FakeEngine(faults=faults), settings=replace(SETTINGS, drop=["truncated"]))
-    with pytest.raises(InputError, match=r"all 10 texts in .* were dropped"):
-        read_text(tmp_path, 10)
+class NoQuestions(FakeChats):
+    def first_prompt(self, number: int) -> list[int]:
+        del number
+        return []
+
+
+class FullPrompts(FakeChats):
+    def first_prompt(self, number: int) -> list[int]:
+        return [number] * 128
+
+
+def ending_base() -> FrozenBase:
+    """Return the tiny base with an end token."""
+    model = copy.deepcopy(tiny.base().model)
+    model.generation_config = GenerationConfig(eos_token_id=END)
+    return FrozenBase(model)
+
+
+LOOP = [*[7, 8, 9] * 20, END]
+
+
+@pytest.mark.parametrize(
+    ("answers", "prompts", "counts", "remedy"),
+    [
+        ([[1, 2]], FakeChats, "truncated: 10", "raise new_tokens, or set drop=[loop,empty]"),
+        ([[60]], FakeChats, "empty: 10", "or set drop=[loop,truncated]"),
+        ([[60], [1, 2]], FakeChats, "empty: 5, truncated: 5", "check the base's chat template"),
+        ([LOOP], FakeChats, "loop: 10", "or set drop=[empty,truncated]"),
+        ([LOOP, [1, 2], LOOP], FakeChats, "loop: 7, truncated: 3", "raise temperature"),
+        ([[1, 60]], NoQuestions, "unasked: 10", "give conversations with a user's message"),
+        ([[1, 60]], FullPrompts, "context: 10", "give shorter conversations"),
+    ],
+)
+def test_text_without_answers_is_refused_with_a_remedy(answers, prompts, counts, remedy, tmp_path):
+    faults = {(number, 0): answers[number % len(answers)] for number in range(10)}
+    base = ending_base()
+    settings = replace(SETTINGS, drop=[*ALL])
+    write(
+        tmp_path / "a", FakeEngine(faults=faults), prompts=prompts(), settings=settings, base=base
+    )
+    with pytest.raises(InputError, match=r"none of 10 in .* was kept") as error:
+        read_text(tmp_path / "a", 10)
+    assert f"(dropped: {counts}); " in str(error.value)
+    assert remedy in str(error.value)
+    # follow the remedy, into another folder
+    _, is_drop, words = str(error.value).partition("drop=[")
+    drop = words.partition("]")[0].split(",") if is_drop else [*ALL]
+    settings, engine = replace(SETTINGS, drop=drop), FakeEngine(faults=faults if is_drop else {})
+    write(tmp_path / "b", engine, settings=settings, base=base)
+    assert len(read_text(tmp_path / "b", 10)) > 0
 
 
 def test_template_that_changes_earlier_turns_gives_several_pieces(tmp_path: Path):
@@ -236,7 +287,6 @@ def test_template_that_changes_earlier_turns_gives_several_pieces(tmp_path: Path
     assert second["loss_mask"] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-ALL = ("loop", "empty", "truncated")
 PARAGRAPH = list(range(100, 160))
 
 
