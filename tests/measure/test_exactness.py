@@ -12,7 +12,7 @@ from specheads.measure.generation import BaseTexts, GenerationSettings, continue
 from specheads.measure.online import compare_texts, count_identical_exactly, measure_online
 from specheads.measure.summary import divergence_note
 from tests import tiny
-from tests.base.test_exact_attention import exact_base
+from tests.core.test_exact_attention import exact_base
 from tests.oracle import Oracle
 
 WARM = Sampling(temperature=1.0, seed=3)
