@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.core.files import write_atomic
+from specheads.data.bad_rows import BadRows
 from specheads.data.files import STDLIB_MIN_CHARACTERS, Rows, read_text_files, stdlib_files
 from specheads.data.sources import SPLIT_COLUMN, split_of
 
@@ -44,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", required=True, type=Path, help="file to write, .jsonl.gz")
     options = parser.parse_args()
-    rows = questions(read_text_files(stdlib_files(), STDLIB_MIN_CHARACTERS))
+    rows = questions(read_text_files(stdlib_files(), BadRows(), STDLIB_MIN_CHARACTERS))
     lines = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
     # without a date, so that the same questions are the same file
     write_atomic(options.out, gzip.compress(lines.encode(), mtime=0))

@@ -16,6 +16,7 @@ from specheads.config.training import distill_settings
 from specheads.core.errors import InputError, printable
 from specheads.data.masks import CLOSE, OPEN, marked
 from specheads.data.prompts import held_out_prompts
+from specheads.data.sources import report_source
 from specheads.data.tokenise import UnansweredError, tokenise_corpus
 from specheads.training.plan import plan_training
 from specheads.training.processes import accelerator_of_environment
@@ -31,6 +32,7 @@ def show_plan(settings: Train) -> None:
     plan = plan_training(setup_of(settings), accelerator)
     if not accelerator.is_main_process:
         return
+    sys.stdout.write("".join(f"# {line}\n" for line in _corpus_report(settings)))
     values = {"plan": asdict(plan, dict_factory=_without_zeros)}
     sys.stdout.write("---\n" + yaml.safe_dump(values, sort_keys=False, width=1000))
     room = f" of {plan.room_bytes / 1e9:.2f}" if plan.room_bytes else ""
@@ -44,6 +46,18 @@ def show_plan(settings: Train) -> None:
 def _without_zeros(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return fields of a dataclass as a dictionary, without uses of zero bytes."""
     return {name: value for name, value in fields if type(value) is not int or value}
+
+
+def _corpus_report(settings: Train) -> list[str]:
+    """Return lines on what the sources of a corpus read and leave out."""
+    lines = []
+    for source in settings.data.active_sources:
+        try:
+            lines += report_source(source, settings.seed)
+        except InputError as error:
+            # a plan needs no corpus
+            lines.append(str(error))
+    return list(map(printable, lines))
 
 
 def show_examples(settings: Train) -> None:
@@ -61,7 +75,8 @@ def show_examples(settings: Train) -> None:
         (documents.tokens(document).tolist(), documents.loss_mask(document).tolist())
         for document in order
     ]
-    _show(tokenizer, f"{len(documents):,} documents; tokens in the loss are in {OPEN}{CLOSE}", rows)
+    title = f"{len(documents):,} documents; tokens in the loss are in {OPEN}{CLOSE}"
+    _show(tokenizer, title, _corpus_report(settings), rows)
 
 
 def show_prompts(settings: Train, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -71,7 +86,8 @@ def show_prompts(settings: Train, tokenizer: PreTrainedTokenizerBase) -> None:
         settings.data, "train", tokenizer, length, settings.preview, settings.seed
     )
     rows = [(prompt.tokens, [False] * len(prompt.tokens)) for prompt in prompts]
-    _show(tokenizer, "the base continues prompts such as these; the head learns its text", rows)
+    title = "the base continues prompts such as these; the head learns its text"
+    _show(tokenizer, title, _corpus_report(settings), rows)
 
 
 def corpus_tokenizer(settings: Train) -> PreTrainedTokenizerBase:
@@ -85,9 +101,12 @@ def corpus_tokenizer(settings: Train) -> PreTrainedTokenizerBase:
 
 
 def _show(
-    tokenizer: PreTrainedTokenizerBase, title: str, rows: list[tuple[list[int], list[bool]]]
+    tokenizer: PreTrainedTokenizerBase,
+    title: str,
+    corpus: list[str],
+    rows: list[tuple[list[int], list[bool]]],
 ) -> None:
-    sys.stdout.write(f"{title}\n")
+    sys.stdout.write("".join(f"{line}\n" for line in [title, *corpus]))
     for number, (tokens, loss_mask) in enumerate(rows, start=1):
         counts = f"{len(tokens):,} tokens, {sum(loss_mask):,} in the loss"
         text = printable(marked(tokenizer, tokens, loss_mask))

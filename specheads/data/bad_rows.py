@@ -2,13 +2,17 @@
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from specheads.core.errors import InputError
 
 MAX_SHOWN = 5
 """Rows shown for each reason, and reasons shown, if rows cannot be used."""
+
+MAX_FILES = 3
+"""Files named for each reason, if files are left out."""
 
 
 @contextmanager
@@ -26,6 +30,15 @@ def join_keys(keys: Iterable[str]) -> str:
     return f"{' '.join(', '.join(keys).split()) or 'no key':.100}"
 
 
+def name_files(reasons: Mapping[str, Sequence[Path]]) -> list[str]:
+    """Return a phrase with the count and the first files of each reason."""
+    return [
+        f"{len(paths):,} {reason} ({', '.join(map(str, paths[:MAX_FILES]))}"
+        f"{', ...' if len(paths) > MAX_FILES else ''})"
+        for reason, paths in reasons.items()
+    ]
+
+
 class BadRows:
     """Collects rows that cannot be used, to report them together."""
 
@@ -33,6 +46,17 @@ class BadRows:
         self._counts: Counter[str] = Counter()
         self._errors: defaultdict[str, list[InputError]] = defaultdict(list)
         """The first errors of each rule."""
+        self.skipped_files: defaultdict[str, list[Path]] = defaultdict(list)
+        """Files that are left out, by reason."""
+
+    def skip_file(self, reason: str, file: Path) -> None:
+        """Leave a file out."""
+        self.skipped_files[reason].append(file)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Rows that cannot be used, by rule, the most common first."""
+        return dict(self._counts.most_common())
 
     def add(self, error: InputError) -> None:
         """Count a row, and keep the first errors of each rule; raise an error of no row."""
@@ -43,7 +67,13 @@ class BadRows:
             self._errors[error.rule].append(error)
 
     def report(self, source: str, choice: str) -> None:
-        """Raise with all bad rows of a source if the choice is "stop", or warn if it is "drop"."""
+        """Raise with all bad rows of a source if the choice is "stop", or warn if it is "drop".
+
+        Files that are left out are a warning.
+        """
+        if self.skipped_files:
+            phrases = "; ".join(name_files(self.skipped_files))
+            warnings.warn(f"files of {source} are left out: {phrases}", stacklevel=2)
         if not self._counts:
             return
         common = self._counts.most_common(MAX_SHOWN)

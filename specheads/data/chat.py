@@ -63,6 +63,7 @@ class Template:
                     "answer it in a distilled phase)",
                     fault="lacks one",
                 )
+            messages = [self._without_end(message) for message in messages]
             texts: list[tuple[str, list[AnswerSpan]]] = []
             for index in reversed(answers):
                 span = self._finder.find(messages[: index + 1], tools)
@@ -72,6 +73,13 @@ class Template:
             samples = [self._sample(text, spans, tools) for text, spans in reversed(texts)]
             _warn_of_omissions(texts[0][0], _prompt_texts(messages[: answers[-1]], tools))
             return samples
+
+    def _without_end(self, message: Message) -> Message:
+        """Remove the template's own end from an answer that has it: the template adds it."""
+        content, end = message["content"].rstrip(), self._finder.end_token
+        if message["role"] != "assistant" or not content.endswith(end):
+            return message
+        return message | {"content": content.removesuffix(end).rstrip()}
 
     def encode_prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
         """Return the token ids before an answer: they end with a generation prompt."""

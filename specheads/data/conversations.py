@@ -10,7 +10,7 @@ from typing import Any
 
 from specheads.core.errors import InputError
 from specheads.data.bad_rows import join_keys, locate_errors
-from specheads.data.files import Row
+from specheads.data.files import Row, unique_keys
 
 Message = dict[str, Any]
 ROLES = {
@@ -311,6 +311,6 @@ def _is_empty(value: Any) -> bool:
 def _parse_nested(value: Any) -> Any:
     """Parse text as JSON if it is JSON; flat tables keep nested values that way."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return json.loads(value, object_pairs_hook=unique_keys) if isinstance(value, str) else value
     except (json.JSONDecodeError, RecursionError):
         return value

@@ -9,7 +9,7 @@ from specheads.config.data import PATHLESS_SOURCES, SourceSettings
 from specheads.core.errors import InputError
 from specheads.core.files import local_path
 from specheads.data.bad_rows import BadRows, locate_errors
-from specheads.data.files import JSONL, PARQUET, read_rows
+from specheads.data.files import JSONL, TABLES, read_rows
 from specheads.data.sources import HubDataset
 
 
@@ -61,7 +61,7 @@ def read_prompt_rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     path = local_path(name)
     candidates = sorted(filter(_match_subset, path.rglob("*"))) if path.is_dir() else [path]
     files = [
-        file for file in candidates if file.name.endswith((*JSONL, *PARQUET)) and file.is_file()
+        file for file in candidates if file.name.endswith((*JSONL, *TABLES)) and file.is_file()
     ]
     if not files:
         raise InputError(

@@ -24,6 +24,12 @@ CLOCK = (
     "|replace('%H', '00')|replace('%M', '00')|replace('%S', '00') }}{%- endmacro %}\n"
 )
 """The same date for templates that call strftime_now."""
+NULL_CONTENT = (
+    "{%- set rows = namespace(all=[]) -%}{%- for row in messages -%}{%- set rows.all = rows.all + "
+    "[dict(row, content=none) if row.content is undefined else row] -%}{%- endfor -%}"
+    "{%- set messages = rows.all -%}\n"
+)
+"""Null as the content of messages without any: transformers removes what is null."""
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 QUESTION_TEXT, ANSWER_TEXT, THOUGHT_TEXT = "\ue000", "\ue001", "\ue002"
 """Placeholders for a question, an answer and its thought in a probe; no text contains them."""
@@ -90,29 +96,37 @@ class ChatRenderer:
 
     def _apply_any_form(self, messages: Messages, tools: Tools, **options: Any) -> Any:
         """Apply the template to the form of content and of arguments that it reads."""
+        if self._null_content:
+            messages = list(map(_without_content, messages))
         if self._reads_parts:
             messages = [
-                message | {"content": _text_parts(message["content"])} for message in messages
+                message | {"content": _text_parts(message["content"] or "")} for message in messages
             ]
         try:
-            return self._apply(messages, tools, **options)
+            return self._apply_with_calls(messages, tools, **options)
         except Exception as error:
-            # some templates read arguments as JSON text; a template is a program and can raise
-            # anything
-            with suppress(Exception):
-                if any(message.get("tool_calls") for message in messages):
-                    return self._apply(list(map(_with_json_arguments, messages)), tools, **options)
             reason = one_line(error)
             raise InputError(
                 f"the tokenizer's chat template must take the messages of a row: {reason:.200}",
                 fault="has others",
             ) from error
 
+    def _apply_with_calls(self, messages: Messages, tools: Tools, **options: Any) -> Any:
+        """Apply the template; some read arguments of calls as JSON text."""
+        try:
+            return self._apply(messages, tools, **options)
+        except Exception:
+            # a template is a program and can raise anything
+            with suppress(Exception):
+                if any(message.get("tool_calls") for message in messages):
+                    return self._apply(list(map(_with_json_arguments, messages)), tools, **options)
+            raise
+
     def _apply(self, messages: Messages, tools: Tools, **options: Any) -> Any:
         return self.tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) if tools else None,
-            chat_template=self._source(tools),
+            chat_template=self._null_content + self._source(tools),
             date_string=DATE,
             **self._thinking,
             **options,
@@ -129,6 +143,27 @@ class ChatRenderer:
             return False
 
         return not is_rendered(QUESTION_TEXT) and is_rendered(_text_parts(QUESTION_TEXT))
+
+    @cached_property
+    def _null_content(self) -> str:
+        """What the template needs before it, if it writes calls next to null as content only."""
+        function = {"name": ANSWER_TEXT, "arguments": {}}
+        calls = [{"id": "abcdefghi", "type": "function", "function": function}]
+        call = {"role": "assistant", "content": "", "tool_calls": calls}
+        for prefix, message in (("", call), (NULL_CONTENT, _without_content(call))):
+            # the property has this value while the probe is rendered
+            self.__dict__["_null_content"] = prefix
+            with suppress(Exception):
+                probe = [QUESTION, message]
+                if ANSWER_TEXT in self._apply_with_calls(probe, None, tokenize=False):
+                    return prefix
+        return ""
+
+
+def _without_content(message: Message) -> Message:
+    """Return a message of tool calls without text as one without content."""
+    is_call_only = message.get("tool_calls") and message["content"] == ""
+    return {**message, "content": None} if is_call_only else message
 
 
 def _text_parts(content: str) -> list[dict[str, str]]:

@@ -5,6 +5,7 @@ To add a source, write a class like those here, and enter it in `SOURCE_CLASSES`
 
 import hashlib
 import json
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -18,9 +19,9 @@ from specheads.config.data import SOURCES, DataSettings, SourceSettings
 from specheads.core.errors import InputError, one_line
 from specheads.core.files import HUB_ID, local_path
 from specheads.data import files as local
-from specheads.data.bad_rows import BadRows, join_keys, locate_errors
+from specheads.data.bad_rows import BadRows, join_keys, locate_errors, name_files
 from specheads.data.conversations import conversation, first_answer
-from specheads.data.files import JSONL, PARQUET, Row, Rows
+from specheads.data.files import COMPRESSED, JSONL, TABLES, FileList, Row, Rows
 from specheads.data.traces import trace
 
 SPLITS = ("train", "validation", "prompts")
@@ -28,8 +29,9 @@ SPLIT_COLUMN = "specheads_split"
 """Column of a conversation that names its split."""
 TEXT_SOURCES = ("python_stdlib", "files", "text")
 """Sources whose rows are text and have no columns."""
-SUFFIXES = {"files": ("",), "text": (".txt",), "jsonl": JSONL, "parquet": PARQUET}
-ROW_SUFFIXES = (*JSONL, *PARQUET)
+TEXT = tuple(f".txt{compressed}" for compressed in COMPRESSED)
+SUFFIXES = {"files": ("",), "text": TEXT, "jsonl": JSONL, "parquet": TABLES}
+ROW_SUFFIXES = (*JSONL, *TABLES)
 SHUFFLE_BUFFER = 1000
 """Rows of a Hub stream that are shuffled at a time."""
 
@@ -81,8 +83,8 @@ class LocalFiles(CorpusSource):
     """Local files of text, or of rows in JSON lines and Parquet."""
 
     @cached_property
-    def files(self) -> list[Path]:
-        """The files of the source."""
+    def file_list(self) -> FileList:
+        """The files of the source, and those that are left out."""
         settings = self.settings
         for name in ("split", "config", "revision"):
             if (value := getattr(settings, name)) != getattr(SourceSettings, name):
@@ -92,12 +94,24 @@ class LocalFiles(CorpusSource):
                     "a Hub id"
                 )
         suffixes = SUFFIXES.get(settings.source, ROW_SUFFIXES)
-        return local.find_files(settings.path, suffixes, settings.patterns)
+        file_list = local.find_files(settings.path, suffixes, settings.patterns)
+        if phrases := "; ".join(name_files(file_list.unreadable)):
+            line = f"every file and folder of {settings.path} must be readable, and has {phrases}"
+            if settings.bad_rows == "stop":
+                remedy = "fix or remove them, or leave them out with data.bad_rows=drop"
+                raise InputError(f"{line}; {remedy}")
+            warnings.warn(f"{line}; they are left out", stacklevel=2)
+        return file_list
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of the source."""
+        return self.file_list.files
 
     def rows(self, seed: int, bad: BadRows) -> Rows:
         """Yield whole files, passages of files, or the rows in them."""
         if self.settings.source == "files":
-            return local.read_text_files(self.files)
+            return local.read_text_files(self.files, bad)
         if self.settings.source == "text":
             return local.read_passages(self.files)
         column = self.settings.column if self.settings.kind.rows == "text" else ""
@@ -114,13 +128,13 @@ class StandardLibrary(LocalFiles):
     """The Python files of the running interpreter's standard library, except very short ones."""
 
     @cached_property
-    def files(self) -> list[Path]:
+    def file_list(self) -> FileList:
         """The files of the source."""
-        return local.stdlib_files()
+        return FileList(local.stdlib_files(), {}, {})
 
     def rows(self, seed: int, bad: BadRows) -> Rows:
         """Yield every file as one document."""
-        return local.read_text_files(self.files, local.STDLIB_MIN_CHARACTERS)
+        return local.read_text_files(self.files, BadRows(), local.STDLIB_MIN_CHARACTERS)
 
 
 class HubDataset(CorpusSource):
@@ -238,6 +252,29 @@ def _split_key(document: Row) -> str:
     questions = messages[: first_answer(messages)]
     turns = [message["content"] for message in questions if message["role"] == "user"]
     return json.dumps(turns, ensure_ascii=False, sort_keys=True)
+
+
+MAX_REPORTED_BYTES = 10**8
+"""Larger sources are not read for a report alone."""
+
+
+def report_source(settings: SourceSettings, seed: int = 0) -> list[str]:
+    """Return lines on the files, rows and bytes that a source reads and leaves out, and why."""
+    source = open_source(settings)
+    name = settings.path or settings.source
+    if not isinstance(source, LocalFiles):
+        return [f"reads {name}; its rows are counted when it is read"]
+    num_bytes = sum(file.stat().st_size for file in source.files)
+    reads = f"reads {len(source.files):,} files, {num_bytes:,} bytes"
+    left_out = name_files({**source.file_list.unreadable, **source.file_list.skipped})
+    if num_bytes > MAX_REPORTED_BYTES:
+        return [f"{reads} of {name}", *(f"leaves out files: {phrase}" for phrase in left_out)]
+    bad = BadRows()
+    num_rows = sum(1 for _ in read_source(settings, seed, bad))
+    left_out += name_files(bad.skipped_files)
+    rows = [f"leaves out rows: {count:,}, {rule}" for rule, count in bad.counts.items()]
+    files = [f"leaves out files: {phrase}" for phrase in left_out]
+    return [f"{reads}, {num_rows:,} rows of {name}", *files, *rows]
 
 
 def refuse_unreadable(data: DataSettings) -> None:

@@ -21,7 +21,7 @@ from specheads.data.files import Row
 from specheads.data.sources import SPLITS, open_source, read_source
 from specheads.data.traces import refuse_unknown_ids
 
-FORMAT = 7
+FORMAT = 8
 """Increased when the same text would become other documents; older files are not found then."""
 FILE = "documents.arrow"
 """All documents of a corpus, of every split."""

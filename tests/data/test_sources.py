@@ -43,8 +43,9 @@ def test_every_local_source_gives_the_same_split(tmp_path):
         load("jsonl", path=str(tmp_path / "*.jsonl")),
         load("parquet", path=str(parquet), column="code"),
         load("parquet", path=str(tmp_path), column="code"),
-        load("files", path=str(tmp_path / "texts")),
     ]
+    with pytest.warns(UserWarning, match=r"left out: 1 not in UTF-8 \(.*binary.bin\)"):
+        loaded.append(load("files", path=str(tmp_path / "texts")))
     assert len({tuple(sorted(texts)) for texts in loaded}) == 1
 
 

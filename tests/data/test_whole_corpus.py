@@ -1,0 +1,329 @@
+"""A corpus is read whole, or what is left out is named: files, formats, rows, ends of answers."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import sqlite3
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+
+from specheads.config.data import DataSettings
+from specheads.core.errors import InputError
+from specheads.data.chat import Template
+from specheads.data.conversations import conversation
+from specheads.data.sources import read_source, report_source
+from tests.data.conftest import write_jsonl
+
+ROWS = [{"text": f"document {number}"} for number in range(8)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def texts(data: DataSettings) -> list[str]:
+    return [document["text"] for _, _, document in read_source(data)]
+
+
+def jsonl(path: Path | str, **settings) -> DataSettings:
+    return DataSettings(source="jsonl", path=str(path), **settings)
+
+
+# files of a folder
+
+
+def link_folder_and_file(folder: Path) -> None:
+    (folder / "elsewhere" / "deep").mkdir(parents=True)
+    write_jsonl(folder / "elsewhere" / "deep" / "b.jsonl", ROWS[4:])
+    (folder / "data" / "more").symlink_to(folder / "elsewhere")
+
+
+def link_to_a_parent(folder: Path) -> None:
+    (folder / "data" / "in").mkdir()
+    write_jsonl(folder / "data" / "in" / "b.jsonl", ROWS[4:])
+    (folder / "data" / "in" / "up").symlink_to(folder)
+
+
+def two_links_to_one_folder(folder: Path) -> None:
+    link_folder_and_file(folder)
+    (folder / "data" / "again").symlink_to(folder / "elsewhere")
+
+
+def link_of_links(folder: Path) -> None:
+    link_folder_and_file(folder)
+    (folder / "data" / "more").rename(folder / "first")
+    (folder / "data" / "second").symlink_to(folder / "first")
+
+
+def files_as_in_the_cache_of_the_hub(folder: Path) -> None:
+    blobs = folder / "data" / ".blobs"
+    blobs.mkdir()
+    write_jsonl(blobs / "0a1b", ROWS[4:])
+    (folder / "data" / "b.jsonl").symlink_to(blobs / "0a1b")
+
+
+@pytest.mark.parametrize("path", ["data", "data/**/*.jsonl", "pattern"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        link_folder_and_file,
+        link_to_a_parent,
+        two_links_to_one_folder,
+        link_of_links,
+        files_as_in_the_cache_of_the_hub,
+    ],
+)
+def test_links_are_followed_once(tmp_path: Path, build: Callable[[Path], None], path: str):
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "a.jsonl", ROWS[:4])
+    build(tmp_path)
+    data = jsonl(tmp_path / path)
+    if path == "pattern":
+        data = jsonl(tmp_path / "data", patterns=["**/*.jsonl"])
+    assert sorted(texts(data)) == [row["text"] for row in ROWS]
+
+
+@pytest.mark.parametrize("name", ["gone.jsonl", "in/gone.jsonl", "itself.jsonl", "pipe.jsonl"])
+def test_file_that_cannot_be_read_stops_or_is_named(tmp_path: Path, name: str):
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "in").mkdir()
+    if name == "pipe.jsonl":
+        os.mkfifo(tmp_path / name)
+    else:
+        target = tmp_path / (name if name == "itself.jsonl" else "nowhere")
+        (tmp_path / name).symlink_to(target)
+    with pytest.raises(InputError, match=rf"must be readable, .*{name}.*data.bad_rows=drop"):
+        texts(jsonl(tmp_path))
+    with pytest.warns(UserWarning, match=rf"{name}.*they are left out"):
+        assert len(texts(jsonl(tmp_path, bad_rows="drop"))) == len(ROWS)
+    # a pattern that does not reach the file needs no file
+    assert len(texts(jsonl(tmp_path, patterns=["a.*"]))) == len(ROWS)
+
+
+def test_report_names_what_is_read_and_left_out(tmp_path: Path):
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "set")
+    write_jsonl(tmp_path / "set" / ".hidden.jsonl", ROWS)
+    (tmp_path / "set" / "README.md").write_text("about")
+    write_jsonl(tmp_path / "set" / "b.jsonl", [*ROWS, {"text": 3}])
+    lines = report_source(DataSettings(source="parquet", path=str(tmp_path / "set")))
+    assert "reads 1 files, " in lines[0]
+    assert "8 rows of" in lines[0]
+    for phrase in ("2 metadata of datasets", "1 hidden", "2 of other names"):
+        assert any(phrase in line for line in lines)
+    data = jsonl(tmp_path / "set", patterns=["b.*"])
+    assert report_source(data)[-1] == "leaves out rows: 1, a row must hold text in 'text'"
+
+
+# formats
+
+
+def zst(data: bytes) -> bytes:
+    return pa.compress(data, "zstd", asbytes=True)
+
+
+def lz4(data: bytes) -> bytes:
+    buffer = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(buffer, "lz4") as stream:
+        stream.write(data)
+    return buffer.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, bz2.compress, lzma.compress, zst, lz4])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "a.jsonl.zst"])
+def test_compression_is_known_by_its_first_bytes(tmp_path: Path, compress, name: str):
+    (tmp_path / name).write_bytes(compress(LINES))
+    assert texts(jsonl(tmp_path)) == [row["text"] for row in ROWS]
+    (tmp_path / "t.txt").write_bytes(compress(b"some text\r\n"))
+    text = DataSettings(source="text", path=str(tmp_path / "t.txt"))
+    assert texts(text) == ["some text\r\n"]
+
+
+def arrow_stream(file: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+def arrow_file(file: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+def parquet_of_bytes(file: Path) -> None:
+    pq.write_table(pa.table({"text": [row["text"].encode() for row in ROWS]}), file)
+
+
+def parquet_of_dictionary(file: Path) -> None:
+    array = pa.array([row["text"] for row in ROWS]).dictionary_encode()
+    pq.write_table(pa.table({"text": array, "when": pa.array([0] * 8, pa.timestamp("s"))}), file)
+
+
+@pytest.mark.parametrize(
+    "write", [arrow_stream, arrow_file, parquet_of_bytes, parquet_of_dictionary]
+)
+@pytest.mark.parametrize("name", ["a.arrow", "a.jsonl", "a"])
+def test_table_is_known_by_its_first_bytes(tmp_path: Path, write, name: str):
+    write(tmp_path / "table")
+    if name.endswith(".arrow") and write.__name__.startswith("parquet"):
+        name = "a.parquet"
+    (tmp_path / "table").rename(tmp_path / name)
+    assert texts(jsonl(tmp_path / name)) == [row["text"] for row in ROWS]
+
+
+def zip_archive(file: Path) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a.jsonl", LINES)
+
+
+def database(file: Path) -> None:
+    with sqlite3.connect(file) as connection:
+        connection.execute("create table rows (text)")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"prompt,answer\nHi?,Hello.\nWho?,I.\n", "is CSV .*to_parquet"),
+        (b"prompt\tanswer\nHi?\tHello.\n", "is CSV"),
+        (b'id;text\n1;"a"\n2;"b"\n', "is CSV"),
+        (json.dumps({"text": "a"}, indent=2).encode(), "pretty-printed JSON; .*jq -c"),
+        (b"\n".join(json.dumps(row, indent=1).encode() for row in ROWS), "pretty-printed JSON"),
+        (json.dumps({"rows": ROWS * 50}, indent=4).encode(), "pretty-printed JSON"),
+        (LINES.decode().encode("utf-16"), "is text in UTF-16"),
+        (zip_archive, "is a zip archive"),
+        (database, "is an SQLite database"),
+        (b"[" + LINES.replace(b"\n", b",\n")[:-2], "one JSON list, .* after row 8"),
+        (b'[{"text": "a"}] {"text": "b"}', "one JSON list, .* text follows its end"),
+    ],
+)
+@pytest.mark.parametrize("bad_rows", ["stop", "drop"])
+def test_other_format_is_named_with_the_way_out(tmp_path: Path, content, message, bad_rows):
+    file = tmp_path / "a.jsonl"
+    if callable(content):
+        content(file)
+    else:
+        file.write_bytes(content)
+    with pytest.raises(InputError, match=message) as caught:
+        texts(jsonl(file, bad_rows=bad_rows))
+    assert str(file) in str(caught.value)
+
+
+def test_remedy_for_csv_and_for_pretty_printed_json_leads_on(tmp_path: Path):
+    Dataset.from_list(ROWS).to_csv(tmp_path / "a.csv")
+    with pytest.raises(InputError, match="to_parquet"):
+        texts(jsonl(tmp_path / "a.csv"))
+    Dataset.from_csv(str(tmp_path / "a.csv"), cache_dir=str(tmp_path)).to_parquet(
+        tmp_path / "a.parquet"
+    )
+    assert texts(jsonl(tmp_path / "a.parquet")) == [row["text"] for row in ROWS]
+    (tmp_path / "b.jsonl").write_text(json.dumps(ROWS[0], indent=2))
+    with pytest.raises(InputError, match="write one object a line"):
+        texts(jsonl(tmp_path / "b.jsonl"))
+    (tmp_path / "b.jsonl").write_text(json.dumps(ROWS[0]))
+    assert len(texts(jsonl(tmp_path / "b.jsonl"))) == 1
+
+
+@pytest.mark.parametrize("data", ["jsonl", "text", "files", "parquet"])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_line_ends_are_those_of_the_file(tmp_path: Path, data: str, end: str):
+    text = f"one{end}{end}two{end}"
+    file = tmp_path / "a"
+    if data == "jsonl":
+        write_jsonl(file, [{"text": text}])
+    elif data == "parquet":
+        Dataset.from_list([{"text": text}]).to_parquet(file)
+    else:
+        file.write_bytes(text.encode())
+    assert texts(DataSettings(source=data, path=str(file))) == [text]
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16", "shift_jis", "cp1251"])
+def test_files_in_another_encoding_are_counted(tmp_path: Path, encoding: str):
+    word = {"shift_jis": "日本", "cp1251": "слово"}.get(encoding, "é")
+    (tmp_path / "a.md").write_text("plain")
+    for name in ("b.md", "c.md"):
+        (tmp_path / name).write_bytes(word.encode(encoding))
+    with pytest.warns(UserWarning, match=r"are left out: 2 not in UTF-8 \(.*b.md, .*c.md\)"):
+        assert texts(DataSettings(source="files", path=str(tmp_path))) == ["plain"]
+
+
+# rows
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"text": "a", "text": "a"}',
+        '{"text": "a", "meta": {"k": 1, "k": 2}}',
+        '{"text": "a", "meta": [{"k": 1, "j": 0, "k": 1}]}',
+        '{"text": "a \\udc00"}',
+        '{"text": "a", "\\ud800": 1}',
+        '"text"',
+    ],
+)
+@pytest.mark.parametrize("form", ["lines", "list"])
+def test_one_bad_row_is_named_and_dropped_alone(tmp_path: Path, line: str, form: str):
+    lines = [*map(json.dumps, ROWS[:4]), line, *map(json.dumps, ROWS[4:])]
+    file = tmp_path / "a.json"
+    file.write_text("\n".join(lines) if form == "lines" else f"[{', '.join(lines)}]")
+    with pytest.raises(InputError, match=r"1 row of .*(line|row) 5 of"):
+        texts(jsonl(file))
+    with pytest.warns(UserWarning, match="1 row of .* left out"):
+        assert texts(jsonl(file, bad_rows="drop")) == [row["text"] for row in ROWS]
+
+
+def test_key_twice_in_nested_json_is_refused():
+    for arguments in ('{"city": "Rome", "city": "Oslo"}', '{"a": {"b": 1, "b": 2}}'):
+        call = {"role": "assistant", "tool_calls": [{"name": "sun", "arguments": arguments}]}
+        with pytest.raises(InputError, match="twice"):
+            conversation({"messages": [{"role": "user", "content": "Sun?"}, call]})
+
+
+@pytest.mark.parametrize("bad_rows", ["stop", "drop"])
+def test_parquet_map_with_a_key_twice_is_a_bad_row(tmp_path: Path, bad_rows: str):
+    pairs = [[("a", "1")], [("a", "1"), ("a", "2")], [], None]
+    maps = pa.array(pairs, pa.map_(pa.string(), pa.string()))
+    messages = [[{"role": "user", "content": text}] for text in "abcd"]
+    pq.write_table(pa.table({"messages": messages, "metadata": maps}), tmp_path / "a.parquet")
+    data = DataSettings(source="chat", path=str(tmp_path / "a.parquet"), bad_rows=bad_rows)
+    with (
+        pytest.warns(UserWarning, match=r"row 2 of .* twice")
+        if bad_rows == "drop"
+        else pytest.raises(InputError, match=r"row 2 of .* twice")
+    ):
+        assert len(list(read_source(data))) == 3
+
+
+# ends of answers
+
+TURNS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("end", ["{}", "{}\n", " {}", "\n\n{}  ", "{}\r\n"])
+@pytest.mark.parametrize("turn", [1, 3])
+def test_answer_with_the_end_of_the_template_is_learned_with_one(tokenizer, end: str, turn: int):
+    tokenizer.chat_template = TURNS
+    messages = [
+        {"role": role, "content": text}
+        for role, text in [
+            ("user", "Hi?"),
+            ("assistant", "Yes."),
+            ("user", "No?"),
+            ("assistant", "No."),
+        ]
+    ]
+    expected = Template(tokenizer).samples(messages)
+    messages[turn]["content"] += end.format(tokenizer.eos_token)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Template(tokenizer).samples(messages) == expected
