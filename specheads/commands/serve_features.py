@@ -61,6 +61,7 @@ def run(settings: ServeFeatures) -> None:
         )
     paths = [str(PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])]
     sys.stderr.write(f"{shlex.join(words)}\n")
+    sys.stderr.write("vLLM starts; its own lines end with: Application startup complete\n")
     # signals and the exit code are then the server's own
     os.execvpe(words[0], words, os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
 

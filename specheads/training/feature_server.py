@@ -244,7 +244,7 @@ class VllmServer(FeatureSource):
                 if not self.folder.is_dir():
                     server.failure = f"features.folder={self.folder} is gone"
                 if server.is_checked:
-                    self.announce(f"{server.failure}; asking again")
+                    self.announce(f"{server.failure}; asking again for up to {patience:g} seconds")
                 server.is_checked = False
                 is_stopping = self._closing.is_set() or self.halted()
                 if is_stopping or time.monotonic() - start > patience:
@@ -266,6 +266,7 @@ class VllmServer(FeatureSource):
             raise ConnectionError(server.failure)
         try:
             self._check_server(server)
+            self.announce(f"{server.address} answers again")
         finally:
             server.lock.release()
 

@@ -205,7 +205,12 @@ class PhaseData:
                 batches = self._validation_rows(settings.rows)
             except InputError as error:
                 self._announce_missing("validation", error)
-        if settings.prompts:
+        if settings.prompts and not self.base.decodes:
+            self._announce(
+                f"validation measures the loss, and no decoding with {self.base.description}; "
+                "specheads evaluate measures the head after training"
+            )
+        elif settings.prompts:
             try:
                 prompts, identity = self._validation_prompts(settings)
             except InputError as error:
@@ -222,8 +227,11 @@ class PhaseData:
     def _announce_missing(self, measurement: str, error: InputError) -> None:
         is_unanswered = isinstance(error, UnansweredError)
         reason = "the held-out text has questions without answers" if is_unanswered else error
+        self._announce(f"no {measurement}: {reason}")
+
+    def _announce(self, line: str) -> None:
         if self.accelerator.is_main_process:
-            self.announce(f"no {measurement}: {reason}")
+            self.announce(line)
 
     def _validation_rows(self, num_rows: int) -> list[TokenBatch]:
         """Return this process's share of the rows of held-out text, in batches.
@@ -253,10 +261,6 @@ class PhaseData:
 
     def _validation_prompts(self, settings: ValidationSettings) -> tuple[list[list[int]], str]:
         """Return this process's share of the held-out prompts, and the identity of all prompts."""
-        if not self.base.decodes:
-            raise InputError(
-                f"{self.base.description} does not decode here; measure the head after training"
-            )
         prompts = held_out_prompts(
             self.data,
             "validation",

@@ -83,7 +83,7 @@ def remaining_files(server: list[str]) -> list[Path]:
 def test_training_skips_what_needs_layers_and_says_so(server: list[str], tmp_path: Path):
     run, _ = finished(server, tmp_path / "run")
     log = " ".join(Path(f"{run.path}.log").read_text().split())
-    assert "no prompts to decode: a base at a server does not decode here; measure the" in log
+    assert "validation measures the loss, and no decoding with a base at a server; specheads" in log
     command = f"measure with specheads evaluate run={run.path}"
     assert f"at a server cannot decode in one process: {command}" in log
     rows = read_metrics(run.metrics)
