@@ -52,7 +52,7 @@ import httpx2
 import torch
 from torch import Tensor
 
-from specheads.base.gguf import file_of
+from specheads.base.gguf import gguf_file
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.files import dumps, to_json
@@ -341,7 +341,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     pairs = (word.partition("=") for word in options.sets)
     options.sets = {name: file or name for name, _, file in pairs}
-    options.gguf = options.gguf or file_of(options.base)
+    options.gguf = options.gguf or gguf_file(options.base)
     options.load = options.load and [float(rate) for rate in options.load.split(",")]
     if options.engine == "llama_cpp" and not options.gguf:
         raise SystemExit(f"error: llama.cpp serves GGUF files, {options.base} is none; name --gguf")

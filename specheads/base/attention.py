@@ -113,10 +113,10 @@ class CountedAttention(GroupedAttention):
 
     num_calls = 0
 
-    def __call__(self, *inputs: Any, **settings: Any) -> tuple[Tensor, None]:
+    def __call__(self, *args: Any, **settings: Any) -> tuple[Tensor, None]:
         """Count the call, and compute attention."""
         self.num_calls += 1
-        return super().__call__(*inputs, **settings)
+        return super().__call__(*args, **settings)
 
 
 def repeat_mask(mask: Tensor, group: int) -> Tensor:

@@ -106,10 +106,10 @@ class RowCache(Cache, ABC):
         self.keep_rows(rows.tolist())
         return self
 
-    def join(self, other: "RowCache") -> "RowCache":
+    def join(self, new_rows: "RowCache") -> "RowCache":
         """Append the rows of a cache of the same capacity or pool, which is then empty."""
-        self._set_lengths(self.row_lengths + other.row_lengths)
-        other.keep_rows([])
+        self._set_lengths(self.row_lengths + new_rows.row_lengths)
+        new_rows.keep_rows([])
         return self
 
     scatter = refuse_scattering
@@ -212,10 +212,10 @@ class Slab:
             self.stacks += new_stack(1, keys), new_stack(1, values)
             self.locations[layer] = StateLocation(first, 0), StateLocation(first + 1, 0)
 
-    def allocate_like(self, other: "Slab", rows: int) -> None:
+    def allocate_like(self, slab: "Slab", rows: int) -> None:
         """Allocate memory for so many rows with the stacks of another slab."""
-        self.stacks = [stack[:, :0] for stack in other.stacks]
-        self.locations = dict(other.locations)
+        self.stacks = [stack[:, :0] for stack in slab.stacks]
+        self.locations = dict(slab.locations)
         self.enlarge(rows, 0)
 
     def enlarge(self, rows: int, end: int) -> None:
@@ -327,17 +327,17 @@ class KVCache(RowCache):
                 stack[:, targets, :, : self.longest] = stack[:, sources, :, : self.longest]
         super().keep_rows(rows)
 
-    def join(self, other: RowCache) -> RowCache:
+    def join(self, new_rows: RowCache) -> RowCache:
         """Append another cache's rows, in free memory or in new tensors."""
-        assert isinstance(other, KVCache)
-        assert other.capacity == self.capacity
-        before, new = len(self.row_lengths), len(other.row_lengths)
-        rows, end = max(before + new, self.room), other.longest
+        assert isinstance(new_rows, KVCache)
+        assert new_rows.capacity == self.capacity
+        before, new = len(self.row_lengths), len(new_rows.row_lengths)
+        rows, end = max(before + new, self.room), new_rows.longest
         if not self.slab.stacks:
-            self.slab.allocate_like(other.slab, rows)
+            self.slab.allocate_like(new_rows.slab, rows)
         elif before + new > self.slab.rows:
             self.slab.enlarge(rows, self.longest)
         if end:
-            for stack, states in zip(self.slab.stacks, other.slab.stacks, strict=True):
+            for stack, states in zip(self.slab.stacks, new_rows.slab.stacks, strict=True):
                 stack[:, before : before + new, :, :end] = states[:, :new, :, :end]
-        return super().join(other)
+        return super().join(new_rows)

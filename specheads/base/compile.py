@@ -128,11 +128,11 @@ class CompiledLayers:
         """
         streams: list[Tensor] = []
 
-        def run(number: int, *inputs: Any, **settings: Any) -> Any:
-            streams.append(inputs[0] if inputs else settings["hidden_states"])
-            return self._forward(self.layers[number], *inputs, **settings | arguments[number])
+        def run(number: int, *args: Any, **settings: Any) -> Any:
+            streams.append(args[0] if args else settings["hidden_states"])
+            return self._forward(self.layers[number], *args, **settings | arguments[number])
 
-        restores = [_remove_hooks(part) for layer in self.layers for part in layer.modules()]
+        restores = [_remove_hooks(module) for layer in self.layers for module in layer.modules()]
         for number, layer in enumerate(self.layers):
             layer.forward = partial(run, number)
         try:

@@ -50,8 +50,8 @@ class BaseEnds(ABC):
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.name, self.revision = name, revision
-        self.location = name
-        """Folder or Hub id that other programs can load; differs from the name for GGUF only."""
+        self.location = absolute_folder(name)
+        """Absolute folder or Hub id that other programs can load from anywhere."""
         self.config = model.config.get_text_config()
         self.width: int = self.config.hidden_size
         """Width of the final hidden state."""
@@ -168,7 +168,7 @@ class ServedBase(BaseEnds):
         )
         loaded.eval().requires_grad_(False)
         base = cls(loaded, tokenizer, name=str(model), revision=revision)
-        base.location = loaded.name_or_path
+        base.location = absolute_folder(loaded.name_or_path or "")
         return base
 
     @property
@@ -183,6 +183,11 @@ class ServedBase(BaseEnds):
         with last_stream(self.model) as streams:
             self.model.get_decoder()(input_ids=tokens.to(self.device), use_cache=False)
         return streams[0]
+
+
+def absolute_folder(source: str | Path) -> str:
+    """Return the absolute path of a folder, or a Hub id unchanged."""
+    return str(Path(source).resolve() if source and Path(source).is_dir() else source)
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:

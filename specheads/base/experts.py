@@ -17,7 +17,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def experts_of(model: nn.Module) -> list[Any]:
     """Return the modules whose implementation transformers chooses by a setting, one per layer."""
     # set by transformers' decorator use_experts_implementation
-    return [one for one in model.modules() if hasattr(one, "is_transposed")]
+    return [module for module in model.modules() if hasattr(module, "is_transposed")]
 
 
 def choose_experts(model: PreTrainedModel, modules: Sequence[Any]) -> None:
@@ -48,22 +48,23 @@ def _computes_grouped(expert: torch.Tensor) -> bool:
 
 
 @contextmanager
-def tokens_twice(experts: list[nn.Module]) -> Iterator[None]:
+def double_tokens(experts: list[nn.Module]) -> Iterator[None]:
     """Give each token to its experts twice: torch can sum the only row of a product differently."""
     with ExitStack() as hooks:
-        for one in experts:
-            before = one.register_forward_pre_hook(_double, with_kwargs=True)
-            after = one.register_forward_hook(_first_half)
+        for module in experts:
+            before = module.register_forward_pre_hook(_double_rows, with_kwargs=True)
+            after = module.register_forward_hook(_take_first_half)
             hooks.callback(before.remove)
             hooks.callback(after.remove)
         yield
 
 
-def _double(_: nn.Module, args: Any, settings: Any) -> tuple[Any, Any]:
+def _double_rows(_: nn.Module, args: Any, settings: Any) -> tuple[Any, Any]:
     """Return the arguments of experts with every row, which stands for a token, twice."""
-    twice = [torch.cat([one, one]) for one in args]
-    return tuple(twice), {name: torch.cat([one, one]) for name, one in settings.items()}
+    doubled = [torch.cat([values, values]) for values in args]
+    doubled_settings = {name: torch.cat([values, values]) for name, values in settings.items()}
+    return tuple(doubled), doubled_settings
 
 
-def _first_half(_module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor:
+def _take_first_half(_module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor:
     return out[: len(out) // 2]

@@ -32,8 +32,12 @@ def exact_fingerprint(model: nn.Module, tokenizer: PreTrainedTokenizerBase | Non
 def config_fingerprint(config: PreTrainedConfig) -> str:
     """Return a hash of the settings that change what a base computes, such as `rope_theta`."""
     settings = config.to_diff_dict().items()
-    kept = {name: value for name, value in settings if name not in BOOKKEEPING and name[0] != "_"}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    relevant = {
+        name: value for name, value in settings if name not in BOOKKEEPING and name[0] != "_"
+    }
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[
+        :16
+    ]
 
 
 def base_fingerprint(model: nn.Module, embedding: Tensor, projection: Tensor) -> str:
@@ -43,8 +47,8 @@ def base_fingerprint(model: nn.Module, embedding: Tensor, projection: Tensor) ->
     tensors are ignored; the projection is the unscaled one. The result is `tables_fingerprint`, a
     hyphen, and 16 hex digits of all parameters.
     """
-    found = {_sample(whole(value.detach()), WEIGHT_SAMPLES) for value in model.parameters()}
-    weights = hashlib.sha256(b"".join(sorted(found))).hexdigest()[:16]
+    samples = {_sample(whole(value.detach()), WEIGHT_SAMPLES) for value in model.parameters()}
+    weights = hashlib.sha256(b"".join(sorted(samples))).hexdigest()[:16]
     return f"{tables_fingerprint(embedding, projection)}-{weights}"
 
 
@@ -64,8 +68,8 @@ def _sample(value: Shaped[Tensor, "*any"], count: int) -> bytes:
     value = torch.atleast_1d(value.detach())
     # an even stride would sample only a few columns of most matrices
     stride = max(1, value.numel() // count) | 1
-    places = torch.arange(0, value.numel(), stride, device=value.device)
-    numbers = value[torch.unravel_index(places, value.shape)].float()
+    positions = torch.arange(0, value.numel(), stride, device=value.device)
+    numbers = value[torch.unravel_index(positions, value.shape)].float()
     # float16 keeps fewer digits of smaller numbers
     rounded = numbers.masked_fill(numbers.abs() < 2.0**-14, 0).to(torch.bfloat16)
     return f"{tuple(value.shape)}".encode() + rounded.view(torch.int16).cpu().numpy().tobytes()

@@ -30,7 +30,7 @@ from specheads.base.attention import (
 from specheads.base.cache import KVCache, RowCache, upload
 from specheads.base.compile import CompiledLayers, CudaGraphs, compile_forward, find_layers
 from specheads.base.ends import last_stream
-from specheads.base.experts import experts_of, tokens_twice
+from specheads.base.experts import double_tokens, experts_of
 from specheads.base.masks import (
     attention_windows,
     context_length,
@@ -172,9 +172,9 @@ class Forwards:
         """Verify one node next to an absent one: a single row is summed in another order."""
         tokens, absent = tree.tokens.expand(-1, 2), tree.parents.new_full((1, 2), -1)
         cache.reserve(2, [1])
-        both = self._verify_reserved(TokenTree(tokens, absent), cache, aux_layers)
-        features = both.features.gather(absent[:, :1] + 1)
-        return Verification(both.logits[:, :1], features, both.ancestors[:, :1, :1])
+        verification = self._verify_reserved(TokenTree(tokens, absent), cache, aux_layers)
+        features = verification.features.gather(absent[:, :1] + 1)
+        return Verification(verification.logits[:, :1], features, verification.ancestors[:, :1, :1])
 
     def _verify_reserved(
         self, tree: TokenTree, cache: RowCache, aux_layers: AuxLayers
@@ -208,14 +208,14 @@ class Forwards:
         for first in range(0, tokens.shape[1], chunk):
             piece = tokens[:, first : first + chunk]
             batch, length = piece.shape
-            left = [min(max(count - first, 0), length) for count in counts]
+            num_left = [min(max(count - first, 0), length) for count in counts]
             depths = torch.arange(length, device=tokens.device)
             ancestors = (depths[:, None] >= depths).expand(batch, -1, -1)
-            cache.reserve(length, left)
+            cache.reserve(length, num_left)
             inputs = self._inputs(piece, ancestors, depths.expand(batch, -1), cache)
             with without_cudnn_attention(self.model.device):
                 pieces.append(self._features(inputs, aux_layers, GroupedAttention()))
-            cache.commit([list(range(count)) for count in left])
+            cache.commit([list(range(count)) for count in num_left])
         features = Features.concatenate(pieces)
         last = upload([count - 1 for count in counts], self.model.device)
         last_hidden = features.gather(last[:, None]).hidden[:, 0]
@@ -250,9 +250,9 @@ class Forwards:
             attention = GroupedAttention()
             if self.exact:
                 attention = ExactAttention(ancestors, cache.row_lengths)
-            twice = tokens_twice(self.experts if self.exact else [])
+            doubled_tokens = double_tokens(self.experts if self.exact else [])
             selected = attending(self.config, attention)
-            with selected as argument, twice, self._last_stream(aux_layers) as last:
+            with selected as argument, doubled_tokens, self._last_stream(aux_layers) as last:
                 logits, output = run(
                     self.model,
                     projection,

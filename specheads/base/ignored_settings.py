@@ -91,17 +91,23 @@ def refuse_ignored(
     the vision-language model around it, if any.
     """
     code = _code(config, outer)
-    known = {*re.findall(r"\w+", code)} | (
+    code_words = {*re.findall(r"\w+", code)} | (
         ROPE if hasattr(type(config), "rope_parameters") else set()
     )
-    present = {name: value for name, value in settings.items() if name in known}
+    present = {name: value for name, value in settings.items() if name in code_words}
     ignored = {
         name: value
         for name, value in settings.items()
-        if COMPUTES.search(name) and not TRAINING.search(name) and name not in known
+        if COMPUTES.search(name) and not TRAINING.search(name) and name not in code_words
         # a factor of 1 changes nothing
         if type(value) is bool
-        or not (value == 1 or any(_alike(name, one) and value == present[one] for one in present))
+        or not (
+            value == 1
+            or any(
+                _is_same_setting(name, other_name) and value == present[other_name]
+                for other_name in present
+            )
+        )
     }
     fixed = {"layer_types": "full_attention"} | COMPUTED.get(config.model_type, {})
     ropes = _ignored_ropes(config, {*re.findall(QUOTED, code)})
@@ -113,34 +119,36 @@ def refuse_ignored(
 
 def _code(config: PreTrainedConfig, outer: PreTrainedConfig | None) -> str:
     """Return the code of a config's class and of its model, which may be a part of another one."""
-    whole = config if auto_class(config) or outer is None else outer
-    model = CLASSES.get(auto_class(whole), {}).get(type(whole), None)
-    return "\n".join(sources(one for one in (type(config), model) if one))
+    loaded = config if auto_class(config) or outer is None else outer
+    model = CLASSES.get(auto_class(loaded), {}).get(type(loaded), None)
+    return "\n".join(sources(code for code in (type(config), model) if code))
 
 
-def _alike(one: str, other: str) -> bool:
+def _is_same_setting(name: str, other_name: str) -> bool:
     """Return whether one name has the words of the other, as `norm_eps` and `layer_norm_eps`."""
     # words may be shortened: act and activation, tok and token
-    first, second = ({word[:3] for word in name.split("_")} for name in (one, other))
-    return first <= second or second <= first
+    words, other_words = ({word[:3] for word in text.split("_")} for text in (name, other_name))
+    return words <= other_words or other_words <= words
 
 
-def _ignored_ropes(config: Any, known: set[str]) -> Iterator[dict[str, Any]]:
-    """Yield the parameters of each rotary embedding that no code reads: `known` is the model's."""
+def _ignored_ropes(config: Any, code_words: set[str]) -> Iterator[dict[str, Any]]:
+    """Yield the parameters of each rotary embedding that the model's code does not read."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [one for one in parameters.values() if isinstance(one, dict)]
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
     for rope in nested or [parameters]:
         kind = rope.get("rope_type", "default")
         scaled = ROPE_INIT_FUNCTIONS.get(kind)
-        used = {"type", "rope_theta", "original_max_position_embeddings", *known} - {"rope_type"}
-        if scaled or kind == "default" or kind in known:
+        used = {"type", "rope_theta", "original_max_position_embeddings", *code_words} - {
+            "rope_type"
+        }
+        if scaled or kind == "default" or kind in code_words:
             used.add("rope_type")
         if scaled:
             used.update(re.findall(QUOTED, inspect.getsource(scaled)))
         # a model rotates a part of its heads only if its own code does
-        used -= {"partial_rotary_factor"} - known
-        rest = {name: value for name, value in rope.items() if name not in used}
-        yield {f"rope.{n}": value for n, value in rest.items() if value != NEUTRAL.get(n, 1)}
+        used -= {"partial_rotary_factor"} - code_words
+        ignored = {name: value for name, value in rope.items() if name not in used}
+        yield {f"rope.{n}": value for n, value in ignored.items() if value != NEUTRAL.get(n, 1)}
 
 
 def honour_tokenizer(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> None:
@@ -160,13 +168,15 @@ def honour_tokenizer(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any
         wrong["add_prefix_space"] = True
     if settings.get("do_lower_case") is True and tokenizer.tokenize("A") != tokenizer.tokenize("a"):
         wrong["do_lower_case"] = True
-    for place, token in (settings.get("added_tokens_decoder") or {}).items():
-        if vocabulary.get(_content(token)) != int(place):
-            wrong[f"added_tokens_decoder.{place}"] = _content(token)
+    for token_id, token in (settings.get("added_tokens_decoder") or {}).items():
+        if vocabulary.get(_token_text(token)) != int(token_id):
+            wrong[f"added_tokens_decoder.{token_id}"] = _token_text(token)
     for name in ("additional_special_tokens", "extra_special_tokens"):
         tokens = settings.get(name) or []
         tokens = tokens.values() if isinstance(tokens, dict) else tokens
-        if missing := [_content(one) for one in tokens if _content(one) not in vocabulary]:
+        if missing := [
+            _token_text(token) for token in tokens if _token_text(token) not in vocabulary
+        ]:
             wrong[name] = missing
     templates = tokenizer.chat_template
     if isinstance(templates, dict) and "default" not in templates:
@@ -174,6 +184,6 @@ def honour_tokenizer(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any
     refuse_unused("the tokenizer", wrong, used=(), remedy=TOKENIZER_REMEDY)
 
 
-def _content(token: Any) -> str:
+def _token_text(token: Any) -> str:
     """Return the text of a token, which may be a dictionary with its properties."""
     return token["content"] if isinstance(token, dict) else token

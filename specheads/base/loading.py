@@ -20,7 +20,7 @@ from transformers.models.auto.tokenization_auto import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specheads.base.gguf import located
+from specheads.base.gguf import load_path
 from specheads.base.ignored_settings import (
     attention_of,
     auto_class,
@@ -36,7 +36,7 @@ from specheads.core.machine import computes_bfloat16
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 """A folder with a tokenizer has at least one of these."""
-MOST = {"num_hidden_layers": 1024, "num_labels": 2**20, "max_position_embeddings": 2**40}
+MAX_SIZES = {"num_hidden_layers": 1024, "num_labels": 2**20, "max_position_embeddings": 2**40}
 """Largest plausible sizes: the first two allocate memory before any weight is read."""
 
 
@@ -57,9 +57,9 @@ def load_model(
     """
     refuse_attention(attention)
     sharded = isinstance(device, Sharding)
-    place = device.device if isinstance(device, Sharding) else device_of(device)
-    direct = place.type == "cuda" and not sharded
-    source = located(source)
+    torch_device = device.device if isinstance(device, Sharding) else device_of(device)
+    direct = torch_device.type == "cuda" and not sharded
+    source = load_path(source)
     config = load_config(source, revision=revision)
     folder, tokenizer = Path(source), load_tokenizer(source, revision=revision)
     text_config = config.get_text_config()
@@ -70,30 +70,30 @@ def load_model(
         # transformers ignores a damaged file, and with it the tokens that end a text
         with reading("generation_config.json", source):
             ends = GenerationConfig.from_pretrained(source).eos_token_id
-            known = ends if isinstance(ends, list) else [ends or 0]
-            if not all(type(one) is int for one in known):
+            ids = ends if isinstance(ends, list) else [ends or 0]
+            if not all(type(id) is int for id in ids):
                 raise InputError(f"eos_token_id must be token ids, got {ends!r}; fix it there")
     with reading("weights", source):
         # output_loading_info adds a result that pyright does not know
-        read: Any = auto_class(config).from_pretrained
-        loaded, info = read(
+        from_pretrained: Any = auto_class(config).from_pretrained
+        loaded, info = from_pretrained(
             source,
             config=config if ends_only else None,
             revision=revision,
-            dtype=_dtype(dtype, place),
+            dtype=_torch_dtype(dtype, torch_device),
             attn_implementation=attention_of(config, attention),
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             trust_remote_code=False,
             # reads 16 GB several times faster
-            device_map={"": place} if direct else None,
+            device_map={"": torch_device} if direct else None,
         )
         if ends_only:
             info["unexpected_keys"] = []
             loaded.config.get_text_config().num_hidden_layers = num_layers
         refuse_mismatch(source, info)
-    return loaded if direct or sharded else loaded.to(place), tokenizer
+    return loaded if direct or sharded else loaded.to(torch_device), tokenizer
 
 
 def load_config(source: str, *, revision: str) -> PreTrainedConfig:
@@ -102,9 +102,9 @@ def load_config(source: str, *, revision: str) -> PreTrainedConfig:
         if Path(source).is_file():
             raise InputError(f"a base must be a folder, and {source!r} is a file; name its folder")
         settings, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
-        for name, most in MOST.items():
-            if isinstance(size := settings.get(name), int) and not 1 <= size <= most:
-                raise InputError(f"{name} of config.json must be 1 to {most}, got {size:.4g}")
+        for name, maximum in MAX_SIZES.items():
+            if isinstance(size := settings.get(name), int) and not 1 <= size <= maximum:
+                raise InputError(f"{name} of config.json must be 1 to {maximum}, got {size:.4g}")
         kind, code = settings.get("model_type"), bool(settings.get("auto_map"))
         if code and kind not in CONFIG_MAPPING:
             _refuse_code(source, "config.json", f"model_type is {kind!r:.80}")
@@ -119,7 +119,7 @@ def load_config(source: str, *, revision: str) -> PreTrainedConfig:
         return config
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def _torch_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         computed = device.type == "cuda" or (device.type == "cpu" and computes_bfloat16())
         name = "bfloat16" if computed else "float32"
@@ -132,7 +132,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 def load_tokenizer(source: str, *, revision: str) -> PreTrainedTokenizerBase | None:
     """Load only the tokenizer of a base; None if the folder has no tokenizer files."""
-    source = located(source)
+    source = load_path(source)
     folder = Path(source)
     if folder.is_dir() and not any(any(folder.glob(name)) for name in TOKENIZER_FILES):
         return None
@@ -140,19 +140,20 @@ def load_tokenizer(source: str, *, revision: str) -> PreTrainedTokenizerBase | N
         settings = get_tokenizer_config(source, revision=revision)
         # transformers would fall back to a class that splits text differently
         name, code = settings.get("tokenizer_class"), settings.get("auto_map") or {}
-        if (isinstance(code, list) or "AutoTokenizer" in code) and not _has_class(name):
+        if (isinstance(code, list) or "AutoTokenizer" in code) and not _has_tokenizer_class(name):
             _refuse_code(source, "tokenizer_config.json", f"tokenizer_class is {name!r:.80}")
-        read = AutoTokenizer.from_pretrained
-        tokenizer = read(source, revision=revision, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=revision, trust_remote_code=False
+        )
         honour_tokenizer(tokenizer, settings)
         return tokenizer
 
 
-def _has_class(tokenizer: object) -> bool:
+def _has_tokenizer_class(tokenizer: object) -> bool:
     """Return whether transformers has a tokenizer class of this name."""
     name = tokenizer if isinstance(tokenizer, str) else ""
     names = (name, name.removesuffix("Fast"), f"{name}Fast") if name else ()
-    return any(tokenizer_class_from_name(one) is not None for one in names)
+    return any(tokenizer_class_from_name(class_name) is not None for class_name in names)
 
 
 def _refuse_code(source: str, file: str, unknown: str) -> None:

@@ -52,9 +52,9 @@ class Dropout(nn.Module):
 
     factors: Tensor
 
-    def __init__(self, share: float, width: int, generator: torch.Generator) -> None:
+    def __init__(self, probability: float, width: int, generator: torch.Generator) -> None:
         super().__init__()
-        self.share, self.least = share, int((share - 0.5) * 2**64)
+        self.probability, self.threshold = probability, int((probability - 0.5) * 2**64)
         self.keys: Int64[Tensor, ...] = torch.zeros((), dtype=torch.int64)
         """Random bits for each position of the next forward."""
         factors = torch.randint(-(2**63), 2**63 - 1, (width,), generator=generator)
@@ -66,10 +66,10 @@ class Dropout(nn.Module):
             return inputs
         if self.keys.numel() * inputs.shape[-1] != inputs.numel():
             # an expert of a mixture reads an unknown subset of the positions
-            return F.dropout(inputs, self.share)
+            return F.dropout(inputs, self.probability)
         keys = self.keys.reshape(*inputs.shape[:-1], 1)
-        drawn = (keys | 1) * self.factors.to(inputs.device)
-        return inputs.where(drawn >= self.least, 0.0) / (1 - self.share)
+        random_bits = (keys | 1) * self.factors.to(inputs.device)
+        return inputs.where(random_bits >= self.threshold, 0.0) / (1 - self.probability)
 
 
 class Adapter:
@@ -102,19 +102,19 @@ class Adapter:
             torch.manual_seed(seed)
             self._wrapped = get_peft_model(model, config)
         self.parameters = [value for value in model.parameters() if value.requires_grad]
-        self.dropouts = self._with_keys(dropout, torch.Generator().manual_seed(seed))
+        self.dropouts = self._replace_dropout(dropout, torch.Generator().manual_seed(seed))
         self.learn(False)
 
-    def _with_keys(self, share: float, generator: torch.Generator) -> list[Dropout]:
+    def _replace_dropout(self, probability: float, generator: torch.Generator) -> list[Dropout]:
         """Replace the dropout of the layers by `Dropout`."""
         from peft.tuners.lora import LoraLayer
 
-        found: list[Dropout] = []
+        dropouts: list[Dropout] = []
         for layer in self._wrapped.modules():
-            if share and isinstance(layer, LoraLayer) and layer.in_features:
-                found.append(Dropout(share, layer.in_features, generator))
-                layer.lora_dropout = nn.ModuleDict({"default": found[-1]})
-        return found
+            if probability and isinstance(layer, LoraLayer) and layer.in_features:
+                dropouts.append(Dropout(probability, layer.in_features, generator))
+                layer.lora_dropout = nn.ModuleDict({"default": dropouts[-1]})
+        return dropouts
 
     def draw_by(self, keys: Int64[Tensor, "..."]) -> None:
         """Set the random bits that dropout uses for each position of the next forward."""
@@ -163,30 +163,38 @@ class Adapter:
         self._wrapped.unload()
 
 
-def targets(model: PreTrainedModel, wanted: Sequence[str] = ()) -> list[str]:
+def targets(model: PreTrainedModel, requested: Sequence[str] = ()) -> list[str]:
     """Return the full names of the linear layers that get LoRA.
 
-    `wanted` lists full names or suffixes such as `q_proj`; empty is all of them, except a
+    `requested` lists full names or suffixes such as `q_proj`; empty is all of them, except a
     vocabulary projection tied to the input embedding, which an update would change too.
     """
     _refuse_quantised(model)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head if head is not None and head.weight is embedding.weight else None
-    known = [
+    linear_layers = [
         name
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear | Conv1D) and layer is not tied
     ]
-    found = [name for name in known if not wanted or any(_ends(name, end) for end in wanted)]
-    missed = [end for end in wanted if not any(_ends(name, end) for name in known)]
-    if missed or not found:
-        ends = ", ".join(sorted({name.rpartition(".")[2] for name in known})) or "none"
+    names = [
+        name
+        for name in linear_layers
+        if not requested or any(_has_suffix(name, suffix) for suffix in requested)
+    ]
+    unmatched = [
+        suffix
+        for suffix in requested
+        if not any(_has_suffix(name, suffix) for name in linear_layers)
+    ]
+    if unmatched or not names:
+        ends = ", ".join(sorted({name.rpartition(".")[2] for name in linear_layers})) or "none"
         raise InputError(
             "joint.target_modules must name linear layers of the base (a vocabulary projection "
-            f"tied to the embedding is none), got {missed[0] if missed else 'a base without'!r}; "
-            f"it has {ends}"
+            f"tied to the embedding is none), got "
+            f"{unmatched[0] if unmatched else 'a base without'!r}; it has {ends}"
         )
-    return found
+    return names
 
 
 @contextmanager
@@ -198,7 +206,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _ends(name: str, end: str) -> bool:
+def _has_suffix(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
@@ -291,14 +299,14 @@ def _untie(model: PreTrainedModel) -> None:
 def _refuse_settings(adapter: str | Path) -> None:
     """Refuse an adapter with settings that peft would drop or cannot merge."""
     file = Path(adapter) / SETTINGS
-    place = file if file.is_file() else hf_hub_download(str(adapter), SETTINGS)
-    found = json.loads(Path(place).read_text(encoding="utf-8"))
-    if found["peft_type"] != "LORA":
-        raise ValueError(f"it is {found['peft_type']}, no LoRA")
-    start = found.pop("init_lora_weights", True)
+    path = file if file.is_file() else hf_hub_download(str(adapter), SETTINGS)
+    settings = json.loads(Path(path).read_text(encoding="utf-8"))
+    if settings["peft_type"] != "LORA":
+        raise ValueError(f"it is {settings['peft_type']}, no LoRA")
+    start = settings.pop("init_lora_weights", True)
     changes = {} if start in STARTS else {"init_lora_weights": start}
     remedy = "merge it with the code that trained it, and name the merged folder as base.model"
-    refuse_unused("base.adapter", found, changes, used=(*HONOURED, *TRAINING), remedy=remedy)
+    refuse_unused("base.adapter", settings, changes, used=(*HONOURED, *TRAINING), remedy=remedy)
 
 
 def fingerprint(adapter: Path) -> str:

@@ -44,9 +44,9 @@ def tree_mask(
     visible = (slots < cache.lengths[:, None])[:, None].repeat(1, num_nodes, 1)
     visible.scatter_(-1, scratch[:, None].expand(-1, num_nodes, -1), ancestors)
     if window is not None:
-        own = cache.positions[:, None] + depths
-        positions = cache.slot_positions(end).scatter(1, scratch, own)
-        visible = visible & (positions[:, None] > own[..., None] - window)
+        node_positions = cache.positions[:, None] + depths
+        positions = cache.slot_positions(end).scatter(1, scratch, node_positions)
+        visible = visible & (positions[:, None] > node_positions[..., None] - window)
     return additive(visible, dtype)
 
 
@@ -73,9 +73,9 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
     window = getattr(config, "sliding_window", None)
     if not getattr(config, "use_sliding_window", True) or not _reads_window(model):
         window = None
-    known = {"full_attention": None, "sliding_attention": window}
+    windows = {"full_attention": None, "sliding_attention": window}
     kinds = set(getattr(config, "layer_types", None) or [])
-    if unknown := sorted(kinds - set(known)):
+    if unknown := sorted(kinds - set(windows)):
         raise InputError(
             f"tree verification needs attention layers whose keys and values can be rolled "
             f"back; {config.model_type!r} has layers of kind {', '.join(unknown)}; "
@@ -87,7 +87,7 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
             "attention_layers of kind local, which count slots, not positions; choose a base "
             "with global, full or sliding attention"
         )
-    return {kind: known[kind] for kind in kinds} or {"all": window}
+    return {kind: windows[kind] for kind in kinds} or {"all": window}
 
 
 TO_ATTENTION = 'sliding_window=getattr(self.config, "sliding_window", None)'
@@ -105,9 +105,9 @@ def _reads_window(model: PreTrainedModel) -> bool:
 
 def sources(classes: Iterable[type]) -> list[str]:
     """Return the code of transformers' modules that these classes and their bases are from."""
-    names = {one.__module__ for each in classes for one in each.__mro__}
-    own = [name for name in names if name.startswith("transformers.models.")]
-    return [inspect.getsource(sys.modules[name]) for name in own]
+    modules = {parent.__module__ for cls in classes for parent in cls.__mro__}
+    names = [name for name in modules if name.startswith("transformers.models.")]
+    return [inspect.getsource(sys.modules[name]) for name in names]
 
 
 def context_length(config: Any) -> int:

@@ -12,14 +12,14 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base import lora
 from specheads.base.cache import KVCache, RowCache, Slab
-from specheads.base.ends import BaseEnds
+from specheads.base.ends import BaseEnds, absolute_folder
 from specheads.base.experts import choose_experts
 from specheads.base.forward import AuxLayers, Forwards, Verification
 from specheads.base.loading import load_model
 from specheads.base.paged import BlockPool
 from specheads.base.selfcheck import check, check_exact
 from specheads.base.sharding import Sharding
-from specheads.core.cpu.weight_layout import for_few_rows
+from specheads.core.cpu.weight_layout import optimise_for_few_rows
 from specheads.core.features import Features
 from specheads.core.machine import refuse_bytes
 from specheads.core.tree import TokenTree
@@ -50,7 +50,7 @@ class FrozenBase(BaseEnds):
         self._spare: deque[Slab] = deque(maxlen=1)
         if prepare:
             model.eval().requires_grad_(False)
-            for_few_rows(model)
+            optimise_for_few_rows(model)
             choose_experts(model, self.forwards.experts)
             check(self.forwards)
         if exact:
@@ -86,7 +86,8 @@ class FrozenBase(BaseEnds):
         loaded.eval().requires_grad_(False)
         name = str(model)
         base = cls(loaded, tokenizer, name=name, revision=revision, compile=compile, exact=exact)
-        base.location, base.adapter = loaded.name_or_path, _resolved(adapter)
+        base.location = absolute_folder(loaded.name_or_path or "")
+        base.adapter = absolute_folder(adapter)
         base.sharding = device if isinstance(device, Sharding) else None
         return base
 
@@ -98,13 +99,13 @@ class FrozenBase(BaseEnds):
         if self.has_merged(adapter):
             return
         lora.merge(self.model, adapter)
-        for_few_rows(self.model)
+        optimise_for_few_rows(self.model)
         self.forwards.num_merges += 1
-        self.adapter = _resolved(adapter)
+        self.adapter = absolute_folder(adapter)
 
     def has_merged(self, adapter: str | Path) -> bool:
         """Return whether this adapter was merged last; different paths to it count as the same."""
-        return self.adapter == _resolved(adapter)
+        return self.adapter == absolute_folder(adapter)
 
     @property
     def description(self) -> str:
@@ -187,10 +188,5 @@ class FrozenBase(BaseEnds):
 
     def refuse_slots(self, slots: int, remedy: str) -> None:
         """Refuse more slots of keys and values than fit into the memory of the device."""
-        what = f"a cache of {slots:.4g} tokens"
-        refuse_bytes(slots * self.slot_bytes, self.device, what, remedy)
-
-
-def _resolved(adapter: str | Path) -> str:
-    """Return the resolved path of a folder, or a Hub id unchanged."""
-    return str(Path(adapter).resolve() if adapter and Path(adapter).is_dir() else adapter)
+        cache = f"a cache of {slots:.4g} tokens"
+        refuse_bytes(slots * self.slot_bytes, self.device, cache, remedy)

@@ -27,9 +27,9 @@ class BlockPool:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.device = torch.device(device)
-        self.spare = num_blocks
+        self.padding_block = num_blocks
         """Index of an extra block that stores padding and belongs to no row."""
-        self.held: list[tuple[Tensor, ...]] = [()] * num_layers
+        self.states: list[tuple[Tensor, ...]] = [()] * num_layers
         """Keys and values of each layer (heads, blocks, slots, width); empty before its first
         forward."""
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -39,20 +39,20 @@ class BlockPool:
         """Number of free blocks."""
         return len(self._free)
 
-    def memory(self, layer: int, alike: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def memory(self, layer: int, new_states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return a layer's keys and values, allocated for states (batch, heads, length, width)."""
-        if not self.held[layer]:
+        if not self.states[layer]:
             blocks, size = self.num_blocks + 1, self.block_size
-            self.held[layer] = tuple(
-                one.new_zeros(one.shape[1], blocks, size, one.shape[-1]) for one in alike
+            self.states[layer] = tuple(
+                new.new_zeros(new.shape[1], blocks, size, new.shape[-1]) for new in new_states
             )
-        return self.held[layer]
+        return self.states[layer]
 
     def blocks_for(self, slots: int) -> int:
         """Return the number of blocks for this many slots."""
         return -(-slots // self.block_size)
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Allocate blocks; raise PoolFullError if too few are free."""
         if count > self.num_free:
             raise PoolFullError(
@@ -66,14 +66,14 @@ class BlockPool:
         self._free += blocks
 
 
-def _gathered(held: Tensor, table: Tensor, end: int) -> Tensor:
+def _gather(states: Tensor, table: Tensor, end: int) -> Tensor:
     """Return keys or values of these blocks as contiguous rows of `end` slots."""
     # the memory layout of contiguous rows, or matrix products would round differently
-    heads = torch.arange(len(held), device=held.device)[:, None] * held.shape[1]
+    heads = torch.arange(len(states), device=states.device)[:, None] * states.shape[1]
     index = (table[:, None] + heads).flatten()
-    picked = held.flatten(0, 1).index_select(0, index)
-    slots = table.shape[1] * held.shape[2]
-    return picked.view(len(table), len(held), slots, held.shape[-1])[:, :, :end]
+    picked = states.flatten(0, 1).index_select(0, index)
+    slots = table.shape[1] * states.shape[2]
+    return picked.view(len(table), len(states), slots, states.shape[-1])[:, :, :end]
 
 
 class PagedKVCache(RowCache):
@@ -83,35 +83,35 @@ class PagedKVCache(RowCache):
         self.pool = pool
         self.blocks: list[list[int]] = [[] for _ in range(batch)]
         """Each row's blocks, first slots first."""
-        super().__init__(len(pool.held), batch, pool.device)
+        super().__init__(len(pool.states), batch, pool.device)
         self.table = torch.empty(0, 0, dtype=torch.long)
-        """(batch, blocks) of the reserved forward; shorter rows are padded with the spare block."""
+        """(batch, blocks) of the reserved forward; shorter rows are padded with `padding_block`."""
         self.scratch_slots = self.table
         """(batch, length): slots in the pool of the reserved forward's positions."""
 
     def reserve(self, length: int, counts: list[int] | None = None) -> None:
         """Allocate the blocks of the next forward; a PoolFullError leaves all rows unchanged."""
-        own = [length] * len(self.blocks) if counts is None else counts
-        ends = [old + new for old, new in zip(self.row_lengths, own, strict=True)]
+        counts = [length] * len(self.blocks) if counts is None else counts
+        ends = [old + new for old, new in zip(self.row_lengths, counts, strict=True)]
         missing = [
             max(self.pool.blocks_for(end) - len(row), 0)
             for end, row in zip(ends, self.blocks, strict=True)
         ]
-        new = self.pool.take(sum(missing))
+        new = self.pool.allocate(sum(missing))
         for row, count in zip(self.blocks, missing, strict=True):
             row += [new.pop() for _ in range(count)]
         self.end = self.extent(length)
-        width, spare = self.pool.blocks_for(self.end), self.pool.spare
-        table = [(row + [spare] * (width - len(row)))[:width] for row in self.blocks]
+        width, padding_block = self.pool.blocks_for(self.end), self.pool.padding_block
+        table = [(row + [padding_block] * (width - len(row)))[:width] for row in self.blocks]
         self.table = upload(table, self.device).view(len(table), width)
         self.scratch_slots = self._in_pool(self.scratch(length))
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's new positions into each row's blocks; return the slots in use."""
-        held = self.pool.memory(layer, (keys, values))
-        for own, new in zip(held, (keys, values), strict=True):
-            own.flatten(1, 2)[:, self.scratch_slots] = new.transpose(0, 1)
-        return _gathered(held[0], self.table, self.end), _gathered(held[1], self.table, self.end)
+        memory = self.pool.memory(layer, (keys, values))
+        for states, new in zip(memory, (keys, values), strict=True):
+            states.flatten(1, 2)[:, self.scratch_slots] = new.transpose(0, 1)
+        return _gather(memory[0], self.table, self.end), _gather(memory[1], self.table, self.end)
 
     def _in_pool(self, slots: Tensor) -> Tensor:
         """Return the pool's slots for these slots (batch, length) of each row."""
@@ -120,8 +120,8 @@ class PagedKVCache(RowCache):
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         target, source = self._in_pool(target), self._in_pool(source)
-        for held in chain.from_iterable(self.pool.held):
-            flat = held.flatten(1, 2)
+        for states in chain.from_iterable(self.pool.states):
+            flat = states.flatten(1, 2)
             flat[:, target] = flat[:, source]
 
     def commit(self, paths: list[list[int]]) -> None:
@@ -131,9 +131,9 @@ class PagedKVCache(RowCache):
 
     def _trim(self) -> None:
         for row, length in zip(self.blocks, self.row_lengths, strict=True):
-            kept = self.pool.blocks_for(length)
-            self.pool.release(row[kept:])
-            del row[kept:]
+            num_used = self.pool.blocks_for(length)
+            self.pool.release(row[num_used:])
+            del row[num_used:]
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keep only these rows, in this order; each at most once."""
@@ -143,12 +143,12 @@ class PagedKVCache(RowCache):
         self.blocks = [self.blocks[row] for row in rows]
         super().keep_rows(rows)
 
-    def join(self, other: RowCache) -> RowCache:
+    def join(self, new_rows: RowCache) -> RowCache:
         """Append another batch's rows, without copying."""
-        assert isinstance(other, PagedKVCache)
-        assert other.pool is self.pool
+        assert isinstance(new_rows, PagedKVCache)
+        assert new_rows.pool is self.pool
         self._trim()
-        other._trim()
-        self.blocks += other.blocks
-        other.blocks = [[] for _ in other.blocks]
-        return super().join(other)
+        new_rows._trim()
+        self.blocks += new_rows.blocks
+        new_rows.blocks = [[] for _ in new_rows.blocks]
+        return super().join(new_rows)

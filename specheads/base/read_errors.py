@@ -20,8 +20,8 @@ them. A head of kind `mtp` is loaded from it: see heads/kinds/mtp.py."""
 
 
 @contextmanager
-def reading(part: str, source: str, remedy: str = REWRITE) -> Iterator[None]:
-    """Name the part of a base that cannot be read; hide transformers' tables and progress bars."""
+def reading(content: str, source: str, remedy: str = REWRITE) -> Iterator[None]:
+    """Name what of a base cannot be read; hide transformers' tables and progress bars."""
     # transformers' switch also changes the Hub client's bars, which may be off already
     shows_bars = logging.is_progress_bar_enabled() and not are_progress_bars_disabled()
     level = logging.get_verbosity()
@@ -42,7 +42,7 @@ def reading(part: str, source: str, remedy: str = REWRITE) -> Iterator[None]:
         # a damaged file can raise any error in transformers, and a bare Exception in tokenizers
         raise InputError(
             f"a base must be a folder or a Hub id that transformers can load, got "
-            f"{source!r:.200}, whose {part} it cannot read ({reason(error)}); {remedy}"
+            f"{source!r:.200}, whose {content} it cannot read ({reason(error)}); {remedy}"
         ) from error
     finally:
         logging.set_verbosity(level)
@@ -59,14 +59,14 @@ def refuse_mismatch(source: str, info: dict[str, Any], remedy: str = FIX_CONFIG)
     """Refuse weights that do not match config.json; missing ones would be initialised randomly."""
     shapes = [f"{name} of {[*has]} for {[*wants]}" for name, has, wants in info["mismatched_keys"]]
     unexpected = sorted(info["unexpected_keys"])
-    parts = {
+    mismatches = {
         "missing": sorted(info["missing_keys"]),
         "unexpected": [name for name in unexpected if not MTP_MODULES.match(name)],
         "of another shape": sorted(shapes),
     }
     listed = [
-        f"{what} {', '.join(names[:2])}{f' and {len(names) - 2} more' if names[2:] else ''}"
-        for what, names in parts.items()
+        f"{mismatch} {', '.join(names[:2])}{f' and {len(names) - 2} more' if names[2:] else ''}"
+        for mismatch, names in mismatches.items()
         if names
     ]
     if listed:

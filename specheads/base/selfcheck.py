@@ -15,9 +15,9 @@ from specheads.core.tree import TokenTree
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest relative difference between two ways to compute the same logits; 0.05 for 16 bits."""
-LONGEST = 512
+MAX_CHECKED_WINDOW = 512
 """Longest window behind which a base is checked: longer ones would delay every start."""
-TRIES = 3
+MAX_TRIES = 3
 """Texts with which a base with experts is checked. Rounding can send a token to another expert,
 which changes its logits by more than `TOLERANCE`; a wrong mask fails with every text."""
 
@@ -30,7 +30,7 @@ def check(forwards: Forwards) -> None:
     they differ, or are not the vocabulary projection of the final hidden state.
     """
     kind = forwards.model.config.model_type
-    for number in range(TRIES if forwards.experts else 1):
+    for number in range(MAX_TRIES if forwards.experts else 1):
         try:
             plain, projected, verified = _logits_in_three_ways(forwards, 17 * number)
         except Exception as error:
@@ -67,17 +67,19 @@ def _logits_in_three_ways(forwards: Forwards, shift: int) -> tuple[Tensor, Tenso
     #   `- 1  `- 3
     tokens = path[torch.tensor([0, 3, 1, 0, 2, 3], device=device)][None]
     tree = TokenTree(tokens, torch.tensor([[-1, 0, 0, 2, 2, 4]], device=device))
-    windows = [one for one in forwards.windows.values() if one and one <= LONGEST]
+    windows = [
+        window for window in forwards.windows.values() if window and window <= MAX_CHECKED_WINDOW
+    ]
     length = max(windows, default=0) + 1
     text = torch.arange(5 + shift, 5 + shift + length, device=device)[None] % vocab_size
     cache = KVCache(forwards.config.num_hidden_layers, 1, length + 6, device)
     forwards.prefill(text, cache, [length])
-    whole = torch.cat([text, path[None]], dim=1)
+    text_and_path = torch.cat([text, path[None]], dim=1)
     # with a vocabulary of 262k the logits of a whole window take half a gigabyte
     may_keep = "logits_to_keep" in signature(model.forward).parameters
     last = {"logits_to_keep": 4} if may_keep else {}
-    plain = model(input_ids=whole, use_cache=False, **last).logits[0, -4:]
-    projected = projection(forwards.read(whole).hidden[:, -4:])[0]
+    plain = model(input_ids=text_and_path, use_cache=False, **last).logits[0, -4:]
+    projected = projection(forwards.read(text_and_path).hidden[:, -4:])[0]
     return plain, projected, forwards.verify(tree, cache).logits[0, [0, 2, 4, 5]]
 
 

@@ -63,13 +63,13 @@ class Sharding:
                 f"{model.config.model_type!r} names none; use configs/accelerate/ddp_8gpu.yaml"
             )
         inner = {id(value) for layer in layers for value in layer.parameters()}
-        rest = {value for value in model.parameters() if id(value) not in inner}
-        how: Any = {"mesh": self.mesh, "offload_policy": self.offload}
+        outer = {value for value in model.parameters() if id(value) not in inner}
+        policy: Any = {"mesh": self.mesh, "offload_policy": self.offload}
         for layer in layers:
-            fully_shard(layer, reshard_after_forward=self.reshard, **how)
+            fully_shard(layer, reshard_after_forward=self.reshard, **policy)
         # sharding the root prefetches the next layer while one computes
         root, kind = model.base_model, type(model.base_model)
-        fully_shard(root, ignored_params=rest, **how)
+        fully_shard(root, ignored_params=outer, **policy)
         # transformers looks up by this class's name which hidden states it can return
         root.__class__ = kind
 
@@ -98,5 +98,5 @@ def whole(value: Tensor) -> Tensor:
     if not isinstance(value, DTensor):
         return value
     # offloaded shards move to the device of the gather
-    there: Any = value.to(value.device_mesh.device_type)
-    return there.full_tensor()
+    shard: Any = value.to(value.device_mesh.device_type)
+    return shard.full_tensor()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from specheads.base.gguf import located
+from specheads.base.gguf import load_path
 from specheads.commands._batch_sizes import setup_of
 from specheads.commands._call import checked_settings
 from specheads.config.commands import ServeFeatures
@@ -103,7 +103,7 @@ def serve_features(
         "kv_connector_extra_config": {"shared_storage_path": features.folder},
     }
     options = {
-        "model": located(base_settings.model),
+        "model": load_path(base_settings.model),
         "revision": base_settings.revision if base_settings.revision != "main" else "",
         "dtype": dtype_name(dtype),
         "tensor-parallel-size": settings.tensor_parallel,

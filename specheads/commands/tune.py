@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from specheads.base.gguf import located
+from specheads.base.gguf import load_path
 from specheads.base.loading import load_config
 from specheads.base.model import FrozenBase
 from specheads.commands._call import checked_settings
@@ -103,10 +103,10 @@ def tune_vllm(settings: Tune) -> ServingCost:
             f"engine=vllm needs a calibrated head, and {folder / FILE} has no calibration; run "
             "specheads tune on the head, and export it again"
         )
-    config = load_config(located(base.model), revision=base.revision)
+    config = load_config(load_path(base.model), revision=base.revision)
     longest = config.get_text_config().max_position_embeddings - ROOM
     job = {
-        "model": located(base.model),
+        "model": load_path(base.model),
         "dtype": dtype_name(server_dtype(base.dtype)),
         "depth": head.depth,
         "batch_sizes": settings.batch_sizes,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specheads.base.fingerprint import tables_fingerprint
 from specheads.base.projection import projection_of
-from specheads.core.cpu.weight_layout import for_few_rows
+from specheads.core.cpu.weight_layout import optimise_for_few_rows
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import from_json, read_json
@@ -86,7 +86,7 @@ def load_served_head(target_model: Any, model_config: Any, depth: int) -> Head:
     fingerprint = "" if is_forced else tables_fingerprint(embedding, projection)
     refuse_misfit(head, embedding, fingerprint)
     head.to(embedding.device, model_config.dtype)
-    for_few_rows(head)
+    optimise_for_few_rows(head)
     base_projection = projection_of(model_config.hf_text_config, projection, bias)
     head.bind(embedding, base_projection.scaled_weight, base_projection.scaled_bias)
     return head

@@ -27,7 +27,7 @@ from torch import Tensor
 from specheads.base.ends import BaseEnds, ServedBase
 from specheads.base.fingerprint import base_fingerprint, tables_fingerprint
 from specheads.base.model import FrozenBase
-from specheads.core.cpu.weight_layout import for_few_rows
+from specheads.core.cpu.weight_layout import optimise_for_few_rows
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
 from specheads.core.files import local_path, read_json
@@ -264,7 +264,7 @@ def fit_to_base(head: Head, base: BaseEnds, *, force: bool = False) -> None:
     is_checked = head.base_fingerprint and not force
     refuse_misfit(head, base.embedding, _fingerprint(base) if is_checked else "")
     head.to(base.device, base.dtype)
-    for_few_rows(head)
+    optimise_for_few_rows(head)
     _bind_to_base(head, base)
 
 

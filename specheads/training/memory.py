@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from specheads.base.ends import BaseEnds, ServedBase
-from specheads.base.gguf import located
+from specheads.base.gguf import load_path
 from specheads.base.ignored_settings import attention_of, auto_class
 from specheads.base.loading import load_config
 from specheads.base.model import FrozenBase
@@ -313,7 +313,7 @@ def server_dtype(dtype: str) -> torch.dtype:
 
 def meta_base(base: BaseSettings, dtype: torch.dtype) -> FrozenBase:
     """Return a base on the meta device; only its config.json is read."""
-    config = load_config(located(base.model), revision=base.revision)
+    config = load_config(load_path(base.model), revision=base.revision)
     num_layers = config.get_text_config().num_hidden_layers
     # no checks of the attention: there are no values to compare
     return FrozenBase(_meta_model(config, dtype, num_layers), prepare=False)
@@ -321,7 +321,7 @@ def meta_base(base: BaseSettings, dtype: torch.dtype) -> FrozenBase:
 
 def meta_served_base(base: BaseSettings, dtype: torch.dtype) -> ServedBase:
     """Return the ends of a base on the meta device; only its config.json is read."""
-    config = load_config(located(base.model), revision=base.revision)
+    config = load_config(load_path(base.model), revision=base.revision)
     return ServedBase(_meta_model(config, dtype, num_layers=0))
 
 

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from huggingface_hub import try_to_load_from_cache
 
-from specheads.base.gguf import located
+from specheads.base.gguf import load_path
 from specheads.base.loading import device_of
 from specheads.base.model import FrozenBase
 from specheads.config.training import DistillSettings, Schedule
@@ -199,7 +199,7 @@ def _exists(device: torch.device) -> bool:
 
 
 def _has_weights(setup: TrainingSetup) -> bool:
-    source = located(setup.base.model)
+    source = load_path(setup.base.model)
     if (folder := Path(source)).is_dir():
         return any(folder.glob("*.safetensors"))
     names = ("model.safetensors", "model.safetensors.index.json")

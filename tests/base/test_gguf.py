@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specheads.base import gguf as bases
-from specheads.base.gguf import located
+from specheads.base.gguf import load_path
 from specheads.base.model import FrozenBase
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
@@ -69,9 +69,9 @@ def test_a_gguf_base_equals_the_original_model(architecture, tied, tmp_path, cap
 
 
 def test_a_second_load_uses_the_cache_and_a_changed_file_is_converted_again(file, capsys, cache):
-    place = located(str(file))
+    place = load_path(str(file))
     before = Path(place, "model.safetensors").stat()
-    assert located(str(file)) == place
+    assert load_path(str(file)) == place
     assert Path(place, "model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
     assert capsys.readouterr().err.count("dequantising") == 1
     gguf_file.write(file, gguf_file.model("llama", num_hidden_layers=2))

@@ -8,7 +8,13 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.core.cpu import weight_layout
-from specheads.core.cpu.weight_layout import PackedLinear, column_major, for_few_rows, pack, product
+from specheads.core.cpu.weight_layout import (
+    PackedLinear,
+    column_major,
+    optimise_for_few_rows,
+    pack,
+    product,
+)
 
 LIBRARIES = {
     "mkl": (torch.backends.mkl.is_available(), weight_layout.MKL),
@@ -92,13 +98,13 @@ def test_a_borrowed_matrix_uses_the_pack(layer: nn.Linear, monkeypatch):
 def test_only_large_matrices_of_dtypes_that_a_library_packs_are_packed(monkeypatch):
     small, large = nn.Linear(8, 8), nn.Linear(256, 256)
     double = nn.Linear(256, 256, dtype=torch.float64)
-    for_few_rows(nn.ModuleList([small, large, double]))
+    optimise_for_few_rows(nn.ModuleList([small, large, double]))
     assert [type(one) for one in (small, large, double)] == [nn.Linear, PackedLinear, nn.Linear]
     assert [one.weight.stride(0) for one in (small, large, double)] == [1, 256, 1]
     # too many bytes for a second copy
     large = nn.Linear(256, 256)
-    monkeypatch.setattr(weight_layout, "MOST", 1000)
-    for_few_rows(large)
+    monkeypatch.setattr(weight_layout, "MAX_PACKED_BYTES", 1000)
+    optimise_for_few_rows(large)
     assert type(large) is nn.Linear
     assert large.weight.stride(0) == 1
 
@@ -113,7 +119,7 @@ def test_bfloat16_is_packed_by_onednn_and_stays_within_its_rounding(rows: int, m
     layer = nn.Linear(256, 256, dtype=torch.bfloat16)
     hidden = torch.randn(rows, 256, dtype=torch.bfloat16)
     with torch.no_grad():
-        for_few_rows(layer)
+        optimise_for_few_rows(layer)
         assert isinstance(layer, PackedLinear)
         exact = F.linear(hidden.double(), layer.weight.double(), layer.bias.double())
         torch.testing.assert_close(layer(hidden).double(), exact, rtol=2**-7, atol=2**-9)

@@ -147,7 +147,7 @@ def test_a_request_fits_a_pool_with_exactly_its_blocks():
     with pytest.raises(ValueError, match=r"19 tokens and a tree of 5 need 6 blocks of 5; ask"):
         ask(Engine(tiny.base(), tiny.oracle(4), pool=blocks(5)))
     used = blocks(8)
-    used.take(4)
+    used.allocate(4)
     engine = Engine(tiny.base(), pool=used)
     ask(engine)
     with pytest.raises(PoolFullError, match="give an engine its own pool"):

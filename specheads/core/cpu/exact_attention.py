@@ -226,5 +226,7 @@ def _split_mask(
         tail = node_mask.index_select(1, group.tail_slots)
         tail.masked_fill_(group.unused, torch.finfo(mask.dtype).min)
         pair = node_mask[:, : group.num_shared], tail
-        masks.append(tuple(part.repeat(num_queries_per_key, 1)[None, None] for part in pair))
+        masks.append(
+            tuple(part_mask.repeat(num_queries_per_key, 1)[None, None] for part_mask in pair)
+        )
     return masks

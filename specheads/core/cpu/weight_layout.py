@@ -15,7 +15,7 @@ from specheads.core.machine import computes_bfloat16, processor_name
 
 PACKED_FOR = 256
 """Number of rows that packs are optimised for: the best of 1, 16 and 256 for 1 to 512 rows."""
-LEAST, MOST = 2**15, 2**32
+MIN_PACKED_ELEMENTS, MAX_PACKED_BYTES = 2**15, 2**32
 """Fewest elements of a matrix that is packed, and most bytes of matrices to store twice."""
 MKL, ONEDNN = "mkl", "onednn"
 """Libraries of torch that pack a matrix and multiply by the pack."""
@@ -30,25 +30,25 @@ class _Pack(NamedTuple):
     version: int
 
 
-def _packed(library: str, matrix: Tensor) -> Tensor:
+def _pack_matrix(library: str, matrix: Tensor) -> Tensor:
     if library == MKL:
         return torch.ops.mkl._mkl_reorder_linear_weight(matrix, PACKED_FOR)
     return torch.ops.mkldnn._reorder_linear_weight(matrix, PACKED_FOR)
 
 
-def _libraries() -> dict[torch.dtype, str]:
-    found = dict[torch.dtype, str]()
+def _packing_libraries() -> dict[torch.dtype, str]:
+    libraries = dict[torch.dtype, str]()
     if "Intel" in processor_name() and torch.backends.mkl.is_available():
-        found[torch.float32] = MKL
+        libraries[torch.float32] = MKL
     if torch.backends.mkldnn.is_available():
         if "AMD" in processor_name():
-            found[torch.float32] = ONEDNN
+            libraries[torch.float32] = ONEDNN
         if computes_bfloat16():
-            found[torch.bfloat16] = ONEDNN
-    return found
+            libraries[torch.bfloat16] = ONEDNN
+    return libraries
 
 
-PACKED_BY = _libraries()
+PACKED_BY = _packing_libraries()
 """Library that packs matrices of each dtype, on CPUs where measurements show a gain."""
 _PACKS: dict[int, _Pack] = {}
 """By the address of the matrix, which heads that borrow it share."""
@@ -62,7 +62,7 @@ class PackedLinear(nn.Linear):
         return product(input, self.weight, self.bias)
 
 
-def for_few_rows(module: nn.Module) -> None:
+def optimise_for_few_rows(module: nn.Module) -> None:
     """Change the layout of all linear layers on a CPU so that products of a few rows are fast.
 
     Large matrices get a second, packed copy (`PACKED_BY`): by MKL in float32 on Intel CPUs, by
@@ -78,8 +78,8 @@ def for_few_rows(module: nn.Module) -> None:
         and type(layer.weight) is nn.Parameter
         and layer.weight.device.type == "cpu"
     ]
-    packed = [layer for layer in layers if _packable(layer)]
-    if sum(weight.nbytes for weight in {layer.weight for layer in packed}) > MOST:
+    packed = [layer for layer in layers if _can_pack(layer)]
+    if sum(weight.nbytes for weight in {layer.weight for layer in packed}) > MAX_PACKED_BYTES:
         packed = []
     pack(packed)
     column_major([layer for layer in layers if layer not in packed])
@@ -98,7 +98,7 @@ def pack(layers: list[nn.Linear]) -> None:
         source, address = weight.detach(), weight.data_ptr()
         library = PACKED_BY[weight.dtype]
         if _pack_of(weight) is None:
-            _PACKS[address] = _Pack(library, _packed(library, source), source, weight._version)
+            _PACKS[address] = _Pack(library, _pack_matrix(library, source), source, weight._version)
             weakref.finalize(weight, _PACKS.pop, address, None)
     for layer in layers:
         if type(layer) is nn.Linear:
@@ -110,8 +110,8 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Rows are (..., width), the matrix (out, width).
     """
-    learns = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
-    if learns or weight.device.type != "cpu":
+    needs_gradients = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
+    if needs_gradients or weight.device.type != "cpu":
         return F.linear(rows, weight, bias)
     if torch.compiler.is_compiling():
         # the operator looks up the address when the graph runs
@@ -129,11 +129,11 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(rows, pack.matrix, bias, "none", [], "")
 
 
-def _shaped(rows: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
+def _empty_product(rows: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
     return rows.new_empty(*rows.shape[:-1], weight.shape[0])
 
 
-_opaque = opaque("product", _product, _shaped)
+_opaque = opaque("product", _product, _empty_product)
 
 
 def _pack_of(weight: Tensor) -> _Pack | None:
@@ -142,14 +142,14 @@ def _pack_of(weight: Tensor) -> _Pack | None:
     if pack is None or pack.version != weight._version:
         return None
     # a slice or the transpose starts at the same address
-    here = weight.shape, weight.stride()
-    return pack if here == (pack.source.shape, pack.source.stride()) else None
+    layout = weight.shape, weight.stride()
+    return pack if layout == (pack.source.shape, pack.source.stride()) else None
 
 
-def _packable(layer: nn.Linear) -> bool:
+def _can_pack(layer: nn.Linear) -> bool:
     # a subclass may compute something else
     return type(layer) in (nn.Linear, PackedLinear) and (
         layer.weight.dtype in PACKED_BY
-        and layer.weight.numel() >= LEAST
+        and layer.weight.numel() >= MIN_PACKED_ELEMENTS
         and not layer.weight.is_inference()
     )

@@ -117,7 +117,8 @@ def layer_settings(head: Head, base: BaseEnds) -> dict[str, Any]:
         "rms_norm_eps": settings.epsilon,
         "rope_theta": settings.rope_theta,
         **({} if block else {"rope_scaling": settings.rope_scaling or None}),
-        "max_position_embeddings": base.max_length,
+        # what engines serve: trees stay within max_length, the original context of longrope
+        "max_position_embeddings": base.config.max_position_embeddings,
         "vocab_size": head.vocab_size,
         "attention_bias": False,
         **windows,
