@@ -20,6 +20,11 @@ class Resumable:
 
 
 @dataclass(frozen=True, slots=True)
+class FixesDivergence:
+    """The setting may also change when a run resumes that diverged: it can be the cause."""
+
+
+@dataclass(frozen=True, slots=True)
 class SameText:
     """The setting does not change a text that the base generates."""
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from specheads.config.facts import Remeasured, Resumable
+from specheads.config.facts import FixesDivergence, Remeasured, Resumable
 from specheads.core.ranges import (
     DepthOrZero,
     NonNegativeFloat,
@@ -33,7 +33,10 @@ class BaseSettings:
     revision: PrintableText = "main"
     """Hub revision; ignored for a folder."""
     dtype: Annotated[
-        str, one_of("auto", "float32", "float64", "bfloat16", "float16"), Remeasured()
+        str,
+        one_of("auto", "float32", "float64", "bfloat16", "float16"),
+        Remeasured(),
+        FixesDivergence(),
     ] = "auto"
     """Precision of the weights. auto is bfloat16 if the device computes in it, else float32."""
     device: Annotated[PrintableText, Remeasured(), Resumable()] = "auto"

@@ -6,7 +6,7 @@ config/ composes them, and `--help` shows them without loading torch: this modul
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from specheads.config.facts import Ordered, Resumable, SameText
+from specheads.config.facts import FixesDivergence, Ordered, Resumable, SameText
 from specheads.config.shared import SamplingSettings
 from specheads.core.errors import InputError
 from specheads.core.ranges import (
@@ -97,7 +97,7 @@ class JointSettings:
     target_modules: list[PrintableText] = field(default_factory=list)
     """Suffixes of the names of adapted linear layers, such as q_proj. Empty is all of them, and
     the vocabulary projection unless it is tied to the embedding."""
-    learning_rate: Probability = 5e-4
+    learning_rate: Annotated[Probability, FixesDivergence()] = 5e-4
     """Peak learning rate of the base. The phase has that of the head."""
     head_weight: Weight = 0.2
     """Weight of the head's loss relative to the base's loss: lambda0 of the paper."""
@@ -129,7 +129,7 @@ class Phase:
     """How documents become sequences: best_fit (several in one, with document masks), stream
     (concatenated and cut, each attends to those before it), or none (one document, padded or
     truncated)."""
-    learning_rate: Probability = 1e-3
+    learning_rate: Annotated[Probability, FixesDivergence()] = 1e-3
     """Peak learning rate."""
     final_share: Probability = 0.1
     """Last learning rate as a share of the peak."""
@@ -211,7 +211,7 @@ class Schedule:
     phases: Annotated[dict[str, Phase], NonEmpty, Ordered()]
     weight_decay: Probability = 0.0
     """Decoupled weight decay of AdamW and Muon."""
-    muon_learning_rate: Probability = 0.0
+    muon_learning_rate: Annotated[Probability, FixesDivergence()] = 0.0
     """Peak learning rate of Muon for the hidden matrices; it follows the schedule of the phase.
     Zero trains them with AdamW."""
 

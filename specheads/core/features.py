@@ -66,6 +66,11 @@ class Features:
         rows = torch.arange(len(positions), device=positions.device)
         return self._index((rows[:, None], positions))
 
+    def is_finite(self) -> Bool[Tensor, ""]:
+        """Return whether all hidden states and residual streams are finite."""
+        is_finite = self.hidden.isfinite().all()
+        return is_finite if self.aux is None else is_finite & self.aux.isfinite().all()
+
     def select_positions(self, mask: Bool[Tensor, "batch time"]) -> "Features":
         """Return the features of the positions in a mask, as one row."""
         return self._index(tuple(index[None] for index in mask.nonzero(as_tuple=True)))

@@ -77,6 +77,13 @@ def load_newest(folder: Path, log: Callable[[str], object] = warnings.warn) -> C
     return None
 
 
+def remove_from(folder: Path, step: int) -> None:
+    """Remove the checkpoints of a step and later ones."""
+    for checkpoint in _step_folders(folder):
+        if int(checkpoint.name.removeprefix("step-")) >= step:
+            shutil.rmtree(checkpoint)
+
+
 def _read_checkpoint(folder: Path) -> Checkpoint:
     """Return a checkpoint; raise any error if it is damaged."""
     sums, actual = json.loads((folder / CHECKSUMS_FILE).read_bytes()), _checksums(folder)

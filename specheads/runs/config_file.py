@@ -1,5 +1,6 @@
 """Read the config.yaml of a run as plain values, without interpolations, tags and aliases."""
 
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -9,7 +10,7 @@ import yaml
 
 from specheads.config import data_dir
 from specheads.config.commands import Train
-from specheads.config.facts import Ordered, Resumable, settings_with
+from specheads.config.facts import FixesDivergence, Ordered, Resumable, settings_with
 from specheads.core.errors import InputError, one_line
 from specheads.core.files import MAX_SETTINGS_BYTES, refuse_outside
 
@@ -73,6 +74,10 @@ def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
     if cache_settings.get("gib"):
         features |= {"source": "cache", "max_gib": cache_settings["gib"]}
         features["folder"] = cache_settings["folder"]
+    for phase in settings.get("schedule", {}).get("phases", {}).values():
+        phase.setdefault("lk_eta", 3.0)
+        for former in ("weighting", "own_drafts"):
+            phase.pop(former, None)
     data = settings.get("data", {})
     for source in (data, *data.get("sources", {}).values()):
         if source.get("source") == "stdlib_instructions":
@@ -81,19 +86,26 @@ def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def first_difference(before: Any, after: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """Return the name and both values of the first change that a resume does not allow."""
-    for pattern, fact in _settings_of_train(Resumable).items():
+def differences(
+    before: Any, after: Any, name: str = "", *, after_divergence: bool = False
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name and both values of each change that a resume does not allow."""
+    facts = _settings_of_train(Resumable)
+    if after_divergence:
+        facts = facts | dict.fromkeys(_settings_of_train(FixesDivergence), Resumable())
+    for pattern, fact in facts.items():
         is_among = all(value in fact.among for value in (before, after))
         if fnmatchcase(name, pattern) and (is_among or not fact.among):
-            return None
+            return
     if not (isinstance(before, dict) and isinstance(after, dict)):
-        return None if before == after else (name, before, after)
-    if name in _settings_of_train(Ordered) and [*before] != [*after]:
-        return name, [*before], [*after]
-    inner = ((key, before.get(key), after.get(key)) for key in {**after, **before})
-    differences = (first_difference(a, b, f"{name}.{key}".lstrip(".")) for key, a, b in inner)
-    return next(filter(None, differences), None)
+        if before != after:
+            yield name, before, after
+    elif name in _settings_of_train(Ordered) and [*before] != [*after]:
+        yield name, [*before], [*after]
+    else:
+        for key in {**after, **before}:
+            inner = before.get(key), after.get(key), f"{name}.{key}".lstrip(".")
+            yield from differences(*inner, after_divergence=after_divergence)
 
 
 @cache

@@ -18,7 +18,8 @@ from specheads.core.files import (
     write_atomic,
 )
 from specheads.heads.load import load_head
-from specheads.runs.config_file import first_difference, parse_settings, read_settings
+from specheads.runs import checkpoint
+from specheads.runs.config_file import differences, parse_settings, read_settings
 from specheads.runs.provenance import collect_provenance
 
 PROVENANCE_TYPES: dict[str, Any] = {
@@ -27,6 +28,8 @@ PROVENANCE_TYPES: dict[str, Any] = {
     "base_config": str,
     "data": str,
     "draft_vocabulary": dict,
+    "diverged": dict,
+    "fixes": list,
 }
 """Fields that are read from provenance.json, and their types."""
 
@@ -71,8 +74,9 @@ class RunDirectory:
                 f"a finished run is never overwritten, and {self.path} is finished; choose another "
                 "name=, or remove it"
             )
+        fixes: list[dict[str, Any]] = []
         if self.config.is_file():
-            self._refuse_changed(config_text, identity)
+            fixes = self._refuse_changed(config_text, identity)
         elif self.path.is_dir() and not all(
             is_lock_or_incomplete(item.name) for item in self.path.iterdir()
         ):
@@ -87,23 +91,47 @@ class RunDirectory:
         if self.provenance.is_file():
             # keep facts that training added
             record = {**identity, **self._provenance()}
+        if fixes:
+            record |= {"base_fingerprint": identity["base_fingerprint"]}
+            record["fixes"] = [*record.get("fixes", []), *fixes]
+            del record["diverged"]
         write_atomic(self.provenance, as_json(record))
 
-    def _refuse_changed(self, config_text: str, identity: dict[str, Any]) -> None:
-        difference = first_difference(read_settings(self.config), parse_settings(config_text))
-        if difference:
-            name, former, value = difference
+    def mark_diverged(self, step: int, *, by_base: bool) -> None:
+        """Record the first step that was not finite, so that its cause may change on resume.
+
+        The base's hidden states were the cause, or else the weights before this step were.
+        """
+        if self.provenance.is_file():
+            diverged = {"step": step, "by_base": by_base}
+            write_atomic(self.provenance, as_json({**self._provenance(), "diverged": diverged}))
+
+    def _refuse_changed(self, config_text: str, identity: dict[str, Any]) -> list[dict[str, Any]]:
+        """Raise if a setting or fact changed; return the changes that fix a divergence."""
+        settings = read_settings(self.config), parse_settings(config_text)
+        record = self._provenance() if self.provenance.is_file() else identity
+        diverged = record.get("diverged", {})
+        for name, former, value in differences(*settings, after_divergence=bool(diverged)):
             raise InputError(
                 f"an unfinished run resumes with its own settings: {name} was {former}, now "
                 f"{value}; choose another name=, or remove {self.path}"
             )
-        former = self._provenance() if self.provenance.is_file() else identity
+        fixes = [
+            {"setting": name, "was": former, "now": value, "diverged": diverged}
+            for name, former, value in differences(*settings)
+        ]
+        has_other_dtype = any(fix["setting"] == "base.dtype" for fix in fixes)
         for name, value in identity.items():
-            if former.get(name, value) != value:
+            if has_other_dtype and name == "base_fingerprint":
+                continue
+            if record.get(name, value) != value:
                 raise InputError(
                     f"an unfinished run resumes with the same {name.replace('_', ' ')}: it was "
-                    f"{former[name]}, now {value}; restore it, or choose another name="
+                    f"{record[name]}, now {value}; restore it, or choose another name="
                 )
+        if fixes and not diverged.get("by_base"):
+            checkpoint.remove_from(self.checkpoints, int(diverged.get("step", 0)))
+        return fixes
 
     def end(self, head: Head) -> None:
         """Save the trained head, with a reference to its adapter, and close the run."""

@@ -4,10 +4,11 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -40,6 +41,8 @@ from specheads.training.schedule import ScheduledPhase, adapter_settings
 
 CLIP_NORM = 1.0
 """Largest norm of the gradients of a step."""
+NO_FAULT = 2**62
+"""Replaces the step of a fault that did not happen."""
 HeadLoss = Callable[..., DepthLoss]
 """`Objective.forward`, possibly wrapped in DDP."""
 
@@ -88,9 +91,19 @@ def begin_phase(
     teacher.bind()
 
 
+class StepLoss(NamedTuple):
+    """The loss of a micro-batch."""
+
+    total: Float[Tensor, ""]
+    """Carries the gradients."""
+    metrics: dict[str, Tensor]
+    is_base_finite: Bool[Tensor, ""]
+    """Whether all hidden states of a frozen base are finite."""
+
+
 def compute_loss(
     micro_batch: MicroBatch, teacher: Teacher, joint: JointTraining | None, head_loss: HeadLoss
-) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+) -> StepLoss:
     """Return the loss of a micro-batch and the metrics to log.
 
     In a joint phase the loss is the base's own loss plus the weighted loss of the head.
@@ -111,10 +124,11 @@ def compute_loss(
     loss = head_loss(features, batch, labels, teacher.project, settings, counts)
     metrics = loss_metrics(loss)
     if base_loss is None:
-        return loss.total, metrics
+        return StepLoss(loss.total, metrics, features.is_finite())
     weight = micro_batch.phase.head_weight(micro_batch.step)
     total = base_loss + weight * loss.total
-    return total, metrics | {"loss": total.detach(), "loss/base": base_loss.detach()}
+    metrics |= {"loss": total.detach(), "loss/base": base_loss.detach()}
+    return StepLoss(total, metrics, torch.ones_like(total, dtype=torch.bool))
 
 
 class StepRunner:
@@ -130,6 +144,9 @@ class StepRunner:
             assert isinstance(teacher.base, FrozenBase)
             self.joint = JointTraining(teacher.base, joint, seed)
         self.shares = row_share(teacher.base.sharding, accelerator).world_size
+        self.fault_steps = torch.full((2,), NO_FAULT, device=teacher.base.device)
+        """First step with any fault, and first one with a fault of the base, noted without waiting
+        for the device."""
         self.base_parameters = self.joint.parameters if self.joint else []
         self.optimizers = [
             accelerator.prepare_optimizer(optimizer)
@@ -159,7 +176,7 @@ class StepRunner:
     def step(self, batch: TokenBatch, phase: ScheduledPhase, number: int) -> dict[str, Tensor]:
         """Take the optimizer step with this number; return this process's share of its metrics."""
         sums: dict[str, Tensor] = {}
-        device = self.teacher.base.device
+        device, finite_flags = self.teacher.base.device, list[Tensor]()
         micro_batches = self._micro_batches(batch, phase, number)
         if number == 0:
             batches = [micro_batch.batch for micro_batch in micro_batches]
@@ -171,15 +188,28 @@ class StepRunner:
             is_last = micro_batch is micro_batches[-1]
             sharing = nullcontext() if is_last else self.accelerator.no_sync(self.objective)
             with sharing, without_cudnn_attention(device):
-                loss, metrics = compute_loss(micro_batch, self.teacher, self.joint, self.objective)
+                loss = compute_loss(micro_batch, self.teacher, self.joint, self.objective)
                 # accelerate averages over processes, but these losses are parts of one sum
                 with record_function("backward"), deterministic_backward(device):
-                    self.accelerator.backward(loss * self.shares)
-            for name, value in metrics.items():
+                    self.accelerator.backward(loss.total * self.shares)
+            finite_flags.append(loss.is_base_finite)
+            for name, value in loss.metrics.items():
                 sums[name] = sums[name] + value if name in sums else value
         with record_function("optimizer"):
-            self._update(phase.rates(number))
+            gradient_norm = self._update(phase.rates(number))
+        is_fault = ~(sums["loss"].isfinite() & gradient_norm.isfinite())
+        faults = torch.stack([is_fault, is_fault & ~torch.stack(finite_flags).all()])
+        self.fault_steps = torch.where(faults, self.fault_steps.clamp(max=number), self.fault_steps)
         return sums
+
+    def first_fault(self) -> tuple[int, bool] | None:
+        """Return the first step of any process whose loss or gradients were not finite.
+
+        Also return whether the base's hidden states were the cause. This synchronises.
+        """
+        gathered: Any = self.accelerator.gather(self.fault_steps)
+        step, step_by_base = gathered.view(-1, 2).amin(0).tolist()
+        return None if step == NO_FAULT else (step, step == step_by_base)
 
     def _features_before_labels(self, batch: TokenBatch) -> Features:
         """Return the features of the positions whose next token is a label, as one row."""
@@ -205,19 +235,22 @@ class StepRunner:
         )
         return [MicroBatch(phase, number, seed, rows, label, counts) for rows, label in pairs]
 
-    def _update(self, rates: dict[str, float]) -> None:
-        """Clip the gradients and apply the optimizers."""
+    def _update(self, rates: dict[str, float]) -> Float[Tensor, ""]:
+        """Clip the gradients and apply the optimizers; return the norm of the gradients."""
         parameters = self.base_parameters
         # accelerate averages the head's gradients itself
         if gradients := [value.grad for value in parameters if value.grad is not None]:
             mean = self.total(parameters_to_vector(gradients)) / self.shares
             vector_to_parameters(mean, gradients)
-        self.accelerator.clip_grad_norm_([*self.head.parameters(), *parameters], CLIP_NORM)
+        parameters = [*self.head.parameters(), *parameters]
+        norm = self.accelerator.clip_grad_norm_(parameters, CLIP_NORM)
+        assert isinstance(norm, Tensor)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rates[group["role"]]
             optimizer.step()
             optimizer.zero_grad()
+        return norm
 
     def total(self, values: Tensor) -> Tensor:
         """Return the sum over processes; those that read the same rows count once."""

@@ -25,6 +25,7 @@ from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress_display
 from specheads.runs.trackers import Tracker
+from specheads.training.divergence import DivergedError, divergence
 from specheads.training.features import FETCHED_BATCHES, FeatureSource, LocalBase
 from specheads.training.log import PhaseLog
 from specheads.training.memory import count_step_flops
@@ -89,6 +90,10 @@ def train(
                 log = PhaseLog(phase, runner, loop.state, tracker, display, log_every)
                 try:
                     loop.run_phase(phase, text, log, validator)
+                except DivergedError as error:
+                    if accelerator.is_main_process:
+                        run.mark_diverged(error.step, by_base=error.by_base)
+                    raise
                 except InputError:
                     # an interrupted run does not wait for a lost server
                     if loop.stop:
@@ -105,13 +110,14 @@ class _TrainingLoop:
         self.runner, self.run, self.accelerator = runner, run, runner.accelerator
         self.head, self.teacher, self.state = runner.head, runner.teacher, TrainState()
         self.checkpoint_every, self.stop = checkpoint_every, False
+        self.phase: ScheduledPhase
 
     def run_phase(
         self, phase: ScheduledPhase, text: BatchStream, log: PhaseLog, validator: Validator | None
     ) -> None:
         """Train from the current step to the end of the phase."""
         self.runner.begin(phase)
-        state, validate = self.state, partial(validator.validate, phase) if validator else None
+        state, self.phase = self.state, phase
         with closing(prefetched(self._batches(text))) as batches:
             for batch, cursor in log.time_waits(batches):
                 step = state.step
@@ -128,6 +134,8 @@ class _TrainingLoop:
                 validate = (
                     partial(validator.validate, phase) if validator and is_validated else None
                 )
+                if validate or log.is_row_due():
+                    self.check_finite(with_weights=validate is not None)
                 log.log_step(metrics, tokens, validate)
                 if state.step == phase.end:
                     break
@@ -138,6 +146,7 @@ class _TrainingLoop:
                     raise KeyboardInterrupt
         self.teacher.source.drop()
         state.cursor = None
+        self.check_finite(with_weights=True)
         if self.accelerator.is_main_process:
             # so that phases can be compared later
             with atomic_folder(self.run.phases / phase.name) as folder:
@@ -177,8 +186,20 @@ class _TrainingLoop:
             self.teacher.source.ahead(batch)
             yield batch.pinned() if self.teacher.base.device.type == "cuda" else batch, cursor
 
+    def check_finite(self, *, with_weights: bool) -> None:
+        """Raise if a loss, a gradient or a weight is not finite; all processes call this."""
+        if fault := self.runner.first_fault():
+            step, by_base = fault
+            raise divergence(step, self.phase, self.teacher.base.dtype, by_base=by_base)
+        joint = self.runner.joint
+        weights = [*self.head.state_dict().values(), *(joint.parameters if joint else ())]
+        if with_weights and not torch.stack([value.isfinite().all() for value in weights]).all():
+            dtype, step = self.teacher.base.dtype, self.state.step
+            raise divergence(step, self.phase, dtype, by_base=False, metric="weight")
+
     def save(self) -> None:
-        """Write a checkpoint on the main process; the others wait."""
+        """Write a checkpoint on the main process, if all is finite; the others wait."""
+        self.check_finite(with_weights=True)
         if self.accelerator.is_main_process:
             states = [optimizer.state_dict() for optimizer in self.runner.optimizers]
             joint = self.runner.joint

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.config.training import Phase
 from specheads.core.files import read_json
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import copy_for_drafting
 from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.runs.directory import RunDirectory
 from specheads.training.depth_loss import DepthLoss
+from specheads.training.divergence import divergence
 from specheads.training.objective import draft_labels, draw_labels, sum_counts
 from specheads.training.schedule import ScheduledPhase, TrainState
 from specheads.training.step import StepRunner, Teacher
@@ -46,29 +46,38 @@ def validate(
     validation_set: ValidationSet,
     teacher: Teacher,
     objective: Callable[..., DepthLoss],
-    phase: Phase,
+    phase: ScheduledPhase,
     total: Callable[[Tensor], Tensor],
+    step: int = 0,
 ) -> dict[str, float]:
     """Return the phase's loss and the agreement of each depth, under the names of metrics.jsonl.
 
     All labels count with the same weight, independent of batch and process. Validation draws no
     random numbers, so it does not change training. `total` sums over processes; every process calls
-    it exactly twice.
+    it exactly twice. After `step` steps it raises if a loss is not finite.
     """
     head, device = teacher.head, teacher.base.device
     depth, precision = head.depth, torch.promote_types(teacher.base.dtype, torch.float32)
     batches = [batch.to(device) for batch in validation_set.batches or []]
-    labels = [draft_labels(head, batch, draw_labels(batch, head, phase)) for batch in batches]
+    labels = [
+        draft_labels(head, batch, draw_labels(batch, head, phase.settings)) for batch in batches
+    ]
     pairs = list(zip(batches, labels, strict=True))
     counts = sum_counts([label.count(batch) for batch, label in pairs], total, depth, device)
-    sums = torch.zeros(2 * depth + 1, dtype=precision, device=device)
+    sums = torch.zeros(2 * depth + 2, dtype=precision, device=device)
     for batch, label in pairs:
         features = teacher.source.features(batch)
-        loss = objective(features, batch, label, teacher.project, phase, counts)
-        sums += torch.cat([loss.total[None], loss.by_depth, loss.agreement])
+        loss = objective(features, batch, label, teacher.project, phase.settings, counts)
+        by_base = ~features.is_finite()[None]
+        sums += torch.cat([loss.total[None], loss.by_depth, loss.agreement, by_base])
     has_labels = counts.labelled > 0
     has_values = torch.cat([has_labels[:1], has_labels, has_labels])
-    values = total(sums).where(has_values, math.nan).tolist()
+    sums = total(sums)
+    values, num_faults = sums[:-1], sums[-1].item()
+    if not values[has_values].isfinite().all():
+        dtype, by_base = teacher.base.dtype, num_faults > 0 and phase.settings.joint is None
+        raise divergence(step, phase, dtype, by_base=by_base, metric="validation loss")
+    values = values.where(has_values, math.nan).tolist()
     metrics = [f"{metric}/depth_{level}" for metric in ("loss", "accept") for level in range(depth)]
     return dict(zip([f"validation/{name}" for name in ("loss", *metrics)], values, strict=True))
 
@@ -113,7 +122,7 @@ class Validator:
         # without dropout and gradients of the adapter
         self.runner.begin()
         if rows.batches is not None:
-            metrics = validate(rows, teacher, self.objective, phase.settings, self.total)
+            metrics = validate(rows, teacher, self.objective, phase, self.total, state.step)
         if rows.prompts is not None:
             score = tokens_per_forward(rows.prompts, rows.new_tokens, teacher, self.total)
         self.runner.begin(phase)

@@ -10,10 +10,17 @@ import yaml
 from specheads.commands._call import read_run_settings
 from specheads.config import compose
 from specheads.config.commands import Train
-from specheads.config.facts import Ordered, Remeasured, Resumable, SameText, settings_with
+from specheads.config.facts import (
+    FixesDivergence,
+    Ordered,
+    Remeasured,
+    Resumable,
+    SameText,
+    settings_with,
+)
 from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
-from specheads.runs.config_file import first_difference, parse_settings, read_settings
+from specheads.runs.config_file import differences, parse_settings, read_settings
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 HOSTILE = {
@@ -108,6 +115,11 @@ RESUMABLE = """
 """
 FACTS = {
     Resumable: (Train, RESUMABLE),
+    FixesDivergence: (
+        Train,
+        "base.dtype schedule.muon_learning_rate schedule.phases.*.learning_rate "
+        "schedule.phases.*.joint.learning_rate",
+    ),
     Ordered: (Train, "data.sources schedule.phases"),
     Remeasured: (Train, "base.compile base.exact base.device base.dtype"),
     SameText: (
@@ -127,9 +139,9 @@ def test_facts_of_settings(fact: type):
 def test_only_sources_with_equal_features_may_change_on_resume():
     before = {"features": {"source": "local", "max_gib": 4}}
     cached = {"features": {"source": "cache", "max_gib": 9}}
-    assert first_difference(before, cached) is None
+    assert list(differences(before, cached)) == []
     served = {"features": {"source": "vllm"}}
-    assert first_difference(cached, served) == ("features.source", "cache", "vllm")
+    assert list(differences(cached, served)) == [("features.source", "cache", "vllm")]
 
 
 @pytest.mark.parametrize("gib", [0.0, 2.5])
@@ -145,7 +157,7 @@ def test_run_with_the_former_feature_cache_is_read(gib: float, tmp_path: Path):
 def test_other_text_is_refused_on_resume():
     before = {"schedule": {"phases": {"a": {"distill": {"timeout_seconds": 5, "new_tokens": 8}}}}}
     now = {"schedule": {"phases": {"a": {"distill": {"timeout_seconds": 9, "new_tokens": 9}}}}}
-    assert first_difference(before, now) == ("schedule.phases.a.distill.new_tokens", 8, 9)
+    assert list(differences(before, now)) == [("schedule.phases.a.distill.new_tokens", 8, 9)]
 
 
 @pytest.mark.parametrize(
@@ -159,11 +171,11 @@ def test_other_text_is_refused_on_resume():
         ("a: [1]\nname: n\nbase: {dtype: auto}\n", ("a", 1, [1])),
     ],
 )
-def test_first_difference_is_a_setting_that_changes_training(now: str, found: object):
+def test_differences_are_settings_that_change_training(now: str, found: object):
     before = parse_settings(
         "a: 1\nevaluation: {prompts: y}\nname: n\nbase: {device: cuda, dtype: auto}\n"
     )
-    assert first_difference(before, parse_settings(now)) == found
+    assert next(differences(before, parse_settings(now)), None) == found
 
 
 @pytest.mark.parametrize("group", ["schedule.phases", "data.sources"])
@@ -171,8 +183,8 @@ def test_first_difference_is_a_setting_that_changes_training(now: str, found: ob
 def test_phases_and_sources_resume_in_their_order(group: str, names: str):
     outer, inner = group.split(".")
     before, now = ({outer: {inner: {name: {"x": 1} for name in one}}} for one in ("ab", names))
-    assert first_difference(before, before) is None
-    assert first_difference(before, now) == (group, ["a", "b"], [*names])
+    assert list(differences(before, before)) == []
+    assert list(differences(before, now)) == [(group, ["a", "b"], [*names])]
 
 
 def test_older_run_on_questions_about_the_standard_library_reads_their_file(tmp_path: Path):

@@ -28,6 +28,7 @@ from specheads.runs.trackers import read_metrics
 from specheads.training import trainer, validation
 from specheads.training.objective import Objective
 from specheads.training.phase_data import PhaseData
+from specheads.training.schedule import ScheduledPhase
 from specheads.training.step import StepRunner, Teacher
 from specheads.training.validation import ValidationSet, validate
 from tests import tiny
@@ -249,9 +250,9 @@ def measured(batches: list[TokenBatch], settings: Phase, kind: str = "eagle3") -
     torch.manual_seed(1)
     head = build_for_base({"kind": kind, "depth": DEPTH}, base).double()
     teacher = Teacher(base, head)
-    return validate(
-        ValidationSet(batches, 0), teacher, Objective(head), settings, lambda values: values
-    )
+    scheduled = ScheduledPhase("corpus", settings, 0)
+    rows = ValidationSet(batches, 0)
+    return validate(rows, teacher, Objective(head), scheduled, lambda values: values)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
