@@ -127,7 +127,7 @@ class ChainBudget:
             for factor in self._factors
         ]
 
-    def starts(self, num_rows: int) -> bool:
+    def should_draft(self, num_rows: int) -> bool:
         """Return whether to draft in this step; every `RETRY` steps the first level is drafted."""
         pays = self._gains.get(num_rows.bit_length(), MARGIN) >= MARGIN
         self._idle = 0 if pays or self._idle == RETRY else self._idle + 1
@@ -141,7 +141,7 @@ class ChainBudget:
         for row, chance in zip(rows, self.curves[level].at(probs).tolist(), strict=True):
             self._chances[row][level] = chance
 
-    def continues(self, rows: list[int], levels: int, positions: int) -> bool:
+    def should_draft_level(self, rows: list[int], levels: int, positions: int) -> bool:
         """Return whether to draft another level for these rows, after so many."""
         # one level ahead is enough: levels cost the same and survival falls
         deeper = self._survivals(rows, levels, levels + 1)
@@ -152,7 +152,7 @@ class ChainBudget:
         # values that differ by rounding only are equal
         return deeper_goodput > goodput * (1 + 1e-9)
 
-    def cut(self, drafts: list[list[int]], positions: int) -> list[list[int]]:
+    def cut_chains(self, drafts: list[list[int]], positions: int) -> list[list[int]]:
         """Return the part of each chain to verify."""
         rows = [row for row, chain in enumerate(drafts) if chain]
         levels = max(map(len, drafts))

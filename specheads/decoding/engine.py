@@ -35,7 +35,7 @@ def default_tree(drafter: Drafter, base: FrozenBase) -> policies.TreePolicy:
     return policies.chain(drafter.depth)
 
 
-def drafted_by(
+def resolve_tree(
     drafter: Drafter | None, tree: policies.TreePolicy | None, base: FrozenBase
 ) -> tuple[Drafter | None, policies.TreePolicy]:
     """Return the drafter and the tree policy; refuse a tree that the drafter cannot draft.
@@ -211,7 +211,7 @@ class Engine:
         self.base, self.pool, self.ledger = base, pool, ledger
         self.max_batch = require_integer(max_batch, "max_batch", 1)
         self.acceptance = accept.acceptance_rule(acceptance)
-        self.drafter, self.tree = drafted_by(drafter, tree, base)
+        self.drafter, self.tree = resolve_tree(drafter, tree, base)
         # typical acceptance samples nothing: it wants the likeliest guesses
         self.coupled = coupled and self.acceptance is not accept.typical_rule
         context = base.max_length
@@ -290,7 +290,7 @@ class Engine:
         self._admit()
         if (state := self._state) is not None:
             tree = self.tree.choose_policy(StepLoad([stream.load for stream in self.running]))
-            with self._failing(self.running, state.cache):
+            with self._end_on_error(self.running, state.cache):
                 steps = step(
                     self.base, self.drafter, tree, self.acceptance, state, ledger=self.ledger
                 )
@@ -319,18 +319,18 @@ class Engine:
         if self.waiting and not self.running and not newcomers:
             raise PoolFullError("others hold the pool's blocks; give an engine its own pool")
         for group in group_by_length([len(stream.request.prompt) for stream in newcomers]):
-            self._start([newcomers[index] for index in group])
+            self._start_rows([newcomers[index] for index in group])
         self._release_finished()
 
-    def _start(self, streams: list[Stream]) -> None:
+    def _start_rows(self, streams: list[Stream]) -> None:
         """Read the prompts of these waiting requests, decode their first tokens, and join them."""
         for stream in streams:
             self.waiting.remove(stream)
         prompts = [stream.request.prompt for stream in streams]
         sampling = [stream.request.sampling for stream in streams]
-        with self._failing(streams):
-            cache = self._cache(len(streams))
-        with self._failing(streams, cache):
+        with self._end_on_error(streams):
+            cache = self._make_cache(len(streams))
+        with self._end_on_error(streams, cache):
             state, first = start(
                 self.base, self.drafter, prompts, self._capacity, sampling, cache, self.coupled
             )
@@ -341,10 +341,10 @@ class Engine:
         if self._state is None:
             self._state = state
             return
-        with self._failing(self.running, self._state.cache):
+        with self._end_on_error(self.running, self._state.cache):
             self._state.join(state)
 
-    def _cache(self, batch: int) -> RowCache:
+    def _make_cache(self, batch: int) -> RowCache:
         """Return an empty cache with `batch` rows."""
         if self.pool is not None:
             return PagedKVCache(self.pool, batch)
@@ -354,7 +354,7 @@ class Engine:
         return cache
 
     @contextmanager
-    def _failing(self, streams: list[Stream], cache: RowCache | None = None) -> Iterator[None]:
+    def _end_on_error(self, streams: list[Stream], cache: RowCache | None = None) -> Iterator[None]:
         """If the block raises, end these requests as failed and release their memory.
 
         A failed step cannot be repeated: the drafter may already have read the committed tokens.
@@ -389,6 +389,6 @@ class Engine:
             # in the order that moves the fewest rows: the last ones fill the gaps
             unfinished, last = {*rows}, iter([row for row in rows if row >= len(rows)])
             rows = [row if row in unfinished else next(last) for row in range(len(rows))]
-            with self._failing(self.running, state.cache):
+            with self._end_on_error(self.running, state.cache):
                 state.keep(rows)
             self.running = [self.running[row] for row in rows]

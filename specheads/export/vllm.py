@@ -174,7 +174,7 @@ class Proposer:
         num_positions = sum(span.end for span in drafting)
         starts = bool(drafting and self.depth)
         if self.budget and starts:
-            starts = self.budget.starts(len(drafting))
+            starts = self.budget.should_draft(len(drafting))
         start_time = time.perf_counter()
         batches = self._batches(starts)
         for spans in batches:
@@ -188,7 +188,7 @@ class Proposer:
             if self._is_decoding:
                 seconds = (time.perf_counter() - start_time) / max(map(len, drafts))
                 self.budget.draft.follow(len(drafting), num_positions, seconds)
-            drafts = self.budget.cut(drafts, num_positions)
+            drafts = self.budget.cut_chains(drafts, num_positions)
         self._end_time = time.perf_counter()
         return drafts
 
@@ -243,7 +243,7 @@ class Proposer:
             if self.budget:
                 self.budget.update_level(rows, len(levels) - 1, logits)
             if len(levels) == self.depth or (
-                self.budget and not self.budget.continues(rows, len(levels), num_positions)
+                self.budget and not self.budget.should_draft_level(rows, len(levels), num_positions)
             ):
                 return self.head.to_tokens(torch.cat(levels, dim=1)).tolist()
             tokens = self.head.to_tokens(levels[-1])

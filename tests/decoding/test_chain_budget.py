@@ -32,10 +32,10 @@ def step(
 ) -> list[int] | None:
     """Run a step of one request and one level; return the verified draft, None without a draft."""
     chains.observe(["a"], [sampled])
-    if not chains.starts(1):
+    if not chains.should_draft(1):
         return None
     chains.update_level([0], 0, logits(prob))
-    return chains.cut([[drafted]], 0)[0]
+    return chains.cut_chains([[drafted]], 0)[0]
 
 
 @pytest.mark.parametrize(("ragged", "equal"), [(0.0, False), (0.05, False), (1.0, True)])
@@ -45,7 +45,7 @@ def test_the_chains_that_survive_best_are_verified(ragged, equal):
     chains.observe(["a", "b", "c"], [[1], [1], [1]])
     for level, probs in enumerate([(0.9, 0.55, 0.8), (0.5, 0.9, 0.9), (0.99, 0.5, 0.9)]):
         chains.update_level([0, 1, 2], level, logits(*probs))
-    counts = [len(chain) for chain in chains.cut([[1, 2, 3], [4, 5, 6], [7, 8, 9]], 0)]
+    counts = [len(chain) for chain in chains.cut_chains([[1, 2, 3], [4, 5, 6], [7, 8, 9]], 0)]
     survivals = np.array([[0.9, 0.45, 0.4455], [0.55, 0.495, 0.2475], [0.8, 0.72, 0.648]])
     # brute force over all ways to cut the three chains
     cuts = [(a, b, c) for a in range(4) for b in range(4) for c in range(4)]
@@ -84,9 +84,9 @@ def test_unsure_drafts_are_not_begun_in_large_batches_only():
         rows = [*range(len(requests))]
         # half of the drafts are right
         chains.observe(requests, [[1 + turn // 2 % 2]] * len(requests))
-        if chains.starts(len(rows)):
+        if chains.should_draft(len(rows)):
             chains.update_level(rows, 0, logits(*[0.5] * len(rows)))
-            chains.cut([[1]] * len(rows), 0)
+            chains.cut_chains([[1]] * len(rows), 0)
     assert chains._gains[1] > 1.02
     assert chains._gains[4] < 1.0
 
@@ -108,7 +108,7 @@ def test_tokens_that_were_cut_are_observed(token, is_right):
 def test_rates_follow_the_tokens_up_to_the_first_wrong_one():
     chains = budget()
     chains.observe(["a"], [[1]])
-    chains.cut([[2, 3, 4]], 0)
+    chains.cut_chains([[2, 3, 4]], 0)
     chains.observe(["a"], [[2, 9, 4]])
     assert chains.rates[0] > 0.5 > chains.rates[1]
     assert chains.rates[2] == 0.5
@@ -117,7 +117,7 @@ def test_rates_follow_the_tokens_up_to_the_first_wrong_one():
 def test_levels_that_a_chain_lacks_are_not_expected():
     chains = budget()
     chains.observe(["a", "b"], [[1], [1]])
-    assert chains.cut([[2], [3, 4, 5]], 0) == [[2], [3, 4, 5]]
+    assert chains.cut_chains([[2], [3, 4, 5]], 0) == [[2], [3, 4, 5]]
     # verification is free: the gain is that of the expected tokens
     assert chains._gains[2] == pytest.approx((2 + 0.5 + 0.5 + 0.25 + 0.125) / 2)
 
@@ -127,7 +127,7 @@ def test_another_level_is_drafted_if_it_pays(prob, pays):
     chains = budget(token=0.25, draft=0.02)
     chains.observe(["a"], [[1]])
     chains.update_level([0], 0, logits(prob))
-    assert chains.continues([0], 1, 0) == pays
+    assert chains.should_draft_level([0], 1, 0) == pays
 
 
 def test_requests_that_left_the_batch_are_forgotten():

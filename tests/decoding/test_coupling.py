@@ -46,7 +46,7 @@ class Bigrams(Markov):
         super().__init__(table + blur * error, depth)
 
 
-def many(
+def sampling_rows(
     count: int, vocab: int, chosen: Sampling = DRAWN, *, coupled: bool = True
 ) -> SamplingState:
     """Return rows of one text and a seed each."""
@@ -56,7 +56,7 @@ def many(
     return SamplingState(samplings, positions, text, vocab, dtype=torch.float64, coupled=coupled)
 
 
-def grown(policy: policies.TreePolicy, drafter: Drafter, rows: SamplingState) -> TokenTree:
+def draft_trees(policy: policies.TreePolicy, drafter: Drafter, rows: SamplingState) -> TokenTree:
     batch = len(rows.sampling)
     committed = Committed(
         Features(torch.zeros(batch, 1, 1)),
@@ -100,8 +100,8 @@ PAIRS = [
 def test_a_coupled_guess_is_right_at_the_computed_rate(seed, spread, vocab):
     base, draft = planted(seed, spread, vocab)
     count = 8_000
-    rows = many(count, vocab)
-    tree = grown(policies.chain(1), Laws(draft), rows)
+    rows = sampling_rows(count, vocab)
+    tree = draft_trees(policies.chain(1), Laws(draft), rows)
     share = (chosen(rows, tree, base)[:, 0] == tree.tokens[:, 1]).double().mean()
     expected = agreement(base, draft)
     error = (expected * (1 - expected) / count) ** 0.5
@@ -125,8 +125,8 @@ def test_a_coupled_guess_is_right_at_the_computed_rate(seed, spread, vocab):
 def test_a_drafter_that_is_the_base_is_always_right_whatever_is_asked_for(law, first):
     base = planted(5, 0.0, 30)[0]
     base[:first] = -torch.inf
-    rows = many(200, 30, law)
-    tree = grown(policies.chain(4), Laws(base[first:], 4, first), rows)
+    rows = sampling_rows(200, 30, law)
+    tree = draft_trees(policies.chain(4), Laws(base[first:], 4, first), rows)
     assert torch.equal(chosen(rows, tree, base)[:, :4], tree.tokens[:, 1:])
 
 
@@ -142,8 +142,8 @@ def test_greedy_rows_next_to_sampling_rows_keep_their_drafts():
         9,
     )
     for policy in (policies.chain(2), policies.BestFirst(6, 2), policies.Beam(2, 2)):
-        tree = grown(policy, drafter, mixed)
-        alone = grown(policy, drafter, many(3, 9, GREEDY))
+        tree = draft_trees(policy, drafter, mixed)
+        alone = draft_trees(policy, drafter, sampling_rows(3, 9, GREEDY))
         assert torch.equal(tree.tokens[[0, 2]], alone.tokens[[0, 2]])
 
 

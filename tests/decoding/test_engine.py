@@ -198,20 +198,20 @@ SERVED = {
 
 
 @functools.cache
-def speaking() -> FrozenBase:
+def base_with_tokenizer() -> FrozenBase:
     """Return the tiny base with a tokenizer, so that requests may have stop strings."""
     return FrozenBase(tiny.base().model, tokenizer())
 
 
 @functools.cache
-def said_after(prompt: int) -> list[int]:
+def base_continuation(prompt: int) -> list[int]:
     return generate(tiny.base(), None, [[prompt] * prompt], max_new_tokens=9).tokens[0]
 
 
 def serve(visits: list[tuple[Any, ...]], num_blocks: int, max_batch: int, name: str) -> None:
     """Let requests come, stop as they like and be cancelled; all blocks must be free again."""
     pool, (drafter, tree) = blocks(num_blocks), SERVERS[name]()
-    engine = Engine(speaking(), drafter, tree=tree, pool=pool, max_batch=max_batch)
+    engine = Engine(base_with_tokenizer(), drafter, tree=tree, pool=pool, max_batch=max_batch)
     streams: list[Stream] = []
     for prompt, limit, steps, stop, eos, leaving in visits:
         ends: dict[str, Any] = {"stop": (stop,), "eos_ids": (eos,)}
@@ -226,7 +226,7 @@ def serve(visits: list[tuple[Any, ...]], num_blocks: int, max_batch: int, name: 
     assert pool.num_free == pool.num_blocks
     for (prompt, limit, *_), stream in zip(visits, streams, strict=True):
         assert stream.finish_reason in ("length", "cancelled", "stop", "eos")
-        assert stream.tokens == said_after(prompt)[: len(stream.tokens)]
+        assert stream.tokens == base_continuation(prompt)[: len(stream.tokens)]
         if stream.finish_reason == "length":
             assert len(stream.tokens) == limit
 

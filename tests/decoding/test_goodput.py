@@ -206,7 +206,7 @@ DRAFTERS: dict[str, Callable[[], tuple[Drafter | None, list[policies.TreePolicy]
 }
 
 
-def served(drafter: Drafter | None, tree: policies.TreePolicy) -> list[Stream]:
+def serve_requests(drafter: Drafter | None, tree: policies.TreePolicy) -> list[Stream]:
     """Let requests come while others are decoded, and check their texts."""
     engine = Engine(tiny.base(), drafter, tree=tree, max_batch=3, max_length=90)
     late, streams = requests(6), []
@@ -224,7 +224,7 @@ def served(drafter: Drafter | None, tree: policies.TreePolicy) -> list[Stream]:
 def test_text_is_the_bases_own_whatever_tree_each_step_takes(name):
     drafter, trees = DRAFTERS[name]()
     policy = Switching(trees)
-    served(drafter, policy)
+    serve_requests(drafter, policy)
     assert set(policy.turns) == set(range(len(trees)))
 
 
@@ -300,7 +300,7 @@ def uncollected() -> Iterator[None]:
     gc.enable()
 
 
-def left_by(act: Callable[[], object]) -> int:
+def count_new_tensors(act: Callable[[], object]) -> int:
     """Return how many tensors are alive afterwards that were not before, once all is warm."""
     act()
     gc.collect()
@@ -328,7 +328,7 @@ def test_requests_that_join_and_leave_free_all_tensors(name: str, pooled: bool):
             engine.step()
         engine.run()
 
-    assert left_by(serve) == 0
+    assert count_new_tensors(serve) == 0
 
 
 # --- the budget of a step ------------------------------------------------------------------------

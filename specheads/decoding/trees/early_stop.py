@@ -30,7 +30,7 @@ class AcceptanceEstimate:
         return (self.bias + self.level * level + weighed).sigmoid()
 
 
-def chances(
+def acceptance_chances(
     drafter: Drafter,
     estimate: AcceptanceEstimate | None,
     logits: Float[Tensor, "batch level vocab"],

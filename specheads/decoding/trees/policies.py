@@ -17,7 +17,7 @@ from specheads.decoding.load import RequestRates, StepLoad
 from specheads.decoding.noise import likeliest
 from specheads.decoding.prompt_lookup import LookupText
 from specheads.decoding.sampling import CoupledDrafter, NodeScores, SamplingState, over_vocabulary
-from specheads.decoding.trees.early_stop import AcceptanceEstimate, chances
+from specheads.decoding.trees.early_stop import AcceptanceEstimate, acceptance_chances
 
 
 class TreePolicy:
@@ -180,7 +180,9 @@ class Static(TreePolicy):
             drafted.append(drafter.to_tokens(best))
             if self.confidence:
                 present.append(continues[:, level.parents])
-                chance = chances(drafter, self.estimate, logits, state, best, level.parents, index)
+                chance = acceptance_chances(
+                    drafter, self.estimate, logits, state, best, level.parents, index
+                )
                 is_likely = present[-1] & (chance >= self.confidence)
                 continues = is_likely.index_select(1, level.inner)
             # reading whether any path continues synchronises
