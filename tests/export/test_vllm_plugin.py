@@ -567,10 +567,12 @@ def test_times_of_steps_without_prompts_are_followed(prepared, tmp_path, monkeyp
     assert budget is not None
     clock = iter(range(100))
     monkeypatch.setattr(vllm.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(budget.verify, "note", lambda *inputs: noted.append(inputs))
-    monkeypatch.setattr(budget.draft, "note", lambda *inputs: drafting.append(inputs))
+    monkeypatch.setattr(budget.verify, "follow", lambda *inputs: noted.append(inputs))
+    monkeypatch.setattr(budget.draft, "follow", lambda *inputs: drafting.append(inputs))
     decisions = set[tuple[int, int]]()
-    monkeypatch.setattr(budget, "continues", lambda _, *inputs: decisions.add(inputs) is None)
+    monkeypatch.setattr(
+        budget, "should_draft_level", lambda _, *inputs: decisions.add(inputs) is None
+    )
     drafts = forward(runner, TEXTS, [(0, 6, 0, 7), (0, 6, 0, 7)])
     assert noted == []
     # one accepted draft of each request, and one new token

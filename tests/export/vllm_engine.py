@@ -27,7 +27,7 @@ class Recorder(Proposer):
         """Keep the cost that a test chose: steps of this machine take other times."""
         super().load_model(target_model)
         for cost in (self.budget.verify, self.budget.draft) if self.budget else ():
-            vars(cost)["note"] = lambda *_: None
+            vars(cost)["follow"] = lambda *_: None
 
     def propose(
         self,
