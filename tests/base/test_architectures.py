@@ -68,7 +68,9 @@ PARTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
+    "falcon_h1": {"mamba_d_ssm": 64},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1, "state_size": 8},
     "reformer": {"is_decoder": True},

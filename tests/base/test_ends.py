@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specheads.base.ends import ServedBase
+from specheads.base.ends import ServedBase, absolute_folder
 from specheads.base.model import FrozenBase
+from specheads.export.layouts._shared import layer_settings
 from specheads.heads.load import build_for_base
 from tests import tiny
 
@@ -56,3 +57,39 @@ def test_ends_come_from_any_shard(tmp_path: Path):
     assert torch.equal(served.embedding, base.embedding)
     assert torch.equal(served.projection.weight, base.projection.weight)
     assert not any("layers" in name for name, _ in served.model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("source", "location"),
+    [
+        ("models/tiny", "{here}/models/tiny"),
+        ("./models/tiny/", "{here}/models/tiny"),
+        ("models/../models/tiny", "{here}/models/tiny"),
+        ("{here}/models/tiny", "{here}/models/tiny"),
+        ("link", "{here}/models/tiny"),
+        ("acme/tiny", "acme/tiny"),
+        ("", ""),
+    ],
+)
+def test_a_folder_is_named_absolutely_and_a_hub_id_is_not(
+    source: str, location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here = tmp_path.resolve()
+    (here / "models" / "tiny").mkdir(parents=True)
+    (here / "link").symlink_to(here / "models" / "tiny")
+    monkeypatch.chdir(here)
+    assert absolute_folder(source.format(here=here)) == location.format(here=here)
+
+
+@pytest.mark.parametrize("original", [8, 24, 64, 127, 128])
+def test_a_longrope_head_is_exported_with_the_length_that_engines_serve(original: int):
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": original,
+    }
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    base = tiny.own_base("llama", rope_parameters=rope)
+    head = build_for_base({"kind": "eagle3", "depth": 2}, base)
+    assert base.max_length == original
+    assert layer_settings(head, base)["max_position_embeddings"] == 128
