@@ -19,19 +19,19 @@ def expected(case: str) -> dict[str, Tensor]:
     return load_file(GOLDEN / case / "expected.safetensors")
 
 
-def changed(case: str, folder: Path, part: str = "", drop: str = "", **settings: Any) -> Path:
+def changed(case: str, folder: Path, section: str = "", drop: str = "", **settings: Any) -> Path:
     """Copy a public head, change settings in its config or in a part of that, and drop one."""
     out = shutil.copytree(GOLDEN / case, folder / "head")
     config = json.loads((out / "config.json").read_text())
     config.pop(drop, None)
-    inner = config.setdefault(part, {}) if part else config
+    inner = config.setdefault(section, {}) if section else config
     inner |= settings
     (out / "config.json").write_text(json.dumps(config))
     return out
 
 
-def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-9) -> None:
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+def close(result: Tensor, reference: Tensor, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(result, reference, rtol=tolerance, atol=tolerance)
 
 
 def features(aux: Tensor) -> Features:

@@ -56,15 +56,15 @@ class Evil:
 
 def seeds(folder: Path) -> list[Path]:
     """Make one valid head of each kind, and copy the public ones."""
-    made = []
+    folders = []
     for kind in kinds():
         head = build_head({"kind": kind, "depth": 2, "draft_tokens": 20}, width=48, vocab_size=211)
         head.save_pretrained(folder / kind)
-        made.append(folder / kind)
+        folders.append(folder / kind)
     for case in PUBLIC:
-        made.append(Path(shutil.copytree(GOLDEN / case, folder / case)))
+        folders.append(Path(shutil.copytree(GOLDEN / case, folder / case)))
         (folder / case / "expected.safetensors").unlink(missing_ok=True)
-    return made
+    return folders
 
 
 def weights(folder: Path) -> Path:
@@ -75,16 +75,19 @@ def spoil_settings(folder: Path, rng: Random) -> None:
     file = folder / "config.json"
     settings = json.loads(file.read_text())
     for _ in range(rng.choice([1, 1, 2])):
-        inner = [settings, *(one for one in settings.values() if isinstance(one, dict) and one)]
-        place = rng.choice(inner)
-        name = rng.choice(sorted(place))
-        what = rng.choice(["change", "change", "drop", "rename", "add"])
-        if what in ("drop", "rename"):
-            value = place.pop(name)
-            if what == "rename":
-                place[name + "\n"] = value
+        inner = [
+            settings,
+            *(section for section in settings.values() if isinstance(section, dict) and section),
+        ]
+        position = rng.choice(inner)
+        name = rng.choice(sorted(position))
+        damage = rng.choice(["change", "change", "drop", "rename", "add"])
+        if damage in ("drop", "rename"):
+            value = position.pop(name)
+            if damage == "rename":
+                position[name + "\n"] = value
         else:
-            place[name if what == "change" else rng.choice(NAMES)] = rng.choice(VALUES)
+            position[name if damage == "change" else rng.choice(NAMES)] = rng.choice(VALUES)
         if not settings:
             break
     file.write_text(json.dumps(settings))
@@ -93,18 +96,18 @@ def spoil_settings(folder: Path, rng: Random) -> None:
 def spoil_bytes(folder: Path, rng: Random) -> None:
     file = rng.choice(sorted(folder.iterdir()))
     content = bytearray(file.read_bytes())
-    place = rng.randrange(min(len(content), 800))
-    what = rng.choice(["flip", "cut", "longer", "zero", "turn"])
-    if what == "flip":
-        content[place] ^= 1 << rng.randrange(8)
-    elif what == "cut":
+    position = rng.randrange(min(len(content), 800))
+    damage = rng.choice(["flip", "cut", "longer", "zero", "turn"])
+    if damage == "flip":
+        content[position] ^= 1 << rng.randrange(8)
+    elif damage == "cut":
         del content[rng.randrange(len(content)) :]
-    elif what == "longer":
+    elif damage == "longer":
         content += bytes(rng.randrange(1, 5000))
-    elif what == "zero":
-        content[place : place + 64] = bytes(64)
+    elif damage == "zero":
+        content[position : position + 64] = bytes(64)
     else:
-        content = content[place:] + content[:place]
+        content = content[position:] + content[:position]
     file.write_bytes(content)
 
 
@@ -115,7 +118,7 @@ def spoil_header(folder: Path, rng: Random) -> None:
     size = struct.unpack("<Q", content[:8])[0]
     table, body = json.loads(content[8 : 8 + size]), content[8 + size :]
     name = rng.choice(sorted(set(table) - {"__metadata__"}))
-    told = None
+    size = None
     match rng.choice(["shape", "dtype", "offsets", "name", "size", "many", "twice"]):
         case "shape":
             table[name]["shape"] = rng.choice(SHAPES)
@@ -126,14 +129,14 @@ def spoil_header(folder: Path, rng: Random) -> None:
         case "name":
             table[rng.choice(["../x", "", "a\0b", "x" * 5000, "0.0.0.0"])] = table.pop(name)
         case "size":
-            told = rng.choice([2**63, 2**64 - 1, 0, 10**9])
+            size = rng.choice([2**63, 2**64 - 1, 0, 10**9])
         case "many":
             none = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
             table |= {f"z{number}": none for number in range(2000)}
         case "twice":
             table[f"{name}x"] = table[name]
     text = json.dumps(table).encode()
-    file.write_bytes(struct.pack("<Q", len(text) if told is None else told) + text + body)
+    file.write_bytes(struct.pack("<Q", len(text) if size is None else size) + text + body)
 
 
 def spoil_tensors(folder: Path, rng: Random) -> None:
@@ -164,31 +167,31 @@ def spoil_pickle(folder: Path, rng: Random, mark: Path) -> None:
     tensors = load_file(weights(folder))
     weights(folder).unlink()
     file = folder / rng.choice(["model.bin", "pytorch_model.bin", "medusa_lm_head.pt", "x.pt"])
-    what = rng.choice(["flip", "old", "evil", "raw", "inner", "module", "wide", "bomb", "deep"])
-    held: Any = {"w": Evil(mark)}
-    if what == "module":
-        held = {"w": torch.nn.Linear(2, 2)}
-    elif what == "wide":
-        held = {"w": torch.zeros(1).expand(10**12)}
-    elif what in ("flip", "old", "inner"):
-        held = tensors
-    torch.save(held, file, _use_new_zipfile_serialization=what != "old")
-    if what in ("flip", "old"):
+    damage = rng.choice(["flip", "old", "evil", "raw", "inner", "module", "wide", "bomb", "deep"])
+    content: Any = {"w": Evil(mark)}
+    if damage == "module":
+        content = {"w": torch.nn.Linear(2, 2)}
+    elif damage == "wide":
+        content = {"w": torch.zeros(1).expand(10**12)}
+    elif damage in ("flip", "old", "inner"):
+        content = tensors
+    torch.save(content, file, _use_new_zipfile_serialization=damage != "old")
+    if damage in ("flip", "old"):
         content = bytearray(file.read_bytes())
         content[rng.randrange(min(len(content), 2000))] = rng.randrange(256)
         file.write_bytes(content)
-    elif what == "raw":
-        file.write_bytes(pickle.dumps(held, protocol=rng.randrange(6)))
-    elif what == "deep":
+    elif damage == "raw":
+        file.write_bytes(pickle.dumps(content, protocol=rng.randrange(6)))
+    elif damage == "deep":
         file.write_bytes(b"\x80\x04N" + b"\x85" * 100_000 + b".")
-    elif what == "bomb":
+    elif damage == "bomb":
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("archive/data.pkl", bytes(10**8))
-    elif what == "inner":
+    elif damage == "inner":
         with zipfile.ZipFile(file) as archive:
-            parts = {entry: archive.read(entry) for entry in archive.namelist()}
+            entries = {entry: archive.read(entry) for entry in archive.namelist()}
         with zipfile.ZipFile(file, "w") as archive:
-            for entry, content in parts.items():
+            for entry, content in entries.items():
                 evil = entry.endswith("data.pkl")
                 archive.writestr(entry, pickle.dumps({"w": Evil(mark)}) if evil else content)
 
@@ -210,8 +213,8 @@ def spoil_folder(folder: Path, rng: Random, secret: Path) -> None:
     for name in ("tuned.json", "base.json", rng.choice(["a.json", "model-2.safetensors"])):
         (folder / name).symlink_to(secret)
     if rng.random() < 0.6:
-        named = rng.choice(["../secret", ["x"], "\0", "x" * 5000, ".", "", "\ud800", None])
-        index = rng.choice([{"weight_map": {"a": named}}, {"weight_map": [1]}, []])
+        file_name = rng.choice(["../secret", ["x"], "\0", "x" * 5000, ".", "", "\ud800", None])
+        index = rng.choice([{"weight_map": {"a": file_name}}, {"weight_map": [1]}, []])
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -248,13 +251,20 @@ def outcome(folder: Path) -> str:
 
 def watch(folder: Path, count: int, seed: int) -> dict[str, Any]:
     """Load damaged heads; return outcomes, unexpected files, started programs and MiB used."""
-    rng, whole, work = Random(seed), seeds(folder / "seeds"), folder / "work" / "head"
+    rng, seed_folders, work = Random(seed), seeds(folder / "seeds"), folder / "work" / "head"
     mark, secret = folder / "mark", folder / "secret"
-    shutil.copy(weights(whole[0]), secret)
+    shutil.copy(weights(seed_folders[0]), secret)
     strange: set[str] = set()
     watching = False
     # files of libraries and of the system are expected
-    known = (str(work), sys.prefix, sys.base_prefix, str(GOLDEN.parents[1]), "/usr/lib", "/proc/")
+    allowed_paths = (
+        str(work),
+        sys.prefix,
+        sys.base_prefix,
+        str(GOLDEN.parents[1]),
+        "/usr/lib",
+        "/proc/",
+    )
 
     def hear(event: str, arguments: tuple[Any, ...]) -> None:
         if not watching:
@@ -269,26 +279,26 @@ def watch(folder: Path, count: int, seed: int) -> dict[str, Any]:
             strange.add(f"{event} {arguments!r:.200}")
         elif event == "open" and isinstance(arguments[0], str):
             real = os.path.realpath(arguments[0])
-            if not real.startswith(known):
+            if not real.startswith(allowed_paths):
                 strange.add(real)
 
     sys.addaudithook(hear)
-    load_head(whole[0])
+    load_head(seed_folders[0])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     outcomes: Counter[str] = Counter()
     for _ in range(count):
         shutil.rmtree(work.parent, ignore_errors=True)
-        shutil.copytree(rng.choice(whole), work)
+        shutil.copytree(rng.choice(seed_folders), work)
         spoil(work, rng, mark, secret)
         watching = True
         outcomes[outcome(work)] += 1
         watching = False
-    taken = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    used_megabytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     return {
         "outcomes": dict(outcomes),
         "strange": sorted(strange),
         "executed": mark.exists(),
-        "mebibytes": taken,
+        "mebibytes": used_megabytes,
     }
 
 

@@ -39,31 +39,31 @@ def test_training_states_give_deepspec_s_logits_and_confidences(name: str):
     tokens, counted = golden["in.tokens"], golden["out.counted"]
     # there an anchor is the token after the position to draft from
     at = golden["out.anchors"] - 1
-    kept = golden["out.kept"] & (at >= 0)
+    is_kept = golden["out.kept"] & (at >= 0)
     rows = torch.arange(len(at))[:, None].expand_as(at)
     marks = torch.zeros_like(tokens, dtype=torch.bool)
-    marks[rows[kept], at[kept]] = True
+    marks[rows[is_kept], at[is_kept]] = True
     checked = 0
     for level, state in enumerate(head.states(features(golden["in.aux"]), tokens, marks)):
-        known = kept & counted[:, :, level]
-        found = state[rows[known], at[known]]
-        close(head.logits(found, level), golden["out.logits"][:, :, level][known])
+        is_counted = is_kept & counted[:, :, level]
+        result = state[rows[is_counted], at[is_counted]]
+        close(head.logits(result, level), golden["out.logits"][:, :, level][is_counted])
         if "out.confidence" in golden:
-            sure = head.confidence_logits(found)
+            sure = head.confidence_logits(result)
             assert sure is not None
-            close(sure, golden["out.confidence"][:, :, level][known])
-        checked += int(known.sum())
+            close(sure, golden["out.confidence"][:, :, level][is_counted])
+        checked += int(is_counted.sum())
     assert checked > 20
 
 
 @pytest.mark.parametrize("name", DEEPSPEC)
 def test_the_block_mask_equals_deepspec_s(name: str):
     golden = expected(name)
-    anchors, kept, time = golden["out.anchors"], golden["out.kept"], golden["in.tokens"].shape[1]
+    anchors, is_kept, time = golden["out.anchors"], golden["out.kept"], golden["in.tokens"].shape[1]
     before = torch.arange(time) < anchors[..., None]
-    found = block_mask(before.repeat_interleave(4, dim=1), slots=4)
-    each = kept.repeat_interleave(4, dim=1)
-    assert torch.equal(found[each], golden["out.mask"][:, 0][each])
+    result = block_mask(before.repeat_interleave(4, dim=1), slots=4)
+    is_kept_slot = is_kept.repeat_interleave(4, dim=1)
+    assert torch.equal(result[is_kept_slot], golden["out.mask"][:, 0][is_kept_slot])
 
 
 @pytest.mark.usefixtures("in_float64")
@@ -74,22 +74,22 @@ def test_public_heads_draft_like_their_projects(name: str):
     memory = head.memory(2, capacity=32)
     ends = (0, FIRST, golden["in.aux"].shape[1])
     for step, (start, end) in enumerate(itertools.pairwise(ends)):
-        read = features(golden["in.aux"][:, start:end])
+        block_features = features(golden["in.aux"][:, start:end])
         root = golden["in.roots"][:, step : step + 1]
         following = root.expand(-1, end - start)
-        committed = Committed(read, following, torch.full((2,), end - start))
-        wanted = golden[f"out.draft_logits.{step}"]
-        said = golden.get(f"out.drafted.{step}", wanted.argmax(-1))
+        committed = Committed(block_features, following, torch.full((2,), end - start))
+        reference = golden[f"out.draft_logits.{step}"]
+        decoding = golden.get(f"out.drafted.{step}", reference.argmax(-1))
         logits, state = head.begin(committed, memory)
         for level in range(head.depth):
-            close(logits[:, 0], wanted[:, level])
-            assert torch.equal(logits.argmax(-1)[:, 0], said[:, level])
+            close(logits[:, 0], reference[:, level])
+            assert torch.equal(logits.argmax(-1)[:, 0], decoding[:, level])
             sure = head.confidence(state)
             if sure is not None:
                 logit = golden[f"out.draft_confidence.{step}"][:, level]
                 close(sure[:, 0], logit.sigmoid())
             if level + 1 < head.depth:
-                node = said[:, level : level + 1]
+                node = decoding[:, level : level + 1]
                 logits, state = head.extend(state, node, torch.zeros_like(node))
 
 
@@ -126,8 +126,10 @@ def test_a_chain_stops_at_low_dspark_confidence(sure: float):
     head.get_parameter("confidence_head.proj.weight").data.zero_()
     head.get_parameter("confidence_head.proj.bias").data.fill_(sure)
     prompts = tiny.prompts()
-    said = generate(base, head, prompts, max_new_tokens=12, tree=policies.chain(3, confidence=0.5))
-    assert said.tokens == [one[:12] for one in tiny.continuations()]
+    decoding = generate(
+        base, head, prompts, max_new_tokens=12, tree=policies.chain(3, confidence=0.5)
+    )
+    assert decoding.tokens == [text[:12] for text in tiny.continuations()]
     committed = Committed(
         base.read(torch.tensor([prompts[0]]), head.aux_layers),
         torch.tensor([[*prompts[0][1:], 5]]),
@@ -138,7 +140,7 @@ def test_a_chain_stops_at_low_dspark_confidence(sure: float):
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "own", "aux_layers"),
+    ("num_layers", "num_head_layers", "aux_layers"),
     [
         (36, 5, (2, 10, 18, 26, 34)),
         (32, 1, (17,)),
@@ -148,9 +150,9 @@ def test_a_chain_stops_at_low_dspark_confidence(sure: float):
     ],
 )
 def test_aux_layers_are_evenly_spaced_and_exclude_the_last(
-    num_layers: int, own: int, aux_layers: tuple[int, ...]
+    num_layers: int, num_head_layers: int, aux_layers: tuple[int, ...]
 ):
-    head = build_head({"kind": "dflash", "num_layers": own}, width=16, vocab_size=11)
+    head = build_head({"kind": "dflash", "num_layers": num_head_layers}, width=16, vocab_size=11)
     head.choose_aux_layers(num_layers)
     assert head.aux_layers == tuple(head.config.aux_layers) == aux_layers
     assert head.get_parameter("fc.weight").shape == (16, 16 * len(aux_layers))
@@ -159,9 +161,9 @@ def test_aux_layers_are_evenly_spaced_and_exclude_the_last(
 @pytest.mark.parametrize("architecture", ["DSparkDraftModel", "LingDSparkModel"])
 def test_deepspec_s_network_is_read_by_sglang_s_names(architecture: str, tmp_path: Path):
     folder = changed("dspark_deepspec", tmp_path, architectures=[architecture])
-    head, same = load_head(folder), load_head(GOLDEN / "dspark_deepspec")
+    head, original = load_head(folder), load_head(GOLDEN / "dspark_deepspec")
     assert isinstance(head, dspark.Head)
-    assert head.config == same.config
+    assert head.config == original.config
     assert head.config.sample_from_anchor
 
 

@@ -53,11 +53,11 @@ def golden() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("run", ["forced", "greedy"])
 def test_a_public_eagle3_drafts_its_project_s_chain(golden: dict[str, torch.Tensor], run: str):
-    head, said = bound(golden), golden["out.greedy.tokens"]
+    head, greedy_tokens = bound(golden), golden["out.greedy.tokens"]
     # the last drafted token is not read
-    after = golden["in.forced"] if run == "forced" else said[:, :-1]
+    after = golden["in.forced"] if run == "forced" else greedy_tokens[:, :-1]
     logits = chain(head, golden["in.aux"], torch.cat([golden["in.tokens"][:, 1:], after], dim=1))
-    assert run == "forced" or torch.equal(head.to_tokens(logits.argmax(-1)), said)
+    assert run == "forced" or torch.equal(head.to_tokens(logits.argmax(-1)), greedy_tokens)
     close(logits, golden[f"out.{run}.logits"], 1e-4)
 
 
@@ -88,18 +88,18 @@ def test_a_public_eagle3_reads_known_text_as_its_project_does(golden: dict[str, 
 def test_training_time_test_gives_speculators_logits():
     head = loaded(TTT)
     golden = load_file(TTT / "expected.safetensors")
-    wanted = golden["out.logits"]
-    assert head.depth == len(wanted) == 4
+    reference = golden["out.logits"]
+    assert head.depth == len(reference) == 4
     assert head.config.norm_before_residual
     # there tokens are shifted by one position, and the first is not read
     tokens = golden["in.input_ids"].roll(1, dims=1)
     for level, state in enumerate(head.states(features(golden["in.aux"]), tokens)):
-        logits = head.logits(state, level)[:, : wanted.shape[2]]
-        torch.testing.assert_close(logits, wanted[level], rtol=1e-4, atol=1e-4)
+        logits = head.logits(state, level)[:, : reference.shape[2]]
+        torch.testing.assert_close(logits, reference[level], rtol=1e-4, atol=1e-4)
 
 
 def test_stored_embedding_is_borrowed_if_equal_to_the_bases_and_kept_if_not(tmp_path: Path):
-    equal, other = loaded(TTT), loaded(TTT)
+    equal, changed_head = loaded(TTT), loaded(TTT)
     stored = equal.embedding
     assert stored is not None
     equal.bind(stored.double())
@@ -109,52 +109,52 @@ def test_stored_embedding_is_borrowed_if_equal_to_the_bases_and_kept_if_not(tmp_
     planned.bind(stored.to("meta"))
     assert planned.embedding is not None
     assert planned.embedding.is_meta
-    other.bind(stored + 1)
-    other.save_pretrained(tmp_path)
-    kept = loaded(tmp_path)
-    kept.bind(stored + 1)
+    changed_head.bind(stored + 1)
+    changed_head.save_pretrained(tmp_path)
+    own_head = loaded(tmp_path)
+    own_head.bind(stored + 1)
     tokens = torch.arange(len(stored))
-    assert torch.equal(kept.embed(tokens, stored), stored)
+    assert torch.equal(own_head.embed(tokens, stored), stored)
 
 
 @pytest.mark.parametrize("case", ["eagle3_layers", "eagle3_yarn", "eagle3_linear"])
 def test_each_option_trains_on_speculators_logits(case: str):
     """Three layers with llama 3's rotary embedding, both norms of EAGLE-3.1, yarn, and linear."""
     head, golden = loaded(GOLDEN / case).double(), expected(case)
-    tokens, wanted = golden["in.following"].roll(1, dims=1), golden["out.logits"]
+    tokens, reference = golden["in.following"].roll(1, dims=1), golden["out.logits"]
     for level, state in enumerate(head.states(features(golden["in.aux"]), tokens)):
         # the last positions read tokens beyond the end
-        known = wanted.shape[1] - level
-        ours = head.logits(state, level)[0, :known]
-        torch.testing.assert_close(ours, wanted[level, :known], rtol=0, atol=1e-9)
+        num_compared = reference.shape[1] - level
+        logits = head.logits(state, level)[0, :num_compared]
+        torch.testing.assert_close(logits, reference[level, :num_compared], rtol=0, atol=1e-9)
 
 
 def test_p_eagle_trains_on_speculators_logits_and_drafts_them():
     head = loaded(GOLDEN / "peagle").double()
     assert (head.config.parallel, head.config.mask_token, head.config.num_layers) == (True, 7, 2)
     golden = expected("peagle")
-    aux, following, wanted = (golden[name] for name in ("in.aux", "in.following", "out.logits"))
+    aux, following, reference = (golden[name] for name in ("in.aux", "in.following", "out.logits"))
     states = head.states(features(aux), following.roll(1, dims=1))
     trained = torch.stack([head.logits(state, k)[0] for k, state in enumerate(states)])
     anchors, depths = golden["out.anchors"], golden["out.depths"]
     assert sorted(set(depths.tolist())) == [0, 1, 2, 3]
-    torch.testing.assert_close(trained[depths, anchors], wanted, rtol=0, atol=1e-9)
+    torch.testing.assert_close(trained[depths, anchors], reference, rtol=0, atol=1e-9)
     for anchor in range(3, 8):
         # for any value of the tokens in between
         along = torch.cat([following[:, : anchor + 1], torch.tensor([[4, 40, 2]])], dim=1)
         drafted = chain(head, aux[:, : anchor + 1], along)[0]
         chosen = [int(((anchors == anchor) & (depths == k)).nonzero()) for k in range(4)]
-        torch.testing.assert_close(drafted, wanted[chosen], rtol=0, atol=1e-9)
+        torch.testing.assert_close(drafted, reference[chosen], rtol=0, atol=1e-9)
 
 
 def test_a_scaled_rotary_embedding_drafts_its_project_s_chain():
     head = loaded(GOLDEN / "eagle3_chain_linear").double()
     golden = expected("eagle3_chain_linear")
     assert head.config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
-    wanted = golden["out.logits"]
-    along = golden["in.following"][:, : golden["in.aux"].shape[1] + wanted.shape[1] - 1]
+    reference = golden["out.logits"]
+    along = golden["in.following"][:, : golden["in.aux"].shape[1] + reference.shape[1] - 1]
     drafted = chain(head, golden["in.aux"], along)
-    torch.testing.assert_close(drafted, wanted, rtol=0, atol=1e-9)
+    torch.testing.assert_close(drafted, reference, rtol=0, atol=1e-9)
 
 
 def test_rope_theta_beside_the_parameters_of_the_embedding_counts_for_less():

@@ -27,9 +27,9 @@ def refusal(folder: Path) -> str:
 @pytest.mark.parametrize("case", CASES)
 def test_unknown_settings_are_refused_together_by_name(case: str, tmp_path: Path):
     planted = {"planted_setting": 3, "attention_planted": "x", "planted_off": None}
-    said = refusal(changed(case, tmp_path, **planted))
-    assert "planted_setting=3, attention_planted='x';" in said
-    assert "planted_off" not in said
+    message = refusal(changed(case, tmp_path, **planted))
+    assert "planted_setting=3, attention_planted='x';" in message
+    assert "planted_off" not in message
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -44,7 +44,7 @@ MIXED = WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
 
 
 @pytest.mark.parametrize(
-    ("case", "part", "setting", "neutral"),
+    ("case", "section", "setting", "neutral"),
     [
         ("medusa_heads", "", {"logit_scale": 0.5}, {"logit_scale": 1.0}),
         ("medusa_heads", "", {"medusa_fc_bias": False}, {"medusa_fc_bias": True}),
@@ -83,12 +83,12 @@ MIXED = WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
     ],
 )
 def test_a_setting_that_changes_drafts_is_refused_and_its_neutral_value_passes(
-    case: str, part: str, setting: dict, neutral: dict, tmp_path: Path
+    case: str, section: str, setting: dict, neutral: dict, tmp_path: Path
 ):
-    said = refusal(changed(case, tmp_path / "1", part, **setting))
+    message = refusal(changed(case, tmp_path / "1", section, **setting))
     inner = setting.get("rope_scaling", setting)
-    assert all(f"{name}=" in said or repr(value) in said for name, value in inner.items())
-    load_head(changed(case, tmp_path / "2", part, **neutral))
+    assert all(f"{name}=" in message or repr(value) in message for name, value in inner.items())
+    load_head(changed(case, tmp_path / "2", section, **neutral))
 
 
 QWEN = {

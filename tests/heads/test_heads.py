@@ -71,7 +71,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 }
 """Settings that make another network of a kind; every kind is checked as it comes, too."""
 
-CASES = [{"kind": kind, **own} for kind in KINDS for own in [{}, *VARIANTS.get(kind, [])]]
+CASES = [{"kind": kind, **variant} for kind in KINDS for variant in [{}, *VARIANTS.get(kind, [])]]
 TIME = 14
 
 
@@ -123,12 +123,12 @@ def test_every_parameter_gets_a_gradient(settings: dict, base: FrozenBase):
     logits = offline_logits(head, features, tokens)
     assert len(logits) == head.depth
     loss = sum(
-        F.cross_entropy(one.flatten(0, 1), tokens[:, 2 + level :].flatten())
-        for level, one in enumerate(logits)
+        F.cross_entropy(value.flatten(0, 1), tokens[:, 2 + level :].flatten())
+        for level, value in enumerate(logits)
     )
     assert isinstance(loss, torch.Tensor)
-    said = [head.confidence_logits(state) for state in head.states(features, tokens)]
-    sum((one.sum() for one in said if one is not None), loss).backward()
+    text = [head.confidence_logits(state) for state in head.states(features, tokens)]
+    sum((value.sum() for value in text if value is not None), loss).backward()
     idle = [
         name
         for name, value in head.named_parameters()
@@ -145,10 +145,10 @@ def test_states_at_anchors_equal_states_without_anchors(settings: dict, base: Fr
     # ragged: as random anchors are
     assert len(set(anchors.sum(1).tolist())) > 1
     everywhere = list(head.states(features, tokens))
-    asked = list(head.states(features, tokens, anchors))
-    assert len(asked) == len(everywhere) == head.depth
-    for some, all_of_them in zip(asked, everywhere, strict=True):
-        torch.testing.assert_close(some[anchors], all_of_them[anchors], rtol=0, atol=1e-12)
+    selected_states = list(head.states(features, tokens, anchors))
+    assert len(selected_states) == len(everywhere) == head.depth
+    for selected, all_of_them in zip(selected_states, everywhere, strict=True):
+        torch.testing.assert_close(selected[anchors], all_of_them[anchors], rtol=0, atol=1e-12)
 
 
 @each_case
@@ -164,7 +164,7 @@ def test_16_bit_features_and_float32_weights_give_no_warning(settings: dict):
             logits = offline_logits(head, features, tokens)
     finally:
         torch.set_warn_always(False)
-    assert all(one.isfinite().all() for one in logits)
+    assert all(value.isfinite().all() for value in logits)
 
 
 @each_case
@@ -175,17 +175,17 @@ def test_ragged_rows_read_in_pieces_draft_as_trained(settings: dict, base: Froze
     memory, ends = head.memory(2, 32), torch.zeros(2, dtype=torch.long)
     for counts in (torch.tensor([2, 5]), torch.tensor([4, 1])):
         steps = torch.arange(int(counts.max()))
-        places = ends[:, None] + steps
+        positions = ends[:, None] + steps
         # the padding of a row must not be visible
-        padding, piece = (steps >= counts[:, None])[..., None], features.gather(places)
+        padding, piece = (steps >= counts[:, None])[..., None], features.gather(positions)
         aux = None if piece.aux is None else piece.aux.masked_fill(padding, 9.0)
         piece = Features(piece.hidden.masked_fill(padding, 9.0), aux)
-        committed = Committed(piece, tokens.gather(1, places + 1), counts)
+        committed = Committed(piece, tokens.gather(1, positions + 1), counts)
         logits, state = head.begin(committed, memory)
         ends = ends + counts
     for level, trained in enumerate(offline_logits(head, features, tokens)):
-        wanted = trained[torch.arange(2), ends - 1]
-        torch.testing.assert_close(logits[:, 0], wanted, rtol=0, atol=1e-12)
+        reference = trained[torch.arange(2), ends - 1]
+        torch.testing.assert_close(logits[:, 0], reference, rtol=0, atol=1e-12)
         node = tokens.gather(1, ends[:, None] + 1 + level)
         if level + 1 < head.depth:
             logits, state = head.extend(state, node, torch.zeros_like(node))
@@ -204,13 +204,13 @@ def test_siblings_are_drafted_from_their_own_parent(settings: dict, base: Frozen
     below = torch.tensor([[5, 6], [7, 8]])
     parents = torch.tensor([[2, 0], [1, 2]])
     together, _ = head.extend(state, below, parents)
-    for place in range(2):
+    for index in range(2):
         _, alone = head.begin(committed, head.memory(2, 64))
-        above = nodes.gather(1, parents[:, place : place + 1])
+        above = nodes.gather(1, parents[:, index : index + 1])
         _, alone = head.extend(alone, above, torch.zeros_like(above))
-        one = below[:, place : place + 1]
-        logits, _ = head.extend(alone, one, torch.zeros_like(one))
-        torch.testing.assert_close(together[:, place], logits[:, 0], rtol=0, atol=1e-12)
+        value = below[:, index : index + 1]
+        logits, _ = head.extend(alone, value, torch.zeros_like(value))
+        torch.testing.assert_close(together[:, index], logits[:, 0], rtol=0, atol=1e-12)
 
 
 @each_case
@@ -220,11 +220,11 @@ def test_no_depth_reads_later_tokens(settings: dict, base: FrozenBase):
     features, tokens = read(base, head.aux_layers)
     before = offline_logits(head, features, tokens)
     for changed in range(2, TIME):
-        other = tokens.clone()
-        other[:, changed] = (other[:, changed] + 1) % base.vocab_size
+        changed_tokens = tokens.clone()
+        changed_tokens[:, changed] = (changed_tokens[:, changed] + 1) % base.vocab_size
         later = (torch.arange(TIME) >= changed)[:, None].double()
         aux = None if features.aux is None else features.aux + later
-        after = offline_logits(head, Features(features.hidden + later, aux), other)
+        after = offline_logits(head, Features(features.hidden + later, aux), changed_tokens)
         for level, (old, new) in enumerate(zip(before, after, strict=True)):
             free = max(changed - 1 - level, 0)
             torch.testing.assert_close(old[:, :free], new[:, :free], rtol=0, atol=0)
@@ -237,17 +237,19 @@ POLICIES = {
 }
 # every network with one tree, and each kind as it comes with the others
 DECODED = [(case, "static") for case in CASES]
-DECODED += [({"kind": kind}, other) for kind in KINDS for other in ("chain", "best_first")]
+DECODED += [({"kind": kind}, policy) for kind in KINDS for policy in ("chain", "best_first")]
 
 
 @pytest.mark.parametrize(
-    ("settings", "policy"), DECODED, ids=lambda one: one if isinstance(one, str) else told(one)
+    ("settings", "policy"),
+    DECODED,
+    ids=lambda choice: choice if isinstance(choice, str) else told(choice),
 )
 def test_tree_decoding_reproduces_greedy(settings: dict, policy: str, base: FrozenBase):
     head = make(settings, base)
     prompts = tiny.prompts()
-    ours = generate(base, head, prompts, max_new_tokens=14, tree=POLICIES[policy])
-    assert ours.tokens == [said[:14] for said in tiny.continuations()]
+    result = generate(base, head, prompts, max_new_tokens=14, tree=POLICIES[policy])
+    assert result.tokens == [text[:14] for text in tiny.continuations()]
 
 
 @each_case
@@ -273,8 +275,8 @@ def test_borrowed_tensors_are_buffers_that_move_with_the_head(settings: dict, ba
     "settings",
     [
         {"kind": "hydra_heads", "prefix": False},
-        *({"kind": "medusa", "projection": one} for one in ("own", "shared", "low_rank")),
-        *({"kind": "redrafter", "exit_dim": one} for one in (0, 32, 40)),
+        *({"kind": "medusa", "projection": choice} for choice in ("own", "shared", "low_rank")),
+        *({"kind": "redrafter", "exit_dim": choice} for choice in (0, 32, 40)),
     ],
     ids=told,
 )
@@ -283,10 +285,10 @@ def test_an_untrained_head_gives_the_logits_of_the_base(settings: dict, architec
     base = tiny.base(architecture)
     head = build_for_base(settings, base).double()
     features, tokens = read(base)
-    own = base.projection(features.hidden)
+    base_logits = base.projection(features.hidden)
     for level, logits in enumerate(offline_logits(head, features, tokens)):
         # the head starts from float32 copies of the base's tensors
-        torch.testing.assert_close(logits, own[:, : TIME - 2 - level], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits, base_logits[:, : TIME - 2 - level], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("projection", ["shared", "low_rank"])
@@ -294,9 +296,9 @@ def test_an_untrained_head_has_the_bias_of_the_projection_it_borrows(projection:
     base = tiny.biased()
     head = build_for_base({"kind": "medusa", "projection": projection}, base).double()
     features, tokens = read(base)
-    own = base.logits_of(features.hidden)
+    base_logits = base.logits_of(features.hidden)
     for level, logits in enumerate(offline_logits(head, features, tokens)):
-        torch.testing.assert_close(logits, own[:, : TIME - 2 - level], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits, base_logits[:, : TIME - 2 - level], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +309,7 @@ def test_an_untrained_head_has_the_bias_of_the_projection_it_borrows(projection:
             for kind in ("dflash", "dspark")
             for size in (0, 20)
         ),
-        *({"kind": "medusa", "projection": one} for one in ("shared", "low_rank")),
+        *({"kind": "medusa", "projection": choice} for choice in ("shared", "low_rank")),
         {"kind": "mtp"},
     ],
     ids=told,
@@ -338,7 +340,7 @@ def test_a_head_with_aux_layers_starts_as_the_head_without_them(kind: str, base:
     missing = head.load_state_dict(plain.state_dict(), strict=False)
     assert missing == (["fc.weight"], [])
     features, tokens = read(base, head.aux_layers)
-    pairs = zip(*(offline_logits(one, features, tokens) for one in (plain, head)), strict=True)
+    pairs = zip(*(offline_logits(value, features, tokens) for value in (plain, head)), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
     # a trained one reads each stream divided by its RMS
     nn.init.eye_(head.fc.weight.data[:, base.width :])
@@ -360,8 +362,8 @@ def test_init_from_base_starts_as_the_last_layer_of_the_base(kind: str, base: Fr
     features, tokens = read(base, head.aux_layers)
     # the stream before the last layer gives the base's own next tokens, whatever the token read
     for level, logits in enumerate(offline_logits(head, features, tokens)[:1]):
-        own = base.projection(features.hidden)[:, : TIME - 2 - level]
-        assert torch.equal(logits.argmax(-1), own.argmax(-1))
+        base_logits = base.projection(features.hidden)[:, : TIME - 2 - level]
+        assert torch.equal(logits.argmax(-1), base_logits.argmax(-1))
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["eagle3", "peagle"])
@@ -456,11 +458,11 @@ def test_a_saved_head_is_loaded_unchanged(settings: dict, base: FrozenBase, tmp_
     for name, value in head.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
     features, tokens = read(tiny.base("llama", dtype=torch.float32), head.aux_layers)
-    for ours, theirs in zip(
+    for result, reference in zip(
         offline_logits(head, features, tokens), offline_logits(again, features, tokens), strict=True
     ):
         # a loaded head has another memory layout, so sums may round differently
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(result, reference)
 
 
 def _mlp(folder: Path) -> Path:
@@ -542,10 +544,10 @@ def test_a_reduced_vocabulary_drafts_its_own_tokens_and_stays_lossless(
     assert set(head.draft_ids.tolist()) == allowed
     assert head.projection(0)[0].shape[0] == 20
     prompts = tiny.prompts()
-    alone = [said[:6] for said in tiny.continuations()]
-    some = policies.BestFirst(6, 2), policies.Beam(3, 2), policies.Static([(0,), (1,), (0, 0)])
+    alone = [text[:6] for text in tiny.continuations()]
+    selected = policies.BestFirst(6, 2), policies.Beam(3, 2), policies.Static([(0,), (1,), (0, 0)])
     # all of them with each kind as it comes
-    for policy in some if len(settings) == 2 else some[:1]:
+    for policy in selected if len(settings) == 2 else selected[:1]:
         assert generate(base, head, prompts, max_new_tokens=6, tree=policy).tokens == alone
         features, tokens = read(base, head.aux_layers)
         count = torch.full((2,), TIME - 1)
@@ -559,7 +561,7 @@ def test_a_copy_shares_borrowed_tensors_and_no_parameters(base: FrozenBase):
     copy = copy_head(head)
     assert dict(copy.named_buffers()) == dict(head.named_buffers())
     pairs = zip(copy.parameters(), head.parameters(), strict=True)
-    assert not [1 for ours, theirs in pairs if ours.data_ptr() == theirs.data_ptr()]
+    assert not [1 for result, reference in pairs if result.data_ptr() == reference.data_ptr()]
 
 
 @each_reduced

@@ -48,9 +48,9 @@ def check_memory(drafter: Drafter) -> None:
         index = torch.tensor(rows)
         starts = 0 * LENGTHS[index] if fresh else LENGTHS[index]
         counts = LENGTHS[index] if fresh else 1 + index % 3
-        places = starts[:, None] + torch.arange(int(counts.max()))
-        following = tokens[index].gather(1, places + 1)
-        return Committed(features.select_rows(index).gather(places), following, counts)
+        positions = starts[:, None] + torch.arange(int(counts.max()))
+        following = tokens[index].gather(1, positions + 1)
+        return Committed(features.select_rows(index).gather(positions), following, counts)
 
     def draft(rows: list[int], memory: Any, *, fresh: bool) -> Tensor:
         return drafted(drafter, committed(rows, fresh=fresh), memory)
@@ -67,10 +67,10 @@ def check_memory(drafter: Drafter) -> None:
     memory = remember([0, 1, 2]).keep(torch.tensor([2, 0])).join(remember([3]))
     rows = [3, 2, 0]
     together = draft(rows, memory.keep(torch.tensor([2, 0, 1])), fresh=False)
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         # a step without a draft stores the same
         alone = draft([row], remember([row], drafts=False), fresh=False)
-        torch.testing.assert_close(together[place], alone[0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(together[index], alone[0], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("settings", CASES, ids=told)
@@ -83,19 +83,19 @@ def test_rows_of_a_head_are_kept_removed_and_joined(settings: dict):
 @pytest.mark.parametrize("settings", CASES, ids=told)
 def test_scattered_rows_of_a_head_draft_like_separate_rows(settings: dict):
     head = make(settings, tiny.base())
-    own, cache = head.memory(2, 32), head.memory(1, 64)
-    if own is None or cache is None:
+    separate_cache, cache = head.memory(2, 32), head.memory(1, 64)
+    if separate_cache is None or cache is None:
         return
     tokens = torch.randint(tiny.VOCAB, (2, 13), generator=torch.manual_seed(3))
     features = tiny.base().read(tokens, head.aux_layers)
-    places = torch.randperm(64, generator=torch.manual_seed(4)).view(2, 32)
+    slots = torch.randperm(64, generator=torch.manual_seed(4)).view(2, 32)
     lengths = torch.zeros(2, dtype=torch.long)
     for counts in (torch.tensor([5, 2]), torch.tensor([1, 4])):
         at = lengths[:, None] + torch.arange(int(counts.max()))
         committed = Committed(features.gather(at), tokens.gather(1, at + 1), counts)
-        wanted = drafted(head, committed, own)
-        found = drafted(head, committed, cache.scatter(places, lengths))
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        reference = drafted(head, committed, separate_cache)
+        result = drafted(head, committed, cache.scatter(slots, lengths))
+        torch.testing.assert_close(result, reference, rtol=0, atol=1e-12)
         lengths = lengths + counts
 
 
@@ -105,9 +105,12 @@ def test_rows_of_a_baseline_are_kept_removed_and_joined(name: str):
 
 
 WRONG = {
-    "join": lambda own, _: own,
-    "keep": lambda own, rows: HeadCache(
-        own.kv_cache[: len(rows)], own.lengths[: len(rows)], own.extent, own.dropped[: len(rows)]
+    "join": lambda cache, _: cache,
+    "keep": lambda cache, rows: HeadCache(
+        cache.kv_cache[: len(rows)],
+        cache.lengths[: len(rows)],
+        cache.extent,
+        cache.dropped[: len(rows)],
     ),
 }
 """Memories that pass for one, and whose rows silently stay what they were."""

@@ -54,14 +54,14 @@ def test_a_public_module_drafts_like_its_project_s_layer(name: str):
     hidden, tokens = golden["in.hidden"], golden["in.tokens"]
     memory = head.memory(2, capacity=32)
     for step, (start, end) in enumerate(itertools.pairwise((0, FIRST, hidden.shape[1]))):
-        read, following = Features(hidden[:, start:end]), tokens[:, start + 1 : end + 1]
+        new_features, following = Features(hidden[:, start:end]), tokens[:, start + 1 : end + 1]
         count = torch.full((2,), end - start)
-        logits, state = head.begin(Committed(read, following, count), memory)
-        said = golden[f"out.drafted.{step}"]
-        for level, wanted in enumerate(golden[f"out.draft_logits.{step}"].unbind(1)):
-            close(logits[:, 0], wanted)
-            assert torch.equal(logits.argmax(-1)[:, 0], said[:, level])
-            node = said[:, level : level + 1]
+        logits, state = head.begin(Committed(new_features, following, count), memory)
+        decoding = golden[f"out.drafted.{step}"]
+        for level, reference in enumerate(golden[f"out.draft_logits.{step}"].unbind(1)):
+            close(logits[:, 0], reference)
+            assert torch.equal(logits.argmax(-1)[:, 0], decoding[:, level])
+            node = decoding[:, level : level + 1]
             logits, state = head.extend(state, node, torch.zeros_like(node))
     assert golden["out.drafted.0"].shape[1] == head.depth == 3
 
@@ -70,45 +70,47 @@ def test_a_public_module_drafts_like_its_project_s_layer(name: str):
 def test_the_first_training_round_equals_speculators():
     head, golden = case("mtp_speculators")
     state = next(head.states(Features(golden["in.hidden"]), golden["in.tokens"][:, :-1]))
-    known = golden["out.logits"]
-    assert known.shape[1] == 9
-    close(head.logits(state, 0)[:, : known.shape[1]], known)
+    reference = golden["out.logits"]
+    assert reference.shape[1] == 9
+    close(head.logits(state, 0)[:, : reference.shape[1]], reference)
 
 
 def test_decay_equals_fastmtp_s_level_weights_up_to_scale():
-    wanted = expected("mtp_speculators")["out.step_weights"]
-    ours = torch.tensor(weights_of_depths(3, 0.6, ()), dtype=wanted.dtype)
-    close(ours / ours.sum(), wanted)
+    reference = expected("mtp_speculators")["out.step_weights"]
+    result = torch.tensor(weights_of_depths(3, 0.6, ()), dtype=reference.dtype)
+    close(result / result.sum(), reference)
 
 
 def edited(
     name: str,
     folder: Path,
     rename: Callable[[str], str] = str,
-    more: dict[str, Tensor] | None = None,
+    extra_tensors: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Copy a checkpoint with other names and more tensors; return its tensors."""
     shutil.copytree(GOLDEN / name, folder, dirs_exist_ok=True)
-    whole = load_file(folder / "model.safetensors")
-    whole = {rename(key): value for key, value in whole.items()} | (more or {})
-    save_file(whole, folder / "model.safetensors")
-    return whole
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {rename(key): value for key, value in tensors.items()} | (extra_tensors or {})
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
 
 
 def test_a_module_with_qwen3_next_s_names_is_read(tmp_path: Path):
     def rename(name: str) -> str:
-        own = name.removeprefix("mtp_layers.0.")
-        part = own.removesuffix(".weight")
-        return f"mtp.{QWEN3_NEXT[part]}.weight" if part in QWEN3_NEXT else f"mtp.layers.0.{own}"
+        suffix = name.removeprefix("mtp_layers.0.")
+        module = suffix.removesuffix(".weight")
+        return (
+            f"mtp.{QWEN3_NEXT[module]}.weight" if module in QWEN3_NEXT else f"mtp.layers.0.{suffix}"
+        )
 
     assert "mtp.layers.0.mlp.up_proj.weight" in edited("mtp_speculators", tmp_path, rename)
     config = json.loads((GOLDEN / "mtp_speculators" / "config.json").read_text())
     inner = config["transformer_layer_config"]
     (tmp_path / "config.json").write_text(json.dumps({"text_config": inner}))
-    ours, theirs = loaded(tmp_path), loaded(GOLDEN / "mtp_speculators")
-    assert ours.config == theirs.config
-    for name, value in theirs.state_dict().items():
-        assert torch.equal(value, ours.state_dict()[name]), name
+    result, reference = loaded(tmp_path), loaded(GOLDEN / "mtp_speculators")
+    assert result.config == reference.config
+    for name, value in reference.state_dict().items():
+        assert torch.equal(value, result.state_dict()[name]), name
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_a_module_with_qwen3_next_s_names_is_read(tmp_path: Path):
     ],
 )
 def test_unsupported_modules_are_refused_in_one_line(tensor: str, message: str, tmp_path: Path):
-    edited("mtp_deepseek", tmp_path, more={tensor: torch.zeros(64, 32)})
+    edited("mtp_deepseek", tmp_path, extra_tensors={tensor: torch.zeros(64, 32)})
     with pytest.raises(ValueError, match=message):
         load_head(tmp_path)
 
@@ -154,12 +156,12 @@ def test_a_base_and_its_mtp_head_load_from_one_folder(tmp_path: Path):
     folder = tiny.saved(tmp_path)
     base = FrozenBase.load(folder, dtype="float64", device="cpu")
     shape = {"attention_heads": 4, "key_value_heads": 2, "head_dim": 8, "inner_dim": 48}
-    own = make({"kind": "mtp", "hidden_first": True, **shape}, base).float()
-    module = tiny.module(own, "model.mtp_layers.0.", column=1)
+    suffix = make({"kind": "mtp", "hidden_first": True, **shape}, base).float()
+    module = tiny.module(suffix, "model.mtp_layers.0.", column=1)
     save_file(load_file(folder / "model.safetensors") | module, folder / "model.safetensors")
     again = FrozenBase.load(folder, dtype="float64", device="cpu")
     head = resume_head(folder, again, "mtp")
-    for name, value in own.state_dict().items():
+    for name, value in suffix.state_dict().items():
         assert torch.equal(value, head.state_dict()[name]), name
-    said = generate(again, head.double().eval(), tiny.prompts(), max_new_tokens=12)
-    assert said.tokens == generate(base, None, tiny.prompts(), max_new_tokens=12).tokens
+    decoding = generate(again, head.double().eval(), tiny.prompts(), max_new_tokens=12)
+    assert decoding.tokens == generate(base, None, tiny.prompts(), max_new_tokens=12).tokens

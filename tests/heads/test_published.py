@@ -29,8 +29,8 @@ def test_a_public_medusa_gives_its_project_s_logits(dtype: torch.dtype, toleranc
     tokens = torch.zeros(hidden.shape[:2], dtype=torch.long)
     states = head.states(Features(hidden), tokens)
     for level, state in enumerate(states):
-        wanted = golden["out64.logits"][level].to(dtype)
-        close(head.logits(state, level), wanted, tolerance)
+        reference = golden["out64.logits"][level].to(dtype)
+        close(head.logits(state, level), reference, tolerance)
 
 
 HYDRA = ["hydra_mlp", "hydra_prefix_mlp"]
@@ -70,9 +70,9 @@ def test_a_public_hydra_gives_its_project_s_logits(
     states = list(head.states(Features(golden["in.hidden"].to(dtype)), golden["in.tokens"]))
     assert len(states) == len(golden["out64.logits"])
     for level, state in enumerate(states):
-        ours = head.logits(state[:, :time], level)
-        theirs = golden["out64.logits"][level].to(dtype)
-        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+        result = head.logits(state[:, :time], level)
+        reference = golden["out64.logits"][level].to(dtype)
+        torch.testing.assert_close(result, reference, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("case", HYDRA)
@@ -88,23 +88,25 @@ def test_a_public_hydra_drafts_its_project_s_tree(case: str, dtype: torch.dtype)
     memory = head.memory(1, capacity=time)
     with torch.inference_mode():
         tree = policy.grow(head, Committed(Features(hidden), following, count), memory)
-    ours = set()
+    result = set()
     for leaf in sorted(set(range(policy.num_nodes)) - set(tree.parents[0].tolist())):
         path = tree.ancestors()[0, leaf].nonzero()[:, 0]
-        ours.add(tuple(tree.tokens[0, path].tolist()))
-    paths, places = golden["out.proposal.paths"], golden["out.tree.retrieve_indices"]
-    theirs = {tuple(path[known].tolist()) for path, known in zip(paths, places >= 0, strict=True)}
+        result.add(tuple(tree.tokens[0, path].tolist()))
+    paths, positions = golden["out.proposal.paths"], golden["out.tree.retrieve_indices"]
+    reference = {
+        tuple(path[is_node].tolist()) for path, is_node in zip(paths, positions >= 0, strict=True)
+    }
     assert torch.equal(tree.tokens[0], golden["out.proposal.tokens"])
-    assert ours == theirs
+    assert result == reference
     buffers = load_file(GOLDEN / case / "buffers.safetensors")
     assert torch.equal(tree.ancestors()[0], buffers["out.tree.attn_mask"].bool())
     assert torch.equal(tree.depths()[0], buffers["out.tree.position_offsets"])
 
 
 def test_hydra_s_own_pickled_file_is_read(tmp_path: Path):
-    ours = load_head(as_published("hydra_mlp", tmp_path)).state_dict()
+    result = load_head(as_published("hydra_mlp", tmp_path)).state_dict()
     for name, value in load_head(GOLDEN / "hydra_mlp").state_dict().items():
-        assert torch.equal(value, ours[name]), name
+        assert torch.equal(value, result[name]), name
 
 
 @pytest.mark.parametrize(
@@ -176,13 +178,13 @@ def test_log_probabilities_of_the_best_fifty_equal_the_project_s(case: str):
     """The project gives all other tokens -50000, which is not a log probability."""
     head, golden = load(case, torch.float32)
     states = head.states(Features(golden["in.hidden"]), golden["in.tokens"])
-    for level, (state, theirs) in enumerate(zip(states, golden["out.log_probs"], strict=False)):
-        logits = head.logits(state[:, : theirs.shape[1]], level)
+    for level, (state, reference) in enumerate(zip(states, golden["out.log_probs"], strict=False)):
+        logits = head.logits(state[:, : reference.shape[1]], level)
         best, guesses = logits.topk(50, dim=-1)
-        law = torch.full_like(theirs, -50000.0).scatter(-1, guesses, best.log_softmax(-1))
-        kept = theirs > -1000
-        assert torch.equal(law > -1000, kept)
-        torch.testing.assert_close(law[kept], theirs[kept], rtol=1e-4, atol=1e-4)
+        law = torch.full_like(reference, -50000.0).scatter(-1, guesses, best.log_softmax(-1))
+        is_kept = reference > -1000
+        assert torch.equal(law > -1000, is_kept)
+        torch.testing.assert_close(law[is_kept], reference[is_kept], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", REDRAFTER)
@@ -211,45 +213,47 @@ def test_drafting_along_the_project_s_beams_gives_their_scores(
     beams = golden[f"out.beams.{search}"]
     logits, state = head.begin(*root(golden, dtype))
     score = torch.zeros(beams.shape[:2], dtype=dtype)
-    for place in range(1, beams.shape[2]):
+    for index in range(1, beams.shape[2]):
         best, guesses = logits.topk(50, dim=-1)
         law = best.log_softmax(-1).expand(-1, beams.shape[1], -1)
-        hit = guesses == beams[:, :, place : place + 1]
+        hit = guesses == beams[:, :, index : index + 1]
         assert hit.any(-1).all()
         score += (law * hit).sum(-1)
-        parents = torch.arange(beams.shape[1]).expand(2, -1) * int(place > 1)
-        logits, state = head.extend(state, beams[:, :, place], parents)
-    wanted = golden[f"out64.beam_scores.{search}"].to(dtype)
-    torch.testing.assert_close(score, wanted, rtol=rtol, atol=atol)
+        parents = torch.arange(beams.shape[1]).expand(2, -1) * int(index > 1)
+        logits, state = head.extend(state, beams[:, :, index], parents)
+    reference = golden[f"out64.beam_scores.{search}"].to(dtype)
+    torch.testing.assert_close(score, reference, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(
-    ("case", "part", "given"),
+    ("case", "output", "packing"),
     [("redrafter_pack", "expected", "in.beams")]
     + [(case, "packed", "out.beams") for case in REDRAFTER],
 )
-def test_beams_share_prefixes_as_the_project_packs_them(case: str, part: str, given: str):
-    packed = load_file(GOLDEN / case / f"{part}.safetensors")
+def test_beams_share_prefixes_as_the_project_packs_them(case: str, output: str, packing: str):
+    packed = load_file(GOLDEN / case / f"{output}.safetensors")
     beams_of = expected(case)
     for search in range(len([name for name in packed if name.startswith("out.packed")])):
-        beams = beams_of[f"{given}.{search}"]
+        beams = beams_of[f"{packing}.{search}"]
         tree = from_paths(beams)
         assert tree.tokens.shape == packed[f"out.packed.{search}"].shape
         unpacker = packed[f"out.unpacker.{search}"]
         reach, depths = tree.ancestors(), tree.depths()
-        for row, places in enumerate(unpacker):
+        for row, positions in enumerate(unpacker):
             # the nodes after a row's own prefixes are padding, there and here
-            own = int(places.max()) + 1
-            assert torch.equal(tree.tokens[row, :own], packed[f"out.packed.{search}"][row, :own])
-            offsets = packed[f"out.position_offsets.{search}"][row, :own]
-            assert torch.equal(depths[row, :own], offsets)
-            assert torch.equal(tree.tokens[row][places], beams[row])
-            for beam in places:
+            num_nodes = int(positions.max()) + 1
+            assert torch.equal(
+                tree.tokens[row, :num_nodes], packed[f"out.packed.{search}"][row, :num_nodes]
+            )
+            offsets = packed[f"out.position_offsets.{search}"][row, :num_nodes]
+            assert torch.equal(depths[row, :num_nodes], offsets)
+            assert torch.equal(tree.tokens[row][positions], beams[row])
+            for beam in positions:
                 assert torch.equal(reach[row, beam[-1]].nonzero()[:, 0], beam.sort().values)
             mask = packed.get(f"out.causal_mask.{search}")
             if mask is not None:
-                seen = mask[row, :own, -tree.tokens.shape[1] :][:, :own].bool()
-                assert torch.equal(reach[row, :own, :own], seen)
+                visible = mask[row, :num_nodes, -tree.tokens.shape[1] :][:, :num_nodes].bool()
+                assert torch.equal(reach[row, :num_nodes, :num_nodes], visible)
 
 
 GATES = ("forget", "input", "output", "cell")
@@ -284,8 +288,8 @@ def test_a_public_mlp_speculator_gives_its_project_s_logits(
     tokens = F.pad(golden["in.inds"], (1, 0))
     hidden = F.pad(golden["in.hidden"], (0, 0, 0, tokens.shape[1] - time)).to(dtype)
     for level, logits in enumerate(offline_logits(head, Features(hidden), tokens)):
-        wanted = golden["out64.logits"][level].to(dtype)
-        close(logits[:, :time], wanted, tolerance)
+        reference = golden["out64.logits"][level].to(dtype)
+        close(logits[:, :time], reference, tolerance)
 
 
 def test_tied_copies_that_differ_are_refused(tmp_path: Path):
@@ -325,9 +329,9 @@ def arctic_logits(tensors: dict[str, Tensor], hidden: Tensor, tokens: list[int])
     weight = math.sqrt((1 - keep**2) * 8 / 2) / keep
     state = hidden * torch.rsqrt(hidden.pow(2).mean() + 1e-6) / math.sqrt(2)
     cell, out = torch.zeros(8, dtype=hidden.dtype), []
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         mixed = {
-            gate: tensors[f"{gate}_proj.{min(place, 1)}.weight"] @ state
+            gate: tensors[f"{gate}_proj.{min(index, 1)}.weight"] @ state
             + weight * tensors[f"{gate}_emb.0.weight"][token]
             for gate in GATES
         }
@@ -348,18 +352,18 @@ def write(folder: Path, config: dict, tensors: dict[str, Tensor]) -> Path:
 @pytest.mark.parametrize("prefix", ["", "speculator."])
 def test_a_public_arctic_lstm_speculator_follows_its_project_s_formula(prefix: str, tmp_path: Path):
     tensors = arctic_tensors()
-    named = {prefix + name: value for name, value in tensors.items()}
-    head = load_head(write(tmp_path, ARCTIC, named)).double()
+    prefixed = {prefix + name: value for name, value in tensors.items()}
+    head = load_head(write(tmp_path, ARCTIC, prefixed)).double()
     assert (head.width, head.vocab_size, head.depth) == (12, 19, 3)
     hidden = torch.randn(1, 9, 12, generator=torch.manual_seed(5)).double()
     tokens = torch.randint(19, (1, 9), generator=torch.manual_seed(6))
-    ours = offline_logits(head, Features(hidden), tokens)
+    result = offline_logits(head, Features(hidden), tokens)
     exact = {name: value.double() for name, value in tensors.items()}
-    for place in range(5):
-        read = tokens[0, place + 1 : place + 4].tolist()
-        theirs = arctic_logits(exact, hidden[0, place], read)
-        for level, logits in enumerate(theirs):
-            torch.testing.assert_close(ours[level][0, place], logits, rtol=0, atol=1e-12)
+    for index in range(5):
+        next_tokens = tokens[0, index + 1 : index + 4].tolist()
+        reference = arctic_logits(exact, hidden[0, index], next_tokens)
+        for level, logits in enumerate(reference):
+            torch.testing.assert_close(result[level][0, index], logits, rtol=0, atol=1e-12)
 
 
 def test_arctic_s_rnn_equals_ibm_s(tmp_path: Path):
@@ -368,14 +372,16 @@ def test_arctic_s_rnn_equals_ibm_s(tmp_path: Path):
     config = json.loads((source / "config.json").read_text())
     renamed = {}
     for name, value in tensors.items():
-        part, level, rest = name.removeprefix("speculator.").split(".")
-        renamed[f"{part}.{level}.{rest}" if part == "head" else f"{part}.{level}.0.{rest}"] = value
+        output, level, suffix = name.removeprefix("speculator.").split(".")
+        renamed[
+            f"{output}.{level}.{suffix}" if output == "head" else f"{output}.{level}.0.{suffix}"
+        ] = value
     inner = str(config["inner_dim"])
     widths = {"inner_dim": inner, "proj_dim": inner, "emb_dim": inner}
     config |= widths | {"method": "sum_rnn", "input_hidden_dim": config["emb_dim"]}
-    theirs = load_head(write(tmp_path, config, renamed)).state_dict()
+    reference = load_head(write(tmp_path, config, renamed)).state_dict()
     for name, value in load_head(source).state_dict().items():
-        assert torch.equal(value, theirs[name]), name
+        assert torch.equal(value, reference[name]), name
 
 
 @pytest.mark.parametrize(

@@ -43,10 +43,10 @@ PUBLIC = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return the folder of a small head of ours, to be damaged."""
-    place = tmp_path / "head"
-    build_head({"kind": "medusa", "depth": 2}, width=8, vocab_size=11).save_pretrained(place)
-    (place / "README.md").unlink()
-    return place
+    head_folder = tmp_path / "head"
+    build_head({"kind": "medusa", "depth": 2}, width=8, vocab_size=11).save_pretrained(head_folder)
+    (head_folder / "README.md").unlink()
+    return head_folder
 
 
 def settings(folder: Path, **changes) -> None:
@@ -83,10 +83,10 @@ def test_hostile_settings_are_refused_in_one_line(folder: Path, changes, message
     refused(folder, message)
 
 
-@pytest.mark.parametrize("place", ["nested", "listed"])
-def test_code_is_detected_anywhere_in_the_settings(folder: Path, place: str):
+@pytest.mark.parametrize("nesting", ["nested", "listed"])
+def test_code_is_detected_anywhere_in_the_settings(folder: Path, nesting: str):
     hidden = {"_target_": "builtins.exec"}
-    settings(folder, rank={"a": hidden} if place == "nested" else [[hidden]])
+    settings(folder, rank={"a": hidden} if nesting == "nested" else [[hidden]])
     refused(folder, "names code in '_target_'")
 
 
@@ -216,8 +216,8 @@ def test_an_index_that_names_other_folders_is_refused(folder: Path, name: str):
 def test_a_tensor_in_two_files_is_refused(folder: Path):
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    for part in ("model-00001-of-00002", "model-00002-of-00002"):
-        save_file(tensors, folder / f"{part}.safetensors")
+    for shard in ("model-00001-of-00002", "model-00002-of-00002"):
+        save_file(tensors, folder / f"{shard}.safetensors")
     refused(folder, "is in two files")
 
 
@@ -237,16 +237,16 @@ def test_half_precision_checkpoints_load_in_float32(folder: Path):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def seed_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return hostile.seeds(tmp_path_factory.mktemp("seeds"))
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", range(40))
-def test_a_damaged_head_loads_or_is_refused_in_one_line(whole, seed: int, tmp_path: Path):
+def test_a_damaged_head_loads_or_is_refused_in_one_line(seed_folders, seed: int, tmp_path: Path):
     rng, folder, secret = hostile.Random(seed), tmp_path / "head", tmp_path / "secret"
-    shutil.copytree(rng.choice(whole), folder)
-    shutil.copy(hostile.weights(whole[0]), secret)
+    shutil.copytree(rng.choice(seed_folders), folder)
+    shutil.copy(hostile.weights(seed_folders[0]), secret)
     hostile.spoil(folder, rng, tmp_path / "mark", secret)
     assert hostile.outcome(folder) in ("head", "refused")
     assert not (tmp_path / "mark").exists()
@@ -255,13 +255,13 @@ def test_a_damaged_head_loads_or_is_refused_in_one_line(whole, seed: int, tmp_pa
 @pytest.mark.slow
 def test_damaged_heads_run_no_code_and_stay_within_folder_and_memory(tmp_path: Path):
     arguments = [sys.executable, "-m", "tests.heads.hostile", str(tmp_path), "1500", "0"]
-    done = subprocess.run(
+    process = subprocess.run(
         arguments, cwd=GOLDEN.parents[1], capture_output=True, text=True, check=True
     )
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert set(found["outcomes"]) == {"head", "refused"}
-    assert (found["strange"], found["executed"]) == ([], False)
-    assert found["mebibytes"] < 500
+    counts = json.loads(process.stdout.splitlines()[-1])
+    assert set(counts["outcomes"]) == {"head", "refused"}
+    assert (counts["strange"], counts["executed"]) == ([], False)
+    assert counts["mebibytes"] < 500
 
 
 @pytest.mark.parametrize(
@@ -269,12 +269,12 @@ def test_damaged_heads_run_no_code_and_stay_within_folder_and_memory(tmp_path: P
     [("hydra_mlp", "x"), ("hydra_mlp", "hydra_lm_head.c.0.weight"), ("medusa_heads", "x")],
 )
 def test_an_unknown_tensor_is_refused(case: str, name: str, tmp_path: Path):
-    place = shutil.copytree(GOLDEN / case, tmp_path / "head")
-    (place / "expected.safetensors").unlink(missing_ok=True)
-    tensors = load_file(hostile.weights(place))
+    nesting = shutil.copytree(GOLDEN / case, tmp_path / "head")
+    (nesting / "expected.safetensors").unlink(missing_ok=True)
+    tensors = load_file(hostile.weights(nesting))
     tensors[name] = torch.zeros(1)
-    save_file(tensors, hostile.weights(place))
-    refused(place, "do not describe a head|of another kind")
+    save_file(tensors, hostile.weights(nesting))
+    refused(nesting, "do not describe a head|of another kind")
 
 
 @pytest.mark.parametrize("path", ["x" * 300, "~nobodyatall/head", "a/b/c", "a\0b"])
@@ -309,7 +309,7 @@ def test_a_public_checkpoint_is_evaluated_and_trained_like_ours(case: str, base:
     measured = measure_offline(base, head, texts, GenerationSettings(max_new_tokens=64))
     assert measured.forwards > 0
     logits = offline_logits(head, base.read(tokens, head.aux_layers), tokens)
-    torch.stack([one.square().mean() for one in logits]).sum().backward()
+    torch.stack([level_logits.square().mean() for level_logits in logits]).sum().backward()
     assert all(value.grad is not None for value in head.parameters())
 
 
@@ -322,7 +322,7 @@ OUTPUTS, STREAMS = {"eagle_config": {IDS: [1, 3, 4]}}, {IDS: [1, 2, 3]}
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("ids", "streams"),
     [
         # SpecForge and SGLang store outputs of layers there; vLLM stores streams at the top level
         (OUTPUTS, (2, 4, 5)),
@@ -334,15 +334,15 @@ OUTPUTS, STREAMS = {"eagle_config": {IDS: [1, 3, 4]}}, {IDS: [1, 2, 3]}
     ],
 )
 def test_layer_ids_have_the_meaning_of_their_project(
-    given: dict, wanted: tuple[int, ...], tmp_path: Path
+    ids: dict, streams: tuple[int, ...], tmp_path: Path
 ):
-    assert load_head(changed("eagle3_chain", tmp_path, drop=IDS, **given)).aux_layers == wanted
+    assert load_head(changed("eagle3_chain", tmp_path, drop=IDS, **ids)).aux_layers == streams
 
 
-@pytest.mark.parametrize("given", [[2, 4, 5], [0, 3, 4], [4, 6, 8], [3], [2, 30, 57]])
-def test_layer_ids_in_eagle_config_that_may_be_inputs_are_refused(tmp_path: Path, given: list[int]):
+@pytest.mark.parametrize("ids", [[2, 4, 5], [0, 3, 4], [4, 6, 8], [3], [2, 30, 57]])
+def test_layer_ids_in_eagle_config_that_may_be_inputs_are_refused(tmp_path: Path, ids: list[int]):
     with pytest.raises(InputError, match="can be inputs or outputs; add"):
-        load_head(changed("eagle3_chain", tmp_path, drop=IDS, eagle_config={IDS: given}))
+        load_head(changed("eagle3_chain", tmp_path, drop=IDS, eagle_config={IDS: ids}))
 
 
 def test_folder_without_a_head_names_where_a_run_has_one(tmp_path: Path):

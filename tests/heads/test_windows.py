@@ -29,7 +29,7 @@ CASES = [
 ]
 ONLY_WITH_A_WINDOW = ("causal", "window_counts_slots")
 each_case = pytest.mark.parametrize(
-    "settings", CASES, ids=lambda one: "-".join(map(str, one.values()))
+    "settings", CASES, ids=lambda settings_of_case: "-".join(map(str, settings_of_case.values()))
 )
 
 
@@ -40,8 +40,8 @@ def without(settings: dict, *names: str) -> dict:
 def head_of(settings: dict, window: int | None = WINDOW) -> Head:
     """Return a head of random tensors in float64."""
     torch.manual_seed(1)
-    own = settings if window else without(settings, *ONLY_WITH_A_WINDOW)
-    head = build_for_base({"depth": DEPTH, "sliding_window": window, **own}, tiny.base())
+    supported = settings if window else without(settings, *ONLY_WITH_A_WINDOW)
+    head = build_for_base({"depth": DEPTH, "sliding_window": window, **supported}, tiny.base())
     for parameter in head.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return head.double().eval()
@@ -52,15 +52,17 @@ def test_a_window_as_long_as_the_text_sees_all_of_it(settings: dict):
     settings = without(settings, "causal")
     full, long = head_of(settings, None), head_of(settings, 64)
     batch = packed(texts())
-    read = tiny.base().read(batch.tokens, full.aux_layers, batch.document_ids)
-    for one, other in zip(
-        full.states(read, batch.tokens), long.states(read, batch.tokens), strict=True
+    text_features = tiny.base().read(batch.tokens, full.aux_layers, batch.document_ids)
+    for full_state, windowed_state in zip(
+        full.states(text_features, batch.tokens),
+        long.states(text_features, batch.tokens),
+        strict=True,
     ):
-        assert torch.equal(one, other)
+        assert torch.equal(full_state, windowed_state)
 
 
-@pytest.mark.parametrize("how", ["slots", "paths", "documents"])
-def test_a_sink_is_one_more_logit_without_a_value(how: str):
+@pytest.mark.parametrize("case", ["slots", "paths", "documents"])
+def test_a_sink_is_one_more_logit_without_a_value(case: str):
     """The result and all gradients equal those of a softmax that is written out."""
     heads, shared, size, time, levels = 4, 2, 6, 9, 3
     sizes = {"attention_heads": heads, "key_value_heads": shared, "head_dim": size}
@@ -74,9 +76,9 @@ def test_a_sink_is_one_more_logit_without_a_value(how: str):
     text = text.detach().requires_grad_()
     path = torch.randn(2, shared, 2, time, levels, size).double().requires_grad_()
     visible = torch.ones(time, time, dtype=torch.bool).tril().triu(1 - WINDOW)[None]
-    context = attention.AttentionContext(text, visible, None if how == "slots" else path)
+    context = attention.AttentionContext(text, visible, None if case == "slots" else path)
     documents = PackedDocuments([time, 4, time - 4], torch.tensor([0, time, time + 4, 2 * time]))
-    if how == "documents":
+    if case == "documents":
         context = attention.AttentionContext(text, None, path, documents, WINDOW)
         is_same_document = (torch.arange(time)[:, None] < 4).eq(torch.arange(time) < 4)
         visible = torch.cat([visible, visible & is_same_document])
@@ -89,7 +91,7 @@ def test_a_sink_is_one_more_logit_without_a_value(how: str):
     scores = queries @ keys.mT / math.sqrt(size)
     path_scores = (queries[..., None, :] * path_keys).sum(-1) / math.sqrt(size)
     weights = scores.masked_fill(~visible[:, None], -math.inf).exp()
-    path_weights = path_scores.exp() * (how != "slots")
+    path_weights = path_scores.exp() * (case != "slots")
     sink = layer.attention_sink_bias.exp()[:, None, None]
     mixed = weights @ values + (path_weights[..., None] * path_values).sum(-2)
     mixed = mixed / (weights.sum(-1, True) + path_weights.sum(-1, True) + sink)
@@ -97,7 +99,7 @@ def test_a_sink_is_one_more_logit_without_a_value(how: str):
 
     torch.testing.assert_close(output, expected_output, rtol=0, atol=1e-12)
     leaves = [text, layer.attention_sink_bias, layer.q_proj.weight]
-    leaves += [] if how == "slots" else [path]
+    leaves += [] if case == "slots" else [path]
     target = torch.randn_like(output)
     gradients, expected_gradients = (
         torch.autograd.grad((values * target).sum(), leaves) for values in (output, expected_output)
@@ -135,33 +137,37 @@ def test_cache_is_cut_to_the_window_and_drafts_the_same(settings: dict, monkeypa
         monkeypatch.setattr(attention, "SPARE_SLOTS", slots)
         return head.memory(rows, longest)
 
-    def read(rows: list[int], starts: Tensor, counts: Tensor, memories: list[Any]) -> Tensor:
+    def draft_and_compare(
+        rows: list[int], starts: Tensor, counts: Tensor, memories: list[Any]
+    ) -> Tensor:
         monkeypatch.setattr(attention, "SPARE_SLOTS", spare)
-        places = starts[:, None] + torch.arange(int(counts.max()))
-        following = tokens[rows].gather(1, places + 1)
+        positions = starts[:, None] + torch.arange(int(counts.max()))
+        following = tokens[rows].gather(1, positions + 1)
         committed = Committed(
-            features.select_rows(torch.tensor(rows)).gather(places), following, counts
+            features.select_rows(torch.tensor(rows)).gather(positions), following, counts
         )
-        cut, whole = (drafted(head, committed, one) for one in memories)
-        torch.testing.assert_close(cut, whole, rtol=0, atol=1e-10)
+        cut, full = (drafted(head, committed, cache) for cache in memories)
+        torch.testing.assert_close(cut, full, rtol=0, atol=1e-10)
         return starts + counts
 
-    cut, whole = memory(3, spare), memory(3, longest)
-    at = read([0, 1, 2], torch.zeros(3, dtype=torch.long), torch.tensor([21, 4, 13]), [cut, whole])
+    cut, full = memory(3, spare), memory(3, longest)
+    at = draft_and_compare(
+        [0, 1, 2], torch.zeros(3, dtype=torch.long), torch.tensor([21, 4, 13]), [cut, full]
+    )
     for step in range(6):
-        at = read([0, 1, 2], at, 1 + (torch.arange(3) + step) % 3, [cut, whole])
-        assert cut.kv_cache.shape[3] == WINDOW + spare < whole.kv_cache.shape[3]
-    cut, whole = (one.keep(torch.tensor([2, 0])) for one in (cut, whole))
+        at = draft_and_compare([0, 1, 2], at, 1 + (torch.arange(3) + step) % 3, [cut, full])
+        assert cut.kv_cache.shape[3] == WINDOW + spare < full.kv_cache.shape[3]
+    cut, full = (cache.keep(torch.tensor([2, 0])) for cache in (cut, full))
     new = [memory(1, spare), memory(1, longest)]
-    later = read([3], torch.zeros(1, dtype=torch.long), torch.tensor([17]), new)
-    cut, whole, at = cut.join(new[0]), whole.join(new[1]), torch.cat([at[[2, 0]], later])
+    later = draft_and_compare([3], torch.zeros(1, dtype=torch.long), torch.tensor([17]), new)
+    cut, full, at = cut.join(new[0]), full.join(new[1]), torch.cat([at[[2, 0]], later])
     for step in range(6):
-        at = read([2, 0, 3], at, 1 + (torch.arange(3) + step) % 3, [cut, whole])
+        at = draft_and_compare([2, 0, 3], at, 1 + (torch.arange(3) + step) % 3, [cut, full])
         assert cut.kv_cache.shape[3] == WINDOW + spare
     # an engine with a paged cache keeps all positions
     none = torch.zeros(1, dtype=torch.long)
     paged = memory(1, spare).scatter(torch.arange(longest).flip(0)[None], none)
-    read([0], none, torch.tensor([21]), [paged, memory(1, longest)])
+    draft_and_compare([0], none, torch.tensor([21]), [paged, memory(1, longest)])
 
 
 # the numbers of speculators 0.9, with a window of 5 in texts of 12 positions
@@ -170,17 +176,17 @@ def test_cache_is_cut_to_the_window_and_drafts_the_same(settings: dict, monkeypa
 def test_eagle3_trains_on_speculators_logits_and_drafts_them():
     head, golden = load_head(GOLDEN / "eagle3_window").double(), expected("eagle3_window")
     assert (head.config.sliding_window, head.config.num_layers) == (5, 2)
-    aux, following, wanted = (golden[name] for name in ("in.aux", "in.following", "out.logits"))
+    aux, following, reference = (golden[name] for name in ("in.aux", "in.following", "out.logits"))
     time = aux.shape[1]
     for level, state in enumerate(head.states(features(aux), following.roll(1, dims=1))):
-        close(head.logits(state, level)[0, : time - level], wanted[level, : time - level])
+        close(head.logits(state, level)[0, : time - level], reference[level, : time - level])
     for last in (4, 5, 8):
-        read = Committed(
+        committed = Committed(
             features(aux[:, : last + 1]), following[:, : last + 1], torch.tensor([last + 1])
         )
-        logits, state = head.begin(read, head.memory(1, 32))
+        logits, state = head.begin(committed, head.memory(1, 32))
         for level in range(head.depth):
-            close(logits[0, 0], wanted[level, last])
+            close(logits[0, 0], reference[level, last])
             if level + 1 < head.depth:
                 node = following[:, last + 1 + level, None]
                 logits, state = head.extend(state, node, torch.zeros_like(node))
@@ -190,11 +196,11 @@ def test_p_eagle_trains_on_speculators_logits():
     head, golden = load_head(GOLDEN / "peagle_window").double(), expected("peagle_window")
     assert (head.config.sliding_window, head.config.parallel) == (5, True)
     states = head.states(features(golden["in.aux"]), golden["in.following"].roll(1, dims=1))
-    found = torch.stack([head.logits(state, k)[0] for k, state in enumerate(states)])
+    result = torch.stack([head.logits(state, k)[0] for k, state in enumerate(states)])
     # it may sample an anchor before the text
     inside = golden["out.anchors"] >= 0
     depths, anchors = golden["out.depths"][inside], golden["out.anchors"][inside]
-    close(found[depths, anchors], golden["out.logits"][inside])
+    close(result[depths, anchors], golden["out.logits"][inside])
 
 
 def test_dflash_drafts_speculators_blocks():
@@ -214,15 +220,15 @@ def test_dflash_with_sinks_drafts_modelopt_s_blocks():
     drafts_blocks(head, golden, golden["out.logits"])
 
 
-def drafts_blocks(head: Head, golden: dict[str, Tensor], wanted: Tensor) -> None:
+def drafts_blocks(head: Head, golden: dict[str, Tensor], reference: Tensor) -> None:
     """Compare blocks in training, and in drafting from the positions before their anchors."""
     aux, tokens, anchors = golden["in.aux"], golden["in.tokens"], golden["out.anchors"]
     assert anchors.max() > 6
-    found = torch.stack([state[0] for state in head.states(features(aux), tokens)], dim=1)
-    for anchor, logits in zip(anchors.tolist(), wanted, strict=True):
+    result = torch.stack([state[0] for state in head.states(features(aux), tokens)], dim=1)
+    for anchor, logits in zip(anchors.tolist(), reference, strict=True):
         if anchor:
-            close(head.logits(found[anchor - 1], 0), logits)
+            close(head.logits(result[anchor - 1], 0), logits)
             count = torch.tensor([anchor])
-            read = Committed(features(aux[:, :anchor]), tokens[:, 1 : anchor + 1], count)
-            drafts, _ = head.begin(read, head.memory(1, 32))
+            committed = Committed(features(aux[:, :anchor]), tokens[:, 1 : anchor + 1], count)
+            drafts, _ = head.begin(committed, head.memory(1, 32))
             close(drafts[0, 0], logits[0])
