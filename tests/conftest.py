@@ -23,6 +23,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # dtype=auto is float32 on every processor
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+# MKL's bfloat16 products by AVX512_BF16 and AMX depend on the number of rows
+os.environ.setdefault("MKL_ENABLE_INSTRUCTIONS", "AVX512")
 
 import hypothesis
 import jaxtyping

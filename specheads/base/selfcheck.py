@@ -113,7 +113,8 @@ def check_exact(forwards: Forwards, *, compile: bool = False) -> None:
     if not is_exact:
         raise InputError(
             f"exact=true needs matrix products that do not depend on the number of rows, and "
-            f"in {forwards.model.dtype} this machine's do; try another dtype, or leave exact out"
+            f"in {forwards.model.dtype} this machine's do; set MKL_ENABLE_INSTRUCTIONS=AVX512 in "
+            "the environment on an Intel CPU, try another dtype, or leave exact out"
         )
 
 
