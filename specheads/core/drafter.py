@@ -51,8 +51,8 @@ class Memory(Protocol):
         """Return the memory of these rows, after finished requests leave the batch."""
         ...
 
-    def join(self, other: Any) -> "Memory":
-        """Return the memory of the rows of both batches, those of `other` last.
+    def join(self, new_rows: Any, /) -> "Memory":
+        """Return the memory of the rows of both batches, those of `new_rows` last.
 
         Both have the same capacity, and neither may be used afterwards.
         """

@@ -137,11 +137,11 @@ class WindowCache(KVCache):
         super().keep_rows(rows)
         self.dropped = self.dropped[upload(rows, self.device)]
 
-    def join(self, other: RowCache) -> RowCache:
+    def join(self, new_rows: RowCache) -> RowCache:
         """Append another cache's rows; both are copied to new, larger tensors."""
-        assert isinstance(other, WindowCache)
-        dropped = torch.cat([self.dropped, other.dropped])
-        super().join(other)
+        assert isinstance(new_rows, WindowCache)
+        dropped = torch.cat([self.dropped, new_rows.dropped])
+        super().join(new_rows)
         self.dropped = dropped
         return self
 

@@ -40,16 +40,18 @@ def test_every_choice_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "none" / "recipe.yaml").write_text("name: none\n")
     monkeypatch.setenv("SPECHEADS_RECIPES", str(tmp_path))
     groups = ["base", "head", "data", "features", "schedule", "tree", "tracker"]
-    parts = [sorted(config.data_dir("configs").joinpath(group).glob("*.yaml")) for group in groups]
-    assert all(parts)
+    groups_of_files = [
+        sorted(config.data_dir("configs").joinpath(group).glob("*.yaml")) for group in groups
+    ]
+    assert all(groups_of_files)
     needed = {"path": "data.path=x", "paths": "tree.paths=[[0]]"}
-    for chosen in itertools.zip_longest(*parts):
+    for chosen in itertools.zip_longest(*groups_of_files):
         words = ["recipe=none"]
-        for part in filter(None, chosen):
-            text = part.read_text(encoding="utf-8")
-            words.append(f"{part.parent.name}={part.stem}")
+        for file in filter(None, chosen):
+            text = file.read_text(encoding="utf-8")
+            words.append(f"{file.parent.name}={file.stem}")
             words += [word for key, word in needed.items() if f"{key}: ???" in text]
-            if part.stem == "mixture":
+            if file.stem == "mixture":
                 words.append("data.sources={a:{source:python_stdlib}}")
         compose.settings_of("train", words)
 
@@ -66,10 +68,10 @@ def test_granite_code_has_the_numbers_of_ibm_s_script():
     assert [corpus.loss, distilled.loss] == ["cross_entropy"] * 2
     assert corpus.batch_size * corpus.sequence_length == 8 * 8 * 4096
     assert distilled.batch_size == 8 * 96
-    written = distilled.distill
-    assert written.num_samples == distilled.steps * distilled.batch_size
-    assert [written.prompt_tokens, written.new_tokens] == [64, 256]
-    assert [written.temperature, written.top_k] == [1.0, 10]
+    distill_settings = distilled.distill
+    assert distill_settings.num_samples == distilled.steps * distilled.batch_size
+    assert [distill_settings.prompt_tokens, distill_settings.new_tokens] == [64, 256]
+    assert [distill_settings.temperature, distill_settings.top_k] == [1.0, 10]
     assert (BETAS, schedule.weight_decay, CLIP_NORM) == ((0.9, 0.95), 0.1, 1.0)
 
 
@@ -84,7 +86,7 @@ def test_command_line_beats_the_recipe_and_creates_an_optional_group():
 
 
 @pytest.mark.parametrize(
-    ("command", "given", "full"),
+    ("command", "word", "full"),
     [
         ("evaluate", "head=~/x", f"head_path={HOME}/x"),
         ("evaluate", "~evaluation.prompts", "~evaluation.prompts"),
@@ -94,8 +96,8 @@ def test_command_line_beats_the_recipe_and_creates_an_optional_group():
         ("compare", "out=a=b", "out='a=b'"),
     ],
 )
-def test_short_names_homes_and_quotes_are_written_out(command: str, given: str, full: str):
-    assert compose.expand_overrides(command, [given]) == [full]
+def test_short_names_homes_and_quotes_are_written_out(command: str, word: str, full: str):
+    assert compose.expand_overrides(command, [word]) == [full]
 
 
 @pytest.mark.parametrize(
@@ -112,13 +114,18 @@ def test_short_names_homes_and_quotes_are_written_out(command: str, given: str, 
 )
 def test_paths_and_names_are_read_as_the_shell_gives_them(texts: tuple[str, ...]):
     names = "data.path", "name", "evaluation.prompts", "base.adapter"
-    given = [f"{name}={text}" for name, text in zip(names, texts, strict=True)]
-    found = compose.settings_of("train", ["recipe=conversations", *given])
-    assert (found.data.path, found.name, found.evaluation.prompts, found.base.adapter) == texts
+    words = [f"{name}={text}" for name, text in zip(names, texts, strict=True)]
+    settings = compose.settings_of("train", ["recipe=conversations", *words])
+    assert (
+        settings.data.path,
+        settings.name,
+        settings.evaluation.prompts,
+        settings.base.adapter,
+    ) == texts
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("word", "expected"),
     [
         ("[epoch=*.jsonl]", ["epoch=*.jsonl"]),
         ("[a b.jsonl, c(1).jsonl]", ["a b.jsonl", "c(1).jsonl"]),
@@ -130,32 +137,32 @@ def test_paths_and_names_are_read_as_the_shell_gives_them(texts: tuple[str, ...]
         ("[]", []),
     ],
 )
-def test_lists_of_texts_are_read_as_the_shell_gives_them(given: str, found: list[str]):
-    names = ["recipe=conversations", "data.path=x", f"data.patterns={given}"]
-    assert compose.settings_of("train", names).data.patterns == found
+def test_lists_of_texts_are_read_as_the_shell_gives_them(word: str, expected: list[str]):
+    names = ["recipe=conversations", "data.path=x", f"data.patterns={word}"]
+    assert compose.settings_of("train", names).data.patterns == expected
 
 
-@pytest.mark.parametrize(("given", "found"), [("8", [8]), ("1,8", [1, 8]), ("[1,8]", [1, 8])])
-def test_lists_of_numbers_need_no_brackets(given: str, found: list[int]):
-    names = ["run=runs/mine", f"batch_sizes={given}"]
-    assert compose.settings_of("tune", names).batch_sizes == found
+@pytest.mark.parametrize(("word", "expected"), [("8", [8]), ("1,8", [1, 8]), ("[1,8]", [1, 8])])
+def test_lists_of_numbers_need_no_brackets(word: str, expected: list[int]):
+    names = ["run=runs/mine", f"batch_sizes={word}"]
+    assert compose.settings_of("tune", names).batch_sizes == expected
 
 
-@pytest.mark.parametrize("given", ["{a:{source:jsonl,path:a=b.jsonl}}", "{a", "[", "(x"])
-def test_override_that_hydra_cannot_read_is_named(given: str):
+@pytest.mark.parametrize("word", ["{a:{source:jsonl,path:a=b.jsonl}}", "{a", "[", "(x"])
+def test_override_that_hydra_cannot_read_is_named(word: str):
     with pytest.raises(InputError, match=r"must be NAME=VALUE.*path:'a=b\.jsonl', got ") as caught:
-        compose.settings_of("train", ["recipe=smoke", "data=mixture", f"data.sources={given}"])
-    assert f"data.sources={given}" in str(caught.value)
+        compose.settings_of("train", ["recipe=smoke", "data=mixture", f"data.sources={word}"])
+    assert f"data.sources={word}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "given", ["evaluation=x", "validation=100", "validation=[1]", "schedule.phases=3", "minutes=3"]
+    "word", ["evaluation=x", "validation=100", "validation=[1]", "schedule.phases=3", "minutes=3"]
 )
-def test_value_for_a_group_of_settings_is_refused_by_its_name(given: str):
-    name, _, value = given.partition("=")
+def test_value_for_a_group_of_settings_is_refused_by_its_name(word: str):
+    name, _, value = word.partition("=")
     message = re.escape(f"{name} is a group of settings, got '{value}'; set one by its name")
     with pytest.raises(InputError, match=message):
-        compose.settings_of("train", ["recipe=smoke", given])
+        compose.settings_of("train", ["recipe=smoke", word])
 
 
 def test_word_without_a_value_is_not_told_about_quotes():
@@ -164,10 +171,10 @@ def test_word_without_a_value_is_not_told_about_quotes():
 
 
 def test_text_in_quotes_and_references_are_hydras():
-    given = ["name='\"a,b\"'", "data.column=${name}", "data.path='a=b.jsonl'", "seed=3"]
-    found = compose.settings_of("train", ["recipe=conversations", *given])
-    assert (found.name, found.data.column) == ('"a,b"', '"a,b"')
-    assert (found.data.path, found.seed) == ("a=b.jsonl", 3)
+    words = ["name='\"a,b\"'", "data.column=${name}", "data.path='a=b.jsonl'", "seed=3"]
+    settings = compose.settings_of("train", ["recipe=conversations", *words])
+    assert (settings.name, settings.data.column) == ('"a,b"', '"a,b"')
+    assert (settings.data.path, settings.seed) == ("a=b.jsonl", 3)
 
 
 def test_recipes_of_specheads_recipes_are_used_or_refused_by_path(

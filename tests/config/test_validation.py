@@ -63,8 +63,8 @@ def test_every_number_and_text_declares_its_range(kind: type):
 
 def test_choices_are_those_of_the_code():
     assert tuple(losses.LOSSES) == LOSSES
-    known = setting_hints(EvaluationSettings)["acceptance"].__metadata__[0]
-    assert all(known.func(name) for name in RULES)
+    range_fact = setting_hints(EvaluationSettings)["acceptance"].__metadata__[0]
+    assert all(range_fact.func(name) for name in RULES)
 
 
 @pytest.mark.parametrize(
@@ -135,5 +135,5 @@ def test_contradictions_are_refused(settings: Any, message: str):
 
 
 def test_usable_settings_are_accepted():
-    for one in (mixture(), EvaluationSettings(max_new_tokens=3)):
-        check(one)
+    for settings in (mixture(), EvaluationSettings(max_new_tokens=3)):
+        check(settings)

@@ -68,7 +68,7 @@ def assert_single_steps(
         torch.randint(tiny.VOCAB, (length,), generator=generator).tolist() for length in lengths
     ]
     tree = TokenTree(tokens, torch.tensor([parents] * len(lengths)))
-    found = base.verify(tree, read(base, prompts, make(base, lengths, count)))
+    verification = base.verify(tree, read(base, prompts, make(base, lengths, count)))
     for leaf in sorted({*range(count)} - {*parents}):
         cache = read(base, prompts, make(base, lengths, count))
         for node in path_to(leaf, parents):
@@ -76,8 +76,8 @@ def assert_single_steps(
             step = base.verify(lone, cache)
             cache.commit([[0]] * len(lengths))
             assert step.logits.shape[1] == step.features.hidden.shape[1] == 1
-            assert torch.equal(step.logits[:, 0], found.logits[:, node])
-            assert torch.equal(step.features.hidden[:, 0], found.features.hidden[:, node])
+            assert torch.equal(step.logits[:, 0], verification.logits[:, node])
+            assert torch.equal(step.features.hidden[:, 0], verification.features.hidden[:, node])
 
 
 @pytest.mark.parametrize("make", [rows, blocks])
@@ -85,7 +85,7 @@ def assert_single_steps(
     ("architecture", "lengths"),
     [
         *(("llama", lengths) for lengths in ([5], [93], [61, 5, 11])),
-        *((one, [61, 5, 11]) for one in ("mistral", "gpt_neox")),
+        *((architecture, [61, 5, 11]) for architecture in ("mistral", "gpt_neox")),
     ],
 )
 def test_exact_nodes_equal_single_steps_bit_for_bit(architecture, lengths, make):
@@ -113,38 +113,38 @@ def test_without_exact_bfloat16_trees_round_differently():
     tokens = torch.randint(tiny.VOCAB, (1, len(PARENTS)), generator=generator)
     prompt = torch.randint(tiny.VOCAB, (61,), generator=generator).tolist()
     tree = TokenTree(tokens, torch.tensor([PARENTS]))
-    found = base.verify(tree, read(base, [prompt], rows(base, [61])))
+    verification = base.verify(tree, read(base, [prompt], rows(base, [61])))
     cache = read(base, [prompt], rows(base, [61]))
     differing = 0
     for node in path_to(len(PARENTS) - 1):
         step = base.verify(TokenTree(tokens[:, [node]], torch.tensor([[-1]])), cache)
         cache.commit([[0]])
-        differing += not torch.equal(step.logits[:, 0], found.logits[:, node])
+        differing += not torch.equal(step.logits[:, 0], verification.logits[:, node])
     assert differing
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_exact_decoding_in_bfloat16_gives_the_base_s_text(temperature: float):
     base, prompts = exact_base(), tiny.prompts()[:1]
-    how = {"max_new_tokens": 40, "sampling": Sampling(temperature=temperature)}
-    alone = generate(base, None, prompts, **how)
+    options = {"max_new_tokens": 40, "sampling": Sampling(temperature=temperature)}
+    alone = generate(base, None, prompts, **options)
     knows = Oracle([prompts[0] + alone.tokens[0]], 3, tiny.VOCAB, rate=0.7)
     tree = policies.Static(((0,), (1,), (0, 0), (1, 0), (0, 0, 0)), "tree")
-    found = generate(base, knows, prompts, tree=tree, **how)
-    assert found.tokens == alone.tokens
-    assert found.forwards[0] < alone.forwards[0]
+    drafted = generate(base, knows, prompts, tree=tree, **options)
+    assert drafted.tokens == alone.tokens
+    assert drafted.forwards[0] < alone.forwards[0]
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("options", "message"),
     [({"compile": True}, "got compile=True"), ({"attention": "eager"}, "and attention=eager")],
 )
-def test_unsupported_exact_bases_are_refused(how: dict[str, Any], says: str):
+def test_unsupported_exact_bases_are_refused(options: dict[str, Any], message: str):
     config = tiny.config("llama")
-    attention = how.pop("attention", "sdpa")
+    attention = options.pop("attention", "sdpa")
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    with pytest.raises(InputError, match=says):
-        FrozenBase(model, exact=True, **how)
+    with pytest.raises(InputError, match=message):
+        FrozenBase(model, exact=True, **options)
 
 
 def test_a_base_whose_products_depend_on_the_number_of_rows_is_refused(monkeypatch):

@@ -66,16 +66,16 @@ def test_the_lock_of_a_killed_process_blocks_nobody(
 def test_a_waiting_writer_learns_the_owner_and_gets_the_lock_next(
     holder: subprocess.Popen[bytes], tmp_path: Path
 ):
-    told = []
+    messages = []
 
     def wait(about: str) -> None:
-        told.append(json.loads(about)["pid"])
+        messages.append(json.loads(about)["pid"])
         # the owner's folder is still empty, so it is removed with the lock
         holder.communicate()
 
     with sole_writer(tmp_path / "run", wait=wait):
         assert json.loads((tmp_path / "run" / LOCK).read_text())["pid"] == os.getpid()
-    assert told == [holder.pid]
+    assert messages == [holder.pid]
 
 
 def test_created_folders_that_stay_empty_are_removed(tmp_path: Path):
@@ -101,8 +101,8 @@ def test_sweep_removes_only_files_of_killed_processes(tmp_path: Path):
         (tmp_path / file).touch()
     (tmp_path / ".link.0123abcd").symlink_to(tmp_path / ".git")
     remove_incomplete(tmp_path)
-    left = {item.name for item in tmp_path.iterdir()}
-    assert left == {"step-3", "keep.0123abcd", ".git", ".bashrc", ".a.0123abcx", LOCK}
+    names = {item.name for item in tmp_path.iterdir()}
+    assert names == {"step-3", "keep.0123abcd", ".git", ".bashrc", ".a.0123abcx", LOCK}
     assert (tmp_path / ".git" / "file").is_file()
 
 
@@ -121,8 +121,8 @@ Path.rename = killed
 with atomic_folder(Path(sys.argv[1])) as folder:
     (folder / "new").touch()
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "head")], check=False)
-    assert done.returncode == 1
+    process = subprocess.run([sys.executable, "-c", script, str(tmp_path / "head")], check=False)
+    assert process.returncode == 1
     assert not (tmp_path / "head").exists()
     remove_incomplete(tmp_path)
     assert [item.name for item in tmp_path.iterdir()] == ["head"]

@@ -23,24 +23,24 @@ def tree_of(parents: list[list[int]]) -> TokenTree:
 
 def lineage(parents: list[int], node: int) -> set[int]:
     """Walk up from a node, one edge at a time."""
-    seen = set()
+    ancestors = set()
     while node >= 0:
-        seen.add(node)
+        ancestors.add(node)
         node = parents[node]
-    return seen
+    return ancestors
 
 
 @given(parent_rows())
 def test_ancestors_are_the_nodes_on_the_way_to_the_root(parents):
-    found = tree_of(parents).ancestors()
-    for row, row_parents in zip(found, parents, strict=True):
+    ancestors = tree_of(parents).ancestors()
+    for row, row_parents in zip(ancestors, parents, strict=True):
         for node, sees in enumerate(row):
             assert set(sees.nonzero().flatten().tolist()) == lineage(row_parents, node)
 
 
 @st.composite
 def rows_of_paths(draw: st.DrawFn) -> list[list[list[int]]]:
-    batch, num_paths, length = (draw(st.integers(1, most)) for most in (3, 6, 4))
+    batch, num_paths, length = (draw(st.integers(1, limit)) for limit in (3, 6, 4))
     tokens = st.lists(st.integers(0, 2), min_size=length - 1, max_size=length - 1)
     return [[[7, *draw(tokens)] for _ in range(num_paths)] for _ in range(batch)]
 
@@ -54,9 +54,11 @@ def test_a_tree_of_paths_has_each_prefix_once_and_omits_the_last_ones(
     reach = tree.ancestors()
     for row, paths in enumerate(rows):
         beginnings = [tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)]
-        ours = [tuple(tree.tokens[row, line].tolist()) for line in reach[row]]
-        wanted = list(dict.fromkeys(beginnings))[:num_nodes]
-        assert ours[: len(wanted)] == wanted
+        paths = [tuple(tree.tokens[row, line].tolist()) for line in reach[row]]
+        expected = list(dict.fromkeys(beginnings))[:num_nodes]
+        assert paths[: len(expected)] == expected
         # padding repeats no path and has no siblings
-        assert len(set(ours)) == num_nodes
-        assert all(end[:-1] == above for above, end in itertools.pairwise(ours[len(wanted) - 1 :]))
+        assert len(set(paths)) == num_nodes
+        assert all(
+            end[:-1] == above for above, end in itertools.pairwise(paths[len(expected) - 1 :])
+        )

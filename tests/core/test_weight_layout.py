@@ -45,23 +45,23 @@ def test_column_major_weights_are_equal_bit_for_bit():
     model = nn.Sequential(first, nn.ReLU(), last)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     rows = torch.randn(4, 5)
-    wanted = model(rows)
+    expected = model(rows)
     column_major([first, last])
     assert first.weight.stride() == (1, 7)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    torch.testing.assert_close(model(rows), wanted)
+    torch.testing.assert_close(model(rows), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64, 300])
 def test_a_packed_layer_gives_the_same_products(layer: nn.Linear, rows: int):
     hidden = torch.randn(2, rows, 256)
     with torch.no_grad():
-        wanted = layer(hidden)
+        expected = layer(hidden)
         pack([layer])
         assert isinstance(layer, PackedLinear)
-        torch.testing.assert_close(layer(hidden), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(layer(hidden), expected, rtol=1e-5, atol=1e-5)
         turned = hidden.transpose(0, 1)
-        torch.testing.assert_close(layer(turned), wanted.transpose(0, 1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(layer(turned), expected.transpose(0, 1), rtol=1e-5, atol=1e-5)
 
 
 def test_an_outdated_pack_is_not_used(layer: nn.Linear):
@@ -76,9 +76,9 @@ def test_an_outdated_pack_is_not_used(layer: nn.Linear):
 def test_a_packed_layer_trains_like_any_other(layer: nn.Linear):
     plain, rows = copy.deepcopy(layer), torch.randn(4, 256, requires_grad=True)
     pack([layer])
-    (wanted,) = torch.autograd.grad(plain(rows).square().sum(), rows)
-    (found,) = torch.autograd.grad(layer(rows).square().sum(), rows)
-    assert torch.equal(found, wanted)
+    (expected,) = torch.autograd.grad(plain(rows).square().sum(), rows)
+    (gradient,) = torch.autograd.grad(layer(rows).square().sum(), rows)
+    assert torch.equal(gradient, expected)
     layer(rows).square().sum().backward()
     assert layer.weight.grad is not None
 
@@ -87,11 +87,11 @@ def test_a_borrowed_matrix_uses_the_pack(layer: nn.Linear, monkeypatch):
     pack([layer])
     rows = torch.randn(4, 256)
     borrowed = layer.weight.detach()
-    wanted = F.linear(rows, borrowed)
-    part = borrowed[:100]
-    assert torch.equal(product(rows, part), F.linear(rows, part))
+    expected = F.linear(rows, borrowed)
+    first_rows = borrowed[:100]
+    assert torch.equal(product(rows, first_rows), F.linear(rows, first_rows))
     monkeypatch.setattr(F, "linear", None)
-    torch.testing.assert_close(product(rows, borrowed), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(product(rows, borrowed), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("library")
@@ -99,8 +99,8 @@ def test_only_large_matrices_of_dtypes_that_a_library_packs_are_packed(monkeypat
     small, large = nn.Linear(8, 8), nn.Linear(256, 256)
     double = nn.Linear(256, 256, dtype=torch.float64)
     optimise_for_few_rows(nn.ModuleList([small, large, double]))
-    assert [type(one) for one in (small, large, double)] == [nn.Linear, PackedLinear, nn.Linear]
-    assert [one.weight.stride(0) for one in (small, large, double)] == [1, 256, 1]
+    assert [type(layer) for layer in (small, large, double)] == [nn.Linear, PackedLinear, nn.Linear]
+    assert [layer.weight.stride(0) for layer in (small, large, double)] == [1, 256, 1]
     # too many bytes for a second copy
     large = nn.Linear(256, 256)
     monkeypatch.setattr(weight_layout, "MAX_PACKED_BYTES", 1000)

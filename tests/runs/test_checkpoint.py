@@ -16,19 +16,21 @@ from specheads.runs.checkpoint import Checkpoint
 
 def save(folder: Path, step: int) -> None:
     weights = {"a": torch.full((3,), float(step))}
-    held = Checkpoint({"step": step}, weights, {"momentum": torch.ones(2)}, {})
-    checkpoint.save(folder, held)
+    state = Checkpoint({"step": step}, weights, {"momentum": torch.ones(2)}, {})
+    checkpoint.save(folder, state)
 
 
 def steps(folder: Path) -> list[str]:
     return sorted(item.name for item in folder.iterdir())
 
 
-def newest(folder: Path, told: list[str] | None = None) -> int:
-    found = checkpoint.load_newest(folder, (told if told is not None else []).append)
-    assert found is not None
-    assert found.weights["a"].tolist() == [float(found.state["step"])] * 3
-    return found.state["step"]
+def newest(folder: Path, messages: list[str] | None = None) -> int:
+    checkpoint_found = checkpoint.load_newest(
+        folder, (messages if messages is not None else []).append
+    )
+    assert checkpoint_found is not None
+    assert checkpoint_found.weights["a"].tolist() == [float(checkpoint_found.state["step"])] * 3
+    return checkpoint_found.state["step"]
 
 
 def test_newest_checkpoint_is_read_and_two_are_kept(tmp_path: Path):
@@ -78,11 +80,11 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_read(damage: str, tmp
     save(tmp_path, 3)
     save(tmp_path, 4)
     DAMAGES[damage](tmp_path / "step-4")
-    told: list[str] = []
-    assert newest(tmp_path, told) == 3
-    assert len(told) == 1
-    assert "step-4 (" in told[0]
-    assert told[0].endswith("resuming from step-3")
+    messages: list[str] = []
+    assert newest(tmp_path, messages) == 3
+    assert len(messages) == 1
+    assert "step-4 (" in messages[0]
+    assert messages[0].endswith("resuming from step-3")
     shutil.rmtree(tmp_path / "step-3")
     with pytest.raises(InputError, match=r"are damaged: step-4 \(.*remove the folder"):
         checkpoint.load_newest(tmp_path)

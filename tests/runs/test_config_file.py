@@ -46,14 +46,14 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_hostile_config_is_refused_in_one_line(what, tmp_path, monkeypatch):
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_hostile_config_is_refused_in_one_line(attack, tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET", "hunter2")
-    text, told = HOSTILE[what]
+    text, message = HOSTILE[attack]
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(InputError) as refused:
         read_run_settings(tmp_path / "config.yaml", Train)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert "hunter2" not in str(refused.value)
     assert str(tmp_path / "config.yaml") in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
@@ -156,12 +156,12 @@ def test_run_with_the_former_feature_cache_is_read(gib: float, tmp_path: Path):
 
 def test_other_text_is_refused_on_resume():
     before = {"schedule": {"phases": {"a": {"distill": {"timeout_seconds": 5, "new_tokens": 8}}}}}
-    now = {"schedule": {"phases": {"a": {"distill": {"timeout_seconds": 9, "new_tokens": 9}}}}}
-    assert list(differences(before, now)) == [("schedule.phases.a.distill.new_tokens", 8, 9)]
+    after = {"schedule": {"phases": {"a": {"distill": {"timeout_seconds": 9, "new_tokens": 9}}}}}
+    assert list(differences(before, after)) == [("schedule.phases.a.distill.new_tokens", 8, 9)]
 
 
 @pytest.mark.parametrize(
-    ("now", "found"),
+    ("after", "expected"),
     [
         ("a: 1\nevaluation: {prompts: x}\nname: m\nbase: {device: cpu, dtype: auto}\n", None),
         ("a: 2\nevaluation: {}\nname: n\nbase: {dtype: auto}\n", ("a", 1, 2)),
@@ -171,20 +171,20 @@ def test_other_text_is_refused_on_resume():
         ("a: [1]\nname: n\nbase: {dtype: auto}\n", ("a", 1, [1])),
     ],
 )
-def test_differences_are_settings_that_change_training(now: str, found: object):
+def test_differences_are_settings_that_change_training(after: str, expected: object):
     before = parse_settings(
         "a: 1\nevaluation: {prompts: y}\nname: n\nbase: {device: cuda, dtype: auto}\n"
     )
-    assert next(differences(before, parse_settings(now)), None) == found
+    assert next(differences(before, parse_settings(after)), None) == expected
 
 
 @pytest.mark.parametrize("group", ["schedule.phases", "data.sources"])
 @pytest.mark.parametrize("names", ["ba", "a", "abc", "b"])
 def test_phases_and_sources_resume_in_their_order(group: str, names: str):
     outer, inner = group.split(".")
-    before, now = ({outer: {inner: {name: {"x": 1} for name in one}}} for one in ("ab", names))
+    before, after = ({outer: {inner: {name: {"x": 1} for name in keys}}} for keys in ("ab", names))
     assert list(differences(before, before)) == []
-    assert list(differences(before, now)) == [(group, ["a", "b"], [*names])]
+    assert list(differences(before, after)) == [(group, ["a", "b"], [*names])]
 
 
 def test_older_run_on_questions_about_the_standard_library_reads_their_file(tmp_path: Path):

@@ -98,16 +98,16 @@ def test_killed_start_begins_again(tmp_path: Path):
     run.config.rename(run.path / ".config.yaml.0123abcd")
     (run.path / LOCK).touch()
     run.begin("a: 1\n", {"base_fingerprint": "f"})
-    left = {item.name for item in run.path.iterdir()}
-    assert left == {LOCK, "config.yaml", "provenance.json"}
+    names = {item.name for item in run.path.iterdir()}
+    assert names == {LOCK, "config.yaml", "provenance.json"}
 
 
 def test_incomplete_files_are_removed_and_old_folders_restored(tmp_path: Path):
     run = RunDirectory(tmp_path / "run")
     run.begin("a: 1\n", {})
-    for place in ("checkpoints/.step-3.0123abcd", "phases/.corpus.0123abcd", ".head.old"):
-        (run.path / place).mkdir(parents=True)
-        (run.path / place / "model.safetensors").touch()
+    for path in ("checkpoints/.step-3.0123abcd", "phases/.corpus.0123abcd", ".head.old"):
+        (run.path / path).mkdir(parents=True)
+        (run.path / path / "model.safetensors").touch()
     run.begin("a: 1\n", {})
     files = [file.relative_to(run.path).as_posix() for file in run.path.rglob("*.safetensors")]
     assert files == ["head/model.safetensors"]
@@ -124,9 +124,9 @@ def test_folder_with_other_files_is_refused(tmp_path: Path):
 def test_provenance_has_versions_and_machine_and_no_secret(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("WANDB_API_KEY", "wandb_secret")
-    found = collect_provenance()
+    provenance = collect_provenance()
     # some builds leave out the part after the plus sign in their metadata
-    assert (found.versions["torch"] or "").split("+")[0] == torch.__version__.split("+")[0]
-    assert (found.hardware.cores or 0) >= 1
-    assert found.hardware.instructions == matrix_instructions()
-    assert "secret" not in str(found)
+    assert (provenance.versions["torch"] or "").split("+")[0] == torch.__version__.split("+")[0]
+    assert (provenance.hardware.cores or 0) >= 1
+    assert provenance.hardware.instructions == matrix_instructions()
+    assert "secret" not in str(provenance)

@@ -38,7 +38,7 @@ MINUTES = {"text": 4.0, "train": 5.0, "evaluate": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("minutes", "seconds", "left"),
+    ("minutes", "seconds", "minutes_left"),
     [
         ({}, [60, 60], ["", "", ""]),
         (MINUTES, [240, 300], [10, 6, 1]),
@@ -50,13 +50,18 @@ MINUTES = {"text": 4.0, "train": 5.0, "evaluate": 1.0}
     ],
 )
 def test_stages_have_the_time_that_is_left(
-    minutes: Mapping[str, float], seconds: list[int], left: list, monkeypatch: pytest.MonkeyPatch
+    minutes: Mapping[str, float],
+    seconds: list[int],
+    minutes_left: list,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    now = iter([0, seconds[0], sum(seconds)])
-    clock = SimpleNamespace(monotonic=lambda: next(now))
+    times = iter([0, seconds[0], sum(seconds)])
+    clock = SimpleNamespace(monotonic=lambda: next(times))
     monkeypatch.setattr("specheads.runs.progress.time", clock)
     names = ["text", "train", "evaluate"]
     begin = stage_announcer(names, minutes)
-    for place, (name, some) in enumerate(zip(names, left, strict=True), start=1):
-        about = f", about {some} minutes left in all" if minutes else ""
-        assert begin(name) == f"stage {place} of 3: {name}{about}"
+    for number, (name, expected_minutes) in enumerate(
+        zip(names, minutes_left, strict=True), start=1
+    ):
+        about = f", about {expected_minutes} minutes left in all" if minutes else ""
+        assert begin(name) == f"stage {number} of 3: {name}{about}"

@@ -19,8 +19,8 @@ def _process() -> None:
     PartialState(cpu=True)
 
 
-def tracker(folder: Path, *, kind: str = "jsonl", told: list[str] | None = None) -> Tracker:
-    tell = pytest.fail if told is None else told.append
+def tracker(folder: Path, *, kind: str = "jsonl", messages: list[str] | None = None) -> Tracker:
+    tell = pytest.fail if messages is None else messages.append
     return Tracker(
         folder / "metrics.jsonl", kind=kind, project="specheads-tests", name="run", announce=tell
     )
@@ -28,11 +28,11 @@ def tracker(folder: Path, *, kind: str = "jsonl", told: list[str] | None = None)
 
 def write(rows: list[dict[str, Any]], folder: Path, *, kind: str, after: int) -> None:
     """Track the rows of a run that resumes after a step."""
-    found = tracker(folder, kind=kind)
-    found.resume(after)
+    run_tracker = tracker(folder, kind=kind)
+    run_tracker.resume(after)
     for row in rows:
-        found.log(row)
-    found.close()
+        run_tracker.log(row)
+    run_tracker.close()
 
 
 @pytest.mark.parametrize("end", ["", '{"step": 4, "lo', '{"step": 4}\n{"step": 6}\n'])
@@ -40,9 +40,9 @@ def test_resume_drops_later_and_incomplete_rows(end: str, tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 2}\n' + end)
     assert read_metrics(path)[0] == {"step": 2}
-    found = tracker(tmp_path)
-    found.resume(2)
-    found.log({"step": 3})
+    run_tracker = tracker(tmp_path)
+    run_tracker.resume(2)
+    run_tracker.log({"step": 3})
     assert path.read_text() == '{"step": 2}\n{"step": 3}\n'
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -77,12 +77,12 @@ def test_wandb_is_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("WANDB_CONSOLE", "off")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    found = tracker(tmp_path, kind="wandb")
-    found.resume(0)
-    found.log(ROWS[0])
-    other: Any = found.tracker
-    assert other.tracker.offline
-    found.close()
+    run_tracker = tracker(tmp_path, kind="wandb")
+    run_tracker.resume(0)
+    run_tracker.log(ROWS[0])
+    wandb_tracker: Any = run_tracker.tracker
+    assert wandb_tracker.tracker.offline
+    run_tracker.close()
     assert list((tmp_path / "wandb").glob("offline-run-*"))
     assert read_metrics(tmp_path / "metrics.jsonl") == ROWS[:1]
 
@@ -93,10 +93,12 @@ def test_tensorboard_shows_each_step_once_after_a_stop(tmp_path: Path):
 
     write(ROWS, tmp_path, kind="tensorboard", after=0)
     write(ROWS[3:4], tmp_path, kind="tensorboard", after=3)
-    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert shown.Tags()["scalars"] == ["step", "loss"]
-    assert [one.step for one in shown.Scalars("loss")] == [1, 2, 3, 4]
-    assert [one.value for one in shown.Scalars("loss")] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["step", "loss"]
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(
+        [1, 1 / 2, 1 / 3, 1 / 4]
+    )
 
 
 def test_trackio_keeps_the_rows_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -117,8 +119,8 @@ class Failing(GeneralTracker):
     def start(self) -> None:
         self._reach("start")
 
-    def log(self, values: dict, step: int | None = None, **more: Any) -> None:
-        del values, more
+    def log(self, values: dict, step: int | None = None, **keywords: Any) -> None:
+        del values, keywords
         self._reach(f"row {step}")
 
     def finish(self) -> None:
@@ -138,17 +140,18 @@ WHOLE = ["start", "row 1", "row 2", "row 3", "row 4", "row 5", "finish"]
 @pytest.mark.parametrize("moment", ["", "start", "row 3", "finish"])
 def test_failed_tracker_is_logged_once_and_rows_continue(moment, tmp_path, monkeypatch):
     monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "trackio", Failing)
-    failing[0], told = moment, []
+    failing[0], messages = moment, []
     reached.clear()
-    found = tracker(tmp_path, kind="trackio", told=told)
-    found.resume(0)
+    run_tracker = tracker(tmp_path, kind="trackio", messages=messages)
+    run_tracker.resume(0)
     for row in ROWS:
-        found.log(row)
-    found.close()
+        run_tracker.log(row)
+    run_tracker.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == ROWS
     assert reached == (WHOLE[: WHOLE.index(moment) + 1] if moment else WHOLE)
-    lost = f"trackio failed (ConnectionError: the network is gone); rows go to {found.metrics} only"
-    assert told == ([lost] if moment else [])
+    reason = "trackio failed (ConnectionError: the network is gone)"
+    lost = f"{reason}; rows go to {run_tracker.metrics} only"
+    assert messages == ([lost] if moment else [])
 
 
 def test_missing_tracker_package_is_refused_with_its_pip_command(monkeypatch: pytest.MonkeyPatch):
