@@ -68,12 +68,12 @@ def write(
         "vocab_size": config.vocab_size,
     }
     writer = gguf.GGUFWriter(file, architecture or kind)
-    said = {f"{architecture or kind}.{name}": value for name, value in sizes.items()}
-    for name, value in (said | FIELDS | (fields or {})).items():
+    size_fields = {f"{architecture or kind}.{name}": value for name, value in sizes.items()}
+    for name, value in (size_fields | FIELDS | (fields or {})).items():
         if value is not None:
             writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
-    held = {name: value for name, value in _tensors(base).items() if value is not None}
-    for name, value in (held | (tensors or {})).items():
+    weights = {name: value for name, value in _tensors(base).items() if value is not None}
+    for name, value in (weights | (tensors or {})).items():
         if value is not None:
             writer.add_tensor(name, value.detach().numpy())
     writer.write_header_to_file()
@@ -85,9 +85,13 @@ def write(
 
 def _tensors(base: PreTrainedModel) -> dict[str, Tensor]:
     """Return a base's weights by their GGUF names, with rows in llama.cpp's order."""
-    kind = next(key for key, one in gguf.MODEL_ARCH_NAMES.items() if one == base.config.model_type)
+    kind = next(
+        key
+        for key, model_type in gguf.MODEL_ARCH_NAMES.items()
+        if model_type == base.config.model_type
+    )
     names = gguf.get_tensor_name_map(kind, base.config.num_hidden_layers)
-    found = {}
+    weights = {}
     for full, value in base.named_parameters():
         name, _, end = full.rpartition(".")
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
@@ -96,5 +100,5 @@ def _tensors(base: PreTrainedModel) -> dict[str, Tensor]:
             # pairs of rotated rows: half a head apart in transformers, adjacent in llama.cpp
             pairs = value.unflatten(0, (getattr(base.config, count), 2, -1))
             value = pairs.transpose(1, 2).flatten(0, 2)
-        found[f"{names.get_name(name)}.{end}"] = value.contiguous()
-    return found
+        weights[f"{names.get_name(name)}.{end}"] = value.contiguous()
+    return weights

@@ -88,9 +88,11 @@ def small_config(kind: str) -> Any:
             return made_by(**changes)
         except Exception as error:
             # a setting that this config does not take, or takes with other values only
-            told = str(error)
+            message = str(error)
             if not (
-                refused := [one for one in changes if one in told.split() or f"'{one}'" in told]
+                refused := [
+                    name for name in changes if name in message.split() or f"'{name}'" in message
+                ]
             ):
                 raise
             del changes[refused[0]]
@@ -106,16 +108,16 @@ def _changes(config: Any) -> dict[str, Any]:
             kinds = sorted(set(values), key=str)
             changes[name] = (kinds * 2)[:2] if name == "layer_types" else values[:2]
     for name in getattr(type(config), "sub_configs", {}):
-        part = getattr(config, name, None)
-        if hasattr(part, "to_dict"):
-            changes[name] = type(part)(**_changes(part))
+        sub_config = getattr(config, name, None)
+        if hasattr(sub_config, "to_dict"):
+            changes[name] = type(sub_config)(**_changes(sub_config))
     return changes
 
 
 def _has(config: Any, name: str) -> bool:
     stored = getattr(type(config), "attribute_map", {}).get(name, name)
-    found = getattr(type(config), stored, None)
-    if isinstance(found, property) and found.fset is None:
+    attribute = getattr(type(config), stored, None)
+    if isinstance(attribute, property) and attribute.fset is None:
         return False
     try:
         getattr(config, name)
@@ -164,11 +166,11 @@ def outcome(kind: str) -> str:
     except InputError as error:
         return f"refused: {error}"
     text = greedy(model)
-    how: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "stop_at_eos": False}
-    assert generate(base, None, [PROMPT], **how).tokens[0] == text
+    settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "stop_at_eos": False}
+    assert generate(base, None, [PROMPT], **settings).tokens[0] == text
     oracle = Oracle([PROMPT + text], 3, base.vocab_size, rate=0.7)
     tree = policies.Static([(0,), (1,), (0, 0), (1, 0), (0, 0, 0)], "tree")
-    assert generate(base, oracle, [PROMPT], tree=tree, **how).tokens[0] == text
+    assert generate(base, oracle, [PROMPT], tree=tree, **settings).tokens[0] == text
     return "lossless"
 
 
@@ -176,17 +178,19 @@ def outcome(kind: str) -> str:
 @pytest.mark.filterwarnings("ignore")
 def test_every_causal_architecture_is_lossless_or_refused_in_one_line():
     transformers.logging.set_verbosity_error()
-    found: dict[str, str] = {}
+    outcomes: dict[str, str] = {}
     for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         try:
-            found[kind] = outcome(kind)
+            outcomes[kind] = outcome(kind)
         except Exception as error:
-            found[kind] = f"WRONG: {type(error).__name__} {' '.join(str(error).split())[:200]}"
-    assert {kind: said for kind, said in found.items() if said.startswith("WRONG")} == {}
-    assert [said for said in found.values() if "\n" in said] == []
+            outcomes[kind] = f"WRONG: {type(error).__name__} {' '.join(str(error).split())[:200]}"
+    assert {kind: result for kind, result in outcomes.items() if result.startswith("WRONG")} == {}
+    assert [result for result in outcomes.values() if "\n" in result] == []
     page = DOCS.read_text(encoding="utf-8").partition("## Architectures")[2]
-    told, below = page.partition("| refused")[::2]
+    lossless, below = page.partition("| refused")[::2]
     refused, not_built = below.partition("Not built")[::2]
-    places = {"lossless": told, "refused": refused, "not built": not_built}
-    wanted = {kind: places[said.partition(":")[0]] for kind, said in found.items()}
-    assert [kind for kind, place in wanted.items() if f"`{kind}`" not in place] == []
+    sections = {"lossless": lossless, "refused": refused, "not built": not_built}
+    expected_sections = {
+        kind: sections[result.partition(":")[0]] for kind, result in outcomes.items()
+    }
+    assert [kind for kind, section in expected_sections.items() if f"`{kind}`" not in section] == []

@@ -28,7 +28,7 @@ SHAPES = {
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_layers_of_any_shape_keep_the_same_slots(shapes, static: bool):
     torch.manual_seed(0)
-    paths, kept = [[0, 2, 5], [1, 6]], []
+    paths, committed = [[0, 2, 5], [1, 6]], []
     together, late = (KVCache(2, batch, 20, static=static) for batch in (2, 1))
     for cache in (together, late):
         cache.reserve(7)
@@ -37,16 +37,16 @@ def test_layers_of_any_shape_keep_the_same_slots(shapes, static: bool):
         for layer in range(2):
             cache.update(new[2 * layer], new[2 * layer + 1], layer)
         cache.commit(paths[:rows])
-        kept += [[one[row, :, paths[row]] for one in new] for row in range(rows)]
+        committed += [[states[row, :, paths[row]] for states in new] for row in range(rows)]
     together.room = 4
     together.join(late)
     assert {stack.shape[1] for stack in together.slab.stacks} == {4}
     together.keep_rows(order := [2, 0, 1])
     for layer in range(2):
-        for place, held in enumerate(together.slab.states(layer, (new[0], new[0]))):
+        for index, states in enumerate(together.slab.states(layer, (new[0], new[0]))):
             for row, old in enumerate(order):
-                wanted = kept[old][2 * layer + place]
-                assert torch.equal(held[row, :, : wanted.shape[1]], wanted)
+                expected = committed[old][2 * layer + index]
+                assert torch.equal(states[row, :, : expected.shape[1]], expected)
 
 
 def pool(num_blocks: int = 64, block_size: int = 4, *, layers: int = 3) -> BlockPool:
@@ -71,16 +71,18 @@ def outputs(base: FrozenBase, cache: RowCache) -> list[Tensor]:
     longest = max(map(len, prompts))
     padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
     logits, features = base.prefill(padded.to(base.device), cache, [*map(len, prompts)], chunk=8)
-    found = [logits, *(features.hidden[row, : len(one)] for row, one in enumerate(prompts))]
+    tensors = [logits, *(features.hidden[row, : len(prompt)] for row, prompt in enumerate(prompts))]
     for step in range(5):
         rows = len(cache.row_lengths)
-        seen = base.verify(random_tree(generator, rows, 9, base.device), cache)
-        found += [seen.logits, seen.features.hidden]
-        paths = [seen.ancestors[row, generator.randrange(9)].nonzero() for row in range(rows)]
+        verification = base.verify(random_tree(generator, rows, 9, base.device), cache)
+        tensors += [verification.logits, verification.features.hidden]
+        paths = [
+            verification.ancestors[row, generator.randrange(9)].nonzero() for row in range(rows)
+        ]
         cache.commit([path[:, 0].tolist() for path in paths])
         if step == 2:
             cache.keep_rows([2, 0])
-    return found
+    return tensors
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -91,7 +93,10 @@ def test_paged_rows_equal_contiguous_rows_bit_for_bit(architecture, attention):
     # the second time over blocks with old content
     for _ in range(2):
         paged = outputs(base, PagedKVCache(blocks, 3))
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(paged, rows, strict=True))
+        assert all(
+            torch.equal(paged_output, row_output)
+            for paged_output, row_output in zip(paged, rows, strict=True)
+        )
 
 
 def test_rows_own_only_the_blocks_of_their_committed_tokens():

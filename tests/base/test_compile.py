@@ -53,8 +53,8 @@ def graphs() -> int:
 
 
 def oracle(base: FrozenBase, prompts: list[list[int]], length: int) -> Oracle:
-    said = generate(base, None, prompts, max_new_tokens=length).tokens
-    texts = [prompt + text for prompt, text in zip(prompts, said, strict=True)]
+    continuations = generate(base, None, prompts, max_new_tokens=length).tokens
+    texts = [prompt + text for prompt, text in zip(prompts, continuations, strict=True)]
     return Oracle(texts, 2, base.vocab_size, rate=0.6, device=base.device)
 
 
@@ -74,7 +74,7 @@ class Recorder(CudaGraphs):
             self.cache = None
 
     def record(self, forward: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
-        fixed = [one.clone() for one in inputs]
+        fixed = [tensor.clone() for tensor in inputs]
         self.recorded += 1
         cache, aux_layers = forward.args
         before = addresses(cache)
@@ -84,17 +84,17 @@ class Recorder(CudaGraphs):
 
         def replay(*new: torch.Tensor) -> Any:
             self.replayed += 1
-            for own, one in zip(fixed, new, strict=True):
-                own.copy_(one)
+            for buffer, tensor in zip(fixed, new, strict=True):
+                buffer.copy_(tensor)
             # the forward of the cache that uses this memory now
-            now = self.cache
-            assert now is not None
-            assert addresses(now) == before
+            current_cache = self.cache
+            assert current_cache is not None
+            assert addresses(current_cache) == before
             with torch.inference_mode(mode=False), torch.no_grad():
-                again = self.base.forwards.forward_tree(now, aux_layers, *fixed)
-            for own, one in zip(outputs, again, strict=True):
-                if own is not None:
-                    own.copy_(one)
+                again = self.base.forwards.forward_tree(current_cache, aux_layers, *fixed)
+            for buffer, tensor in zip(outputs, again, strict=True):
+                if buffer is not None:
+                    buffer.copy_(tensor)
             return outputs
 
         return replay
@@ -105,7 +105,7 @@ def addresses(cache: KVCache) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["llama", *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)]
+    "architecture", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_recorded_forwards_give_the_tokens_of_eager_ones(architecture: str) -> None:
     # the code that runs on CUDA, except the recording and the compiler's kernels
@@ -119,8 +119,10 @@ def test_recorded_forwards_give_the_tokens_of_eager_ones(architecture: str) -> N
         drafters = [(None, None), (head, policies.chain(2))]
         for rows in (prompts, prompts[:1]):
             for drafter, tree in drafters:
-                how = {"max_new_tokens": length, "tree": tree}
-                assert generate(base, drafter, rows, **how) == generate(plain, drafter, rows, **how)
+                settings = {"max_new_tokens": length, "tree": tree}
+                assert generate(base, drafter, rows, **settings) == generate(
+                    plain, drafter, rows, **settings
+                )
     # one row and several, one node and several, and in gemma3 with and without windows
     assert graphs() - before <= 8
     assert 0 < record.recorded < record.replayed / 4
@@ -153,9 +155,9 @@ def rounds(architecture: str) -> None:
     for length in (24, 31):
         for drafter, tree in drafters:
             for pool in (None, base.pool(200)):
-                how = {"max_new_tokens": length, "tree": tree}
-                said = generate(base, drafter(), prompts, pool=pool, **how)
-                assert said == generate(plain, drafter(), prompts, **how)
+                settings = {"max_new_tokens": length, "tree": tree}
+                output = generate(base, drafter(), prompts, pool=pool, **settings)
+                assert output == generate(plain, drafter(), prompts, **settings)
         sys.stdout.write(f"{graphs()}\n")
 
 
@@ -163,8 +165,8 @@ def rounds(architecture: str) -> None:
 def test_compiled_on_a_cpu_gives_the_tokens_of_eager() -> None:
     # in a process without the type checks of the tests, which break graphs
     run = "from tests.base.test_compile import rounds; rounds('llama')"
-    done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    first, second = map(int, done.stdout.split())
+    process = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
+    first, second = map(int, process.stdout.split())
     # rows, nodes and slots are symbolic; size one, full blocks and aux_layers are special cases
     assert 0 < first <= second <= 20

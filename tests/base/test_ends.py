@@ -62,11 +62,11 @@ def test_ends_come_from_any_shard(tmp_path: Path):
 @pytest.mark.parametrize(
     ("source", "location"),
     [
-        ("models/tiny", "{here}/models/tiny"),
-        ("./models/tiny/", "{here}/models/tiny"),
-        ("models/../models/tiny", "{here}/models/tiny"),
-        ("{here}/models/tiny", "{here}/models/tiny"),
-        ("link", "{here}/models/tiny"),
+        ("models/tiny", "{folder}/models/tiny"),
+        ("./models/tiny/", "{folder}/models/tiny"),
+        ("models/../models/tiny", "{folder}/models/tiny"),
+        ("{folder}/models/tiny", "{folder}/models/tiny"),
+        ("link", "{folder}/models/tiny"),
         ("acme/tiny", "acme/tiny"),
         ("", ""),
     ],
@@ -74,11 +74,11 @@ def test_ends_come_from_any_shard(tmp_path: Path):
 def test_a_folder_is_named_absolutely_and_a_hub_id_is_not(
     source: str, location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    here = tmp_path.resolve()
-    (here / "models" / "tiny").mkdir(parents=True)
-    (here / "link").symlink_to(here / "models" / "tiny")
-    monkeypatch.chdir(here)
-    assert absolute_folder(source.format(here=here)) == location.format(here=here)
+    folder = tmp_path.resolve()
+    (folder / "models" / "tiny").mkdir(parents=True)
+    (folder / "link").symlink_to(folder / "models" / "tiny")
+    monkeypatch.chdir(folder)
+    assert absolute_folder(source.format(folder=folder)) == location.format(folder=folder)
 
 
 @pytest.mark.parametrize("original", [8, 24, 64, 127, 128])

@@ -36,10 +36,10 @@ def test_base_is_refused_only_if_every_text_gives_a_path_other_logits(always: bo
         parameter.data.mul_(9)
     trees = 0
 
-    def reroute(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def reroute(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """Send the nodes of a tree, of the first one or of all, to other experts."""
         nonlocal trees
-        hidden, chosen, shares = given
+        hidden, chosen, shares = inputs
         if len(hidden) != 6:
             return None
         trees += 1
@@ -63,12 +63,12 @@ def random_base(
     architecture: str, dtype: torch.dtype, seed: int, experts: int = 192, *, exact: bool = False
 ) -> FrozenBase:
     """Return a base with matrices large enough for oneDNN; `experts` is the width of an expert."""
-    named = "num_local_experts" if architecture in ("mixtral", "granitemoe") else "num_experts"
+    setting = "num_local_experts" if architecture in ("mixtral", "granitemoe") else "num_experts"
     sizes = {"hidden_size": 192, "intermediate_size": experts, "num_attention_heads": 6}
     if architecture == "qwen3_moe":
         sizes["moe_intermediate_size"] = experts // 2
     torch.manual_seed(seed)
-    config = tiny.config(architecture, head_dim=32, **sizes | {named: 16})
+    config = tiny.config(architecture, head_dim=32, **sizes | {setting: 16})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
@@ -85,14 +85,16 @@ def compared(base: FrozenBase, seed: int) -> list[tuple[float, bool, bool]]:
     """
     routes: list[Tensor] = []
     for experts in experts_of(base.model):
-        experts.register_forward_pre_hook(lambda _, given: routes.append(given[1].sort(-1).values))
+        experts.register_forward_pre_hook(
+            lambda _, inputs: routes.append(inputs[1].sort(-1).values)
+        )
 
     def read(tokens: Tensor, parents: list[int], cache: Any) -> tuple[Tensor, Tensor]:
         """Return the logits of each node of the first row, and its experts."""
         routes.clear()
         tree = TokenTree(tokens, torch.tensor([parents] * len(tokens)))
         logits = base.verify(tree, cache).logits[0]
-        chosen = [one.view(*tokens.shape, -1)[0] for one in routes]
+        chosen = [route.view(*tokens.shape, -1)[0] for route in routes]
         return logits, torch.stack(chosen or [torch.zeros_like(tokens[0])], 1)
 
     generator = torch.Generator().manual_seed(seed)
@@ -104,10 +106,10 @@ def compared(base: FrozenBase, seed: int) -> list[tuple[float, bool, bool]]:
         base.prefill(text[:rows], empty, [LENGTH] * rows)
         return empty
 
-    def difference(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Any:
-        size = float((one[0] - other[0]).abs().max() / other[0].abs().max())
-        flipped = bool(one[0].argmax() != other[0].argmax())
-        return size, flipped, not torch.equal(one[1], other[1])
+    def difference(result: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor]) -> Any:
+        size = float((result[0] - reference[0]).abs().max() / reference[0].abs().max())
+        flipped = bool(result[0].argmax() != reference[0].argmax())
+        return size, flipped, not torch.equal(result[1], reference[1])
 
     tree, out = read(nodes[:1], PARENTS, cache(1)), []
     for path in PATHS:
@@ -131,27 +133,30 @@ def compared(base: FrozenBase, seed: int) -> list[tuple[float, bool, bool]]:
 @pytest.mark.parametrize("architecture", ["llama", *tiny.EXPERTS])
 def test_rounding_seldom_changes_the_experts_of_a_token(architecture: str, dtype: torch.dtype):
     """The counts are those of docs/bases.md; pytest -s prints them."""
-    found = [
-        one for seed in range(50) for one in compared(random_base(architecture, dtype, seed), seed)
+    comparisons = [
+        comparison
+        for seed in range(50)
+        for comparison in compared(random_base(architecture, dtype, seed), seed)
     ]
-    same = max(size for size, _, moved in found if not moved)
-    other = [size for size, _, moved in found if moved]
-    flips = sum(flipped for _, flipped, _ in found)
+    unmoved_size = max(size for size, _, moved in comparisons if not moved)
+    moved_sizes = [size for size, _, moved in comparisons if moved]
+    flips = sum(flipped for _, flipped, _ in comparisons)
     print(  # noqa: T201
-        f"\n{architecture} {dtype}: {len(found)} comparisons; same experts: difference at most "
-        f"{same:.1e}; other experts: {len(other)} times, at most {max(other, default=0):.1e}; "
+        f"\n{architecture} {dtype}: {len(comparisons)} comparisons; same experts: "
+        f"difference at most {unmoved_size:.1e}; other experts: {len(moved_sizes)} times, "
+        f"at most {max(moved_sizes, default=0):.1e}; "
         f"another best token: {flips} times"
     )
-    assert same < (1e-5 if dtype == torch.float32 else 0.05)
-    assert len(other) <= (0 if dtype == torch.float32 else 0.1 * len(found))
-    assert flips <= (0 if dtype == torch.float32 else 0.05 * len(found))
+    assert unmoved_size < (1e-5 if dtype == torch.float32 else 0.05)
+    assert len(moved_sizes) <= (0 if dtype == torch.float32 else 0.1 * len(comparisons))
+    assert flips <= (0 if dtype == torch.float32 else 0.05 * len(comparisons))
 
 
 @pytest.mark.parametrize(
     ("architecture", "seeds"),
     [
         ("mixtral", [3]),
-        *(pytest.param(one, range(20), marks=pytest.mark.slow) for one in tiny.EXPERTS),
+        *(pytest.param(name, range(20), marks=pytest.mark.slow) for name in tiny.EXPERTS),
     ],
 )
 def test_exact_bases_do_not_depend_on_the_rows_of_an_expert(

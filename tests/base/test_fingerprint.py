@@ -51,10 +51,10 @@ def sibling() -> FrozenBase:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_fingerprint_ignores_the_dtype(architecture, dtype):
     # bfloat16 is rounded from float32, as on loading a checkpoint
-    one = tiny.base(architecture, dtype=torch.float32)
-    other = tiny.base(architecture, dtype=dtype)
-    assert of(one.model) == of(other.model)
-    assert one.fingerprint != FrozenBase(deepcopy(one.model).bfloat16()).fingerprint
+    float_base = tiny.base(architecture, dtype=torch.float32)
+    dtype_base = tiny.base(architecture, dtype=dtype)
+    assert of(float_base.model) == of(dtype_base.model)
+    assert float_base.fingerprint != FrozenBase(deepcopy(float_base.model).bfloat16()).fingerprint
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_the_fingerprint_ignores_the_dtype(architecture, dtype):
     ],
 )
 def test_the_fingerprint_of_a_config_has_what_changes_the_base(change, is_same):
-    found = config_fingerprint(tiny.config(**change))
-    assert (found == config_fingerprint(tiny.config())) == is_same
+    fingerprint = config_fingerprint(tiny.config(**change))
+    assert (fingerprint == config_fingerprint(tiny.config())) == is_same
 
 
 def test_a_head_accepts_its_base_in_every_dtype_and_after_saving(head_folder, tmp_path):

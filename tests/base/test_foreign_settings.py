@@ -37,7 +37,7 @@ WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_windo
 
 
 @pytest.mark.parametrize(
-    ("family", "setting", "named", "neutral"),
+    ("family", "setting", "message", "neutral"),
     [
         ("llama3", {"logit_scale": 0.5}, "logit_scale=0.5", {"logit_scale": 1.0}),
         ("qwen3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50", {"x_scale": None}),
@@ -66,11 +66,11 @@ WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_windo
     ],
 )
 def test_a_setting_that_transformers_ignores_is_refused_and_its_neutral_value_passes(
-    family: str, setting: dict, named: str, neutral: dict, tmp_path: Path
+    family: str, setting: dict, message: str, neutral: dict, tmp_path: Path
 ):
     with pytest.raises(InputError, match="every setting of a config must be honoured") as caught:
         read(tmp_path, FAMILIES[family] | setting)
-    assert named in str(caught.value)
+    assert message in str(caught.value)
     read(tmp_path, FAMILIES[family] | neutral)
 
 
@@ -112,12 +112,12 @@ TOKENS = torch.tensor([[3, 4, 7, 9, 3, 1, 2, 8]])
     ],
 )
 def test_an_honoured_setting_of_an_adapter_gives_the_logits_of_peft(settings, tmp_path: Path):
-    wanted = adapter_folder(tmp_path, **settings)
+    expected = adapter_folder(tmp_path, **settings)
     model = copy.deepcopy(tiny.base().model)
     lora.merge(model, tmp_path)
-    found = model(input_ids=TOKENS).logits
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
-    assert (found - tiny.base().model(input_ids=TOKENS).logits).abs().max() > 0.1
+    logits = model(input_ids=TOKENS).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
+    assert (logits - tiny.base().model(input_ids=TOKENS).logits).abs().max() > 0.1
 
 
 @QUIET
@@ -129,8 +129,8 @@ def test_biases_of_an_adapter_are_merged(tmp_path: Path):
         value.data += 0.05 * value.requires_grad
     wrapped.save_pretrained(str(tmp_path), save_embedding_layers=False)
     lora.merge(base, tmp_path)
-    wanted = wrapped(input_ids=TOKENS).logits
-    torch.testing.assert_close(base(input_ids=TOKENS).logits, wanted, rtol=0, atol=1e-9)
+    expected = wrapped(input_ids=TOKENS).logits
+    torch.testing.assert_close(base(input_ids=TOKENS).logits, expected, rtol=0, atol=1e-9)
 
 
 @QUIET
@@ -150,12 +150,12 @@ def test_an_adapter_on_a_tied_matrix_changes_only_its_own_layer(settings: dict, 
     config = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **settings)
     wrapped = get_peft_model(copy.deepcopy(base), config).double()
     wrapped.save_pretrained(str(tmp_path / "adapter"))
-    wanted = wrapped(input_ids=TOKENS).logits
+    expected = wrapped(input_ids=TOKENS).logits
     lora.merge(base, tmp_path / "adapter")
-    torch.testing.assert_close(base(input_ids=TOKENS).logits, wanted, rtol=0, atol=1e-9)
+    torch.testing.assert_close(base(input_ids=TOKENS).logits, expected, rtol=0, atol=1e-9)
     base.save_pretrained(tmp_path / "merged")
     stored = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
-    torch.testing.assert_close(stored(input_ids=TOKENS).logits, wanted, rtol=0, atol=1e-9)
+    torch.testing.assert_close(stored(input_ids=TOKENS).logits, expected, rtol=0, atol=1e-9)
 
 
 @QUIET

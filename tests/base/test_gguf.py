@@ -41,7 +41,7 @@ def load(source: object) -> FrozenBase:
 
 def left(cache: Path) -> list[str]:
     """Return all files in the cache."""
-    return [str(one.relative_to(cache)) for one in cache.rglob("*")] if cache.exists() else []
+    return [str(file.relative_to(cache)) for file in cache.rglob("*")] if cache.exists() else []
 
 
 def logits(base: FrozenBase) -> torch.Tensor:
@@ -65,14 +65,14 @@ def test_a_gguf_base_equals_the_original_model(architecture, tied, tmp_path, cap
     log = capsys.readouterr().err
     assert log.startswith(f"dequantising small.gguf once: 0.00 GB of float32 in {base.location}\n")
     assert Path(base.location).parent == cache / "gguf"
-    assert [one.name for one in (cache / "gguf").iterdir()] == [Path(base.location).name]
+    assert [folder.name for folder in (cache / "gguf").iterdir()] == [Path(base.location).name]
 
 
 def test_a_second_load_uses_the_cache_and_a_changed_file_is_converted_again(file, capsys, cache):
-    place = load_path(str(file))
-    before = Path(place, "model.safetensors").stat()
-    assert load_path(str(file)) == place
-    assert Path(place, "model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
+    folder = load_path(str(file))
+    before = Path(folder, "model.safetensors").stat()
+    assert load_path(str(file)) == folder
+    assert Path(folder, "model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
     assert capsys.readouterr().err.count("dequantising") == 1
     gguf_file.write(file, gguf_file.model("llama", num_hidden_layers=2))
     assert load(file).num_layers == 2
@@ -94,9 +94,9 @@ def test_heads_accept_one_base_by_package_file_and_folder(file, tmp_path, monkey
     assert base.name == "package:carrier"
     assert "carrier" not in sys.modules
     head = build_for_base({"kind": "medusa", "depth": 2}, base)
-    for other in (load(file), load(base.location)):
-        assert other.fingerprint == base.fingerprint
-        fit_to_base(head, other)
+    for other_base in (load(file), load(base.location)):
+        assert other_base.fingerprint == base.fingerprint
+        fit_to_base(head, other_base)
 
 
 def test_a_package_without_exactly_one_gguf_is_refused(file, tmp_path, monkeypatch):
@@ -170,10 +170,10 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_refused_in_one_line_and_leaves_no_files(name, file, cache):
-    damage, told = BROKEN[name]
+    damage, message = BROKEN[name]
     damage(file)
     line = refused(file)
-    assert re.search(told, line), line
+    assert re.search(message, line), line
     assert left(cache) == []
 
 
@@ -228,7 +228,7 @@ def test_sentencepiece_vocabulary_is_read_and_code_next_to_the_file_is_not_run(
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(pieces)],
-        "tokenizer.ggml.scores": [0.0] * 259 + [-1.0 * place for place in range(len(pieces))],
+        "tokenizer.ggml.scores": [0.0] * 259 + [-1.0 * rank for rank in range(len(pieces))],
         "tokenizer.ggml.merges": None,
         "tokenizer.ggml.padding_token_id": 2,
         "tokenizer.ggml.add_bos_token": True,
@@ -260,8 +260,8 @@ def test_smollm2_uses_its_own_tokens_and_tree_decoding_is_greedy():
         "<|im_start|>assistant\n"
     )
     plain: Any = base.model.generate
-    said = plain(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt) :]
-    assert tokenizer.decode(said) == "The capital of France is Paris.<|im_end|>"
-    knows = Oracle([prompt + said.tolist()], 4, base.vocab_size)
-    found = generate(base, knows, [prompt], max_new_tokens=24, tree=policies.BestFirst(9, 3))
-    assert found.tokens == [said.tolist()]
+    reply = plain(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt) :]
+    assert tokenizer.decode(reply) == "The capital of France is Paris.<|im_end|>"
+    knows = Oracle([prompt + reply.tolist()], 4, base.vocab_size)
+    output = generate(base, knows, [prompt], max_new_tokens=24, tree=policies.BestFirst(9, 3))
+    assert output.tokens == [reply.tolist()]

@@ -47,9 +47,9 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], Any], name: str = WEIGHT
     """Return a function that changes a folder's tensors in place."""
 
     def damage(folder: Path) -> None:
-        held = load_file(folder / name)
-        change(held)
-        save_file(held, folder / name, metadata={"format": "pt"})
+        weights = load_file(folder / name)
+        change(weights)
+        save_file(weights, folder / name, metadata={"format": "pt"})
 
     return damage
 
@@ -70,28 +70,28 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (says(num_hidden_layers=5), r"missing model\.layers\.3\..* and 16 more;"),
         (says(num_hidden_layers=2), r"unexpected model\.layers\.2\..* and 7 more;"),
         (
-            tensors(lambda held: held.update(strange=held.pop(UP))),
+            tensors(lambda weights: weights.update(strange=weights.pop(UP))),
             f"missing {UP}; unexpected strange;",
         ),
         (
-            tensors(lambda held: held.update({UP: held[UP][:40].clone()})),
+            tensors(lambda weights: weights.update({UP: weights[UP][:40].clone()})),
             rf"another shape {UP} of \[40, 32\] for \[48, 32\]; fix",
         ),
     ],
     ids=["more layers", "fewer layers", "renamed", "shape"],
 )
 def test_weights_that_do_not_match_the_config_are_refused_by_name(
-    damage, told, tmp_path, caplog, capsys
+    damage, message, tmp_path, caplog, capsys
 ):
     tiny.base().model.save_pretrained(tmp_path)
     capsys.readouterr()
     damage(tmp_path)
-    with pytest.raises(InputError, match=f"{WHOLE}.*{told}"):
+    with pytest.raises(InputError, match=f"{WHOLE}.*{message}"):
         FrozenBase.load(tmp_path, device="cpu")
     # transformers' own table of them is hidden
     assert "LOAD REPORT" not in caplog.text + capsys.readouterr().err
@@ -110,7 +110,7 @@ BROKEN: dict[str, tuple[Damage, str]] = {
     "a million layers": (says(num_hidden_layers=10**6), "num_hidden_layers .* 1 to 1024"),
     "cut weights": (cut(WEIGHTS), "weights .*SafetensorError"),
     "weights that are not numbers": (
-        tensors(lambda held: held["model.norm.weight"].mul_(float("nan"))),
+        tensors(lambda weights: weights["model.norm.weight"].mul_(float("nan"))),
         "must be finite",
     ),
     "weights of nobody": (
@@ -129,10 +129,10 @@ BROKEN: dict[str, tuple[Damage, str]] = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_of_a_base_is_refused_by_name(name, tmp_path):
-    damage, told = BROKEN[name]
+    damage, message = BROKEN[name]
     tiny.base().model.save_pretrained(tmp_path)
     damage(tmp_path)
-    assert re.search(told, refused(tmp_path))
+    assert re.search(message, refused(tmp_path))
 
 
 INDEX = "model.safetensors.index.json"
@@ -234,9 +234,9 @@ def test_a_base_that_needs_its_own_code_is_refused_without_a_prompt(
 
 
 def test_code_of_a_base_does_not_run_if_transformers_has_the_class(tmp_path, monkeypatch, capsys):
-    known = says(auto_map=MODEL)
+    model_code = says(auto_map=MODEL)
     fast = says("tokenizer_config.json", auto_map={"AutoTokenizer": ["code.Own", "code.Own"]})
-    ran = with_code(tmp_path, "LlamaConfig", known, fast)
+    ran = with_code(tmp_path, "LlamaConfig", model_code, fast)
     # transformers would run this as the model's own `generate`
     (tmp_path / "custom_generate").mkdir()
     (tmp_path / "custom_generate" / "generate.py").write_text(f"open({str(ran)!r}, 'w')\n")
@@ -277,7 +277,8 @@ def adapter_says(**changes: Any) -> Damage:
 
 def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
     return tensors(
-        lambda held: held.update({name: change(one) for name, one in held.items()}), ADAPTER
+        lambda weights: weights.update({name: change(weight) for name, weight in weights.items()}),
+        ADAPTER,
     )
 
 
@@ -288,8 +289,8 @@ def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
         lambda folder: (folder / ADAPTER).rename(folder / "adapter_model.bin"),
         cut(ADAPTER),
         each(lambda value: value * float("nan")),
-        tensors(lambda held: held.popitem(), ADAPTER),
-        tensors(lambda held: held.update(strange=torch.ones(2)), ADAPTER),
+        tensors(lambda weights: weights.popitem(), ADAPTER),
+        tensors(lambda weights: weights.update(strange=torch.ones(2)), ADAPTER),
         cut("adapter_config.json"),
         write("adapter_config.json", DEEP),
         adapter_says(peft_type="NOPE"),
@@ -310,7 +311,7 @@ def test_a_broken_adapter_is_refused_and_leaves_the_base_unchanged(damage, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("has", "newest", "wanted"),
+    ("has", "newest", "expected"),
     [
         (True, "DEFAULT", torch.bfloat16),
         (True, "AVX512_CORE_AMX", torch.bfloat16),
@@ -318,7 +319,7 @@ def test_a_broken_adapter_is_refused_and_leaves_the_base_unchanged(damage, tmp_p
         (False, "DEFAULT", torch.float32),
     ],
 )
-def test_the_default_dtype_depends_on_the_cpu(has, newest, wanted, monkeypatch):
+def test_the_default_dtype_depends_on_the_cpu(has, newest, expected, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has, raising=False)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", newest)
-    assert FrozenBase.load(SHIPPED, device="cpu").dtype == wanted
+    assert FrozenBase.load(SHIPPED, device="cpu").dtype == expected

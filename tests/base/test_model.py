@@ -25,9 +25,9 @@ CASES = sorted(folder.name for folder in GOLDEN.glob("base_*"))
 SHIPPED = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
 
 
-def assert_golden(found: Tensor, golden: Tensor) -> None:
+def assert_golden(values: Tensor, golden: Tensor) -> None:
     """Compare within the tolerance of the golden folder."""
-    torch.testing.assert_close(found.float(), golden, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(values.float(), golden, atol=1e-4, rtol=1e-4)
 
 
 def golden_base(case: str, dtype: torch.dtype, attention: str) -> FrozenBase:
@@ -46,9 +46,9 @@ def test_golden_numbers_are_reproduced(case, dtype, attention):
     base = golden_base(case, dtype, attention)
     io = load_file(GOLDEN / case / "io.safetensors")
     prompts = [io[f"in.prompt.{row}"].tolist() for row in range(3)]
-    said = [io[f"out.continuation.{row}"].tolist() for row in range(3)]
+    continuations = [io[f"out.continuation.{row}"].tolist() for row in range(3)]
 
-    text, positions = torch.tensor([prompts[0] + said[0]]), io["in.positions"]
+    text, positions = torch.tensor([prompts[0] + continuations[0]]), io["in.positions"]
     hidden = io["out.hidden_states.0"]
     features = base.read(text, aux_layers=(0, 2, base.num_layers))
     assert features.aux is not None
@@ -56,12 +56,14 @@ def test_golden_numbers_are_reproduced(case, dtype, attention):
     *aux, last = features.aux[0, positions].chunk(3, dim=-1)
     assert_golden(torch.cat(aux, dim=-1), torch.cat([hidden[0], hidden[2]], dim=-1))
     # the stream after all layers is the input of the final norm
-    parts = dict(base.model.base_model.named_children())
-    norm = next(parts[name] for name in FINAL_NORMS if name in parts)
+    children = dict(base.model.base_model.named_children())
+    norm = next(children[name] for name in FINAL_NORMS if name in children)
     assert_golden(norm(last), hidden[-1])
     assert_golden(base.projection(features.hidden)[0, positions], io["out.logits.0"])
 
-    assert generate(base, None, prompts, max_new_tokens=len(said[0])).tokens == said
+    assert (
+        generate(base, None, prompts, max_new_tokens=len(continuations[0])).tokens == continuations
+    )
 
 
 def test_a_model_may_take_its_cache_by_its_name_of_transformers_5_24():
@@ -71,10 +73,10 @@ def test_a_model_may_take_its_cache_by_its_name_of_transformers_5_24():
 
     names = signature(forward).parameters
 
-    def renamed(cache: Any = None, **given: Any) -> Any:
-        assert given.pop("past_key_values", None) is None
+    def renamed(cache: Any = None, **settings: Any) -> Any:
+        assert settings.pop("past_key_values", None) is None
         old = {"past_key_values": cache} if "past_key_values" in names else {"cache": cache}
-        return forward(**old, **given)
+        return forward(**old, **settings)
 
     model.base_model.forward = renamed
     assert generate(FrozenBase(model), None, prompts, max_new_tokens=8).tokens == alone
@@ -87,11 +89,13 @@ def test_verify_and_read_give_the_same_features(architecture):
     cache = base.cache(batch=1, capacity=len(prompt))
     front = torch.tensor([prompt[:-4]])
     base.prefill(front, cache, [front.shape[1]])
-    seen = base.verify(chain(torch.tensor([prompt[-4:]])), cache, aux_layers=(1, 2))
-    read = base.read(torch.tensor([prompt]), aux_layers=(1, 2))
-    torch.testing.assert_close(seen.features.hidden, read.hidden[:, -4:])
-    torch.testing.assert_close(seen.features.aux, None if read.aux is None else read.aux[:, -4:])
-    torch.testing.assert_close(seen.logits, base.projection(read.hidden[:, -4:]))
+    verification = base.verify(chain(torch.tensor([prompt[-4:]])), cache, aux_layers=(1, 2))
+    features = base.read(torch.tensor([prompt]), aux_layers=(1, 2))
+    torch.testing.assert_close(verification.features.hidden, features.hidden[:, -4:])
+    torch.testing.assert_close(
+        verification.features.aux, None if features.aux is None else features.aux[:, -4:]
+    )
+    torch.testing.assert_close(verification.logits, base.projection(features.hidden[:, -4:]))
 
 
 def _small(kind: str, **settings: object) -> FrozenBase:
@@ -109,7 +113,7 @@ def test_the_last_stream_of_a_base_that_norms_its_embedding_too_is_that_of_its_l
     out: list[Tensor] = []
     model: Any = base.model.base_model
     layer = model.layers[-1]
-    hook = layer.register_forward_hook(lambda *given: out.append(given[-1]))
+    hook = layer.register_forward_hook(lambda *call: out.append(call[-1]))
     features = base.read(torch.arange(3, 12)[None], aux_layers=(2,))
     hook.remove()
     assert features.aux is not None
@@ -176,29 +180,31 @@ def test_chunked_prefill_equals_prefill_in_one_forward(architecture, chunk):
     base, prompts = tiny.base(architecture), tiny.prompts()
     counts = [*map(len, prompts)]
     padded = torch.tensor([prompt + [0] * (max(counts) - len(prompt)) for prompt in prompts])
-    seen: list[int] = []
+    chunk_sizes: list[int] = []
     handle = base.model.base_model.register_forward_pre_hook(
-        lambda *call: seen.append(call[-1]["input_ids"].shape[1]), with_kwargs=True
+        lambda *call: chunk_sizes.append(call[-1]["input_ids"].shape[1]), with_kwargs=True
     )
     cache = base.cache(3, max(counts) + 1)
     logits, features = base.prefill(padded, cache, counts, aux_layers=(1, 2), chunk=chunk)
     handle.remove()
-    assert max(seen) == chunk
-    assert sum(seen) == max(counts)
+    assert max(chunk_sizes) == chunk
+    assert sum(chunk_sizes) == max(counts)
     assert cache.row_lengths == counts
     assert features.aux is not None
     for row, prompt in enumerate(prompts):
-        read = base.read(torch.tensor([prompt]), aux_layers=(1, 2))
-        assert read.aux is not None
-        torch.testing.assert_close(features.hidden[row, : len(prompt)], read.hidden[0])
-        torch.testing.assert_close(features.aux[row, : len(prompt)], read.aux[0])
+        expected = base.read(torch.tensor([prompt]), aux_layers=(1, 2))
+        assert expected.aux is not None
+        torch.testing.assert_close(features.hidden[row, : len(prompt)], expected.hidden[0])
+        torch.testing.assert_close(features.aux[row, : len(prompt)], expected.aux[0])
         plain = base.model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1]
         torch.testing.assert_close(logits[row], plain)
     # decoding continues the committed text
     root = logits.argmax(-1)
     seen_next = base.verify(chain(root[:, None]), cache).logits[:, 0]
-    assert root.tolist() == [said[0] for said in tiny.continuations(architecture)]
-    assert seen_next.argmax(-1).tolist() == [said[1] for said in tiny.continuations(architecture)]
+    assert root.tolist() == [continuation[0] for continuation in tiny.continuations(architecture)]
+    assert seen_next.argmax(-1).tolist() == [
+        continuation[1] for continuation in tiny.continuations(architecture)
+    ]
 
 
 def test_a_longrope_base_is_exact_up_to_its_original_context_and_refused_beyond():
@@ -208,10 +214,10 @@ def test_a_longrope_base_is_exact_up_to_its_original_context_and_refused_beyond(
     base = FrozenBase(AutoModelForCausalLM.from_config(config, dtype=torch.float64))
     prompt = tiny.prompts()[2]
     assert base.max_length == 24
-    said = generate(base, None, [prompt], max_new_tokens=24 - len(prompt)).tokens[0]
-    text = torch.tensor([prompt + said])
+    continuation = generate(base, None, [prompt], max_new_tokens=24 - len(prompt)).tokens[0]
+    text = torch.tensor([prompt + continuation])
     logits = base.model(input_ids=text, use_cache=False).logits[0, len(prompt) - 1 : -1]
-    assert logits.argmax(-1).tolist() == said
+    assert logits.argmax(-1).tolist() == continuation
     with pytest.raises(ValueError, match=r"exceed 24; shorten"):
         generate(base, None, [prompt], max_new_tokens=25 - len(prompt))
 
@@ -228,20 +234,20 @@ def test_a_longrope_base_is_exact_up_to_its_original_context_and_refused_beyond(
         (tiny.config("granitemoe"), 2.0, None),
         (tiny.config("llama"), 1.0, None),
     ],
-    ids=lambda one: getattr(one, "model_type", None),
+    ids=lambda value: getattr(value, "model_type", None),
 )
 def test_a_projection_scales_and_caps_like_its_base(config, scale, cap):
     weight, hidden = torch.randn(5, 8), torch.randn(3, 8)
     projection = projection_of(config, weight, bias := torch.randn(5))
     assert (projection.scale, projection.cap) == (scale, cap)
-    wanted = (hidden @ weight.T + bias) / scale
+    expected = (hidden @ weight.T + bias) / scale
     uncapped = hidden @ projection.scaled_weight.T + bias / scale
-    torch.testing.assert_close(uncapped, wanted)
-    wanted = wanted if cap is None else cap * (wanted / cap).tanh()
-    torch.testing.assert_close(projection(hidden), wanted)
-    some = torch.tensor([4, 1])
-    torch.testing.assert_close(projection.rows(some)(hidden), wanted[:, some])
-    assert projection.rows(some).tokens is some
+    torch.testing.assert_close(uncapped, expected)
+    expected = expected if cap is None else cap * (expected / cap).tanh()
+    torch.testing.assert_close(projection(hidden), expected)
+    tokens = torch.tensor([4, 1])
+    torch.testing.assert_close(projection.rows(tokens)(hidden), expected[:, tokens])
+    assert projection.rows(tokens).tokens is tokens
     assert projection.rows(None) is projection
 
 

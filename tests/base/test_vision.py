@@ -77,11 +77,11 @@ def config(family: str) -> PreTrainedConfig:
 @functools.cache
 def model(family: str) -> Any:
     torch.manual_seed(1)
-    made = AutoModelForImageTextToText.from_config(config(family), dtype=torch.float64)
-    for name, parameter in made.named_parameters():
+    vision_model = AutoModelForImageTextToText.from_config(config(family), dtype=torch.float64)
+    for name, parameter in vision_model.named_parameters():
         if "norm" not in name:
             parameter.data.mul_(14)
-    return made.eval()
+    return vision_model.eval()
 
 
 FAMILIES = [
@@ -93,10 +93,10 @@ PROMPT = list(range(7, 28))
 
 
 @torch.inference_mode()
-def continuation(made: Any) -> list[int]:
+def continuation(vision_model: Any) -> list[int]:
     tokens = torch.tensor([PROMPT])
     for _ in range(tiny.NEW_TOKENS):
-        chosen = made(input_ids=tokens, use_cache=False).logits[:, -1:].argmax(-1)
+        chosen = vision_model(input_ids=tokens, use_cache=False).logits[:, -1:].argmax(-1)
         tokens = torch.cat([tokens, chosen], dim=1)
     return tokens[0, len(PROMPT) :].tolist()
 

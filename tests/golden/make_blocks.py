@@ -45,32 +45,32 @@ def made(config: dict[str, Any]) -> Any:
 
 def random_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Sample every weight as a float32 value; return them by their public names."""
-    named = model.state_dict().items()
-    weights = {name: (0.3 * torch.randn(value.shape)).to(making.SINGLE) for name, value in named}
+    tensors = model.state_dict().items()
+    weights = {name: (0.3 * torch.randn(value.shape)).to(making.SINGLE) for name, value in tensors}
     model.load_state_dict(weights)
     return weights
 
 
 def draft(model: Any, embed: Any, aux: torch.Tensor, roots: torch.Tensor, slots: int) -> Any:
     """Return the tokens of a block's slots for a cache of FIRST positions, then of all."""
-    cache, found = DynamicCache(), []
+    cache, blocks = DynamicCache(), []
     for start, end, root in ((0, FIRST, roots[:, 0]), (FIRST, TIME, roots[:, 1])):
         tokens = torch.full((BATCH, slots), MASK)
         tokens[:, 0] = root
-        places = torch.arange(start, end + slots)[None].expand(BATCH, -1)
+        positions = torch.arange(start, end + slots)[None].expand(BATCH, -1)
         call = getattr(model, "_forward_backbone", model)
-        named = "target_hidden_states" if call is not model else "target_hidden"
+        argument = "target_hidden_states" if call is not model else "target_hidden"
         hidden = call(
             noise_embedding=embed(tokens),
-            position_ids=places,
+            position_ids=positions,
             past_key_values=cache,
             use_cache=True,
             is_causal=False,
-            **{named: aux[:, start:end]},
+            **{argument: aux[:, start:end]},
         )
         cache.crop(-slots)
-        found.append(hidden)
-    return found
+        blocks.append(hidden)
+    return blocks
 
 
 MASK = 60
@@ -92,16 +92,16 @@ def deepspec(root: Path, name: str, rank: int) -> None:
     weights = random_weights(model)
     aux = torch.randn(BATCH, TIME, 3 * SHAPE["hidden_size"])
     tokens = torch.randint(MASK, (BATCH, TIME))
-    seen: dict[str, torch.Tensor] = {}
+    records: dict[str, torch.Tensor] = {}
 
     def sampled(**settings: Any) -> Any:
-        anchors, kept = common.sample_anchor_positions(**settings)
-        seen["out.anchors"], seen["out.kept"] = anchors, kept
-        return anchors, kept
+        anchors, keep_mask = common.sample_anchor_positions(**settings)
+        records["out.anchors"], records["out.kept"] = anchors, keep_mask
+        return anchors, keep_mask
 
     def dense(rule: Any, **settings: Any) -> torch.Tensor:
-        seen["out.mask"] = create_mask(rule, **settings)
-        return torch.zeros(seen["out.mask"].shape).masked_fill(~seen["out.mask"], -1e300)
+        records["out.mask"] = create_mask(rule, **settings)
+        return torch.zeros(records["out.mask"].shape).masked_fill(~records["out.mask"], -1e300)
 
     modeling.sample_anchor_positions, common.create_block_mask = sampled, dense
     counted = torch.ones(BATCH, TIME)
@@ -110,18 +110,18 @@ def deepspec(root: Path, name: str, rank: int) -> None:
         trained = model(tokens, aux, counted, torch.randn(BATCH, TIME, SHAPE["hidden_size"]))
         roots = torch.stack([tokens[:, FIRST], torch.randint(MASK, (BATCH,))], dim=1)
         hidden = draft(model, model.embed_tokens, aux, roots, 4)
-    expected = {"in.tokens": tokens, "in.aux": aux, "in.roots": roots, **seen}
+    expected = {"in.tokens": tokens, "in.aux": aux, "in.roots": roots, **records}
     expected |= {"out.logits": trained.draft_logits, "out.counted": trained.eval_mask}
     if rank:
         expected["out.confidence"] = trained.confidence_pred
     for step, (block, said_last) in enumerate(zip(hidden, roots.T, strict=True)):
         plain = model.compute_logits(block)
-        said, logits = model.sample_draft_tokens(
+        drafts, logits = model.sample_draft_tokens(
             plain, first_prev_token_ids=said_last, hidden_states=block
         )
-        expected |= {f"out.drafted.{step}": said, f"out.draft_logits.{step}": logits}
+        expected |= {f"out.drafted.{step}": drafts, f"out.draft_logits.{step}": logits}
         if rank:
-            before = torch.cat([said_last[:, None], said[:, :-1]], dim=1)
+            before = torch.cat([said_last[:, None], drafts[:, :-1]], dim=1)
             sure = model.predict_confidence_step(block, prev_token_ids=before)
             expected[f"out.draft_confidence.{step}"] = sure
     making.save(name, weights, expected, config)
@@ -166,13 +166,19 @@ def modelopt(root: Path, name: str) -> None:
     modeling: Any = importlib.import_module(f"{plugins}.modeling_dflash")
     # the mask is a method of a class that needs the whole package
     tree = ast.parse((root / plugins.replace(".", "/") / "hf_dflash.py").read_text())
-    wanted = "_build_draft_attention_mask"
-    method = next(one for one in ast.walk(tree) if getattr(one, "name", "") == wanted)
-    found: dict[str, Any] = {"torch": torch}
-    exec(ast.unparse(method), found)
+    method_name = "_build_draft_attention_mask"
+    method = next(node for node in ast.walk(tree) if getattr(node, "name", "") == method_name)
+    namespace: dict[str, Any] = {"torch": torch}
+    exec(ast.unparse(method), namespace)
     # as its exporter writes them
-    own = {"block_size": 4, "architectures": ["DFlashDraftModel"], "attention_sink_bias": True}
-    config = SHAPE | own | {"num_target_layers": 8, "layer_types": ["full_attention"] * 2}
+    exporter_settings = {
+        "block_size": 4,
+        "architectures": ["DFlashDraftModel"],
+        "attention_sink_bias": True,
+    }
+    config = (
+        SHAPE | exporter_settings | {"num_target_layers": 8, "layer_types": ["full_attention"] * 2}
+    )
     config["sliding_window"] = 6
     config["dflash_config"] = {
         "target_layer_ids": LAYERS["target_layer_ids"],
@@ -197,11 +203,13 @@ def modelopt(root: Path, name: str) -> None:
     slots = torch.full((1, 4, 4), MASK)
     slots[..., 0] = tokens[0, anchors]
     settings = SimpleNamespace(dflash_block_size=4, dflash_draft_attention="bidirectional")
-    places = [torch.arange(TIME)[None], (anchors[..., None] + torch.arange(4)).flatten(1)]
-    kept = torch.ones(1, 4, dtype=torch.bool)
-    mask = found[wanted](settings, TIME, anchors, kept, 4, torch.float64, "cpu", window=6)
+    positions = [torch.arange(TIME)[None], (anchors[..., None] + torch.arange(4)).flatten(1)]
+    keep_mask = torch.ones(1, 4, dtype=torch.bool)
+    mask = namespace[method_name](
+        settings, TIME, anchors, keep_mask, 4, torch.float64, "cpu", window=6
+    )
     with torch.no_grad():
-        hidden = model(embedding[slots.flatten(1)], aux, torch.cat(places, dim=1), mask)
+        hidden = model(embedding[slots.flatten(1)], aux, torch.cat(positions, dim=1), mask)
     logits = hidden.unflatten(1, (4, 4))[0, :, 1:] @ projection.T
     expected = {"in.aux": aux, "in.tokens": tokens, "out.anchors": anchors[0]}
     expected |= {"in.embedding": embedding, "in.projection": projection, "out.logits": logits}

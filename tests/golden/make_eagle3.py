@@ -105,10 +105,10 @@ def speculators(name: str, layer: dict[str, Any], options: dict[str, Any]) -> No
     marks[torch.randperm(VOCAB)[:DRAFTED]] = True
     ids = marks.nonzero()[:, 0]
     model.load_vocab_mappings(marks, ids - torch.arange(DRAFTED))
-    said: list[Tensor] = []
-    model.lm_head.register_forward_hook(lambda *called: said.append(called[2]))
+    logits: list[Tensor] = []
+    model.lm_head.register_forward_hook(lambda *called: logits.append(called[2]))
     aux, following = torch.randn(1, TIME, AUX * width).double(), torch.randint(VOCAB, (1, TIME))
-    places, documents = torch.arange(TIME)[None], torch.zeros(1, TIME, dtype=torch.long)
+    positions, documents = torch.arange(TIME)[None], torch.zeros(1, TIME, dtype=torch.long)
     weights = {key: value for key, value in model.state_dict().items() if "verifier" not in key}
     config.save_pretrained(making.GOLDEN / name)
     (making.GOLDEN / name / "config.py").unlink()
@@ -116,20 +116,20 @@ def speculators(name: str, layer: dict[str, Any], options: dict[str, Any]) -> No
     expected = {"in.aux": aux, "in.following": following}
     with torch.no_grad(), in_float64():
         if kind == "eagle3":
-            model.forward(aux, following, documents, position_ids=places, ttt_steps=DEPTH)
-            expected["out.logits"] = torch.stack([one[0] for one in said])
+            model.forward(aux, following, documents, position_ids=positions, ttt_steps=DEPTH)
+            expected["out.logits"] = torch.stack([values[0] for values in logits])
         else:
-            sampled, made = [], core.generate_cod_sample_indices
-            core.generate_cod_sample_indices = lambda **how: (
-                sampled.append(made(**how)) or sampled[0]
+            sampled, sample_indices = [], core.generate_cod_sample_indices
+            core.generate_cod_sample_indices = lambda **settings: (
+                sampled.append(sample_indices(**settings)) or sampled[0]
             )
             hidden = torch.randn(1, TIME, width).double()
             every = {"down_sample_ratio": 1.0, "down_sample_ratio_min": 1.0, "num_depths": DEPTH}
             every["loss_config"] = resolve_loss_config("kl_div", "eager")
             model.forward(aux, following, documents, verifier_last_hidden_states=hidden, **every)
-            core.generate_cod_sample_indices = made
+            core.generate_cod_sample_indices = sample_indices
             expected["out.anchors"], expected["out.depths"] = sampled[0]
-            expected["out.logits"] = said[0][0]
+            expected["out.logits"] = logits[0][0]
     making.save(name, weights, expected)
 
 
@@ -160,10 +160,10 @@ def dflash(name: str) -> None:
     )
     model = DFlashDraftModel(config=config)
     making.randomise(model)
-    said: list[Tensor] = []
-    model.lm_head.register_forward_hook(lambda *called: said.append(called[2]))
-    found, made = [], model._build_attention_mask
-    model._build_attention_mask = lambda *what: found.append(made(*what)) or found[0]
+    logits: list[Tensor] = []
+    model.lm_head.register_forward_hook(lambda *called: logits.append(called[2]))
+    masks, build_mask = [], model._build_attention_mask
+    model._build_attention_mask = lambda *inputs: masks.append(build_mask(*inputs)) or masks[0]
     width = inner.hidden_size
     aux, tokens = torch.randn(1, TIME, AUX * width).double(), torch.randint(VOCAB, (1, TIME))
     hidden, documents = torch.randn(1, TIME, width).double(), torch.zeros(1, TIME).long()
@@ -171,11 +171,11 @@ def dflash(name: str) -> None:
     config.save_pretrained(making.GOLDEN / name)
     (making.GOLDEN / name / "config.py").unlink()
     model.double()
-    how = {"loss_config": resolve_loss_config("kl_div", "eager"), "max_anchors": TIME - DEPTH}
+    settings = {"loss_config": resolve_loss_config("kl_div", "eager"), "max_anchors": TIME - DEPTH}
     with torch.no_grad(), in_float64():
-        model.forward(aux, tokens, torch.ones(1, TIME), hidden, documents, **how)
-    expected = {"in.aux": aux, "in.tokens": tokens, "out.anchors": found[0][2]}
-    expected["out.logits"] = said[0][0].unflatten(0, (-1, DEPTH))
+        model.forward(aux, tokens, torch.ones(1, TIME), hidden, documents, **settings)
+    expected = {"in.aux": aux, "in.tokens": tokens, "out.anchors": masks[0][2]}
+    expected["out.logits"] = logits[0][0].unflatten(0, (-1, DEPTH))
     making.save(name, weights, expected)
 
 
@@ -205,7 +205,7 @@ def chain() -> None:
     model.double()
     # its mask is made in the default precision
     torch.set_default_dtype(torch.float64)
-    said = []
+    logits = []
     with torch.no_grad(), in_float64():
         hidden, past = aux, None
         for start, end in [(0, TIME), *((at, at + 1) for at in range(TIME, TIME + DEPTH - 1))]:
@@ -213,8 +213,8 @@ def chain() -> None:
                 hidden, input_ids=tokens[:, start:end], past_key_values=past, use_cache=True
             )
             hidden = hidden[:, -1:]
-            said.append(model.lm_head(model.norm(hidden))[:, 0])
-    expected = {"in.aux": aux, "in.following": tokens, "out.logits": torch.stack(said, 1)}
+            logits.append(model.lm_head(model.norm(hidden))[:, 0])
+    expected = {"in.aux": aux, "in.following": tokens, "out.logits": torch.stack(logits, 1)}
     text = {**LAYER, "num_hidden_layers": 1, "rope_scaling": rope, "rope_theta": 10000.0}
     text |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFTED}
     making.save(name, weights, expected, text)

@@ -51,27 +51,27 @@ def inputs() -> dict[str, Tensor]:
     }
 
 
-def draft(layer: Layer, given: dict[str, Tensor]) -> dict[str, Tensor]:
+def draft(layer: Layer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the greedy drafts of a layer after the first positions, and after all of them."""
-    cache, found = DynamicCache(), dict[str, Tensor]()
-    tokens, embedding = given["in.tokens"], given["in.embedding"]
+    cache, drafts = DynamicCache(), dict[str, Tensor]()
+    tokens, embedding = tensors["in.tokens"], tensors["in.embedding"]
     for step, (start, end) in enumerate(((0, FIRST), (FIRST, TIME))):
-        read, hidden = tokens[:, start + 1 : end + 1], given["in.hidden"][:, start:end]
-        logits, said = [], []
+        token_ids, hidden = tokens[:, start + 1 : end + 1], tensors["in.hidden"][:, start:end]
+        logits, drafted = [], []
         for level in range(DEPTH):
             first = start if level == 0 else end + level - 1
-            at = torch.arange(first, first + read.shape[1])
-            seen = torch.arange(first + read.shape[1]) <= at[:, None]
-            mask = torch.zeros(seen.shape).masked_fill(~seen, -1e300)[None, None]
-            state = layer(embedding[read], hidden, at.expand(BATCH, -1), mask, cache)
+            at = torch.arange(first, first + token_ids.shape[1])
+            visible = torch.arange(first + token_ids.shape[1]) <= at[:, None]
+            mask = torch.zeros(visible.shape).masked_fill(~visible, -1e300)[None, None]
+            state = layer(embedding[token_ids], hidden, at.expand(BATCH, -1), mask, cache)
             hidden = state[:, -1:]
-            logits.append(hidden @ given["in.projection"].T)
-            read = logits[-1].argmax(-1)
-            said.append(read)
+            logits.append(hidden @ tensors["in.projection"].T)
+            token_ids = logits[-1].argmax(-1)
+            drafted.append(token_ids)
         cache.crop(1 - DEPTH)
-        found |= {f"out.draft_logits.{step}": torch.cat(logits, 1)}
-        found |= {f"out.drafted.{step}": torch.cat(said, 1)}
-    return found
+        drafts |= {f"out.draft_logits.{step}": torch.cat(logits, 1)}
+        drafts |= {f"out.drafted.{step}": torch.cat(drafted, 1)}
+    return drafts
 
 
 def speculators() -> None:
@@ -92,9 +92,9 @@ def speculators() -> None:
     )
     model = MTPDraftModel(config).double().eval()
     making.randomise(model)
-    given = inputs()
-    model.embed_tokens.weight.data.copy_(given["in.embedding"])
-    model.lm_head.weight.data.copy_(given["in.projection"])
+    tensors = inputs()
+    model.embed_tokens.weight.data.copy_(tensors["in.embedding"])
+    model.lm_head.weight.data.copy_(tensors["in.projection"])
 
     def layer(embedded: Tensor, hidden: Tensor, at: Tensor, mask: Tensor, cache: Any) -> Tensor:
         angles = model.rotary_emb(hidden, at)
@@ -107,17 +107,17 @@ def speculators() -> None:
         )
 
     with torch.no_grad():
-        trained, _, _ = model(given["in.tokens"], given["in.hidden"])
-        expected = given | draft(layer, given) | {"out.logits": trained[0]}
+        trained, _, _ = model(tensors["in.tokens"], tensors["in.hidden"])
+        expected = tensors | draft(layer, tensors) | {"out.logits": trained[0]}
     expected["out.step_weights"] = torch.tensor(compute_step_weights(0.6, DEPTH))
-    named = model.state_dict().items()
-    weights = {key: value for key, value in named if key.startswith("mtp_layers.")}
+    state = model.state_dict().items()
+    weights = {key: value for key, value in state if key.startswith("mtp_layers.")}
     config.save_pretrained(making.GOLDEN / "mtp_speculators")
     (making.GOLDEN / "mtp_speculators" / "config.py").unlink(missing_ok=True)
-    said = json.loads(
+    settings = json.loads(
         (making.GOLDEN / "mtp_speculators" / "config.json").read_text(encoding="utf-8")
     )
-    making.save("mtp_speculators", weights, expected, said)
+    making.save("mtp_speculators", weights, expected, settings)
 
 
 def mimo() -> None:
@@ -128,19 +128,19 @@ def mimo() -> None:
     config = Qwen2Config(**SHAPE, **EAGER)
     module, rotary = MiMoMTPLayers(config).double().eval(), Qwen2RotaryEmbedding(config)
     making.randomise(module)
-    given = inputs()
+    tensors = inputs()
 
     def layer(embedded: Tensor, hidden: Tensor, at: Tensor, mask: Tensor, cache: Any) -> Tensor:
         angles = rotary(hidden, at)
         return module(embedded, hidden, mask, at, cache, position_embeddings=angles)
 
     with torch.no_grad():
-        expected = given | draft(layer, given)
+        expected = tensors | draft(layer, tensors)
     weights = {f"model.mtp_layers.0.{name}": value for name, value in module.state_dict().items()}
     weights["model.norm.weight"] = torch.ones(SHAPE["hidden_size"])
-    said = SHAPE | {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
-    said |= {"num_nextn_predict_layers": 1, "attention_bias": True, "rope_theta": 10000.0}
-    making.save("mtp_mimo", weights, expected, {**said, "hidden_act": "silu"})
+    settings = SHAPE | {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    settings |= {"num_nextn_predict_layers": 1, "attention_bias": True, "rope_theta": 10000.0}
+    making.save("mtp_mimo", weights, expected, {**settings, "hidden_act": "silu"})
 
 
 def deepseek() -> None:
@@ -151,21 +151,21 @@ def deepseek() -> None:
     module = MtpLayer(config, LlamaDecoderLayer, LlamaRMSNorm, 0).double().eval()
     rotary = LlamaRotaryEmbedding(config)
     making.randomise(module)
-    given = inputs()
+    tensors = inputs()
 
     def layer(embedded: Tensor, hidden: Tensor, at: Tensor, mask: Tensor, cache: Any) -> Tensor:
         return module(embedded, hidden, rotary(hidden, at), mask, at, cache)
 
     with torch.no_grad():
-        expected = given | draft(layer, given)
+        expected = tensors | draft(layer, tensors)
     weights = {"model.norm.weight": torch.ones(SHAPE["hidden_size"])}
     for name, value in module.state_dict().items():
-        own = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
-        weights[f"model.layers.2.{own}"] = value
-    weights["model.layers.2.embed_tokens.weight"] = given["in.embedding"]
-    weights["model.layers.2.shared_head.head.weight"] = given["in.projection"]
-    said = SHAPE | {"num_nextn_predict_layers": 1, "rope_theta": 20000.0}
-    making.save("mtp_deepseek", weights, expected, {**said, "hidden_act": "silu"})
+        suffix = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        weights[f"model.layers.2.{suffix}"] = value
+    weights["model.layers.2.embed_tokens.weight"] = tensors["in.embedding"]
+    weights["model.layers.2.shared_head.head.weight"] = tensors["in.projection"]
+    settings = SHAPE | {"num_nextn_predict_layers": 1, "rope_theta": 20000.0}
+    making.save("mtp_deepseek", weights, expected, {**settings, "hidden_act": "silu"})
 
 
 if __name__ == "__main__":

@@ -59,5 +59,5 @@ def save(
     single = {key: value.to(SINGLE) if value.is_floating_point() else value
               for key, value in weights.items()}  # fmt: skip
     for file, tensors in (("model", single), ("expected", expected)):
-        whole = {key: value.detach().clone().contiguous() for key, value in tensors.items()}
-        save_file(whole, folder / f"{file}.safetensors")
+        detached = {key: value.detach().clone().contiguous() for key, value in tensors.items()}
+        save_file(detached, folder / f"{file}.safetensors")

@@ -86,12 +86,15 @@ def sglang_dflash(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDra
 def vllm_dflash(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """DFlash of the authors in vLLM: `use_swa` is the window of all layers, which count slots."""
     config = read_config(folder)
-    own = config["dflash_config"]
+    dflash_config = config["dflash_config"]
     need(config, architectures=["DFlashDraftModel"])
-    read = _authors(config, depth + 1, base)
-    layer = config | {SINK: own.get("attention_sink_bias"), "causal": own.get("causal")}
-    layer["reach"] = own["swa_window_size"] if own.get("use_swa") else None
-    yield from _draft(_stored(folder), replace(read, layer=layer), base, depth)
+    settings = _authors(config, depth + 1, base)
+    layer = config | {
+        SINK: dflash_config.get("attention_sink_bias"),
+        "causal": dflash_config.get("causal"),
+    }
+    layer["reach"] = dflash_config["swa_window_size"] if dflash_config.get("use_swa") else None
+    yield from _draft(_stored(folder), replace(settings, layer=layer), base, depth)
 
 
 def sglang_dspark(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
@@ -102,10 +105,10 @@ def sglang_dspark(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDra
     config = read_config(folder)
     need(config, architectures=["Qwen3DSparkModel"], markov_head_type="vanilla")
     need(config, confidence_head_with_markov=True)
-    read = _authors(config, depth, base)
+    settings = _authors(config, depth, base)
     slots = depth + (not config.get("sample_from_anchor", True))
-    read = replace(read, slots=slots, rank=config["markov_rank"])
-    yield from _draft(_stored(folder), read, base, depth)
+    settings = replace(settings, slots=slots, rank=config["markov_rank"])
+    yield from _draft(_stored(folder), settings, base, depth)
 
 
 def _authors(config: dict[str, Any], size: int, base: BaseView) -> _BlockSettings:
@@ -120,7 +123,7 @@ def _authors(config: dict[str, Any], size: int, base: BaseView) -> _BlockSetting
     ids = settings["target_layer_ids"]
     if min(ids) < 0:
         raise InputError(f"target_layer_ids count from the first layer, 0, got {ids}")
-    streams = [one + 1 for one in ids]
+    streams = [number + 1 for number in ids]
     return _BlockSettings(config, streams, size, settings["mask_token_id"], len(base.embedding))
 
 
@@ -128,8 +131,8 @@ def transformers(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraf
     """MuseGlimmerAssistantModel, by its source in transformers 5.23; the default is a window."""
     config, stored = read_config(folder), _stored(folder)
     need(config, model_type="muse_glimmer_assistant")
-    for ours, theirs in (("fc", "fc"), ("hidden_norm", "output_norm_enc")):
-        stored.left[f"{ours}.weight"] = stored.left.pop(f"encoder.{theirs}.weight")
+    for name, encoder_name in (("fc", "fc"), ("hidden_norm", "output_norm_enc")):
+        stored.left[f"{name}.weight"] = stored.left.pop(f"encoder.{encoder_name}.weight")
     # its layers are Qwen3's
     config["model_type"] = "qwen3"
     yield from _draft(stored, _authors(config, depth + 1, base), base, depth)
@@ -172,12 +175,12 @@ class _Layer(Layer):
 
     def forward(self, stream: Tensor, start: int) -> Tensor:
         """Compute the layer for a block whose anchor is at position `start`."""
-        read, at = rms(stream, self.input_norm, self.epsilon), start + torch.arange(len(stream))
+        inputs, at = rms(stream, self.input_norm, self.epsilon), start + torch.arange(len(stream))
         keys, values = (
-            torch.cat([past[:start], own])
-            for past, own in zip(self.past, self.keys_values(read, at), strict=True)
+            torch.cat([past[:start], block])
+            for past, block in zip(self.past, self.keys_values(inputs, at), strict=True)
         )
-        scores = torch.einsum("thd,shd->hts", self.queries(read, at), keys) / math.sqrt(self.size)
+        scores = torch.einsum("thd,shd->hts", self.queries(inputs, at), keys) / math.sqrt(self.size)
         back = at[:, None] - torch.arange(len(keys))
         hidden = (back < 0) & bool(self.causal)
         if self.reach:
@@ -215,7 +218,7 @@ def _draft(
     need(layer, attention_bias=False)
     if min(settings.streams) < 0 or max(settings.streams) >= len(base.streams) - 1:
         raise InputError(f"streams {settings.streams} are not among those an engine hands on")
-    aux = torch.cat([base.streams[one] for one in settings.streams], dim=-1)
+    aux = torch.cat([base.streams[number] for number in settings.streams], dim=-1)
     fused = aux @ stored.take("fc.weight", width, aux.shape[1]).T
     fused = rms(fused, stored.take("hidden_norm.weight", width), epsilon)
     layers = [
@@ -226,15 +229,15 @@ def _draft(
     tokens, head = _vocabulary(stored, settings.drafted, base)
     markov = _Markov(stored, len(tokens), vocab, width, settings.rank) if settings.rank else None
     stored.close()
-    before, found = [base.tokens.roll(-1 - level) for level in range(depth)], []
-    for place, anchor in enumerate(before[0]):
+    before, block_states = [base.tokens.roll(-1 - level) for level in range(depth)], []
+    for position, anchor in enumerate(before[0]):
         block = torch.full((settings.slots,), settings.mask)
         block[0] = anchor
         stream = base.embedding[block]
-        for one in layers:
-            stream = one.forward(stream, place + 1)
-        found.append(rms(stream[-depth:], norm, epsilon))
-    for level, states in enumerate(torch.stack(found, dim=1)):
+        for decoder_layer in layers:
+            stream = decoder_layer.forward(stream, position + 1)
+        block_states.append(rms(stream[-depth:], norm, epsilon))
+    for level, states in enumerate(torch.stack(block_states, dim=1)):
         guess = LevelDraft(states @ head.T, tokens)
         yield guess if markov is None else markov.corrected(guess, states, before[level])
 

@@ -57,8 +57,12 @@ def sglang(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     config = read_config(folder)
     need(config, architectures=[ARCHITECTURE], attention_bias=False)
     num_layers = len(base.streams) - 1
-    given = config.get("eagle_config", {}).get(IDS)
-    ids = [one + 1 for one in given] if given else [2, num_layers // 2, num_layers - 3]
+    stored_ids = config.get("eagle_config", {}).get(IDS)
+    ids = (
+        [number + 1 for number in stored_ids]
+        if stored_ids
+        else [2, num_layers // 2, num_layers - 3]
+    )
     yield from _draft(folder, config | {"norm_before_residual": False}, base, depth, ids)
 
 
@@ -73,8 +77,8 @@ def tensorrt_llm(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraf
     options = options["speculative_config"]
     need(options, decoding_type="Eagle3", max_draft_len=depth)
     num_layers = len(base.streams) - 1
-    given = options.get("eagle3_layers_to_capture")
-    ids = [v + 1 for v in sorted(set(given or (1, num_layers // 2 - 1, num_layers - 4)))]
+    stored_ids = options.get("eagle3_layers_to_capture")
+    ids = [v + 1 for v in sorted(set(stored_ids or (1, num_layers // 2 - 1, num_layers - 4)))]
     yield from _draft(folder, config | {"norm_before_residual": False}, base, depth, ids)
 
 
@@ -102,7 +106,7 @@ def _draft(
     need(config, model_type="llama", hidden_size=width, hidden_act="silu", vocab_size=vocab)
     if min(ids) < 0 or max(ids) >= len(base.streams) - 1:
         raise InputError(f"layers {list(ids)} are not among those an engine hands on")
-    aux = torch.cat([base.streams[one] for one in ids], dim=-1)
+    aux = torch.cat([base.streams[number] for number in ids], dim=-1)
     fuse = _fuse(stored, config, width, len(ids))
     stream, masked, embedding = fuse(aux), None, base.embedding
     if "mask_hidden" in stored:
@@ -117,26 +121,28 @@ def _draft(
             raise InputError("d2t and t2d must name the same tokens, in order")
     name = "midlayer" if "midlayer.hidden_norm.weight" in stored else "layers.0"
     layers = [Layer(stored, name, config, 2 * width)]
-    further = [f"layers.{place}" for place in range(1, config["num_hidden_layers"])]
-    layers += [Layer(stored, other, config, width) for other in further]
+    further = [f"layers.{number}" for number in range(1, config["num_hidden_layers"])]
+    layers += [Layer(stored, layer_name, config, width) for layer_name in further]
     input_norm, hidden_norm, norm, *norms = (
-        partial(rms, weight=stored.take(f"{part}.weight", width), epsilon=config["rms_norm_eps"])
-        for part in (
+        partial(
+            rms, weight=stored.take(f"{norm_name}.weight", width), epsilon=config["rms_norm_eps"]
+        )
+        for norm_name in (
             f"{name}.input_layernorm",
             f"{name}.hidden_norm",
             "norm",
-            *(f"{other}.input_layernorm" for other in further),
+            *(f"{layer_name}.input_layernorm" for layer_name in further),
         )
     )
     head = stored.take("lm_head.weight", len(tokens), width)
     stored.close()
     for level in range(depth):
-        read = embedding[base.tokens.roll(-1 - level)]
+        embedded = embedding[base.tokens.roll(-1 - level)]
         if masked is not None and level:
-            stream, read = masked, embedding[[config["mask_token_id"]]].expand_as(masked)
+            stream, embedded = masked, embedding[[config["mask_token_id"]]].expand_as(masked)
         inner = hidden_norm(stream)
         residual = inner if config.get("norm_before_residual", False) else stream
-        stream = layers[0].round(torch.cat([input_norm(read), inner], dim=-1), residual)
+        stream = layers[0].round(torch.cat([input_norm(embedded), inner], dim=-1), residual)
         for layer, layer_norm in zip(layers[1:], norms, strict=True):
             stream = layer.round(layer_norm(stream), stream)
         answer = norm(stream)
@@ -150,18 +156,18 @@ def _fuse(
 ) -> Callable[[Tensor], Tensor]:
     """Return a function that fuses several streams: norms, then a matrix product."""
     epsilon = config["rms_norm_eps"]
-    whole = [("input_norm", num_aux * width)] if config.get("norm_before_fc", False) else []
-    each = [(f"fc_norm.{place}", width) for place in range(num_aux)]
+    joint_norm = [("input_norm", num_aux * width)] if config.get("norm_before_fc", False) else []
+    stream_norms = [(f"fc_norm.{number}", width) for number in range(num_aux)]
     norms = [
         [stored.take(f"{name}.weight", size) for name, size in group]
-        for group in (whole, each if config.get("fc_norm", False) else [])
+        for group in (joint_norm, stream_norms if config.get("fc_norm", False) else [])
     ]
     matrix = stored.take("fc.weight", width, num_aux * width)
 
     def fuse(aux: Tensor) -> Tensor:
         for weights in filter(None, norms):
-            parts = zip(aux.chunk(len(weights), dim=-1), weights, strict=True)
-            aux = torch.cat([rms(part, weight, epsilon) for part, weight in parts], dim=-1)
+            pairs = zip(aux.chunk(len(weights), dim=-1), weights, strict=True)
+            aux = torch.cat([rms(chunk, weight, epsilon) for chunk, weight in pairs], dim=-1)
         return aux @ matrix.T
 
     return fuse

@@ -23,23 +23,23 @@ class Layer:
         self.size = config.get("head_dim") or width // self.heads
         self.turn = partial(rotate, *frequencies(config, self.size))
 
-        def take(part: str, *shape: int) -> Tensor:
-            return stored.take(f"{name}.{part}.weight", *shape)
+        def take(suffix: str, *shape: int) -> Tensor:
+            return stored.take(f"{name}.{suffix}.weight", *shape)
 
         self.norm = take("post_attention_layernorm", width)
         counts = {"q": self.heads, "k": self.shared, "v": self.shared}
         self.weights = {
-            part: take(f"self_attn.{part}_proj", count * self.size, size_read)
-            for part, count in counts.items()
+            matrix: take(f"self_attn.{matrix}_proj", count * self.size, size_read)
+            for matrix, count in counts.items()
         }
         self.norms = {
-            part: take(f"self_attn.{part}_norm", self.size)
-            for part in "qk"
-            if f"{name}.self_attn.{part}_norm.weight" in stored
+            matrix: take(f"self_attn.{matrix}_norm", self.size)
+            for matrix in "qk"
+            if f"{name}.self_attn.{matrix}_norm.weight" in stored
         }
         self.out = take("self_attn.o_proj", width, self.heads * self.size)
         inner = config["intermediate_size"]
-        self.gate, self.up = (take(f"mlp.{part}_proj", inner, width) for part in ("gate", "up"))
+        self.gate, self.up = (take(f"mlp.{matrix}_proj", inner, width) for matrix in ("gate", "up"))
         self.down = take("mlp.down_proj", width, inner)
         slides = "sliding_attention" in (config.get("layer_types") or ())
         self.window = config["sliding_window"] if slides else None
@@ -57,37 +57,37 @@ class Layer:
 
     def keys_values(self, inputs: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values, repeated for each attention head."""
-        each = self.heads // self.shared
+        group_size = self.heads // self.shared
         keys, values = self.turn(self._split(inputs, "k"), at), self._split(inputs, "v")
-        return keys.repeat_interleave(each, 1), values.repeat_interleave(each, 1)
+        return keys.repeat_interleave(group_size, 1), values.repeat_interleave(group_size, 1)
 
     def ended(self, stream: Tensor, mixed: Tensor) -> Tensor:
         """Return the layer's output after its attention."""
         stream = stream + mixed.reshape(len(stream), -1) @ self.out.T
-        read = rms(stream, self.norm, self.epsilon)
-        return stream + (silu(read @ self.gate.T) * (read @ self.up.T)) @ self.down.T
+        inputs = rms(stream, self.norm, self.epsilon)
+        return stream + (silu(inputs @ self.gate.T) * (inputs @ self.up.T)) @ self.down.T
 
-    def _split(self, inputs: Tensor, part: str) -> Tensor:
+    def _split(self, inputs: Tensor, matrix: str) -> Tensor:
         """Return queries, keys or values of each head, before rotary embedding."""
-        made = (inputs @ self.weights[part].T).view(len(inputs), -1, self.size)
-        norm = self.norms.get(part)
-        return made if norm is None else rms(made, norm, self.epsilon)
+        heads = (inputs @ self.weights[matrix].T).view(len(inputs), -1, self.size)
+        norm = self.norms.get(matrix)
+        return heads if norm is None else rms(heads, norm, self.epsilon)
 
     def _attend(self, queries: Tensor) -> Tensor:
         """Attend to the first round up to this position, and to later rounds of the own draft.
 
         A window counts the later rounds, too.
         """
-        (keys, values), own = self.kept[0], self.kept[1:]
-        places = torch.arange(len(queries))
+        (keys, values), rounds = self.kept[0], self.kept[1:]
+        positions = torch.arange(len(queries))
         scores = torch.einsum("thd,shd->ths", queries, keys)
-        hidden = places[:, None] < places
+        hidden = positions[:, None] < positions
         if self.window is not None:
-            hidden |= places <= places[:, None] + len(own) - self.window
+            hidden |= positions <= positions[:, None] + len(rounds) - self.window
         scores = scores.masked_fill(hidden[:, None], -math.inf)
-        drafted = [(queries * own_keys).sum(-1, keepdim=True) for own_keys, _ in own]
+        drafted = [(queries * own_keys).sum(-1, keepdim=True) for own_keys, _ in rounds]
         weights = (torch.cat([scores, *drafted], -1) / math.sqrt(self.size)).softmax(-1)
         mixed = torch.einsum("ths,shd->thd", weights[..., : len(values)], values)
-        for place, (_, own_values) in enumerate(own, start=len(values)):
-            mixed = mixed + weights[..., place : place + 1] * own_values
+        for column, (_, own_values) in enumerate(rounds, start=len(values)):
+            mixed = mixed + weights[..., column : column + 1] * own_values
         return mixed

@@ -41,18 +41,18 @@ def tgi(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     state = _scaled(base.hidden) if config["scale_input"] else base.hidden
     old, new = weigh(depth, inner)
     for level in range(depth):
-        read = tied["emb.weight"][base.tokens.roll(-1 - level)]
-        mixed = old * (state @ (later if level else first).T) + new * read
+        embedded = tied["emb.weight"][base.tokens.roll(-1 - level)]
+        mixed = old * (state @ (later if level else first).T) + new * embedded
         state = _gelu(rms(mixed, tied["ln.weight"], EPSILON) + tied["ln.bias"])
         yield LevelDraft(state @ tied["head.weight"].T, torch.arange(vocab))
 
 
 def _tied(stored: Stored, name: str, shape: tuple[int, ...], levels: range) -> Tensor:
-    part, _, suffix = name.partition(".")
-    copies = [stored.take(f"speculator.{part}.{level}.{suffix}", *shape) for level in levels]
+    module, _, suffix = name.partition(".")
+    copies = [stored.take(f"speculator.{module}.{level}.{suffix}", *shape) for level in levels]
     for level, copy in zip(levels, copies, strict=True):
         if not torch.equal(copy, copies[0]):
-            raise InputError(f"tied weights must agree: {part}.{level} differs from the first")
+            raise InputError(f"tied weights must agree: {module}.{level} differs from the first")
     return copies[0]
 
 

@@ -41,10 +41,10 @@ DraftOracle = Callable[[Path, BaseView, int], Iterator[LevelDraft]]
 def view_base(base: FrozenBase, text: CheckText, lent: BaseTables) -> BaseView:
     """Run the base on a text; `lent` are tensors of the base."""
     tokens = torch.tensor([text[0] + text[1]])
-    read = base.read(tokens.to(base.device), tuple(range(base.num_layers + 1)))
-    assert read.aux is not None
-    streams = read.aux[0].detach().cpu().double().split(base.width, dim=-1)
-    return BaseView(streams, read.hidden[0].detach().cpu().double(), tokens[0], *lent[:2])
+    features = base.read(tokens.to(base.device), tuple(range(base.num_layers + 1)))
+    assert features.aux is not None
+    streams = features.aux[0].detach().cpu().double().split(base.width, dim=-1)
+    return BaseView(streams, features.hidden[0].detach().cpu().double(), tokens[0], *lent[:2])
 
 
 class Stored:
@@ -79,9 +79,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
-def require(config: dict[str, Any], **wanted: Any) -> None:
+def require(config: dict[str, Any], **expected: Any) -> None:
     """Refuse a setting that is missing or that an engine would read differently."""
-    for name, value in wanted.items():
+    for name, value in expected.items():
         if config.get(name) != value:
             raise InputError(
                 f"the engine needs {name}={value!r} in config.json, got {config.get(name)!r}"
@@ -109,8 +109,8 @@ def frequencies(config: dict[str, Any], size: int) -> tuple[Tensor, float]:
     if kind == "default":
         return theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size), 1.0
     llama = LlamaConfig(rope_parameters=rope | {"rope_theta": theta}, head_dim=size)
-    found, factor = ROPE_INIT_FUNCTIONS[kind](llama, torch.device("cpu"))
-    return found.double(), factor
+    steps, factor = ROPE_INIT_FUNCTIONS[kind](llama, torch.device("cpu"))
+    return steps.double(), factor
 
 
 def rotate(steps: Tensor, factor: float, values: Tensor, positions: Tensor) -> Tensor:
