@@ -63,13 +63,13 @@ class StopError(Exception):
 
 def documents() -> TokenisedDocuments:
     """Return documents of different lengths with partial loss masks."""
-    found = texts(lengths=(9, 22, 6, 15, 12, 7, 31, 18, 5, 26) * 4)
+    sequences = texts(lengths=(9, 22, 6, 15, 12, 7, 31, 18, 5, 26) * 4)
     return TokenisedDocuments(
         pa.table(
             {
-                "tokens": pa.array([text.tolist() for text in found], pa.list_(pa.int32())),
+                "tokens": pa.array([text.tolist() for text in sequences], pa.list_(pa.int32())),
                 "loss_mask": pa.array(
-                    [counted_in(text).int().tolist() for text in found], pa.list_(pa.uint8())
+                    [counted_in(text).int().tolist() for text in sequences], pa.list_(pa.uint8())
                 ),
             }
         )
@@ -110,8 +110,8 @@ def train(
     """Train a head in float64 and log each step."""
     accelerator, base = joined(shared_out)
     torch.manual_seed(0)
-    made = {"kind": kind, "depth": 2, "draft_tokens": drafted}
-    head = build_for_base(made, base, torch.arange(tiny.VOCAB)).double()
+    head_settings = {"kind": kind, "depth": 2, "draft_tokens": drafted}
+    head = build_for_base(head_settings, base, torch.arange(tiny.VOCAB)).double()
     usual = {"steps": 6, "batch_size": 6, "learning_rate": 1e-2, "scored_share": 0.6}
     phase = Phase(text="corpus", sequence_length=40, **usual | settings)
     rows_of_process = row_share(base.sharding, accelerator)
@@ -120,10 +120,12 @@ def train(
     text = PackedText(documents(), **sizes, rank=rank, world_size=world_size)
     mine = slice_evenly(range(held_out), rank, world_size)
     rows = [text.batch(mine[at : at + 2]) for at in range(0, len(mine), 2)]
-    held = ValidationSet(rows if held_out else None, every=2)
+    validation_set = ValidationSet(rows if held_out else None, every=2)
     if watched:
         prompts = [tiny.prompts()[number] for number in slice_evenly(range(3), rank, world_size)]
-        held = replace(held, prompts=prompts, new_tokens=16, identity="three of 16", **watched)
+        validation_set = replace(
+            validation_set, prompts=prompts, new_tokens=16, identity="three of 16", **watched
+        )
     run = RunDirectory(folder)
     tracker = Tracker(run.metrics, kind="jsonl", project="", name="")
     trainer.train(
@@ -135,7 +137,7 @@ def train(
         tracker if accelerator.is_main_process else None,
         accelerator,
         log_every=1,
-        held_out=held if held_out or watched else None,
+        held_out=validation_set if held_out or watched else None,
         **choices or {},
     )
     torch.save(head.state_dict(), folder / f"head-{accelerator.process_index}.pt")
@@ -182,15 +184,15 @@ def _act_as(rank: int, count: int, port: int, act: Callable[..., None], argument
 
 def at_step(number: int, act: Callable[[], object]) -> None:
     """Call a function on this process before a step, independent of prefetching."""
-    whole: Any = StepRunner
-    step = whole.step
+    runner_class: Any = StepRunner
+    step = runner_class.step
 
-    def acting(self: Any, batch: TokenBatch, phase: ScheduledPhase, now: int) -> Any:
-        if now == number:
+    def acting(self: Any, batch: TokenBatch, phase: ScheduledPhase, current_step: int) -> Any:
+        if current_step == number:
             act()
-        return step(self, batch, phase, now)
+        return step(self, batch, phase, current_step)
 
-    whole.step = acting
+    runner_class.step = acting
 
 
 def main(folder: Path, stopped_rank: str) -> None:

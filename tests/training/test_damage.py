@@ -34,7 +34,7 @@ SCHEDULE = Schedule(phases={"corpus": phase(), "distilled": phase(steps=5, score
 def test_checkpoint_survives_any_changed_byte(step, tmp_path, capsys):
     """Change fifty bytes per phase, in the newest or the previous checkpoint."""
     chance = random.Random(step)
-    whole = run_training(tmp_path / "whole", SCHEDULE).state_dict()
+    expected = run_training(tmp_path / "whole", SCHEDULE).state_dict()
     with power_cut(step):
         run_training(tmp_path / "killed", SCHEDULE, checkpoint_every=2)
     files = sorted((tmp_path / "killed" / "checkpoints").rglob("*.*"))
@@ -44,13 +44,13 @@ def test_checkpoint_survives_any_changed_byte(step, tmp_path, capsys):
         run = shutil.copytree(tmp_path / "killed", tmp_path / f"run-{number}")
         file = run / chance.choice(files).relative_to(tmp_path / "killed")
         content = bytearray(file.read_bytes())
-        place = chance.randrange(len(content))
-        content[place] = (content[place] + chance.randrange(1, 256)) % 256
+        offset = chance.randrange(len(content))
+        content[offset] = (content[offset] + chance.randrange(1, 256)) % 256
         file.write_bytes(content)
         head = run_training(run, SCHEDULE, checkpoint_every=2).state_dict()
-        told = " ".join(capsys.readouterr().err.split())
-        ends["same"] += all(torch.equal(value, head[name]) for name, value in whole.items())
-        ends["told"] += f"{file.parent.name} (" in told
+        message = " ".join(capsys.readouterr().err.split())
+        ends["same"] += all(torch.equal(value, head[name]) for name, value in expected.items())
+        ends["told"] += f"{file.parent.name} (" in message
         shutil.rmtree(run)
     assert ends["same"] == 50
     # the one before the newest is not looked at
@@ -74,20 +74,20 @@ class Disk:
         return 0 <= self.room < self.writes
 
     def guarded(self, act: Any) -> Any:
-        def guard(path: Any, *rest: Any, **named: Any) -> Any:
+        def guard(path: Any, *arguments: Any, **options: Any) -> Any:
             if self.is_full(path):
                 raise OSError(errno.ENOSPC, "No space left on device", str(path))
-            return act(path, *rest, **named)
+            return act(path, *arguments, **options)
 
         return guard
 
     def guarded_open(self, opened: Any) -> Any:
-        def guard(path: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        def guard(path: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
             if mode[0] in "wa" and self.is_full(path):
-                with opened(path, mode, *rest, **named) as stream:
+                with opened(path, mode, *arguments, **options) as stream:
                     stream.write(b'{"st' if "b" in mode else '{"st')
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return opened(path, mode, *rest, **named)
+            return opened(path, mode, *arguments, **options)
 
         return guard
 
@@ -107,8 +107,8 @@ def session(folder: Path) -> Head:
     settings = DistillSettings(num_samples=8, new_tokens=8, shard_size=2)
     job = TextJob(base=base, prompts=FakeChats(), settings=settings, folder=run.text, identity={})
 
-    def open_text(phase: ScheduledPhase, *rest: Any) -> BatchStream:
-        del rest
+    def open_text(phase: ScheduledPhase, *arguments: Any) -> BatchStream:
+        del arguments
         if phase.settings.steps == 6:
             return prompts
         for _ in write_texts(job, lambda _: FakeEngine().answers):
@@ -124,7 +124,7 @@ def session(folder: Path) -> Head:
 
 def test_full_disk_is_reported_and_the_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     disk = Disk(tmp_path, monkeypatch)
-    whole = session(tmp_path / "whole").state_dict()
+    expected = session(tmp_path / "whole").state_dict()
     moments = random.Random(0).sample(range(disk.writes), 20)
     for moment in moments:
         run = tmp_path / f"run-{moment}"
@@ -135,6 +135,6 @@ def test_full_disk_is_reported_and_the_run_resumes(tmp_path: Path, monkeypatch: 
         assert str(full.value.filename).startswith(str(run))
         disk.room = -1
         head = session(run).state_dict()
-        assert all(torch.equal(value, head[name]) for name, value in whole.items()), moment
+        assert all(torch.equal(value, head[name]) for name, value in expected.items()), moment
         assert RunDirectory(run).finished
         assert not list(run.rglob(".*"))

@@ -39,18 +39,18 @@ RATE = 1e-2
 Loss = Callable[..., StepLoss]
 
 
-def spoil_loss(loss: StepLoss, part: MicroBatch) -> StepLoss:
+def spoil_loss(loss: StepLoss, micro_batch: MicroBatch) -> StepLoss:
     """Return a loss that is not a number in one step, unless the learning rate is lower."""
-    if part.step == FAULT_STEP and part.phase.settings.learning_rate == RATE:
+    if micro_batch.step == FAULT_STEP and micro_batch.phase.settings.learning_rate == RATE:
         return loss._replace(
             total=loss.total * torch.nan, metrics=loss.metrics | {"loss": loss.total * torch.nan}
         )
     return loss
 
 
-def spoil_gradients(loss: StepLoss, part: MicroBatch) -> StepLoss:
+def spoil_gradients(loss: StepLoss, micro_batch: MicroBatch) -> StepLoss:
     """Return a finite loss whose gradients are not finite."""
-    if part.step == FAULT_STEP and part.phase.settings.learning_rate == RATE:
+    if micro_batch.step == FAULT_STEP and micro_batch.phase.settings.learning_rate == RATE:
         return loss._replace(total=loss.total + (loss.total * 0.0).sqrt().sqrt())
     return loss
 
@@ -60,8 +60,8 @@ def spoiled(change: Callable[[StepLoss, MicroBatch], StepLoss]) -> Iterator[None
     """Change the losses of the steps inside the context."""
     compute_loss: Loss = steps.compute_loss
 
-    def compute(part: MicroBatch, *arguments: Any) -> StepLoss:
-        return change(compute_loss(part, *arguments), part)
+    def compute(micro_batch: MicroBatch, *arguments: Any) -> StepLoss:
+        return change(compute_loss(micro_batch, *arguments), micro_batch)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(steps, "compute_loss", compute)

@@ -70,7 +70,11 @@ def said(base: FrozenBase) -> Tensor:
 
 @pytest.mark.parametrize(
     ("architecture", "target"),
-    [*((one, "text") for one in tiny.ARCHITECTURES), ("llama", "base"), ("granite", "base")],
+    [
+        *((architecture, "text") for architecture in tiny.ARCHITECTURES),
+        ("llama", "base"),
+        ("granite", "base"),
+    ],
 )
 def test_joint_training_does_not_change_frozen_weights(architecture, target, tmp_path):
     base = fresh_base(architecture, torch.float32)
@@ -102,16 +106,18 @@ def test_disabled_adapter_is_the_original_and_merged_one_the_adapted_base(archit
     randomise(adapter)
     adapted = said(base)
     assert (adapted - spoken).abs().max() > 1e-3
-    hidden, some = base.read(TEXT).hidden, torch.tensor([3, 5, 8])
+    hidden, token_ids = base.read(TEXT).hidden, torch.tensor([3, 5, 8])
     with torch.no_grad():
         torch.testing.assert_close(base.logits_of(hidden), adapted)
-        whole = base.model(input_ids=TEXT, use_cache=False).logits
+        model_logits = base.model(input_ids=TEXT, use_cache=False).logits
     # a head learns from these
-    torch.testing.assert_close(adapted, whole, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(base.projection.rows(some)(hidden), whole[..., some])
+    torch.testing.assert_close(adapted, model_logits, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        base.projection.rows(token_ids)(hidden), model_logits[..., token_ids]
+    )
     if architecture == "llama":
         bound = hidden @ base.projection.scaled_weight.T
-        torch.testing.assert_close(bound, whole, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(bound, model_logits, rtol=1e-12, atol=1e-12)
     with adapter.off():
         assert torch.equal(said(base), spoken)
     assert torch.equal(said(base), adapted)
@@ -135,9 +141,9 @@ def test_peft_loads_the_saved_adapter(tmp_path: Path):
         "adapter_config.json", "adapter_model.safetensors",
     }  # fmt: skip
     base.merge(run.adapter)
-    theirs = PeftModel.from_pretrained(plain, str(run.adapter)).eval()
+    peft_model = PeftModel.from_pretrained(plain, str(run.adapter)).eval()
     with torch.no_grad():
-        logits = theirs(input_ids=TEXT, use_cache=False).logits
+        logits = peft_model(input_ids=TEXT, use_cache=False).logits
     torch.testing.assert_close(logits, said(base), rtol=1e-5, atol=1e-5)
 
 
@@ -166,8 +172,8 @@ def test_tied_projection_gets_no_adapter_and_stays_tied(tmp_path: Path):
 
 def test_log_has_head_weight_and_both_learning_rates(tmp_path: Path):
     settings = joint(ramp="sine", head_weight=0.3, learning_rate=5e-3)
-    both = phase(steps=5, final_share=1.0, joint=settings)
-    phases = {"heads": phase(), "joint": both}
+    joint_phase = phase(steps=5, final_share=1.0, joint=settings)
+    phases = {"heads": phase(), "joint": joint_phase}
     _, run = run_training(tmp_path, fresh_base(dtype=torch.float32), phases)
     rows = [row for row in read_metrics(run.metrics) if row["phase"] == "joint"]
     weights = [row["head_weight"] for row in rows]
@@ -186,24 +192,26 @@ def test_all_parameters_of_an_adapter_are_trained(kind: str, tmp_path: Path):
     # A moves from the second step on: until then B is zero
     _, run = run_training(tmp_path, base, {"joint": phase(joint=joint())}, kind=kind)
     start = Adapter(base.model, rank=2).weights()
-    found = checkpoint.load_newest(run.checkpoints)
-    assert found is not None
-    assert set(found.adapter) == set(start)
-    assert [name for name, value in start.items() if torch.equal(value, found.adapter[name])] == []
+    snapshot = checkpoint.load_newest(run.checkpoints)
+    assert snapshot is not None
+    assert set(snapshot.adapter) == set(start)
+    assert [
+        name for name, value in start.items() if torch.equal(value, snapshot.adapter[name])
+    ] == []
 
 
 def test_phase_without_joint_does_not_change_the_adapter(tmp_path: Path):
     base = fresh_base(dtype=torch.float32)
-    heads_only, both = phase(), phase(joint=joint())
-    _, first = run_training(tmp_path / "first", base, {"heads": heads_only, "joint": both})
+    heads_only, joint_phase = phase(), phase(joint=joint())
+    _, first = run_training(tmp_path / "first", base, {"heads": heads_only, "joint": joint_phase})
     run_training(tmp_path / "alone", base, {"heads": heads_only})
-    ours, theirs = (
+    head_weights, expected_weights = (
         load_head(folder, base).state_dict()
         for folder in (first.phases / "heads", tmp_path / "alone/phases/heads")
     )
-    assert_equal(ours, theirs)
-    _, last = run_training(tmp_path / "last", base, {"joint": both, "heads": heads_only})
-    _, only = run_training(tmp_path / "only", base, {"joint": both})
+    assert_equal(head_weights, expected_weights)
+    _, last = run_training(tmp_path / "last", base, {"joint": joint_phase, "heads": heads_only})
+    _, only = run_training(tmp_path / "only", base, {"joint": joint_phase})
     weights = [checkpoint.load_newest(run.checkpoints).adapter for run in (last, only)]  # pyright: ignore
     assert weights[0]
     assert_equal(*weights)
@@ -213,9 +221,9 @@ def test_gradients_of_head_and_adapter_are_clipped_together(tmp_path, monkeypatc
     monkeypatch.setattr(steps, "CLIP_NORM", 0.0)
     base = fresh_base(dtype=torch.float32)
     _, run = run_training(tmp_path, base, {"joint": phase(joint=joint())})
-    found = checkpoint.load_newest(run.checkpoints)
-    assert found is not None
-    assert_equal(found.adapter, Adapter(base.model, rank=2).weights())
+    snapshot = checkpoint.load_newest(run.checkpoints)
+    assert snapshot is not None
+    assert_equal(snapshot.adapter, Adapter(base.model, rank=2).weights())
 
 
 @pytest.mark.parametrize("target", ["text", "base"])
@@ -226,12 +234,12 @@ def test_resumed_training_equals_uninterrupted_training(target: str, tmp_path: P
         "heads": phase(scored_share=0.7),
         "joint": phase(steps=5, scored_share=0.7, joint=joint(dropout=0.2, target=target)),
     }
-    whole, undisturbed = run_training(tmp_path / "whole", base, phases)
+    reference_head, undisturbed = run_training(tmp_path / "whole", base, phases)
     for crash_at in (3, 7):
         with power_cut(crash_at):
             run_training(tmp_path / "parts", base, phases, checkpoint_every=2)
-    parts, stopped = run_training(tmp_path / "parts", base, phases, checkpoint_every=2)
-    assert_equal(whole.state_dict(), parts.state_dict())
+    resumed_head, stopped = run_training(tmp_path / "parts", base, phases, checkpoint_every=2)
+    assert_equal(reference_head.state_dict(), resumed_head.state_dict())
     file = "adapter_model.safetensors"
     assert (stopped.adapter / file).read_bytes() == (undisturbed.adapter / file).read_bytes()
 
@@ -240,15 +248,16 @@ def test_head_borrows_the_projection_of_the_current_adapter():
     base, settings = fresh_base(), phase(joint=joint(dropout=0.0))
     head = build_for_base({"kind": "mtp", "depth": 2}, base).to(base.dtype)
     training, teacher = JointTraining(base, joint(dropout=0.0)), Teacher(base, head)
-    place, loss_mask = ScheduledPhase("joint", settings, 0), torch.ones_like(TEXT, dtype=torch.bool)
-    begin_phase(teacher, training, place)
+    scheduled_phase = ScheduledPhase("joint", settings, 0)
+    loss_mask = torch.ones_like(TEXT, dtype=torch.bool)
+    begin_phase(teacher, training, scheduled_phase)
     before = teacher.head.get_buffer("borrowed").clone()
     # as an optimizer step does
     randomise(training.adapter)
     batch = TokenBatch(TEXT, loss_mask)
     labels = draft_labels(head, batch, loss_mask)
-    part = MicroBatch(place, 1, 0, batch, labels, labels.count(batch))
-    compute_loss(part, teacher, training, Objective(head))
+    micro_batch = MicroBatch(scheduled_phase, 1, 0, batch, labels, labels.count(batch))
+    compute_loss(micro_batch, teacher, training, Objective(head))
     after = teacher.head.get_buffer("borrowed")
     assert torch.equal(after, base.projection.scaled_weight)
     assert not torch.equal(after, before)
@@ -259,11 +268,11 @@ def test_dropout_is_drawn_again_in_each_step():
     randomise(training.adapter)
     training.adapter.learn(True)
     batch = TokenBatch(TEXT, torch.ones_like(TEXT, dtype=torch.bool))
-    first, again, other = (
+    loss, same_seed_loss, other_seed_loss = (
         training.read(batch, batch.loss_mask, joint(dropout=0.5), seed=seed)[1].item()
         for seed in (1, 1, 2)
     )
-    assert first == again != other
+    assert loss == same_seed_loss != other_seed_loss
 
 
 @pytest.mark.parametrize("architecture", ["llama", "granite", "gpt2"])
@@ -280,15 +289,17 @@ def test_base_loss_equals_the_loss_of_all_logits(chunk_rows, architecture, monke
         randomise(adapter)
         adapter.learn(True)
         logits = base.model(input_ids=TEXT, use_cache=False).logits[:, :-1][loss_mask[:, 1:]]
-        whole = F.cross_entropy(logits, TEXT[:, 1:][loss_mask[:, 1:]], reduction="sum")
+        expected_loss = F.cross_entropy(logits, TEXT[:, 1:][loss_mask[:, 1:]], reduction="sum")
         if target == "base":
-            ours, theirs = logits.log_softmax(-1), original.log_softmax(-1)
-            whole = (theirs.exp() * (theirs - ours)).sum()
+            adapted_log_probs, original_log_probs = logits.log_softmax(-1), original.log_softmax(-1)
+            expected_loss = (
+                original_log_probs.exp() * (original_log_probs - adapted_log_probs)
+            ).sum()
         loss = training.read(TokenBatch(TEXT, loss_mask), loss_mask, joint(target=target))[1]
-        torch.testing.assert_close(loss, whole, rtol=1e-12, atol=1e-12)
-        wanted = torch.autograd.grad(whole, adapter.parameters)
-        found = torch.autograd.grad(loss, adapter.parameters)
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=1e-12)
+        expected_gradients = torch.autograd.grad(expected_loss, adapter.parameters)
+        gradients = torch.autograd.grad(loss, adapter.parameters)
+        torch.testing.assert_close(gradients, expected_gradients, rtol=1e-10, atol=1e-12)
 
 
 STEPS = [
@@ -342,9 +353,9 @@ def test_command_trains_both_and_measures_base_quality(tmp_path, monkeypatch, ca
     )  # fmt: skip
     third = json.loads((tmp_path / "third" / "results.json").read_text())
     assert again["base_quality"] == quality
-    for other in (again, third):
-        assert other["base"]["fingerprint"] == first["base"]["fingerprint"]
-        assert other["offline"]["per_depth"] == first["offline"]["per_depth"]
+    for results in (again, third):
+        assert results["base"]["fingerprint"] == first["base"]["fingerprint"]
+        assert results["offline"]["per_depth"] == first["offline"]["per_depth"]
     capsys.readouterr()
 
 

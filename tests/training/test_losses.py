@@ -42,7 +42,7 @@ def problem_of(
         return (scale * torch.randn(*shape)).bfloat16().to(device, precise)
 
     states = [drawn(num_rows, WIDTH).to(dtype).requires_grad_() for _ in range(DEPTH)]
-    shared, own = (drawn(VOCAB, WIDTH, scale=0.5).requires_grad_() for _ in range(2))
+    shared_weight, own_weight = (drawn(VOCAB, WIDTH, scale=0.5).requires_grad_() for _ in range(2))
     bias, base_weight = drawn(VOCAB).requires_grad_(), drawn(VOCAB, WIDTH, scale=0.5)
 
     def targets() -> Targets:
@@ -51,9 +51,13 @@ def problem_of(
         labels[torch.rand(num_rows) < 0.2] = -1
         return Targets(labels.to(device), drawn(num_rows, WIDTH), lambda rows: rows @ base_weight.T)
 
-    each = [targets() for _ in range(DEPTH)]
-    projections: Any = [(shared, None), (own, bias), (shared, None)]
-    return (states, projections, each[0]), each, [*states, shared, own, bias]
+    targets_of_depths = [targets() for _ in range(DEPTH)]
+    projections: Any = [(shared_weight, None), (own_weight, bias), (shared_weight, None)]
+    return (
+        (states, projections, targets_of_depths[0]),
+        targets_of_depths,
+        [*states, shared_weight, own_weight, bias],
+    )
 
 
 def _dense_rows(name: str, logits: Tensor, base_logits: Tensor, labels: Tensor) -> Tensor:
@@ -100,11 +104,11 @@ def fused_loss(name: str, *problem: Any, **settings: Any) -> DepthLoss:
 def _assert_same(fused: Tensor, dense: Tensor, leaves: list[Tensor]) -> None:
     torch.testing.assert_close(fused, dense, rtol=1e-12, atol=1e-12)
     # times three: the upstream gradient must reach every gradient
-    ours = torch.autograd.grad(3 * fused, leaves)
-    theirs = torch.autograd.grad(3 * dense, leaves, allow_unused=True)
-    for leaf, one, other in zip(leaves, ours, theirs, strict=True):
-        other = torch.zeros_like(leaf) if other is None else other
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(3 * fused, leaves)
+    expected_gradients = torch.autograd.grad(3 * dense, leaves, allow_unused=True)
+    for leaf, gradient, expected in zip(leaves, gradients, expected_gradients, strict=True):
+        expected = torch.zeros_like(leaf) if expected is None else expected
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -152,11 +156,11 @@ def test_every_setting_names_a_loss():
 
 def test_a_loss_reads_its_parameters_from_the_phase():
     (logits, base) = _log(0.25, 0.25, 0.5), _log(0.5, 0.25, 0.25)
-    found = [
+    losses = [
         _one_row("lk_hybrid", logits, base, phase=Phase(lk_eta=eta))[0] for eta in (1e-9, 50.0)
     ]
     # KL(p || q) and the total variation
-    assert found == pytest.approx([0.17328679513998632, 0.25], abs=1e-7)
+    assert losses == pytest.approx([0.17328679513998632, 0.25], abs=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -198,8 +202,8 @@ def test_agreement_is_the_share_of_equal_argmax():
     base_hidden = eye[[0, 1, 2, 2]]
     targets = Targets(torch.zeros(4, dtype=torch.long), base_hidden, lambda rows: rows @ eye)
     states = [eye[[0, 1, 2, 0]], eye[[1, 2, 0, 2]]]
-    found = depth_loss(states, [(eye, None), (eye, None)], targets)
-    assert found.agreement.tolist() == [0.75, 0.25]
+    loss = depth_loss(states, [(eye, None), (eye, None)], targets)
+    assert loss.agreement.tolist() == [0.75, 0.25]
 
 
 def _one_row(
@@ -236,8 +240,8 @@ def _log(*probs: float) -> list[float]:
     ],
 )
 def test_losses_of_three_tokens_by_hand(name: str, value: float):
-    found, _ = _one_row(name, _log(0.25, 0.25, 0.5), _log(0.5, 0.25, 0.25))
-    assert found == pytest.approx(value, abs=1e-10)
+    loss, _ = _one_row(name, _log(0.25, 0.25, 0.5), _log(0.5, 0.25, 0.25))
+    assert loss == pytest.approx(value, abs=1e-10)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -273,9 +277,9 @@ def test_products_in_bfloat16_keep_losses_and_shared_gradients_in_float32():
     states = [state.detach().bfloat16().requires_grad_() for state in problem[0]]
     weight = problem[1][0][0].detach().float().requires_grad_()
     targets = Targets(problem[2].labels, problem[2].base_hidden.float(), problem[2].project)
-    found = fused_loss("cross_entropy", states, [(weight, None)] * DEPTH, targets)
-    found.total.backward()
-    assert found.total.dtype == torch.float32
+    loss = fused_loss("cross_entropy", states, [(weight, None)] * DEPTH, targets)
+    loss.total.backward()
+    assert loss.total.dtype == torch.float32
     assert states[0].grad is not None
     assert weight.grad is not None
     assert (states[0].grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
@@ -283,4 +287,4 @@ def test_products_in_bfloat16_keep_losses_and_shared_gradients_in_float32():
         F.cross_entropy(state.float() @ weight.T, targets.labels, ignore_index=-1)
         for state in states
     ]
-    assert found.total.item() == pytest.approx(torch.stack(exact).sum().item(), rel=0.02)
+    assert loss.total.item() == pytest.approx(torch.stack(exact).sum().item(), rel=0.02)

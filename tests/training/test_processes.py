@@ -43,9 +43,9 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_signal_to_one_process_stops_all_at_one_checkpoint(rank: int, tmp_path: Path):
-    found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), str(rank))
-    assert found.returncode == 1
-    assert "KeyboardInterrupt" in found.stderr
+    process = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), str(rank))
+    assert process.returncode == 1
+    assert "KeyboardInterrupt" in process.stderr
     assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-3"]
 
 
@@ -76,9 +76,10 @@ class Pair:
 
     def leave(self) -> list[tuple[int, str]]:
         """Return how each ended, and what it said."""
-        said = [process.communicate(timeout=500)[0] for process in self.processes]
+        outputs = [process.communicate(timeout=500)[0] for process in self.processes]
         return [
-            (process.returncode, text) for process, text in zip(self.processes, said, strict=True)
+            (process.returncode, text)
+            for process, text in zip(self.processes, outputs, strict=True)
         ]
 
     def kill(self, rank: int) -> None:
@@ -86,10 +87,10 @@ class Pair:
         self.processes[rank].kill()
         ended = self.leave()
         assert ended[rank][0] == -signal.SIGKILL
-        code, said = ended[1 - rank]
-        assert code == 2, said
-        assert "error: a run needs all its processes, but another one ended" in said
-        assert "Traceback" not in said
+        code, output = ended[1 - rank]
+        assert code == 2, output
+        assert "error: a run needs all its processes, but another one ended" in output
+        assert "Traceback" not in output
 
 
 LONG_TEXT = (
@@ -112,8 +113,8 @@ def test_signal_during_generation_stops_all_and_leaves_complete_shards(
     pair = Pair(count, "train.py", *LONG_TEXT, f"run_dir={run}")
     pair.wait_for(run / "text", f"shard-0000{rank}.*")
     pair.processes[rank].send_signal(number)
-    for code, said in pair.leave():
-        assert (code, "interrupted" in said) == (130, True), said
+    for code, output in pair.leave():
+        assert (code, "interrupted" in output) == (130, True), output
     assert [step.name for step in (run / "checkpoints").iterdir()] == ["step-1"]
     assert not list(run.rglob(".*"))
     assert 0 < len(list((run / "text").glob("shard-*"))) < 100
@@ -153,11 +154,14 @@ def test_signal_to_a_launcher_leaves_a_checkpoint_to_resume(launcher, number, tm
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.05)
         process.send_signal(number)
-        said = process.communicate()[0]
+        output = process.communicate()[0]
         assert process.returncode != 0
-        assert said.count("interrupted; run the same command to resume") == 2, said
+        assert output.count("interrupted; run the same command to resume") == 2, output
         assert not list(run.rglob(".*"))
-        step = max(int(one.name.removeprefix("step-")) for one in run.glob("checkpoints/step-*"))
+        step = max(
+            int(checkpoint.name.removeprefix("step-"))
+            for checkpoint in run.glob("checkpoints/step-*")
+        )
         assert step > before
         before = step
 
@@ -165,8 +169,8 @@ def test_signal_to_a_launcher_leaves_a_checkpoint_to_resume(launcher, number, tm
 def test_second_signal_ends_a_waiting_process(tmp_path: Path):
     pair = Pair(2, "train.py", *LONG_TEXT, LONG, f"run_dir={tmp_path / 'run'}")
     pair.wait_for(tmp_path / "run", "metrics.jsonl")
-    first, other = pair.processes
-    other.send_signal(signal.SIGSTOP)
+    first, second = pair.processes
+    second.send_signal(signal.SIGSTOP)
     try:
         first.send_signal(signal.SIGTERM)
         # the current work has finished by now, unless it waits
@@ -175,7 +179,7 @@ def test_second_signal_ends_a_waiting_process(tmp_path: Path):
         first.send_signal(signal.SIGTERM)
         assert first.wait() == 130
     finally:
-        other.kill()
+        second.kill()
     assert "interrupted again: stopped at once" in pair.leave()[0][1]
 
 
@@ -188,5 +192,5 @@ def test_signal_in_evaluation_exits_with_the_interrupt_code(number: signal.Signa
     while not RunDirectory(run).finished:
         time.sleep(0.01)
     pair.processes[0].send_signal(number)
-    ((code, said),) = pair.leave()
-    assert (code, "Traceback" in said) == (130, False), said
+    ((code, output),) = pair.leave()
+    assert (code, "Traceback" in output) == (130, False), output

@@ -18,8 +18,8 @@ from tests.training.in_processes import StopError, at_step, forked, train
 def told(folder: Path) -> list[dict[str, float]]:
     """Return the log of each step without timings."""
     rows = read_metrics(folder / "metrics.jsonl")
-    others = ("phase", "tokens_per_second", "hours", "data_wait_share", "peak_gib", "mfu")
-    return [{name: row[name] for name in row if name not in others} for row in rows]
+    excluded_names = ("phase", "tokens_per_second", "hours", "data_wait_share", "peak_gib", "mfu")
+    return [{name: row[name] for name in row if name not in excluded_names} for row in rows]
 
 
 def each(of: Sequence[str], folder: Path, settings: dict[str, Any]) -> None:
@@ -37,17 +37,20 @@ def same_losses(
 
     A run is a number of processes and of accumulation steps, and how the base is shared out.
     """
-    places = [folder / "-".join(map(str, run)) for run in runs]
-    for (count, parts, *how), place in zip(runs, places, strict=True):
-        asked = settings | {"accumulation_steps": parts, "shared_out": "".join(how)}
-        assert forked(count, each, of, place, asked) == [0] * count
-    first, *others = places
+    folders = [folder / "-".join(map(str, run)) for run in runs]
+    for (count, accumulation_steps, *sharding), run_folder in zip(runs, folders, strict=True):
+        run_settings = settings | {
+            "accumulation_steps": accumulation_steps,
+            "shared_out": "".join(sharding),
+        }
+        assert forked(count, each, of, run_folder, run_settings) == [0] * count
+    first, *other_folders = folders
     for kind in of:
-        whole = told(first / kind)
-        assert len(whole) == settings["steps"]
-        for other in others:
-            for ours, theirs in zip(told(other / kind), whole, strict=True):
-                assert ours == pytest.approx(theirs, rel=0, abs=1e-6), (other.name, kind)
+        reference = told(first / kind)
+        assert len(reference) == settings["steps"]
+        for other_folder in other_folders:
+            for row, expected in zip(told(other_folder / kind), reference, strict=True):
+                assert row == pytest.approx(expected, rel=0, abs=1e-6), (other_folder.name, kind)
 
 
 def test_two_processes_have_the_losses_of_one(tmp_path: Path):
@@ -67,17 +70,17 @@ def test_adapter_dropout_does_not_depend_on_processes(target: str, tmp_path: Pat
 def test_best_head_does_not_depend_on_processes(held_out: int, tmp_path: Path):
     """Three prompts: the last of four processes gets no prompt."""
     of, watched = ["mlp_speculator", "eagle3"], {"every": 1}
-    asked = {"steps": 12, "held_out": held_out, "watched": watched}
+    settings = {"steps": 12, "held_out": held_out, "watched": watched}
     for count in (1, 2, 4):
-        assert forked(count, each, of, tmp_path / str(count), asked) == [0] * count
+        assert forked(count, each, of, tmp_path / str(count), settings) == [0] * count
     for kind in of:
-        whole, best = told(tmp_path / "1" / kind), tmp_path / "1" / kind / "best" / "best.json"
-        assert len(whole) == 12
-        assert max(row["validation/tokens_per_forward"] for row in whole) > 1.0
+        reference, best = told(tmp_path / "1" / kind), tmp_path / "1" / kind / "best" / "best.json"
+        assert len(reference) == 12
+        assert max(row["validation/tokens_per_forward"] for row in reference) > 1.0
         for count in ("2", "4"):
-            found = told(tmp_path / count / kind)
-            for ours, theirs in zip(found, whole, strict=True):
-                assert ours == pytest.approx(theirs, rel=0, abs=1e-6), (count, kind)
+            rows = told(tmp_path / count / kind)
+            for row, expected in zip(rows, reference, strict=True):
+                assert row == pytest.approx(expected, rel=0, abs=1e-6), (count, kind)
             assert (tmp_path / count / kind / "best" / "best.json").read_text() == best.read_text()
 
 
@@ -98,18 +101,18 @@ def test_fifty_steps_have_the_same_loss_with_any_processes_and_parts(settings, t
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
 def test_resume_with_other_processes_has_the_same_losses(before: int, after: int, tmp_path: Path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    asked = {"steps": 50, "choices": {"checkpoint_every": 25}}
-    assert forked(1, each, kinds(), whole, asked) == [0]
+    reference_folder, resumed_folder = tmp_path / "whole", tmp_path / "parts"
+    settings = {"steps": 50, "choices": {"checkpoint_every": 25}}
+    assert forked(1, each, kinds(), reference_folder, settings) == [0]
     for kind in kinds():
-        assert forked(before, stopped_at, 25, parts / kind, kind, asked) == [1] * before
-    assert {path.name for path in parts.glob("*/checkpoints/*")} == {"step-25"}
-    assert forked(after, each, kinds(), parts, asked) == [0] * after
+        assert forked(before, stopped_at, 25, resumed_folder / kind, kind, settings) == [1] * before
+    assert {path.name for path in resumed_folder.glob("*/checkpoints/*")} == {"step-25"}
+    assert forked(after, each, kinds(), resumed_folder, settings) == [0] * after
     for kind in kinds():
-        found, wanted = told(parts / kind), told(whole / kind)
-        assert len(found) == 50
-        for ours, theirs in zip(found, wanted, strict=True):
-            assert ours == pytest.approx(theirs, rel=0, abs=1e-6), kind
+        rows, expected_rows = told(resumed_folder / kind), told(reference_folder / kind)
+        assert len(rows) == 50
+        for row, expected in zip(rows, expected_rows, strict=True):
+            assert row == pytest.approx(expected, rel=0, abs=1e-6), kind
 
 
 def stop() -> None:
@@ -138,12 +141,12 @@ def nothing_compiled() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("nothing_compiled")
 def test_compiled_head_has_the_same_losses(tmp_path, monkeypatch):
-    asked = {"steps": 2, "shared_out": "none"}
-    assert forked(1, each, ["mlp_speculator"], tmp_path / "plain", asked) == [0]
+    settings = {"steps": 2, "shared_out": "none"}
+    assert forked(1, each, ["mlp_speculator"], tmp_path / "plain", settings) == [0]
     # the graphs of the compiler, run as they are
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
-    assert forked(1, each, ["mlp_speculator"], tmp_path / "compiled", asked) == [0]
-    plain, compiled = (told(tmp_path / one / "mlp_speculator") for one in ("plain", "compiled"))
+    assert forked(1, each, ["mlp_speculator"], tmp_path / "compiled", settings) == [0]
+    plain, compiled = (told(tmp_path / name / "mlp_speculator") for name in ("plain", "compiled"))
     assert len(plain) == 2
-    for ours, theirs in zip(compiled, plain, strict=True):
-        assert ours == pytest.approx(theirs, rel=0, abs=1e-9)
+    for row, expected in zip(compiled, plain, strict=True):
+        assert row == pytest.approx(expected, rel=0, abs=1e-9)

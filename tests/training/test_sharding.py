@@ -29,25 +29,25 @@ def test_two_processes_with_sharded_base_have_the_losses_of_one(tmp_path: Path):
     same_losses(tmp_path, (1, 1), (2, 2, "fsdp2"), of=["eagle3"], steps=3)
 
 
-def known_again(how: str) -> None:
-    shared_out, whole = joined(how)[1], tiny.base("llama")
+def known_again(sharding: str) -> None:
+    shared_out, whole_base = joined(sharding)[1], tiny.base("llama")
     assert shared_out.sharding
     assert any(type(value) is DTensor for value in shared_out.model.parameters())
-    assert shared_out.fingerprint == whole.fingerprint
-    assert _fingerprint(shared_out) == _fingerprint(whole)
-    assert shared_out.num_parameters == whole.num_parameters
+    assert shared_out.fingerprint == whole_base.fingerprint
+    assert _fingerprint(shared_out) == _fingerprint(whole_base)
+    assert shared_out.num_parameters == whole_base.num_parameters
 
 
-@pytest.mark.parametrize("how", ["fsdp2", "tensor"])
-def test_sharded_base_has_the_same_outputs(how: str):
-    assert forked(2, known_again, how) == [0, 0]
+@pytest.mark.parametrize("sharding", ["fsdp2", "tensor"])
+def test_sharded_base_has_the_same_outputs(sharding: str):
+    assert forked(2, known_again, sharding) == [0, 0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["fsdp2", "tensor"])
-def test_fifty_steps_have_the_same_loss_with_any_sharding(how: str, tmp_path: Path):
+@pytest.mark.parametrize("sharding", ["fsdp2", "tensor"])
+def test_fifty_steps_have_the_same_loss_with_any_sharding(sharding: str, tmp_path: Path):
     """Six rows per step: four processes have unequal shares."""
-    same_losses(tmp_path, (1, 1), (2, 1, how), (4, 1, how), (2, 2, how), steps=50)
+    same_losses(tmp_path, (1, 1), (2, 1, sharding), (4, 1, sharding), (2, 2, sharding), steps=50)
 
 
 @pytest.mark.slow
@@ -62,23 +62,31 @@ def test_each_group_of_processes_has_a_base(tmp_path: Path):
     ids=lambda run: f"{run[0]}{run[1]}",
 )
 def test_run_resumes_with_another_sharding(before, after, tmp_path):
-    of, whole, parts = ["eagle3", "mlp_speculator"], tmp_path / "whole", tmp_path / "parts"
-    asked = {"steps": 12, "choices": {"checkpoint_every": 6}}
-    assert forked(1, each, of, whole, asked) == [0]
-    (count, how), (later, then) = before, after
+    of = ["eagle3", "mlp_speculator"]
+    reference_folder, resumed_folder = tmp_path / "whole", tmp_path / "parts"
+    settings = {"steps": 12, "choices": {"checkpoint_every": 6}}
+    assert forked(1, each, of, reference_folder, settings) == [0]
+    (count, sharding), (later, later_sharding) = before, after
     for kind in of:
-        stopped = asked | {"shared_out": how}
-        assert forked(count, stopped_at, 6, parts / kind, kind, stopped) == [1] * count
-    assert forked(later, each, of, parts, asked | {"shared_out": then}) == [0] * later
+        stopped = settings | {"shared_out": sharding}
+        assert forked(count, stopped_at, 6, resumed_folder / kind, kind, stopped) == [1] * count
+    assert (
+        forked(later, each, of, resumed_folder, settings | {"shared_out": later_sharding})
+        == [0] * later
+    )
     for kind in of:
-        for ours, theirs in zip(told(parts / kind), told(whole / kind), strict=True):
-            assert ours == pytest.approx(theirs, rel=0, abs=1e-6), kind
-        ours, theirs = (torch.load(folder / kind / "head-0.pt") for folder in (parts, whole))
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+        for row, expected in zip(
+            told(resumed_folder / kind), told(reference_folder / kind), strict=True
+        ):
+            assert row == pytest.approx(expected, rel=0, abs=1e-6), kind
+        weights, expected_weights = (
+            torch.load(folder / kind / "head-0.pt") for folder in (resumed_folder, reference_folder)
+        )
+        torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("said", "refused"),
+    ("variables", "refused"),
     [
         ({"FSDP_VERSION": "1"}, r"FSDP2 \(fsdp_version=2\)"),
         ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tensor parallelism"),
@@ -86,9 +94,9 @@ def test_run_resumes_with_another_sharding(before, after, tmp_path):
         ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "0"}, "dp_shard_size must be at least 1"),
     ],
 )
-def test_invalid_sharding_is_refused_before_loading(said, refused, monkeypatch):
+def test_invalid_sharding_is_refused_before_loading(variables, refused, monkeypatch):
     joined = Accelerator(cpu=True)
-    for name, value in (SHARED_OUT["fsdp2"] | said).items():
+    for name, value in (SHARED_OUT["fsdp2"] | variables).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(Accelerator, "num_processes", 6)
     with pytest.raises(InputError, match=refused):
@@ -96,29 +104,29 @@ def test_invalid_sharding_is_refused_before_loading(said, refused, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message"),
     [
         ("ACCELERATE_USE_DEEPSPEED", "true", "without DeepSpeed and Megatron"),
         ("ACCELERATE_MIXED_PRECISION", "fp16", "mixed_precision=fp16; start from"),
     ],
 )
-def test_unsupported_configuration_is_refused_with_remedy(name, value, told, monkeypatch):
+def test_unsupported_configuration_is_refused_with_remedy(name, value, message, monkeypatch):
     monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         accelerator_of_environment()
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_accelerate_configs_are_valid(file: Path):
-    found: Any = load_config_from_file(str(file))
-    sizes = found.parallelism_config.values()
+    config: Any = load_config_from_file(str(file))
+    sizes = config.parallelism_config.values()
     grouped = torch.tensor([1, *sizes]).prod().item()
-    assert found.num_processes % grouped == 0
-    assert found.num_processes % found.num_machines == 0
+    assert config.num_processes % grouped == 0
+    assert config.num_processes % config.num_machines == 0
 
 
 @cache
-def launched(place: Path, name: str, *choices: str) -> subprocess.CompletedProcess[str]:
+def launched(folder: Path, name: str, *choices: str) -> subprocess.CompletedProcess[str]:
     """Start two processes with one of our configurations."""
     return subprocess.run(
         [
@@ -127,7 +135,7 @@ def launched(place: Path, name: str, *choices: str) -> subprocess.CompletedProce
             *("--num_processes", "2", "--mixed_precision", "no", *choices),
             *("train.py", "recipe=smoke", "~schedule.phases.distilled", "log_every=1"),
             # one process has three, the other two
-            *("validation.rows=5", "validation.every=2", f"run_dir={place / name}"),
+            *("validation.rows=5", "validation.every=2", f"run_dir={folder / name}"),
         ],
         cwd=REPOSITORY,
         env=ENVIRONMENT,
@@ -142,15 +150,17 @@ def launched(place: Path, name: str, *choices: str) -> subprocess.CompletedProce
     ("name", "choices"), [("fsdp2", ()), ("tensor_parallel", ("--parallelism_config_tp_size", "2"))]
 )
 def test_launcher_starts_processes_with_a_sharded_base(name, choices, tmp_path_factory):
-    place = tmp_path_factory.getbasetemp() / "launched"
-    for one, more in (("cpu_2", ()), (name, choices)):
-        found = launched(place, one, *more)
-        assert found.returncode == 0, found.stderr
-    assert "a sharded base does not decode" in found.stdout
-    ours, theirs = (read_metrics(place / one / "metrics.jsonl") for one in (name, "cpu_2"))
-    assert len(ours) == 6
-    assert [row["step"] for row in ours if "validation/loss" in row] == [2, 4, 6]
-    for row, other in zip(ours, theirs, strict=True):
+    folder = tmp_path_factory.getbasetemp() / "launched"
+    for config, options in (("cpu_2", ()), (name, choices)):
+        process = launched(folder, config, *options)
+        assert process.returncode == 0, process.stderr
+    assert "a sharded base does not decode" in process.stdout
+    rows, expected_rows = (
+        read_metrics(folder / config / "metrics.jsonl") for config in (name, "cpu_2")
+    )
+    assert len(rows) == 6
+    assert [row["step"] for row in rows if "validation/loss" in row] == [2, 4, 6]
+    for row, expected in zip(rows, expected_rows, strict=True):
         for name_of in row.keys() & {"loss", "validation/loss"}:
-            assert row[name_of] == pytest.approx(other[name_of], rel=1e-4)
-    assert (place / name / "head" / "model.safetensors").is_file()
+            assert row[name_of] == pytest.approx(expected[name_of], rel=1e-4)
+    assert (folder / name / "head" / "model.safetensors").is_file()

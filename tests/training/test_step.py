@@ -44,8 +44,8 @@ def test_training_step_synchronises_once(kind, monkeypatch):
     with Waits() as waits:
         batch = TokenBatch(tokens, counted, documents)
         labels = draft_labels(head, batch, counted)
-        part = MicroBatch(phase, 0, 0, batch, labels, labels.count(batch))
-        compute_loss(part, teacher, None, Objective(head)).total.backward()
+        micro_batch = MicroBatch(phase, 0, 0, batch, labels, labels.count(batch))
+        compute_loss(micro_batch, teacher, None, Objective(head)).total.backward()
     assert waits.found == {"nonzero": 1}
 
 

@@ -37,8 +37,8 @@ from tests import tiny
 
 
 def last_step(run: RunDirectory) -> int:
-    held = checkpoint.load_newest(run.checkpoints)
-    return held.state["step"] if held else 0
+    snapshot = checkpoint.load_newest(run.checkpoints)
+    return snapshot.state["step"] if snapshot else 0
 
 
 def phase(**changes: Any) -> Phase:
@@ -58,8 +58,8 @@ class Counting:
     ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         number = cursor["number"] if cursor else 0
         while True:
-            places = torch.arange(32).view(2, 16) + 3 * number
-            tokens = self.sentence[places % 11]
+            positions = torch.arange(32).view(2, 16) + 3 * number
+            tokens = self.sentence[positions % 11]
             number += 1
             yield TokenBatch(tokens, torch.ones_like(tokens, dtype=torch.bool)), {"number": number}
 
@@ -80,12 +80,12 @@ def run_training(
     base = base or tiny.base("llama", dtype=torch.float32)
     torch.manual_seed(0)
     head = build_for_base({"kind": kind, "depth": 2}, base)
-    run, read = RunDirectory(folder), text or Counting(base.vocab_size)
+    run, stream = RunDirectory(folder), text or Counting(base.vocab_size)
     trainer.train(
         base,
         head,
         schedule,
-        open_text or (lambda *_: read),
+        open_text or (lambda *_: stream),
         run,
         Tracker(run.metrics),
         accelerator or Accelerator(cpu=True),
@@ -104,10 +104,10 @@ def power_cut(number: int) -> Iterator[None]:
     """Stop training before a step; only the last checkpoint survives."""
     step = StepRunner.step
 
-    def crash(self: StepRunner, batch: TokenBatch, phase: ScheduledPhase, now: int) -> Any:
-        if now == number:
+    def crash(self: StepRunner, batch: TokenBatch, phase: ScheduledPhase, current_step: int) -> Any:
+        if current_step == number:
             raise StopError
-        return step(self, batch, phase, now)
+        return step(self, batch, phase, current_step)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepRunner, "step", crash)
@@ -115,11 +115,11 @@ def power_cut(number: int) -> Iterator[None]:
             yield
 
 
-def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+def assert_equal(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Compare two state dicts bit for bit."""
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
+    assert state.keys() == expected.keys()
+    for name, value in state.items():
+        assert torch.equal(value, expected[name]), name
 
 
 @pytest.mark.parametrize(
@@ -171,16 +171,18 @@ def test_resumed_training_equals_uninterrupted_training(muon, kind, tmp_path: Pa
         },
         muon_learning_rate=muon,
     )
-    whole = run_training(tmp_path / "whole", schedule, kind=kind)
+    reference_head = run_training(tmp_path / "whole", schedule, kind=kind)
     for crash_at in (4, 9):
         with power_cut(crash_at):
             run_training(tmp_path / "parts", schedule, kind=kind, checkpoint_every=3)
-    parts = run_training(tmp_path / "parts", schedule, kind=kind, checkpoint_every=3)
-    assert_equal(whole.state_dict(), parts.state_dict())
-    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("parts", "whole"))
+    resumed_head = run_training(tmp_path / "parts", schedule, kind=kind, checkpoint_every=3)
+    assert_equal(reference_head.state_dict(), resumed_head.state_dict())
+    rows, expected_rows = (
+        read_metrics(tmp_path / name / "metrics.jsonl") for name in ("parts", "whole")
+    )
     # a row that started before a stop has only the steps since then
-    assert [row["step"] for row in ours] == [2, 4, 6, 8, 10, 11]
-    assert ours[-1]["loss"] == theirs[-1]["loss"]
+    assert [row["step"] for row in rows] == [2, 4, 6, 8, 10, 11]
+    assert rows[-1]["loss"] == expected_rows[-1]["loss"]
 
 
 @pytest.mark.parametrize("at", [2, 5], ids=["in a phase", "in its last step"])
@@ -285,20 +287,20 @@ def test_label_outside_the_draft_vocabulary_counts_as_rejected():
     logits_of = base.projection.rows(head.draft_ids)
     batch = TokenBatch(tokens, loss_mask)
     masks = loss_mask, loss_mask & (tokens % 2 == 1)
-    whole, part = (
+    loss, draftable_loss = (
         learner(features, batch, draft_labels(head, batch, mask), logits_of, phase())
         for mask in masks
     )
-    assert torch.equal(whole.total, part.total)
-    assert torch.equal(whole.agreement, part.agreement / 2)
+    assert torch.equal(loss.total, draftable_loss.total)
+    assert torch.equal(loss.agreement, draftable_loss.agreement / 2)
 
 
 @pytest.mark.parametrize("kind", ["mlp_speculator", "eagle3"])
 def test_states_outside_anchors_do_not_matter(kind, tmp_path, monkeypatch):
     settings = phase(scored_share=0.6, loss="cross_entropy")
     schedule = Schedule(phases={"corpus": settings})
-    whole = run_training(tmp_path / "whole", schedule, kind=kind)
-    states, left_out = type(whole).states, []
+    reference_head = run_training(tmp_path / "whole", schedule, kind=kind)
+    states, left_out = type(reference_head).states, []
 
     def partial(self, features, tokens, anchors=None):
         if anchors is None or tokens.is_meta:
@@ -309,12 +311,12 @@ def test_states_outside_anchors_do_not_matter(kind, tmp_path, monkeypatch):
         for state in states(self, features, tokens):
             yield state.where(anchors[..., None], torch.nan)
 
-    monkeypatch.setattr(type(whole), "states", partial)
-    part = run_training(tmp_path / "part", schedule, kind=kind)
+    monkeypatch.setattr(type(reference_head), "states", partial)
+    partial_head = run_training(tmp_path / "part", schedule, kind=kind)
     assert min(left_out) > 2
     # other labels are drawn in each step
     assert len({*left_out}) > 1
-    assert_equal(whole.state_dict(), part.state_dict())
+    assert_equal(reference_head.state_dict(), partial_head.state_dict())
     rows = [read_metrics(tmp_path / name / "metrics.jsonl")[-1] for name in ("whole", "part")]
     assert rows[0]["loss"] == rows[1]["loss"]
 
@@ -356,17 +358,17 @@ def test_items_are_prefetched_in_order_by_one_thread_and_errors_come_in_their_pl
 @pytest.mark.parametrize("native", [True, False])
 def test_muon_equals_torchs_up_to_bfloat16_rounding(native: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("specheads.training.optimizers.computes_bfloat16", lambda: native)
-    ours, theirs = nn.Parameter(torch.randn(24, 16)), nn.Parameter(torch.empty(24, 16))
-    theirs.data.copy_(ours.data)
-    start, kinds_of = ours.detach().clone(), (Muon, torch.optim.Muon)
+    our_parameter = nn.Parameter(torch.randn(24, 16))
+    torch_parameter = nn.Parameter(our_parameter.detach().clone())
+    start, kinds_of = our_parameter.detach().clone(), (Muon, torch.optim.Muon)
     pairs = [
-        (one, kind([one], lr=0.02, weight_decay=0.1))
-        for one, kind in zip((ours, theirs), kinds_of, strict=True)
+        (parameter, kind([parameter], lr=0.02, weight_decay=0.1))
+        for parameter, kind in zip((our_parameter, torch_parameter), kinds_of, strict=True)
     ]
     for _ in range(5):
         gradient = torch.randn(24, 16)
         for parameter, optimizer in pairs:
             parameter.grad = gradient.clone()
             optimizer.step()
-    moved, apart = (ours - start).norm(), (ours - theirs).norm()
+    moved, apart = (our_parameter - start).norm(), (our_parameter - torch_parameter).norm()
     assert apart == 0 if native else 0 < apart < 0.02 * moved

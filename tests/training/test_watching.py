@@ -45,9 +45,9 @@ PROMPTS = ValidationSet(
 def served(base: FrozenBase, folder: Path) -> float:
     """Return the tokens per forward of a saved head on the same prompts."""
     head = load_head(folder, base)
-    how = GenerationSettings(max_new_tokens=PROMPTS.new_tokens, batch_size=3)
+    settings = GenerationSettings(max_new_tokens=PROMPTS.new_tokens, batch_size=3)
     return compute_rate(
-        [one.counts for one in decode_prompts(base, head, tiny.prompts(), how)]
+        [prompt.counts for prompt in decode_prompts(base, head, tiny.prompts(), settings)]
     ).tokens_per_forward
 
 
@@ -64,14 +64,16 @@ def best(folder: Path) -> dict[str, Any]:
 def test_best_head_is_saved_with_its_score(kind: str, tmp_path: Path):
     schedule = Schedule(phases={"corpus": phase(steps=8, learning_rate=3e-2)})
     run_training(tmp_path, schedule, kind=kind, held_out=replace(PROMPTS, every=2))
-    found, told = scores(tmp_path), best(tmp_path)
-    assert sorted(found) == [2, 4, 6, 8]
-    assert told["tokens_per_forward"] == max(found.values())
-    highest = [step for step, score in found.items() if score == max(found.values())]
-    assert told["step"] == highest[0]
-    assert told["tokens"] == 32 * told["step"]
+    score_of_step, record = scores(tmp_path), best(tmp_path)
+    assert sorted(score_of_step) == [2, 4, 6, 8]
+    assert record["tokens_per_forward"] == max(score_of_step.values())
+    highest = [
+        step for step, score in score_of_step.items() if score == max(score_of_step.values())
+    ]
+    assert record["step"] == highest[0]
+    assert record["tokens"] == 32 * record["step"]
     base = tiny.base("llama", dtype=torch.float32)
-    assert served(base, tmp_path / "best") == told["tokens_per_forward"]
+    assert served(base, tmp_path / "best") == record["tokens_per_forward"]
 
 
 def test_adapter_is_saved_with_the_best_head(tmp_path: Path):
@@ -80,16 +82,16 @@ def test_adapter_is_saved_with_the_best_head(tmp_path: Path):
         "joint": test_joint.phase(joint=JointSettings(rank=2, learning_rate=5e-2)),
         "corpus": test_joint.phase(),
     }
-    held = replace(PROMPTS, every=2)
+    validation_set = replace(PROMPTS, every=2)
     RunDirectory(tmp_path).begin("name: joint\n", {"base_fingerprint": "the frozen weights"})
-    head, run = test_joint.run_training(tmp_path, base, phases, held_out=held)
-    told = best(tmp_path)
-    assert told["tokens_per_forward"] == max(scores(tmp_path).values())
-    known = json.loads((run.best / "base.json").read_text())
-    assert known["adapter"] == "adapter"
-    assert known["base_fingerprint"] == "the frozen weights"
+    head, run = test_joint.run_training(tmp_path, base, phases, held_out=validation_set)
+    record = best(tmp_path)
+    assert record["tokens_per_forward"] == max(scores(tmp_path).values())
+    base_record = json.loads((run.best / "base.json").read_text())
+    assert base_record["adapter"] == "adapter"
+    assert base_record["base_fingerprint"] == "the frozen weights"
     base.merge(run.best / "adapter")
-    assert served(base, run.best) == told["tokens_per_forward"]
+    assert served(base, run.best) == record["tokens_per_forward"]
     assert head.base_fingerprint
 
 
@@ -114,10 +116,10 @@ def crashing(
         calls.append(0)
         if len(calls) == at and not after:
             raise StopError
-        found = act(*arguments)
+        result = act(*arguments)
         if len(calls) == at:
             raise StopError
-        return found
+        return result
 
     monkeypatch.setattr(owner, name, acting)
     return lambda: len(calls)
@@ -136,28 +138,28 @@ WAYS: dict[str, tuple[Any, str, bool]] = {
 def test_resume_keeps_the_best_head(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     by_weights(monkeypatch)
     schedule = Schedule(phases={"corpus": phase(steps=8), "distilled": phase(steps=8)})
-    held, whole, parts = PROMPTS, tmp_path / "whole", tmp_path / "parts"
-    run_training(whole, schedule, held_out=held)
+    reference_folder, resumed_folder = tmp_path / "whole", tmp_path / "parts"
+    run_training(reference_folder, schedule, held_out=PROMPTS)
     for at in (1, 2, 3, 5, 4, 2, 1):
         with monkeypatch.context() as patch:
             owner, name, after = WAYS[way]
             crashing(patch, owner, name, at, after)
             try:
-                run_training(parts, schedule, checkpoint_every=3, held_out=held)
+                run_training(resumed_folder, schedule, checkpoint_every=3, held_out=PROMPTS)
             except StopError:
                 continue
-    head = run_training(parts, schedule, checkpoint_every=3, held_out=held)
-    assert scores(parts) == scores(whole)
-    assert best(parts) == best(whole)
+    head = run_training(resumed_folder, schedule, checkpoint_every=3, held_out=PROMPTS)
+    assert scores(resumed_folder) == scores(reference_folder)
+    assert best(resumed_folder) == best(reference_folder)
     for file in ("best/model.safetensors", "phases/distilled/model.safetensors"):
-        ours, theirs = load_file(parts / file), load_file(whole / file)
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        weights, expected = load_file(resumed_folder / file), load_file(reference_folder / file)
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert isinstance(head, Head)
 
 
 def test_scores_on_other_prompts_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    left = iter([1.9, 1.8, 1.2, 1.3])
-    monkeypatch.setattr(validation, "tokens_per_forward", lambda *_: next(left))
+    remaining_scores = iter([1.9, 1.8, 1.2, 1.3])
+    monkeypatch.setattr(validation, "tokens_per_forward", lambda *_: next(remaining_scores))
     schedule = Schedule(phases={"corpus": phase(steps=4)})
     with power_cut(2):
         run_training(tmp_path, schedule, checkpoint_every=2, held_out=PROMPTS)
@@ -181,25 +183,27 @@ def test_the_best_head_can_become_the_head_of_the_run(tmp_path: Path):
 
 def test_validation_prompts_are_separate_from_training_and_evaluation(tmp_path: Path):
     settings = compose.settings_of("train", ["recipe=smoke"])
-    base, told = FrozenBase.load(**asdict(settings.base)), []
+    base, messages = FrozenBase.load(**asdict(settings.base)), []
     assert base.tokenizer is not None
     processes, phases = Accelerator(cpu=True), settings.schedule.phases
-    texts = PhaseData(phases, settings.data, base, tmp_path, processes, told.append, settings.seed)
-    held = texts.validation_set(settings.validation)
-    assert held is not None
-    assert held.prompts
-    assert told == []
-    prompts = [" ".join(map(str, prompt)) for prompt in held.prompts]
+    texts = PhaseData(
+        phases, settings.data, base, tmp_path, processes, messages.append, settings.seed
+    )
+    validation_set = texts.validation_set(settings.validation)
+    assert validation_set is not None
+    assert validation_set.prompts
+    assert messages == []
+    prompts = [" ".join(map(str, prompt)) for prompt in validation_set.prompts]
     for split, holds in (("validation", True), ("train", False), ("prompts", False)):
         documents = tokenise_corpus(settings.data, split, base.tokenizer, settings.seed)
-        words = [" ".join(map(str, documents.tokens(one))) for one in range(len(documents))]
+        words = [" ".join(map(str, documents.tokens(number))) for number in range(len(documents))]
         assert all(any(prompt in text for text in words) == holds for prompt in prompts), split
     # a short split gives a message, and an error only if settings need its score
     settings.validation.prompt_tokens = 100_000
     plain = texts.validation_set(settings.validation)
     assert plain is not None
     assert plain.prompts is None
-    assert ["no prompts to decode: " in line for line in told] == [True]
+    assert ["no prompts to decode: " in line for line in messages] == [True]
     settings.validation.keep = "best"
     with pytest.raises(InputError, match=r"needs prompts.*lower validation\.prompt_tokens"):
         texts.validation_set(settings.validation)
@@ -229,10 +233,10 @@ def test_times_and_shares_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(StepRunner, "step", slow_step)
     monkeypatch.setattr(trainer, "prefetched", slow_batches)
     schedule = Schedule(phases={"corpus": phase(steps=6)})
-    held = replace(PROMPTS, every=2)
+    validation_set = replace(PROMPTS, every=2)
     with power_cut(4):
-        run_training(tmp_path, schedule, checkpoint_every=3, held_out=held)
-    run_training(tmp_path, schedule, held_out=held)
+        run_training(tmp_path, schedule, checkpoint_every=3, held_out=validation_set)
+    run_training(tmp_path, schedule, held_out=validation_set)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [2, 4, 6]
     assert [row["hours"] * 3600 for row in rows] == pytest.approx([8, 16, 24])
@@ -259,15 +263,15 @@ def measured(batches: list[TokenBatch], settings: Phase, kind: str = "eagle3") -
 def test_validation_does_not_depend_on_batches_and_packing(kind: str):
     settings = phase(scored_share=0.1)
     documents = texts()
-    whole = measured([packed(documents)], settings, kind)
-    assert set(whole) == {
+    expected = measured([packed(documents)], settings, kind)
+    assert set(expected) == {
         "validation/loss", "validation/loss/depth_0", "validation/loss/depth_1",
         "validation/accept/depth_0", "validation/accept/depth_1",
     }  # fmt: skip
     for batch in (packed(documents), alone(documents)):
-        found = measured(list(batch.split(2)), settings, kind)
-        assert found == pytest.approx(whole, rel=1e-5)
-    assert measured([packed(documents)], settings, kind) == whole
+        metrics = measured(list(batch.split(2)), settings, kind)
+        assert metrics == pytest.approx(expected, rel=1e-5)
+    assert measured([packed(documents)], settings, kind) == expected
 
 
 def held_out() -> ValidationSet:
@@ -275,29 +279,29 @@ def held_out() -> ValidationSet:
     return ValidationSet(batches, every=2, prompts=prompts, new_tokens=8, identity="three of 8")
 
 
-def trained(folder: Path, kind: str, held: ValidationSet | None) -> Head:
+def trained(folder: Path, kind: str, validation_set: ValidationSet | None) -> Head:
     kind, _, adapter = kind.partition(" and ")
     joint = JointSettings(rank=2, dropout=0.5) if adapter else None
     schedule = Schedule(phases={"corpus": phase(scored_share=0.6, joint=joint)})
     # the best head names its base, and the run knows it
     RunDirectory(folder).begin("name: watched\n", {"base_fingerprint": "the base"})
     base = fresh_base(dtype=torch.float32)
-    return run_training(folder, schedule, kind=kind, base=base, held_out=held)
+    return run_training(folder, schedule, kind=kind, base=base, held_out=validation_set)
 
 
 @pytest.mark.parametrize("kind", ["mlp_speculator", "eagle3", "dspark", "medusa and adapter"])
 def test_validation_does_not_change_training(kind: str, tmp_path: Path):
     plain = trained(tmp_path / "plain", kind, None).state_dict()
     # (not Python's random state: the type checks of tests use it)
-    state, drawn = torch.get_rng_state(), str(np.random.get_state())
+    state, numpy_state = torch.get_rng_state(), str(np.random.get_state())
     watched = trained(tmp_path / "watched", kind, held_out()).state_dict()
     assert torch.equal(torch.get_rng_state(), state)
-    assert str(np.random.get_state()) == drawn
+    assert str(np.random.get_state()) == numpy_state
     assert_equal(plain, watched)
     rows = read_metrics(tmp_path / "watched" / "metrics.jsonl")
-    found = [row for row in rows if "validation/loss" in row]
-    assert [row["step"] for row in found] == [2, 4, 6]
-    assert [row["tokens"] for row in found] == [64, 128, 192]
-    assert all(1.0 <= row["validation/tokens_per_forward"] <= 1 + DEPTH for row in found)
+    validation_rows = [row for row in rows if "validation/loss" in row]
+    assert [row["step"] for row in validation_rows] == [2, 4, 6]
+    assert [row["tokens"] for row in validation_rows] == [64, 128, 192]
+    assert all(1.0 <= row["validation/tokens_per_forward"] <= 1 + DEPTH for row in validation_rows)
     plain_rows = read_metrics(tmp_path / "plain" / "metrics.jsonl")
     assert [row["loss"] for row in rows if "loss" in row] == [row["loss"] for row in plain_rows]
