@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from specheads.commands import _help
 from specheads.config import compose
 from specheads.config.commands import Train
 from specheads.core.errors import InputError, causes, first_line, printable
+from specheads.core.limits import num_cpus
 from specheads.core.signals import (
     INTERRUPTED,
     exit_at_second_request,
@@ -30,7 +32,12 @@ MACHINE_LIMITS = (
     (
         "a disk must have room for the output",
         ("No space left on device", "PytorchStreamWriter failed writing", "Disk quota exceeded"),
-        "free some space and run the same command again",
+        "free some space (for temporary files, or set TMPDIR) and run the same command again",
+    ),
+    (
+        "temporary files need a folder",
+        ("No usable temporary directory",),
+        "set TMPDIR to a folder that is writable and has space",
     ),
     (
         "memory must hold the work",
@@ -56,6 +63,13 @@ def call(name: str, arguments: Sequence[str]) -> None:
     A mistake of the user prints one line on standard error with exit code 2, an interrupt exits
     with 130. A bug prints one line with exit code 1; the line names a file with the traceback.
     """
+    for stream in (sys.stdout, sys.stderr):
+        # an output that is not UTF-8 gets escapes for what it cannot write
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    # read when torch is loaded, which sees affinity but no quota of a container
+    if (limit := num_cpus()) < (os.cpu_count() or 1):
+        os.environ.setdefault("OMP_NUM_THREADS", str(limit))
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     logging.getLogger(HUB_REQUESTS).addFilter(_explains_wait)
     try:

@@ -193,8 +193,7 @@ def _train(
             announce(f"training with {num_processes} process{'es' if num_processes > 1 else ''}")
         on_all_processes(open_run)
         source.begin(run_directory, accelerator.process_index)
-        tracker_settings = asdict(settings.tracker) | {"name": settings.name, "announce": announce}
-        tracker = Tracker(run_directory.metrics, **tracker_settings) if is_main else None
+        tracker = _tracker(settings, run_directory, announce) if is_main else None
         resources.enter_context(closing(tracker) if tracker else nullcontext())
         trainer.train(
             base,
@@ -215,6 +214,17 @@ def _train(
                 run_directory.restore_best(head)
             run_directory.end(head)
     return head, base
+
+
+def _tracker(settings: Train, run: RunDirectory, announce: Announce) -> Tracker:
+    return Tracker(
+        run.metrics,
+        kind=settings.tracker.kind,
+        project=settings.tracker.project,
+        name=settings.name,
+        run_id=run.run_id,
+        announce=announce,
+    )
 
 
 def _feature_source(

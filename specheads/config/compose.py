@@ -2,15 +2,19 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
+from threading import RLock
 from types import UnionType
 from typing import Annotated, Any, cast, get_args, get_origin
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.version import VersionBase
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -21,6 +25,7 @@ from specheads.config.shared import EvaluationSettings
 from specheads.config.training import DistillSettings
 from specheads.config.validation import check
 from specheads.core.errors import InputError
+from specheads.core.files import local_path
 from specheads.core.ranges import UnknownSettingError, setting_hints
 
 
@@ -76,6 +81,8 @@ GROUP = re.compile(
     re.DOTALL,
 )
 """OmegaConf's messages about one value for a group, after the override."""
+COMPOSING = RLock()
+"""Hydra has one global state."""
 MAX_SIMILAR = 4
 """Names of settings that the message for an unknown one suggests."""
 REMEASURED = [name for name, _ in settings_with(Remeasured, commands.Train)]
@@ -114,13 +121,29 @@ def settings_of(command: str, overrides: Sequence[str]) -> Any:
 
     Hydra composes only: if it ran the command, it would print lines and create folders.
     """
-    register()
-    with hydra.initialize_config_dir(str(data_dir("configs")), version_base="1.3"):
+    with _our_hydra():
+        register()
         try:
             return _settings_of(command, overrides)
         except UnknownSettingError as error:
             similar = _similar(command, overrides, error.name)
             raise UnknownSettingError(error.name, similar) from error
+
+
+@contextmanager
+def _our_hydra() -> Iterator[None]:
+    """Initialise Hydra for our settings, next to an application's own; other threads wait."""
+    with COMPOSING:
+        application, base_version = GlobalHydra.instance(), VersionBase.instance()
+        application_hydra, application.hydra = application.hydra, None
+        application_version = vars(base_version).copy()
+        try:
+            with hydra.initialize_config_dir(str(data_dir("configs")), version_base="1.3"):
+                yield
+        finally:
+            application.hydra = application_hydra
+            GlobalHydra.set_instance(application)
+            vars(base_version).update(application_version)
 
 
 def _settings_of(command: str, overrides: Sequence[str]) -> Any:
@@ -208,7 +231,7 @@ def expand_overrides(command: str, overrides: Sequence[str]) -> list[str]:
             key = full_names.get(key, key)
         if group := OPTIONAL.match(f"{key}={value}"):
             expanded.append(f"{group[1]}={{{group[2]}:{{}}}}")
-        value = HOME.sub(lambda _: str(Path.home()), equals + value).removeprefix("=")
+        value = HOME.sub(lambda _: str(local_path("~")), equals + value).removeprefix("=")
         if equals and (kind := _text_kind(command, key.lstrip("+"))):
             if kind == "list":
                 value = value if re.match(r"\[|\$|null$", value) else f"[{value}]"

@@ -194,8 +194,13 @@ def local_path(path: str | Path) -> Path:
     try:
         expanded = Path(path).expanduser()
         expanded.exists()
-    # an unknown ~user is a RuntimeError
-    except (OSError, RuntimeError, ValueError) as error:
+    # no home folder, or an unknown ~user
+    except RuntimeError as error:
+        raise InputError(
+            f"~ needs a home folder, got {str(path)!r:.80} and none; set HOME, or give the whole "
+            "path (SPECHEADS_CACHE is that of the cache)"
+        ) from error
+    except (OSError, ValueError) as error:
         raise InputError(
             f"a path must be one that this machine can read, got {str(path)!r:.80}: "
             f"{getattr(error, 'strerror', None) or error}; name another"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specheads.core.errors import InputError
+from specheads.core.limits import memory_left, memory_limit
 
 MULTIPLYING = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 """CPU features that decide the speed and dtype of matrix products; the newest last."""
@@ -69,7 +70,7 @@ STATUS, MEMORY = Path("/proc/self/status"), Path("/proc/meminfo")
 def available_bytes(device: torch.device) -> int:
     """Return the unused bytes; file caches of the host count as unused."""
     if device.type == "cpu" and MEMORY.is_file():
-        return _named(MEMORY, "MemAvailable")
+        return int(min(_named(MEMORY, "MemAvailable"), memory_left()))
     return device_bytes(device)
 
 
@@ -147,8 +148,8 @@ def device_bytes(device: torch.device) -> int:
 
 
 def host_bytes() -> int:
-    """Return the bytes of memory that this machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Return the bytes of memory that this machine has, or this process may use."""
+    return int(min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit()))
 
 
 def refuse_bytes(size: int, device: torch.device, content: str, remedy: str) -> None:

@@ -232,8 +232,10 @@ def _refuse_secrets(path: str, data: bytes, public: Collection[str]) -> None:
     }
     if token := get_token():
         patterns["the token"] = re.escape(token)
-    for name, folder in (("the home folder", Path.home()), ("the working folder", Path.cwd())):
-        if folder != Path(folder.anchor):
+    # without a home folder `~` stays
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111
+    for name, folder in (("the home folder", home), ("the working folder", Path.cwd())):
+        if folder.is_absolute() and folder != Path(folder.anchor):
             # only whole paths, and not parts of longer names
             patterns[name] = rf"(?<![\w.:/-]){re.escape(str(folder))}(?![\w.-])"
     for secret, pattern in patterns.items():

@@ -1,6 +1,7 @@
 """The run directory: its files, its provenance, and its state."""
 
 import shutil
+import uuid
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from specheads.runs.provenance import collect_provenance
 
 PROVENANCE_TYPES: dict[str, Any] = {
     "end": str | None,
+    "run_id": str,
     "base_fingerprint": str,
     "base_config": str,
     "data": str,
@@ -56,6 +58,11 @@ class RunDirectory:
         """Whether training ended and its head was saved."""
         return self.provenance.is_file() and bool(self._provenance().get("end"))
 
+    @property
+    def run_id(self) -> str:
+        """Id of this run folder for trackers, kept on resume; empty for an older run."""
+        return self._provenance().get("run_id", "")
+
     def refuse_unfinished(self, verb: str) -> None:
         """Raise if training has not ended; the message says that a run cannot be `verb`."""
         if not self.finished:
@@ -87,7 +94,8 @@ class RunDirectory:
             remove_incomplete(folder)
         # first, because config.yaml marks the folder as a run
         write_atomic(self.config, config_text)
-        record = {"start": _now(), "end": None, **identity, **asdict(collect_provenance())}
+        record = {"start": _now(), "end": None, "run_id": uuid.uuid4().hex[:8], **identity}
+        record |= asdict(collect_provenance())
         if self.provenance.is_file():
             # keep facts that training added
             record = {**identity, **self._provenance()}

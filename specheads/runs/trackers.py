@@ -35,9 +35,12 @@ class Tracker:
         kind: str = "jsonl",
         project: str = "specheads",
         name: str = "",
+        run_id: str = "",
         announce: Callable[[str], object] = warnings.warn,
     ) -> None:
-        self.metrics, self.kind, self.project, self.name = metrics, kind, project, name
+        self.metrics, self.kind, self.project = metrics, kind, project
+        # two runs may have one name; an older run has no id
+        self.name, self.run_id = name, run_id or name
         self._announce = announce
         self.tracker: GeneralTracker | None = None
         """The tracker of accelerate; None without a tracker, or after an error."""
@@ -64,7 +67,7 @@ class Tracker:
 
     def _start(self, step: int) -> None:
         project, folder = self.project, str(self.metrics.parent)
-        options: dict[str, Any] = {"name": self.name, "resume": "allow"}
+        options: dict[str, Any] = {"name": f"{self.name}-{self.run_id}", "resume": "allow"}
         if self.kind == "tensorboard":
             project, options = "tensorboard", {"logging_dir": folder, "purge_step": step + 1}
         if self.kind == "wandb":
@@ -72,7 +75,7 @@ class Tracker:
 
             # without a key wandb would ask for one: offline keeps the numbers for later
             mode = None if wandb.api.api_key else "offline"
-            options |= {"id": self.name, "dir": folder, "mode": mode}
+            options |= {"id": self.run_id, "name": self.name, "dir": folder, "mode": mode}
         tracker = LOGGER_TYPE_TO_CLASS[self.kind](project, **options)
         self.tracker = tracker
         tracker.start()

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from openai import APIError, APIStatusError, Omit, OpenAI
+from openai import APIError, APIStatusError, DefaultHttpxClient, Omit, OpenAI
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -32,13 +32,15 @@ from specheads.config.training import FeatureSettings
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
 from specheads.core.features import Features
-from specheads.core.files import read_json, writable_folder, write_atomic
+from specheads.core.files import nearest_existing, read_json, writable_folder, write_atomic
 from specheads.core.machine import to_device
 from specheads.data.packing import TokenBatch
 from specheads.runs.directory import RunDirectory
 from specheads.training.distill.openai import (
     KEY_VARIABLE,
     REMEDIES,
+    http_client,
+    proxy_note,
     public_address,
     quote_message,
     read_api_key,
@@ -127,6 +129,12 @@ class VllmServer(FeatureSource):
                 f"{file_bytes / 2**30:.3f} GiB, got {settings.max_gib:g}; raise it"
             )
         self.folder = writable_folder(settings.folder)
+        if file_bytes > (free_bytes := shutil.disk_usage(nearest_existing(self.folder)).free):
+            raise InputError(
+                f"features.folder must have space for a row of {max_row_tokens} tokens, "
+                f"{file_bytes / 2**30:.3f} GiB, and {self.folder} has {free_bytes / 2**30:.3f}; "
+                "name another folder, or give a container a larger /dev/shm (docker --shm-size)"
+            )
         self.waited_seconds: float = 0.0
         self.name = uuid.uuid4().hex[:12]
         """Part of the names of this process's files."""
@@ -137,7 +145,13 @@ class VllmServer(FeatureSource):
         limits = {"timeout": settings.timeout_seconds, "max_retries": 0}
         self._servers = [
             ServerState(
-                public_address(url), OpenAI(base_url=url, api_key=self._key or "none", **limits)
+                public_address(url),
+                OpenAI(
+                    base_url=url,
+                    api_key=self._key or "none",
+                    http_client=http_client(url, DefaultHttpxClient),
+                    **limits,
+                ),
             )
             for url in settings.url
         ]
@@ -313,6 +327,7 @@ class VllmServer(FeatureSource):
             status = error.status_code if isinstance(error, APIStatusError) else 500
             message = str(error.__cause__ or error) or type(error).__name__
             failure = f"{server.address} failed ({quote_message(message, self._key)})"
+            failure += proxy_note(server.address)
             if status >= 500 or status in RETRIED_STATUSES:
                 raise ConnectionError(failure) from None
             remedy = REMEDIES[status] if status in (401, 403) else START_SERVER

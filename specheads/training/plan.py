@@ -308,6 +308,11 @@ def largest_batch_sizes(
     """
     device = device_of(str(_device_of(setup, accelerator)))
     sharding = sharding_of(accelerator, setup.base.device)
+    if not _exists(device):
+        raise InputError(
+            f"batch_size=auto needs the memory of the device, and this machine has no {device}; "
+            "give a number to plan for another machine"
+        )
     training, names = MetaTraining(setup, device), auto_phases(setup.schedule)
     num_shares = row_share(sharding, accelerator).world_size
     room_bytes = (1 - FREE_SHARE) * usable_bytes(device)

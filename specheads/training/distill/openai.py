@@ -7,18 +7,21 @@ Source: vllm-project/vllm#22587, sgl-project/sglang#736 and #30917, ggml-org/lla
 """
 
 import os
-from collections.abc import Generator
+import re
+from collections.abc import Callable, Generator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from ipaddress import ip_address
 from json import JSONDecodeError
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from anyio.from_thread import start_blocking_portal
-from openai import APIError, APIStatusError, AsyncOpenAI, Omit
+from openai import APIError, APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient, Omit
 
 from specheads.base.ends import BaseEnds
 from specheads.config.training import DistillSettings
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, first_line
 from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest, NextRequest
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -61,6 +64,7 @@ class CompletionsEngine:
                 api_key=self._key or "none",
                 timeout=self.settings.timeout_seconds,
                 max_retries=RETRIES,
+                http_client=http_client(self.settings.url, DefaultAsyncHttpxClient),
             )
             try:
                 while True:
@@ -123,6 +127,7 @@ class CompletionsEngine:
         return self._parse_answer(request, reply)
 
     def _refuse(self, rule: str, message: str, remedy: str) -> NoReturn:
+        remedy += proxy_note(self.settings.url)
         refuse_server(rule, f"{self.address} did not: {quote_message(message, self._key)}", remedy)
 
     def _parse_answer(self, request: GenerationRequest, reply: Any) -> GeneratedAnswer:
@@ -185,6 +190,41 @@ def public_address(url: str) -> str:
         "a server's url must begin with http:// or https:// and name a host, got "
         f"{address!r:.80}; give one such as http://127.0.0.1:8000/v1"
     )
+
+
+Client = TypeVar("Client")
+
+
+def http_client(url: str, kind: Callable[..., Client]) -> Client:
+    """Return a client that reaches this machine without a proxy."""
+    try:
+        return kind(trust_env=not is_loopback(url))
+    # socksio is not installed, or the variable is no address
+    except (ImportError, ValueError) as error:
+        raise InputError(
+            f"a proxy must be one that the client can use: {first_line(error)}; unset "
+            f"{', '.join(proxy_variables()) or 'ALL_PROXY'}, or add the server's host to NO_PROXY"
+        ) from error
+
+
+def is_loopback(url: str) -> bool:
+    """Return whether a server is on this machine."""
+    host = (urlsplit(url).hostname or "").rstrip(".")
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host == "localhost" or host.endswith(".localhost")
+
+
+def proxy_variables() -> list[str]:
+    """Return the environment variables that name a proxy."""
+    return [name for name in os.environ if re.fullmatch("(https?|all)_proxy", name, re.IGNORECASE)]
+
+
+def proxy_note(url: str) -> str:
+    """Return what to do about a proxy between this machine and a server; nothing without one."""
+    if is_loopback(url) or not (names := proxy_variables()):
+        return ""
+    return f"; if the proxy of {', '.join(names)} is the cause, add the host to NO_PROXY"
 
 
 def read_api_key(variable: str) -> str:

@@ -1,0 +1,125 @@
+"""Commands in poor surroundings: no home, no UTF-8, no space, a proxy, an application's Hydra."""
+
+import io
+import pwd
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from hydra.version import getbase
+from openai import DefaultHttpxClient
+
+from specheads.commands._call import call
+from specheads.config import compose
+from specheads.core.errors import InputError
+from specheads.training.distill.openai import http_client, proxy_note
+from tests.commands.test_call import Called, raising  # noqa: F401 - a fixture
+
+COMMANDS = sorted(compose.SCHEMAS)
+NEEDS_HOME = {
+    "train": ["recipe=smoke", "data=files", "data.path=~/texts"],
+    "distill": ["recipe=smoke", "out=~/text"],
+    "evaluate": ["run=~/run"],
+    "compare": ["run=~/run"],
+    "tune": ["run=~/run"],
+    "chat": ["run=~/run"],
+    "export": ["run=~/run", "engine=vllm", "out=~/served"],
+    "push": ["run=~/run", "repo=ada/head"],
+    "simulate": ["run=~/run"],
+    "serve-features": ["recipe=smoke", "features.folder=~/states"],
+}
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_without_a_home_names_the_variable(
+    command: str, monkeypatch: pytest.MonkeyPatch, refusal: Any
+):
+    def no_entry(_: int) -> None:
+        raise KeyError("uid not found")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    assert "HOME" in refusal(command, *NEEDS_HOME[command])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']"),
+        OSError(28, "No space left on device"),
+    ],
+)
+def test_command_without_space_names_the_variable(
+    command: str,
+    error: OSError,
+    raising: Called,  # noqa: F811
+):
+    recipe = ["recipe=smoke"] if command in ("train", "distill", "serve-features") else []
+    code, line = raising(error, [command, *recipe])
+    assert (code, len(line.splitlines())) == (2, 1)
+    assert "TMPDIR" in line
+
+
+@pytest.mark.parametrize("encoding", ["cp437", "koi8-r", "iso8859-7", "shift_jis", "utf-16"])
+@pytest.mark.parametrize("text", ["⟦answer⟧", "é ü ñ", "\udce9"])
+def test_output_of_every_encoding_escapes_what_it_cannot_write(
+    encoding: str, text: str, monkeypatch: pytest.MonkeyPatch
+):
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding=encoding))
+    monkeypatch.setattr("specheads.commands._help.help_text", lambda _: text)
+    call("train", ["--help"])
+    sys.stdout.flush()
+    assert output.getvalue()
+
+
+def test_application_keeps_its_hydra(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text("mine: 7\n")
+    with hydra.initialize_config_dir(str(tmp_path), version_base="1.2"):
+        for command in ("chat", "push", "tune", "simulate", "export"):
+            assert compose.settings_of(command, []).run == ""
+        with pytest.raises(InputError, match="did you mean"):
+            compose.settings_of("chat", ["sytem=x"])
+        assert hydra.compose("config").mine == 7
+        assert str(getbase()) == "1.2"
+
+
+def test_threads_wait_for_each_other():
+    def compose_seed(seed: int) -> int:
+        return compose.settings_of("train", ["recipe=smoke", f"seed={seed}"]).seed
+
+    with ThreadPoolExecutor(6) as threads:
+        assert [*threads.map(compose_seed, range(6))] == [*range(6)]
+
+
+@pytest.mark.parametrize(
+    ("url", "is_direct"),
+    [
+        ("http://[::1]:8000/v1", True),
+        ("http://127.8.9.10/v1", True),
+        ("https://localhost.:8000/v1", True),
+        ("http://node.localhost/v1", True),
+        ("http://10.0.0.7:8000/v1", False),
+        ("https://localhost.example.org/v1", False),
+    ],
+)
+def test_only_this_machine_is_reached_without_a_proxy(
+    url: str, is_direct: bool, monkeypatch: pytest.MonkeyPatch
+):
+    for name in PROXIES:
+        monkeypatch.delenv(name, raising=False)
+    assert proxy_note(url) == ""
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    assert http_client(url, DefaultHttpxClient).trust_env is not is_direct
+    assert ("ALL_PROXY" in proxy_note(url)) is not is_direct
+    monkeypatch.setenv("ALL_PROXY", "gopher://127.0.0.1:9")
+    if is_direct:
+        http_client(url, DefaultHttpxClient)
+    else:
+        with pytest.raises(InputError, match="unset ALL_PROXY"):
+            http_client(url, DefaultHttpxClient)
