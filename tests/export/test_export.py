@@ -533,7 +533,7 @@ def test_export_replaces_only_an_earlier_export(base, texts, tmp_path, monkeypat
     for subject in ("base", "working folder"):
         with monkeypatch.context() as patch:
             if subject == "base":
-                patch.setattr(base, "place", str(out / "config.json"))
+                patch.setattr(base, "location", str(out / "config.json"))
             else:
                 patch.chdir(out)
             with pytest.raises(InputError, match="which is in use; name another"):
@@ -626,6 +626,6 @@ def test_serving_command_names_a_base_revision_other_than_main(
 ):
     head = make(kind, base)
     assert "revision" not in command(head, base, engine)
-    monkeypatch.setattr(base, "place", "ada/base")
+    monkeypatch.setattr(base, "location", "ada/base")
     monkeypatch.setattr(base, "revision", "v2")
     assert component in command(head, base, engine)
