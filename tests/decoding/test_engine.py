@@ -241,7 +241,7 @@ def test_after_any_submissions_and_cancellations_every_block_is_free(**served):
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
-@pytest.mark.parametrize("place", ["_cache", "prefill", "verify", "begin", "join", "keep"])
+@pytest.mark.parametrize("place", ["_make_cache", "prefill", "verify", "begin", "join", "keep"])
 def test_an_error_ends_only_the_rows_of_its_step(place, paged, monkeypatch):
     drafter, pool = tiny.oracle(2), blocks(24) if paged else None
     engine = Engine(tiny.base(), drafter, max_batch=2, max_length=40, pool=pool)
@@ -256,7 +256,12 @@ def test_an_error_ends_only_the_rows_of_its_step(place, paged, monkeypatch):
         monkeypatch.undo()
         raise MemoryError("there is no more")
 
-    raises = {"_cache": engine, "prefill": engine.base, "verify": engine.base, "begin": drafter}
+    raises = {
+        "_make_cache": engine,
+        "prefill": engine.base,
+        "verify": engine.base,
+        "begin": drafter,
+    }
     monkeypatch.setattr(raises.get(place, TextPositions), place, raising)
     with pytest.raises(MemoryError):
         engine.run()

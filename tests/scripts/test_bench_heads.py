@@ -54,7 +54,8 @@ def test_an_ablation_is_the_recipe_but_for_what_it_names(script: ModuleType, tmp
     assert [name for name, names in changes.items() if not names] == ["as_it_is"]
     assert changes["hard_labels"] == [f"{PHASE}.loss"]
     assert changes["text_10"] == [f"{PHASE}.distill.folder", f"{PHASE}.distill.num_samples"]
-    assert changes["corpus_alone"] == ["data.source", "head.draft_tokens", "schedule.phases"]
+    names = ["data.path", "data.source", "head.draft_tokens", "schedule.phases"]
+    assert changes["corpus_alone"] == names
     several = {name for name, names in changes.items() if len(names) > 1}
     assert several == {"text_10", "text_30", "corpus_alone"}
     assert settings("corpus_first")["init"] == str(tmp_path / "corpus_alone" / "head")
