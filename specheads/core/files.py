@@ -195,12 +195,12 @@ def local_path(path: str | Path) -> Path:
         expanded = Path(path).expanduser()
         expanded.exists()
     # no home folder, or an unknown ~user
-    except RuntimeError as error:
-        raise InputError(
-            f"~ needs a home folder, got {str(path)!r:.80} and none; set HOME, or give the whole "
-            "path (SPECHEADS_CACHE is that of the cache)"
-        ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, RuntimeError) and Path(path).parts[0] == "~":
+            raise InputError(
+                f"~ needs a home folder, got {str(path)!r:.80} and none; set HOME, or give the "
+                "whole path (SPECHEADS_CACHE is that of the cache)"
+            ) from error
         raise InputError(
             f"a path must be one that this machine can read, got {str(path)!r:.80}: "
             f"{getattr(error, 'strerror', None) or error}; name another"
