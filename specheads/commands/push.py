@@ -52,7 +52,9 @@ def push(
         raise InputError("name what to push: run=DIR")
     if not HUB_ID.fullmatch(settings.repo):
         raise InputError(f"name where to push, as repo=USER/NAME; got {settings.repo!r}")
-    made = RunDirectory(Path(settings.run))
+    directory = RunDirectory(Path(settings.run))
     names = "private", "base_repo", "licence", "data_licence", "overwrite", "dry_run"
-    how = {name: getattr(settings, name) for name in names}
-    return hub.push_run(made, asdict(read_run_settings(made.config, Train)), settings.repo, **how)
+    options = {name: getattr(settings, name) for name in names}
+    return hub.push_run(
+        directory, asdict(read_run_settings(directory.config, Train)), settings.repo, **options
+    )

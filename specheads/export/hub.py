@@ -37,7 +37,7 @@ SETTINGS = "training.json"
 """Every push contains this file, so it identifies a repository of specheads."""
 WEIGHTS = (".safetensors", ".bin", ".pt")
 SECRET = re.compile(
-    "(TOKENS?|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|(?<![A-Z])(KEY|PRIVATE))(_|$)",
+    "(TOKENS?|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|(?<![A-Z])(KEY|PRIVATE))([_\\d]|$)",
     re.IGNORECASE,
 )
 """Words in names of environment variables whose values must never be uploaded."""

@@ -312,6 +312,7 @@ def test_secret_in_the_settings_is_refused(setting, secret, publish, server, run
         ("SORT_KEY", "ada/base-model", False),
         ("MONKEYS", "transformers", False),
         ("HFTOKEN", "speculative-decoding", True),
+        ("DB_PASSWORD2", "speculative-decoding", True),
         ("openai_key", "speculative-decoding", True),
         ("DB_PASSWD", "speculative-decoding", True),
         ("AZURE_CREDENTIALS", "speculative-decoding", True),
