@@ -65,7 +65,7 @@ from specheads.heads.load import load_head
 from specheads.measure.counts import DepthCounts, bootstrap_interval, compute_rate
 from specheads.measure.generation import GenerationSettings, continue_prompts
 from specheads.measure.offline import guess_ranks, replay
-from specheads.measure.tables import with_interval
+from specheads.measure.summary import with_interval
 from specheads.runs.progress import progress_bar
 from specheads.runs.provenance import collect_provenance, shorten_paths
 

@@ -283,7 +283,7 @@ def decode(report: Report) -> None:
     """Time steps, drafts and whole decoding of a base with random weights."""
     import bench_decode
 
-    from specheads.measure.tables import with_interval
+    from specheads.measure.summary import with_interval
 
     bench = bench_of(report)
     for row in report.part("steps", bench_decode.steps, bench) or []:
@@ -343,7 +343,7 @@ def train(report: Report) -> None:
 
 
 def _train_rows(report: Report, label: str, kind: str, row: Mapping[str, Any]) -> None:
-    from specheads.measure.tables import with_interval
+    from specheads.measure.summary import with_interval
 
     aims = {"eagle3": "MFU at least 0.45", "mlp_speculator": "MFU at least 0.50"}
     rate = f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.2f}"
@@ -395,7 +395,7 @@ def planned_gib(base: Any, bench: Any) -> float:
 
 def smollm2(report: Report) -> None:
     """Run the quickstart, and keep its results.json."""
-    from specheads.measure.tables import with_interval
+    from specheads.measure.summary import with_interval
 
     options = report.options
     model = str(ROOT / "recipes/tiny_code/base") if options.tiny else options.model

@@ -34,8 +34,7 @@ from specheads.export.layouts import engine_module, engines
 from specheads.heads.load import kinds
 from specheads.measure.compare import ratios
 from specheads.measure.results import Comparison, Results, read_results
-from specheads.measure.summary import context_rows, summary_rows
-from specheads.measure.tables import with_interval
+from specheads.measure.summary import context_rows, summary_rows, with_interval
 from specheads.runs.provenance import Provenance
 
 ROOT = Path(__file__).resolve().parents[1]

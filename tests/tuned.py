@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from specheads.decoding.cost import ForwardCost, StepCost
-from specheads.decoding.trees.named import TunedTree
-from specheads.decoding.trees.tuned import AcceptanceRates, Machine, MatchRates, Tuned
+from specheads.decoding.trees.tuned import AcceptanceRates, Machine, MatchRates, Tuned, TunedTree
 
 FORWARD = ForwardCost(fixed=1e-3, token=1e-4, context=1e-6)
 NEGATIVE = replace(FORWARD, token=-1.0)

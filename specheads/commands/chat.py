@@ -31,8 +31,8 @@ from specheads.decoding.engine import Engine, default_tree
 from specheads.decoding.loop import BASE_ORIGIN, Origin, step_origins
 from specheads.decoding.request import Request
 from specheads.decoding.sampling import Sampling
-from specheads.decoding.trees.named import fixed_policy
 from specheads.decoding.trees.policies import TreePolicy
+from specheads.decoding.trees.tuned import fixed_policy
 
 MIN_COLUMNS = 80
 """Narrower terminals show two answers one after the other."""

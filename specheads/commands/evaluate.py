@@ -22,14 +22,17 @@ from specheads.core.files import writable_folder
 from specheads.data.context_prompts import prepend_context
 from specheads.data.prompts import PromptSet, drop_long_prompts, load_prompts
 from specheads.decoding.sampling import Sampling
-from specheads.decoding.trees.named import fixed_policy
 from specheads.decoding.trees.policies import TreePolicy
-from specheads.decoding.trees.tuned import Tuned
+from specheads.decoding.trees.tuned import Tuned, fixed_policy
 from specheads.export import card
 from specheads.heads.load import load_head
-from specheads.measure.evaluation import evaluate_head
+from specheads.measure.evaluation import (
+    compare_quality,
+    evaluate_head,
+    measure_quality,
+    quality_windows,
+)
 from specheads.measure.generation import GenerationSettings
-from specheads.measure.quality import compare_quality, measure_quality, quality_windows
 from specheads.measure.results import PromptSummary, Results, TextQuality
 from specheads.measure.summary import print_results
 from specheads.measure.tune import choose_tree

@@ -37,7 +37,7 @@ from specheads.data.sources import refuse_unreadable
 from specheads.decoding.trees.tuned import FILE
 from specheads.export import card
 from specheads.heads.load import build_for_base, configure, load_head, resume_head
-from specheads.measure.quality import quality_windows
+from specheads.measure.evaluation import quality_windows
 from specheads.measure.results import Results, read_results
 from specheads.measure.summary import print_results
 from specheads.runs.directory import RunDirectory

@@ -12,11 +12,12 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float, Float64, Int
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from specheads.core.drafter import Drafter, State
 from specheads.core.errors import InputError
 from specheads.core.ranges import NonEmpty, PositiveInt, Probability, one_of
 
@@ -185,3 +186,57 @@ def fit_isotonic(probs: Chances, accepted: NDArray[np.bool_]) -> Curve:
 def _curve(kind: str, probs: Chances, accepted: Chances) -> Curve:
     bounded = np.clip(accepted, MIN_PROB, 1 - MIN_PROB)
     return Curve(kind=kind, probs=probs.tolist(), accepted=bounded.tolist())
+
+
+# --- chains that stop early ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptanceEstimate:
+    """Probability that a drafted token is accepted: a logistic regression on traces.
+
+    Source: Mamou et al. 2024, arXiv:2405.04304 (DISCO), for its inputs; DISCO uses a small network.
+    """
+
+    bias: float
+    log_prob: float
+    """Weight of the token's log-probability under the drafter."""
+    entropy: float
+    """Weight of the entropy of the drafter's distribution, in nats."""
+    level: float
+    """Weight of the number of drafted tokens above it."""
+
+    def __call__(self, log_probs: Tensor, entropies: Tensor, level: int | Tensor) -> Tensor:
+        """Return the probability, element by element."""
+        weighed = self.log_prob * log_probs + self.entropy * entropies
+        return (self.bias + self.level * level + weighed).sigmoid()
+
+
+def acceptance_chances(
+    drafter: Drafter,
+    estimate: AcceptanceEstimate | None,
+    logits: Float[Tensor, "batch level vocab"],
+    state: State,
+    drafted: Int[Tensor, "batch node"],
+    parents: Int[Tensor, " node"],
+    level: int,
+) -> Float[Tensor, "batch node"]:
+    """Return how likely each node of a level is to be accepted.
+
+    This is the estimate, if there is one, or the token's probability under the drafter. A drafter
+    with its own estimate uses that for its best guess, and for others in proportion to their
+    probability. `logits` and `state` are those of the level above, `drafted` are the columns of
+    this level's nodes, and `level` is the number of drafted tokens above them.
+    """
+    logs = logits.log_softmax(-1)
+    chosen = logs[:, parents].gather(-1, drafted[..., None])[..., 0]
+    if estimate is not None:
+        return estimate(chosen, entropy(logs)[:, parents], level)
+    if (sure := drafter.confidence(state)) is not None:
+        return (chosen - logs.amax(-1)[:, parents]).exp() * sure[:, parents]
+    return chosen.exp()
+
+
+def entropy(log_probs: Float[Tensor, "*any vocab"]) -> Float[Tensor, "*any"]:
+    """Return the entropy of distributions in nats; probabilities of zero add nothing."""
+    return torch.special.entr(log_probs.exp()).sum(-1)

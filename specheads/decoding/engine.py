@@ -14,8 +14,8 @@ from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError, require_integer
 from specheads.core.machine import device_bytes
 from specheads.decoding import accept
+from specheads.decoding.cost import RequestRates, RowLoad, StepLoad
 from specheads.decoding.detokenize import TextStream
-from specheads.decoding.load import RequestRates, RowLoad, StepLoad
 from specheads.decoding.loop import NO_LEDGER, DecodingState, DecodingStep, StepLedger, start, step
 from specheads.decoding.request import Request, group_by_length, split_stop
 from specheads.decoding.trees import policies

@@ -6,8 +6,14 @@ Source: Liu et al. 2024, arXiv:2406.14066 (SmartSpec). See docs/serve.md.
 from collections.abc import Sequence
 from operator import mul
 
-from specheads.decoding.cost import StepCost
-from specheads.decoding.load import MovingRates, RequestRates, RowLoad, StepLoad, expected_tokens
+from specheads.decoding.cost import (
+    MovingRates,
+    RequestRates,
+    RowLoad,
+    StepCost,
+    StepLoad,
+    expected_tokens,
+)
 from specheads.decoding.prompt_lookup import LookupText
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree

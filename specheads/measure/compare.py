@@ -32,8 +32,7 @@ from specheads.measure.generation import (
 from specheads.measure.online import online_sections
 from specheads.measure.results import Comparison, Condition, Gain, MethodResults
 from specheads.measure.speed import Timing, paired_speed, summarise, time_generate, time_in_turns
-from specheads.measure.summary import divergence_note
-from specheads.measure.tables import ConsoleTable, with_interval
+from specheads.measure.summary import ConsoleTable, divergence_note, with_interval
 
 COPIED_TOKENS = 10
 """Tokens that prompt lookup copies at most, alone and in the tree of the hybrid."""

@@ -23,7 +23,7 @@ from specheads.decoding.prompt_lookup import LookupText, common_prefix_length
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, expand_sampling, with_noise
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree
-from specheads.decoding.trees.named import fixed_tree
+from specheads.decoding.trees.tuned import fixed_tree
 from specheads.measure.counts import DepthCounts, compute_rate, conditional_acceptance
 from specheads.measure.generation import BaseTexts, GenerationSettings
 from specheads.measure.results import Offline

@@ -18,11 +18,17 @@ from specheads.core.errors import InputError
 from specheads.core.files import local_path
 from specheads.core.ranges import NonNegativeFloat, PositiveInt, check_value, setting_hints
 from specheads.data.files import read_jsonl
-from specheads.decoding.cost import ForwardCost, StepCost
+from specheads.decoding.cost import (
+    ForwardCost,
+    MovingRates,
+    RequestRates,
+    RowLoad,
+    StepCost,
+    StepLoad,
+)
 from specheads.decoding.goodput import Goodput, best_draft
-from specheads.decoding.load import MovingRates, RequestRates, RowLoad, StepLoad
 from specheads.decoding.request import group_by_length
-from specheads.measure.tables import ConsoleTable
+from specheads.measure.summary import ConsoleTable
 
 MEASURED = "measured"
 """Source of step times that `specheads tune` timed, in place of a machine's name."""

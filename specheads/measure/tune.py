@@ -14,8 +14,13 @@ from specheads.data.prompts import PromptSet
 from specheads.decoding.cost import StepCost
 from specheads.decoding.trees import policies, tuned
 from specheads.decoding.trees.hybrid import HybridTree
-from specheads.decoding.trees.named import TimedTree, TunedTree, candidate_policies, fixed_tree
-from specheads.decoding.trees.tuned import Tuned
+from specheads.decoding.trees.tuned import (
+    TimedTree,
+    Tuned,
+    TunedTree,
+    candidate_policies,
+    fixed_tree,
+)
 from specheads.measure import tune_trees
 from specheads.measure.counts import DepthCounts, compute_rate
 from specheads.measure.generation import GenerationSettings, decode_prompts
@@ -27,7 +32,7 @@ from specheads.measure.step_times import (
     time_steps,
     tokens_after,
 )
-from specheads.measure.tables import ConsoleTable, with_interval
+from specheads.measure.summary import ConsoleTable, with_interval
 from specheads.measure.tune_trees import (
     Trace,
     TuningText,

@@ -23,12 +23,17 @@ from specheads.config.data import DataSettings
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.prompts import Prompt, held_out_prompts
-from specheads.decoding.calibration import Curve, fit_curve, logistic_regression
+from specheads.decoding.calibration import (
+    AcceptanceEstimate,
+    Curve,
+    entropy,
+    fit_curve,
+    logistic_regression,
+)
 from specheads.decoding.cost import StepCost
 from specheads.decoding.prompt_lookup import MAX_NGRAM
 from specheads.decoding.sampling import expand_sampling
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.early_stop import AcceptanceEstimate, entropy
 from specheads.decoding.trees.tuned import MatchRates
 from specheads.measure.counts import DepthCounts, number_sources
 from specheads.measure.generation import GenerationSettings, continue_prompts

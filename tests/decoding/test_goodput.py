@@ -13,14 +13,20 @@ from hypothesis import strategies as st
 
 from specheads.base.paged import BlockPool
 from specheads.core.drafter import Drafter
-from specheads.decoding.cost import ForwardCost, StepCost
+from specheads.decoding.cost import (
+    ForwardCost,
+    MovingRates,
+    RequestRates,
+    RowLoad,
+    StepCost,
+    StepLoad,
+)
 from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.engine import Engine, Stream
 from specheads.decoding.goodput import (
     Goodput,
     best_draft,
 )
-from specheads.decoding.load import MovingRates, RequestRates, RowLoad, StepLoad
 from specheads.decoding.loop import DecodingStep, StepTimes
 from specheads.decoding.prompt_lookup import LookupText, common_prefix_length
 from specheads.decoding.request import Request

@@ -15,8 +15,8 @@ from specheads.config.shared import TREES, TreeSettings
 from specheads.core.drafter import Drafter, Features
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
-from specheads.decoding.trees.named import fixed_policy
 from specheads.decoding.trees.policies import Beam, BestFirst, Product, Static, TreePolicy, chain
+from specheads.decoding.trees.tuned import fixed_policy
 from specheads.heads.load import load_head
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -11,7 +11,7 @@ import torch
 
 from specheads.core.errors import InputError
 from specheads.core.files import to_json
-from specheads.decoding.calibration import Curve, fit_curve
+from specheads.decoding.calibration import AcceptanceEstimate, Curve, fit_curve
 from specheads.decoding.cost import StepCost
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
@@ -19,7 +19,6 @@ from specheads.decoding.goodput import Goodput
 from specheads.decoding.request import Request
 from specheads.decoding.sampling import Sampling, expand_sampling
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.early_stop import AcceptanceEstimate
 from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.tuned import SwitchingPolicy, Tuned
 from specheads.heads.load import build_for_base, copy_for_drafting, load_head, resume_head

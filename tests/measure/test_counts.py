@@ -11,7 +11,7 @@ from specheads.measure.counts import (
     conditional_acceptance,
     paired_gain,
 )
-from specheads.measure.quality import compare_quality, measure_quality
+from specheads.measure.evaluation import compare_quality, measure_quality
 from specheads.measure.results import DraftCounts
 from tests import tiny
 

@@ -3,7 +3,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from specheads.measure.tables import ConsoleTable
+from specheads.measure.summary import ConsoleTable
 
 ROWS = [("tokens per forward after phase distilled", "eagle3, depth 3, 206,080 parameters")]
 

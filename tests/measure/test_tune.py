@@ -16,11 +16,11 @@ from specheads.config import compose
 from specheads.config.data import DataSettings
 from specheads.core.errors import InputError
 from specheads.data.prompts import Prompt, PromptSet
+from specheads.decoding.calibration import AcceptanceEstimate
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.early_stop import AcceptanceEstimate
 from specheads.decoding.trees.tuned import Machine, MatchRates
 from specheads.heads.load import build_for_base, copy_for_drafting
 from specheads.measure import tune as tuning

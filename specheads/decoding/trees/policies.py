@@ -13,11 +13,11 @@ from specheads.core.errors import InputError, require_integer
 from specheads.core.features import Committed
 from specheads.core.tree import BranchSampling, TokenTree, from_paths, level_sizes, refuse_nodes
 from specheads.decoding import noise
-from specheads.decoding.load import RequestRates, StepLoad
+from specheads.decoding.calibration import AcceptanceEstimate, acceptance_chances
+from specheads.decoding.cost import RequestRates, StepLoad
 from specheads.decoding.noise import likeliest
 from specheads.decoding.prompt_lookup import LookupText
 from specheads.decoding.sampling import CoupledDrafter, NodeScores, SamplingState, over_vocabulary
-from specheads.decoding.trees.early_stop import AcceptanceEstimate, acceptance_chances
 
 
 class TreePolicy:
