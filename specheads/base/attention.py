@@ -19,7 +19,13 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specheads.core.features import PackedDocuments
-from specheads.core.kernels import changes_scores, flash_supports, opaque, refuse_changed_scores
+from specheads.core.kernels import (
+    AttentionInputs,
+    changes_scores,
+    flash_supports,
+    opaque,
+    refuse_changed_scores,
+)
 
 MAX_FOLDED_NODES = 64
 """Largest tree for which folding query heads into nodes is faster than repeating the keys."""
@@ -29,8 +35,8 @@ FIRST_INDEX = 2
 """torch.compile makes graphs of their own for the indices 0 and 1, so the smallest one is 2."""
 NAME, ARGUMENT = "specheads", "specheads_attention"
 """Names of the registered function and of its argument."""
-Attention = Callable[..., tuple[Tensor, None]]
-"""Computes (batch, position, heads, width) in each layer; the arguments are transformers'."""
+Attention = Callable[[AttentionInputs], Tensor]
+"""Computes (batch, position, heads, width) in each layer."""
 _HAS_ENABLE_GQA = "enable_gqa" in signature(varlen_attn).parameters
 
 
@@ -64,7 +70,13 @@ def _compute_attention(
 ) -> tuple[Tensor, None]:
     # StableLM and Nemotron do not pass the argument on; their mask is enough
     compute = specheads_attention or GroupedAttention()
-    return compute(module, query, key, value, attention_mask, scaling, **settings)
+    inputs = AttentionInputs(module, query, key, value, attention_mask, scaling, settings)
+    return compute(inputs), None
+
+
+def _compute_as_transformers(inputs: AttentionInputs) -> Tensor:
+    module, query, key, value, mask, scaling, settings = inputs
+    return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **settings)[0]
 
 
 AttentionInterface.register(NAME, _compute_attention)
@@ -81,24 +93,14 @@ class GroupedAttention:
         self._masks: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         """Masks and repeated masks: most layers share theirs."""
 
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor,
-        scaling: float | None = None,
-        **settings: Any,
-    ) -> tuple[Tensor, None]:
-        """Compute attention; the arguments are transformers'."""
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """Compute attention (batch, node, heads, width)."""
+        query = inputs.query
         is_large = query.shape[2] > MAX_FOLDED_NODES and query.device.type == "cpu"
-        if changes_scores(settings) or is_large:
-            return sdpa_attention_forward(
-                module, query, key, value, attention_mask, scaling=scaling, **settings
-            )
-        mask = self._repeat_mask(attention_mask, query.shape[1] // key.shape[1])
-        return attend_folded(query, key, value, mask, scaling), None
+        if changes_scores(inputs) or is_large:
+            return _compute_as_transformers(inputs)
+        mask = self._repeat_mask(inputs.mask, query.shape[1] // inputs.key.shape[1])
+        return attend_folded(query, inputs.key, inputs.value, mask, inputs.scaling)
 
     def _repeat_mask(self, mask: Tensor, group: int) -> Tensor:
         if torch.compiler.is_compiling():
@@ -113,10 +115,10 @@ class CountedAttention(GroupedAttention):
 
     num_calls = 0
 
-    def __call__(self, *args: Any, **settings: Any) -> tuple[Tensor, None]:
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
         """Count the call, and compute attention."""
         self.num_calls += 1
-        return super().__call__(*args, **settings)
+        return super().__call__(inputs)
 
 
 def repeat_mask(mask: Tensor, group: int) -> Tensor:
@@ -189,23 +191,12 @@ class LayerAttention:
     """Row and slot of each new position."""
     slots: Tensor
 
-    def __call__(
-        self,
-        _module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor,
-        scaling: float | None = None,
-        **settings: Any,
-    ) -> tuple[Tensor, None]:
-        """Compute attention; the mask may be repeated already."""
-        refuse_changed_scores(settings, "compile=true on CUDA")
-        memory = (
-            *(self.keys, self.values, self.keys_index, self.values_index),
-            *(self.rows, self.slots),
-        )
-        return _opaque_layer(query, key, value, attention_mask, scaling, *memory), None
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """Compute attention (batch, node, heads, width); the mask may be repeated already."""
+        refuse_changed_scores(inputs, "compile=true on CUDA")
+        _, query, key, value, mask, scaling, _ = inputs
+        memory = self.keys, self.values, self.keys_index, self.values_index
+        return _opaque_layer(query, key, value, mask, scaling, *memory, self.rows, self.slots)
 
 
 def _attend_layer(
@@ -248,22 +239,11 @@ class DocumentAttention:
     def __init__(self, documents: PackedDocuments) -> None:
         self.documents = documents
 
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor,
-        scaling: float | None = None,
-        **settings: Any,
-    ) -> tuple[Tensor, None]:
-        """Compute attention (batch, time, heads, width); the arguments are transformers'."""
-        if changes_scores(settings) or settings.get("dropout") or not _fits(query, key, value):
-            return sdpa_attention_forward(
-                module, query, key, value, attention_mask, scaling=scaling, **settings
-            )
-        return _attend_documents(self.documents, query, key, value, scaling), None
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """Compute attention (batch, time, heads, width)."""
+        if changes_scores(inputs) or inputs.settings.get("dropout") or not _fits(inputs):
+            return _compute_as_transformers(inputs)
+        return _attend_documents(self.documents, inputs)
 
 
 def document_attention(
@@ -276,19 +256,18 @@ def document_attention(
     return DocumentAttention(documents)
 
 
-def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _fits(inputs: AttentionInputs) -> bool:
     """Return whether the device supports these tensors: on CUDA, whether flash attention does."""
+    query, key, value = inputs.query, inputs.key, inputs.value
     if query.device.type != "cuda":
         return True
     is_uniform = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
     return is_uniform and flash_supports(query.dtype, query.shape[-1])
 
 
-def _attend_documents(
-    documents: PackedDocuments, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
-) -> Tensor:
+def _attend_documents(documents: PackedDocuments, inputs: AttentionInputs) -> Tensor:
     """Return (batch, time, heads, width)."""
-    lengths, bounds = documents
+    (lengths, bounds), (_, query, key, value, _, scaling, _) = documents, inputs
     # one split along one axis needs only one concatenation in the backward pass
     flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
     if query.device.type == "cuda":

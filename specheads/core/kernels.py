@@ -1,8 +1,8 @@
 """Rules of attention kernels, and operators that torch.compile does not trace into."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +21,29 @@ def flash_supports(dtype: torch.dtype, head_dim: int) -> bool:
     return dtype in FLASH_DTYPES and head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM
 
 
-def changes_scores(settings: Mapping[str, Any]) -> bool:
-    """Return whether these keyword arguments of attention ask for more than plain attention."""
-    return any(settings.get(name) is not None for name in SCORE_CHANGES)
+class AttentionInputs(NamedTuple):
+    """What a layer of transformers gives to the function that computes its attention."""
+
+    module: torch.nn.Module
+    query: Tensor
+    """(batch, head, position, width)."""
+    key: Tensor
+    value: Tensor
+    mask: Tensor
+    """Added to the scores."""
+    scaling: float | None
+    settings: dict[str, Any]
+    """All other arguments."""
 
 
-def refuse_changed_scores(settings: Mapping[str, Any], feature: str) -> None:
+def changes_scores(inputs: AttentionInputs) -> bool:
+    """Return whether a layer asks for more than plain attention."""
+    return any(inputs.settings.get(name) is not None for name in SCORE_CHANGES)
+
+
+def refuse_changed_scores(inputs: AttentionInputs, feature: str) -> None:
     """Refuse a base with more than plain attention, which `feature` does not compute."""
-    if changes_scores(settings):
+    if changes_scores(inputs):
         raise InputError(
             f"{feature} supports plain attention, this base adds to its scores; leave it out"
         )

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specheads.base.cache import RowCache
 from specheads.base.forward import Forwards, Verification
@@ -137,10 +137,15 @@ def test_exact_decoding_in_bfloat16_gives_the_base_s_text(temperature: float):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"compile": True}, "got compile=True"), ({"attention": "eager"}, "and attention=eager")],
+    [
+        ({"compile": True}, "got compile=True"),
+        ({"attention": "eager"}, "and attention=eager"),
+        *(({"model_type": name}, f"those of '{name}' do not") for name in ("stablelm", "nemotron")),
+    ],
 )
 def test_unsupported_exact_bases_are_refused(options: dict[str, Any], message: str):
-    config = tiny.config("llama")
+    model_type = options.pop("model_type", "llama")
+    config = AutoConfig.for_model(model_type, **tiny.RECIPES["llama"].settings)
     attention = options.pop("attention", "sdpa")
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with pytest.raises(InputError, match=message):

@@ -4,14 +4,13 @@ See docs/losslessness.md.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from specheads.core.errors import InputError
-from specheads.core.kernels import refuse_changed_scores
+from specheads.core.kernels import AttentionInputs, refuse_changed_scores
 
 BLOCK = 32
 """The part of the text that all nodes read at once is a multiple of this, in slots. Slots whose
@@ -62,43 +61,30 @@ class ExactAttention:
         self._masks: dict[int, tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
         """Masks, and the masks of both parts of each group: most layers share theirs."""
 
-    def __call__(
-        self,
-        _module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor,
-        scaling: float | None = None,
-        **settings: Any,
-    ) -> tuple[Tensor, None]:
-        """Compute attention (batch, node, heads, width); the arguments are transformers'."""
-        refuse_changed_scores(settings, "exact=true")
-        heads, key_heads = query.shape[1], key.shape[1]
-        if id(attention_mask) not in self._masks:
-            masks = _split_mask(self._groups, attention_mask, heads // key_heads)
-            self._masks[id(attention_mask)] = attention_mask, masks
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """Compute attention (batch, node, heads, width)."""
+        refuse_changed_scores(inputs, "exact=true")
+        query, mask, heads = inputs.query, inputs.mask, inputs.query.shape[1]
+        if id(mask) not in self._masks:
+            group_masks = _split_mask(self._groups, mask, heads // inputs.key.shape[1])
+            self._masks[id(mask)] = mask, group_masks
         mixed_groups = [
-            _attend_group(group, query, key, value, masks, scaling)
-            for group, masks in zip(self._groups, self._masks[id(attention_mask)][1], strict=True)
+            _attend_group(group, inputs, masks)
+            for group, masks in zip(self._groups, self._masks[id(mask)][1], strict=True)
         ]
         if self._is_one_row:
-            return mixed_groups[0][None].contiguous(), None
-        out = query.new_zeros(len(query), query.shape[2], heads, value.shape[-1])
+            return mixed_groups[0][None].contiguous()
+        out = query.new_zeros(len(query), query.shape[2], heads, inputs.value.shape[-1])
         for group, mixed in zip(self._groups, mixed_groups, strict=True):
             out[group.row, group.nodes[: group.num_nodes]] = mixed[: group.num_nodes]
-        return out, None
+        return out
 
 
 def _attend_group(
-    group: _NodeGroup,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    masks: tuple[Tensor, Tensor],
-    scaling: float | None,
+    group: _NodeGroup, inputs: AttentionInputs, masks: tuple[Tensor, Tensor]
 ) -> Tensor:
     """Return attention of the nodes of a group: (node, heads, width)."""
+    _, query, key, value, _, scaling, _ = inputs
     row, num_shared, (heads, _, width) = group.row, group.num_shared, query.shape[1:]
     queries = query[row]
     if not group.is_row:
