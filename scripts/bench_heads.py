@@ -54,8 +54,8 @@ from specheads.core.errors import InputError, first_line
 from specheads.core.features import Features, document_lengths
 from specheads.core.files import as_json, atomic_folder, dumps, to_json, write_atomic
 from specheads.core.machine import dtype_name
-from specheads.core.seeds import derive_seed
 from specheads.data.packing import TokenBatch
+from specheads.decoding.noise import derive_seed
 from specheads.heads.load import build_for_base, build_head, load_head
 from specheads.measure.results import Comparison, read_results
 from specheads.runs.directory import RunDirectory

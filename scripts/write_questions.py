@@ -23,8 +23,8 @@ from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.core.files import writable_folder, write_atomic
 from specheads.data.chat import Template
+from specheads.data.encode import QUESTION, QUESTION_TEXT
 from specheads.data.masks import added_token_ids
-from specheads.data.rendering import QUESTION, QUESTION_TEXT
 from specheads.decoding.sampling import Sampling
 from specheads.runs.progress import progress_display
 from specheads.training.distill import build_engine

@@ -21,8 +21,7 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specheads.base.ignored_settings import COMPUTES
-from specheads.base.read_errors import reading, refuse_mismatch
+from specheads.base.file_checks import COMPUTES, reading, refuse_mismatch
 from specheads.core.errors import InputError
 from specheads.core.files import (
     atomic_folder,

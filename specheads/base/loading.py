@@ -20,15 +20,16 @@ from transformers.models.auto.tokenization_auto import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specheads.base.gguf import load_path
-from specheads.base.ignored_settings import (
+from specheads.base.file_checks import (
     attention_of,
     auto_class,
     honour_tokenizer,
+    reading,
     refuse_ignored,
+    refuse_mismatch,
 )
+from specheads.base.gguf import load_path
 from specheads.base.masks import refuse_attention
-from specheads.base.read_errors import reading, refuse_mismatch
 from specheads.base.sharding import Sharding
 from specheads.core.errors import InputError, first_line
 from specheads.core.machine import computes_bfloat16

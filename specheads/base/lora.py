@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from specheads.base.read_errors import reason
+from specheads.base.file_checks import reason
 from specheads.core.errors import InputError
 from specheads.core.foreign import refuse_unused
 

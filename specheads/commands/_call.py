@@ -17,7 +17,7 @@ from specheads.commands import _help
 from specheads.config import compose
 from specheads.config.commands import Train
 from specheads.core.errors import InputError, causes, first_line, printable
-from specheads.core.limits import num_cpus
+from specheads.core.machine import num_cpus
 from specheads.core.signals import (
     INTERRUPTED,
     exit_at_second_request,

@@ -11,7 +11,7 @@ import numpy as np
 
 from specheads.core.errors import InputError
 from specheads.data.conversations import Message
-from specheads.data.rendering import (
+from specheads.data.encode import (
     ANSWER,
     ANSWER_TEXT,
     QUESTION,

@@ -14,9 +14,16 @@ from specheads.core.errors import InputError
 from specheads.data.answer_spans import AnswerFinder, AnswerSpan
 from specheads.data.bad_rows import locate_errors
 from specheads.data.conversations import Message, first_answer, last_message
-from specheads.data.encode import Tokenizer
+from specheads.data.encode import (
+    ANSWER,
+    ANSWER_TEXT,
+    QUESTION,
+    ChatRenderer,
+    Messages,
+    Tokenizer,
+    Tools,
+)
 from specheads.data.masks import contains_answer, decode_ids, find_mask_fault, marked, strip_spaces
-from specheads.data.rendering import ANSWER, ANSWER_TEXT, QUESTION, ChatRenderer, Messages, Tools
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from specheads.core.errors import InputError
-from specheads.data.documents import TokenisedDocuments
+from specheads.data.tokenise import TokenisedDocuments
 
 
 @dataclass(frozen=True, slots=True)

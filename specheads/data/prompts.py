@@ -17,13 +17,11 @@ from specheads.core.errors import InputError
 from specheads.data.bad_rows import MAX_SHOWN, locate_errors
 from specheads.data.chat import Template, refuse_fixed_thinking
 from specheads.data.conversations import first_answer, last_message, question
-from specheads.data.documents import cut_windows
-from specheads.data.encode import Tokenizer, affix_ids, encode_prompt
+from specheads.data.encode import QUESTION_TEXT, Tokenizer, affix_ids, encode_prompt
 from specheads.data.files import Row
 from specheads.data.prompt_sets import PROMPT_NAMES, read_prompt_rows
-from specheads.data.rendering import QUESTION_TEXT
 from specheads.data.sources import read_split
-from specheads.data.tokenise import tokenise_corpus
+from specheads.data.tokenise import cut_windows, tokenise_corpus
 
 T = TypeVar("T")
 GROUPS = ("input_length", "category", "thinking")

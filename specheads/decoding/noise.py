@@ -10,8 +10,10 @@ import torch
 from jaxtyping import Float, Float64, Int, Int64
 from torch import Tensor
 
-from specheads.core.seeds import FIRST, SECOND, STEP
-
+STEP = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number: the golden ratio's bits
+FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
+SECOND = -7723592293110705685  # 0x94D049BB133111EB
+"""Constants of SplitMix64, as signed numbers."""
 BLOCK = 128
 """Numbers of a row that are compared at once; most vocabularies are a multiple."""
 
@@ -50,6 +52,11 @@ def bits(
         # products and sums overflow, as the algorithm requires
         state = _mix(state + (key + STEP))
     return state
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Return the seed of the `index`-th of many requests with one seed."""
+    return int(bits(seed, index)) % 2**63
 
 
 def uniform(*keys: Int64[Tensor, "..."] | int) -> Float64[Tensor, "..."]:

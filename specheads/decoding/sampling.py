@@ -33,10 +33,9 @@ from specheads.core.ranges import (
     Rule,
     check_fields,
 )
-from specheads.core.seeds import derive_seed
 from specheads.core.tree import TokenTree
 from specheads.decoding import noise
-from specheads.decoding.noise import likeliest
+from specheads.decoding.noise import derive_seed, likeliest
 
 NodeScores = Float[Tensor, "batch node vocab"]
 """Logits, scores or probabilities of the token after each node."""

@@ -12,8 +12,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from specheads.base.ends import BaseEnds
+from specheads.base.file_checks import auto_class
 from specheads.base.gguf import PACKAGE
-from specheads.base.ignored_settings import auto_class
 from specheads.core.drafter import Head
 from specheads.core.files import HUB_ID, from_json, read_json, write_atomic
 from specheads.data.prompt_sets import PUBLIC_PROMPT_SETS

@@ -16,9 +16,8 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import from_json, read_json
 from specheads.core.machine import dtype_name
-from specheads.data.documents import cut_windows
 from specheads.data.prompts import PromptSet, held_out_prompts
-from specheads.data.tokenise import UnansweredError, tokenise_corpus
+from specheads.data.tokenise import UnansweredError, cut_windows, tokenise_corpus
 from specheads.decoding.accept import LOSSY
 from specheads.decoding.calibration import Reliability, reliability
 from specheads.decoding.trees import policies

@@ -16,10 +16,15 @@ from specheads.base.model import FrozenBase
 from specheads.base.selfcheck import make_exact
 from specheads.core.drafter import Drafter
 from specheads.core.machine import dtype_name
-from specheads.core.repetition import is_repetitive
 from specheads.decoding.prompt_lookup import common_prefix_length
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, expand_sampling
-from specheads.measure.counts import DepthCounts, compute_rate, conditional_acceptance, group_rate
+from specheads.measure.counts import (
+    DepthCounts,
+    compute_rate,
+    conditional_acceptance,
+    group_rate,
+    is_repetitive,
+)
 from specheads.measure.generation import (
     BaseTexts,
     DecodedPrompt,
@@ -133,7 +138,7 @@ def degenerate_rates(
 ) -> Degenerate:
     """Return the rates with and without the prompts after which the base alone loops.
 
-    `core.repetition` has the rule. A rate is None if no prompt, or no forward, remains.
+    `counts.is_repetitive` has the rule. A rate is None if no prompt, or no forward, remains.
     """
     loops = [is_repetitive(tokens) for tokens in continuations]
     looping, sound = (

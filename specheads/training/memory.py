@@ -21,8 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from specheads.base.ends import BaseEnds, ServedBase
+from specheads.base.file_checks import attention_of, auto_class
 from specheads.base.gguf import load_path
-from specheads.base.ignored_settings import attention_of, auto_class
 from specheads.base.loading import load_config
 from specheads.base.model import FrozenBase
 from specheads.config.data import DataSettings

@@ -15,8 +15,8 @@ from specheads.core.drafter import Features, Head
 from specheads.core.features import document_positions
 from specheads.core.kernels import product_dtype
 from specheads.core.machine import to_device
-from specheads.core.seeds import derive_seed
 from specheads.data.packing import TokenBatch
+from specheads.decoding.noise import derive_seed
 from specheads.training.depth_loss import (
     ABSENT,
     DepthLoss,

@@ -19,11 +19,10 @@ from specheads.config.data import DataSettings
 from specheads.config.training import Phase, ValidationSettings
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.data.documents import TokenisedDocuments
 from specheads.data.encode import affix_ids
 from specheads.data.packing import BatchStream, PackedText, TokenBatch, slice_evenly
 from specheads.data.prompts import PromptSet, held_out_prompts
-from specheads.data.tokenise import UnansweredError, tokenise_corpus
+from specheads.data.tokenise import TokenisedDocuments, UnansweredError, tokenise_corpus
 from specheads.runs.progress import progress_display
 from specheads.training.distill.run import TextJob, text_job, write_folder
 from specheads.training.distill.shards import read_text, refuse_other_text

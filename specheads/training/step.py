@@ -20,8 +20,8 @@ from specheads.config.training import Schedule
 from specheads.core.drafter import Features, Head
 from specheads.core.kernels import without_cudnn_attention
 from specheads.core.machine import to_device
-from specheads.core.seeds import derive_seed
 from specheads.data.packing import TokenBatch
+from specheads.decoding.noise import derive_seed
 from specheads.training.depth_loss import DepthLoss
 from specheads.training.features import FeatureSource, LocalBase
 from specheads.training.joint import JointTraining

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specheads.core.errors import InputError
-from specheads.data.documents import TokenisedDocuments
 from specheads.data.packing import PackedText, TokenBatch, pack_best_fit, pack_end_to_end
+from specheads.data.tokenise import TokenisedDocuments
 
 PACKINGS = "best_fit", "stream", "none"
 LENGTHS = [3, 9, 1, 16, 5, 0, 40, 2, 7, 11, 4, 30, 6, 8, 13]

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from specheads.core.seeds import derive_seed
 from specheads.decoding import noise
+from specheads.decoding.noise import derive_seed
 
 
 def test_the_first_numbers_are_those_of_splitmix64():

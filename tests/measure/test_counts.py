@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.repetition import is_repetitive
 from specheads.measure.counts import (
     DepthCounts,
     bootstrap_interval,
     conditional_acceptance,
+    is_repetitive,
     paired_gain,
 )
 from specheads.measure.evaluation import compare_quality, measure_quality

@@ -24,8 +24,8 @@ from accelerate.state import AcceleratorState
 from specheads.base.model import FrozenBase
 from specheads.config.shared import BaseSettings
 from specheads.config.training import Phase, Schedule
-from specheads.data.documents import TokenisedDocuments
 from specheads.data.packing import PackedText, TokenBatch, slice_evenly
+from specheads.data.tokenise import TokenisedDocuments
 from specheads.heads.load import build_for_base
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker

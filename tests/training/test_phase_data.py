@@ -16,8 +16,8 @@ from specheads.config import compose, data_dir
 from specheads.config.data import DataSettings, MixtureSource
 from specheads.config.training import DistillSettings, Phase
 from specheads.core.errors import InputError
-from specheads.data.documents import TokenisedDocuments
 from specheads.data.packing import PackedText
+from specheads.data.tokenise import TokenisedDocuments
 from specheads.training.distill.shards import read_text
 from specheads.training.phase_data import PhaseData
 from specheads.training.schedule import ScheduledPhase, row_tokens

@@ -17,10 +17,9 @@ from specheads.config.data import DataSettings, SourceSettings
 from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.data.chat import Template
-from specheads.data.documents import TokenisedDocuments
 from specheads.data.encode import affix_ids
 from specheads.data.sources import read_source
-from specheads.data.tokenise import tokenise_corpus
+from specheads.data.tokenise import TokenisedDocuments, tokenise_corpus
 
 
 class PromptSource:

@@ -21,11 +21,11 @@ from specheads.config.training import EXTERNAL_ENGINES, FAULTS, DistillSettings
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import as_json, remove_incomplete, sole_writer, write_atomic
-from specheads.core.repetition import is_repetitive
-from specheads.core.seeds import derive_seed
 from specheads.data.encode import tokenizer_fingerprint
+from specheads.decoding.noise import derive_seed
 from specheads.decoding.sampling import Sampling
 from specheads.heads.load import copy_for_drafting
+from specheads.measure.counts import is_repetitive
 from specheads.training.distill import build_engine
 from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest, TextEngine
 from specheads.training.distill.prompts import PromptSource, decoder, prompt_source

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from specheads.core.errors import InputError, printable
 from specheads.core.files import write_atomic
-from specheads.data.documents import TokenisedDocuments
+from specheads.data.tokenise import TokenisedDocuments
 
 MARK = "fingerprint.json"
 """File with everything that determines the text of a folder."""

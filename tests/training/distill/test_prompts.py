@@ -15,7 +15,7 @@ from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.data import sources
 from specheads.data.chat import Template
-from specheads.data.documents import TokenisedDocuments
+from specheads.data.tokenise import TokenisedDocuments
 from specheads.training.distill.prompts import (
     ContinuationPrompts,
     ConversationPrompts,
