@@ -60,7 +60,7 @@ from specheads.core.machine import matrix_instructions
 from specheads.data.prompts import PromptSet, load_prompts
 from specheads.decoding.trees.policies import chain
 from specheads.export.vllm_head import COST_FILE
-from specheads.export.write import export_head, pair_texts
+from specheads.export.write import export_head
 from specheads.heads.load import load_head
 from specheads.measure.counts import DepthCounts, bootstrap_interval, compute_rate
 from specheads.measure.generation import GenerationSettings, continue_prompts
@@ -378,7 +378,7 @@ def _start_engines(
     prompts = [prompt_set.prompts[0].tokens for prompt_set in sets.values()]
     # the check needs text of some length, not sense
     generation = GenerationSettings(max_new_tokens=head.depth + 16, stop_at_eos=False)
-    texts = pair_texts(prompts, continue_prompts(base, prompts, generation))
+    texts = list(zip(prompts, continue_prompts(base, prompts, generation), strict=True))
     all_prompts = [prompt for prompt_set in sets.values() for prompt in prompt_set.prompts]
     longest = max(len(prompt.tokens) for prompt in all_prompts)
     context = min(longest + options.new_tokens + 16, base.max_length)

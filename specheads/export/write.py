@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -35,7 +34,7 @@ from specheads.core.files import (
 from specheads.decoding.trees import policies
 from specheads.export.layouts import find_layout
 from specheads.export.layouts._shared import Folder
-from specheads.heads.load import copy_head, load_head
+from specheads.heads.load import bind_to_base, copy_head, load_head
 from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import GenerationSettings, continue_prompts
 from specheads.measure.offline import guess_ranks, replay
@@ -51,22 +50,8 @@ TOLERANCE = 1e-4
 """Largest difference between logits, relative to the largest logit: float32 rotary tables."""
 NEW_TOKENS = 64
 """Tokens that the base generates after each prompt of the check."""
-
-
-class CheckText(NamedTuple):
-    """Tokens of a text on which a head and its export must agree."""
-
-    prompt: list[int]
-    continuation: list[int]
-    """Greedy text of the base."""
-
-
-class BaseTables(NamedTuple):
-    """Tensors of a base that heads borrow, in float64 on the CPU."""
-
-    embedding: Float[Tensor, "vocab width"]
-    projection: Float[Tensor, "vocab width"]
-    bias: Float[Tensor, " vocab"] | None
+CheckText = tuple[list[int], list[int]]
+"""A prompt and the base's greedy text after it, on which a head and its export must agree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +93,7 @@ def generate_check_texts(
         stop_at_eos=False,
         progress=True,
     )
-    return pair_texts(prompts, continue_prompts(base, prompts, generation))
-
-
-def pair_texts(prompts: Sequence[list[int]], continuations: Sequence[list[int]]) -> list[CheckText]:
-    """Return each prompt with its continuation."""
-    return [CheckText(*pair) for pair in zip(prompts, continuations, strict=True)]
+    return list(zip(prompts, continue_prompts(base, prompts, generation), strict=True))
 
 
 def export_head(
@@ -219,10 +199,8 @@ def check_parity(
     head: Head, exported: Head, base: FrozenBase, texts: Sequence[CheckText]
 ) -> Parity:
     """Compare the logits of a head and of its export along texts, and replay chains of the head."""
-    tables = base_tables(base)
-    trained = bind_in_float64(copy_head(head), tables)
-    loaded = bind_in_float64(exported, tables)
     features = progress_bar(read_features(head, base, texts), "drafts", shown=True)
+    trained, loaded = in_float64(copy_head(head), base), in_float64(exported, base)
     difference = largest_difference(
         (level_drafts(trained, text), level_drafts(loaded, text)) for text in features
     )
@@ -238,8 +216,8 @@ def read_features(head: Head, base: FrozenBase, texts: Sequence[CheckText]) -> l
     for prompt, continuation in texts:
         tokens = torch.tensor([prompt + continuation])
         text = base.read(tokens.to(base.device), head.aux_layers)
-        aux = None if text.aux is None else _to_float64(text.aux)
-        features.append(Features(_to_float64(text.hidden), aux, tokens))
+        aux = None if text.aux is None else text.aux.detach().cpu().double()
+        features.append(Features(text.hidden.detach().cpu().double(), aux, tokens))
     return features
 
 
@@ -299,36 +277,24 @@ def largest_difference(pairs: Iterable[tuple[list[LevelDraft], list[LevelDraft]]
     Raises:
         ValueError: The difference is above `TOLERANCE`, or the tokens of the columns differ.
     """
-    by_text = [
-        [_difference(*levels, depth) for depth, levels in enumerate(zip(*pair, strict=True))]
-        for pair in pairs
-    ]
-    by_depth = torch.tensor(by_text).amax(0)
-    for depth, difference in enumerate(by_depth.tolist()):
-        # in this form NaN is refused too
-        if not difference <= TOLERANCE:
-            raise InputError(
-                f"the export's logits at depth {depth} are {difference:.1e} of the largest one "
-                f"away from the run's, rounding explains {TOLERANCE:.1e}; nothing was written"
-            )
-    return by_depth.max().item()
+    largest = 0.0
+    for pair in pairs:
+        for depth, levels in enumerate(zip(*pair, strict=True)):
+            difference = _difference(*levels, depth)
+            # in this form NaN is refused too
+            if not difference <= TOLERANCE:
+                raise InputError(
+                    f"the export's logits at depth {depth} are {difference:.1e} of the largest one "
+                    f"away from the run's, rounding explains {TOLERANCE:.1e}; nothing was written"
+                )
+            largest = max(largest, difference)
+    return largest
 
 
-def base_tables(base: FrozenBase) -> BaseTables:
-    """Return the tensors that a base lends, in float64 on the CPU."""
-    projection = base.projection
-    bias = None if projection.scaled_bias is None else _to_float64(projection.scaled_bias)
-    return BaseTables(_to_float64(base.embedding), _to_float64(projection.scaled_weight), bias)
-
-
-def _to_float64(values: Tensor) -> Tensor:
-    return values.detach().cpu().double()
-
-
-def bind_in_float64(head: Head, tables: BaseTables) -> Head:
-    """Move a head to float64 on the CPU and bind it to the base's tensors."""
-    head.cpu().bind(*tables)
-    return head.double().eval()
+def in_float64(head: Head, base: FrozenBase) -> Head:
+    """Bind a head to its base, and move it with what it borrows to float64 on the CPU."""
+    bind_to_base(head.to(base.device), base)
+    return head.cpu().double().eval()
 
 
 def _difference(trained: LevelDraft, exported: LevelDraft, level: int) -> float:

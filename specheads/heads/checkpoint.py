@@ -1,4 +1,4 @@
-"""Checkpoints of heads: read settings and tensors without running code, and load them into a head.
+"""Checkpoints of heads: settings and tensors are read without running code, and loaded into a head.
 
 A folder from the Hub is untrusted. Nothing in it is executed and no file outside it is read. Its
 sizes, counts and names are checked against its tensors before memory is allocated.
@@ -17,7 +17,10 @@ from torch import Tensor
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
 from specheads.core.files import read_json, refuse_outside
+from specheads.core.foreign import refuse_unused
 from specheads.core.machine import dtype_name
+from specheads.core.ranges import PositiveInt, is_allowed
+from specheads.heads.layers.rotary import ORIGINAL
 
 WEIGHT_FILES = (
     "model*.safetensors",
@@ -153,9 +156,10 @@ def check_weights(weights: Mapping[str, Tensor]) -> None:
 def fill_head(head: Head, tensors: Mapping[str, Tensor]) -> None:
     """Load tensors into a head; refuse a missing, unexpected, misshapen or damaged one by name.
 
-    The head may be on the meta device, because its tensors are replaced.
+    The head may be on the meta device, because its tensors are replaced. The maps d2t and t2d of
+    public checkpoints are its `draft_ids`.
     """
-    parameters = head.state_dict()
+    parameters, tensors = head.state_dict(), _with_draft_ids(head, tensors)
     check_weights({name: value for name, value in tensors.items() if name != "draft_ids"})
     copies = {
         name: value.to(parameters[name].dtype, copy=True) if name in parameters else value
@@ -178,11 +182,12 @@ def fill_head(head: Head, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def read_draft_maps(head: Head, weights: dict[str, Tensor]) -> None:
+def _with_draft_ids(head: Head, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Replace the maps d2t and t2d by `draft_ids`; refuse maps that contradict each other."""
+    weights = dict(tensors)
     mask, offsets = weights.pop("t2d", None), weights.pop("d2t", None)
     if offsets is None:
-        return
+        return weights
     if len(offsets) != head.drafted_size:
         raise InputError(
             f"d2t must name {head.drafted_size} tokens, got {len(offsets)}; repair the maps"
@@ -191,5 +196,86 @@ def read_draft_maps(head: Head, weights: dict[str, Tensor]) -> None:
     ids = torch.arange(head.drafted_size, device=offsets.device) + offsets
     if mask is not None and not torch.equal(mask.nonzero()[:, 0], ids):
         raise InputError("d2t and t2d must name the same tokens, in order; repair the maps")
-    if head.draft_ids is not None:
-        weights["draft_ids"] = ids
+    return weights if head.draft_ids is None else weights | {"draft_ids": ids}
+
+
+# --- settings of decoder layers in a published config.json --------------------------------------
+
+NAMES = ("rope_type", "type", "rope_theta")
+"""Entries of published settings that are no parameters of a scaling."""
+HALVES = {"rope_is_neox_style": True, "is_neox_style": True}
+"""Published settings of `rotate`, which pairs the halves of a head and not its neighbours."""
+SIZES = {
+    "attention_heads": "num_attention_heads",
+    "key_value_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "inner_dim": "intermediate_size",
+}
+"""Our names of the sizes of a decoder layer, and those in config.json."""
+
+
+def read_layer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of layers, the draft vocabulary and, if known, depth and `rope_theta`."""
+    proposal = settings.get("speculators_config", {}).get("proposal_methods", [settings])[0]
+    depth, drafted = proposal.get("speculative_tokens"), settings.get("draft_vocab_size") or 0
+    sizes = {"num_key_value_heads": 0, "head_dim": 0, **settings}
+    return {
+        **({"depth": depth} if depth else {}),
+        **{name: sizes[public] or 0 for name, public in SIZES.items()},
+        **read_rope_settings(settings),
+        "epsilon": settings["rms_norm_eps"],
+        "draft_tokens": drafted if drafted != settings["vocab_size"] else 0,
+    }
+
+
+def read_rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rope_theta`, if present, and `rope_scaling` of a Llama's config.json."""
+    rope = {**(settings.get("rope_parameters") or {}), **(settings.get("rope_scaling") or {})}
+    # the outer one may be the default of an older class; transformers prefers the inner one too
+    theta = rope.get("rope_theta") or settings.get("rope_theta")
+    base = {"rope_theta": theta} if theta else {}
+    kind = rope.get("rope_type", rope.get("type"))
+    # texts have one position a token, so mrope rotates as without its sections
+    if kind in (None, "default", "mrope"):
+        refuse_unused(
+            "a rotary embedding without scaling",
+            rope,
+            used=(*NAMES, ORIGINAL, "mrope_section", "mrope_interleaved"),
+            fixed={"factor": 1, "partial_rotary_factor": 1},
+        )
+        return base | {"rope_scaling": {}}
+    parameters = {name: value for name, value in rope.items() if name not in NAMES}
+    if kind in ("llama3", "yarn") and (length := settings.get("max_position_embeddings")):
+        parameters.setdefault(ORIGINAL, length)
+    elif kind == "linear":
+        parameters.pop(ORIGINAL, None)
+    # readers ignore parameters that are zero or null, and all of them rotate whole heads
+    scaling = {name: value for name, value in parameters.items() if value or value is False}
+    if scaling.get("partial_rotary_factor") == 1:
+        del scaling["partial_rotary_factor"]
+    return base | {"rope_scaling": scaling | {"rope_type": kind}}
+
+
+def draft_window(settings: Mapping[str, Any], num_layers: int) -> tuple[int | None, dict[str, Any]]:
+    """Return the window of all layers, and the only supported values of settings of windows.
+
+    A head has one window or none: layers of both kinds are not supported.
+    """
+    window, layer_types = settings.get("sliding_window"), settings.get("layer_types")
+    in_use = settings.get("use_sliding_window") is not False and is_allowed(PositiveInt, window)
+    sliding = layer_types.count("sliding_attention") if isinstance(layer_types, list) else 0
+    if in_use and sliding == num_layers == len(layer_types or ()):
+        return window, {}
+    return None, fixed_without_window(settings)
+
+
+def fixed_without_window(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the only values of settings of windows with which all layers have full attention."""
+    layer_types = settings.get("layer_types")
+    if layer_types and set(layer_types) == {"full_attention"}:
+        return {}
+    if layer_types:
+        return {"layer_types": "full_attention", "sliding_window": None}
+    if settings.get("use_sliding_window") is False:
+        return {}
+    return {"sliding_window": None, "use_sliding_window": False}

@@ -36,14 +36,15 @@ from specheads.core.ranges import check_value, setting_hints
 from specheads.decoding.trees import tuned
 from specheads.heads.checkpoint import (
     INDEX_SUFFIX,
+    SIZES,
     WEIGHT_FILES,
     fill_head,
+    read_rope_settings,
     read_settings,
     read_tensors,
 )
 from specheads.heads.layers.attention import AttentionContext, LlamaLayer
 from specheads.heads.layers.feedback import FeedbackHead
-from specheads.heads.layers.published import read_rope_settings
 
 FEW_TOKENS = 8
 """Tokens with which a copy of a base's layer is compared with it: fewer than any window."""
@@ -134,7 +135,7 @@ def build_for_base(
         _refuse_other_layer(head.blocks()[0], tensors, base)
         head.initialise_layer(tensors, base.final_norm.get_parameter("weight"))
         head.config = dataclasses.replace(head.config, init_from_base=False)
-    _bind_to_base(head, base)
+    bind_to_base(head, base)
     head.base_fingerprint = _fingerprint(base)
     return head
 
@@ -147,15 +148,7 @@ def _fill_sizes(settings: Mapping[str, Any], base: BaseEnds) -> dict[str, Any]:
             f"{base.name} does not have them; leave it out"
         )
     config = base.config.to_dict()
-    names = {
-        "attention_heads": "num_attention_heads",
-        "key_value_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "inner_dim": "intermediate_size",
-    }
-    sizes = {
-        name: settings.get(name) or config.get(base_name) or 0 for name, base_name in names.items()
-    }
+    sizes = {name: settings.get(name) or config.get(public) or 0 for name, public in SIZES.items()}
     return {**settings, **sizes, **read_rope_settings(config)}
 
 
@@ -193,7 +186,7 @@ def resume_head(path: str | Path, base: BaseEnds, kind: str) -> Head:
         raise InputError(f"init={path} is a head of kind {head.kind}: set head={head.kind}")
     refuse_misfit(head, base.embedding)
     head.to(base.device).train()
-    _bind_to_base(head, base)
+    bind_to_base(head, base)
     head.base_fingerprint, head.tuned = _fingerprint(base), None
     return head
 
@@ -265,7 +258,7 @@ def fit_to_base(head: Head, base: BaseEnds, *, force: bool = False) -> None:
     refuse_misfit(head, base.embedding, _fingerprint(base) if is_checked else "")
     head.to(base.device, base.dtype)
     optimise_for_few_rows(head)
-    _bind_to_base(head, base)
+    bind_to_base(head, base)
 
 
 def refuse_misfit(
@@ -298,7 +291,7 @@ def _fingerprint(base: BaseEnds) -> str:
     return base_fingerprint(base.model, *tables)
 
 
-def _bind_to_base(head: Head, base: BaseEnds) -> None:
+def bind_to_base(head: Head, base: BaseEnds) -> None:
     """Bind a head to its base: choose the layers that it reads and set borrowed tensors."""
     choose_layers(head, base.num_layers)
     projection = base.projection

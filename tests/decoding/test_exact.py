@@ -18,7 +18,7 @@ from specheads.config.training import Schedule
 from specheads.core.tree import TokenTree
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.trees import policies
-from specheads.export.write import export_head, pair_texts
+from specheads.export.write import export_head
 from specheads.heads.load import build_for_base, load_head
 from specheads.runs.trackers import read_metrics
 from specheads.training.memory import MetaTraining, PeakMemory
@@ -235,5 +235,5 @@ def test_head_of_experts_is_planned_exported_and_loaded(
     assert generate(base, loaded, prompts, max_new_tokens=16).tokens == texts
     engine = "speculators" if kind == "dflash" else "vllm"
     served = tmp_path / "served"
-    _, parity = export_head(loaded, base, engine, served, pair_texts(prompts, texts))
+    _, parity = export_head(loaded, base, engine, served, list(zip(prompts, texts, strict=True)))
     assert parity.largest_difference < 1e-5

@@ -18,7 +18,7 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.export.layouts import engine_module
-from specheads.export.write import RECORD, CheckText, export_head, pair_texts
+from specheads.export.write import RECORD, CheckText, export_head
 from specheads.heads.load import build_for_base, load_head, resume_head
 from specheads.measure.offline import guess_ranks
 from tests import tiny
@@ -43,7 +43,7 @@ def check_texts(base: FrozenBase) -> list[CheckText]:
     """Return prompts and the base's text, with tokens for a last draft beyond the limit."""
     prompts, limit = tiny.prompts(), NEW_TOKENS + DEPTH + 1
     out = generate(base, None, prompts, max_new_tokens=limit, stop_at_eos=False)
-    return pair_texts(prompts, out.tokens)
+    return list(zip(prompts, out.tokens, strict=True))
 
 
 def accepted_counts(
@@ -208,7 +208,7 @@ def test_a_copy_needs_a_base_with_a_module_of_the_head_s_architecture(tmp_path):
     tiny.saved(tmp_path / "plain", "mellum")
     plain = FrozenBase.load(tmp_path / "plain", dtype="float32", device="cpu")
     prompts = tiny.prompts()
-    texts = pair_texts(prompts, [[*range(8)]] * len(prompts))
+    texts = list(zip(prompts, [[*range(8)]] * len(prompts), strict=True))
     head = load_head(folder, base)
     misfit = build_for_base({"kind": "mtp", "rope_theta": 500_000.0, **SHAPE}, base)
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.decoding.generate import generate
-from specheads.export.write import CheckText, pair_texts
+from specheads.export.write import CheckText
 from specheads.heads.load import build_for_base
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ DSPARK = {**DFLASH, "markov_rank": 32}
 
 def check_texts() -> list[CheckText]:
     """Return prompts and continuations for the check of an export."""
-    return pair_texts(prompts(), continuations())
+    return list(zip(prompts(), continuations(), strict=True))
 
 
 def trained(settings: dict[str, Any], steps: int) -> Head:

@@ -11,7 +11,7 @@ from specheads.config import data_dir
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.export.layouts import find_layout
-from specheads.export.write import export_head, pair_texts
+from specheads.export.write import export_head
 from specheads.heads.load import build_for_base
 from specheads.measure.offline import guess_ranks, replay
 from specheads.measure.results import Results, read_results
@@ -104,7 +104,9 @@ def test_an_export_passes_the_gate(kind, engine, device, tmp_path):
     head = build_for_base({"kind": kind, "depth": 3, **settings}, base).eval()
     find_layout(head, base, engine)
     prompts = tiny.prompts()
-    texts = pair_texts(prompts, generate(base, None, prompts, max_new_tokens=AFTER).tokens)
+    texts = list(
+        zip(prompts, generate(base, None, prompts, max_new_tokens=AFTER).tokens, strict=True)
+    )
     _, parity = export_head(head, base, engine, tmp_path / "out", texts)
     walked = [replay(guess_ranks(base, head, *text, width=1), policies.chain(3)) for text in texts]
     assert sum(counts.new_tokens for counts in walked) > 0

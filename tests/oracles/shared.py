@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
-from specheads.export.write import BaseTables, CheckText, LevelDraft
+from specheads.export.write import CheckText, LevelDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,15 @@ DraftOracle = Callable[[Path, BaseView, int], Iterator[LevelDraft]]
 
 
 @torch.no_grad()
-def view_base(base: FrozenBase, text: CheckText, lent: BaseTables) -> BaseView:
-    """Run the base on a text; `lent` are tensors of the base."""
+def view_base(base: FrozenBase, text: CheckText) -> BaseView:
+    """Run the base on a text."""
     tokens = torch.tensor([text[0] + text[1]])
     features = base.read(tokens.to(base.device), tuple(range(base.num_layers + 1)))
     assert features.aux is not None
     streams = features.aux[0].detach().cpu().double().split(base.width, dim=-1)
-    return BaseView(streams, features.hidden[0].detach().cpu().double(), tokens[0], *lent[:2])
+    tables = base.embedding, base.projection.scaled_weight
+    lent = (table.detach().cpu().double() for table in tables)
+    return BaseView(streams, features.hidden[0].detach().cpu().double(), tokens[0], *lent)
 
 
 class Stored:

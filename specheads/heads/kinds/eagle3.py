@@ -17,16 +17,16 @@ from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, PositiveInt
-from specheads.heads.checkpoint import check_weights, fill_head, read_draft_maps
+from specheads.heads.checkpoint import (
+    HALVES,
+    check_weights,
+    draft_window,
+    fill_head,
+    read_layer_settings,
+)
 from specheads.heads.layers.attention import AttentionConfig, HeadCache, LlamaLayer
 from specheads.heads.layers.common import NUM_FUSED_LAYERS, RMSNorm
 from specheads.heads.layers.feedback import FeedbackHead
-from specheads.heads.layers.published import (
-    HALVES,
-    draft_window,
-    published_sizes,
-    read_rope_settings,
-)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -279,8 +279,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         fixed=PLAIN | {"target_hidden_size": settings["hidden_size"]} | plain,
     )
     values: dict[str, Any] = {
-        **published_sizes(settings),
-        **read_rope_settings(settings),
+        **read_layer_settings(settings),
         "aux_layers": sorted(set(settings.get(IDS) or ())),
         "num_layers": num_layers,
         "sliding_window": window,
@@ -298,7 +297,6 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         embedding = weights.pop("embed_tokens.weight", None)
     values["own_embedding"] = "embed_tokens.weight" in weights
     head = Head(Config(**values), settings["hidden_size"], settings["vocab_size"])
-    read_draft_maps(head, weights)
     fill_head(head, weights)
     if embedding is not None:
         check_weights({"embed_tokens.weight": embedding})

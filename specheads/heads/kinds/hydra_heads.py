@@ -17,8 +17,7 @@ from specheads.core.foreign import LAYERS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, WidthOrZero
 from specheads.heads.checkpoint import check_weights, fill_head
 from specheads.heads.layers.attention import AttentionContext, HeadCache, LlamaLayer
-from specheads.heads.layers.common import ResidualBlock, RMSNorm
-from specheads.heads.layers.recurrent import RecurrentHead
+from specheads.heads.layers.common import RecurrentHead, ResidualBlock, RMSNorm
 
 BORROWED = ("input_embed_fn.weight", "embed_tokens.weight", "rotary_emb.inv_freq")
 """Tensors of public checkpoints that are not part of the head."""

@@ -18,7 +18,7 @@ from specheads.core.errors import InputError
 from specheads.core.foreign import refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, WidthOrZero, one_of
 from specheads.heads.checkpoint import fill_head
-from specheads.heads.layers.recurrent import RecurrentHead, entry_of_level
+from specheads.heads.layers.common import RecurrentHead, entry_of_level
 
 EPSILON = 1e-6
 GATES = ("forget", "input", "output", "cell")

@@ -17,16 +17,15 @@ from specheads.core.errors import InputError
 from specheads.core.features import Features
 from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, PositiveFloat
-from specheads.heads.checkpoint import fill_head
+from specheads.heads.checkpoint import (
+    HALVES,
+    fill_head,
+    fixed_without_window,
+    read_layer_settings,
+)
 from specheads.heads.layers.attention import AttentionConfig, LlamaLayer
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.feedback import FeedbackHead
-from specheads.heads.layers.published import (
-    HALVES,
-    full_attention,
-    published_sizes,
-    read_rope_settings,
-)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -183,13 +182,12 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         *sections,
         config.get("speculators_config", {}),
         used=(*LAYERS, *SPECULATORS, *UNREAD),
-        fixed=PLAIN | full_attention(settings),
+        fixed=PLAIN | fixed_without_window(settings),
         remedy="train head=mtp instead",
     )
     attention = "layer.mtp_block.self_attn."
     values: dict[str, Any] = {
-        **published_sizes(settings),
-        **read_rope_settings(settings),
+        **read_layer_settings(settings),
         "hidden_first": prefix.startswith("model.mtp_layers."),
         "qk_norm": f"{attention}q_norm.weight" in weights,
         "attention_bias": f"{attention}q_proj.bias" in weights,

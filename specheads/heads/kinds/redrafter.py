@@ -15,8 +15,7 @@ from specheads.core.drafter import Projection
 from specheads.core.foreign import refuse_unused
 from specheads.core.ranges import Depth, DepthOrZero, LayerIndex, NonNegativeInt, WidthOrZero
 from specheads.heads.checkpoint import fill_head
-from specheads.heads.layers.common import ResidualBlock
-from specheads.heads.layers.recurrent import RecurrentHead
+from specheads.heads.layers.common import RecurrentHead, ResidualBlock
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,7 +16,14 @@ from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt, TokenId, is_allowed
-from specheads.heads.checkpoint import check_weights, fill_head, read_draft_maps
+from specheads.heads.checkpoint import (
+    HALVES,
+    check_weights,
+    draft_window,
+    fill_head,
+    fixed_without_window,
+    read_layer_settings,
+)
 from specheads.heads.layers.attention import (
     AttentionConfig,
     AttentionContext,
@@ -25,13 +32,6 @@ from specheads.heads.layers.attention import (
     limit_to_window,
 )
 from specheads.heads.layers.common import BorrowingHead, RMSNorm
-from specheads.heads.layers.published import (
-    HALVES,
-    draft_window,
-    full_attention,
-    published_sizes,
-    read_rope_settings,
-)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -323,7 +323,7 @@ def read_block(
     settings = config.get("transformer_layer_config", {}) | config.get("dflash_config", {}) | config
     if not is_read or bool(settings.get("markov_rank")) != markov:
         return None
-    window, plain, causal = None, full_attention(settings), False
+    window, plain, causal = None, fixed_without_window(settings), False
     by_modelopt = not by_speculators and bool(settings.get("use_swa"))
     if by_speculators:
         window, plain = draft_window(settings, settings["num_hidden_layers"])
@@ -334,12 +334,16 @@ def read_block(
         window = window if is_allowed(PositiveInt, window) else None
         # an explicit is_causal has priority, and must be false
         causal = bool(settings.get("causal")) and settings.get("is_causal") is None
-    rope, by_default = read_rope_settings(settings), by_deepspec or by_speculators == "dspark"
+    layer_settings = read_layer_settings(settings)
+    scaling, by_default = (
+        layer_settings.pop("rope_scaling"),
+        by_deepspec or by_speculators == "dspark",
+    )
     refuse_unused(
         "dspark" if markov else "dflash",
         config,
         *(config.get(name, {}) for name in (*SECTIONS, "dflash_config")),
-        {"rope_type": rope["rope_scaling"].get("rope_type")},
+        {"rope_type": scaling.get("rope_type")},
         used=(*LAYERS, *SPECULATORS, *USED, *PLAIN_MARKOV, *(MODELOPT if by_modelopt else ())),
         fixed=PLAIN_SETTINGS
         | (PLAIN_MARKOV if markov else {})
@@ -351,13 +355,13 @@ def read_block(
     # their ids count layer outputs from zero; here k is the residual stream after k layers
     layers = [layer + 1 for layer in settings.get("target_layer_ids") or ()]
     values = {
-        **published_sizes(settings),
+        # the default of Qwen3 in transformers
+        "rope_theta": 10_000.0,
+        **layer_settings,
         # the other formats count the anchor's slot, which drafts nothing
         "depth": settings["block_size"] - (not (by_deepspec or anchored)),
         "num_layers": settings["num_hidden_layers"],
         "aux_layers": list(settings.get("aux_hidden_state_layer_ids") or layers),
-        # the default of Qwen3 in transformers
-        "rope_theta": rope.get("rope_theta", 10_000.0),
         "mask_token": settings["mask_token_id"],
         "sample_from_anchor": anchored,
         "sliding_window": window,
@@ -369,7 +373,6 @@ def read_block(
     block_head = head(kind(**values), settings["hidden_size"], settings["vocab_size"])
     weights = {RENAMED.get(name, name): value for name, value in tensors.items()}
     copies = {name: weights.pop(name) for name in COPIES if name in weights}
-    read_draft_maps(block_head, weights)
     fill_head(block_head, weights)
     check_weights(copies)
     embedding, projection = map(copies.get, COPIES[:2])

@@ -1,8 +1,9 @@
-"""What all kinds of head share: tensors and layers of their base, and small modules."""
+"""What kinds of head share: tensors and layers of their base, recurrent levels, small modules."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.core.cpu.weight_layout import product
-from specheads.core.drafter import Head, Nodes, Projection, Weight
+from specheads.core.drafter import (
+    Anchors,
+    Guesses,
+    Head,
+    Nodes,
+    Projection,
+    State,
+    States,
+    Tokens,
+    Weight,
+)
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 
@@ -49,9 +60,8 @@ class BorrowingHead(Head):
             num_aux = len(layers) or NUM_FUSED_LAYERS
             self.fc = nn.Linear(num_aux * width, width, bias=False)
             nn.init.zeros_(self.fc.weight)
-        self.register_buffer("embedding", None, persistent=False)
-        self.register_buffer("borrowed", None, persistent=False)
-        self.register_buffer("borrowed_bias", None, persistent=False)
+        for name in ("embedding", "borrowed", "borrowed_bias"):
+            self.register_buffer(name, None, persistent=False)
         self.register_buffer("stream_scale", None)
 
     def bind(
@@ -178,6 +188,76 @@ class BorrowingHead(Head):
         return product(hidden, self.borrowed_projection(), self.borrowed_bias) + correction(update)
 
 
+@dataclass(frozen=True, slots=True)
+class RecurrentDraft:
+    """State of a draft."""
+
+    states: Float[Tensor, "batch node state"]
+    """States of the nodes of a level."""
+    hidden: Float[Tensor, "batch 1 width"]
+    """The base's last hidden state, encoded."""
+    level: int
+
+
+class RecurrentHead(BorrowingHead):
+    """state_0 follows from the base's hidden state, and state_k+1 from state_k and a token."""
+
+    num_embeddings: int = 1
+    """Number of embeddings; later levels share the last one."""
+
+    def encode_text(self, features: Features) -> Float[Tensor, "batch time width"]:
+        """Return the base's hidden states that the first states follow from."""
+        return self.fuse_streams(features).hidden
+
+    def encode_committed(self, committed: Committed, memory: Any) -> Float[Tensor, "batch 1 width"]:
+        """Return the same for the last committed position of each row."""
+        return self.fuse_committed(committed).last_hidden()
+
+    @abstractmethod
+    def first_state(self, hidden: Tensor) -> Tensor:
+        """Return the state before any token."""
+
+    @abstractmethod
+    def read_token(self, state: Tensor, embedded: Tensor, level: int) -> Tensor:
+        """Return the state after one more embedded token."""
+
+    @abstractmethod
+    def output(self, state: Tensor, hidden: Tensor, level: int) -> Tensor:
+        """Return the input of the vocabulary projection."""
+
+    def embed_level(self, tokens: Tensor, like: Tensor, level: int) -> Tensor:
+        """Return the embeddings that a level reads."""
+        return self.embed(tokens, like)
+
+    def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
+        """Yield the states that read one token after each position, then two, and so on."""
+        hidden = self.encode_text(features)
+        state = self.first_state(hidden)
+        # one lookup for all levels: the gradient of each lookup is as large as the table
+        tables = [self.embed_level(tokens, hidden, level) for level in range(self.num_embeddings)]
+        for level in range(self.depth):
+            embedded = entry_of_level(tables, level).roll(-1 - level, 1)
+            state = self.read_token(state, embedded, level)
+            yield self.output(state, hidden, level)
+
+    def begin(self, committed: Committed, memory: Any) -> Guesses:
+        """Read the root after the base's last hidden state."""
+        hidden = self.encode_committed(committed, memory)
+        return self.guess(RecurrentDraft(self.first_state(hidden), hidden, 0), committed.root())
+
+    def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
+        """Read each node after its parent's state."""
+        states = pick_parents(state.states, parents)
+        return self.guess(RecurrentDraft(states, state.hidden, state.level + 1), tokens)
+
+    def guess(self, parents: RecurrentDraft, tokens: Nodes) -> Guesses:
+        """Return the logits after the tokens of a level, given their parents' states."""
+        hidden, level = parents.hidden, parents.level
+        states = self.read_token(parents.states, self.embed_level(tokens, hidden, level), level)
+        logits = self.logits(self.output(states, hidden, level), level)
+        return logits, RecurrentDraft(states, hidden, level)
+
+
 class RMSNorm(nn.RMSNorm):
     """torch's RMSNorm for inputs of another dtype than its weight, for which torch's own warns."""
 
@@ -216,3 +296,8 @@ def pick_parents(
     if state.shape[1] == 1:
         return state.expand(-1, parents.shape[1], -1)
     return state.gather(1, parents[..., None].expand(-1, -1, state.shape[-1]))
+
+
+def entry_of_level(modules: nn.ModuleList | list[Tensor], level: int) -> Any:
+    """Return the entry of a level, or the last one, which later levels share."""
+    return modules[min(level, len(modules) - 1)]
