@@ -31,11 +31,10 @@ from specheads.heads.load import load_head
 from specheads.runs.directory import RunDirectory
 
 Contents = dict[str, bytes | Path]
-"""Files by their path in the repository: their bytes, or the local file to read."""
+"""Files by their path in the repository: the bytes of a text, or the local file of weights."""
 RESULTS = "results.json"
 SETTINGS = "training.json"
 """Every push contains this file, so it identifies a repository of specheads."""
-WEIGHTS = (".safetensors", ".bin", ".pt")
 SECRET = re.compile(
     "(TOKENS?|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|(?<![A-Z])(KEY|PRIVATE))([_\\d]|$)",
     re.IGNORECASE,
@@ -92,50 +91,43 @@ def push_run(
     head = load_head(run.head, base)
     about = read_summary(run, settings, base, base_repo)
     card = model_card(about, head, base, repo=repo, licence=licence, data_licence=data_licence)
-    files: Contents = {
+    weights = _file_of(run, "model.safetensors")
+    texts = {
         "README.md": card.encode(),
-        "config.json": run.head / "config.json",
-        "model.safetensors": run.head / "model.safetensors",
+        "config.json": _file_of(run, "config.json").read_bytes(),
         **{path: text.encode() for path, text in hub_files(repo).items()},
     }
     if head.tuned is not None:
-        files[FILE] = run.head / FILE
+        texts[FILE] = _file_of(run, FILE).read_bytes()
     if about.results is not None:
         results = to_json(about.results)
         del results["provenance"]["command"]
-        files[RESULTS] = as_json(results).encode()
+        texts[RESULTS] = as_json(results).encode()
     training = {"settings": about.settings, "provenance": about.provenance}
-    training["files"] = {path: _sha256(files[path]) for path in files if not _is_weights(path)}
-    files[SETTINGS] = as_json(training).encode()
-    public = {repo, about.base_id}
-    sizes = {path: _checked_size(path, content, public) for path, content in files.items()}
+    training["files"] = {path: _sha256(text) for path, text in texts.items()}
+    texts[SETTINGS] = as_json(training).encode()
+    for path, text in texts.items():
+        _refuse_secrets(path, text, {repo, about.base_id})
+    sizes = {path: len(text) for path, text in texts.items()} | {
+        weights.name: weights.stat().st_size
+    }
     if dry_run:
         return Upload(sizes, "")
+    files = {**texts, weights.name: weights}
     return Upload(sizes, push(repo, files, private=private, overwrite=overwrite))
 
 
-def _is_weights(path: str) -> bool:
-    return path.endswith(WEIGHTS)
+def _file_of(run: RunDirectory, name: str) -> Path:
+    """Return a file of a run's head; refuse a missing one, and a link to elsewhere."""
+    if not (file := run.head / name).is_file():
+        raise InputError(f"a pushed head needs {name}, and {file} is missing; save it again")
+    # a symbolic link could publish any file of this machine
+    refuse_outside(file)
+    return file
 
 
-def _data(content: bytes | Path) -> bytes:
-    return content if isinstance(content, bytes) else content.read_bytes()
-
-
-def _sha256(content: bytes | Path) -> str:
-    return hashlib.sha256(_data(content)).hexdigest()
-
-
-def _checked_size(path: str, content: bytes | Path, public: Collection[str]) -> int:
-    """Return the size of a file; refuse one that is missing, a link, or holds a secret."""
-    if isinstance(content, Path):
-        if not content.is_file():
-            raise InputError(f"a pushed head needs {path}, and {content} is missing; save it again")
-        # a symbolic link could publish any file of this machine
-        refuse_outside(content)
-    if Path(path).suffix not in (".safetensors", ".png"):
-        _refuse_secrets(path, _data(content), public)
-    return len(content) if isinstance(content, bytes) else content.stat().st_size
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def push(
@@ -156,7 +148,7 @@ def push(
             api.update_repo_settings(repo, private=private)
         present = api.list_repo_files(repo)
         replaced = files if SETTINGS in present else ()
-        weights = [name for name in present if "/" not in name and _is_weights(name)]
+        weights = [name for name in present if re.fullmatch(r"[^/]+\.(safetensors|bin|pt)", name)]
         if foreign := [name for name in weights if name not in replaced]:
             raise InputError(
                 f"a head needs a repository of its own, and {repo} holds {foreign[0]}; name another"
@@ -194,10 +186,10 @@ def _refuse_edited(api: HfApi, repo: str, files: Contents, present: Collection[s
             with suppress(ValueError, AttributeError):
                 hashes = json.loads(download(SETTINGS)).get("files", {})
         for path, content in files.items():
-            if path not in present or path == SETTINGS or _is_weights(path):
+            if path not in present or path == SETTINGS or isinstance(content, Path):
                 continue
             published = download(path)
-            if published != _data(content) and _sha256(published) != hashes.get(path):
+            if published != content and _sha256(published) != hashes.get(path):
                 raise InputError(
                     f"a push replaces no text of others, and {repo} holds {path}, which specheads "
                     "did not write or which was edited; save it, and push with overwrite=true"
