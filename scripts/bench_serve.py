@@ -59,7 +59,7 @@ from specheads.core.files import dumps, to_json
 from specheads.core.machine import matrix_instructions
 from specheads.data.prompts import PromptSet, load_prompts
 from specheads.decoding.trees.policies import chain
-from specheads.export.vllm_head import COST_FILE
+from specheads.export.vllm_adapter import COST_FILE
 from specheads.export.write import export_head
 from specheads.heads.load import load_head
 from specheads.measure.counts import DepthCounts, bootstrap_interval, compute_rate

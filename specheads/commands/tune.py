@@ -27,7 +27,7 @@ from specheads.core.files import dumps, from_json, local_path, writable_folder, 
 from specheads.core.machine import dtype_name
 from specheads.decoding.trees.tuned import FILE, Machine, Tuned
 from specheads.export.layouts.vllm import HEAD_VARIABLE
-from specheads.export.vllm_head import COST_FILE, ServingCost
+from specheads.export.vllm_adapter import COST_FILE, ServingCost
 from specheads.heads.load import load_head
 from specheads.measure.step_times import (
     CostError,

@@ -19,6 +19,7 @@ import importlib
 import inspect
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,8 +34,14 @@ from specheads.decoding.chain_budget import ChainBudget
 from specheads.decoding.noise import likeliest
 from specheads.decoding.trees.tuned import Machine
 from specheads.export.layouts.vllm import HEAD_VARIABLE
-from specheads.export.vllm_head import load_budget, load_served_head
-from specheads.export.vllm_positions import RequestSpan, SharedSlots, UnreadStates, slots_of
+from specheads.export.vllm_adapter import (
+    RequestSpan,
+    SharedSlots,
+    UnreadStates,
+    load_budget,
+    load_served_head,
+    slots_of,
+)
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 
@@ -140,7 +147,7 @@ class Proposer:
             offset += length
         self._table = batch.block_table[self.cache.group if self.cache else 0]
         aux = arguments["aux_hidden_states"] if self.head.aux_layers else []
-        self.unread.add_forward([arguments["hidden_states"], *aux])
+        self.unread.forwards.append([arguments["hidden_states"], *aux])
         self.unread.drop(output.finished_req_ids)
         if self.budget:
             self.budget.observe(batch.req_ids, sampled)
@@ -196,7 +203,10 @@ class Proposer:
         """Return groups of spans of similar length; each group is one batch of the head."""
         drafting = [span for span in self._spans if span.is_drafting]
         if self.cache is None:
-            last_positions = [span.last_position() for span in drafting]
+            last_positions = [
+                replace(span, start=span.end - 1, state_rows=span.state_rows[-1:])
+                for span in drafting
+            ]
             return [last_positions] if last_positions and starts else []
         # each prompt is a batch of its own: shorter rows would be mostly padding
         max_count = self.depth + 1

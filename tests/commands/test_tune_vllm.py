@@ -20,7 +20,7 @@ from specheads.core.errors import InputError
 from specheads.core.files import dumps, to_json
 from specheads.decoding.calibration import Curve
 from specheads.decoding.trees.tuned import FILE, Machine
-from specheads.export.vllm_head import COST_FILE
+from specheads.export.vllm_adapter import COST_FILE
 from specheads.heads.load import build_for_base
 from tests import tuned
 from tests.export.trained import BASE, base

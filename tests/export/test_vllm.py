@@ -27,7 +27,7 @@ from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import FILE, Machine
 from specheads.export.layouts.vllm import HEAD_VARIABLE, PLUGIN, PROPOSER
-from specheads.export.vllm_head import COST_FILE, ServingCost
+from specheads.export.vllm_adapter import COST_FILE, ServingCost
 from specheads.export.write import export_head
 from specheads.heads.load import build_for_base
 from specheads.measure.counts import DepthCounts

@@ -19,7 +19,7 @@ from specheads.decoding.calibration import Curve
 from specheads.decoding.cost import FollowedCost, ForwardCost, StepCost
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import FILE, Machine
-from specheads.export import vllm, vllm_head, vllm_positions
+from specheads.export import vllm, vllm_adapter
 from specheads.export.layouts.vllm import FORCE_VARIABLE, HEAD_VARIABLE, PROPOSER
 from specheads.heads import load
 from specheads.heads.layers.attention import HeadCache
@@ -98,9 +98,9 @@ def prepared(monkeypatch) -> Iterator[type[Runner]]:
 
     modules = {
         vllm.RUNNER: {"GPUModelRunner": GPUModelRunner},
-        vllm_positions.CACHE: {"FullAttentionSpec": FullAttentionSpec},
-        vllm_head.EMBEDDING: {"VocabParallelEmbedding": Embedding, "ParallelLMHead": LMHead},
-        vllm_head.PARALLEL: {"tensor_model_parallel_all_gather": lambda values, _: values},
+        vllm_adapter.CACHE: {"FullAttentionSpec": FullAttentionSpec},
+        vllm_adapter.EMBEDDING: {"VocabParallelEmbedding": Embedding, "ParallelLMHead": LMHead},
+        vllm_adapter.PARALLEL: {"tensor_model_parallel_all_gather": lambda values, _: values},
     }
     for name, content in modules.items():
         module = ModuleType(name)
@@ -436,8 +436,8 @@ def tune(
     acceptance = replace(tuned_head.acceptance, per_depth=rates, curves=curves)
     measured = replace(tuned_head, acceptance=acceptance)
     (folder / FILE).write_text(dumps(measured))
-    served = vllm_head.ServingCost(engine="vLLM", machine=machine, cost=spent, cost_error={})
-    (folder / vllm_head.COST_FILE).write_text(dumps(served))
+    served = vllm_adapter.ServingCost(engine="vLLM", machine=machine, cost=spent, cost_error={})
+    (folder / vllm_adapter.COST_FILE).write_text(dumps(served))
 
 
 def budgeted(
@@ -587,7 +587,7 @@ def test_times_of_steps_without_prompts_are_followed(prepared, tmp_path, monkeyp
     assert len(noted) == len(drafting) == 1
 
 
-@pytest.mark.parametrize("absent", [FILE, vllm_head.COST_FILE])
+@pytest.mark.parametrize("absent", [FILE, vllm_adapter.COST_FILE])
 def test_every_request_gets_all_drafts_without_a_calibration_or_a_cost(
     absent, prepared, tmp_path, monkeypatch
 ):

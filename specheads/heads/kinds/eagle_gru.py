@@ -23,10 +23,9 @@ from specheads.heads.layers.attention import (
     AttentionContext,
     HeadCache,
     LlamaLayer,
-    limit_to_window,
 )
 from specheads.heads.layers.common import RMSNorm, pick_parents
-from specheads.heads.layers.feedback import FeedbackHead, empty_path
+from specheads.heads.layers.feedback import FeedbackHead, empty_path, split_documents
 
 
 @dataclass(kw_only=True, slots=True)
@@ -109,15 +108,13 @@ class Head(FeedbackHead):
 
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Yield the states that read one token after each position, then two, and so on."""
-        hidden, positions, window = self.first_input(features), features.positions(), self.window(0)
-        documents, visible = self.split_documents(features, hidden), None
-        if documents is None:
-            visible = limit_to_window(features.causal_mask(), window)
+        hidden, positions = self.first_input(features), features.positions()
         token_gates = self.project_token(tokens)
         stream = self.join_token(hidden, self.embed_in_layer_dtype(tokens).roll(-1, 1))
         inputs = self.layer.prepare(stream, positions)
         text = inputs.keys_values
-        context = AttentionContext(text, visible, empty_path(text), documents, window)
+        documents, window = split_documents(features), self.window(0)
+        context = AttentionContext(text, None, empty_path(text), documents, window)
         state = self.attend_to_text(self.norm(self.layer(inputs, context)), positions, context)
         yield state
         for level in range(1, self.depth):

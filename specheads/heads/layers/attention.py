@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from specheads.core.errors import InputError
 from specheads.core.features import PackedDocuments
+from specheads.core.kernels import flash_supports, product_dtype
 from specheads.core.ranges import NonNegativeInt, WidthOrZero
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.path_attention import path_attention
@@ -52,7 +53,7 @@ class AttentionContext:
     """Keys and values of the drafted tokens on the path of each query, the query included."""
     documents: PackedDocuments | None = None
     """Documents of packed rows, in which each position sees its own up to itself. Slots are then
-    positions. None computes every pair of positions."""
+    positions, and there is a path."""
     window: int | None = None
     """With `documents`, the number of positions that each position sees; None is all."""
 
@@ -93,8 +94,6 @@ class Attention(nn.Module):
         )
         sink = bool(getattr(config, "attention_sink", False))
         self.attention_sink_bias = nn.Parameter(torch.zeros(num_heads)) if sink else None
-        # as the kernels see it
-        self.kernel_dim = size + SINK_CHANNELS * sink
 
     def project_keys_values(
         self, inputs: Tensor, positions: Int[Tensor, "batch time"]
@@ -115,11 +114,12 @@ class Attention(nn.Module):
         if self.attention_sink_bias is not None:
             queries = _add_sink_logit(queries, self.attention_sink_bias)
             context = _add_sink_slot(context)
+        width = queries.shape[-1]
         if context.path is None:
             mixed = _attend(queries, context)
         elif context.documents is None:
             mixed = _attend_with_paths(queries, context)
-        elif queries.device.type == "cpu":
+        elif queries.device.type == "cpu" or not flash_supports(product_dtype(queries), width):
             mixed = _attend_by_document(queries, context, context.documents.lengths)
         else:
             documents, window = context.documents, context.window

@@ -14,13 +14,11 @@ from torch import Tensor
 
 from specheads.core.drafter import Anchors, Guesses, Nodes, State, States, Tokens
 from specheads.core.features import Committed, Features, PackedDocuments
-from specheads.core.kernels import flash_supports, product_dtype
 from specheads.heads.layers.attention import (
     AttentionContext,
     HeadCache,
     LayerInputs,
     LlamaLayer,
-    limit_to_window,
 )
 from specheads.heads.layers.common import BorrowingHead, RMSNorm, pick_parents
 
@@ -84,13 +82,11 @@ class FeedbackHead(BorrowingHead):
         """Yield each round's state, of every position at once."""
         layers, start = self.blocks(), features.positions()
         hidden, texts, paths = self.first_input(features), list[Tensor](), list[Tensor]()
-        documents = self.split_documents(features, hidden)
-        causal_mask = features.causal_mask() if documents is None else None
+        documents = split_documents(features)
         for level, embedded in enumerate(self.embed_rounds(tokens)):
             hidden = self.next_input(hidden) if level else hidden
             hidden, positions = self.join_token(hidden, embedded), start + level
             window = self.window(level)
-            visible = None if causal_mask is None else limit_to_window(causal_mask, window)
             for index, layer in enumerate(layers):
                 inputs = layer.prepare(hidden, positions, embedded)
                 if level:
@@ -98,20 +94,9 @@ class FeedbackHead(BorrowingHead):
                 else:
                     texts.append(inputs.keys_values)
                     paths.append(empty_path(inputs.keys_values))
-                context = AttentionContext(texts[index], visible, paths[index], documents, window)
+                context = AttentionContext(texts[index], None, paths[index], documents, window)
                 hidden = layer(inputs, context)
             yield self.norm(hidden)
-
-    def split_documents(self, features: Features, hidden: Tensor) -> PackedDocuments | None:
-        """Return the documents of packed rows if a kernel attends within each; None for a mask.
-
-        The kernel depends on the device and dtype of `hidden`, and on the width.
-        """
-        head_dim = self.blocks()[0].self_attn.kernel_dim
-        if hidden.device.type != "cpu" and not flash_supports(product_dtype(hidden), head_dim):
-            return None
-        positions = features.positions().expand(len(hidden), -1)
-        return features.documents or PackedDocuments.of(positions)
 
     def memory(self, batch: int, capacity: int) -> HeadCache:
         """Return empty slots for the keys and values of committed positions."""
@@ -198,6 +183,12 @@ class FeedbackHead(BorrowingHead):
         normed = self.norm(output.hidden)
         state = replace(output, hidden=normed) if self.feeds_normed else output
         return self.logits(normed, output.paths[0].shape[4]), state
+
+
+def split_documents(features: Features) -> PackedDocuments:
+    """Return the documents of packed rows, within which heads attend."""
+    positions = features.positions().expand(len(features.hidden), -1)
+    return features.documents or PackedDocuments.of(positions)
 
 
 def empty_path(keys_values: Tensor) -> Tensor:
