@@ -4,6 +4,7 @@ Source: Liu et al. 2024, arXiv:2406.14066 (SmartSpec). See docs/serve.md.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from operator import mul
 
 from specheads.decoding.cost import (
@@ -100,7 +101,7 @@ class Goodput(SwitchingPolicy):
             for depth, size in self.drafts
             if size
         ]
-        super().__init__("goodput", [*chains, *hybrids], self._best_tree)
+        super().__init__("goodput", [*chains, *hybrids], partial(best_draft, cost, self.drafts))
 
     @classmethod
     def of(cls, tuned: Tuned) -> "Goodput":
@@ -114,7 +115,3 @@ class Goodput(SwitchingPolicy):
         rates = RequestRates(MovingRates(self.rates), copied, text, self.lookup_length)
         rates.find_match()
         return rates
-
-    def _best_tree(self, load: StepLoad) -> int:
-        """Return the index of the tree with the most tokens per second."""
-        return best_draft(self.cost, self.drafts, load)

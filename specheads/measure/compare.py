@@ -4,7 +4,7 @@ The methods are heads, baselines without training, and transformers.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -76,6 +76,20 @@ def make_methods(
 
     A single head is called `head`. `trees` are the heads' own, without prompt-lookup tokens.
     """
+    chain = policies.chain(DRAFT_DEPTH)
+    untrained: dict[str, Callable[[], Method]] = {
+        "prompt_lookup": lambda: DraftMethod(None, lookup_tree(COPIED_TOKENS)),
+        "streaming": lambda: DraftMethod(
+            Streaming(base, DRAFT_DEPTH, sinks=SINKS, window=WINDOW), chain
+        ),
+        "transformers": TransformersMethod,
+        "transformers_lookup": lambda: TransformersMethod(copied_tokens=COPIED_TOKENS),
+    }
+    if draft_model is not None:
+        untrained |= {
+            "transformers_assisted": lambda: TransformersMethod(assistant=draft_model.model),
+            "draft_model": lambda: DraftMethod(DraftModel(draft_model, DRAFT_DEPTH, base), chain),
+        }
     methods: dict[str, Method] = {}
     for name in names:
         if name == "head":
@@ -85,27 +99,8 @@ def make_methods(
                 hybrid = "hybrid" if label == "head" else f"{label}_hybrid"
                 methods[hybrid] = DraftMethod(head, HybridTree(trees[label], COPIED_TOKENS))
         else:
-            methods[name] = make_untrained(name, base, draft_model)
+            methods[name] = untrained[name]()
     return methods
-
-
-def make_untrained(name: str, base: FrozenBase, draft_model: FrozenBase | None) -> "Method":
-    """Return a method that needs no training."""
-    match name:
-        case "prompt_lookup":
-            return DraftMethod(None, lookup_tree(COPIED_TOKENS))
-        case "streaming":
-            drafter = Streaming(base, DRAFT_DEPTH, sinks=SINKS, window=WINDOW)
-            return DraftMethod(drafter, policies.chain(DRAFT_DEPTH))
-        case "transformers":
-            return TransformersMethod()
-        case "transformers_lookup":
-            return TransformersMethod(copied_tokens=COPIED_TOKENS)
-    assert draft_model is not None
-    if name == "transformers_assisted":
-        return TransformersMethod(assistant=draft_model.model)
-    drafter = DraftModel(draft_model, DRAFT_DEPTH, base)
-    return DraftMethod(drafter, policies.chain(DRAFT_DEPTH))
 
 
 # --- transformers' own generation --------------------------------------------------------------

@@ -120,13 +120,14 @@ def measure_calibration(
     base: FrozenBase, head: Head, texts: BaseTexts, tuned: Tuned
 ) -> list[Reliability]:
     """Return how well each depth is calibrated, as deep as drafts were accepted."""
-    if not tuned.acceptance.curves:
+    traces = trace_texts(base, head, texts.pairs) if tuned.acceptance.curves else []
+    if not traces:
         return []
-    traces = trace_texts(base, head, zip(texts.prompts, texts.continuations, strict=True))
-    chances = draft_chances(traces, head.depth)
     return [
         reliability(curve, probs, accepted)
-        for curve, (probs, accepted) in zip(tuned.acceptance.curves, chances, strict=True)
+        for curve, (probs, accepted) in zip(
+            tuned.acceptance.curves, draft_chances(traces), strict=True
+        )
         if len(probs)
     ]
 

@@ -102,6 +102,11 @@ class BaseTexts:
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Each prompt's category and so on: see `PromptSet.groups`."""
 
+    @property
+    def pairs(self) -> list[tuple[list[int], list[int]]]:
+        """Each prompt with its continuation."""
+        return list(zip(self.prompts, self.continuations, strict=True))
+
 
 @dataclass(slots=True)
 class DecodedPrompt:

@@ -8,12 +8,13 @@ another number, wrong by up to a quarter, because the loop does not visit them e
 docs/losslessness.md.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from typing import NamedTuple, TypeGuard
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
@@ -78,33 +79,34 @@ def guess_ranks(
     if len(continuation) < 2:
         return torch.empty(0, head.depth, dtype=torch.long)
     text = torch.tensor([prompt + continuation], device=base.device)
-    num_roots = len(continuation) - 1
-    start = len(prompt) - 1
-    features = base.read(text, head.aux_layers)
     noise = sampling if coupled and sampling.temperature > 0 else None
-    ranks = torch.full((num_roots, head.depth), -1)
-    anchors = anchor_mask(text, start, num_roots)
-    for level, state in enumerate(head.states(features, text, anchors)):
-        num_labels = num_roots - level
-        if num_labels <= 0:
-            break
-        states = state[0, start : start + num_labels]
+    ranks = torch.full((len(continuation) - 1, head.depth), -1)
+    for level, states in enumerate(draft_states(base, head, text, len(prompt))):
         # position of the last token before each label
-        positions = torch.arange(start + 1 + level, text.shape[1] - 1, device=base.device)
+        positions = torch.arange(len(prompt) + level, text.shape[1] - 1, device=base.device)
         chunks = [
             _rank_labels(head, level, *chunk, text, width, noise)
             for chunk in zip(states.split(CHUNK), positions.split(CHUNK), strict=True)
         ]
-        ranks[:num_labels, level] = torch.cat(chunks).cpu()
+        ranks[: len(states), level] = torch.cat(chunks).cpu()
     return ranks
 
 
-def anchor_mask(
-    text: Int[Tensor, "batch time"], start: int, count: int
-) -> Bool[Tensor, "batch time"]:
-    """Return a mask of the `count` positions from `start` on: those from which a head drafts."""
-    positions = torch.arange(text.shape[1], device=text.device)
-    return ((positions >= start) & (positions < start + count)).expand(len(text), -1)
+def draft_states(
+    base: FrozenBase, head: Head, text: Int[Tensor, "1 time"], num_read: int
+) -> Iterator[Float[Tensor, "position width"]]:
+    """Yield a head's states at each level, from which it drafts the tokens of a text.
+
+    The first root is the token after `num_read` tokens. A level has the positions whose draft is
+    inside the text; its first one drafts the token `level + 1` after the first root.
+    """
+    start, time = num_read - 1, text.shape[1]
+    positions = torch.arange(time, device=text.device)
+    anchors = ((positions >= start) & (positions < time - 2))[None]
+    features = base.read(text, head.aux_layers)
+    for level, states in enumerate(head.states(features, text, anchors)):
+        if start < time - 2 - level:
+            yield states[0, start : time - 2 - level]
 
 
 def _rank_labels(
@@ -144,9 +146,9 @@ def top_k_accuracy(ranks: Int[Tensor, "drafted depth"], top: int = TOP) -> list[
     This is a plain mean over all positions, and not the acceptance rate of the loop.
     """
     return [
-        [(labels < k).sum().item() / len(labels) for k in range(1, top + 1)]
+        [(depth_ranks < k).sum().item() / len(depth_ranks) for k in range(1, top + 1)]
         for column in ranks.T
-        if len(labels := column[column >= 0])
+        if len(depth_ranks := column[column >= 0])
     ]
 
 
@@ -163,7 +165,7 @@ def measure_offline(
     A chain as deep as the head is replayed in place of a tree that cannot be: see `can_replay`.
     """
     tree = generation.tree if can_replay(generation.tree) else policies.chain(head.depth)
-    pairs = list(zip(texts.prompts, texts.continuations, strict=True))
+    pairs = texts.pairs
     samplings = expand_sampling(generation.sampling, len(pairs))
     width = max(TOP, tree.num_guesses)
     ranks = [

@@ -114,7 +114,7 @@ def online_sections(
     tokens = [text.tokens for text in decoded]
     triples = list(zip(texts.prompts, tokens, texts.continuations, strict=True))
     lossless = compare_texts(base, triples if is_comparable else [], generation.sampling)
-    return online, lossless, degenerate_rates(counts, texts.continuations)
+    return online, lossless, count_loops(counts, texts.continuations)
 
 
 def group_rates(counts: Sequence[DepthCounts], labels: Sequence[T]) -> dict[T, CategoryRate]:
@@ -133,24 +133,17 @@ def _natural_order(label: Any) -> list[list[str | int]]:
     return [[int(word) if word.isdecimal() else word for word in words] for words in pieces]
 
 
-def degenerate_rates(
-    counts: Sequence[DepthCounts], continuations: Sequence[list[int]]
-) -> Degenerate:
-    """Return the rates with and without the prompts after which the base alone loops.
+def count_loops(counts: Sequence[DepthCounts], continuations: Sequence[list[int]]) -> Degenerate:
+    """Count the prompts after which the base alone loops; return it with the rate of the others.
 
-    `counts.is_repetitive` has the rule. A rate is None if no prompt, or no forward, remains.
+    `counts.is_repetitive` has the rule. The rate is None if no forward remains.
     """
-    loops = [is_repetitive(tokens) for tokens in continuations]
-    looping, sound = (
-        [prompt for prompt, loop in zip(counts, loops, strict=True) if loop is is_loop]
-        for is_loop in (True, False)
-    )
+    pairs = zip(counts, continuations, strict=True)
+    sound = [prompt for prompt, tokens in pairs if not is_repetitive(tokens)]
     return Degenerate(
-        flagged=len(looping),
+        flagged=len(counts) - len(sound),
         compared=len(counts),
-        with_=compute_rate(counts),
         without=compute_rate(sound) if any(prompt.forwards for prompt in sound) else None,
-        only=compute_rate(looping) if looping else None,
     )
 
 

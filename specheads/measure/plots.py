@@ -67,21 +67,6 @@ def draw_depths(axes: Axes, rows: Metrics, prefix: str, marker: str) -> None:
         axes.plot(*points, color=ORANGE, alpha=shade, lw=1, label=label, marker=marker)
 
 
-def _draw_speed(results: Results, _: Metrics) -> Figure | None:
-    if not (speed := results.speed):
-        return None
-    figure, axes = make_axes("Tokens per second", "tokens per second", "")
-    alone, drafted = speed.base_tokens_per_second, speed.tokens_per_second
-    # the interval of the ratio, drawn on the head's bar in units of the base's rate
-    low, high = (alone * bound for bound in speed.interval)
-    error = [[0, max(drafted - low, 0)], [0, max(high - drafted, 0)]]
-    bars = axes.bar(["base alone", "with head"], [alone, drafted], color=[GREY, BLUE], width=0.55)
-    axes.errorbar([0, 1], [alone, drafted], yerr=error, fmt="none", ecolor="black", capsize=4)
-    labels = [f"{alone:.0f}", f"{drafted:.0f} ({speed.speedup:.2f}x)"]
-    axes.bar_label(bars, labels, label_type="center", color="white", fontweight="bold")
-    return figure
-
-
 def _draw_acceptance(results: Results, _: Metrics) -> Figure | None:
     sections = ("offline", results.offline, ORANGE, "s--"), ("online", results.online, BLUE, "o-")
     figure, axes = make_axes("Acceptance by depth", "share accepted", "drafted depth")
@@ -186,7 +171,6 @@ def _draw_learning(_: Results, history: Metrics) -> Figure | None:
 
 
 PLOTS: dict[str, Callable[[Results, Metrics], Figure | None]] = {
-    "speed": _draw_speed,
     "acceptance": _draw_acceptance,
     "calibration": _draw_calibration,
     "contexts": _draw_contexts,

@@ -233,13 +233,11 @@ class Lossless:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Degenerate:
-    """Rates with and without the prompts after which the base alone loops."""
+    """Prompts after which the base alone loops, and the rate without them."""
 
     flagged: int
     compared: int
-    with_: Annotated[Rate, Field(alias="with")]
     without: Rate | None
-    only: Rate | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -120,8 +120,6 @@ class ServedRequest:
 class ServerStep(NamedTuple):
     """A step of some rows together."""
 
-    start_time: float
-    seconds: float
     batch: int
     depth: int
     """Drafted levels."""
@@ -167,9 +165,8 @@ def simulate(
             # without copied text a draft's index is its depth
             step_depth = best_draft(policy.cost, policy.drafts, load)
         context = max(row.length for row in rows)
-        seconds = policy.cost.seconds(len(rows), context, step_depth + 1, step_depth)
-        steps.append(ServerStep(clock, seconds, len(rows), step_depth))
-        clock += seconds
+        clock += policy.cost.seconds(len(rows), context, step_depth + 1, step_depth)
+        steps.append(ServerStep(len(rows), step_depth))
         for row in rows:
             row.add_step(step_depth, is_observed=depth is None)
             row.end_time = clock
@@ -249,14 +246,14 @@ def load_table(load: LoadResults) -> ConsoleTable:
     rows = []
     for row in load.rows:
         times = *row.latency.values(), row.first_token["mean"]
-        figures = map(format_figure, (*times, row.tokens_per_second))
+        figures = map(three_digits, (*times, row.tokens_per_second))
         rows.append((row.load, row.draft, *figures, f"{row.mean_depth:.2f}"))
     title = f"seconds of requests by load (requests/s), simulated; times {load.times}"
     title += ", not measured" * (load.times != MEASURED)
     return ConsoleTable(title, rows, columns, num_names=2)
 
 
-def format_figure(value: float) -> str:
+def three_digits(value: float) -> str:
     """Return three digits, or all digits of a large number: no exponent."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 

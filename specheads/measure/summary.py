@@ -21,7 +21,7 @@ SummaryRows = list[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class ConsoleTable:
-    """A table if it fits the console, else several with some of its columns each, else a list."""
+    """A table if it fits the console, else several with some of its columns each."""
 
     title: str
     rows: Sequence[Sequence[str]]
@@ -29,30 +29,20 @@ class ConsoleTable:
     num_names: int = 1
     """The first columns, which name a row: every half of a wide table has them."""
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
-        """Yield what the console prints."""
-        tables = self.fitting_tables(console, options)
-        yield from tables or [Text("\n".join([self.title, *self.list_cells()]))]
-
-    def fitting_tables(self, console: Console, options: ConsoleOptions) -> list[Table]:
-        """Return the table, or its halves and theirs; empty if the narrowest does not fit."""
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        """Yield the table, or its halves and theirs."""
         table, num_names = self.as_table(), self.num_names
-        width = Measurement.get(console, options.update(width=10_000), table).minimum
-        if width <= options.max_width:
-            return [table]
         num_figures = len(self.header) - num_names
-        if num_figures < 2:
-            return []
+        width = Measurement.get(console, options.update(width=10_000), table).minimum
+        if width <= options.max_width or num_figures < 2:
+            yield table
+            return
         middle = num_names + (num_figures + 1) // 2
-        tables = list[Table]()
         for first, last in (num_names, middle), (middle, len(self.header)):
             rows = [[*row[:num_names], *row[first:last]] for row in self.rows]
             header = [*self.header[:num_names], *self.header[first:last]]
             half = ConsoleTable(self.title, rows, header, num_names)
-            if not (narrower := half.fitting_tables(console, options)):
-                return []
-            tables += narrower
-        return tables
+            yield from half.__rich_console__(console, options)
 
     def as_table(self) -> Table:
         """Return a table of rich that never narrows a figure."""
@@ -71,16 +61,6 @@ class ConsoleTable:
             # Text does not parse a name in brackets as a style
             table.add_row(*map(Text, row))
         return table
-
-    def list_cells(self) -> Iterator[str]:
-        """Yield a line for each cell, below the name of its row."""
-        for name, *cells in self.rows:
-            if not self.header:
-                yield f"{name}: {' '.join(cells)}"
-                continue
-            yield f"{self.header[0]} {name}"
-            columns = zip(self.header[1:], cells, strict=True)
-            yield from (f"  {column}: {cell}" for column, cell in columns if cell)
 
 
 def with_interval(value: float, interval: Sequence[float], form: str = ".2f") -> str:

@@ -35,7 +35,6 @@ from specheads.measure.step_times import (
 from specheads.measure.summary import ConsoleTable, with_interval
 from specheads.measure.tune_trees import (
     Trace,
-    TuningText,
     TuningTexts,
     trace_texts,
     validation_prompts,
@@ -145,7 +144,10 @@ class Tuner:
         cost, error = measure_until_it_fits(
             partial(self.measure_cost, texts, trees, batches), is_required=not self.quick
         )
-        traces = [self.trace(group.fit_texts) for group in texts]
+        traces = [
+            trace_texts(base, self.head, [text.tokens for text in group.fit_texts])
+            for group in texts
+        ]
         timed, chosen = list[TimedTree](), list[TunedTree]()
         for group, group_traces in zip(texts, traces, strict=True):
             stops = list[policies.TreePolicy]()
@@ -261,10 +263,6 @@ class Tuner:
         decoded = decode_prompts(self.base, self.head, prompts, generation)
         return [text.counts for text in decoded]
 
-    def trace(self, texts: Sequence[TuningText]) -> list[Trace]:
-        """Return the traces of texts."""
-        return trace_texts(self.base, self.head, [text.tokens for text in texts])
-
     def measure_acceptance(
         self, texts: Sequence[TuningTexts], fit_traces: Sequence[Sequence[Trace]]
     ) -> tuned.AcceptanceRates:
@@ -276,12 +274,13 @@ class Tuner:
         all_texts = [text for group in texts for text in (*group.fit_texts, *group.test_texts)]
         counts = [replay(text.ranks, policies.chain(depth)) for text in all_texts]
         lookups = [lookup_drafts(*text.tokens, size) for text in all_texts]
-        test_traces = self.trace([text for group in texts for text in group.test_texts])
+        test_texts = [text.tokens for group in texts for text in group.test_texts]
+        test_traces = trace_texts(self.base, self.head, test_texts)
         traces = [trace for group in fit_traces for trace in group]
         return tuned.AcceptanceRates(
             per_depth=DepthCounts.total(counts, depth).levels(),
             matches=tune_trees.match_rates(lookups, size),
-            curves=tune_trees.calibrate(traces, test_traces, depth),
+            curves=tune_trees.calibrate(traces, test_traces),
         )
 
 

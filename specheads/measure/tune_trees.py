@@ -37,7 +37,7 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import MatchRates
 from specheads.measure.counts import DepthCounts, number_sources
 from specheads.measure.generation import GenerationSettings, continue_prompts
-from specheads.measure.offline import LookupDraft, RankPath, anchor_mask, guess_ranks, replay
+from specheads.measure.offline import LookupDraft, RankPath, draft_states, guess_ranks, replay
 from specheads.runs.progress import progress_bar
 
 WIDTH = 8
@@ -172,7 +172,7 @@ def path_shares(ranks: Sequence[Tensor]) -> dict[RankPath, float]:
     return {path: count / len(rows) for path, count in counts.items()}
 
 
-def positional_rates(shares: Mapping[RankPath, float], depth: int) -> list[float]:
+def rank_rates(shares: Mapping[RankPath, float], depth: int) -> list[float]:
     """Return how often each rank is the right one after a right token, at any depth."""
     reached = 1 + sum(share for path, share in shares.items() if len(path) < depth)
     # a head may have fewer guesses than WIDTH
@@ -214,7 +214,7 @@ def match_rates(texts: Sequence[Sequence[LookupDraft]], size: int) -> list[Match
 def most_followed(
     shares: Mapping[RankPath, float], rates: Sequence[float], size: int, depth: int
 ) -> list[RankPath]:
-    """Return the paths that text follows most; unseen paths are ordered by positional rates.
+    """Return the paths that text follows most; unseen paths are ordered by rates of their ranks.
 
     Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3.
     """
@@ -260,7 +260,7 @@ def candidate_trees(ranks: Sequence[Tensor], depth: int, max_nodes: int) -> list
     `ranks` come from `guess_ranks` with width `WIDTH`.
     """
     shares = path_shares(ranks)
-    rates = positional_rates(shares, depth)
+    rates = rank_rates(shares, depth)
     chains = [policies.chain(length) for length in range(1, min(depth, max_nodes - 1) + 1)]
     distinct = {chain.paths: chain for chain in chains}
     for size in [*(size for size in SIZES if size < max_nodes), max_nodes]:
@@ -319,14 +319,12 @@ def trace_texts(
 def trace_text(base: FrozenBase, head: Head, prompt: list[int], continuation: list[int]) -> Trace:
     """Return the trace of a text from all positions whose drafts end within it."""
     text = torch.tensor([prompt + continuation], device=base.device)
-    start, count = len(prompt) - 1, len(continuation) - head.depth
-    features, anchors = base.read(text, head.aux_layers), anchor_mask(text, start, count)
-    columns = []
-    for level, states in enumerate(head.states(features, text, anchors)):
-        state = states[0, start : start + count]
-        log_probs = head.logits(state, level).double().log_softmax(-1)
-        best, labels = log_probs.max(-1), text[0, start + 2 + level :][:count]
-        confidence = head.confidence_logits(state)
+    count, columns = len(continuation) - head.depth, []
+    for level, level_states in enumerate(draft_states(base, head, text, len(prompt))):
+        states = level_states[:count]
+        log_probs = head.logits(states, level).double().log_softmax(-1)
+        best, labels = log_probs.max(-1), text[0, len(prompt) + 1 + level :][:count]
+        confidence = head.confidence_logits(states)
         probs = best.values.exp() if confidence is None else confidence.double().sigmoid()
         is_right = head.to_tokens(best.indices) == labels
         columns.append((best.values, entropy(log_probs), probs, is_right))
@@ -386,10 +384,8 @@ DraftChances = tuple[NDArray[np.float64], NDArray[np.bool_]]
 """The head's probability that each draft is accepted, and whether it is."""
 
 
-def draft_chances(traces: Sequence[Trace], depth: int) -> list[DraftChances]:
+def draft_chances(traces: Sequence[Trace]) -> list[DraftChances]:
     """Return the drafts of each depth of greedy chains, where those above are right."""
-    if not traces:
-        return [(np.empty(0), np.empty(0, dtype=bool))] * depth
     trace = Trace.join(traces)
     reached = trace.reached()
     return [
@@ -398,12 +394,14 @@ def draft_chances(traces: Sequence[Trace], depth: int) -> list[DraftChances]:
     ]
 
 
-def calibrate(fit_traces: Sequence[Trace], test_traces: Sequence[Trace], depth: int) -> list[Curve]:
+def calibrate(fit_traces: Sequence[Trace], test_traces: Sequence[Trace]) -> list[Curve]:
     """Return the calibration of each depth, fitted to some traces and judged on others.
 
     Empty if they reach some depth too rarely to measure it.
     """
-    fit, test = draft_chances(fit_traces, depth), draft_chances(test_traces, depth)
+    if not fit_traces or not test_traces:
+        return []
+    fit, test = draft_chances(fit_traces), draft_chances(test_traces)
     if not all(len(probs) for probs, _ in (*fit, *test)):
         return []
     return [fit_curve(*a, *b) for a, b in zip(fit, test, strict=True)]

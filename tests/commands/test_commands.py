@@ -68,7 +68,7 @@ def test_run_directory_has_the_files_of_the_contract(work: Path):
     assert sorted(item.name for item in run.head.iterdir()) == [
         "README.md", "config.json", "model.safetensors",
     ]  # fmt: skip
-    assert {"results.json", "report.html", "acceptance.png", "loss.png", "speed.png"} <= {
+    assert {"results.json", "report.html", "acceptance.png", "loss.png"} <= {
         item.name for item in run.report.iterdir()
     }
     card = (run.head / "README.md").read_text()

@@ -72,7 +72,7 @@ def watched(request: pytest.FixtureRequest, browser: Browser, file: Path) -> Ite
 
 def test_plots_verdict_and_texts_are_visible(watched: Watched):
     page = watched.page
-    for name in ("speed", "acceptance", "loss", "validation", "learning"):
+    for name in ("acceptance", "loss", "validation", "learning"):
         plot = page.locator(f"#plot-{name} img")
         assert plot.is_visible()
         box = plot.bounding_box()
