@@ -5,17 +5,23 @@ See docs/tree_verification.md.
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
 from specheads.base.compile import EXTENT
+from specheads.base.recurrent import LayerKind, RecurrentLayer
 from specheads.core.drafter import refuse_scattering
 from specheads.core.errors import InputError
 from specheads.core.machine import to_device
+
+CHAINS_ONLY = (
+    "a base with recurrent layers verifies chains only: a state belongs to one path; take a tree "
+    "without branches, tree=chain"
+)
 
 
 class RowCache(Cache, ABC):
@@ -32,12 +38,22 @@ class RowCache(Cache, ABC):
     room = 0
     """Minimum number of rows to allocate when other rows join."""
 
-    def __init__(self, num_layers: int, batch: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        batch: int,
+        device: torch.device | str,
+        kinds: Sequence[LayerKind] = (),
+    ) -> None:
         self.device = torch.device(device)
         self._set_lengths([0] * batch)
         self.end = 0
         """Number of slots that the reserved forward reads."""
         layers: Any = [RowLayer(number, self) for number in range(num_layers)]
+        if kinds:
+            layers = [_layer(kinds, number, self) for number in range(len(kinds))]
+        self.recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
+        """Layers with states, which `commit` puts back."""
         super().__init__(layers=layers)
 
     def _set_lengths(self, lengths: list[int]) -> None:
@@ -80,7 +96,11 @@ class RowCache(Cache, ABC):
     def commit(self, paths: list[list[int]]) -> None:
         """Keep nodes `paths[b]` of the last forward, in order; discard the rest."""
         if any(path != list(range(len(path))) for path in paths):
+            if self.recurrent:
+                raise InputError(CHAINS_ONLY)
             self._move(paths)
+        for layer in self.recurrent:
+            layer.commit([*map(len, paths)])
         self._set_lengths(
             [old + len(path) for old, path in zip(self.row_lengths, paths, strict=True)]
         )
@@ -99,6 +119,10 @@ class RowCache(Cache, ABC):
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keep only these rows, in this order; each at most once."""
+        if self.recurrent:
+            index = upload(rows, self.device)
+            for layer in self.recurrent:
+                layer.keep_rows(index)
         self._set_lengths([self.row_lengths[row] for row in rows])
 
     def keep(self, rows: Tensor) -> "RowCache":
@@ -108,6 +132,8 @@ class RowCache(Cache, ABC):
 
     def join(self, new_rows: "RowCache") -> "RowCache":
         """Append the rows of a cache of the same capacity or pool, which is then empty."""
+        for layer, new_layer in zip(self.recurrent, new_rows.recurrent, strict=True):
+            layer.join(new_layer)
         self._set_lengths(self.row_lengths + new_rows.row_lengths)
         new_rows.keep_rows([])
         return self
@@ -158,6 +184,25 @@ class RowLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Return the capacity of a row; -1 for unlimited."""
         return self.cache.capacity
+
+
+class HybridLayer(RecurrentLayer, RowLayer):
+    """A layer with keys and values and with states."""
+
+    get_max_length = RowLayer.get_max_length
+
+    def __init__(self, number: int, cache: RowCache, num_states: int) -> None:
+        RowLayer.__init__(self, number, cache)
+        LinearAttentionLayer.__init__(self, num_states)
+
+
+def _layer(kinds: Sequence[LayerKind], index: int, cache: RowCache) -> Any:
+    """Return a layer; one with keys is numbered among its like."""
+    has_keys, num_states = kinds[index]
+    number = sum(kind.has_keys for kind in kinds[:index])
+    if not num_states:
+        return RowLayer(number, cache) if has_keys else DummyLayer()
+    return HybridLayer(number, cache, num_states) if has_keys else RecurrentLayer(num_states)
 
 
 class StateLocation(NamedTuple):
@@ -245,12 +290,13 @@ class KVCache(RowCache):
         *,
         static: bool = False,
         slab: Slab | None = None,
+        kinds: Sequence[LayerKind] = (),
     ) -> None:
         self.static = static
         self.slab = slab or Slab(num_layers, _round_up(capacity) if static else capacity)
         self.capacity = self.slab.capacity
         self._next_slots: tuple[Tensor, Tensor] | None = None
-        super().__init__(num_layers, batch, device)
+        super().__init__(num_layers, batch, device, kinds)
 
     def _store_lengths(self, lengths: Tensor) -> Tensor:
         if not self.static:

@@ -25,7 +25,10 @@ from specheads.data.chat import turn_end_ids
 
 MEDIA = re.compile("(image|video|audio)_token_(id|index)")
 """Settings of multimodal models that name the token in place of a picture, video or sound."""
-FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "layer_norm")
+FINAL_NORMS = (
+    *("norm", "ln_f", "final_layernorm", "final_layer_norm", "layer_norm"),
+    *("embedding_norm", "norm_f"),
+)
 """Names of the norm after the last layer."""
 
 

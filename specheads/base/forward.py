@@ -39,12 +39,23 @@ from specheads.base.masks import (
     tree_mask,
 )
 from specheads.base.projection import VocabularyProjection, vocabulary_projection
+from specheads.base.recurrent import (
+    STATEFUL,
+    Run,
+    by_document,
+    find_mixers,
+    keeping_states,
+    layer_kinds,
+    running,
+)
 from specheads.core.cpu.exact_attention import ExactAttention
 from specheads.core.errors import InputError
 from specheads.core.features import Features, PackedDocuments, document_positions
 from specheads.core.kernels import without_cudnn_attention
 from specheads.core.tree import TokenTree
 
+OUTPUTS_ONLY = ("mamba", "mamba2", "falcon_mamba")
+"""Bases whose `hidden_states` are the outputs of the layers, without the input of the first."""
 AuxLayers = tuple[int, ...]
 """Layers whose residual stream is read: k is the stream after k layers."""
 TreeOutput = tuple[Tensor, Tensor, Tensor | None]
@@ -65,7 +76,8 @@ def logits_and_output(
 ) -> tuple[Tensor, Any]:
     """Return the logits of every position and the output of the layers; this part is compiled."""
     output = model.base_model(**inputs)
-    return projection(output.last_hidden_state), output
+    # the stream of Mamba-2 is in float32
+    return projection(output.last_hidden_state.to(projection.weight.dtype)), output
 
 
 class Forwards:
@@ -80,6 +92,10 @@ class Forwards:
         self.windows = attention_windows(model)
         """Sliding window of each kind of layer; None sees all."""
         refuse_attention(self.config._attn_implementation)
+        self.kinds = layer_kinds(self.config)
+        """What each layer keeps for a row; empty if all have keys and values only."""
+        self.mixers = find_mixers(model, self.kinds)
+        """The modules that write the states of recurrent layers."""
         self.experts = experts_of(model)
         """Modules with a mixture of experts, one per layer that has one."""
         self.exact = False
@@ -92,6 +108,11 @@ class Forwards:
 
     def compile(self) -> None:
         """Compile the following forwards of trees."""
+        if self.kinds:
+            raise InputError(
+                "compile=true needs layers with keys and values only, and those of "
+                f"{self.config.model_type!r} keep states; leave compile out"
+            )
         if self.model.device.type == "cuda":
             self.graphs = CudaGraphs()
             if self.count_attention_calls() == self.config.num_hidden_layers:
@@ -152,7 +173,10 @@ class Forwards:
                 # on CUDA this synchronises once
                 documents = PackedDocuments.of(positions)
                 attention = document_attention(documents, list(self.windows.values()))
-        with torch.set_grad_enabled(gradients):
+            if self.kinds and documents is None:
+                documents = PackedDocuments.of(positions)
+        run = by_document(documents.lengths) if documents else None
+        with torch.set_grad_enabled(gradients), self._running(run):
             features = self._features(inputs, aux_layers, attention)
             return replace(features, document_ids=document_ids, documents=documents)
 
@@ -213,7 +237,8 @@ class Forwards:
             ancestors = (depths[:, None] >= depths).expand(batch, -1, -1)
             cache.reserve(length, num_left)
             inputs = self._inputs(piece, ancestors, depths.expand(batch, -1), cache)
-            with without_cudnn_attention(self.model.device):
+            run = keeping_states(drafting=False, undo=min(num_left) < length)
+            with without_cudnn_attention(self.model.device), self._running(run):
                 pieces.append(self._features(inputs, aux_layers, GroupedAttention()))
             cache.commit([list(range(count)) for count in num_left])
         features = Features.concatenate(pieces)
@@ -230,7 +255,7 @@ class Forwards:
             output = self.model.base_model(
                 **inputs, **argument, output_hidden_states=bool(aux_layers)
             )
-        return _features(output, inputs["input_ids"], aux_layers, last)
+        return self._select_features(output, inputs["input_ids"], aux_layers, last)
 
     def forward_tree(
         self,
@@ -252,7 +277,9 @@ class Forwards:
                 attention = ExactAttention(ancestors, cache.row_lengths)
             doubled_tokens = double_tokens(self.experts if self.exact else [])
             selected = attending(self.config, attention)
-            with selected as argument, doubled_tokens, self._last_stream(aux_layers) as last:
+            active = self._running(keeping_states(drafting=True, undo=True))
+            last_stream = self._last_stream(aux_layers)
+            with selected as argument, doubled_tokens, active, last_stream as last:
                 logits, output = run(
                     self.model,
                     projection,
@@ -260,7 +287,7 @@ class Forwards:
                     **argument,
                     output_hidden_states=bool(aux_layers),
                 )
-        features = _features(output, tokens, aux_layers, last)
+        features = self._select_features(output, tokens, aux_layers, last)
         return logits, features.hidden, features.aux
 
     def _forward_compiled(
@@ -324,30 +351,56 @@ class Forwards:
     @cached_property
     def cache_argument(self) -> str:
         """Name of the model's argument for its cache, which transformers 5.24 renamed."""
-        names = signature(self.model.base_model.forward).parameters
-        return "cache" if "cache" in names else "past_key_values"
+        parameters = signature(self.model.base_model.forward).parameters
+        names = ("cache", "past_key_values", "cache_params")
+        return next(name for name in names if name in parameters)
 
     def _masks(self, mask: Callable[[int | None], Tensor]) -> Any:
         """Return the mask of each kind of layer by its window, or the one of the only kind."""
+        if self.kinds and not self.num_key_layers:
+            # Mamba multiplies its input by any mask
+            return None
         masks = {window: mask(window) for window in set(self.windows.values())}
         kinds = {kind: masks[window] for kind, window in self.windows.items()}
+        if self.kinds:
+            kinds |= dict.fromkeys(STATEFUL) if len(masks) > 1 else {}
         return kinds if len(kinds) > 1 else next(iter(masks.values()))
+
+    @property
+    def num_key_layers(self) -> int:
+        """Number of layers with keys and values."""
+        num_layers: int = self.config.num_hidden_layers
+        return sum(kind.has_keys for kind in self.kinds) if self.kinds else num_layers
+
+    def cache(self, batch: int, capacity: int) -> KVCache:
+        """Return an empty cache of contiguous rows."""
+        return KVCache(self.num_key_layers, batch, capacity, self.model.device, kinds=self.kinds)
+
+    def _running(self, run: Run | None) -> Any:
+        """Let mixers run so in this context."""
+        return running(self.mixers, run) if run and self.mixers else nullcontext()
 
     def _last_stream(self, aux_layers: AuxLayers) -> Any:
         """Collect the stream after all layers if it is read; its hook costs a graph break."""
         is_read = self.config.num_hidden_layers in aux_layers
         return last_stream(self.model) if is_read else nullcontext([])
 
-
-def _features(output: Any, tokens: Tensor, aux_layers: AuxLayers, last: list[Tensor]) -> Features:
-    # numbered as in transformers: the input of each layer; then the stream after all layers
-    streams = [*(output.hidden_states or ())[:-1], *last]
-    streams = [streams[layer] for layer in aux_layers]
-    shape = output.last_hidden_state.shape
-    if any(stream.shape != shape for stream in streams):
-        raise InputError(
-            f"aux_layers need a base with one residual stream of {shape[-1]} channels, got layers "
-            f"of shape {[*streams[0].shape]}; take a head without aux_layers"
-        )
-    aux = torch.cat(streams, -1) if streams else None
-    return Features(output.last_hidden_state, aux, tokens)
+    def _select_features(
+        self, output: Any, tokens: Tensor, aux_layers: AuxLayers, last: list[Tensor]
+    ) -> Features:
+        # numbered as in transformers: the input of each layer; then the stream after all layers
+        streams = [*(output.hidden_states or ())[:-1], *last]
+        if self.config.model_type in OUTPUTS_ONLY and aux_layers:
+            streams = [self.model.get_input_embeddings()(tokens), *streams]
+        streams = [streams[layer] for layer in aux_layers]
+        hidden = output.last_hidden_state
+        if any(stream.shape != hidden.shape for stream in streams):
+            raise InputError(
+                f"aux_layers need a base with one residual stream of {hidden.shape[-1]} channels, "
+                f"got layers of shape {[*streams[0].shape]}; take a head without aux_layers"
+            )
+        aux = torch.cat(streams, -1) if streams else None
+        if self.kinds:
+            # the stream of Mamba-2 is in float32
+            hidden, aux = (None if x is None else x.to(self.model.dtype) for x in (hidden, aux))
+        return Features(hidden, aux, tokens)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.base.cache import RowCache
+from specheads.base.recurrent import STATEFUL, STATELESS
 from specheads.core.errors import InputError
 from specheads.core.features import within_documents
 
@@ -74,12 +75,12 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
     if not getattr(config, "use_sliding_window", True) or not _reads_window(model):
         window = None
     windows = {"full_attention": None, "sliding_attention": window}
-    kinds = set(getattr(config, "layer_types", None) or [])
+    kinds = set(getattr(config, "layer_types", None) or []) - {*STATEFUL, *STATELESS}
     if unknown := sorted(kinds - set(windows)):
         raise InputError(
-            f"tree verification needs attention layers whose keys and values can be rolled "
-            f"back; {config.model_type!r} has layers of kind {', '.join(unknown)}; "
-            "choose a base with full or sliding attention only"
+            f"tree verification needs layers whose state can be rolled back; "
+            f"{config.model_type!r} has layers of kind {', '.join(unknown)}; choose a base with "
+            "full, sliding or linear attention, state spaces or short convolutions"
         )
     if "local" in (getattr(config, "attention_layers", None) or []):
         raise InputError(
@@ -90,6 +91,8 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
     return {kind: windows[kind] for kind in kinds} or {"all": window}
 
 
+MAX_LENGTH = 131_072
+"""Length of the context of a base whose config has none, as those of Mamba."""
 TO_ATTENTION = 'sliding_window=getattr(self.config, "sliding_window", None)'
 """Code that passes a window to the attention function, and not to its mask."""
 
@@ -112,7 +115,7 @@ def sources(classes: Iterable[type]) -> list[str]:
 
 def context_length(config: Any) -> int:
     """Return the longest text in which the encoding of a position does not change."""
-    limits = [config.max_position_embeddings]
+    limits = [getattr(config, "max_position_embeddings", MAX_LENGTH)]
     rope = getattr(config, "rope_parameters", None) or {}
     for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         # other angles are used beyond its original context, and cached keys keep the old ones

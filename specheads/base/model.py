@@ -2,9 +2,12 @@
 
 import weakref
 from collections import deque
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -17,6 +20,7 @@ from specheads.base.experts import choose_experts
 from specheads.base.forward import AuxLayers, Forwards, Verification
 from specheads.base.loading import load_model
 from specheads.base.paged import BlockPool
+from specheads.base.recurrent import MEMORY_COPIES
 from specheads.base.selfcheck import check, check_exact
 from specheads.base.sharding import Sharding
 from specheads.core.cpu.weight_layout import optimise_for_few_rows
@@ -159,7 +163,7 @@ class FrozenBase(BaseEnds):
         # exact verification of one node adds an absent one
         slots = capacity + self.exact
         if not self.static:
-            return KVCache(self.num_layers, batch, slots, self.device)
+            return self.forwards.cache(batch, slots)
         slab = self._spare.pop() if self._spare else None
         if slab is not None and (slab.rows < batch or slab.capacity < slots):
             slab = None
@@ -171,14 +175,33 @@ class FrozenBase(BaseEnds):
     def pool(self, num_blocks: int, block_size: int = 16) -> BlockPool:
         """Return a block pool for paged caches of this base: `PagedKVCache(pool, batch)`."""
         self.refuse_slots(num_blocks * block_size, "lower num_blocks")
-        return BlockPool(self.num_layers, num_blocks, block_size, self.device)
+        num_layers, kinds = self.forwards.num_key_layers, self.forwards.kinds
+        return BlockPool(num_layers, num_blocks, block_size, self.device, kinds)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one token's keys and values."""
         # layers of Gemma 4 differ in their heads
         layers: Any = getattr(self.config, "per_layer_config", [self.config] * self.num_layers)
+        if self.forwards.kinds:
+            pairs = zip(layers, self.forwards.kinds, strict=True)
+            layers = [layer for layer, kind in pairs if kind.has_keys]
         return 2 * sum(map(self._channels, layers)) * self.dtype.itemsize
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep states, which belong to one path: it verifies chains only."""
+        return bool(self.forwards.mixers)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of one row's states, with the copies that a step makes."""
+        if not self.has_states:
+            return 0
+        cache = self.forwards.cache(1, 1)
+        self.forwards.prefill(torch.zeros(1, 1, dtype=torch.long, device=self.device), cache, [1])
+        states = [layer.states().values() for layer in cache.recurrent]
+        return MEMORY_COPIES * sum(state.nbytes for state in chain.from_iterable(states))
 
     def _channels(self, layer: Any) -> int:
         """Return the channels of a layer's keys, from its config."""

@@ -3,6 +3,7 @@
 See docs/tree_verification.md.
 """
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specheads.base.cache import RowCache, upload
+from specheads.base.recurrent import LayerKind
 
 
 class PoolFullError(Exception):
@@ -23,10 +25,15 @@ class BlockPool:
     """
 
     def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int = 16, device: Any = "cpu"
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int = 16,
+        device: Any = "cpu",
+        kinds: Sequence[LayerKind] = (),
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.device = torch.device(device)
+        self.device, self.kinds = torch.device(device), kinds
         self.padding_block = num_blocks
         """Index of an extra block that stores padding and belongs to no row."""
         self.states: list[tuple[Tensor, ...]] = [()] * num_layers
@@ -83,7 +90,7 @@ class PagedKVCache(RowCache):
         self.pool = pool
         self.blocks: list[list[int]] = [[] for _ in range(batch)]
         """Each row's blocks, first slots first."""
-        super().__init__(len(pool.states), batch, pool.device)
+        super().__init__(len(pool.states), batch, pool.device, pool.kinds)
         self.table = torch.empty(0, 0, dtype=torch.long)
         """(batch, blocks) of the reserved forward; shorter rows are padded with `padding_block`."""
         self.scratch_slots = self.table

@@ -21,7 +21,7 @@ class VocabularyProjection:
     bias: Float[Tensor, " drafted"] | None = None
     """Added to the products; few bases have one."""
     scale: float = 1.0
-    """Divisor of the logits (Granite, Cohere). One has no effect."""
+    """Divisor of the logits (Granite, Cohere, Falcon-H1). One has no effect."""
     cap: float | None = None
     """Soft cap of the logits (Gemma 2). None is no cap."""
     tokens: Int[Tensor, " drafted"] | None = None
@@ -58,7 +58,7 @@ class VocabularyProjection:
 
 def projection_of(config: Any, weight: Tensor, bias: Tensor | None = None) -> VocabularyProjection:
     """Return the projection of a base from its matrix, its bias and its text config."""
-    factor = getattr(config, "logit_scale", None)
+    factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
     scale = float(getattr(config, "logits_scaling", None) or 1.0) / float(factor or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return VocabularyProjection(weight, bias, scale, float(cap) if cap else None)

@@ -170,6 +170,11 @@ class Streaming(DraftModel):
             raise InputError(
                 f"streaming needs sinks >= 1 and a window above {depth}, got {sinks} and {window}"
             )
+        if base.has_states:
+            raise InputError(
+                "streaming needs a base with keys and values only, because states keep all of the "
+                f"text, and those of {base.config.model_type!r} do; choose another drafter"
+            )
         super().__init__(base, depth, base, max_nodes=max_nodes)
         self.sinks, self.window, self.chunk = sinks, window, max_nodes
         # with more unread positions than the window it would take the row for a new one

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from specheads.base.cache import RowCache
+from specheads.base.cache import CHAINS_ONLY, RowCache
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
 from specheads.core.drafter import Drafter, Head
@@ -25,12 +25,14 @@ from specheads.decoding.trees.tuned import Tuned
 def default_tree(drafter: Drafter, base: FrozenBase) -> policies.TreePolicy:
     """Return the head's tuned trees if they were measured on the same device type, else a chain.
 
+    A base with states gets a chain if a tuned tree has branches.
     "Do not draft" is only used on the same device name and dtype: drafting may pay on another one.
     """
     tuned = drafter.tuned
     if isinstance(tuned, Tuned) and tuned.machine.device == base.device.type:
         policy = tuned.policy()
-        if policy.depth or tuned.fits(base.device, base.dtype):
+        is_possible = policy.is_chain or not base.has_states
+        if is_possible and (policy.depth or tuned.fits(base.device, base.dtype)):
             return policy
     return policies.chain(drafter.depth)
 
@@ -49,6 +51,8 @@ def resolve_tree(
         policy = tree
     if not isinstance(policy, policies.TreePolicy):
         raise InputError(f"a tree is a TreePolicy, such as policies.chain(3), got {tree!r:.80}")
+    if base.has_states and not policy.is_chain:
+        raise InputError(f"{CHAINS_ONLY}, not {policy.name}")
     if not policy.draft_depth:
         return None, policy
     if drafter is None or policy.draft_depth > drafter.depth:
@@ -234,7 +238,8 @@ class Engine:
         # mask, ancestors, and logits of base and drafter of each node
         logits = base.vocab_size + (self.drafter.drafted_size if self.drafter else 0)
         node_bytes = (self.max_length + num_nodes + logits) * base.dtype.itemsize + num_nodes
-        return int(device_bytes(base.device) / (cache_bytes + num_nodes * node_bytes))
+        row_bytes = cache_bytes + base.state_bytes + num_nodes * node_bytes
+        return int(device_bytes(base.device) / row_bytes)
 
     def submit(self, request: Request) -> Stream:
         """Append a request to the queue; raise a ValueError if it can never be decoded."""

@@ -141,7 +141,6 @@ def test_layers_of_a_base_with_several_residual_streams_are_refused():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (transformers.MambaConfig(hidden_size=16, state_size=4), r"'mamba' has .*choose a base"),
         # ALiBi depends on the slot of the key, and siblings have different slots
         (transformers.BloomConfig(hidden_size=32, n_head=4), "choose another base"),
     ],

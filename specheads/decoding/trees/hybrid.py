@@ -81,6 +81,11 @@ class HybridTree(TreePolicy):
         """Levels of the head's own tree."""
         return self.head_tree.draft_depth
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether it is copied text alone, which can branch off otherwise."""
+        return not self.head_tree.depth
+
     def grow(
         self,
         drafter: Drafter | None,

@@ -38,6 +38,11 @@ class TreePolicy:
         """Levels that the drafter drafts, without copied text; with zero it reads nothing."""
         return self.depth
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether no node of its trees has two children."""
+        return self.num_nodes == self.depth + 1 and self.num_guesses == 1
+
     def start_rates(self, text: LookupText) -> RequestRates:
         """Return the acceptance rates to follow for a new request with this text."""
         return RequestRates()

@@ -106,6 +106,11 @@ class SwitchingPolicy(policies.TreePolicy):
         """Levels of the deepest of the head's own trees."""
         return max(tree.draft_depth for tree in self.trees)
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether each tree is a chain."""
+        return all(tree.is_chain for tree in self.trees)
+
     def choose_policy(self, load: StepLoad) -> policies.TreePolicy:
         """Return the chosen tree."""
         return self.trees[self.choose(load)]
