@@ -17,6 +17,7 @@ from specheads.decoding import accept
 from specheads.decoding.cost import RequestRates, RowLoad, StepLoad
 from specheads.decoding.detokenize import TextStream
 from specheads.decoding.loop import NO_LEDGER, DecodingState, DecodingStep, StepLedger, start, step
+from specheads.decoding.processors import largest_token
 from specheads.decoding.request import Request, group_by_length, split_stop
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import Tuned
@@ -90,7 +91,7 @@ class Stream:
         """None while it is not done."""
         self._limit, base = limit, engine.base
         self._stop, special = split_stop(request.stop, base.tokenizer)
-        self._eos = {*(base.eos_ids if request.eos_ids is None else request.eos_ids), *special}
+        self.eos_ids = {*(base.eos_ids if request.eos_ids is None else request.eos_ids), *special}
         self._text: TextStream | None = None
         self._tokens: list[int] = []
         self._yielded = 0, 0
@@ -149,7 +150,7 @@ class Stream:
         """Append decoded tokens up to the end of the request."""
         for token in tokens:
             self._tokens.append(token)
-            if token in self._eos:
+            if token in self.eos_ids:
                 self.finish_reason = "eos"
             elif self._stop and (text := self._decode_text()) and text.is_over:
                 self.finish_reason = "stop"
@@ -248,6 +249,11 @@ class Engine:
             raise InputError(
                 f"token ids must be below {vocab}, got {largest}; use this base's own tokenizer"
             )
+        if (largest := largest_token(request.sampling)) >= vocab:
+            raise InputError(
+                f"tokens of logit_bias and bad_words must be below {vocab}, got {largest}; use "
+                "this base's own tokenizer"
+            )
         if media := self.base.media_ids.keys() & {*request.prompt}:
             token = min(media)
             raise InputError(
@@ -337,7 +343,14 @@ class Engine:
             cache = self._make_cache(len(streams))
         with self._end_on_error(streams, cache):
             state, first = start(
-                self.base, self.drafter, prompts, self._capacity, sampling, cache, self.coupled
+                self.base,
+                self.drafter,
+                prompts,
+                self._capacity,
+                sampling,
+                cache,
+                self.coupled,
+                [sorted(stream.eos_ids) for stream in streams],
             )
             for stream, token, text in zip(streams, first, state.texts, strict=True):
                 stream.append_tokens([token])

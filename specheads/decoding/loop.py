@@ -20,6 +20,7 @@ from specheads.core.kernels import without_cudnn_attention
 from specheads.core.machine import synchronise
 from specheads.core.tree import TokenTree
 from specheads.decoding.accept import AcceptanceRule, Verdict
+from specheads.decoding.processors import build_processors
 from specheads.decoding.prompt_lookup import LookupText
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 from specheads.decoding.trees.policies import TreePolicy, root_only
@@ -219,11 +220,13 @@ def start(
     sampling: list[Sampling] | None = None,
     cache: RowCache | None = None,
     coupled: bool = True,
+    eos_ids: Sequence[Sequence[int]] = (),
 ) -> tuple[DecodingState, list[int]]:
     """Read the prompts with base and drafter; return the state and each row's first token.
 
     A row has at most `capacity` tokens, with the nodes of its last tree. By default rows are greedy
-    and their cache is contiguous. Raises PoolFullError if the cache's pool cannot hold the prompts.
+    and their cache is contiguous. `eos_ids` are those of each row. Raises PoolFullError if the
+    cache's pool cannot hold the prompts.
     """
     batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
     padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
@@ -235,8 +238,10 @@ def start(
     counts = upload(lengths, base.device)
     text = pad(padded, (0, capacity - padded.shape[1]))
     sampling = sampling or [GREEDY] * batch
+    rows = zip(sampling, lengths, eos_ids or [()] * batch, strict=True)
+    processors = [build_processors(*row, base.device) for row in rows]
     state = SamplingState(
-        sampling, counts - 1, text, logits.shape[-1], dtype=logits.dtype, coupled=coupled
+        sampling, counts - 1, text, logits.shape[-1], logits.dtype, coupled, processors
     )
     root = root_only(Committed(features, padded, counts))
     # there is no draft yet: under every rule the first token is the base's own

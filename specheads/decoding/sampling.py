@@ -4,8 +4,9 @@ Base and drafter use transformers' own logits processors. The samples of a reque
 seed and on positions in its text only. See docs/losslessness.md.
 """
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Annotated, Any, cast
 
@@ -36,12 +37,17 @@ from specheads.core.ranges import (
 from specheads.core.tree import TokenTree
 from specheads.decoding import noise
 from specheads.decoding.noise import derive_seed, likeliest
+from specheads.decoding.processors import AllowedTokens, is_bias, is_words
 
 NodeScores = Float[Tensor, "batch node vocab"]
 """Logits, scores or probabilities of the token after each node."""
 Ancestors = Bool[Tensor, "batch node node"]
 Paths = Int[Tensor, "batch node path"]
 """Tokens from the root to each node."""
+
+
+def _is_function(value: Any) -> bool:
+    return value is None or callable(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,21 @@ class Sampling:
     repetition_penalty: Annotated[float, Gt(0)] = 1.0
     """Divides positive logits, and multiplies negative ones, of tokens that are already in the
     prompt or the text. One is off."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that are already in the answer."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that it is already in the answer."""
+    logit_bias: Annotated[
+        Any, Rule(is_bias, "token ids, or tuples of them, with numbers below infinity")
+    ] = field(default_factory=dict)
+    """Numbers added to logits. A tuple adds to its last token after the tokens before it."""
+    bad_words: Annotated[Any, Rule(is_words, "lists of token ids, none empty")] = ()
+    """Token sequences that the answer must not complete."""
+    min_new_tokens: NonNegativeInt = 0
+    """New tokens before an end-of-text token may follow; stop strings end the text before."""
+    prefix_allowed_tokens_fn: Annotated[Any, Rule(_is_function, "a function or none")] = None
+    """Function from the index of the prompt and the tokens so far to the tokens that may follow, as
+    for transformers' `generate`; see `processors.AllowedTokens`."""
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 0
     """Seed of the samples."""
 
@@ -75,16 +96,40 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """Whether it always takes the base's likeliest token."""
-        return self.temperature == 0 and self.repetition_penalty == 1
+        penalised = self.repetition_penalty != 1 or self.has_processors
+        return self.temperature == 0 and not penalised
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether scores depend on the whole text by more than a repetition penalty."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.bad_words
+            or self.min_new_tokens
+            or self.prefix_allowed_tokens_fn
+        )
 
     def of_prompt(self, index: int) -> "Sampling":
         """Return these settings with the seed of the `index`-th prompt."""
-        return replace(self, seed=derive_seed(self.seed, index))
+        return replace(self.with_index(index), seed=derive_seed(self.seed, index))
+
+    def with_index(self, index: int) -> "Sampling":
+        """Return these settings with a function that gets this index of the prompt."""
+        function = self.prefix_allowed_tokens_fn
+        if function is None:
+            return self
+        return replace(self, prefix_allowed_tokens_fn=lambda _, tokens: function(index, tokens))
 
 
 GREEDY = Sampling()
-# a copy without the seed would be checked again
-_without_seed = attrgetter(*(field.name for field in fields(Sampling) if field.name != "seed"))
+_group_settings = attrgetter(
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "has_processors")
+)
+"""Settings that rows of a group share. The seed and the processors are each row's own."""
+FORBIDDEN = -1e30
+"""Replaces -inf in drafts: sums over the levels of a tree are finite in float32 too."""
 CHUNK = 2**22
 """Numbers of noise computed at once, to limit temporary memory."""
 
@@ -98,13 +143,15 @@ class SamplingState:
     """Position of each row's root, which is the number of committed tokens before it."""
     text: Int[Tensor, "batch time"]
     """Tokens of each row up to the root at `lengths`, with room for all new tokens. It is updated
-    only for a repetition penalty."""
+    only for rows whose scores depend on it."""
     vocab_size: int
     """Columns of the base's logits."""
     dtype: torch.dtype = torch.float32
     """Dtype of the base's logits. Samples are computed in it, or in float32 if that is wider."""
     coupled: bool = True
     """Whether drafts see the noise that the base samples with: see `CoupledDrafter`."""
+    processors: list[LogitsProcessorList] = field(default_factory=list)
+    """Each row's own processors, which apply before temperature and cuts."""
     depth: int | None = None
     """Most levels of the next trees; None is the number of nodes. Noise is computed for this
     many positions at once."""
@@ -114,10 +161,14 @@ class SamplingState:
     """Whether any row samples, at a temperature above zero."""
     all_sampled: bool = field(init=False)
     """Whether every row samples."""
-    penalised: bool = field(init=False)
-    """Whether any row has a repetition penalty."""
+    reads_text: bool = field(init=False)
+    """Whether any row's scores depend on its text."""
+    has_processors: bool = field(init=False)
+    """Whether any row has processors of its own."""
     is_sampled: Bool[Tensor, " batch"] = field(init=False)
     """Which rows sample."""
+    adjusts_draft: Bool[Tensor, " batch"] = field(init=False)
+    """Rows that sample or have processors: their drafts get the scores and noise of the base."""
     seeds: Int[Tensor, " batch"] = field(init=False)
     """Seed of each row."""
     _seed_bits: Int[Tensor, " batch"] = field(init=False)
@@ -129,15 +180,23 @@ class SamplingState:
         device = self.lengths.device
         self.dtype = torch.promote_types(self.dtype, torch.float32)
         self.greedy = all(settings.greedy for settings in self.sampling)
-        self.penalised = any(settings.repetition_penalty != 1 for settings in self.sampling)
+        self.processors = self.processors or [LogitsProcessorList() for _ in self.sampling]
+        self.has_processors = any(self.processors)
+        self.reads_text = self.has_processors or any(
+            settings.repetition_penalty != 1 for settings in self.sampling
+        )
         is_sampled = [settings.temperature > 0 for settings in self.sampling]
         self.any_sampled, self.all_sampled = any(is_sampled), all(is_sampled)
         self.is_sampled = upload(is_sampled, device).bool()
+        self.adjusts_draft = self.is_sampled
+        if self.has_processors:
+            processed = upload(list(map(bool, self.processors)), device).bool()
+            self.adjusts_draft = self.is_sampled | processed
         self.seeds = upload([settings.seed for settings in self.sampling], device)
         self._seed_bits, self._noise = noise.bits(self.seeds), None
         groups: dict[Any, list[int]] = {}
         for row, settings in enumerate(self.sampling):
-            groups.setdefault(_without_seed(settings), []).append(row)
+            groups.setdefault(_group_settings(settings), []).append(row)
         self._groups = [(self.sampling[rows[0]], upload(rows, device)) for rows in groups.values()]
 
     def keep(self, rows: list[int]) -> "SamplingState":
@@ -148,27 +207,37 @@ class SamplingState:
             sampling=[self.sampling[row] for row in rows],
             lengths=self.lengths[index],
             text=self.text[index],
+            processors=[self.processors[row] for row in rows],
         )
 
     def join(self, other: "SamplingState") -> "SamplingState":
         """Return the state of both batches' rows; both `text`s must have the same width."""
         lengths = torch.cat([self.lengths, other.lengths])
         text = torch.cat([self.text, other.text])
-        return replace(self, sampling=self.sampling + other.sampling, lengths=lengths, text=text)
+        sampling, processors = self.sampling + other.sampling, self.processors + other.processors
+        return replace(self, sampling=sampling, lengths=lengths, text=text, processors=processors)
 
     def advance(self, tokens: Int[Tensor, "batch path"], lengths: Int[Tensor, " batch"]) -> None:
         """Append the tokens to each row, and move the roots to `lengths`."""
-        if self.penalised:
+        if self.reads_text:
             offsets = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
             self.text.scatter_(1, self.lengths[:, None] + offsets, tokens)
         self.lengths, self._noise = lengths, None
+        for processor in itertools.chain(*self.processors):
+            if isinstance(processor, AllowedTokens):
+                processor.clear()
 
-    def scores(self, logits: NodeScores, paths: Paths) -> NodeScores:
+    def scores(
+        self, logits: NodeScores, paths: Paths, path_lengths: Nodes | None = None
+    ) -> NodeScores:
         """Apply each row's sampling settings to logits over the base's vocabulary after each node.
 
-        At temperature zero only the largest score has a meaning.
+        At temperature zero only the largest score has a meaning. `path_lengths` are the tokens of
+        each path that count for processors, zero for an absent node; None is all.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
+        if self.has_processors:
+            scores = self._process(scores, paths, path_lengths)
         if len(self._groups) == 1:
             return _group_scores(self._groups[0][0], scores, paths, self.text, self.lengths)
         out = torch.empty_like(scores)
@@ -177,9 +246,28 @@ class SamplingState:
             out[rows] = _group_scores(settings, *inputs)
         return out
 
-    def probs(self, logits: NodeScores, paths: Paths) -> NodeScores:
+    def _process(self, scores: NodeScores, paths: Paths, path_lengths: Nodes | None) -> NodeScores:
+        """Apply each row's own processors to its nodes, those of one depth together.
+
+        They get the text from its first token to the node, so they need not know of trees.
+        """
+        if path_lengths is None:
+            path_lengths = torch.full_like(paths[..., 0], paths.shape[-1])
+        scores, lengths, depths = scores.clone(), self.lengths.tolist(), path_lengths.tolist()
+        for row, processors in enumerate(self.processors):
+            # from the root on, because constraints know a prefix by the one before it
+            for depth in sorted({*depths[row]} - {0}) if processors else ():
+                nodes = (path_lengths[row] == depth).nonzero()[:, 0]
+                text = self.text[row, : lengths[row]].expand(len(nodes), -1)
+                prefixes = torch.cat([text, paths[row, nodes, :depth]], dim=1)
+                scores[row, nodes] = processors(cast(Any, prefixes), scores[row, nodes])
+        return scores
+
+    def probs(
+        self, logits: NodeScores, paths: Paths, path_lengths: Nodes | None = None
+    ) -> NodeScores:
         """Return the distribution that each row samples from; at temperature zero it is a point."""
-        scores = self.scores(logits, paths)
+        scores = self.scores(logits, paths, path_lengths)
         probs = scores.softmax(-1)
         if self.all_sampled:
             return probs
@@ -188,7 +276,7 @@ class SamplingState:
 
     def tree_probs(self, tree: TokenTree, logits: NodeScores, ancestors: Ancestors) -> NodeScores:
         """Return the base's distribution after each node of a tree."""
-        return self.probs(logits, _paths(tree, ancestors))
+        return self.probs(logits, *self._paths(tree, ancestors))
 
     def choose(self, tree: TokenTree, logits: NodeScores, ancestors: Ancestors) -> Nodes:
         """Return the token that the base alone would choose after each node of a tree.
@@ -197,7 +285,7 @@ class SamplingState:
         """
         if self.greedy:
             return likeliest(logits)
-        scores = self.scores(logits, _paths(tree, ancestors))
+        scores = self.scores(logits, *self._paths(tree, ancestors))
         if not self.any_sampled:
             return likeliest(scores)
         deepest = tree.tokens.shape[1] - 1
@@ -207,6 +295,11 @@ class SamplingState:
             indices = (rows * gumbels.shape[1] + tree.depths()).flatten()
             gumbels = gumbels.flatten(0, 1).index_select(0, indices).view_as(scores)
         return likeliest(scores + gumbels)
+
+    @property
+    def adjusts_any_draft(self) -> bool:
+        """Whether any row's drafts are adjusted."""
+        return self.any_sampled or self.has_processors
 
     def level_noise(self, level: int) -> Float[Tensor, "batch 1 vocab"]:
         """Return the noise of the tokens after the nodes at depth `level`."""
@@ -230,6 +323,19 @@ class SamplingState:
             self._noise = gumbels if self.all_sampled else gumbels * self.is_sampled[:, None, None]
         return self._noise
 
+    def _paths(self, tree: TokenTree, ancestors: Ancestors) -> tuple[Paths, Nodes | None]:
+        """Return the tokens from the root to each node, and their number where it matters.
+
+        The root's token is padding. A repetition penalty needs no order, so that of nodes is kept.
+        """
+        paths = torch.where(ancestors, tree.tokens[:, None], tree.tokens[:, :1, None])
+        if not self.has_processors:
+            return paths, None
+        order = (~ancestors).to(torch.uint8).argsort(dim=-1, stable=True)
+        is_present = tree.parents >= 0
+        is_present[:, 0] = True
+        return paths.gather(-1, order), ancestors.sum(-1) * is_present
+
     def uniforms(self, ancestors: Ancestors) -> Float64[Tensor, "batch node"]:
         """Return the uniform number that samples the token after each node in `rejection`."""
         return noise.uniform(self.seeds[:, None], self._next_positions(ancestors), noise.BONUS)
@@ -246,18 +352,14 @@ class SamplingState:
         return self.lengths[:, None] + ancestors.sum(-1)
 
 
-def _paths(tree: TokenTree, ancestors: Ancestors) -> Paths:
-    """Return the tokens from the root to each node, with the root's token as padding."""
-    return torch.where(ancestors, tree.tokens[:, None], tree.tokens[:, :1, None])
-
-
 def _group_scores(
     settings: Sampling, scores: Tensor, paths: Tensor, text: Tensor, lengths: Tensor
 ) -> Tensor:
     """Apply the logits processors of transformers to rows with the same settings."""
     shape, tokens = scores.shape, paths.flatten(0, 1)
     processors = LogitsProcessorList()
-    if settings.repetition_penalty != 1:
+    # the processors of a row have the penalty too, in its place among them
+    if settings.repetition_penalty != 1 and not settings.has_processors:
         positions = torch.arange(text.shape[1], device=text.device)
         root = text.gather(1, lengths[:, None])
         prefix = torch.where(positions <= lengths[:, None], text, root)
@@ -286,7 +388,7 @@ def expand_sampling(sampling: Sampling | Sequence[Sampling] | None, count: int) 
         raise InputError(
             f"sampling must be a Sampling(...) or a list of {count}, got {sampling!r:.80}"
         )
-    return list(sampling)
+    return [settings.with_index(index) for index, settings in enumerate(sampling)]
 
 
 # --- drafts that see the noise ------------------------------------------------------------------
@@ -298,7 +400,8 @@ class CoupledDrafter(Drafter):
     The logits get each row's temperature, cuts and penalties, and then the noise that the base
     samples with at that position. The argmax is the base's token with a probability of at least
     (1 - TV) / (1 + TV), where TV is the total variation distance of both distributions. Rows at
-    temperature zero keep their logits. The decoded text is the same for every drafter.
+    temperature zero keep their logits, except that their own processors apply. The decoded text is
+    the same for every drafter.
 
     Source: Daliri, Musco and Suresh 2024, arXiv:2408.07978.
     """
@@ -339,16 +442,22 @@ def with_noise(
 ) -> Float[Tensor, "batch node drafted"]:
     """Return a drafter's logits after the nodes of one level with the noise added.
 
-    `paths` are the tokens from the root to each node. Greedy rows keep their logits.
+    `paths` are the tokens from the root to each node. Greedy rows without processors keep their
+    logits.
     """
     base_logits = over_vocabulary(drafter, logits, sampling.vocab_size)
-    noisy = sampling.scores(base_logits, paths) + sampling.level_noise(paths.shape[-1] - 1)
+    noisy = sampling.scores(base_logits, paths)
+    if sampling.any_sampled:
+        noisy = noisy + sampling.level_noise(paths.shape[-1] - 1)
     if base_logits is not logits:
         columns = torch.arange(logits.shape[-1], device=logits.device)
         noisy = noisy[..., drafter.to_tokens(columns)]
+    if sampling.has_processors:
+        # finite, because a drafter may know none of the allowed tokens
+        noisy = noisy.clamp(min=FORBIDDEN)
     if sampling.all_sampled:
         return noisy
-    return torch.where(sampling.is_sampled[:, None, None], noisy, logits)
+    return torch.where(sampling.adjusts_draft[:, None, None], noisy, logits)
 
 
 def over_vocabulary(drafter: Drafter, logits: Tensor, vocab_size: int) -> Tensor:

@@ -75,8 +75,9 @@ def custom_generate(
         arguments, config = generate_arguments(), generation_config
         _refuse_unsupported(config, arguments, model_kwargs)
         padding = _count_padding(input_ids, model_kwargs)
-        sampling = _read_sampling(logits_processor, bool(config.do_sample), padding)
         limit, eos_ids, criteria = _read_criteria(stopping_criteria, input_ids.shape[1])
+        do_sample = bool(config.do_sample)
+        sampling = _read_sampling(logits_processor, do_sample, input_ids, padding, eos_ids)
         streamer: BaseStreamer | None = arguments.get("streamer")
         if len(input_ids) > 1 and (criteria or streamer):
             raise InputError(
@@ -146,7 +147,16 @@ def _follow_stream(
 # --- the arguments of a call -------------------------------------------------------------------
 
 _PROCESSORS: dict[type, tuple[str, str]] = {
+    processors.SequenceBiasLogitsProcessor: ("logit_bias", "sequence_bias"),
     processors.RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
+    # the words are the keys
+    processors.NoBadWordsLogitsProcessor: ("bad_words", "sequence_bias"),
+    # transformers adds both for min_new_tokens
+    processors.MinLengthLogitsProcessor: ("min_length", "min_length"),
+    processors.MinNewTokensLengthLogitsProcessor: ("min_new_tokens", "min_new_tokens"),
+    processors.PrefixConstrainedLogitsProcessor: (
+        *("prefix_allowed_tokens_fn", "_prefix_allowed_tokens_fn"),
+    ),
     processors.TemperatureLogitsWarper: ("temperature", "temperature"),
     processors.TopKLogitsWarper: ("top_k", "top_k"),
     processors.TopPLogitsWarper: ("top_p", "top_p"),
@@ -231,7 +241,11 @@ def _count_padding(
 
 
 def _read_sampling(
-    logits_processors: LogitsProcessorList, do_sample: bool, padding: Int[Tensor, " batch"]
+    logits_processors: LogitsProcessorList,
+    do_sample: bool,
+    input_ids: Int[Tensor, "batch time"],
+    padding: Int[Tensor, " batch"],
+    eos_ids: tuple[int, ...],
 ) -> Sampling:
     """Return `Sampling` settings equal to these processors, with a seed from torch's generator."""
     order, last = list(_PROCESSORS), -1
@@ -240,21 +254,35 @@ def _read_sampling(
         kind = type(processor)
         rank = order.index(kind) if kind in order else -1
         ignored = getattr(processor, "prompt_ignore_length", None)
+        ends = getattr(processor, "eos_token_id", None)
         # other options of the processor must have their default values
         is_plain = (
             getattr(processor, "min_tokens_to_keep", 1) == 1
             and getattr(processor, "filter_value", -torch.inf) == -torch.inf
             and (ignored is None or bool((torch.as_tensor(ignored).to(padding) == padding).all()))
+            and (ends is None or {*torch.as_tensor(ends).tolist()} == {*eos_ids})
         )
         if rank <= last or not is_plain:
             raise InputError(
-                "a head can change logits by repetition_penalty, temperature, top_k, top_p, min_p, "
-                f"each once, got {kind.__name__}; leave out that or custom_generate"
+                "a head can change logits by sequence_bias, repetition_penalty, bad_words_ids, "
+                "min_new_tokens, prefix_allowed_tokens_fn, temperature, top_k, top_p, min_p, each "
+                f"once, got {kind.__name__}; leave out that or custom_generate"
             )
         name, attribute = _PROCESSORS[kind]
         settings[name], last = getattr(processor, attribute), rank
+    settings["bad_words"] = [list(word) for word in settings.get("bad_words", ())]
+    min_length = settings.pop("min_length", 0) - input_ids.shape[1]
+    settings["min_new_tokens"] = max(settings.get("min_new_tokens", 0), min_length, 0)
+    if (function := settings.get("prefix_allowed_tokens_fn")) is not None:
+
+        def allowed_tokens(index: int, tokens: Tensor) -> Any:
+            # the function gets the row with its padding, as from transformers
+            row_padding = input_ids[index, : padding[index]]
+            return function(index, torch.cat([row_padding, tokens.to(input_ids.device)]))
+
+        settings["prefix_allowed_tokens_fn"] = allowed_tokens
     if not do_sample:
-        return Sampling(repetition_penalty=settings.get("repetition_penalty", 1.0))
+        return Sampling(**settings | {"temperature": 0.0})
     # so that torch.manual_seed determines the tokens, as in transformers
     return Sampling(**settings, seed=int(torch.randint(2**63 - 1, ())))
 

@@ -18,6 +18,7 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
@@ -131,6 +132,11 @@ def test_correct_drafts_save_forwards():
     assert len(forwards) - 1 == 12 / 4
 
 
+def even_or_odd(row: int, tokens: Tensor) -> list[int]:
+    """Allow tokens by the row and by its length with padding, as transformers passes them."""
+    return [*range((row + len(tokens)) % 2, tiny.VOCAB, 2)]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -140,6 +146,11 @@ def test_correct_drafts_save_forwards():
         {"max_new_tokens": None, "max_length": 24},
         {"repetition_penalty": 1.4},
         {"generation_config": GenerationConfig(max_new_tokens=7, repetition_penalty=1.2)},
+        {"sequence_bias": {(token_of(0, 2),): -5.0, (token_of(0, 0), 7): 30.0}},
+        {"bad_words_ids": [[token_of(0, 1)], [token_of(1, 0), token_of(1, 1)]]},
+        {"min_new_tokens": 4, "eos_token_id": [token_of(0, 2), token_of(1, 1)]},
+        {"min_length": 24, "eos_token_id": [token_of(0, 2), token_of(1, 1)]},
+        {"prefix_allowed_tokens_fn": even_or_odd, "repetition_penalty": 1.3},
         {"logits_processor": LogitsProcessorList([TopKLogitsWarper(2)])},
         {"use_cache": False},
     ],
@@ -235,7 +246,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"output_hidden_states": True}, "output_hidden_states"),
     ({"no_repeat_ngram_size": 2}, "NoRepeatNGram"),
     ({"guidance_scale": 1.5}, "Guidance"),
-    ({"min_new_tokens": 3, "eos_token_id": 1}, "MinLength"),
+    ({"logits_processor": [MinLengthLogitsProcessor(9, 1)]}, "MinLength"),
     ({"typical_p": 0.5, **SAMPLED}, "TypicalLogitsWarper"),
     ({"logits_processor": [lambda _, scores: -scores]}, "function"),
     ({"logits_processor": [TopKLogitsWarper(2)], **SAMPLED, "temperature": 0.5}, "Temperature"),

@@ -61,13 +61,13 @@ class TreePolicy:
     ) -> TokenTree:
         """Draft one tree per row; `sampling` has the settings and noise, `texts` are for lookup.
 
-        If rows sample, the drafter's logits get the noise that the base samples with. Copied text
-        and the base alone need no drafter.
+        If rows sample, the drafter's logits get the noise that the base samples with, and the
+        processors of a row apply to them. Copied text and the base alone need no drafter.
         """
         if not self.depth:
             return root_only(committed)
         assert drafter is not None
-        if sampling is not None and sampling.any_sampled and sampling.coupled:
+        if sampling is not None and sampling.adjusts_any_draft and sampling.coupled:
             drafter = CoupledDrafter(drafter, sampling)
         logits, state = drafter.begin(committed, memory)
         return self.draft(drafter, committed.root(), logits, state)
