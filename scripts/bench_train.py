@@ -177,7 +177,7 @@ def bench_of(
     accelerator = Accelerator(cpu=base.device.type == "cpu", mixed_precision=precision)
     stepper = StepRunner(Teacher(base, head), schedule, accelerator, 0)
     scheduled_phase = schedule_phases(schedule)[0]
-    stepper.begin(scheduled_phase)
+    stepper.teacher.begin(scheduled_phase)
     return Bench(base, head, batch, scheduled_phase, stepper, muon)
 
 

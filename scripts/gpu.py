@@ -372,7 +372,6 @@ def train_row(report: Report, base: Any, kind: str) -> dict[str, Any]:
 
 def planned_gib(base: Any, bench: Any) -> float:
     """Return the peak memory in GiB that `dry_run` plans for such a step, from shapes alone."""
-    from specheads.commands._batch_sizes import setup_of
     from specheads.config import compose
     from specheads.training.plan import plan_training
 
@@ -389,7 +388,7 @@ def planned_gib(base: Any, bench: Any) -> float:
         words += [f"schedule.muon_learning_rate={bench.muon_learning_rate}"]
         settings = compose.settings_of("train", words)
         settings.head = {"kind": bench.head.kind, **head}
-        plan = plan_training(setup_of(settings), bench.stepper.accelerator)
+        plan = plan_training(settings, bench.stepper.accelerator)
         return plan.peak_bytes / 2**30
 
 

@@ -9,7 +9,6 @@ import yaml
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.loading import load_tokenizer
-from specheads.commands._batch_sizes import resolve_batch_sizes, setup_of
 from specheads.config import compose
 from specheads.config.commands import Train
 from specheads.config.training import distill_settings
@@ -18,6 +17,7 @@ from specheads.data.masks import CLOSE, OPEN, marked
 from specheads.data.prompts import held_out_prompts
 from specheads.data.sources import report_source
 from specheads.data.tokenise import UnansweredError, tokenise_corpus
+from specheads.training.batch_sizes import resolve_batch_sizes
 from specheads.training.plan import plan_training
 from specheads.training.processes import accelerator_of_environment
 
@@ -29,7 +29,7 @@ def show_plan(settings: Train) -> None:
     if accelerator.is_main_process:
         sys.stdout.write(compose.as_yaml(settings))
         sys.stdout.flush()
-    plan = plan_training(setup_of(settings), accelerator)
+    plan = plan_training(settings, accelerator)
     if not accelerator.is_main_process:
         return
     sys.stdout.write("".join(f"# {line}\n" for line in _corpus_report(settings)))

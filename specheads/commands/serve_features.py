@@ -17,7 +17,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from specheads.base.gguf import load_path
-from specheads.commands._batch_sizes import setup_of
 from specheads.commands._call import checked_settings
 from specheads.config.commands import ServeFeatures
 from specheads.config.training import FeatureSettings
@@ -88,10 +87,9 @@ def serve_features(
             f"base.dtype={base_settings.dtype} base.adapter={base_settings.adapter!r}; change the "
             "dtype, or merge the adapter into the weights first"
         )
-    setup = setup_of(settings)
     dtype = server_dtype(base_settings.dtype)
-    base = meta_served_base(setup.base, dtype)
-    layers = server_layers(meta_head(setup, base), base.num_layers)
+    base = meta_served_base(base_settings, dtype)
+    layers = server_layers(meta_head(settings, base), base.num_layers)
     max_row_tokens = longest_row(settings.schedule, settings.data, base.max_length)
     extraction = {
         "method": "extract_hidden_states",

@@ -20,7 +20,6 @@ from specheads.base import lora
 from specheads.base.ends import BaseEnds, ServedBase
 from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
-from specheads.commands._batch_sizes import resolve_batch_sizes
 from specheads.commands._call import checked_settings
 from specheads.commands.evaluate import (
     context_prompts,
@@ -44,6 +43,7 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import stage_announcer
 from specheads.runs.trackers import Tracker, refuse_missing
 from specheads.training import trainer
+from specheads.training.batch_sizes import resolve_batch_sizes
 from specheads.training.distill.run import refuse_not_decoding
 from specheads.training.features import FeatureSource, LocalBase, feature_cache
 from specheads.training.phase_data import PhaseData

@@ -3,8 +3,6 @@
 See docs/train.md. Source: Cai et al. 2024, arXiv:2401.10774, section 2.2.2.
 """
 
-from contextlib import AbstractContextManager
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -36,8 +34,6 @@ class JointTraining:
             target_modules=settings.target_modules,
             seed=seed,
         )
-        self.parameters = self.adapter.parameters
-        """Trained parameters of the base."""
 
     def read(
         self,
@@ -61,7 +57,7 @@ class JointTraining:
         targets = tokens[rows, positions + 1]
         if settings.target == "base":
             # before the forward with gradients, which toggling the adapter would disturb
-            with self.disabled():
+            with self.adapter.off():
                 targets = self.base.read(tokens, document_ids=document_ids).hidden[rows, positions]
         self.adapter.draw_by(dropout_keys)
         features = self.base.read(tokens, aux_layers, document_ids, gradients=True)
@@ -82,7 +78,3 @@ class JointTraining:
             return F.cross_entropy(logits, targets, reduction="sum")
         log_probs = self._original_projection(targets).to(logits.dtype).log_softmax(-1)
         return F.kl_div(logits.log_softmax(-1), log_probs, reduction="sum", log_target=True)
-
-    def disabled(self) -> AbstractContextManager[None]:
-        """Disable the adapter inside the context: the base is as it was loaded."""
-        return self.adapter.off()

@@ -6,7 +6,6 @@ See docs/scale.md.
 import copy
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -25,9 +24,9 @@ from specheads.base.file_checks import attention_of, auto_class
 from specheads.base.gguf import load_path
 from specheads.base.loading import load_config
 from specheads.base.model import FrozenBase
-from specheads.config.data import DataSettings
+from specheads.config.commands import Train
 from specheads.config.shared import BaseSettings
-from specheads.config.training import DistillSettings, FeatureSettings, Phase, Schedule
+from specheads.config.training import DistillSettings, Phase
 from specheads.core.drafter import Head
 from specheads.core.features import Features
 from specheads.data.packing import TokenBatch
@@ -40,7 +39,6 @@ from specheads.training.features import (
     server_layers,
     server_token_bytes,
 )
-from specheads.training.joint import JointTraining
 from specheads.training.objective import Objective, draft_labels
 from specheads.training.optimizers import roles
 from specheads.training.schedule import (
@@ -49,7 +47,7 @@ from specheads.training.schedule import (
     row_tokens,
     text_tokens,
 )
-from specheads.training.step import MicroBatch, Teacher, begin_phase, compute_loss
+from specheads.training.step import MicroBatch, Teacher, compute_loss
 
 FLOAT32_BYTES = 4
 """Bytes of a trained number, its gradient, and each moment."""
@@ -57,53 +55,29 @@ DOCUMENTS_PER_ROW = 3
 """Assumed documents of a row of best-fit packing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingSetup:
-    """A training to plan."""
+def random_batch(
+    settings: Train, phase: Phase, rows: int, base: BaseEnds, head: Head
+) -> TokenBatch:
+    """Return a random batch of a phase, with tokens from the draft vocabulary."""
+    shape = rows, row_tokens(phase, settings.data, base.max_length)
+    tokens = head.to_tokens(torch.randint(head.drafted_size, shape, device=base.device))
+    loss_mask = torch.ones_like(tokens, dtype=torch.bool)
+    if phase.distill is not None and phase.answers_only:
+        loss_mask[:, : phase.distill.prompt_tokens] = False
+    document_ids = None
+    if phase.packing == "best_fit" and phase.distill is None:
+        ends = torch.rand(rows, 1, DOCUMENTS_PER_ROW - 1, device=base.device) * shape[1]
+        positions = torch.arange(shape[1], device=base.device)[:, None]
+        document_ids = (positions >= ends).sum(-1)
+    return TokenBatch(tokens, loss_mask, document_ids)
 
-    base: BaseSettings
-    head: dict[str, Any]
-    """`kind` of the head and its settings."""
-    init: str
-    """Folder or Hub id of a head to start from; empty starts from random weights."""
-    schedule: Schedule
-    data: DataSettings
-    features: FeatureSettings
-    seed: int
 
-    @property
-    def is_served(self) -> bool:
-        """Whether servers have the layers of the base."""
-        return self.features.source == "vllm"
-
-    def random_batch(self, phase: Phase, rows: int, base: BaseEnds, head: Head) -> TokenBatch:
-        """Return a random batch of a phase, with tokens from the draft vocabulary."""
-        shape = rows, row_tokens(phase, self.data, base.max_length)
-        tokens = head.to_tokens(torch.randint(head.drafted_size, shape, device=base.device))
-        loss_mask = torch.ones_like(tokens, dtype=torch.bool)
-        if phase.distill is not None and phase.answers_only:
-            loss_mask[:, : phase.distill.prompt_tokens] = False
-        document_ids = None
-        if phase.packing == "best_fit" and phase.distill is None:
-            ends = torch.rand(rows, 1, DOCUMENTS_PER_ROW - 1, device=base.device) * shape[1]
-            positions = torch.arange(shape[1], device=base.device)[:, None]
-            document_ids = (positions >= ends).sum(-1)
-        return TokenBatch(tokens, loss_mask, document_ids)
-
-    def teacher(self, base: BaseEnds, head: Head) -> Teacher:
-        """Return the teacher of a step; random states replace those of a server."""
-        source = None
-        if self.is_served:
-            source = RandomStates(base, head.aux_layers, server_layers(head, base.num_layers))
-        return Teacher(base, head, source)
-
-    def joint_training(self, base: BaseEnds) -> JointTraining | None:
-        """Return the joint training of the base, if any phase trains it."""
-        settings = adapter_settings(self.schedule)
-        if settings is None:
-            return None
-        assert isinstance(base, FrozenBase)
-        return JointTraining(base, settings, self.seed)
+def planned_teacher(settings: Train, base: BaseEnds, head: Head) -> Teacher:
+    """Return the teacher of a training; random states replace those of a server."""
+    source = None
+    if settings.features.source == "vllm":
+        source = RandomStates(base, head.aux_layers, server_layers(head, base.num_layers))
+    return Teacher(base, head, source, adapter_settings(settings.schedule), settings.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,19 +117,21 @@ class MetaTraining:
     The head computes in the base's dtype, as in mixed precision.
     """
 
-    def __init__(self, setup: TrainingSetup, device: torch.device) -> None:
-        self.setup, self.on_cpu = setup, device.type == "cpu"
+    def __init__(self, settings: Train, device: torch.device) -> None:
+        self.settings, self.on_cpu = settings, device.type == "cpu"
+        self.is_served = settings.features.source == "vllm"
+        """Whether servers have the layers of the base."""
         default = "float32" if self.on_cpu else "bfloat16"
-        dtype = getattr(torch, setup.base.dtype.replace("auto", default))
-        shape_base = meta_served_base if setup.is_served else meta_base
-        self.base = shape_base(setup.base, dtype)
-        self.head = meta_head(setup, self.base)
+        dtype = getattr(torch, settings.base.dtype.replace("auto", default))
+        shape_base = meta_served_base if self.is_served else meta_base
+        self.base = shape_base(settings.base, dtype)
+        self.head = meta_head(settings, self.base)
         self.head.to(dtype)
-        self.teacher = setup.teacher(self.base, self.head)
-        self.joint = setup.joint_training(self.base)
+        self.teacher = planned_teacher(settings, self.base, self.head)
         self.objective = Objective(self.head.train())
+        joint = self.teacher.joint
         roles_of_parameters = roles(
-            self.head, setup.schedule, self.joint.parameters if self.joint else ()
+            self.head, settings.schedule, joint.adapter.parameters if joint else ()
         )
         self.parameters = [
             parameter for parameters in roles_of_parameters.values() for parameter in parameters
@@ -171,8 +147,8 @@ class MetaTraining:
         """Layers that a server gives."""
         width = self.base.width
         self.feature_bytes_per_token = (
-            server_token_bytes(self.server_layers, width, server_dtype(setup.base.dtype))
-            if setup.is_served
+            server_token_bytes(self.server_layers, width, server_dtype(settings.base.dtype))
+            if self.is_served
             else (1 + len(self.head.aux_layers)) * width * dtype.itemsize
         )
         """Bytes of a token's features in a cache, or in a server's file."""
@@ -190,14 +166,14 @@ class MetaTraining:
 
     def measure_step(self, phase: ScheduledPhase, rows: int) -> StepCost:
         """Return the cost of a step with `rows` rows in a process, before the optimizer."""
-        begin_phase(self.teacher, self.joint, phase)
-        settings, micro_batches = phase.settings, phase.settings.accumulation_steps
+        self.teacher.begin(phase)
+        micro_batches = phase.settings.accumulation_steps
         rows = -(-rows // micro_batches)
-        batch = self.setup.random_batch(settings, rows, self.base, self.head)
+        batch = random_batch(self.settings, phase.settings, rows, self.base, self.head)
         # with several micro-batches the second one runs next to the gradients of the first
         passes = min(micro_batches, 2)
         peak_bytes, flops = run_on_meta(
-            self.teacher, self.joint, self.objective, phase, batch, batch.loss_mask.numel(), passes
+            self.teacher, self.objective, phase, batch, batch.loss_mask.numel(), passes
         )
         num_gradients = _count_numbers(
             parameter for parameter in self.parameters if parameter.grad is not None
@@ -207,7 +183,7 @@ class MetaTraining:
         # real gradients are float32
         peak_bytes += num_gradients * max(FLOAT32_BYTES - self.base.dtype.itemsize, 0)
         fetched_bytes = 0
-        if self.setup.is_served and self.on_cpu:
+        if self.is_served and self.on_cpu:
             fetched_tokens = FETCHED_BATCHES * micro_batches * batch.tokens.numel()
             fetched_bytes = fetched_tokens * self.feature_bytes_per_token
         memory = replace(
@@ -220,9 +196,8 @@ class MetaTraining:
     def text_memory(self, distill: DistillSettings) -> StageMemory:
         """Return the peak of text generation with the local engine."""
         prompts = torch.empty(distill.batch_size, distill.prompt_tokens, dtype=torch.long)
-        as_loaded = self.joint.disabled() if self.joint else nullcontext()
         assert isinstance(self.base, FrozenBase)
-        with as_loaded, FusedKernels(), PeakMemory() as memory:
+        with self.teacher.base_as_loaded(), FusedKernels(), PeakMemory() as memory:
             self.base.read(prompts.to("meta"), self.head.aux_layers)
         # new texts have their own rows until they are copied into the batch
         rows = distill.batch_size + distill.batch_size // REFILL
@@ -243,20 +218,18 @@ def count_step_flops(base: BaseEnds, head: Head, phase: ScheduledPhase, batch: T
         model = _meta_model(base.model.config, base.dtype, base.config.num_hidden_layers)
         shapes: dict[int, Any] = {id(value): value.to("meta") for value in head.buffers()}
         shapes |= {id(value): nn.Parameter(value.to("meta")) for value in head.parameters()}
-        meta_base, settings = FrozenBase(model, prepare=False), phase.settings.joint
-        teacher = Teacher(meta_base, copy.deepcopy(head, shapes))
-        joint = JointTraining(meta_base, settings) if settings else None
-        begin_phase(teacher, joint, phase)
+        meta_base = FrozenBase(model, prepare=False)
+        teacher = Teacher(meta_base, copy.deepcopy(head, shapes), joint=phase.settings.joint)
+        teacher.begin(phase)
         objective, num_labels = Objective(teacher.head), int(batch.loss_mask.sum())
         _, flops = run_on_meta(
-            teacher, joint, objective, phase, batch.to(torch.device("meta")), num_labels
+            teacher, objective, phase, batch.to(torch.device("meta")), num_labels
         )
     return flops
 
 
 def run_on_meta(
     teacher: Teacher,
-    joint: JointTraining | None,
     objective: Objective,
     phase: ScheduledPhase,
     batch: TokenBatch,
@@ -269,7 +242,7 @@ def run_on_meta(
         for _ in range(passes):
             labels = draft_labels(teacher.head, batch, batch.loss_mask)
             part = MicroBatch(phase, phase.first, 0, batch, labels, labels.count(batch))
-            compute_loss(part, teacher, joint, objective)[0].backward()
+            compute_loss(part, teacher, objective)[0].backward()
     return memory.peak, counter.get_total_flops()
 
 
@@ -341,11 +314,13 @@ def _meta_model(config: Any, dtype: torch.dtype, num_layers: int) -> PreTrainedM
     return model.eval().requires_grad_(False)
 
 
-def meta_head(setup: TrainingSetup, base: BaseEnds) -> Head:
+def meta_head(settings: Train, base: BaseEnds) -> Head:
     """Return the head of a training on the meta device."""
-    initial = load_head(setup.init) if setup.init else None
-    with torch.device("meta"):
-        head = build_head(setup.head, **head_sizes(base)) if initial is None else initial.to("meta")
+    if settings.init:
+        head = load_head(settings.init).to("meta")
+    else:
+        with torch.device("meta"):
+            head = build_head(settings.head, **head_sizes(base))
     choose_layers(head, base.num_layers)
     return head
 

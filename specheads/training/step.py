@@ -16,7 +16,7 @@ from torch.profiler import record_function
 
 from specheads.base.ends import BaseEnds
 from specheads.base.model import FrozenBase
-from specheads.config.training import Schedule
+from specheads.config.training import JointSettings, Schedule
 from specheads.core.drafter import Features, Head
 from specheads.core.kernels import without_cudnn_attention
 from specheads.core.machine import to_device
@@ -37,7 +37,7 @@ from specheads.training.objective import (
 )
 from specheads.training.optimizers import optimizers
 from specheads.training.processes import deterministic_backward, row_share
-from specheads.training.schedule import ScheduledPhase, adapter_settings
+from specheads.training.schedule import ScheduledPhase
 
 CLIP_NORM = 1.0
 """Largest norm of the gradients of a step."""
@@ -64,10 +64,24 @@ class MicroBatch:
 
 
 class Teacher:
-    """A base whose logits are the targets of a head; its features come from `source`."""
+    """A base whose logits are the targets of a head; its features come from `source`.
 
-    def __init__(self, base: BaseEnds, head: Head, source: FeatureSource | None = None) -> None:
+    With `joint` phases can train the base too, by an adapter that is initialised from `seed`.
+    """
+
+    def __init__(
+        self,
+        base: BaseEnds,
+        head: Head,
+        source: FeatureSource | None = None,
+        joint: JointSettings | None = None,
+        seed: int = 0,
+    ) -> None:
         self.base, self.head = base, head
+        self.joint: JointTraining | None = None
+        if joint:
+            assert isinstance(base, FrozenBase)
+            self.joint = JointTraining(base, joint, seed)
         if source is None:
             assert isinstance(base, FrozenBase)
             source = LocalBase(base, head.aux_layers)
@@ -81,14 +95,20 @@ class Teacher:
         """Turns hidden states of the base into its logits of the draft vocabulary."""
         self.head.bind(self.base.embedding, projection.scaled_weight, projection.scaled_bias)
 
+    def begin(self, phase: ScheduledPhase | None = None) -> None:
+        """Begin or continue a phase; only a joint one trains the adapter. None is a validation."""
+        if self.joint:
+            self.joint.adapter.learn(phase is not None and phase.settings.joint is not None)
+        self.bind()
 
-def begin_phase(
-    teacher: Teacher, joint: JointTraining | None, phase: ScheduledPhase | None = None
-) -> None:
-    """Train the adapter in a joint phase, else freeze it; None as `phase` is a validation."""
-    if joint:
-        joint.adapter.learn(phase is not None and phase.settings.joint is not None)
-    teacher.bind()
+    def base_as_loaded(self) -> AbstractContextManager[None]:
+        """Disable the adapter inside the context."""
+        return self.joint.adapter.off() if self.joint else nullcontext()
+
+    def close(self) -> None:
+        """Restore the base as it was before training."""
+        if self.joint:
+            self.joint.adapter.remove()
 
 
 class StepLoss(NamedTuple):
@@ -101,9 +121,7 @@ class StepLoss(NamedTuple):
     """Whether all hidden states of a frozen base are finite."""
 
 
-def compute_loss(
-    micro_batch: MicroBatch, teacher: Teacher, joint: JointTraining | None, head_loss: HeadLoss
-) -> StepLoss:
+def compute_loss(micro_batch: MicroBatch, teacher: Teacher, head_loss: HeadLoss) -> StepLoss:
     """Return the loss of a micro-batch and the metrics to log.
 
     In a joint phase the loss is the base's own loss plus the weighted loss of the head.
@@ -115,8 +133,8 @@ def compute_loss(
         with record_function("base"):
             features = teacher.source.features(batch)
     else:
-        assert joint
-        features, base_loss = joint.read(
+        assert teacher.joint
+        features, base_loss = teacher.joint.read(
             batch, labels.loss_mask, settings.joint, teacher.head.aux_layers, micro_batch.seed
         )
         base_loss = base_loss / counts.base.clamp(min=1)
@@ -138,16 +156,12 @@ class StepRunner:
         self, teacher: Teacher, schedule: Schedule, accelerator: Accelerator, seed: int
     ) -> None:
         self.teacher, self.head, self.accelerator = teacher, teacher.head, accelerator
-        self.seed, joint = seed, adapter_settings(schedule)
-        self.joint: JointTraining | None = None
-        if joint:
-            assert isinstance(teacher.base, FrozenBase)
-            self.joint = JointTraining(teacher.base, joint, seed)
+        self.seed = seed
         self.shares = row_share(teacher.base.sharding, accelerator).world_size
         self.fault_steps = torch.full((2,), NO_FAULT, device=teacher.base.device)
         """First step with any fault, and first one with a fault of the base, noted without waiting
         for the device."""
-        self.base_parameters = self.joint.parameters if self.joint else []
+        self.base_parameters = teacher.joint.adapter.parameters if teacher.joint else []
         self.optimizers = [
             accelerator.prepare_optimizer(optimizer)
             for optimizer in optimizers(self.head, schedule, self.base_parameters)
@@ -159,19 +173,6 @@ class StepRunner:
             self.objective = accelerator.prepare_model(
                 Objective(self.head.train()), device_placement=False
             )
-
-    def base_as_loaded(self) -> AbstractContextManager[None]:
-        """Disable the adapter inside the context."""
-        return self.joint.disabled() if self.joint else nullcontext()
-
-    def close(self) -> None:
-        """Restore the base as it was before training."""
-        if self.joint:
-            self.joint.adapter.remove()
-
-    def begin(self, phase: ScheduledPhase | None = None) -> None:
-        """Begin or continue a phase; None begins a validation."""
-        begin_phase(self.teacher, self.joint, phase)
 
     def step(self, batch: TokenBatch, phase: ScheduledPhase, number: int) -> dict[str, Tensor]:
         """Take the optimizer step with this number; return this process's share of its metrics."""
@@ -188,7 +189,7 @@ class StepRunner:
             is_last = micro_batch is micro_batches[-1]
             sharing = nullcontext() if is_last else self.accelerator.no_sync(self.objective)
             with sharing, without_cudnn_attention(device):
-                loss = compute_loss(micro_batch, self.teacher, self.joint, self.objective)
+                loss = compute_loss(micro_batch, self.teacher, self.objective)
                 # accelerate averages over processes, but these losses are parts of one sum
                 with record_function("backward"), deterministic_backward(device):
                     self.accelerator.backward(loss.total * self.shares)

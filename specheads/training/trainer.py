@@ -32,6 +32,7 @@ from specheads.training.memory import count_step_flops
 from specheads.training.schedule import (
     ScheduledPhase,
     TrainState,
+    adapter_settings,
     schedule_phases,
 )
 from specheads.training.step import StepRunner, Teacher
@@ -67,10 +68,11 @@ def train(
     The first interrupt (SIGINT or SIGTERM) of any process finishes the current step, writes a
     checkpoint and raises KeyboardInterrupt on all processes. A second one has its default effect.
     """
-    runner = StepRunner(Teacher(base, head, source), schedule, accelerator, seed)
+    teacher = Teacher(base, head, source, adapter_settings(schedule), seed)
+    runner = StepRunner(teacher, schedule, accelerator, seed)
     try:
         loop = _TrainingLoop(runner, run, checkpoint_every)
-        runner.teacher.source.halted = lambda: loop.stop
+        teacher.source.halted = lambda: loop.stop
         with (
             progress_display(shown=accelerator.is_main_process) as display,
             on_stop_signal(loop.request_stop),
@@ -83,7 +85,7 @@ def train(
                 if loop.state.step >= phase.end:
                     continue
                 # the base generates text without the adapter
-                with runner.base_as_loaded():
+                with teacher.base_as_loaded():
                     text = open_text(phase, display, loop.halt)
                 # a corpus that was tokenised, or text that was generated, leaves 100 MB and more
                 return_freed_memory()
@@ -100,7 +102,7 @@ def train(
                         raise KeyboardInterrupt from None
                     raise
     finally:
-        runner.close()
+        teacher.close()
 
 
 class _TrainingLoop:
@@ -116,7 +118,7 @@ class _TrainingLoop:
         self, phase: ScheduledPhase, text: BatchStream, log: PhaseLog, validator: Validator | None
     ) -> None:
         """Train from the current step to the end of the phase."""
-        self.runner.begin(phase)
+        self.teacher.begin(phase)
         state, self.phase = self.state, phase
         with closing(prefetched(self._batches(text))) as batches:
             for batch, cursor in log.time_waits(batches):
@@ -151,9 +153,9 @@ class _TrainingLoop:
             # so that phases can be compared later
             with atomic_folder(self.run.phases / phase.name) as folder:
                 self.head.save_pretrained(folder)
-            if self.runner.joint and phase.settings.joint:
+            if self.teacher.joint and phase.settings.joint:
                 with atomic_folder(self.run.adapter) as folder:
-                    self.runner.joint.adapter.save(folder)
+                    self.teacher.joint.adapter.save(folder)
         self.save()
         self.halt()
 
@@ -191,8 +193,7 @@ class _TrainingLoop:
         if fault := self.runner.first_fault():
             step, by_base = fault
             raise divergence(step, self.phase, self.teacher.base.dtype, by_base=by_base)
-        joint = self.runner.joint
-        weights = [*self.head.state_dict().values(), *(joint.parameters if joint else ())]
+        weights = [*self.head.state_dict().values(), *self.runner.base_parameters]
         if with_weights and not torch.stack([value.isfinite().all() for value in weights]).all():
             dtype, step = self.teacher.base.dtype, self.state.step
             raise divergence(step, self.phase, dtype, by_base=False, metric="weight")
@@ -202,7 +203,7 @@ class _TrainingLoop:
         self.check_finite(with_weights=True)
         if self.accelerator.is_main_process:
             states = [optimizer.state_dict() for optimizer in self.runner.optimizers]
-            joint = self.runner.joint
+            joint = self.teacher.joint
             content = checkpoint.Checkpoint(
                 asdict(self.state),
                 self.head.state_dict(),
@@ -223,8 +224,8 @@ class _TrainingLoop:
         try:
             self.state = TrainState(**saved.state)
             self.head.load_state_dict(saved.weights)
-            if self.runner.joint:
-                self.runner.joint.adapter.load(saved.adapter)
+            if self.teacher.joint:
+                self.teacher.joint.adapter.load(saved.adapter)
             states = saved.optimizer["optimizers"]
             for optimizer, state in zip(self.runner.optimizers, states, strict=True):
                 optimizer.load_state_dict(state)

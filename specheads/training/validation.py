@@ -96,7 +96,7 @@ class Validator:
         state: TrainState,
     ) -> None:
         self.validation_set, self.run, self.state = validation_set, run, state
-        self.runner, self.teacher, self.total = runner, runner.teacher, runner.total
+        self.teacher, self.total = runner.teacher, runner.total
         self.is_main = runner.accelerator.is_main_process
         # DDP's wrapper synchronises at each batch, and processes may have different numbers of them
         self.objective = runner.accelerator.unwrap_model(runner.objective)
@@ -120,12 +120,12 @@ class Validator:
         metrics: dict[str, float] = {}
         score: float | None = None
         # without dropout and gradients of the adapter
-        self.runner.begin()
+        teacher.begin()
         if rows.batches is not None:
             metrics = validate(rows, teacher, self.objective, phase, self.total, state.step)
         if rows.prompts is not None:
             score = tokens_per_forward(rows.prompts, rows.new_tokens, teacher, self.total)
-        self.runner.begin(phase)
+        teacher.begin(phase)
         if score is None:
             return metrics
         if score > self.best_score:
@@ -138,7 +138,7 @@ class Validator:
                     "tokens_per_forward": score,
                     "prompts": rows.identity,
                 }
-                joint = self.runner.joint
+                joint = teacher.joint
                 self.run.keep_best(teacher.head, joint and joint.adapter, content)
         return metrics | {SCORE: score}
 

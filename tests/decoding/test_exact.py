@@ -25,7 +25,7 @@ from specheads.training.memory import MetaTraining, PeakMemory
 from specheads.training.schedule import schedule_phases
 from tests import tiny
 from tests.oracle import TextPositions
-from tests.training.test_plan import setup, stepping
+from tests.training.test_plan import settings_of, stepping
 from tests.training.test_trainer import phase, run_training
 
 
@@ -213,7 +213,7 @@ def test_head_of_experts_is_planned_exported_and_loaded(
     base = FrozenBase.load(folder, dtype="float32", device="cpu")
     # a CPU reads packed documents one by one, and the plan is for masks
     plain = ("schedule.phases.corpus.packing=none", "~schedule.phases.distilled")
-    expected = setup(folder, f"head={kind}", *plain)
+    expected = settings_of(folder, f"head={kind}", *plain)
     training = MetaTraining(expected, torch.device("cpu"))
     weights = training.weights_memory()
     assert weights.base_weights_bytes == sum(

@@ -31,7 +31,7 @@ from specheads.training import step as steps
 from specheads.training.joint import JointTraining
 from specheads.training.objective import Objective, draft_labels
 from specheads.training.schedule import ScheduledPhase
-from specheads.training.step import MicroBatch, Teacher, begin_phase, compute_loss
+from specheads.training.step import MicroBatch, Teacher, compute_loss
 from tests import tiny
 from tests.training import test_trainer
 from tests.training.test_trainer import assert_equal, power_cut
@@ -247,17 +247,18 @@ def test_resumed_training_equals_uninterrupted_training(target: str, tmp_path: P
 def test_head_borrows_the_projection_of_the_current_adapter():
     base, settings = fresh_base(), phase(joint=joint(dropout=0.0))
     head = build_for_base({"kind": "mtp", "depth": 2}, base).to(base.dtype)
-    training, teacher = JointTraining(base, joint(dropout=0.0)), Teacher(base, head)
+    teacher = Teacher(base, head, joint=joint(dropout=0.0))
+    assert teacher.joint
     scheduled_phase = ScheduledPhase("joint", settings, 0)
     loss_mask = torch.ones_like(TEXT, dtype=torch.bool)
-    begin_phase(teacher, training, scheduled_phase)
+    teacher.begin(scheduled_phase)
     before = teacher.head.get_buffer("borrowed").clone()
     # as an optimizer step does
-    randomise(training.adapter)
+    randomise(teacher.joint.adapter)
     batch = TokenBatch(TEXT, loss_mask)
     labels = draft_labels(head, batch, loss_mask)
     micro_batch = MicroBatch(scheduled_phase, 1, 0, batch, labels, labels.count(batch))
-    compute_loss(micro_batch, teacher, training, Objective(head))
+    compute_loss(micro_batch, teacher, Objective(head))
     after = teacher.head.get_buffer("borrowed")
     assert torch.equal(after, base.projection.scaled_weight)
     assert not torch.equal(after, before)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from specheads.commands._batch_sizes import setup_of
 from specheads.commands.train import train
 from specheads.config import compose
 from specheads.heads.load import kinds
@@ -65,7 +64,7 @@ def main(method: str, *overrides: str) -> None:
     settings = compose.settings_of("train", words)
     if method == "planned":
         accelerator = accelerator_of_environment(settings.base.dtype)
-        peak = plan_training(setup_of(settings), accelerator).peak_bytes
+        peak = plan_training(settings, accelerator).peak_bytes
     else:
         with tempfile.TemporaryDirectory() as folder:
             settings.run_dir = f"{folder}/run"

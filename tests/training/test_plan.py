@@ -12,24 +12,25 @@ from transformers import LlamaConfig
 
 from specheads.base.ends import BaseEnds, ServedBase
 from specheads.base.model import FrozenBase
-from specheads.commands._batch_sizes import resolve_batch_sizes, setup_of
 from specheads.config import compose
 from specheads.config.commands import Train
 from specheads.core.machine import process_bytes
 from specheads.heads.load import build_for_base, kinds
 from specheads.runs.directory import RunDirectory
-from specheads.training import depth_loss
+from specheads.training import batch_sizes, depth_loss
 from specheads.training import plan as planner
+from specheads.training.batch_sizes import largest_batch_sizes, resolve_batch_sizes
 from specheads.training.memory import (
     MetaTraining,
     PeakMemory,
     StageMemory,
     StepCost,
-    TrainingSetup,
     count_step_flops,
     flop_counter,
+    planned_teacher,
+    random_batch,
 )
-from specheads.training.plan import TrainingPlan, largest_batch_sizes, plan_training
+from specheads.training.plan import TrainingPlan, plan_training
 from specheads.training.processes import accelerator_of_environment
 from specheads.training.schedule import schedule_phases
 from specheads.training.step import StepRunner
@@ -54,12 +55,8 @@ def settings_of(folder: Path, *overrides: str) -> Train:
     return compose.settings_of("train", [*always, *overrides])
 
 
-def setup(folder: Path, *overrides: str) -> TrainingSetup:
-    return setup_of(settings_of(folder, *overrides))
-
-
 def plan_of(folder: Path, *overrides: str) -> TrainingPlan:
-    return plan_training(setup(folder, *overrides), ACCELERATOR)
+    return plan_training(settings_of(folder, *overrides), ACCELERATOR)
 
 
 @cache
@@ -83,12 +80,17 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Any:
     return set_room
 
 
-def stepping(setup: TrainingSetup, base: BaseEnds) -> tuple[StepRunner, Callable[[], object]]:
+def stepping(settings: Train, base: BaseEnds) -> tuple[StepRunner, Callable[[], object]]:
     """Return a function that takes a real step of two rows of the only phase."""
-    (phase,), head = schedule_phases(setup.schedule), build_for_base(setup.head, base)
-    runner = StepRunner(setup.teacher(base, head), setup.schedule, ACCELERATOR, 0)
-    runner.begin(phase)
-    return runner, lambda: runner.step(setup.random_batch(phase.settings, 2, base, head), phase, 0)
+    (phase,), head = schedule_phases(settings.schedule), build_for_base(settings.head, base)
+    teacher = planned_teacher(settings, base, head)
+    runner = StepRunner(teacher, settings.schedule, ACCELERATOR, 0)
+    teacher.begin(phase)
+
+    def take_step() -> object:
+        return runner.step(random_batch(settings, phase.settings, 2, base, head), phase, 0)
+
+    return runner, take_step
 
 
 SOURCES = [*((kind, "local") for kind in kinds()), ("eagle3", "vllm"), ("medusa", "vllm")]
@@ -100,9 +102,9 @@ def test_memory_and_flops_from_shapes_equal_real_steps(kind, source, folder, mon
         monkeypatch.setitem(table, "cpu", table["cuda"])
     # a CPU reads packed documents one by one, other devices use masks
     plain = ("schedule.muon_learning_rate=0", "schedule.phases.corpus.packing=none", CORPUS_ONLY)
-    training_setup = setup(folder, f"head={kind}", f"features={source}", *plain)
-    training, (phase,) = MetaTraining(training_setup, CPU), schedule_phases(training_setup.schedule)
-    runner, take_step = stepping(training_setup, (served if source == "vllm" else loaded)(folder))
+    settings = settings_of(folder, f"head={kind}", f"features={source}", *plain)
+    training, (phase,) = MetaTraining(settings, CPU), schedule_phases(settings.schedule)
+    runner, take_step = stepping(settings, (served if source == "vllm" else loaded)(folder))
     take_step()
     with PeakMemory() as memory, flop_counter() as counter:
         take_step()
@@ -120,7 +122,7 @@ def test_memory_and_flops_from_shapes_equal_real_steps(kind, source, folder, mon
         assert 2 * cost.flops_per_row == pytest.approx(counter.get_total_flops(), rel=0.1)
     if source == "local":
         base, head = runner.teacher.base, runner.head
-        batch = training_setup.random_batch(phase.settings, 2, base, head)
+        batch = random_batch(settings, phase.settings, 2, base, head)
         state = torch.get_rng_state()
         flops = count_step_flops(base, head, phase, batch)
         assert flops == pytest.approx(2 * cost.flops_per_row, rel=0.01)
@@ -212,22 +214,22 @@ def test_automatic_batch_fits_memory_and_tokens(gib, tokens, rows, folder, monke
         return StepCost(StageMemory(activations_bytes=(2 + rows) * 2**30), 0.0)
 
     monkeypatch.setattr(MetaTraining, "measure_step", measure_step)
-    monkeypatch.setattr(planner, "MAX_TOKENS", tokens)
+    monkeypatch.setattr(batch_sizes, "MAX_TOKENS", tokens)
     room_bytes = gib * 2**30 + process_bytes(CPU) / 0.8
-    monkeypatch.setattr(planner, "usable_bytes", lambda _: room_bytes)
-    auto_setup = setup(folder, CORPUS_ONLY, "head=medusa", AUTO)
-    assert largest_batch_sizes(auto_setup, ACCELERATOR, {"corpus": 100}) == {"corpus": rows}
+    monkeypatch.setattr(batch_sizes, "usable_bytes", lambda _: room_bytes)
+    settings = settings_of(folder, CORPUS_ONLY, "head=medusa", AUTO)
+    assert largest_batch_sizes(settings, ACCELERATOR, {"corpus": 100}) == {"corpus": rows}
 
 
 def test_auto_batch_is_printed_and_a_resumed_run_keeps_it(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(planner, "MAX_TOKENS", 2 * 64)
+    monkeypatch.setattr(batch_sizes, "MAX_TOKENS", 2 * 64)
     lines: list[str] = []
     words = (CORPUS_ONLY, AUTO, f"run_dir={tmp_path}")
     run, settings = RunDirectory(tmp_path), settings_of(folder, *words)
     resolve_batch_sizes(settings, ACCELERATOR, lines.append)
     assert lines == ["phase 'corpus': batch_size=auto is 2"]
     run.config.write_text(compose.as_yaml(settings))
-    monkeypatch.delattr(planner, "MetaTraining")
+    monkeypatch.delattr(batch_sizes, "MetaTraining")
     resumed = settings_of(folder, *words)
     resolve_batch_sizes(resumed, ACCELERATOR, lines.append)
     assert asdict(resumed) == asdict(settings)

@@ -45,7 +45,7 @@ def test_training_step_synchronises_once(kind, monkeypatch):
         batch = TokenBatch(tokens, counted, documents)
         labels = draft_labels(head, batch, counted)
         micro_batch = MicroBatch(phase, 0, 0, batch, labels, labels.count(batch))
-        compute_loss(micro_batch, teacher, None, Objective(head)).total.backward()
+        compute_loss(micro_batch, teacher, Objective(head)).total.backward()
     assert waits.found == {"nonzero": 1}
 
 
