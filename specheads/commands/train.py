@@ -7,7 +7,7 @@ specheads train recipe=conversations base.model=MODEL data.path=talks.jsonl dry_
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -181,7 +181,7 @@ def _train(
         if head is None:
             head = build_for_base(settings.head, base, counts)
         phase_data.head = head
-        source = _feature_source(settings, base, head, announce, resources)
+        source = resources.enter_context(closing(_feature_source(settings, base, head, announce)))
         validation_set = phase_data.validation_set(settings.validation)
         if is_main:
             if counts is not None:
@@ -193,8 +193,11 @@ def _train(
             announce(f"training with {num_processes} process{'es' if num_processes > 1 else ''}")
         on_all_processes(open_run)
         source.begin(run_directory, accelerator.process_index)
-        tracker = _tracker(settings, run_directory, announce) if is_main else None
-        resources.enter_context(closing(tracker) if tracker else nullcontext())
+        tracker = None
+        if is_main:
+            path, name, run_id = run_directory.metrics, settings.name, run_directory.run_id
+            tracker = Tracker(path, settings.tracker, name, run_id, announce)
+            resources.enter_context(closing(tracker))
         trainer.train(
             base,
             head,
@@ -210,41 +213,23 @@ def _train(
             source=source,
         )
         if is_main:
-            if settings.validation.keep == "best":
-                run_directory.restore_best(head)
-            run_directory.end(head)
+            run_directory.end(head, is_best=settings.validation.keep == "best")
     return head, base
 
 
-def _tracker(settings: Train, run: RunDirectory, announce: Announce) -> Tracker:
-    return Tracker(
-        run.metrics,
-        kind=settings.tracker.kind,
-        project=settings.tracker.project,
-        name=settings.name,
-        run_id=run.run_id,
-        announce=announce,
-    )
-
-
 def _feature_source(
-    settings: Train, base: BaseEnds, head: Head, announce: Announce, resources: ExitStack
+    settings: Train, base: BaseEnds, head: Head, announce: Announce
 ) -> FeatureSource:
-    """Return the source of features; servers are checked, and closed with `resources`."""
-    phases, data = settings.schedule.phases, settings.data
+    """Return the source of features; servers are checked."""
     if isinstance(base, ServedBase):
         # loads the client of servers
         from specheads.training.feature_server import VllmServer
 
-        max_row_tokens = longest_row(settings.schedule, data, base.max_length)
-        server = VllmServer(settings.features, base, head, max_row_tokens, announce)
-        return resources.enter_context(closing(server))
+        max_row_tokens = longest_row(settings.schedule, settings.data, base.max_length)
+        return VllmServer(settings.features, base, head, max_row_tokens, announce)
     assert isinstance(base, FrozenBase)
     if settings.features.source == "cache":
-        num_rows = settings.validation.rows
-        return feature_cache(
-            settings.features, phases, data, num_rows, base, head.aux_layers, announce
-        )
+        return feature_cache(settings, base, head.aux_layers, announce)
     return LocalBase(base, head.aux_layers)
 
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from specheads.config.data import DataSettings
-from specheads.config.facts import Resumable
 from specheads.config.shared import (
     BaseSettings,
     EvaluationSettings,
@@ -13,6 +12,7 @@ from specheads.config.shared import (
     HasRun,
     HasSeed,
     HeadOnBase,
+    Resumable,
     SamplingSettings,
     TrackerSettings,
     TreeSettings,

@@ -20,8 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from specheads.config import commands, data_dir, recipe_dirs
-from specheads.config.facts import Remeasured, settings_with
-from specheads.config.shared import EvaluationSettings
+from specheads.config.shared import EvaluationSettings, Remeasured, settings_with
 from specheads.config.training import DistillSettings
 from specheads.config.validation import check
 from specheads.core.errors import InputError

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, NamedTuple
 
-from specheads.config.facts import Ordered
+from specheads.config.shared import Ordered
 from specheads.core.ranges import (
     GlobPattern,
     NonNegativeInt,

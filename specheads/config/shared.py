@@ -1,9 +1,9 @@
-"""Settings that several commands share. Each setting is declared once, with its unit."""
+"""Settings that several commands share, and facts about settings next to types and ranges."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from specheads.config.facts import FixesDivergence, Remeasured, Resumable
 from specheads.core.ranges import (
     DepthOrZero,
     NonNegativeFloat,
@@ -17,8 +17,59 @@ from specheads.core.ranges import (
     Seed,
     Temperature,
     TokenRank,
+    group_of,
     one_of,
+    setting_hints,
 )
+
+Fact = TypeVar("Fact")
+
+
+@dataclass(frozen=True, slots=True)
+class Resumable:
+    """The setting may change when a run resumes: training computes the same head.
+
+    With `among` it may only change from one of these values to another.
+    """
+
+    among: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FixesDivergence:
+    """The setting may also change when a run resumes that diverged: it can be the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class SameText:
+    """The setting does not change a text that the base generates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remeasured:
+    """A measurement of a run may use another value than its training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """The order of the names in the group counts."""
+
+
+def settings_with(fact: type[Fact], group: type, prefix: str = "") -> Iterator[tuple[str, Fact]]:
+    """Yield the full name and the fact of every setting of a group that has such a fact.
+
+    Names of phases and sources are `*` in the full name, as in `schedule.phases.*.steps`.
+    """
+    for name, hint in setting_hints(group).items():
+        name = f"{prefix}{name}"
+        for annotation in getattr(hint, "__metadata__", ()):
+            if isinstance(annotation, fact):
+                yield name, annotation
+        if inner := group_of(hint):
+            yield from settings_with(fact, inner, f"{name}.{'*.' if 'dict[' in str(hint) else ''}")
+
+
+# --- settings ------------------------------------------------------------------------------------
 
 TREES = ("tuned", "chain", "static", "best_first", "beam", "product", "sampled")
 

@@ -6,8 +6,7 @@ config/ composes them, and `--help` shows them without loading torch: this modul
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from specheads.config.facts import FixesDivergence, Ordered, Resumable, SameText
-from specheads.config.shared import SamplingSettings
+from specheads.config.shared import FixesDivergence, Ordered, Resumable, SameText, SamplingSettings
 from specheads.core.errors import InputError
 from specheads.core.ranges import (
     AtLeastTwo,
@@ -141,8 +140,6 @@ class Phase:
     """Rate at which lk_hybrid moves from KL to total variation as the acceptance grows."""
     decay: Weight = 1.0
     """Weight of each depth's loss relative to the depth before."""
-    depth_weights: list[Weight] = field(default_factory=list)
-    """Weight of the loss of each depth, in place of decay. Empty uses decay."""
     scored_share: PositiveProbability = 1.0
     """Share of the positions in the loss mask that each step draws for the loss. The base's
     forward costs little compared with the vocabulary projections, so fewer positions of more text

@@ -83,15 +83,6 @@ def _check_phase(name: str, phase: Phase) -> None:
             f"{name} needs sequence_length above distill.prompt_tokens={distill.prompt_tokens}, "
             f"got {phase.sequence_length}; raise it, or set 0 for the length of the text"
         )
-    if phase.decay != 1.0 and phase.depth_weights:
-        raise InputError(
-            f"{name} weights depths in one way, got decay={phase.decay} and "
-            f"depth_weights={phase.depth_weights}; leave one out"
-        )
-    if not any(phase.depth_weights or [1.0]):
-        raise InputError(
-            f"{name} needs depth_weights that are not all 0, got {phase.depth_weights}; raise one"
-        )
 
 
 def _check_source(name: str, source: SourceSettings) -> None:

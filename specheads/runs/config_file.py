@@ -10,12 +10,14 @@ import yaml
 
 from specheads.config import data_dir
 from specheads.config.commands import Train
-from specheads.config.facts import FixesDivergence, Ordered, Resumable, settings_with
+from specheads.config.shared import FixesDivergence, Ordered, Resumable, settings_with
 from specheads.core.errors import InputError, one_line
 from specheads.core.files import MAX_SETTINGS_BYTES, refuse_outside
 
 MAX_DEPTH = 20
 """Deepest nesting that is read; our own settings have six levels."""
+REMOVED: dict[str, Any] = {"weighting": "geometric", "own_drafts": 0.0, "depth_weights": []}
+"""Former settings of a phase, and the values that train as today."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -28,8 +30,11 @@ _Loader.yaml_implicit_resolvers = {
 }
 
 
-def read_settings(file: Path) -> dict[str, Any]:
-    """Return the settings of a run, whose file is not trusted: see `parse_settings`."""
+def read_settings(file: Path, *, resumes: bool = False) -> dict[str, Any]:
+    """Return the settings of a run, whose file is not trusted: see `parse_settings`.
+
+    Removed settings are left out; if the run `resumes`, only those that change nothing.
+    """
     if not file.is_file():
         raise InputError(
             f"a run directory needs a {file.name}, got {file.parent} without it; name another"
@@ -40,7 +45,7 @@ def read_settings(file: Path) -> dict[str, Any]:
             f"{file} must be at most {MAX_SETTINGS_BYTES} bytes of settings, got {size}; shorten it"
         )
     try:
-        return _renamed(parse_settings(file.read_text(encoding="utf-8")))
+        return _renamed(parse_settings(file.read_text(encoding="utf-8")), resumes)
     except (ValueError, yaml.YAMLError) as error:
         reason = one_line(error)
         raise InputError(
@@ -68,7 +73,7 @@ def parse_settings(text: str) -> dict[str, Any]:
     return value
 
 
-def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
+def _renamed(settings: dict[str, Any], resumes: bool) -> dict[str, Any]:
     """Return the settings of an older run with the names of today."""
     cache_settings, features = settings.pop("feature_cache", {}), settings.get("features", {})
     if cache_settings.get("gib"):
@@ -76,8 +81,9 @@ def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
         features["folder"] = cache_settings["folder"]
     for phase in settings.get("schedule", {}).get("phases", {}).values():
         phase.setdefault("lk_eta", 3.0)
-        for former in ("weighting", "own_drafts"):
-            phase.pop(former, None)
+        for former, value in REMOVED.items():
+            if not resumes or phase.get(former) == value:
+                phase.pop(former, None)
     data = settings.get("data", {})
     for source in (data, *data.get("sources", {}).values()):
         if source.get("source") == "stdlib_instructions":

@@ -116,7 +116,7 @@ class RunDirectory:
 
     def _refuse_changed(self, config_text: str, identity: dict[str, Any]) -> list[dict[str, Any]]:
         """Raise if a setting or fact changed; return the changes that fix a divergence."""
-        settings = read_settings(self.config), parse_settings(config_text)
+        settings = read_settings(self.config, resumes=True), parse_settings(config_text)
         record = self._provenance() if self.provenance.is_file() else identity
         diverged = record.get("diverged", {})
         for name, former, value in differences(*settings, after_divergence=bool(diverged)):
@@ -141,8 +141,16 @@ class RunDirectory:
             checkpoint.remove_from(self.checkpoints, int(diverged.get("step", 0)))
         return fixes
 
-    def end(self, head: Head) -> None:
-        """Save the trained head, with a reference to its adapter, and close the run."""
+    def end(self, head: Head, *, is_best: bool = False) -> None:
+        """Save the trained head, with a reference to its adapter, and close the run.
+
+        With `is_best` the head in best/ replaces it, if there is one.
+        """
+        if is_best and self.best_score.is_file():
+            head.load_state_dict(load_head(self.best).state_dict())
+            if (adapter := self.best / "adapter").is_dir():
+                with atomic_folder(self.adapter) as folder:
+                    shutil.copytree(adapter, folder, dirs_exist_ok=True)
         with atomic_folder(self.head) as folder:
             owner = self._save(head, folder, self.adapter, f"../{self.adapter.name}")
         # training may have it in another form
@@ -156,15 +164,6 @@ class RunDirectory:
                 adapter.save(folder / "adapter")
             self._save(head, folder, folder / "adapter", "adapter")
             (folder / self.best_score.name).write_text(as_json(score), encoding="utf-8")
-
-    def restore_best(self, head: Head) -> None:
-        """Replace the trained head by the one in best/, if there is one."""
-        if not self.best_score.is_file():
-            return
-        head.load_state_dict(load_head(self.best).state_dict())
-        if (adapter := self.best / "adapter").is_dir():
-            with atomic_folder(self.adapter) as folder:
-                shutil.copytree(adapter, folder, dirs_exist_ok=True)
 
     def _save(self, head: Head, folder: Path, adapter: Path, adapter_path: str) -> dict[str, str]:
         """Save a head; return the fingerprint of the adapter that it belongs to, if there is one.

@@ -10,6 +10,7 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from accelerate.utils import LoggerType
 
+from specheads.config.shared import TrackerSettings
 from specheads.core.errors import InputError
 from specheads.core.files import naming_full_disk, refuse_outside, write_atomic
 
@@ -31,14 +32,12 @@ class Tracker:
     def __init__(
         self,
         metrics: Path,
-        *,
-        kind: str = "jsonl",
-        project: str = "specheads",
+        settings: TrackerSettings,
         name: str = "",
         run_id: str = "",
         announce: Callable[[str], object] = warnings.warn,
     ) -> None:
-        self.metrics, self.kind, self.project = metrics, kind, project
+        self.metrics, self.kind, self.project = metrics, settings.kind, settings.project
         # two runs may have one name; an older run has no id
         self.name, self.run_id = name, run_id or name
         self._announce = announce

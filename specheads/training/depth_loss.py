@@ -104,11 +104,6 @@ def rows_of(weight: Float[Tensor, "vocab width"], logits: Mapping[str, int] = CH
     return rows if kind == "cpu" or rows < TILE else rows - rows % TILE
 
 
-def weights_of_depths(depth: int, decay: float, depth_weights: Sequence[float]) -> list[float]:
-    """Return the weight of each depth's loss."""
-    return list(depth_weights) or [decay**level for level in range(depth)]
-
-
 def confidence_loss(
     predicted: Sequence[Float[Tensor, " row"]],
     states: Sequence[Float[Tensor, "row width"]],
@@ -175,8 +170,6 @@ class _FusedDepthLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Return the stored gradients, scaled by the gradient of the loss; once."""
-        if ctx.gradients is None:
-            raise RuntimeError("a loss supports one backward, got a second; compute it again")
         # scale in place: a copy of every projection's gradient would dominate the memory
         gradients, ctx.gradients = ctx.gradients, None
         scale = grad_outputs[0]

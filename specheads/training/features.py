@@ -17,8 +17,7 @@ from torch import Tensor
 from specheads.base.ends import BaseEnds
 from specheads.base.fingerprint import config_fingerprint
 from specheads.base.model import FrozenBase
-from specheads.config.data import DataSettings
-from specheads.config.training import FeatureSettings, Phase
+from specheads.config.commands import Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.features import Features
@@ -55,6 +54,10 @@ class FeatureSource(ABC):
 
     def drop(self) -> None:
         """Forget what was fetched ahead."""
+        return
+
+    def close(self) -> None:
+        """Release what the source uses outside this process."""
         return
 
 
@@ -123,34 +126,31 @@ class FeatureCache(FeatureSource):
 
 
 def feature_cache(
-    settings: FeatureSettings,
-    phases: dict[str, Phase],
-    data: DataSettings,
-    validation_rows: int,
+    settings: Train,
     base: FrozenBase,
     aux_layers: tuple[int, ...],
     announce: Callable[[str], object],
 ) -> FeatureCache:
     """Return the feature cache of a run; refuse one that may exceed its size."""
+    phases, features = settings.schedule.phases, settings.features
     if joint := [name for name, phase in phases.items() if phase.joint]:
         raise InputError(
             f"a feature cache needs a frozen base, but phase {joint[0]!r} trains the base; set "
             "features=local"
         )
-    lengths = [row_tokens(phase, data, base.max_length) for phase in phases.values()]
-    positions = validation_rows * lengths[0] + sum(
+    lengths = [row_tokens(phase, settings.data, base.max_length) for phase in phases.values()]
+    positions = settings.validation.rows * lengths[0] + sum(
         phase.steps * phase.batch_size * length
         for phase, length in zip(phases.values(), lengths, strict=True)
     )
     size = positions * base.width * (1 + len(aux_layers)) * base.dtype.itemsize / 2**30
-    if size > settings.max_gib:
+    if size > features.max_gib:
         raise InputError(
             f"features.max_gib must cover the whole cache: this one takes up to {size:.2f} GiB, "
-            f"but features.max_gib={settings.max_gib:g}; raise it, or set features=local"
+            f"but features.max_gib={features.max_gib:g}; raise it, or set features=local"
         )
-    return FeatureCache(
-        writable_folder(settings.folder or "runs/features"), base, aux_layers, announce
-    )
+    folder = writable_folder(features.folder or "runs/features")
+    return FeatureCache(folder, base, aux_layers, announce)
 
 
 # --- servers -----------------------------------------------------------------------------------

@@ -40,10 +40,10 @@ from specheads.training.features import (
     server_token_bytes,
 )
 from specheads.training.objective import Objective, draft_labels
-from specheads.training.optimizers import roles
 from specheads.training.schedule import (
     ScheduledPhase,
     adapter_settings,
+    roles,
     row_tokens,
     text_tokens,
 )

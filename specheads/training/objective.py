@@ -23,7 +23,6 @@ from specheads.training.depth_loss import (
     Targets,
     confidence_loss,
     depth_loss,
-    weights_of_depths,
 )
 from specheads.training.losses import loss_of_phase
 
@@ -90,40 +89,23 @@ class LabelRows:
     """The positions before the labels: one for each depth, or for all if they share labels."""
 
 
-def rows_with_shared_labels(labels: DraftLabels) -> LabelRows:
-    """Return a row for each label, which every depth drafts from another position."""
-    batch_rows, positions, by_depth = _padded_rows(labels)
-    depths = range(by_depth.shape[1])
-    return LabelRows(
-        batch_rows, by_depth, [positions - 2 - depth for depth in depths], [positions - 1]
-    )
+def label_rows(labels: DraftLabels, *, of_anchors: bool) -> LabelRows:
+    """Return the rows of the losses, padded with rows without labels.
 
-
-def rows_of_anchors(labels: DraftLabels) -> LabelRows:
-    """Return a row for each anchor, from which every depth drafts another label."""
-    batch_rows, positions, by_depth = _padded_rows(labels)
-    depths, last = range(by_depth.shape[1]), labels.loss_mask.shape[1] - 1
-    # a depth past the end of the row has no label, and any hidden state
-    before = [(positions + depth - 1).clamp(max=last) for depth in depths]
-    return LabelRows(batch_rows, by_depth, [positions - 2] * len(depths), before)
-
-
-def _padded_rows(
-    labels: DraftLabels,
-) -> tuple[Int[Tensor, " row"], Int[Tensor, " row"], Int[Tensor, "row depth"]]:
-    """Return row, position and labels of the labels that any depth drafts, padded with the first.
-
-    The number of rows is a shape: this synchronises with a GPU once a step.
+    Every depth drafts a label from another position, or from each anchor another label. The number
+    of rows is a shape: this synchronises with a GPU once a step.
     """
     rows, positions = labels.is_drafted().nonzero(as_tuple=True)
     count, missing = len(rows), -len(rows) % FULL_ROWS
     rows, positions = (torch.cat([index, index[:1].expand(missing)]) for index in (rows, positions))
     is_filling = torch.arange(len(rows), device=rows.device) >= count
-    return (
-        rows,
-        positions,
-        labels.by_depth[rows, positions].masked_fill(is_filling[:, None], ABSENT),
-    )
+    by_depth = labels.by_depth[rows, positions].masked_fill(is_filling[:, None], ABSENT)
+    depths, last = range(by_depth.shape[1]), labels.loss_mask.shape[1] - 1
+    if of_anchors:
+        # a depth past the end of the row has no label, and any hidden state
+        before = [(positions + depth - 1).clamp(max=last) for depth in depths]
+        return LabelRows(rows, by_depth, [positions - 2] * len(depths), before)
+    return LabelRows(rows, by_depth, [positions - 2 - depth for depth in depths], [positions - 1])
 
 
 class Objective(nn.Module):
@@ -148,9 +130,9 @@ class Objective(nn.Module):
         of this batch.
         """
         counts = counts or labels.count(batch)
-        rows_of = rows_of_anchors if self.head.num_anchors else rows_with_shared_labels
         drafting = drafting_positions(self.head, labels)
-        rows, hidden = rows_of(labels), features.hidden.detach()
+        rows = label_rows(labels, of_anchors=self.head.num_anchors > 0)
+        hidden = features.hidden.detach()
         with record_function("head"):
             states = []
             by_depth = self.head.states(features, batch.tokens, drafting)
@@ -178,7 +160,7 @@ class Objective(nn.Module):
     def _loss(self, states: list[Tensor], targets: list[Targets], phase: Phase) -> DepthLoss:
         """Return the loss of all depths, with that of the confidence head if there is one."""
         projections, loss = self.head.projections(), loss_of_phase(phase)
-        weights = weights_of_depths(len(states), phase.decay, phase.depth_weights)
+        weights = [phase.decay**depth for depth in range(len(states))]
         result = depth_loss(states, projections, targets, loss=loss, weights=weights)
         confidence = [self.head.confidence_logits(state) for state in states]
         predicted = [logits for logits in confidence if logits is not None]

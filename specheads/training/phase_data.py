@@ -26,9 +26,9 @@ from specheads.data.tokenise import TokenisedDocuments, UnansweredError, tokenis
 from specheads.runs.progress import progress_display
 from specheads.training.distill.run import TextJob, text_job, write_folder
 from specheads.training.distill.shards import read_text, refuse_other_text
+from specheads.training.log import ValidationSet
 from specheads.training.processes import row_share
 from specheads.training.schedule import ScheduledPhase, row_tokens
-from specheads.training.validation import ValidationSet
 
 SAMPLED_TOKENS = 2**19
 """Tokens of the corpus that select a reduced draft vocabulary."""
@@ -199,6 +199,11 @@ class PhaseData:
         If the split is too short for one of them, that one is skipped with a message.
         """
         batches, prompts, identity = None, None, ""
+        if settings.keep == "best" and not self.base.decodes:
+            raise InputError(
+                f"validation.keep=best decodes prompts, which {self.base.description} cannot do "
+                "here; set validation.keep=last"
+            )
         if settings.rows:
             try:
                 batches = self._validation_rows(settings.rows)

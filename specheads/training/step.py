@@ -18,8 +18,9 @@ from specheads.base.ends import BaseEnds
 from specheads.base.model import FrozenBase
 from specheads.config.training import JointSettings, Schedule
 from specheads.core.drafter import Features, Head
+from specheads.core.errors import InputError
 from specheads.core.kernels import without_cudnn_attention
-from specheads.core.machine import to_device
+from specheads.core.machine import dtype_name, to_device
 from specheads.data.packing import TokenBatch
 from specheads.decoding.noise import derive_seed
 from specheads.training.depth_loss import DepthLoss
@@ -35,9 +36,8 @@ from specheads.training.objective import (
     next_token_labels,
     sum_counts,
 )
-from specheads.training.optimizers import optimizers
 from specheads.training.processes import deterministic_backward, row_share
-from specheads.training.schedule import ScheduledPhase
+from specheads.training.schedule import ScheduledPhase, optimizers
 
 CLIP_NORM = 1.0
 """Largest norm of the gradients of a step."""
@@ -61,6 +61,42 @@ class MicroBatch:
     labels: DraftLabels
     counts: LabelCounts
     """Over all processes and micro-batches."""
+
+
+class DivergedError(InputError):
+    """A loss, a gradient or a weight is not finite; the remedy is one that a resume accepts.
+
+    `step` is the first one. With `by_base` the base's hidden states are the cause.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        phase: ScheduledPhase,
+        dtype: torch.dtype,
+        *,
+        by_base: bool,
+        metric: str = "loss and gradient",
+    ) -> None:
+        self.step, self.by_base = step, by_base
+        rule = f"every {metric} must be finite, and step {step + 1} has one that is not"
+        if by_base:
+            rule += f": hidden states of the base exceed {dtype_name(dtype)}"
+        if by_base and dtype in (torch.float32, torch.float64):
+            rule += ", so its weights are damaged; choose another base.model= and name="
+            super().__init__(rule)
+            return
+        remedy = "run the command again with base.dtype=float32"
+        if not by_base:
+            prefix = f"schedule.phases.{phase.name}"
+            rates = {f"{prefix}.learning_rate": phase.settings.learning_rate}
+            if phase.muon_learning_rate:
+                rates["schedule.muon_learning_rate"] = phase.muon_learning_rate
+            if phase.settings.joint:
+                rates[f"{prefix}.joint.learning_rate"] = phase.settings.joint.learning_rate
+            lower = " ".join(f"{setting}={rate / 10:g}" for setting, rate in rates.items())
+            remedy = f"lower learning_rate: run the command again, for example with {lower}"
+        super().__init__(f"{rule}; {remedy}, which resumes from the last good checkpoint")
 
 
 class Teacher:

@@ -25,9 +25,8 @@ from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress_display
 from specheads.runs.trackers import Tracker
-from specheads.training.divergence import DivergedError, divergence
 from specheads.training.features import FETCHED_BATCHES, FeatureSource, LocalBase
-from specheads.training.log import PhaseLog
+from specheads.training.log import PhaseLog, ValidationSet, Validator
 from specheads.training.memory import count_step_flops
 from specheads.training.schedule import (
     ScheduledPhase,
@@ -35,8 +34,7 @@ from specheads.training.schedule import (
     adapter_settings,
     schedule_phases,
 )
-from specheads.training.step import StepRunner, Teacher
-from specheads.training.validation import ValidationSet, Validator
+from specheads.training.step import DivergedError, StepRunner, Teacher
 
 
 def train(
@@ -192,11 +190,11 @@ class _TrainingLoop:
         """Raise if a loss, a gradient or a weight is not finite; all processes call this."""
         if fault := self.runner.first_fault():
             step, by_base = fault
-            raise divergence(step, self.phase, self.teacher.base.dtype, by_base=by_base)
+            raise DivergedError(step, self.phase, self.teacher.base.dtype, by_base=by_base)
         weights = [*self.head.state_dict().values(), *self.runner.base_parameters]
         if with_weights and not torch.stack([value.isfinite().all() for value in weights]).all():
             dtype, step = self.teacher.base.dtype, self.state.step
-            raise divergence(step, self.phase, dtype, by_base=False, metric="weight")
+            raise DivergedError(step, self.phase, dtype, by_base=False, metric="weight")
 
     def save(self) -> None:
         """Write a checkpoint on the main process, if all is finite; the others wait."""

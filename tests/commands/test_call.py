@@ -21,7 +21,7 @@ from huggingface_hub.utils import http_backoff
 from safetensors import SafetensorError
 
 from specheads import __main__ as cli
-from specheads.commands import _call, _help, commands
+from specheads.commands import _call, commands
 from specheads.commands._call import call
 from specheads.config import compose
 from specheads.config.commands import Train
@@ -144,7 +144,7 @@ def test_help_shows_every_setting_and_its_examples_compose(command: str, capsys:
     usage, about, *_ = shown.splitlines()
     assert usage.startswith(f"usage: specheads {command} ")
     assert about == commands()[command]
-    for name, rule, default, about in _help.list_settings(compose.SCHEMAS[command]):
+    for name, rule, default, about in _call.list_settings(compose.SCHEMAS[command]):
         assert rule
         assert about, name
         assert f"  {name}: {rule}{f' [{default}]' if default else ''}\n      {about[:40]}" in shown
@@ -286,10 +286,10 @@ def test_help_lists_every_command_with_its_purpose(
     assert {"train", "evaluate", "compare", "tune", "chat", "export", "push"} < commands().keys()
     rows = [line.split(maxsplit=1) for line in shown.splitlines()]
     assert all([name, about] in rows for name, about in commands().items())
-    assert "_help" not in shown
+    assert "_call" not in shown
 
 
-@pytest.mark.parametrize("command", ["brew", "_help", "../train", "recipe=smoke"])
+@pytest.mark.parametrize("command", ["brew", "_call", "../train", "recipe=smoke"])
 def test_unknown_command_is_refused_in_one_line(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):

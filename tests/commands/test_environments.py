@@ -72,7 +72,7 @@ def test_output_of_every_encoding_escapes_what_it_cannot_write(
 ):
     output = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding=encoding))
-    monkeypatch.setattr("specheads.commands._help.help_text", lambda _: text)
+    monkeypatch.setattr("specheads.commands._call.help_text", lambda _: text)
     call("train", ["--help"])
     sys.stdout.flush()
     assert output.getvalue()

@@ -112,7 +112,7 @@ def test_training_skips_what_needs_layers_and_says_so(server: list[str], tmp_pat
             "a base at a server cannot generate text here, got distill.engine",
         ),
         (["base.adapter=mine"], "at a server, got base.adapter=mine; merge it with peft"),
-        (["validation.keep=best"], "needs prompts in the corpus's validation split"),
+        (["validation.keep=best"], "cannot do here; set validation.keep=last"),
         (["features.url=[]"], "needs the servers and their folder"),
         (["head=eagle3"], r"this head.s layers \[0, .*, 6\] in .* gives \[0, 6\] in"),
     ],

@@ -12,8 +12,7 @@ from specheads import config
 from specheads.config import compose
 from specheads.core.errors import InputError
 from specheads.heads.load import build_head
-from specheads.training.optimizers import BETAS
-from specheads.training.schedule import refuse_misfit
+from specheads.training.schedule import BETAS, refuse_misfit
 from specheads.training.step import CLIP_NORM
 
 RECIPES = compose.recipes()

@@ -10,7 +10,7 @@ import yaml
 from specheads.commands._call import read_run_settings
 from specheads.config import compose
 from specheads.config.commands import Train
-from specheads.config.facts import (
+from specheads.config.shared import (
     FixesDivergence,
     Ordered,
     Remeasured,
@@ -196,3 +196,16 @@ def test_older_run_on_questions_about_the_standard_library_reads_their_file(tmp_
         assert settings["source"] == "chat"
         assert settings["max_documents"] == 9
         assert Path(settings["path"]).is_file()
+
+
+@pytest.mark.parametrize("weighting", ["geometric", "first_error"])
+def test_run_with_a_removed_setting_that_counts_is_measured_and_not_resumed(
+    weighting: str, tmp_path: Path
+):
+    phase = {"lk_eta": 3.0, "weighting": weighting, "depth_weights": []}
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"schedule": {"phases": {"a": phase}}}), encoding="utf-8")
+    today = {"schedule": {"phases": {"a": {"lk_eta": 3.0}}}}
+    changes = [] if weighting == "geometric" else [("schedule.phases.a.weighting", weighting, None)]
+    assert read_settings(file) == today
+    assert list(differences(read_settings(file, resumes=True), today)) == changes

@@ -8,6 +8,7 @@ from accelerate import PartialState, tracking
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import LoggerType
 
+from specheads.config.shared import TrackerSettings
 from specheads.core.errors import InputError
 from specheads.runs import trackers
 from specheads.runs.trackers import Tracker, read_metrics, refuse_missing
@@ -21,9 +22,8 @@ def _process() -> None:
 
 def tracker(folder: Path, *, kind: str = "jsonl", messages: list[str] | None = None) -> Tracker:
     tell = pytest.fail if messages is None else messages.append
-    return Tracker(
-        folder / "metrics.jsonl", kind=kind, project="specheads-tests", name="run", announce=tell
-    )
+    settings = TrackerSettings(kind=kind, project="specheads-tests")
+    return Tracker(folder / "metrics.jsonl", settings, "run", announce=tell)
 
 
 def write(rows: list[dict[str, Any]], folder: Path, *, kind: str, after: int) -> None:

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from specheads.base.model import FrozenBase
-from specheads.config.shared import BaseSettings
+from specheads.config.shared import BaseSettings, TrackerSettings
 from specheads.config.training import Phase, Schedule
 from specheads.data.packing import PackedText, TokenBatch, slice_evenly
 from specheads.data.tokenise import TokenisedDocuments
@@ -30,10 +30,10 @@ from specheads.heads.load import build_for_base
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
+from specheads.training.log import ValidationSet
 from specheads.training.processes import accelerator_of_environment, load_base, row_share
 from specheads.training.schedule import ScheduledPhase
 from specheads.training.step import StepRunner
-from specheads.training.validation import ValidationSet
 from tests import tiny
 from tests.packed import counted_in, texts
 from tests.servers import free_port
@@ -127,7 +127,7 @@ def train(
             validation_set, prompts=prompts, new_tokens=16, identity="three of 16", **watched
         )
     run = RunDirectory(folder)
-    tracker = Tracker(run.metrics, kind="jsonl", project="", name="")
+    tracker = Tracker(run.metrics, TrackerSettings())
     trainer.train(
         base,
         head,

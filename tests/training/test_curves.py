@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from specheads.config.shared import TrackerSettings
 from specheads.config.training import Phase, Schedule
 from specheads.data.packing import PackedText
 from specheads.heads.load import build_for_base, kinds
@@ -38,7 +39,7 @@ def loss_curve(kind: str, folder: Path) -> list[dict[str, float]]:
     text = PackedText(documents(), sequence_length=40, batch_size=4)
     phases = {
         "corpus": Phase(**SETTINGS, decay=0.8),
-        "distilled": Phase(**SETTINGS, loss="lk_hybrid", depth_weights=[1.0, 0.5]),
+        "distilled": Phase(**SETTINGS, loss="lk_hybrid", decay=0.5),
     }
     run = RunDirectory(folder)
     trainer.train(
@@ -47,7 +48,7 @@ def loss_curve(kind: str, folder: Path) -> list[dict[str, float]]:
         Schedule(phases=phases),
         lambda *_: text,
         run,
-        Tracker(run.metrics),
+        Tracker(run.metrics, TrackerSettings()),
         Accelerator(cpu=True),
         log_every=1,
     )

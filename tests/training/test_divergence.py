@@ -22,10 +22,9 @@ from specheads.core.features import Features
 from specheads.data.packing import TokenBatch
 from specheads.runs.directory import RunDirectory
 from specheads.training import step as steps
-from specheads.training.divergence import DivergedError
 from specheads.training.features import LocalBase
-from specheads.training.step import MicroBatch, StepLoss, StepRunner
-from specheads.training.validation import ValidationSet
+from specheads.training.log import ValidationSet
+from specheads.training.step import DivergedError, MicroBatch, StepLoss, StepRunner
 from tests import tiny
 from tests.packed import packed, texts
 from tests.training import in_processes

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from specheads.base.model import FrozenBase
-from specheads.config.data import DataSettings
+from specheads.config import compose
 from specheads.config.training import FeatureSettings, JointSettings, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.runs.trackers import read_metrics
 from specheads.training.features import FeatureCache, feature_cache
-from specheads.training.validation import ValidationSet
+from specheads.training.log import ValidationSet
 from tests import tiny
 from tests.packed import packed, texts
 from tests.training.test_trainer import phase, run_training
@@ -90,10 +90,10 @@ def test_other_weights_layers_and_dtypes_have_separate_folders(tmp_path: Path):
 
 
 def opened(folder: Path, max_gib: float, **changes: Any) -> FeatureCache:
-    phases = {"corpus": phase(steps=1000, sequence_length=128, **changes)}
-    data = DataSettings(source="python_stdlib")
-    settings = FeatureSettings(source="cache", max_gib=max_gib, folder=str(folder))
-    return feature_cache(settings, phases, data, 16, BASE, (1, 2, 3), print)
+    settings = compose.settings_of("train", ["recipe=smoke", "validation.rows=16"])
+    settings.schedule.phases = {"corpus": phase(steps=1000, sequence_length=128, **changes)}
+    settings.features = FeatureSettings(source="cache", max_gib=max_gib, folder=str(folder))
+    return feature_cache(settings, BASE, (1, 2, 3), print)
 
 
 def test_too_large_cache_is_refused_with_its_size(tmp_path: Path):

@@ -20,10 +20,10 @@ from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for_base, kinds
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
-from specheads.training import validation
+from specheads.training import log
 from specheads.training.feature_server import VllmServer
 from specheads.training.features import FeatureSource, server_layers
-from specheads.training.validation import ValidationSet, validate
+from specheads.training.log import ValidationSet, validate
 from tests import tiny
 from tests.packed import packed, texts
 from tests.training.states_server import StatesServer
@@ -336,7 +336,7 @@ def test_server_that_is_lost_in_a_validation_costs_one_step(
 
     patience = 1.0 if case == "gone" else 900.0
     with closing(source(server, ends, patience_seconds=patience)) as features:
-        monkeypatch.setattr(validation, "validate", validate_without_server)
+        monkeypatch.setattr(log, "validate", validate_without_server)
         with pytest.raises(error, match=line):
             trained(run.path, ends, features, held_out=HELD_OUT)
     monkeypatch.undo()

@@ -25,12 +25,12 @@ from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
-from specheads.training import trainer, validation
+from specheads.training import log, trainer
+from specheads.training.log import SCORE, ValidationSet, validate
 from specheads.training.objective import Objective
 from specheads.training.phase_data import PhaseData
 from specheads.training.schedule import ScheduledPhase
 from specheads.training.step import StepRunner, Teacher
-from specheads.training.validation import ValidationSet, validate
 from tests import tiny
 from tests.packed import alone, packed, texts
 from tests.training import test_joint
@@ -53,7 +53,7 @@ def served(base: FrozenBase, folder: Path) -> float:
 
 def scores(folder: Path) -> dict[int, float]:
     rows = read_metrics(folder / "metrics.jsonl")
-    return {row["step"]: row[validation.SCORE] for row in rows if validation.SCORE in row}
+    return {row["step"]: row[SCORE] for row in rows if SCORE in row}
 
 
 def best(folder: Path) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def by_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         weights = torch.cat([value.flatten() for value in teacher.head.parameters()])
         return 1.0 + int(weights.double().sum().abs().item() * 1e7) % 1000 / 1000
 
-    monkeypatch.setattr(validation, "tokens_per_forward", score)
+    monkeypatch.setattr(log, "tokens_per_forward", score)
 
 
 def crashing(
@@ -159,7 +159,7 @@ def test_resume_keeps_the_best_head(way: str, tmp_path: Path, monkeypatch: pytes
 
 def test_scores_on_other_prompts_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     remaining_scores = iter([1.9, 1.8, 1.2, 1.3])
-    monkeypatch.setattr(validation, "tokens_per_forward", lambda *_: next(remaining_scores))
+    monkeypatch.setattr(log, "tokens_per_forward", lambda *_: next(remaining_scores))
     schedule = Schedule(phases={"corpus": phase(steps=4)})
     with power_cut(2):
         run_training(tmp_path, schedule, checkpoint_every=2, held_out=PROMPTS)
@@ -176,7 +176,8 @@ def test_the_best_head_can_become_the_head_of_the_run(tmp_path: Path):
     with torch.no_grad():
         for value in head.parameters():
             value.zero_()
-    run.restore_best(head)
+    run.begin("a: 1\n", {})
+    run.end(head, is_best=True)
     for name, value in load_file(run.best / "model.safetensors").items():
         assert torch.equal(head.state_dict()[name], value), name
 
@@ -229,7 +230,7 @@ def test_times_and_shares_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("specheads.training.log.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr(trainer, "cached_matmul_rate", lambda *_: 5e5)
     monkeypatch.setattr(trainer, "count_step_flops", lambda *_: 10**6)
-    monkeypatch.setattr(validation, "tokens_per_forward", slow_score)
+    monkeypatch.setattr(log, "tokens_per_forward", slow_score)
     monkeypatch.setattr(StepRunner, "step", slow_step)
     monkeypatch.setattr(trainer, "prefetched", slow_batches)
     schedule = Schedule(phases={"corpus": phase(steps=6)})

@@ -15,8 +15,9 @@ from rich.progress import Progress
 
 from specheads.base.ends import BaseEnds
 from specheads.base.fingerprint import config_fingerprint
+from specheads.base.model import FrozenBase
 from specheads.config.data import DataSettings
-from specheads.config.facts import SameText, settings_with
+from specheads.config.shared import SameText, settings_with
 from specheads.config.training import EXTERNAL_ENGINES, FAULTS, DistillSettings
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -26,8 +27,13 @@ from specheads.decoding.noise import derive_seed
 from specheads.decoding.sampling import Sampling
 from specheads.heads.load import copy_for_drafting
 from specheads.measure.counts import is_repetitive
-from specheads.training.distill import build_engine
-from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest, TextEngine
+from specheads.training.distill.engines import (
+    GeneratedAnswer,
+    GenerationRequest,
+    TextEngine,
+    local_engine,
+    vllm_engine,
+)
 from specheads.training.distill.prompts import PromptSource, decoder, prompt_source
 from specheads.training.distill.shards import (
     MARK,
@@ -196,6 +202,25 @@ def generate_text(number: int, job: TextJob) -> TextInProgress:
     rows = rows or [{"tokens": [], "loss_mask": [], "turns": 0}]
     rows[-1]["fault"] = fault
     return [{"number": number} | row for row in rows]
+
+
+def build_engine(
+    settings: DistillSettings, base: BaseEnds, head: Head | None = None, max_length: int = 0
+) -> TextEngine:
+    """Build the engine of the settings.
+
+    `head` drafts for the local engine. `max_length` is the maximum of tokens of prompt and answer;
+    zero if only the context limits them.
+    """
+    if settings.engine == "openai":
+        # loads the client of servers
+        from specheads.training.distill.openai import CompletionsEngine
+
+        return CompletionsEngine(settings, base).answers
+    if settings.engine == "vllm":
+        return vllm_engine(settings.batch_size, base, max_length)
+    assert isinstance(base, FrozenBase)
+    return partial(local_engine, settings.batch_size, base, head, max_length)
 
 
 def engine_of_job(job: TextJob) -> TextEngine:

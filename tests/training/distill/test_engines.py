@@ -19,8 +19,13 @@ from specheads.base.model import FrozenBase
 from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.decoding.sampling import Sampling
-from specheads.training.distill import build_engine, openai
-from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest, TextEngine
+from specheads.training.distill import openai
+from specheads.training.distill.engines import (
+    GeneratedAnswer,
+    GenerationRequest,
+    TextEngine,
+    build_engine,
+)
 from tests import tiny
 from tests.training.distill.completions_server import PASSING, Completions, continuation, serving
 from tests.training.distill.transformers_oracle import generate_answers

@@ -16,8 +16,8 @@ from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
 from specheads.heads.load import build_for_base
 from specheads.runs.progress import progress_display
-from specheads.training.distill import build_engine, engines, run
-from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest
+from specheads.training.distill import engines, run
+from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest, build_engine
 from specheads.training.distill.run import write_folder, write_texts
 from specheads.training.processes import on_all_processes
 from tests import tiny

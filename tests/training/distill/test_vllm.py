@@ -16,8 +16,12 @@ from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
-from specheads.training.distill import build_engine
-from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest, TextEngine
+from specheads.training.distill.engines import (
+    GeneratedAnswer,
+    GenerationRequest,
+    TextEngine,
+    build_engine,
+)
 from tests.servers import VLLM, free_port, served
 
 pytestmark = pytest.mark.vllm
