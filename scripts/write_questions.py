@@ -27,7 +27,8 @@ from specheads.data.encode import QUESTION, QUESTION_TEXT
 from specheads.data.masks import added_token_ids
 from specheads.decoding.sampling import Sampling
 from specheads.runs.progress import progress_display
-from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest, build_engine
+from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest
+from specheads.training.distill.run import build_engine
 
 FEWEST_WORDS = 3
 

@@ -24,8 +24,8 @@ from specheads.training.distill.engines import (
     GeneratedAnswer,
     GenerationRequest,
     TextEngine,
-    build_engine,
 )
+from specheads.training.distill.run import build_engine
 from tests import tiny
 from tests.training.distill.completions_server import PASSING, Completions, continuation, serving
 from tests.training.distill.transformers_oracle import generate_answers

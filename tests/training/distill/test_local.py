@@ -17,8 +17,8 @@ from specheads.decoding.sampling import Sampling
 from specheads.heads.load import build_for_base
 from specheads.runs.progress import progress_display
 from specheads.training.distill import engines, run
-from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest, build_engine
-from specheads.training.distill.run import write_folder, write_texts
+from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest
+from specheads.training.distill.run import build_engine, write_folder, write_texts
 from specheads.training.processes import on_all_processes
 from tests import tiny
 from tests.training.distill.fake_engine import FakeChats, job, shards

@@ -20,8 +20,8 @@ from specheads.training.distill.engines import (
     GeneratedAnswer,
     GenerationRequest,
     TextEngine,
-    build_engine,
 )
+from specheads.training.distill.run import build_engine
 from tests.servers import VLLM, free_port, served
 
 pytestmark = pytest.mark.vllm
