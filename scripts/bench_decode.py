@@ -1,13 +1,13 @@
-"""Time decoding: steps against bare forwards, drafts, and whole texts by batch.
+"""Time decoding: steps against bare forwards, their parts, and whole texts by batch.
 
     python scripts/bench_decode.py                                 the shipped base, on this machine
     python scripts/bench_decode.py --base llama-8b --device cuda   a random base of that shape
     python scripts/bench_decode.py --parts steps batch --out FILE  some parts; keep the numbers
 
 Parts are `steps` (a step over n nodes against bare forwards), `batch` (tokens/s alone and with
-planted drafts), `drafts` (drafting with random heads), `ledger` (draft, verify, accept and host of
-a step with random heads), `alone` (the base alone, eager and compiled, against transformers'
-generate) and `engine` (a paged cache: alone, with a head, with goodput).
+planted drafts), `ledger` (draft, verify, accept and host of a step with random heads), `alone` (the
+base alone, eager and compiled, against transformers' generate) and `engine` (a paged cache: alone,
+with a head, with goodput).
 Sides of a comparison take turns; ratios carry 95 % bootstrap intervals over turns.
 """
 
@@ -16,7 +16,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -220,32 +219,6 @@ def planted_rule(base: FrozenBase) -> Any:
     return rule
 
 
-def draft_times(bench: Bench, kind: str) -> dict[str, Any]:
-    """Return the median milliseconds of drafting chains with a head of random weights."""
-    drafter = bench.head(kind)
-    by_depth = [draft_milliseconds(bench, drafter, depth + 1) for depth in range(drafter.depth)]
-    levels = [upper - lower for lower, upper in pairwise(by_depth)]
-    return {
-        "depth": drafter.depth,
-        "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
-        "milliseconds_by_depth": by_depth,
-        "milliseconds_per_level": statistics.median(levels or by_depth),
-    }
-
-
-def draft_milliseconds(bench: Bench, drafter: Drafter, depth: int) -> float:
-    """Return the median time of drafting a chain, the device's work included."""
-    prompt, tree = bench.prompt(), policies.chain(depth)
-    room = len(prompt) + (bench.turns + WARM_UP + 1) * (depth + 1)
-    state, _ = loop.start(bench.base, drafter, [prompt], room)
-    seconds = []
-    for _ in range(WARM_UP + bench.turns):
-        ledger = loop.StepLedger(bench.base.device, synchronised=("draft",))
-        loop.step(bench.base, drafter, tree, accept.match_rule, state, ledger=ledger)
-        seconds.append(ledger.seconds["draft"])
-    return 1e3 * statistics.median(seconds[WARM_UP:])
-
-
 def ledger_row(bench: Bench, kind: str) -> dict[str, float]:
     """Return the mean milliseconds of each part of a step, with a head of random weights."""
     drafter, ledger = bench.head(kind), loop.StepLedger(bench.base.device)
@@ -374,7 +347,6 @@ def _run_engine(
 PARTS: dict[str, Callable[[Bench], Any]] = {
     "steps": steps,
     "batch": lambda bench: [batch_row(bench, size) for size in bench.batches],
-    "drafts": lambda bench: {kind: draft_times(bench, kind) for kind in bench.heads},
     "ledger": lambda bench: {kind: ledger_row(bench, kind) for kind in bench.heads},
     "alone": alone,
     "engine": engine,

@@ -134,17 +134,13 @@ def read_plan(options: argparse.Namespace) -> dict[str, Any]:
         raise InputError(f"{options.file} must be YAML: {first_line(error)}; fix it") from error
     if not isinstance(plan, dict) or not {"recipe", "variants", "compare"} <= plan.keys():
         raise InputError(f"{options.file} must have recipe, variants and compare; add them")
-    if unknown := sorted({*(options.only or ())} - plan["variants"].keys()):
+    teachers = [plan["speculators"]] if "speculators" in plan else []
+    # speculators' head needs the text of its variant
+    chosen = dict.fromkeys([*(options.only or plan["variants"]), *teachers])
+    if unknown := sorted(chosen.keys() - plan["variants"].keys()):
         names = ", ".join(plan["variants"])
-        raise InputError(f"--only must be among {names}, got {unknown[0]}; correct its name")
-    chosen = options.only or [*plan["variants"]]
-    taught = plan.get("speculators")
-    if taught is not None:
-        if taught not in chosen:
-            raise InputError(
-                f"speculators must be among {', '.join(chosen)}, got {taught}; name a variant "
-                "that is trained"
-            )
+        raise InputError(f"a variant must be among {names}, got {unknown[0]}; correct its name")
+    if teachers:
         refuse_without_speculators()
     return plan | {"variants": {name: plan["variants"][name] for name in chosen}}
 
@@ -247,7 +243,7 @@ def train_speculators(run: Path, out: Path, words: Sequence[str]) -> str:
             losses = step(trainer, collated(source, batch, labels), sizes["labels"])
             rows.append(losses | sizes | {"seconds": time.perf_counter() - began})
             bar.update(task, advance=1, numbers=f"loss {losses['loss']:.3f}")
-    record = summary(rows, source.settings.log_every) | {
+    record = summary(rows) | {
         "run": shorten_paths(str(run)),
         "base": source.base.fingerprint,
         "speculators": {"version": metadata.version("speculators")} | chosen,
@@ -375,7 +371,7 @@ def _config(source: Source, words: Sequence[str]) -> Any:
     from speculators.train.config import TrainConfig
     from speculators.train.config.schema import CONFIG_DESTS
 
-    chosen = {name: value for name, _, value in (word.partition("=") for word in words)}
+    chosen = dict(word.split("=", 1) for word in words)
     settings: dict[str, Any] = {
         "verifier_name_or_path": source.base.location,
         "target_layer_ids": [*source.layers],
@@ -445,16 +441,11 @@ def refuse_misread(source: Source, model: Any, batch: TokenBatch) -> None:
         )
 
 
-def summary(rows: Sequence[Mapping[str, float]], every: int) -> dict[str, Any]:
-    """Return the totals of all steps, and the means of each `every` of them."""
+def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return the totals of all steps, and the loss of each."""
     totals = {name: sum(row[name] for row in rows) for name in ("tokens", "labels", "seconds")}
     totals["tokens_per_second"] = totals["tokens"] / totals["seconds"]
-    curve = []
-    for first in range(0, len(rows), every):
-        group = rows[first : first + every]
-        means = {name: sum(row.get(name, 0.0) for row in group) / len(group) for name in group[0]}
-        curve.append({"step": first + len(group)} | means)
-    return {"schema": 1, "steps": len(rows)} | totals | {"curve": curve}
+    return {"schema": 2, "steps": len(rows), **totals, "losses": [row["loss"] for row in rows]}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for_base
 from specheads.measure.counts import bootstrap_interval
 from specheads.runs.provenance import collect_provenance, shorten_paths
-from specheads.training.depth_loss import Targets, depth_loss
 from specheads.training.memory import count_step_flops
 from specheads.training.schedule import ScheduledPhase, schedule_phases
 from specheads.training.step import StepRunner, Teacher
@@ -267,52 +265,6 @@ def _plain(bench: Bench) -> Callable[[], object]:
             optimizer.zero_grad()
 
     return step
-
-
-def loss_memory(base: FrozenBase, rows: int, depth: int = 5) -> dict[str, Any]:
-    """Return peak extra memory and time of the fused loss, and of the dense one by autograd.
-
-    Peak extra memory is that of one forward and backward without inputs and gradients; it is
-    measured on CUDA only. The loss is soft_cross_entropy with one projection for all depths.
-    """
-    torch.manual_seed(0)
-    device, shape = base.device, (base.vocab_size, base.width)
-    options: dict[str, Any] = {"device": device, "dtype": base.dtype}
-    states = [torch.randn(rows, base.width, **options).requires_grad_() for _ in range(depth)]
-    head_projection, base_projection = (
-        torch.randn(shape, **options).mul_(base.width**-0.5) for _ in range(2)
-    )
-    labels, hidden = torch.randint(shape[0], (rows,), device=device), torch.randn_like(states[0])
-    targets = Targets(labels, hidden, partial(F.linear, weight=base_projection))
-    head_projection.requires_grad_()
-
-    def fused() -> None:
-        pairs = [(head_projection, None)] * depth
-        depth_loss(states, pairs, targets).total.backward()
-
-    def dense() -> None:
-        with torch.no_grad():
-            base_probs = F.linear(hidden, base_projection).float().softmax(-1)
-        logits = torch.stack([F.linear(state, head_projection) for state in states]).float()
-        torch.stack(
-            [F.cross_entropy(level_logits, base_probs) for level_logits in logits]
-        ).sum().backward()
-
-    results: dict[str, Any] = {"rows": rows, "vocab": base.vocab_size, "depth": depth}
-    for name, loss in (("fused", fused), ("dense", dense)):
-        try:
-            # the first call allocates the gradients
-            loss()
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                loss()
-                results[f"{name}_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
-            times = [seconds_of(device, loss) for _ in range(2)]
-            results[f"{name}_seconds"] = statistics.median(times)
-        except torch.OutOfMemoryError:
-            results[f"{name}_seconds"] = None
-    return results
 
 
 def seconds_of(device: torch.device, act: Callable[[], object]) -> float:

@@ -50,7 +50,6 @@ class Sizes:
     sequences: int = 4
     sequence_length: int = 2048
     draft_tokens: int = 32_000
-    loss_rows: int = 8192
     contexts: tuple[int, ...] = (512, 4096)
     engine_batches: tuple[int, ...] = (1, 8, 32, 128)
     engine_steps: int = 16
@@ -59,7 +58,7 @@ class Sizes:
 TINY = Sizes(
     **{"decode_base": "tiny", "train_bases": ("tiny",), "context": 24, "nodes": (1, 4)},
     **{"batches": (1, 2), "new_tokens": 6, "turns": 2, "sequences": 2},
-    **{"sequence_length": 32, "draft_tokens": 64, "loss_rows": 32, "contexts": (16, 40)},
+    **{"sequence_length": 32, "draft_tokens": 64, "contexts": (16, 40)},
     **{"engine_batches": (1, 2), "engine_steps": 3},
 )
 PHASE = "schedule.phases.distilled"
@@ -297,14 +296,10 @@ def decode(report: Report) -> None:
             gain = f"({row['tokens_per_forward']:.2f} tokens per forward)"
             report.row(f"tokens/s at batch {size}: alone, planted drafts", f"{rates} {gain}")
     for kind in bench.heads:
-        times = report.part(f"draft_{kind}", bench_decode.draft_times, bench, kind, seconds=6)
-        if times is not None:
-            first_ms, further_ms = (
-                times["milliseconds_by_depth"][0],
-                times["milliseconds_per_level"],
-            )
-            text = f"{first_ms:.2f} ms for 1 level, {further_ms:.3f} for each further one"
-            report.row(f"drafting with {kind}, depth {times['depth']}", text)
+        ledger = report.part(f"ledger_{kind}", bench_decode.ledger_row, bench, kind, seconds=6)
+        if ledger is not None:
+            text = ", ".join(f"{part} {milliseconds:.2f}" for part, milliseconds in ledger.items())
+            report.row(f"ms of a step with {kind}, by part", text)
     if alone := report.part("alone", bench_decode.alone, bench, seconds=30):
         milliseconds_per_token = {
             name: row["milliseconds_per_token"] for name, row in alone.items()
@@ -330,14 +325,6 @@ def train(report: Report) -> None:
             row = report.part(part_name, train_row, report, base, kind, seconds=12)
             if row is not None:
                 _train_rows(report, f"{name}, {kind}", kind, row)
-        if name == report.sizes.train_bases[0]:
-            rows = report.sizes.loss_rows
-            loss = report.part("loss", bench_train.loss_memory, base, rows, seconds=8) or {}
-            for arm in ("fused", "dense") if loss else ():
-                seconds, gib = loss[f"{arm}_seconds"], loss.get(f"{arm}_gib")
-                memory = "" if gib is None else f", {gib:.2f} GiB more at the peak"
-                text = "out of memory" if seconds is None else f"{1e3 * seconds:.1f} ms{memory}"
-                report.row(f"{arm} loss at a vocabulary of {loss['vocab']:,}", text)
         del base
         free_memory()
 

@@ -63,18 +63,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--column", default="text", help="column that holds the text")
     add("--out", required=True, type=Path, help="folder to make")
     for name, value in (SHAPE | SIZES).items():
-        add(f"--{name.replace('_', '-')}", type=positive, default=value, help="(%(default)s)")
+        add(f"--{name.replace('_', '-')}", type=int, default=value, help="(%(default)s)")
     add("--learning-rate", type=float, default=2.5e-3, help="peak (%(default)s)")
     add("--warmup-steps", type=int, default=50, help="of the learning rate (%(default)s)")
     add("--seed", type=int, default=0)
     return parser.parse_args(arguments)
-
-
-def positive(text: str) -> int:
-    """Read a whole number of at least one."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def train(options: argparse.Namespace) -> None:

@@ -141,8 +141,7 @@ def test_it_trains_on_a_run_s_own_text_and_its_folder_drafts_here(
     assert len(list((run / "text").glob("shard-*.parquet"))) == 1
     record = json.loads((out / "training.json").read_text())
     assert (record["steps"], record["tokens"]) == (40, 2 * 2 * 128 + 38 * 4 * 150)
-    assert [point["step"] for point in record["curve"]] == [*range(4, 41, 4)]
-    assert record["curve"][-1]["loss"] < 0.9 * record["curve"][1]["loss"]
+    assert sum(record["losses"][-4:]) < 0.9 * sum(record["losses"][4:8])
     their_settings = record["speculators"]
     assert (their_settings["version"], their_settings["optimizer"]["optimizer"]) == (
         "0.9.0",
@@ -190,10 +189,3 @@ def test_a_base_that_scales_its_logits_is_refused(script: ModuleType, tmp_path: 
     batch, _ = last_of(script, source)
     with pytest.raises(InputError, match="nats; choose a base that does not scale"):
         script.refuse_misread(source, trainer.model, batch)
-
-
-def test_a_point_of_the_curve_is_the_mean_of_some_steps(script: ModuleType):
-    rows = [{"loss": float(n), "tokens": 4, "labels": 2, "seconds": 0.5} for n in (5, 3, 2)]
-    summary = script.summary(rows, 2)
-    assert (summary["steps"], summary["tokens"], summary["tokens_per_second"]) == (3, 12, 8.0)
-    assert [(point["step"], point["loss"]) for point in summary["curve"]] == [(2, 4.0), (3, 2.0)]

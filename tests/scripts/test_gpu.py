@@ -104,11 +104,5 @@ def test_killed_stage_leaves_its_numbers_and_the_other_stages(tmp_path: Path):
     assert run.returncode == 1
     assert "train: failed" in printed
     assert "engine: done" in printed
-    assert read_stage(tmp_path, "train")["values"].keys() < {
-        "tiny_eagle3",
-        "tiny_mlp_speculator",
-    } | {
-        "tiny_dflash",
-        "loss",
-    }
+    assert len(read_stage(tmp_path, "train")["values"]) < 3
     assert read_stage(tmp_path, "engine")["values"]["batch_1_context_16"]["alone"]["steps"] > 0
